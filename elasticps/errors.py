@@ -1,0 +1,58 @@
+"""Every error that elasticps raises on purpose.
+
+Two families matter to a caller who wants to retry: after a `Definite` error the operation did not happen;
+after an `Indefinite` one nobody knows, and asking again is safe because servers recognise duplicates.
+"""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """Root of the family: what happened, to what, and what to do about it."""
+
+
+class Definite(Error):
+    """The operation did not happen."""
+
+
+class Indefinite(Error):
+    """The outcome is unknown; retrying is safe."""
+
+
+class ConfigError(Definite, ValueError):
+    """A setting, URL or argument is unusable."""
+
+
+class SpecError(Definite, ValueError):
+    """A table, optimizer or initialiser is described wrongly, or differently from the one that exists."""
+
+
+class InputError(Definite, ValueError):
+    """Keys, gradients or values have the wrong type, shape or content."""
+
+
+class UnknownTable(Definite, KeyError):
+    """No table of that name or id."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class VersionMismatch(Definite):
+    """Client and server speak different versions of the wire protocol."""
+
+
+class ClusterUnreachable(Indefinite, ConnectionError):
+    """Neither the coordination store nor the servers named there could be reached in time."""
+
+
+class Timeout(Indefinite, TimeoutError):
+    """An operation did not finish in time; the text names who was waited for."""
+
+
+class Closed(Definite):
+    """The client was closed, or fenced by a newer incarnation of the same worker."""
+
+
+class ServerError(Definite):
+    """A server refused a request; the text is the server's own."""
