@@ -1,0 +1,62 @@
+# `make demo` and `make test` work on a fresh machine: they make .venv, install what constraints.txt pins, and run.
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CODE := coordinator elasticps replication $(wildcard chaos) tests $(wildcard examples)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint format bench proto clean distclean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) ## Make .venv and install everything that is pinned
+
+# recbole is taken for the ratings in its wheel and never imported: without its dependencies, which nobody needs.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "elasticps needs Python 3.10 or later: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+		|| { echo "this Python cannot make a virtual environment; on Debian and Ubuntu its package is python3-venv"; exit 1; }
+	@echo "installing into $(VENV); this takes a few minutes the first time"
+	$(PIP) install -c constraints.txt setuptools
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) install -c constraints.txt --no-deps recbole
+	@touch $@
+
+demo: $(READY) ## Train a recommender on real ratings through three servers found through etcd
+	$(BIN)/elasticps demo
+
+test: $(READY) ## Run the tests
+	$(BIN)/python -m pytest
+
+test-all: $(READY) ## Run the tests, slow ones too
+	$(BIN)/python -m pytest -m 'slow or not slow'
+
+lint: $(READY) ## ruff, mypy --strict, and the contracts on who imports whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(CODE)
+	$(BIN)/lint-imports
+
+format: $(READY) ## Sort imports and format
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## Measure pulls and pushes against this machine's own limits
+	$(BIN)/elasticps bench sparse
+	$(BIN)/elasticps bench dense
+
+proto: $(READY) ## Generate the gRPC stubs again
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. elasticps/admin/admin.proto
+
+clean: ## Remove caches and what runs have left
+	rm -rf build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find coordinator elasticps replication $(wildcard chaos) tests $(wildcard examples) -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## Remove .venv too
+	rm -rf $(VENV)
