@@ -6,8 +6,8 @@ import socket
 from typing import Any
 
 import pytest
-
 import uvloop
+
 from elasticps.admin import AdminServer, fetch_health, fetch_status, start_admin
 from elasticps.errors import ClusterUnreachable, ConfigError
 
