@@ -55,7 +55,12 @@ def _value(value: Any) -> str:
 
 
 def configure(level: str = "info", stream: TextIO | None = None, **context: Any) -> None:
-    """Sends every logger's lines of at least `level` to `stream` (standard error), `context` in each of them."""
+    """Sends every logger's lines of at least `level` to `stream` (standard error), `context` in each of them.
+
+    Raises ConfigError for a level that there is not.
+    """
+    if level not in LEVELS:
+        raise ConfigError(f"{level!r} is no log level; there are {', '.join(LEVELS)}")
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(KeyValueFormatter(context))
     root = logging.getLogger()
@@ -64,10 +69,3 @@ def configure(level: str = "info", stream: TextIO | None = None, **context: Any)
     for chatty in ("numba", "asyncio", "grpc", "aetcd"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
     logging.captureWarnings(True)
-
-
-def check_level(level: str) -> str:
-    """Returns `level` if it is one; ConfigError says which there are."""
-    if level not in LEVELS:
-        raise ConfigError(f"{level!r} is no log level; there are {', '.join(LEVELS)}")
-    return level

@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 import uvloop
+
 from coordinator.connect import open_store
 from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
-
 from coordinator.names import check_name
 from coordinator.url import EXAMPLE
 from coordinator.view import ClusterConfig
@@ -23,7 +23,7 @@ from elasticps.errors import ConfigError
 
 Url = Annotated[str, typer.Option("--url", help=f"The cluster, for example {EXAMPLE}.", show_default=False)]
 Name = Annotated[str, typer.Option("--name", help="A name that no other process of its kind has.", show_default=False)]
-LogLevel = Annotated[str, typer.Option("--log-level", help=f"{', '.join(logs.LEVELS)}.", callback=logs.check_level)]
+LogLevel = Annotated[str, typer.Option("--log-level", help=f"{', '.join(logs.LEVELS)}.")]
 
 
 def server(

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 import uvloop
-from coordinator.connect import open_store
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from coordinator.connect import open_store
 from coordinator.store import Store
 from coordinator.url import parse
 from coordinator.view import Roster, ServerInfo, View

@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import uvloop
+
 from coordinator.connect import open_store
 from coordinator.membership import ViewFollower, create_cluster
-
 from coordinator.names import check_name
 from coordinator.view import ClusterConfig, View
 from elasticps.errors import ConfigError, Error
