@@ -21,7 +21,8 @@ from elasticps.spec import Init, Normal
 from elasticps.spec import Optimizer as ServerOptimizer
 
 if TYPE_CHECKING:
-    from elasticps.client import Client, SparseRead, SparseTable
+    from elasticps.client import Client, SparseTable
+    from elasticps.client.reads import SparseRead
 
 MAX_PREFETCHED = 8  # batches of ids whose rows may be under way; older ones are dropped
 

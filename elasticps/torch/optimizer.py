@@ -22,7 +22,8 @@ from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.embedding import Rows, nobody
 
 if TYPE_CHECKING:
-    from elasticps.client import Client, DenseRead, DenseTensor, OpenStep, SparseTable, Step
+    from elasticps.client import Client, DenseTensor, OpenStep, SparseTable, Step
+    from elasticps.client.reads import DenseRead
 
 _DENSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _AGAIN = (

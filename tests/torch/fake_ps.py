@@ -20,7 +20,8 @@ def initial_row(init: Init, key: int, dim: int) -> Floats:
         return np.zeros(dim, np.float32)
     if isinstance(init, Constant):
         return np.full(dim, init.value, np.float32)
-    return np.random.default_rng([init.seed, key & 0xFFFFFFFF]).normal(size=dim).astype(np.float32)
+    row: Floats = np.random.default_rng([init.seed, key & 0xFFFFFFFF]).normal(size=dim).astype(np.float32)
+    return row
 
 
 def update(spec: Optimizer, weight: Floats, slots: dict[str, Floats], gradient: Floats, clock: int, lr: float) -> None:
@@ -109,7 +110,8 @@ class DenseTensor:
 
     def pull(self, out: Floats | None = None) -> Floats:
         assert out is None
-        return self.target.weights[0].copy()
+        copy: Floats = self.target.weights[0].copy()
+        return copy
 
     def pull_async(self) -> Done:
         return Done(self.pull())
