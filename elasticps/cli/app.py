@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import version as installed_version
 
 import typer
 
+from elasticps import __version__
 from elasticps.cli import local, processes, status
 from elasticps.cli.output import guarded, out
 
@@ -31,7 +31,7 @@ app.command(rich_help_panel=RUN)(guarded(processes.coordinator))
 @app.command(rich_help_panel=ABOUT)
 def version() -> None:
     """Print the version."""
-    out.print(f"elasticps {installed_version('elasticps')} with Python {platform.python_version()}")
+    out.print(f"elasticps {__version__} with Python {platform.python_version()}")
 
 
 def main() -> None:
