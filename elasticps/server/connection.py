@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,10 +73,9 @@ class Connection(asyncio.BufferedProtocol):
     # --- asyncio ------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from asyncio's
         self.peer = _address(transport.get_extra_info("peername"))
-        transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
+        self.transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
         self._timer = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
         self._handler.opened(self)
 

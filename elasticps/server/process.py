@@ -7,6 +7,7 @@ import importlib
 import json
 import logging
 import signal
+import socket
 from collections.abc import Sequence
 
 from coordinator.connect import open_store
@@ -56,19 +57,19 @@ async def serve(
         if entry is None:
             raise ConfigError(f"cluster {store.cluster!r} does not exist yet; create it with `elasticps up` or a coordinator")
         config = ClusterConfig.from_json(entry.value)
-        server = Server(ServerInfo(name, 0, f"{host}:{port}"), store.cluster, config.ranges)
-        listener = await loop.create_server(lambda: Connection(server, loop), host, port, backlog=CONNECT_BACKLOG)
-        admin = await start_admin(host, admin_port, server.status)
-        address = f"{host}:{listener.sockets[0].getsockname()[1]}"
+        sock = socket.create_server((host, port), backlog=CONNECT_BACKLOG)  # connections wait there until we are ready
+        address = f"{host}:{sock.getsockname()[1]}"
+        admin = await start_admin(host, admin_port, lambda: server.status())
         session = await register_server(
             store, name=name, address=address, admin=admin.address, zone=zone, weight=weight,
             on_lost=lambda reason: _resolve(stop, reason),
         )  # fmt: skip
-        server.me = session.info
+        server = Server(session.info, store.cluster, config.ranges)
         follower = ViewFollower(store)
         follower.subscribe(server.adopt)
         follower.subscribe_roster(server.follow)
         await follower.start()
+        listener = await loop.create_server(lambda: Connection(server, loop), sock=sock)
         ticker = asyncio.create_task(_tick(server))
         admin.set_serving(True)
         ready = {"ready": True, "name": name, "address": address, "admin": admin.address,

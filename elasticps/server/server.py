@@ -64,7 +64,7 @@ class Server:
         self._heads_since = 1 << 62  # epoch in which the set of ranges that we head last changed
         self._headed = np.zeros(ranges, np.bool_)
         self._headed_ranges: NDArray[np.intp] = np.empty(0, np.intp)
-        self._roster = Roster(0, ())
+        self._roster_version = 0
         self._names: dict[int, str] = {}  # workers of the roster
         self._active: set[int] = set()  # workers that have joined and are in the roster
         self._connections: set[Connection] = set()
@@ -157,9 +157,9 @@ class Server:
 
     def follow(self, roster: Roster) -> None:
         """Takes a newer roster: fences older incarnations, forgets who left, lets waiting reads be judged again."""
-        if roster.version <= self._roster.version:
+        if roster.version <= self._roster_version:
             return
-        self._roster = roster
+        self._roster_version = roster.version
         self._names = {w.id: w.name for w in roster.workers}
         self._active &= self._names.keys()
         newest = {(w.app, w.name): w.id for w in roster.workers}
@@ -264,7 +264,7 @@ class Server:
     def _check(self, block: Block, *, values: int | None) -> Table:
         """A block fits its table and this server. `values`: step values expected (None: the optimizer's number)."""
         table = self._table(block.table)
-        dim, expected = table.spec.dim, table.step_floats if values is None else values
+        dim, expected = table.spec.dim, table.spec.optimizer.step_floats if values is None else values
         if block.grads.shape[1] != dim:
             raise Refusal("shape", f"table {table.spec.name!r} has dim {dim}, the push has {block.grads.shape[1]}")
         if len(block.step_values) != expected:
