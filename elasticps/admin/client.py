@@ -10,7 +10,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.errors import ClusterUnreachable
 
-_OPTIONS = (("grpc.max_receive_message_length", 1024 * 1024), ("grpc.enable_retries", 0))
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 1024 * 1024),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),  # servers are near; a proxy for the outside would not know them
+)
 
 
 async def fetch_status(address: str, timeout_s: float) -> dict[str, Any]:

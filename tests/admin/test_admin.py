@@ -103,3 +103,16 @@ def test_a_taken_port_is_a_clear_error() -> None:
                 await start_admin("127.0.0.1", port, lambda: STATUS)
 
     uvloop.run(main())
+
+
+def test_a_proxy_for_the_outside_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+
+    async def main() -> None:
+        server = await started()
+        try:
+            assert (await fetch_status(server.address, timeout_s=5.0))["id"] == "s0"
+        finally:
+            await server.stop()
+
+    uvloop.run(main())
