@@ -63,7 +63,8 @@ class Clocks:
 
     def row(self, worker: int) -> NDArray[np.int64]:
         """Progress of one worker, int64 [ranges]; a view."""
-        return self._progress[self._slots[worker]]
+        row: NDArray[np.int64] = self._progress[self._slots[worker]]
+        return row
 
     def check(self, worker: int, clock: int, first: int, ranges: NDArray[np.intp]) -> Verdict:
         """Judges a frame against the ranges that it ticks. One vectorised comparison in the usual case."""
@@ -77,7 +78,8 @@ class Clocks:
 
     def pending(self, worker: int, clock: int, first: int, ranges: NDArray[np.intp]) -> NDArray[np.intp]:
         """Of `ranges`, those for which the frame is next."""
-        return ranges[self.row(worker)[ranges] == before(clock, first)]
+        mine: NDArray[np.bool_] = self.row(worker)[ranges] == before(clock, first)
+        return ranges[mine]
 
     def advance(self, worker: int, clock: int, part: int, last: bool, ranges: NDArray[np.intp]) -> None:
         """Notes that parts up to `part` of step `clock` are applied to `ranges`."""

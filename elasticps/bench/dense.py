@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from elasticps.bench.limits import memcpy_gb_per_s, socket_pair
-from elasticps.bench.measure import Result, Setting, measure
-from elasticps.client import connect
+from elasticps.bench.measure import Bench, Result
+from elasticps.client import Client, connect
 from elasticps.local import LocalCluster
 from elasticps.spec import SGD
 
@@ -25,19 +25,26 @@ def run(
 ) -> Iterator[Result]:
     """Yields a result for pull (into the caller's array), push, and push-lent (`copy=False`) by size of the tensor."""
     progress("starting a cluster")
-    with LocalCluster(servers=servers, replicas=replicas) as cluster, socket_pair() as pair:
-        with connect(cluster.url, worker="bench", timeout=120.0) as ps:
-            setting = Setting(servers, replicas, 1, memcpy_gb_per_s(), seconds)
-            for size in sizes_mb:
-                progress(f"{size} MB")
-                floats = size * 250_000
-                values = np.full(floats, 0.5, np.float32)
-                tensor = ps.tensor(f"dense-{size}", init=values, optimizer=SGD(lr=0.01))
-                out, data = np.empty_like(values), values.nbytes
-                common = {"setting": setting, "batch": 1, "dim": floats}
-                yield measure("pull", lambda: tensor.pull(out=out), pair, request=0, response=data, **common)  # noqa: B023
-                for op, copy in (("push", True), ("push-lent", False)):
-                    def push(copy: bool = copy) -> None:
-                        ps.push({tensor: values}, copy=copy).result()  # noqa: B023
+    with (
+        LocalCluster(servers=servers, replicas=replicas) as cluster,
+        socket_pair() as pair,
+        connect(cluster.url, worker="bench", timeout=120.0) as ps,
+    ):
+        bench = Bench(pair, servers, replicas, 1, memcpy_gb_per_s(), seconds)
+        for size in sizes_mb:
+            progress(f"{size} MB")
+            yield from _size(bench, ps, size)
 
-                    yield measure(op, push, pair, request=data, response=0, **common)
+
+def _size(bench: Bench, ps: Client, size_mb: int) -> Iterator[Result]:
+    values = np.full(size_mb * 250_000, 0.5, np.float32)
+    tensor = ps.tensor(f"dense-{size_mb}", init=values, optimizer=SGD(lr=0.01))
+    out = np.empty_like(values)
+
+    def push(copy: bool) -> None:
+        ps.push({tensor: values}, copy=copy).result()
+
+    size, data = values.size, values.nbytes
+    yield bench.measure("pull", lambda: tensor.pull(out=out), batch=1, dim=size, request=0, response=data)
+    yield bench.measure("push", lambda: push(True), batch=1, dim=size, request=data, response=0)
+    yield bench.measure("push-lent", lambda: push(False), batch=1, dim=size, request=data, response=0)

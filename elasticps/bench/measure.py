@@ -39,54 +39,53 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What all lines of a run share."""
+class Bench:
+    """What all lines of a run share: the cluster's shape, the machine's limits, the time spent on each line."""
 
+    pair: SocketPair
     servers: int
     replicas: int
     workers: int
     memcpy_gb_per_s: float
     seconds: float
 
+    def measure(
+        self,
+        op: str,
+        run: Callable[[], object],
+        *,
+        batch: int,
+        dim: int,
+        request: int,
+        response: int,
+        per_run: int = 1,
+    ) -> Result:
+        """Runs `run`, which does `per_run` operations of `batch` rows each, for about `self.seconds`.
 
-def measure(
-    op: str,
-    run: Callable[[], object],
-    pair: SocketPair,
-    *,
-    setting: Setting,
-    batch: int,
-    dim: int,
-    request: int,
-    response: int,
-    per_run: int = 1,
-) -> Result:
-    """Runs `run`, which does `per_run` operations of `batch` rows each, for about `setting.seconds`.
-
-    `request` and `response` are the body bytes of one operation; a header is added to each.
-    """
-    sizes = request + HEADER, response + HEADER
-    for _ in range(3):
-        run()
-        pair.exchange(*sizes)
-    once = _time(run)
-    repeats = max(2, int(setting.seconds / ROUNDS / 2 / once))
-    ours: list[float] = []
-    plain: list[float] = []
-    gc.disable()  # a collection of the bench's own garbage is not the system's latency
-    try:
-        for _ in range(ROUNDS):
-            ours += [_time(run) / per_run for _ in range(repeats)]
-            plain += [pair.exchange(*sizes) for _ in range(max(2, repeats))]
-    finally:
-        gc.enable()
-    p50, p99 = (float(np.percentile(ours, q)) for q in (50, 99))
-    loopback = sum(sizes) / float(np.median(plain)) / 1e9
-    speed = sum(sizes) / p50 / 1e9
-    return Result(
-        op, batch, dim, setting.servers, setting.replicas, setting.workers, batch / p50, speed, p50 * 1e6, p99 * 1e6,
-        loopback, speed / loopback, setting.memcpy_gb_per_s,
-    )  # fmt: skip
+        `request` and `response` are the body bytes of one operation; a header is added to each.
+        """
+        sizes = request + HEADER, response + HEADER
+        for _ in range(3):
+            run()
+            self.pair.exchange(*sizes)
+        once = _time(run)
+        repeats = max(2, int(self.seconds / ROUNDS / 2 / once))
+        ours: list[float] = []
+        plain: list[float] = []
+        gc.disable()  # a collection of the bench's own garbage is not the system's latency
+        try:
+            for _ in range(ROUNDS):
+                ours += [_time(run) / per_run for _ in range(repeats)]
+                plain += [self.pair.exchange(*sizes) for _ in range(max(2, repeats))]
+        finally:
+            gc.enable()
+        p50, p99 = (float(np.percentile(ours, q)) for q in (50, 99))
+        loopback = sum(sizes) / float(np.median(plain)) / 1e9
+        speed = sum(sizes) / p50 / 1e9
+        return Result(
+            op, batch, dim, self.servers, self.replicas, self.workers, batch / p50, speed, p50 * 1e6, p99 * 1e6,
+            loopback, speed / loopback, self.memcpy_gb_per_s,
+        )  # fmt: skip
 
 
 def _time(run: Callable[[], object]) -> float:

@@ -20,7 +20,9 @@ def rss_bytes(pid: int) -> int:
     raise ProcessLookupError(f"process {pid} shows no resident memory")
 
 
-def run(*, rows: int = 5_000_000, dim: int = 64, progress: Callable[[str], None] = lambda text: None) -> dict[str, float]:
+def run(
+    *, rows: int = 5_000_000, dim: int = 64, progress: Callable[[str], None] = lambda text: None
+) -> dict[str, float]:
     """Growth of a server's resident memory per row of `dim` float32 with Adagrad, and what the rows alone need.
 
     `allowed_bytes_per_row` is 1.3 x (row + slots) + 32.
@@ -45,7 +47,7 @@ def run(*, rows: int = 5_000_000, dim: int = 64, progress: Callable[[str], None]
 
 
 def startup(*, times: int = 5, progress: Callable[[str], None] = lambda text: None) -> dict[str, object]:
-    """Seconds from starting a server process to its being registered with warm kernels; the first start is not counted."""
+    """Seconds from starting a server process to its being registered, kernels warm."""
     seconds = []
     with LocalCluster(servers=1) as cluster:
         for number in range(times):

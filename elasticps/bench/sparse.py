@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from elasticps.bench.limits import memcpy_gb_per_s, socket_pair
-from elasticps.bench.measure import Result, Setting, measure
+from elasticps.bench.measure import Bench, Result
 from elasticps.client import Client, SparseTable, connect
 from elasticps.local import LocalCluster
 from elasticps.spec import Adagrad
@@ -33,20 +35,23 @@ def run(
     Starts a local cluster, fills a table of `rows` random int64 keys x `dim` float32 with Adagrad.
     """
     progress("starting a cluster")
-    with LocalCluster(servers=servers, replicas=replicas) as cluster, socket_pair() as pair:
-        with connect(cluster.url, worker="bench", window=window, timeout=120.0) as ps:
-            table = ps.table("bench", dim=dim, optimizer=Adagrad(lr=0.01))
-            progress(f"filling {rows:,} rows of {dim} floats")
-            keys = fill(ps, table, rows)
-            setting = Setting(servers, replicas, 1, memcpy_gb_per_s(), seconds)
-            for batch in batches:
-                progress(f"batch {batch}")
-                yield from _batch(ps, table, keys, batch, window, setting, pair)
+    with (
+        LocalCluster(servers=servers, replicas=replicas) as cluster,
+        socket_pair() as pair,
+        connect(cluster.url, worker="bench", window=window, timeout=120.0) as ps,
+    ):
+        table = ps.table("bench", dim=dim, optimizer=Adagrad(lr=0.01))
+        progress(f"filling {rows:,} rows of {dim} floats")
+        keys = fill(ps, table, rows)
+        bench = Bench(pair, servers, replicas, 1, memcpy_gb_per_s(), seconds)
+        for batch in batches:
+            progress(f"batch {batch}")
+            yield from _batch(bench, ps, table, keys, batch, window)
 
 
-def fill(ps: Client, table: SparseTable, rows: int) -> np.ndarray:  # type: ignore[type-arg]
+def fill(ps: Client, table: SparseTable, rows: int) -> NDArray[np.int64]:
     """Pushes one gradient to each of `rows` random keys and returns them: int64 [rows]."""
-    keys = np.random.default_rng(1).permutation(rows) * 7_919 - rows
+    keys: NDArray[np.int64] = np.random.default_rng(1).permutation(rows) * 7_919 - rows
     grads = np.full((FILL_BATCH, table.dim), 0.1, np.float32)
     for at in range(0, rows, FILL_BATCH):
         part = keys[at : at + FILL_BATCH]
@@ -55,22 +60,24 @@ def fill(ps: Client, table: SparseTable, rows: int) -> np.ndarray:  # type: igno
     return keys
 
 
-def _batch(ps, table, keys, batch, window, setting, pair):  # type: ignore[no-untyped-def]
+def _batch(
+    bench: Bench, ps: Client, table: SparseTable, keys: NDArray[np.int64], batch: int, window: int
+) -> Iterator[Result]:
     rng = np.random.default_rng(batch)
-    chosen = [keys[rng.integers(0, len(keys), batch)] for _ in range(VARIANTS)]
+    chosen = itertools.cycle([keys[rng.integers(0, len(keys), batch)] for _ in range(VARIANTS)])
     grads = rng.standard_normal((batch, table.dim)).astype(np.float32)
-    turn = iter(range(1 << 62))
-
-    def some() -> np.ndarray:  # type: ignore[type-arg]
-        return chosen[next(turn) % VARIANTS]
 
     def push_window() -> None:
         for _ in range(4 * window):
-            ps.push({table: (some(), grads)})
+            ps.push({table: (next(chosen), grads)})
         ps.flush()
 
-    body = batch * (8 + 4 * table.dim)
-    common = {"setting": setting, "batch": batch, "dim": table.dim}
-    yield measure("pull", lambda: table.pull(some()), pair, request=8 * batch, response=body - 8 * batch, **common)
-    yield measure("push", lambda: ps.push({table: (some(), grads)}).result(), pair, request=body, response=0, **common)
-    yield measure("push-window", push_window, pair, request=body, response=0, per_run=4 * window, **common)
+    def push() -> None:
+        ps.push({table: (next(chosen), grads)}).result()
+
+    asked, rows, dim = 8 * batch, 4 * batch * table.dim, table.dim
+    yield bench.measure("pull", lambda: table.pull(next(chosen)), batch=batch, dim=dim, request=asked, response=rows)
+    yield bench.measure("push", push, batch=batch, dim=dim, request=asked + rows, response=0)
+    yield bench.measure(
+        "push-window", push_window, batch=batch, dim=dim, request=asked + rows, response=0, per_run=4 * window
+    )

@@ -28,7 +28,7 @@ from replication.clocks import MAX_PART
 
 log = logging.getLogger(__name__)
 
-AnyRead = TypeVar("AnyRead", bound=Read[tuple[int, ...]])
+AnyRead = TypeVar("AnyRead", bound=Read)
 Pushes = Mapping[Handle, object]
 Rates = float | Mapping[Handle, float] | None
 
@@ -84,7 +84,9 @@ class OpenStep:
     def __enter__(self) -> OpenStep:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._state is not None or error is None:
             self.commit()
 
@@ -101,6 +103,7 @@ class Client:
         self._lock = threading.RLock()  # session, open step, tables: whatever must keep an order
         self._tables: dict[str, Handle] = {}
         self._joined = False
+        self._joining = threading.Lock()
         self._open: StepState | None = None
         self._closed = False
         self._control = Control(url, timeout)
@@ -187,7 +190,9 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if error is None:
                 self.flush()
@@ -232,7 +237,8 @@ class Client:
         """Sends one part of a step, beginning the step if `state` is None."""
         network = self._net
         network.check()
-        self._join()
+        if not self._joined:
+            self._join()
         if state is None and self._session.full:
             self._wait(lambda: not self._session.full, None, "room in the window")
         with self._lock:
@@ -264,11 +270,9 @@ class Client:
         network.nudge()
         return state
 
-    def _write(self, handle: object, value: object, clock: int, rates: Rates, copy: bool) -> Write:
-        if not isinstance(handle, SparseTable | DenseTensor):
-            raise InputError(f"push takes tables and tensors of this client as keys, got {type(handle).__name__}")
-        if self._tables.get(handle.name) is not handle:
-            raise InputError(f"{handle!r} belongs to another client")
+    def _write(self, handle: Handle, value: object, clock: int, rates: Rates, copy: bool) -> Write:
+        if self._tables.get(getattr(handle, "name", "")) is not handle:
+            raise InputError(f"push takes the tables and tensors of this client as keys, got {handle!r}")
         lr = rates.get(handle) if isinstance(rates, Mapping) else rates
         return handle.write(value, self._net.routes, clock, lr, copy)
 
@@ -279,9 +283,7 @@ class Client:
 
     def _join(self) -> None:
         """Before the first operation: learn the active workers' minimum clock and start there (design, section 7)."""
-        if self._joined:
-            return
-        with self._lock:
+        with self._joining:  # not self._lock: answers need that one
             if self._joined:
                 return
             servers = [s.name for s in self._net.serving()]
@@ -301,13 +303,14 @@ class Client:
 
     def start_read(self, read: AnyRead) -> AnyRead:
         self._net.check()
-        self._join()
+        if not self._joined:
+            self._join()
         read.clock = self._session.clock - (self._open is not None)
         bound = self.consistency.bound
         self._net.start_read(read, 0 if bound is None else bound + 1, int(self.timeout * 1000))
         return read
 
-    def finish_read(self, read: Read[tuple[int, ...]], timeout: float | None) -> None:
+    def finish_read(self, read: Read, timeout: float | None) -> None:
         try:
             self._wait(read.done, timeout, f"a pull of {read.name!r}")
         except Timeout:
@@ -372,5 +375,3 @@ def connect(
     if not isinstance(consistency, ASP | SSP):
         raise ConfigError(f"consistency must be ASP() or SSP(staleness=k), got {consistency!r}")
     return Client(url, worker or f"worker-{os.uname().nodename}-{os.getpid()}", consistency, window, timeout, app)
-
-

@@ -7,6 +7,7 @@ else does: acknowledgements of pushes that nobody waits for, new views, broken c
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 import threading
@@ -38,7 +39,7 @@ class Driver:
         self._waiters = 0
         self._last_caller_s = 0.0
         self._wake = threading.Event()
-        self._closed = False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._background, name="elasticps-io", daemon=True)
 
     def start(self) -> None:
@@ -46,7 +47,7 @@ class Driver:
 
     def close(self) -> None:
         """Stops the background thread. Links stay open."""
-        self._closed = True
+        self._closing.set()
         self._wake.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
@@ -65,10 +66,8 @@ class Driver:
         for fd, other in list(self._links.items()):
             if other is link:
                 del self._links[fd]
-                try:
+                with contextlib.suppress(OSError, ValueError):  # closed under us
                     self._epoll.unregister(fd)
-                except (OSError, ValueError):  # closed under us
-                    pass
 
     def want_write(self, link: Link) -> None:
         """The link has more to send than its socket takes."""
@@ -86,11 +85,11 @@ class Driver:
         """Reads, or waits for the thread that does, until `done()` or the monotonic deadline; returns `done()`."""
         while not done():
             left = deadline_s - time.monotonic()
-            if left <= 0 or self._closed:
+            if left <= 0 or self._closing.is_set():
                 return done()
             if self._role.acquire(blocking=False):
                 try:
-                    while not done() and (left := deadline_s - time.monotonic()) > 0 and not self._closed:
+                    while not done() and (left := deadline_s - time.monotonic()) > 0 and not self._closing.is_set():
                         self._poll(min(left, POLL_S))
                 finally:
                     self._last_caller_s = time.monotonic()
@@ -135,7 +134,7 @@ class Driver:
                 self._announce()
 
     def _background(self) -> None:
-        while not self._closed:
+        while not self._closing.is_set():
             self._wake.clear()
             if not self._on_turn():
                 self._glance()
@@ -145,7 +144,7 @@ class Driver:
                 time.sleep(BACKGROUND_NAP_S)
                 continue
             try:
-                while not self._closed and not self._waiters and self._on_turn():
+                while not (self._closing.is_set() or self._waiters) and self._on_turn():
                     self._poll(BACKGROUND_POLL_S)
             finally:
                 self._role.release()

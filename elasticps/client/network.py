@@ -17,7 +17,16 @@ from elasticps.client.link import Link
 from elasticps.client.reads import Read, ReadPart, pull_frame
 from elasticps.client.routing import Routes
 from elasticps.client.session import Session
-from elasticps.errors import Closed, ClusterUnreachable, Error, ServerError, SpecError, Timeout, UnknownTable, VersionMismatch
+from elasticps.errors import (
+    Closed,
+    ClusterUnreachable,
+    Error,
+    ServerError,
+    SpecError,
+    Timeout,
+    UnknownTable,
+    VersionMismatch,
+)
 from elasticps.wire.frames import LAST, Buffer, FrameError, Header, Kind, VersionError, json_body, json_frame
 
 log = logging.getLogger(__name__)
@@ -60,7 +69,13 @@ class Network:
     one, in their order and before anything new; servers recognise duplicates."""
 
     def __init__(
-        self, cluster: str, worker: WorkerInfo, view: View, session: Session, lock: threading.RLock, requests: Iterator[int]
+        self,
+        cluster: str,
+        worker: WorkerInfo,
+        view: View,
+        session: Session,
+        lock: threading.RLock,
+        requests: Iterator[int],
     ) -> None:
         self.cluster = cluster
         self.worker = worker
@@ -73,7 +88,7 @@ class Network:
         self._pulls: dict[int, ReadPart] = {}
         self._calls: dict[int, Call] = {}
         self._creates: dict[int, bytes] = {}  # table id -> CREATE body, repeated on every new connection
-        self._bounds: dict[Read[tuple[int, ...]], tuple[int, int]] = {}
+        self._bounds: dict[Read, tuple[int, int]] = {}
         self._driver = Driver(self._broken, self._turn)
         self._set_peers()
 
@@ -82,8 +97,12 @@ class Network:
     def start(self, deadline_s: float) -> None:
         """Connects to every server; `ClusterUnreachable` names those that could not be reached by the deadline."""
         self._driver.start()
-        if not self._driver.wait(lambda: self.error is not None or all(p.link.ready for p in self._serving()), deadline_s):
-            missing = ", ".join(f"{p.info.name} at {p.info.address} ({p.trouble})" for p in self._serving() if not p.link.ready)
+        if not self._driver.wait(
+            lambda: self.error is not None or all(p.link.ready for p in self._serving()), deadline_s
+        ):
+            missing = ", ".join(
+                f"{p.info.name} at {p.info.address} ({p.trouble})" for p in self._serving() if not p.link.ready
+            )
             raise ClusterUnreachable(f"cluster {self.cluster!r}: cannot connect to server {missing}")
         self.check()
 
@@ -179,7 +198,7 @@ class Network:
                 calls.append(self.start_call(info.name, request, [json_frame(Kind.CREATE, document, request=request)]))
         self.finish_calls(calls, timeout_s, "creating a table")
 
-    def start_read(self, read: Read[tuple[int, ...]], bound: int, wait_ms: int) -> None:
+    def start_read(self, read: Read, bound: int, wait_ms: int) -> None:
         """Asks for a read's parts; `bound` and `wait_ms` as in the PULL header."""
         with self._lock:
             self.check()
@@ -187,7 +206,7 @@ class Network:
             self._ask(read)
         self._driver.nudge()
 
-    def _ask(self, read: Read[tuple[int, ...]]) -> None:
+    def _ask(self, read: Read) -> None:
         parts = read.plan(self.routes)
         for part in parts:
             part.request = next(self._requests)
@@ -201,7 +220,7 @@ class Network:
         bound, wait_ms = self._bounds[part.read]
         self.send(part.server, pull_frame(part, self.routes.epoch, self.worker.id, bound, wait_ms))
 
-    def forget_read(self, read: Read[tuple[int, ...]]) -> None:
+    def forget_read(self, read: Read) -> None:
         """Drops what is still unanswered of a read; late answers are thrown away."""
         with self._lock:
             for request in read.parts:
@@ -231,11 +250,11 @@ class Network:
                 if header.flags & LAST:
                     self._finish_part(header.request, None)
             elif header.kind == Kind.ERROR:
-                self._on_error(link, header, json_body(body))
+                self._on_error(link, header, json_body(body.data))
             elif header.kind == Kind.VIEW:
-                self._adopt(View.decode(body[: header.count].tobytes()))
+                self._adopt(View.decode(body[: header.items].tobytes()))
             elif header.kind == Kind.WELCOME:
-                self._welcomed(link, json_body(body))
+                self._welcomed(link, json_body(body.data))
             else:
                 raise FrameError(f"{Kind(header.kind).name} is not an answer")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,6 @@ from elasticps.wire.frames import FrameError, Header, Kind
 if TYPE_CHECKING:
     from elasticps.client.cluster import Client
 
-Shaped = TypeVar("Shaped", bound=tuple[int, ...])
 _PADDING = np.empty(8, np.uint8)
 PULL_FRAME_KEYS = 1 << 20
 
@@ -42,7 +41,7 @@ class BlocksTarget:
     """Rows that are blocks of a dense tensor: `keys` says which; the last block's padding is thrown away."""
 
     def __init__(self, flat: NDArray[np.float32], keys: NDArray[np.int64], dim: int) -> None:
-        self._bytes = memoryview(flat).cast("B")
+        self._bytes = flat.data.cast("B")
         self._keys = keys
         self._row_bytes = dim * 4
 
@@ -59,7 +58,7 @@ class BlocksTarget:
 class ReadPart:
     """One PULL frame and what has come back of it."""
 
-    def __init__(self, read: Read[tuple[int, ...]], server: str, keys: NDArray[np.int64], target: Target) -> None:
+    def __init__(self, read: Read, server: str, keys: NDArray[np.int64], target: Target) -> None:
         self.read = read
         self.server = server
         self.keys = keys
@@ -68,17 +67,17 @@ class ReadPart:
 
     def views(self, header: Header) -> Sequence[memoryview]:
         """Where the body of one answer goes."""
-        data = header.count * self.read.dim * 4
-        if header.clock + header.count > len(self.keys) or header.body != data + (data & 7):
-            raise FrameError(f"an answer of {header.count} rows in {header.body} bytes does not fit the pull of "
+        data = header.items * self.read.dim * 4
+        if header.clock + header.items > len(self.keys) or header.body != data + (data & 7):
+            raise FrameError(f"an answer of {header.items} rows in {header.body} bytes does not fit the pull of "
                              f"{len(self.keys)} rows")  # fmt: skip
-        views = self._target.views(header.clock, header.count)
+        views = self._target.views(header.clock, header.items)
         if data & 7:
-            views.append(memoryview(_PADDING)[:4])
+            views.append(_PADDING.data[:4])
         return views
 
 
-class Read(Generic[Shaped]):
+class Read:
     """A pull in flight. `result` gives the array asked for: float32, rows in the order of the keys."""
 
     def __init__(self, client: Client, table_id: int, salt: np.uint64, dim: int, name: str) -> None:
@@ -110,7 +109,7 @@ class Read(Generic[Shaped]):
         return self.value
 
 
-class SparseRead(Read[tuple[int, int]]):
+class SparseRead(Read):
     """Rows of a sparse table: keys int64 [n] -> out float32 [n, dim]."""
 
     def __init__(self, client: Client, table_id: int, salt: np.uint64, name: str, keys: NDArray[np.int64],
@@ -148,7 +147,7 @@ class SparseRead(Read[tuple[int, int]]):
         return self.value
 
 
-class DenseRead(Read[tuple[int, ...]]):
+class DenseRead(Read):
     """A whole dense tensor, received straight into `out`."""
 
     def __init__(self, client: Client, table_id: int, salt: np.uint64, dim: int, name: str,
@@ -173,6 +172,6 @@ def pull_frame(part: ReadPart, epoch: int, worker: int, bound: int, wait_ms: int
     keys = part.keys
     header = Header(
         Kind.PULL, 0, keys.nbytes, part.request, epoch, part.read.clock, worker,
-        table=part.read.table_id, count=len(keys), bound=bound, wait_ms=wait_ms,
+        table=part.read.table_id, items=len(keys), bound=bound, wait_ms=wait_ms,
     )  # fmt: skip
     return [header.pack(), keys.data.cast("B")]

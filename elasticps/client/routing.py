@@ -6,6 +6,7 @@ of what it received. A pull only needs its keys grouped by the server that answe
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +42,7 @@ class Routes:
         heads = view.heads[by_chain]
         edges = np.flatnonzero(np.diff(heads)) + 1
         bounds = [0, *edges.tolist(), view.ranges]
-        self.shares = tuple(Share(int(heads[a]), a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+        self.shares = tuple(Share(int(heads[a]), a, b) for a, b in itertools.pairwise(bounds))
         self.reader_of = np.ascontiguousarray(view.tails)  # range -> server
         readers = np.unique(self.reader_of)
         self.only_reader = int(readers[0]) if len(readers) == 1 else -1
@@ -162,9 +163,7 @@ def _plan_pull(keys, salt, shift, reader_of, order, offsets):  # type: ignore[no
         at[r] += 1
 
 
-def plan_pull(
-    keys: NDArray[np.int64], salt: np.uint64, routes: Routes
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def plan_pull(keys: NDArray[np.int64], salt: np.uint64, routes: Routes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Groups keys int64 [n] by reader, stably: order int64 [n] and offsets int64 [servers + 1] into it."""
     order = np.empty(len(keys), np.int64)
     offsets = np.empty(len(routes.view.servers) + 1, np.int64)

@@ -32,7 +32,7 @@ class StepState:
     waiting: dict[int, PushFrame] = field(default_factory=dict)  # by request
     error: Exception | None = None
     parts: int = 0
-    sent_parts: dict[int, int] = field(default_factory=dict)  # server -> first part that it has not been sent yet
+    sent_parts: dict[str, int] = field(default_factory=dict)  # server -> first part that it has not been sent yet
 
     @property
     def done(self) -> bool:
@@ -60,7 +60,8 @@ class Session:
 
     def start_at(self, base: int) -> None:
         """Sets the base clock; only before the first step."""
-        assert not self._steps and self.clock == self.committed
+        assert not self._steps
+        assert self.clock == self.committed
         self.clock = self.committed = base
 
     def begin(self) -> StepState:

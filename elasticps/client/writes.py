@@ -61,7 +61,7 @@ class DenseRows:
             out = np.empty((len(order), self.dim), np.float32)
             _take_blocks(self._flat, order, out)
             return [out.data.cast("B")]
-        data, row, buffers = memoryview(self._flat).cast("B"), self.dim * 4, list[Buffer]()
+        data, row, buffers = self._flat.data.cast("B"), self.dim * 4, list[Buffer]()
         for block in order.tolist():
             at = block * row
             buffers.append(data[at : at + row])
@@ -151,6 +151,6 @@ def _frame(
     body = sum(len(b) for b in buffers)
     flags = (LAST if place.last else 0) | (ALL_RANGES if ranges is None else 0)
     header = Header(
-        kind, flags, body, request, place.epoch, place.clock, place.worker, place.first, place.part, count=blocks
+        kind, flags, body, request, place.epoch, place.clock, place.worker, place.first, place.part, items=blocks
     )
     return [header.pack(), *buffers]

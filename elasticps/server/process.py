@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import logging
 import signal
 import socket
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 
 from coordinator.connect import open_store
 from coordinator.membership import ViewFollower, register_server
-from coordinator.view import ClusterConfig, ServerInfo
+from coordinator.view import ClusterConfig
 from elasticps import store as table_store
 from elasticps.admin.service import start_admin
 from elasticps.errors import ConfigError
@@ -55,7 +54,9 @@ async def serve(
     try:
         entry = await store.get("config")
         if entry is None:
-            raise ConfigError(f"cluster {store.cluster!r} does not exist yet; create it with `elasticps up` or a coordinator")
+            raise ConfigError(
+                f"cluster {store.cluster!r} does not exist yet; create it with `elasticps up` or a coordinator"
+            )
         config = ClusterConfig.from_json(entry.value)
         sock = socket.create_server((host, port), backlog=CONNECT_BACKLOG)  # connections wait there until we are ready
         address = f"{host}:{sock.getsockname()[1]}"
@@ -71,15 +72,12 @@ async def serve(
         await follower.start()
         listener = await loop.create_server(lambda: Connection(server, loop), sock=sock)
         ticker = asyncio.create_task(_tick(server))
-        admin.set_serving(True)
-        ready = {"ready": True, "name": name, "address": address, "admin": admin.address,
-                 "incarnation": session.info.incarnation}  # fmt: skip
-        print(json.dumps(ready), flush=True)
+        await admin.set_serving(True)
         log.info("ready name=%s incarnation=%d address=%s admin=%s", name, session.info.incarnation, address,
                  admin.address)  # fmt: skip
         reason = await stop
         log.info("stopping name=%s reason=%r", name, reason)
-        admin.set_serving(False)
+        await admin.set_serving(False)
         ticker.cancel()
         listener.close()
         await follower.close()

@@ -58,7 +58,7 @@ def _chunk(read: Read, keys: NDArray[np.int64], offset: int, *, last: bool) -> l
         read.header.request,
         read.header.epoch,
         clock=offset,
-        count=rows,
+        items=rows,
     )
     parts: list[Buffer] = [header.pack()]
     if rows:

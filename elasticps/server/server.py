@@ -1,4 +1,4 @@
-"""The owner of one server's state: admits pushes by vector clock, answers pulls, keeps tables. No socket is opened here.
+"""The owner of one server's state: admits pushes by vector clock, answers pulls, keeps tables. Opens no socket.
 
 Single-threaded: every method runs in the server's event loop, so a frame is judged, applied and answered without a
 lock, and no other frame can come in between.
@@ -108,17 +108,22 @@ class Server:
             connection.send(json_frame(Kind.ERROR, refusal.document, request=header.request, epoch=self.epoch))
 
     def _hello(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> None:
-        document = json_body(body)
+        document = json_body(body.data)
         cluster, worker = document.get("cluster"), document.get("worker")
         app, name = document.get("app"), document.get("name")
-        if not isinstance(worker, int) or not 0 < worker < 1 << 32 or not isinstance(name, str) or not isinstance(app, str):
+        if (
+            not isinstance(worker, int)
+            or not 0 < worker < 1 << 32
+            or not isinstance(name, str)
+            or not isinstance(app, str)
+        ):
             raise FrameError("a hello gives the worker's id (above 0), its name and its app")
         if cluster != self.cluster:
             raise Refusal("cluster", f"server {self.me.name} belongs to cluster {self.cluster!r}, not {cluster!r}")
         if worker not in self._names and self._wait(connection, header, body):
             return
         if worker not in self._names:
-            raise Refusal("fenced", f"worker {name!r} (id {worker}) is not in the cluster's roster; it left, or a newer "
+            raise Refusal("fenced", f"worker {name!r} (id {worker}) is not in the roster; it left, or a newer "
                                     "incarnation took its name")  # fmt: skip
         connection.welcome(worker, name, app)
         welcome = {"server": self.me.name, "incarnation": self.me.incarnation, "cluster": self.cluster}
@@ -195,7 +200,7 @@ class Server:
         return table
 
     def _create(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> None:
-        document = json_body(body)
+        document = json_body(body.data)
         table_id, text = document.get("id"), document.get("spec")
         if not isinstance(table_id, int) or not 0 < table_id < 1 << 32 or not isinstance(text, str):
             raise FrameError("a create gives a table id above 0 and a spec")
@@ -268,7 +273,9 @@ class Server:
         if block.grads.shape[1] != dim:
             raise Refusal("shape", f"table {table.spec.name!r} has dim {dim}, the push has {block.grads.shape[1]}")
         if len(block.step_values) != expected:
-            raise Refusal("shape", f"table {table.spec.name!r} takes {expected} step values, not {len(block.step_values)}")
+            raise Refusal(
+                "shape", f"table {table.spec.name!r} takes {expected} step values, not {len(block.step_values)}"
+            )
         at = table.first_foreign(block.keys, self._headed)
         if at >= 0:
             raise Refusal("foreign", f"key {block.keys[at]} of table {table.spec.name!r} is not headed by server "
@@ -282,10 +289,10 @@ class Server:
             return
         self._stale(connection, header, self._heads_since)
         table = self._table(header.table)
-        if header.count * 8 != len(body):
-            raise FrameError(f"a pull of {header.count} keys has a body of {len(body)} bytes")
+        if header.items * 8 != len(body):
+            raise FrameError(f"a pull of {header.items} keys has a body of {len(body)} bytes")
         self.counts["pulls"] += 1
-        self.counts["rows_pulled"] += header.count
+        self.counts["rows_pulled"] += header.items
         keys = body.view(np.int64)
         read = Read(connection, header, table, keys, 0.0)
         if (header.bound or header.clock) and self._behind(read):
@@ -310,9 +317,9 @@ class Server:
     def _behind(self, read: Read) -> list[str]:
         """The workers that a pull has to wait for: its own pushes (read your writes), then the bounded delay's."""
         header, own = read.header, read.connection.worker
-        if own in self.clocks and len(self._headed_ranges):
-            if self.clocks.minimum([own], self._headed_ranges)[0] < header.clock:
-                return [read.connection.worker_name]
+        joined = own in self.clocks and len(self._headed_ranges)
+        if joined and self.clocks.minimum([own], self._headed_ranges)[0] < header.clock:
+            return [read.connection.worker_name]
         if not header.bound:
             return []
         floor = header.clock - (header.bound - 1)
@@ -361,5 +368,3 @@ class Server:
             "tables": len(self.store.tables),
             "uptime_s": self._clock() - self._started,
         }
-
-

@@ -38,7 +38,7 @@ class Assembler:
         self.limit = limit
         self.staged = True
         self._staging = np.empty(STAGING_BYTES, np.uint8)
-        self._view = memoryview(self._staging)
+        self._view = self._staging.data
         self._start = self._end = 0
         self._header: Header | None = None  # of the frame whose body is being received outside the staging buffer
         self._body = _EMPTY
@@ -92,7 +92,7 @@ class Assembler:
             elif HEADER_BYTES + header.body > STAGING_BYTES:
                 self._body = np.empty(header.body, np.uint8)
                 self._start = body_at + have
-                self._divert(header, [memoryview(self._body)], body_at, have)
+                self._divert(header, [self._body.data], body_at, have)
                 break
             else:
                 break

@@ -63,8 +63,8 @@ class Header(NamedTuple):
     """The fixed part of a frame, in wire order (magic and version are implied).
 
     `clock` is a step's clock in PUSH, the worker's own clock in PULL (read your writes), and the row offset in ROWS.
-    A PUSH covers the step's parts `first`..`part`; `count` is its number of blocks. In PULL and INIT, `table` and
-    `count` give the table and the number of keys. `bound` is the staleness bound of a PULL plus one, 0 for none, and
+    A PUSH covers the step's parts `first`..`part`; `items` is its number of blocks. In PULL and INIT, `table` and
+    `items` give the table and the number of keys. `bound` is the staleness bound of a PULL plus one, 0 for none, and
     `wait_ms` how long the server may let it wait for that. JOIN asks for the active workers' minimum clock; with LAST
     it admits the worker at the base `clock`.
     """
@@ -79,7 +79,7 @@ class Header(NamedTuple):
     first: int = 0
     part: int = 0
     table: int = 0
-    count: int = 0
+    items: int = 0
     bound: int = 0
     wait_ms: int = 0
 
@@ -126,9 +126,9 @@ def json_body(body: Buffer) -> dict[str, Any]:
 
 
 def bytes_frame(kind: Kind, body: bytes, *, request: int = 0, epoch: int = 0) -> bytes:
-    """A frame around opaque bytes; `count` holds their unpadded length."""
+    """A frame around opaque bytes; `items` holds their unpadded length."""
     padded = body + b"\0" * (-len(body) % 8)
-    return Header(kind, 0, len(padded), request, epoch, count=len(body)).pack() + padded
+    return Header(kind, 0, len(padded), request, epoch, items=len(body)).pack() + padded
 
 
 # --- PUSH bodies ------------------------------------------------------------------------------------------------
@@ -162,11 +162,11 @@ def grads_padding(rows: int, dim: int) -> int:
 def read_push(header: Header, body: NDArray[np.uint8]) -> tuple[NDArray[np.int32] | None, list[Block]]:
     """Splits a PUSH body into the ranges that it names (None for ALL_RANGES) and its blocks, as views.
 
-    Layout: unless ALL_RANGES, uint64 m and int32 [m] ranges padded to 8; then `header.count` blocks.
+    Layout: unless ALL_RANGES, uint64 m and int32 [m] ranges padded to 8; then `header.items` blocks.
     Raises `FrameError` when lengths do not add up.
     """
-    if header.count > MAX_BLOCKS:
-        raise FrameError(f"a push of {header.count} blocks is over the limit of {MAX_BLOCKS}")
+    if header.items > MAX_BLOCKS:
+        raise FrameError(f"a push of {header.items} blocks is over the limit of {MAX_BLOCKS}")
     size, at = len(body), 0
     ranges: NDArray[np.int32] | None = None
     if not header.flags & ALL_RANGES:
@@ -178,10 +178,10 @@ def read_push(header: Header, body: NDArray[np.uint8]) -> tuple[NDArray[np.int32
         ranges = body[8 : 8 + 4 * m].view(np.int32)
         at = (8 + 4 * m + 7) & ~7
     blocks = []
-    for _ in range(header.count):
+    for _ in range(header.items):
         if at + BLOCK_BYTES > size:
-            raise FrameError(f"a push of {header.count} blocks ends inside a block header")
-        table, rows, dim, values, _, _ = _BLOCK.unpack_from(body, at)
+            raise FrameError(f"a push of {header.items} blocks ends inside a block header")
+        table, rows, dim, values, _, _ = _BLOCK.unpack_from(body.data, at)
         if not 0 < dim <= MAX_DIM:
             raise FrameError(f"a push block has dim {dim}; the limit is {MAX_DIM}")
         keys_at = at + BLOCK_BYTES + ((4 * values + 7) & ~7)

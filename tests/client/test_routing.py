@@ -23,7 +23,9 @@ def view(owners: list[int], servers: int = 3) -> View:
 
 
 owners = st.lists(st.integers(0, 2), min_size=RANGES, max_size=RANGES)
-keys = hnp.arrays(np.int64, st.integers(0, 60), elements=st.one_of(st.integers(-5, 5), st.integers(-(2**63), 2**63 - 1)))
+keys = hnp.arrays(
+    np.int64, st.integers(0, 60), elements=st.one_of(st.integers(-5, 5), st.integers(-(2**63), 2**63 - 1))
+)
 
 
 @settings(deadline=None)
@@ -76,7 +78,8 @@ def test_shares_cover_every_range_once() -> None:
     routes = Routes(view([0, 1, 2, 0] * 4))
     assert sorted(routes.range_at.tolist()) == list(range(RANGES))
     assert [(s.server, s.stop - s.start) for s in routes.shares] == [(0, 8), (1, 4), (2, 4)]
-    assert routes.only_reader == -1 and Routes(view([1] * RANGES)).only_reader == 1
+    assert routes.only_reader == -1
+    assert Routes(view([1] * RANGES)).only_reader == 1
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=50), st.integers(1, 200))

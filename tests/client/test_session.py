@@ -21,7 +21,8 @@ def test_steps_commit_in_clock_order_whatever_the_order_of_answers() -> None:
     for request, committed in ((3, 0), (4, 0), (2, 0), (1, 2)):
         assert session.answered(request)
         assert session.committed == committed
-    assert session.outstanding == 0 and session.clock == 2
+    assert session.outstanding == 0
+    assert session.clock == 2
 
 
 def test_what_a_server_has_not_answered_is_sent_again_in_order() -> None:
@@ -39,9 +40,13 @@ def test_an_open_step_is_not_done_even_when_all_of_it_is_answered() -> None:
     step = session.begin()
     session.add(step, PushFrame(1, "a", 1, ()))
     session.answered(1)
-    assert not step.done and session.full and session.committed == 0
+    assert not step.done
+    assert session.full
+    assert session.committed == 0
     session.close(step)
-    assert step.done and not session.full and session.committed == 1
+    assert step.done
+    assert not session.full
+    assert session.committed == 1
 
 
 def test_a_refused_frame_ends_the_step_with_the_first_error() -> None:
@@ -53,7 +58,8 @@ def test_a_refused_frame_ends_the_step_with_the_first_error() -> None:
     first = ValueError("first")
     session.answered(1, first)
     session.answered(2, ValueError("second"))
-    assert step.done and step.error is first
+    assert step.done
+    assert step.error is first
 
 
 def test_answers_to_other_requests_are_not_ours() -> None:
@@ -65,7 +71,9 @@ def test_failing_ends_everything_outstanding() -> None:
     frames(session, ["a"], [1])
     open_step = session.begin()
     session.fail(RuntimeError("gone"))
-    assert open_step.done and isinstance(open_step.error, RuntimeError) and session.outstanding == 0
+    assert open_step.done
+    assert isinstance(open_step.error, RuntimeError)
+    assert session.outstanding == 0
 
 
 def test_the_window_is_a_limit() -> None:

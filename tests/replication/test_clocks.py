@@ -44,7 +44,9 @@ def test_a_worker_starts_at_its_base_and_keeps_it() -> None:
     clocks.admit(1, base=41)
     clocks.admit(1, base=0)
     assert clocks.check(1, 42, 0, ALL) is Verdict.NEXT
-    assert 1 in clocks and 2 not in clocks and clocks.workers == (1,)
+    assert 1 in clocks
+    assert 2 not in clocks
+    assert clocks.workers == (1,)
 
 
 def test_many_workers_keep_their_rows() -> None:
@@ -57,7 +59,8 @@ def test_many_workers_keep_their_rows() -> None:
 @given(st.integers(1, 1 << 40), st.integers(0, 65_534), st.booleans())
 def test_progress_grows_with_every_part(clock: int, part: int, last: bool) -> None:
     assert before(clock, part) < after(clock, part, last) <= before(clock + 1, 0)
-    assert (after(clock, part, True) == before(clock + 1, 0)) and after(clock, part, False) == before(clock, part + 1)
+    assert after(clock, part, True) == before(clock + 1, 0)
+    assert after(clock, part, False) == before(clock, part + 1)
 
 
 def test_an_unknown_worker_has_no_row() -> None:

@@ -33,7 +33,8 @@ def feed(assembler: Assembler, data: bytes, cuts: Sequence[int]) -> None:
 
 
 sizes = st.lists(
-    st.one_of(st.integers(0, 40), st.integers(8000, 8300), st.sampled_from([STAGING_BYTES // 8 - 8, 20_000])), max_size=6
+    st.one_of(st.integers(0, 40), st.integers(8000, 8300), st.sampled_from([STAGING_BYTES // 8 - 8, 20_000])),
+    max_size=6,
 ).map(lambda eighths: [8 * n for n in eighths])
 
 
@@ -75,7 +76,8 @@ def test_small_bodies_are_aligned_for_arrays() -> None:
     addresses: list[int] = []
     assembler = Assembler(lambda header, body: addresses.append(body.ctypes.data), LIMIT)
     feed(assembler, b"".join(frame(8 * n, n) for n in range(1, 60)), [1000])
-    assert addresses and all(a % 8 == 0 for a in addresses)
+    assert addresses
+    assert all(a % 8 == 0 for a in addresses)
 
 
 def test_a_stream_cut_inside_a_frame_is_noticed() -> None:
