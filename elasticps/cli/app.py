@@ -7,7 +7,9 @@ import platform
 import typer
 
 from elasticps import __version__
+from elasticps.bench.cli import app as bench
 from elasticps.cli import local, processes, status
+from elasticps.cli.demo import demo
 from elasticps.cli.output import guarded, out
 
 app = typer.Typer(
@@ -20,10 +22,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-LOCAL, RUN, ABOUT = "Clusters on this machine", "Processes of a cluster", "About"
+LOCAL, SHOW, RUN, ABOUT = "Clusters on this machine", "See it work", "Processes of a cluster", "About"
 app.command(rich_help_panel=LOCAL)(guarded(local.up))
 app.command(rich_help_panel=LOCAL)(guarded(local.down))
 app.command(rich_help_panel=LOCAL)(guarded(status.status))
+app.command(rich_help_panel=SHOW)(guarded(demo))
+for command in bench.registered_commands:
+    if command.callback is not None:
+        command.callback = guarded(command.callback)
+app.add_typer(bench, name="bench", rich_help_panel=SHOW)
 app.command(rich_help_panel=RUN)(guarded(processes.server))
 app.command(rich_help_panel=RUN)(guarded(processes.coordinator))
 

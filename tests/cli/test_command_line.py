@@ -24,7 +24,7 @@ def plain(text: str) -> str:
 
 def test_version_and_help() -> None:
     assert re.fullmatch(r"elasticps \d+\.\d+\.\d+ with Python 3\.\d+\.\S+\n", run("version").output)
-    for command in ("up", "down", "status", "server", "coordinator", "version"):
+    for command in ("up", "down", "status", "demo", "bench", "server", "coordinator", "version"):
         assert run(command, "--help").exit_code == ExitCode.OK
         assert command in run("--help").output
 
