@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 from coordinator.connect import open_store
 from coordinator.membership import ViewFollower, register_server
@@ -50,41 +53,45 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _resolve, stop, number.name)
 
-    store = await open_store(url, timeout_s=STORE_TIMEOUT_S)
-    try:
+    async with AsyncExitStack() as stack:
+        store = await open_store(url, timeout_s=STORE_TIMEOUT_S)
+        stack.push_async_callback(store.close)
         entry = await store.get("config")
         if entry is None:
-            raise ConfigError(
-                f"cluster {store.cluster!r} does not exist yet; create it with `elasticps up` or a coordinator"
-            )
+            raise ConfigError(f"cluster {store.cluster!r} does not exist; `elasticps up` or a coordinator creates it")
         config = ClusterConfig.from_json(entry.value)
         sock = socket.create_server((host, port), backlog=CONNECT_BACKLOG)  # connections wait there until we are ready
+        stack.callback(sock.close)
         address = f"{host}:{sock.getsockname()[1]}"
         admin = await start_admin(host, admin_port, lambda: server.status())
+        stack.push_async_callback(admin.stop)
         session = await register_server(
-            store, name=name, address=address, admin=admin.address, zone=zone, weight=weight,
+            store,
+            name=name,
+            address=address,
+            admin=admin.address,
+            zone=zone,
+            weight=weight,
             on_lost=lambda reason: _resolve(stop, reason),
-        )  # fmt: skip
+        )
+        stack.push_async_callback(session.close)
         server = Server(session.info, store.cluster, config.ranges)
         follower = ViewFollower(store)
+        stack.push_async_callback(follower.close)
         follower.subscribe(server.adopt)
         follower.subscribe_roster(server.follow)
         await follower.start()
         listener = await loop.create_server(lambda: Connection(server, loop), sock=sock)
+        stack.callback(listener.close)
         ticker = asyncio.create_task(_tick(server))
+        stack.callback(ticker.cancel)
         await admin.set_serving(True)
-        log.info("ready name=%s incarnation=%d address=%s admin=%s", name, session.info.incarnation, address,
-                 admin.address)  # fmt: skip
-        reason = await stop
-        log.info("stopping name=%s reason=%r", name, reason)
+        ready = {"ready": True, "name": name, "address": address, "admin": admin.address}
+        sys.stdout.write(json.dumps(ready | {"incarnation": session.info.incarnation}) + "\n")
+        sys.stdout.flush()
+        log.info("ready name=%s incarnation=%d address=%s", name, session.info.incarnation, address)
+        log.info("stopping name=%s reason=%r", name, await stop)
         await admin.set_serving(False)
-        ticker.cancel()
-        listener.close()
-        await follower.close()
-        await session.close()
-        await admin.stop()
-    finally:
-        await store.close()
 
 
 def _resolve(future: asyncio.Future[str], reason: str) -> None:
