@@ -1,0 +1,289 @@
+"""What only real etcd can show: restarts, compaction, TLS, several endpoints, answers that get lost."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coordinator.connect import open_store
+from coordinator.errors import StoreUnavailable
+from coordinator.etcd import EtcdStore
+from coordinator.memory import MemoryStore
+from coordinator.store import Put, Reset
+from coordinator.url import TlsFiles
+from tests.coordinator.support import Etcd, Proxy, free_port, fresh_url, take
+
+NewEtcd = Callable[..., Etcd]
+
+
+async def test_watches_and_leases_outlive_a_restart(new_etcd: NewEtcd) -> None:
+    etcd = new_etcd()
+    url = fresh_url(etcd)
+    store, hasty = EtcdStore(url, timeout_s=20.0), EtcdStore(url, timeout_s=0.5)
+    lease = await store.grant(5)
+    first = await store.put("a", b"1", lease=lease)
+    async with aclosing(store.watch("", after=first - 1)) as changes:
+        assert [change.revision for change in await take(changes, 1)] == [first]
+        etcd.kill()
+        with pytest.raises(StoreUnavailable, match="gave no answer") as outage:
+            await hasty.put("b", b"1")
+        assert outage.value.indefinite
+        with pytest.raises(StoreUnavailable) as outage:
+            await hasty.get("b")
+        assert not outage.value.indefinite
+        etcd.start()
+        assert await store.keep_alive(lease) > 0
+        entry = await store.get("a")
+        assert entry is not None
+        assert entry.revision == first
+        await store.put("c", b"1")
+        (change,) = await take(changes, 1)
+        assert isinstance(change, Put)
+        assert change.entry.key == "c"
+    await store.close()
+    await hasty.close()
+
+
+async def test_a_call_made_during_an_outage_is_answered_after_it(new_etcd: NewEtcd) -> None:
+    etcd = new_etcd()
+    store = EtcdStore(fresh_url(etcd), timeout_s=30.0)
+    await store.put("a", b"1")
+    etcd.kill()
+    call = asyncio.create_task(store.put("a", b"2"))
+    await asyncio.to_thread(etcd.start)
+    await call
+    entry = await store.get("a")
+    assert entry is not None
+    assert entry.value == b"2"
+    await store.close()
+
+
+async def test_a_watch_from_before_a_compaction_is_reset(shared_etcd: Etcd) -> None:
+    store = EtcdStore(fresh_url(shared_etcd))
+    first = await store.put("servers/a", b"1")
+    await store.put("servers/a", b"2")
+    await store.put("servers/b", b"1")
+    await store.put("else", b"1")
+    await shared_etcd.compact()
+    async with aclosing(store.watch("servers/", after=first)) as changes:
+        (reset,) = await take(changes, 1)
+        assert isinstance(reset, Reset)
+        assert {entry.key: entry.value for entry in reset.listing.entries} == {"servers/a": b"2", "servers/b": b"1"}
+        await store.put("servers/b", b"2")
+        (change,) = await take(changes, 1)
+        assert isinstance(change, Put)
+        assert change.entry.value == b"2"
+    await store.close()
+
+
+async def test_a_watch_that_was_cut_off_over_a_compaction_is_reset(shared_etcd: Etcd) -> None:
+    url = fresh_url(shared_etcd)
+    writer = EtcdStore(url)
+    async with Proxy(shared_etcd.endpoint).running() as proxy:
+        store = EtcdStore(replace(url, endpoints=(proxy.endpoint,)))
+        async with aclosing(store.watch("a", after=await writer.put("other", b""))) as changes:
+            await writer.put("a", b"1")
+            await take(changes, 1)
+            proxy.refuse = True
+            proxy.cut()
+            for value in (b"2", b"3"):
+                await writer.put("a", value)
+            await shared_etcd.compact()
+            proxy.refuse = False
+            (reset,) = await take(changes, 1)
+            assert isinstance(reset, Reset)
+            assert [entry.value for entry in reset.listing.entries] == [b"3"]
+            await writer.put("a", b"4")
+            (change,) = await take(changes, 1)
+            assert isinstance(change, Put)
+        await store.close()
+    await writer.close()
+
+
+async def test_a_watch_is_reset_when_etcd_has_lost_what_was_seen(new_etcd: NewEtcd) -> None:
+    etcd = new_etcd()
+    store = EtcdStore(fresh_url(etcd), timeout_s=2.0)
+    for _ in range(5):
+        last = await store.put("a", b"old")
+    async with aclosing(store.watch("a", after=last - 1)) as changes:
+        await take(changes, 1)
+        etcd.kill()
+        shutil.rmtree(etcd.folder)
+        etcd.start()
+        (reset,) = await take(changes, 1)
+        assert isinstance(reset, Reset)
+        assert reset.listing.entries == ()
+        await store.put("a", b"new")
+        (change,) = await take(changes, 1)
+        assert isinstance(change, Put)
+        assert change.entry.value == b"new"
+    await store.close()
+
+
+async def test_a_watch_that_was_cut_off_misses_nothing(shared_etcd: Etcd) -> None:
+    url = fresh_url(shared_etcd)
+    writer = EtcdStore(url)
+    async with Proxy(shared_etcd.endpoint).running() as proxy:
+        store = EtcdStore(replace(url, endpoints=(proxy.endpoint,)))
+        seen = []
+        async with aclosing(store.watch("a", after=await writer.put("other", b""))) as changes:
+            for i in range(60):
+                await writer.put("a", str(i).encode())
+                if i % 20 == 10:
+                    proxy.cut()
+                if i % 7 == 0:
+                    seen += await take(changes, 1)
+            seen += await take(changes, 60 - len(seen))
+        assert [change.entry.value for change in seen if isinstance(change, Put)] == [
+            str(i).encode() for i in range(60)
+        ]
+        await store.close()
+    await writer.close()
+
+
+async def test_a_write_whose_answer_was_lost_is_known_to_be_ours(shared_etcd: Etcd) -> None:
+    url = fresh_url(shared_etcd)
+    direct = EtcdStore(url)
+    async with Proxy(shared_etcd.endpoint).running() as proxy:
+        store = EtcdStore(replace(url, endpoints=(proxy.endpoint,)))
+        await store.get("warm-up")
+        proxy.lose_answer_to(b"7777")
+        revision = await store.compare_and_set("counter", b"7777", expect=0)
+        assert proxy.answers_lost == 1
+        entry = await direct.get("counter")
+        assert entry is not None
+        assert entry.revision == entry.create_revision == revision  # written once
+
+        # The same bytes by somebody else are not ours.
+        await direct.compare_and_set("counter", b"8888", expect=entry.revision)
+        assert await store.compare_and_set("counter", b"8888", expect=entry.revision) is None
+
+        proxy.lose_answer_to(b"counter")
+        assert await store.delete("counter")
+        assert proxy.answers_lost == 2
+        assert await direct.get("counter") is None
+        await store.close()
+    await direct.close()
+
+
+async def test_endpoints_that_are_dead_or_silent_are_passed_over(shared_etcd: Etcd) -> None:
+    async def never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1000):
+            pass
+        writer.close()
+
+    silent = await asyncio.start_server(never_answer, "127.0.0.1", 0)
+    url = fresh_url(shared_etcd)
+    dead = f"127.0.0.1:{free_port()}"
+    mute = "{}:{}".format(*silent.sockets[0].getsockname())
+    store = await open_store(f"etcd://{dead},{mute},{shared_etcd.endpoint}/{url.cluster}", 20.0)
+    revision = await store.put("a", b"1")
+    async with aclosing(store.watch("a", after=revision - 1)) as changes:
+        await take(changes, 1)
+    await store.close()
+    silent.close()
+
+
+async def test_a_store_moves_to_the_next_endpoint_and_takes_its_watches_along(shared_etcd: Etcd) -> None:
+    url = fresh_url(shared_etcd)
+    async with Proxy(shared_etcd.endpoint).running() as proxy:
+        store = EtcdStore(replace(url, endpoints=(proxy.endpoint, shared_etcd.endpoint)))
+        async with aclosing(store.watch("a", after=await store.put("a", b"1"))) as changes:
+            await store.put("a", b"2")
+            await take(changes, 1)
+            proxy.refuse = True
+            proxy.cut()
+            await store.put("a", b"3")
+            (change,) = await take(changes, 1)
+            assert isinstance(change, Put)
+            assert change.entry.value == b"3"
+        await store.close()
+
+
+async def test_an_unreachable_store_says_what_was_tried_in_time() -> None:
+    dead = f"127.0.0.1:{free_port()}"
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailable, match=f"{dead}: .*[Cc]onnection refused"):
+        await open_store(f"etcd://{dead}/demo", 0.5)
+    assert time.monotonic() - began < 5  # the point is that it ends; the machine may be busy
+
+
+async def test_an_unreadable_certificate_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot read the ca file .*missing.pem"):
+        await open_store(f"etcd://127.0.0.1/demo?ca={tmp_path}/missing.pem", 1.0)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    """A CA, and one certificate for the address 127.0.0.1 that serves both sides."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make certificates with")
+    folder = tmp_path_factory.mktemp("tls")
+
+    def openssl(arguments: str) -> None:
+        subprocess.run(["openssl", *arguments.split()], cwd=folder, check=True, capture_output=True)
+
+    (folder / "extensions").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+    key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+    openssl(f"req -x509 {key} -keyout ca.key -out ca.pem -days 2 -subj /CN=test-ca")
+    openssl(f"req {key} -keyout etcd.key -out etcd.csr -subj /CN=etcd")
+    openssl("x509 -req -in etcd.csr -CA ca.pem -CAkey ca.key -CAcreateserial -out etcd.pem -days 2 -extfile extensions")
+    return TlsFiles(*(str(folder / name) for name in ("ca.pem", "etcd.pem", "etcd.key")))
+
+
+async def test_tls_with_certificates_on_both_sides(new_etcd: NewEtcd, certificates: TlsFiles) -> None:
+    etcd = new_etcd(tls=certificates)
+    url = replace(fresh_url(etcd), tls=certificates)
+    store = await open_store(str(url), 20.0)
+    await store.put("a", b"1")
+    etcd.kill()
+    etcd.start()
+    entry = await store.get("a")
+    assert entry is not None
+    assert entry.value == b"1"
+    await store.close()
+    for tls in (None, TlsFiles(ca=certificates.ca)):
+        with pytest.raises(StoreUnavailable, match=etcd.endpoint):
+            await open_store(str(replace(url, tls=tls)), 1.0)
+
+
+@pytest.mark.slow
+async def test_a_frozen_endpoint_is_noticed_by_a_watch_that_hears_nothing(new_etcd: NewEtcd, shared_etcd: Etcd) -> None:
+    frozen = new_etcd()
+    url = fresh_url(frozen)
+    store = EtcdStore(replace(url, endpoints=(frozen.endpoint, shared_etcd.endpoint)))
+    async with aclosing(store.watch("a", after=await store.put("b", b""))) as changes:
+        await store.put("a", b"1")
+        await take(changes, 1)
+        assert frozen.process is not None
+        frozen.process.send_signal(signal.SIGSTOP)
+        other = EtcdStore(replace(url, endpoints=(shared_etcd.endpoint,)))
+        (moved,) = await take(changes, 1)  # to another etcd, which has none of it
+        assert isinstance(moved, Reset)
+        await other.close()
+    await store.close()
+
+
+async def test_memory_forgets_old_changes_and_resets_who_missed_them() -> None:
+    store = MemoryStore()
+    for i in range(10_000):
+        last = await store.put("a", str(i).encode())
+    async with aclosing(store.watch("a", after=1)) as changes:
+        (reset,) = await take(changes, 1)
+        assert isinstance(reset, Reset)
+        assert reset.revision == last
+    async with aclosing(store.watch("a", after=last - 10)) as changes:
+        assert [change.revision for change in await take(changes, 10)] == list(range(last - 9, last + 1))
+    store.compact()
+    async with aclosing(store.watch("a", after=last - 1)) as changes:
+        assert isinstance((await take(changes, 1))[0], Reset)
+    await store.close()

@@ -1,0 +1,180 @@
+"""The laws of the coordination store, on every store that claims to keep them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from coordinator.errors import LeaseLost, StoreUnavailable
+from coordinator.store import KEY_MAX, VALUE_MAX, Delete, Entry, Guard, Put, Reset
+from tests.coordinator.conftest import Clients
+from tests.coordinator.support import take, until
+
+
+async def test_reads_what_was_written(clients: Clients) -> None:
+    async with clients() as store:
+        assert await store.get("a") is None
+        first = await store.put("a", b"1")
+        second = await store.put("a", b"")
+        assert second > first
+        assert await store.get("a") == Entry("a", b"", second, first)
+
+
+async def test_lists_by_prefix_in_key_order_as_of_one_revision(clients: Clients) -> None:
+    async with clients() as store:
+        assert (await store.list("")).entries == ()
+        for key in ("servers/b", "servers/a", "serverside", "view"):
+            revision = await store.put(key, key.encode())
+        listing = await store.list("servers/")
+        assert [entry.key for entry in listing.entries] == ["servers/a", "servers/b"]
+        assert listing.revision == revision
+        assert [entry.key for entry in (await store.list("")).entries] == [
+            "servers/a",
+            "servers/b",
+            "serverside",
+            "view",
+        ]
+
+
+async def test_compare_and_set_wins_on_the_expected_revision_only(clients: Clients) -> None:
+    async with clients() as store:
+        first = await store.compare_and_set("a", b"1", expect=0)
+        assert first is not None
+        assert await store.compare_and_set("a", b"1", expect=0) is None
+        second = await store.compare_and_set("a", b"2", expect=first)
+        assert second is not None
+        assert await store.compare_and_set("a", b"3", expect=first) is None
+        assert await store.compare_and_set("b", b"3", expect=first) is None
+        assert await store.get("a") == Entry("a", b"2", second, first)
+
+
+async def test_of_many_writers_one_wins(clients: Clients) -> None:
+    async with clients() as one, clients() as other:
+        outcomes = await asyncio.gather(
+            *(store.compare_and_set("a", b"same", expect=0) for store in (one, other) for _ in range(8))
+        )
+        assert sum(outcome is not None for outcome in outcomes) == 1
+
+
+async def test_a_guard_must_hold(clients: Clients) -> None:
+    async with clients() as store:
+        office = await store.put("election", b"me")
+        guard = Guard("election", office)
+        assert await store.compare_and_set("view", b"1", expect=0, guard=guard) is not None
+        await store.put("election", b"me, renewed")
+        written = await store.get("view")
+        assert written is not None
+        assert await store.compare_and_set("view", b"2", expect=written.revision, guard=guard) is not None
+        await store.delete("election")
+        await store.put("election", b"another")
+        written = await store.get("view")
+        assert written is not None
+        assert await store.compare_and_set("view", b"3", expect=written.revision, guard=guard) is None
+        assert await store.compare_and_set("new", b"3", expect=0, guard=Guard("nobody", office)) is None
+
+
+async def test_deletes(clients: Clients) -> None:
+    async with clients() as store:
+        assert not await store.delete("a")
+        revision = await store.put("a", b"1")
+        assert not await store.delete("a", expect=revision - 1)
+        assert await store.delete("a", expect=revision)
+        assert await store.get("a") is None
+        again = await store.put("a", b"2")
+        assert await store.get("a") == Entry("a", b"2", again, again)
+        assert await store.delete("a")
+
+
+async def test_a_lease_takes_its_keys_with_it(clients: Clients) -> None:
+    async with clients() as store:
+        lease = await store.grant(60)
+        assert 0 < await store.keep_alive(lease) <= 60
+        await store.put("a", b"1", lease=lease)
+        await store.compare_and_set("b", b"1", expect=0, lease=lease)
+        await store.put("kept", b"1", lease=lease)
+        await store.put("kept", b"2")
+        await store.revoke(lease)
+        assert [entry.key for entry in (await store.list("")).entries] == ["kept"]
+        await store.revoke(lease)
+        with pytest.raises(LeaseLost):
+            await store.keep_alive(lease)
+        with pytest.raises(LeaseLost):
+            await store.put("a", b"1", lease=lease)
+        with pytest.raises(LeaseLost):
+            await store.compare_and_set("a", b"1", expect=0, lease=lease)
+
+
+async def test_a_lease_that_nobody_renews_runs_out(clients: Clients) -> None:
+    async with clients() as store:
+        lease = await store.grant(0.3)
+        after = await store.put("a", b"1", lease=lease)
+        async with aclosing(store.watch("a", after=after)) as changes:
+            (gone,) = await take(changes, 1)
+        assert gone == Delete("a", gone.revision)
+        assert gone.revision > after
+        with pytest.raises(LeaseLost):
+            await store.keep_alive(lease)
+
+
+async def test_a_watch_tells_every_change_once_in_order(clients: Clients) -> None:
+    async with clients() as store, clients() as writer:
+        before = await writer.put("servers/a", b"0")
+        await writer.put("servers/a", b"1")
+        await writer.put("other", b"x")
+        async with aclosing(store.watch("servers/", after=before)) as changes:
+            assert [change.entry.value for change in await take(changes, 1) if isinstance(change, Put)] == [b"1"]
+            for i in range(2, 50):
+                await writer.put("servers/a", str(i).encode())
+            await writer.delete("servers/a")
+            seen = await take(changes, 49)
+        assert [change.entry.value for change in seen[:-1] if isinstance(change, Put)] == [
+            str(i).encode() for i in range(2, 50)
+        ]
+        assert isinstance(seen[-1], Delete)
+        revisions = [change.revision for change in seen]
+        assert revisions == sorted(set(revisions))
+
+
+async def test_a_watch_from_zero_tells_everything(clients: Clients) -> None:
+    async with clients() as store:
+        await store.put("a", b"1")
+        await store.put("a", b"2")
+        async with aclosing(store.watch("", after=0)) as changes:
+            state = b""
+            while state != b"2":
+                (change,) = await take(changes, 1)
+                entries = change.listing.entries if isinstance(change, Reset) else ()
+                for entry in (change.entry,) if isinstance(change, Put) else entries:
+                    state = entry.value
+
+
+async def test_closing_ends_watches_and_refuses_calls(clients: Clients) -> None:
+    async with clients() as store:
+        heard = asyncio.Event()
+
+        async def follow() -> None:
+            async for _ in store.watch("a", after=0):
+                heard.set()
+
+        watching = asyncio.create_task(follow())
+        await store.put("a", b"1")
+        await until(heard.is_set)
+        await store.close()
+        await asyncio.wait_for(watching, 10)
+        with pytest.raises(StoreUnavailable):
+            await store.get("a")
+
+
+async def test_unusable_keys_and_values_are_refused(clients: Clients) -> None:
+    async with clients() as store:
+        for key in ("", "/a", ".a", "a\n", "x" * (KEY_MAX + 1)):
+            with pytest.raises(ValueError, match="unusable key"):
+                await store.put(key, b"")
+        with pytest.raises(ValueError, match="bytes"):
+            await store.put("a", bytes(VALUE_MAX + 1))
+        for ttl_s in (0, -1, float("nan")):
+            with pytest.raises(ValueError, match="positive"):
+                await store.grant(ttl_s)
+        await store.put("a", bytes(VALUE_MAX))
