@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -64,7 +63,7 @@ class ServerInfo:
     @classmethod
     def from_json(cls, data: bytes) -> ServerInfo:
         """The inverse of `to_json`; ValueError on anything else."""
-        return cls(**_fields("server", data, cls.__dataclass_fields__))
+        return cls(**_fields("server", data, cls))
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +201,7 @@ class WorkerInfo:
     @classmethod
     def from_json(cls, data: bytes) -> WorkerInfo:
         """The inverse of `to_json`; ValueError on anything else."""
-        return cls(**_fields("worker", data, cls.__dataclass_fields__))
+        return cls(**_fields("worker", data, cls))
 
 
 @dataclass(frozen=True)
@@ -228,11 +227,9 @@ class Roster:
     @classmethod
     def decode(cls, data: bytes) -> Roster:
         """The inverse of `encode`. ValueError says what is wrong."""
-        fields = _fields("roster", data, ("version", "workers"))
-        if set(fields) != {"version", "workers"}:
-            raise ValueError("a roster has the fields version and workers")
-        rows = _rows("roster", fields["workers"], 4)
-        return cls(fields["version"], tuple(WorkerInfo(*row) for row in rows))
+        found = _fields("roster", data, cls)
+        rows = _rows("roster", found["workers"], 4)
+        return cls(found["version"], tuple(WorkerInfo(*row) for row in rows))
 
 
 @dataclass(frozen=True)
@@ -263,7 +260,7 @@ class ClusterConfig:
     @classmethod
     def from_json(cls, data: bytes) -> ClusterConfig:
         """The inverse of `to_json`; ValueError on anything else."""
-        return cls(**_fields("cluster config", data, cls.__dataclass_fields__))
+        return cls(**_fields("cluster config", data, cls))
 
 
 def check_ranges(ranges: int) -> None:
@@ -323,13 +320,16 @@ def _json(what: str, data: bytes) -> Any:
         raise ValueError(f"not a {what}: {error}") from error
 
 
-def _fields(what: str, data: bytes, known: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    fields = _json(what, data)
-    if not isinstance(fields, dict):
+def _fields(what: str, data: bytes, cls: type[Any]) -> dict[str, Any]:
+    """The arguments for `cls`, a dataclass, in a JSON object; their values are for `cls` to check."""
+    found = _json(what, data)
+    if not isinstance(found, dict):
         raise ValueError(f"not a {what}: expected a JSON object")
-    if unknown := sorted(set(fields) - set(known)):
+    if unknown := sorted(set(found) - {field.name for field in fields(cls)}):
         raise ValueError(f"not a {what}: unknown fields {', '.join(unknown)}")
-    return fields
+    if missing := [field.name for field in fields(cls) if field.default is MISSING and field.name not in found]:
+        raise ValueError(f"not a {what}: fields missing: {', '.join(missing)}")
+    return found
 
 
 def _rows(what: str, rows: Any, width: int) -> list[list[Any]]:
