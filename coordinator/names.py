@@ -13,7 +13,7 @@ def check_name(what: str, name: object) -> str:
     """Returns `name` if it may name a `what` ("server", "cluster", …); ValueError says the rule otherwise."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(
-            f"{name!r} cannot name a {what}: use 1 to {NAME_MAX} letters, digits, '.', '_' or '-', "
+            f"{name!r} is no usable {what} name: take 1 to {NAME_MAX} letters, digits, '.', '_' or '-', "
             "beginning with a letter or digit"
         )
     return name

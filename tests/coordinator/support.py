@@ -32,6 +32,17 @@ async def until(condition: Callable[[], object], what: str = "") -> None:
         await asyncio.sleep(0.005)
 
 
+async def until_key(store: Store, key: str, condition: Callable[[Entry | None], object]) -> Entry | None:
+    """Waits until the entry under `key` (None: absent) satisfies the condition, and returns it."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        entry = await store.get(key)
+        if condition(entry):
+            return entry
+        assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {key} is {entry}"
+        await asyncio.sleep(0.005)
+
+
 async def take(changes: AsyncGenerator[Change, None], count: int) -> list[Change]:
     """The next `count` changes."""
     return [await asyncio.wait_for(changes.__anext__(), WAIT_S) for _ in range(count)]
@@ -193,6 +204,7 @@ class FaultyStore:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.out = False
+        self.refused = 0
         self.lose_next_write = ""  # the next compare-and-set on this key happens, and its answer is lost
 
     @property
@@ -201,6 +213,7 @@ class FaultyStore:
 
     def _check(self) -> None:
         if self.out:
+            self.refused += 1
             raise StoreUnavailable("the test has cut the store off")
 
     async def get(self, key: str) -> Entry | None:

@@ -103,7 +103,7 @@ def test_views_are_equal_by_value() -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"cluster": "a/b"}, "cannot name a cluster"),
+        ({"cluster": "a/b"}, "no usable cluster name"),
         ({"epoch": 0}, "epoch"),
         ({"epoch": 2}, "outside epochs 1..2"),
         ({"epoch": True}, "epoch"),
@@ -132,7 +132,7 @@ def test_impossible_views_are_refused(changes: dict[str, Any], complaint: str) -
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"name": ""}, "cannot name a server"),
+        ({"name": ""}, "no usable server name"),
         ({"incarnation": 0}, "incarnation"),
         ({"incarnation": 1.0}, "incarnation"),
         ({"address": "h"}, "server address"),

@@ -1,0 +1,311 @@
+"""Registering, keeping a name through outages, losing it to a newer incarnation, following views."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from coordinator.errors import StoreUnavailable
+from coordinator.etcd import EtcdStore
+from coordinator.membership import ServerSession, ViewFollower, create_cluster, register_server, register_worker
+from coordinator.memory import MemoryStore
+from coordinator.store import Entry, Store
+from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
+from tests.coordinator.conftest import Clients
+from tests.coordinator.support import Etcd, FaultyStore, fresh_url, until, until_key
+
+
+async def serve(store: Store, name: str = "s0", ttl_s: float = 0.3) -> tuple[ServerSession, list[str]]:
+    """A registered server, and the list that gets the reason when it is lost."""
+    lost: list[str] = []
+    session = await register_server(store, name=name, address="127.0.0.1:7001", ttl_s=ttl_s, on_lost=lost.append)
+    return session, lost
+
+
+async def registered(store: Store, name: str = "s0") -> ServerInfo | None:
+    entry = await store.get(f"servers/{name}")
+    return None if entry is None else ServerInfo.from_json(entry.value)
+
+
+async def until_registered(store: Store, incarnation: int) -> None:
+    def same(entry: Entry | None) -> bool:
+        return entry is not None and ServerInfo.from_json(entry.value).incarnation == incarnation
+
+    await until_key(store, "servers/s0", same)
+
+
+async def test_a_cluster_is_created_once(clients: Clients) -> None:
+    async with clients() as store:
+        config = ClusterConfig(ranges=64, replicas=2, min_servers=3)
+        configs = await asyncio.gather(*(create_cluster(store, config) for _ in range(5)))
+        assert configs == [config] * 5
+        assert await create_cluster(store, ClusterConfig(ranges=64, replicas=2, min_servers=1)) == config
+        with pytest.raises(ValueError, match=r"ranges=64.*ranges=128"):
+            await create_cluster(store, ClusterConfig(ranges=128, replicas=2))
+
+
+async def test_a_server_is_registered_until_it_closes(clients: Clients) -> None:
+    async with clients() as store:
+        session = await register_server(
+            store, name="s0", address="h:1", admin="h:2", zone="z", weight=2.0, on_lost=lambda reason: None
+        )
+        assert session.info == ServerInfo("s0", 1, "h:1", "h:2", "z", 2.0)
+        assert await registered(store) == session.info
+        assert session.lease
+        assert session.deadline > asyncio.get_running_loop().time()
+        await session.close()
+        assert await registered(store) is None
+        again, _ = await serve(store)
+        assert again.info.incarnation == 2
+        await again.close()
+
+
+async def test_renewing_keeps_the_name(clients: Clients) -> None:
+    async with clients() as store:
+        session, lost = await serve(store, ttl_s=1.0)
+        first = session.deadline
+        await until(lambda: session.deadline > first + 1.0)
+        assert await registered(store) == session.info
+        assert not lost
+        await session.close()
+
+
+async def test_a_newer_incarnation_fences_the_older_one(clients: Clients) -> None:
+    async with clients() as one, clients() as other:
+        old, old_lost = await serve(one)
+        new, new_lost = await serve(other)
+        await until(lambda: old_lost)
+        assert old_lost == ["servers/s0 now belongs to incarnation 2; this is 1"]
+        assert await registered(one) == new.info
+        await old.close()
+        assert await registered(one) == new.info
+        assert not new_lost
+        await new.close()
+
+
+async def test_of_many_with_one_name_the_newest_stays(clients: Clients) -> None:
+    async with clients() as store:
+        attempts = await asyncio.gather(*(serve(store) for _ in range(5)), return_exceptions=True)
+        sessions = [attempt for attempt in attempts if not isinstance(attempt, BaseException)]
+        incarnations = [session.info.incarnation for session, _ in sessions]
+        assert len(set(incarnations)) == len(incarnations)
+        assert max(incarnations) == 5
+        await until(lambda: sum(not lost for _, lost in sessions) == 1)
+        info = await registered(store)
+        assert info is not None
+        assert info.incarnation == 5
+        for session, _ in sessions:
+            await session.close()
+
+
+async def test_a_lease_that_ended_is_replaced_under_the_same_incarnation(clients: Clients) -> None:
+    async with clients() as store:
+        session, lost = await serve(store)
+        before = session.lease
+        await store.revoke(before)
+        await until_registered(store, 1)
+        await until(lambda: session.lease != before)
+        assert not lost
+        await session.close()
+        assert await registered(store) is None
+
+
+async def test_a_key_that_was_deleted_is_put_back(clients: Clients) -> None:
+    async with clients() as store:
+        session, lost = await serve(store)
+        await store.delete("servers/s0")
+        await until_registered(store, 1)
+        assert not lost
+        await session.close()
+
+
+async def test_an_outage_longer_than_the_lease_costs_nothing() -> None:
+    memory = MemoryStore()
+    faulty = FaultyStore(memory.client())
+    session, lost = await serve(faulty)
+    faulty.out = True
+    await until_key(memory, "servers/s0", lambda entry: entry is None)
+    faulty.out = False
+    await until_registered(memory, 1)
+    assert not lost
+    await session.close()
+
+
+async def test_a_name_taken_during_an_outage_is_lost() -> None:
+    memory = MemoryStore()
+    faulty = FaultyStore(memory.client())
+    old, lost = await serve(faulty)
+    faulty.out = True
+    new, _ = await serve(memory)
+    faulty.out = False
+    await until(lambda: lost)
+    assert "incarnation 2" in lost[0]
+    assert await registered(memory) == new.info
+    await old.close()
+    await new.close()
+
+
+async def test_registering_without_a_store_says_so() -> None:
+    faulty = FaultyStore(MemoryStore())
+    faulty.out = True
+    with pytest.raises(StoreUnavailable):
+        await serve(faulty)
+
+
+async def test_the_deadline_counts_from_when_the_renewal_was_sent() -> None:
+    class Slow(FaultyStore):
+        sent = 0.0
+
+        async def keep_alive(self, lease: int) -> float:
+            self.sent = asyncio.get_running_loop().time()
+            left = await super().keep_alive(lease)
+            await asyncio.sleep(0.1)
+            return left
+
+    slow = Slow(MemoryStore())
+    session, _ = await serve(slow, ttl_s=0.5)
+    first = session.deadline
+    await until(lambda: session.deadline > first)
+    assert session.deadline <= slow.sent + 0.5
+    await session.close()
+
+
+async def test_a_bug_while_renewing_is_a_loss_not_a_silence() -> None:
+    class Broken(FaultyStore):
+        async def keep_alive(self, lease: int) -> float:
+            raise ZeroDivisionError("a bug")
+
+    session, lost = await serve(Broken(MemoryStore()))
+    await until(lambda: lost)
+    assert lost == ["a bug"]
+    await session.close()
+
+
+async def test_leases_and_names_outlive_a_restart_of_etcd(new_etcd: Callable[..., Etcd]) -> None:
+    etcd = new_etcd()
+    store = EtcdStore(fresh_url(etcd), timeout_s=1.0)
+    session, lost = await serve(store, ttl_s=2)
+    worker = await register_worker(store, name="w", app="default", ttl_s=2, on_lost=lost.append)
+    etcd.kill()
+    await until(lambda: session.deadline < asyncio.get_running_loop().time())
+    await asyncio.to_thread(etcd.start)
+    await until(lambda: session.deadline > asyncio.get_running_loop().time())
+    await until_registered(store, 1)
+    assert not lost
+    await session.close()
+    await worker.close()
+    await store.close()
+
+
+async def test_bad_arguments_cost_no_incarnation(clients: Clients) -> None:
+    async with clients() as store:
+        with pytest.raises(ValueError, match="no usable server name"):
+            await register_server(store, name="a/b", address="h:1", on_lost=lambda reason: None)
+        with pytest.raises(ValueError, match="server address"):
+            await register_server(store, name="a", address="h", on_lost=lambda reason: None)
+        with pytest.raises(ValueError, match="no usable worker name"):
+            await register_worker(store, name="", app="default")
+        with pytest.raises(ValueError, match="no usable app name"):
+            await register_worker(store, name="w", app="a b")
+        assert (await store.list("")).entries == ()
+
+
+async def test_worker_ids_are_never_used_again(clients: Clients) -> None:
+    async with clients() as store:
+        first = await register_worker(store, name="w0", app="default")
+        second = await register_worker(store, name="w1", app="default")
+        await first.close()
+        third = await register_worker(store, name="w0", app="other")
+        assert [session.info for session in (first, second, third)] == [
+            WorkerInfo(1, "w0", 1, "default"),
+            WorkerInfo(2, "w1", 1, "default"),
+            WorkerInfo(3, "w0", 2, "other"),
+        ]
+        entry = await store.get("workers/w0")
+        assert entry is not None
+        assert json.loads(entry.value) == {"id": 3, "name": "w0", "incarnation": 2, "app": "other"}
+        await second.close()
+        await third.close()
+
+
+def view(epoch: int) -> View:
+    return View(
+        cluster="test",
+        epoch=epoch,
+        ranges=2,
+        replicas=1,
+        servers=(ServerInfo("a", 1, "h:1"),),
+        chains=np.zeros((2, 1), np.int32),
+        joining=np.full(2, -1, np.int32),
+        since=np.ones(2, np.int64),
+        reason=f"reason {epoch}",
+    )
+
+
+async def test_a_follower_sees_what_there_is_and_what_comes(clients: Clients) -> None:
+    async with clients() as store, clients() as writer:
+        await writer.put("view", view(1).encode())
+        await writer.put("viewpoint", b"not a view")
+        follower = ViewFollower(store)
+        await follower.start()
+        assert follower.view == view(1)
+        assert follower.roster is None
+        epochs: list[int] = []
+        versions: list[int] = []
+        follower.subscribe(lambda new: epochs.append(new.epoch))
+        follower.subscribe_roster(lambda new: versions.append(new.version))
+        assert epochs == [1]
+        assert versions == []
+        await writer.put("view", view(3).encode())
+        assert await follower.wait_for(lambda new: new.epoch >= 3, 10) == view(3)
+        await writer.put("roster", Roster(1, (WorkerInfo(1, "w", 1, "x"),)).encode())
+        await until(lambda: versions == [1])
+        assert epochs == [1, 3]
+        await follower.close()
+
+
+async def test_a_follower_keeps_to_the_newest_and_survives_nonsense() -> None:
+    store = MemoryStore()
+    follower = ViewFollower(store)
+    await follower.start()
+    heard: list[int] = []
+
+    def fail(new: View) -> None:
+        raise RuntimeError("a subscriber's bug")
+
+    follower.subscribe(fail)
+    follower.subscribe(lambda new: heard.append(new.epoch))
+    for value in (view(5).encode(), view(4).encode(), b"nonsense", view(5).encode(), view(6).encode()):
+        await store.put("view", value)
+    await follower.wait_for(lambda new: new.epoch == 6, 10)
+    assert heard == [5, 6]
+    store.compact()
+    await store.put("view", view(7).encode())
+    await follower.wait_for(lambda new: new.epoch == 7, 10)
+    await follower.close()
+
+
+async def test_waiting_for_a_view_in_vain_says_where_the_cluster_is() -> None:
+    store = MemoryStore("demo")
+    follower = ViewFollower(store)
+    await follower.start()
+    with pytest.raises(TimeoutError, match=r"cluster demo .* no view yet"):
+        await follower.wait_for(lambda new: True, 0.01)
+    await store.put("view", view(1).encode())
+    await follower.wait_for(lambda new: True, 10)
+    with pytest.raises(TimeoutError, match="at epoch 1: reason 1"):
+        await follower.wait_for(lambda new: new.epoch > 1, 0.01)
+    await follower.close()
+
+
+async def test_a_follower_refuses_to_start_on_a_view_of_another_kind() -> None:
+    store = MemoryStore()
+    await store.put("view", b"nonsense")
+    follower = ViewFollower(store)
+    with pytest.raises(ValueError, match="not a view"):
+        await follower.start()
+    await follower.close()
