@@ -28,6 +28,8 @@ from replication.clocks import MAX_PART
 
 log = logging.getLogger(__name__)
 
+BOUND_GRACE_S = 1.0
+
 AnyRead = TypeVar("AnyRead", bound=Read)
 Pushes = Mapping[Handle, object]
 Rates = float | Mapping[Handle, float] | None
@@ -311,6 +313,8 @@ class Client:
         return read
 
     def finish_read(self, read: Read, timeout: float | None) -> None:
+        if self.consistency.bound is not None:  # the servers, who know whom it waits for, give up first
+            timeout = (self.timeout if timeout is None else timeout) + BOUND_GRACE_S
         try:
             self._wait(read.done, timeout, f"a pull of {read.name!r}")
         except Timeout:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.view import Roster, ServerInfo, View
+from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.errors import SpecError
 from elasticps.server.connection import Connection
 from elasticps.server.reads import DEFAULT_WAIT_S, MAX_PARKED, Read, answer
@@ -65,7 +65,7 @@ class Server:
         self._headed = np.zeros(ranges, np.bool_)
         self._headed_ranges: NDArray[np.intp] = np.empty(0, np.intp)
         self._roster_version = 0
-        self._names: dict[int, str] = {}  # workers of the roster
+        self._workers: dict[int, WorkerInfo] = {}  # the roster
         self._active: set[int] = set()  # workers that have joined and are in the roster
         self._connections: set[Connection] = set()
         self._parked: list[Read] = []
@@ -120,9 +120,9 @@ class Server:
             raise FrameError("a hello gives the worker's id (above 0), its name and its app")
         if cluster != self.cluster:
             raise Refusal("cluster", f"server {self.me.name} belongs to cluster {self.cluster!r}, not {cluster!r}")
-        if worker not in self._names and self._wait(connection, header, body):
+        if worker not in self._workers and self._wait(connection, header, body):
             return
-        if worker not in self._names:
+        if worker not in self._workers:
             raise Refusal("fenced", f"worker {name!r} (id {worker}) is not in the roster; it left, or a newer "
                                     "incarnation took its name")  # fmt: skip
         connection.welcome(worker, name, app)
@@ -165,8 +165,8 @@ class Server:
         if roster.version <= self._roster_version:
             return
         self._roster_version = roster.version
-        self._names = {w.id: w.name for w in roster.workers}
-        self._active &= self._names.keys()
+        self._workers = {w.id: w for w in roster.workers}
+        self._active &= self._workers.keys()
         newest = {(w.app, w.name): w.id for w in roster.workers}
         for connection in list(self._connections):
             if newest.get((connection.app, connection.worker_name), 0) > connection.worker > 0:
@@ -226,8 +226,9 @@ class Server:
     def _join(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> None:
         if header.flags & LAST:
             self.clocks.admit(connection.worker, header.clock)
-            self._active.add(connection.worker)
-        minimum = min(self._minimums().values(), default=0)
+            if connection.worker in self._workers:
+                self._active.add(connection.worker)
+        minimum = min(self._minimums(connection.app).values(), default=0)
         connection.send(Header(Kind.OK, request=header.request, epoch=self.epoch, clock=minimum).pack())
 
     def _push(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> None:
@@ -307,9 +308,9 @@ class Server:
         keys = read.keys.copy() if read.connection.staged else read.keys
         self._parked.append(Read(read.connection, read.header, read.table, keys, self._clock() + wait_s))
 
-    def _minimums(self) -> dict[int, int]:
-        """The lowest clock of each active worker over the ranges that we head."""
-        active = [w for w in self._active if w in self.clocks]
+    def _minimums(self, app: str) -> dict[int, int]:
+        """The lowest clock of each active worker of an application, over the ranges that we head."""
+        active = [w for w in self._active if self._workers[w].app == app]
         if not active or not len(self._headed_ranges):
             return {}
         return dict(zip(active, self.clocks.minimum(active, self._headed_ranges).tolist(), strict=True))
@@ -323,7 +324,8 @@ class Server:
         if not header.bound:
             return []
         floor = header.clock - (header.bound - 1)
-        return [self._names.get(w, str(w)) for w, clock in self._minimums().items() if clock < floor]
+        minimums = self._minimums(read.connection.app)
+        return [self._workers[w].name for w, clock in minimums.items() if clock < floor]
 
     def _judge_parked(self) -> None:
         parked, self._parked = self._parked, []

@@ -1,0 +1,33 @@
+"""The coordination store goes away and comes back; training never notices."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+import elasticps as eps
+from tests.conftest import NewCluster
+
+
+def test_training_goes_on_while_etcd_is_away_and_everything_recovers(local_cluster: NewCluster) -> None:
+    cluster = local_cluster(servers=2)
+    keys, grads = np.arange(100), np.ones((100, 2), np.float32)
+    with eps.connect(cluster.url, worker="w0", timeout=20.0) as ps:
+        table = ps.table("t", dim=2, optimizer=eps.Accumulate())
+        ps.push({table: (keys, grads)}).result()
+        cluster.stop_etcd()
+        lease_s = 11.0  # longer than any lease: servers 5 s, workers 10 s
+        ends = time.monotonic() + lease_s
+        steps = 1
+        while time.monotonic() < ends:
+            ps.push({table: (keys, grads)}).result()
+            steps += 1
+        cluster.start_etcd()
+        later = ps.table("later", dim=2, optimizer=eps.Accumulate())  # needs etcd
+        ps.push({table: (keys, grads), later: (keys, grads)}).result()
+        with eps.connect(cluster.url, worker="w1", timeout=20.0) as other:  # needs watches, leases and a leader
+            again = other.table("t", dim=2, optimizer=eps.Accumulate())
+            other.push({again: (keys, grads)}).result()
+        assert set(table.pull(keys).ravel().tolist()) == {steps + 2.0}
+        assert set(later.pull(keys).ravel().tolist()) == {1.0}
