@@ -1,0 +1,9 @@
+"""Tables in memory: rows, hash index, compiled kernels, optimizers. Knows neither sockets nor asyncio."""
+
+from __future__ import annotations
+
+from elasticps.store.registry import register_optimizer, warm
+from elasticps.store.store import Store
+from elasticps.store.table import Table, initial_rows
+
+__all__ = ["Store", "Table", "initial_rows", "register_optimizer", "warm"]

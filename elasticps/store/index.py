@@ -1,0 +1,327 @@
+"""Kernels over the hash index and whole rows: find, insert, list, read, digest.
+
+Every range has its own open-addressing segment of (key, row address) entries, 16 bytes each, so that listing, dropping
+or growing a range touches that range only. An entry with address 0 is empty, which leaves all of int64 to keys.
+
+A key's first entry comes from the 32 hash bits below the range's, times an odd number that depends on the capacity
+(so that keys arriving in one segment's order do not fill another from the front), scaled to the capacity by a
+multiply-high: capacities need not be powers of two, so they grow by half and the load stays between 0.53 and 0.8.
+Probes run on into a short tail behind the segment, whose last entry is always empty: no wrap-around to check.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.hashing import hash_key as _hash_key
+from elasticps.store.native import (
+    H_COUNTS,
+    H_DESCRIPTORS,
+    H_DIM,
+    H_DTYPE,
+    H_END,
+    H_FREE,
+    H_NEED,
+    H_NEXT,
+    H_ROWS,
+    H_SALT,
+    H_SHIFT,
+    H_STRIDE,
+    NEED_SLAB,
+    carray,
+    kernel,
+    load64,
+    pointer,
+    prefetch,
+    store64,
+)
+from elasticps.store.values import absent_weights, blank_row, initial_weights, unpack, write_weights
+
+hash_key: Any = _hash_key  # numba integers, which are no np.int64 to a type checker
+
+ENTRY = 16  # bytes
+INDEX_AHEAD = 16  # keys between an index prefetch and its use
+ROW_AHEAD = 10  # rows between a row prefetch and its use
+PREFETCH_LINES = 16  # of a row; the hardware follows from there
+FIRST_CAPACITY = 4
+INITIALISE, TAKE_VALUES, LEAVE_BLANK = 0, 1, 2  # what `insert` writes into the weights of new rows
+
+_S32, _S64 = np.uint64(32), np.uint64(64)
+_LOW32 = np.uint64(0xFFFFFFFF)
+_ODD = np.uint64(0x9E3779B1)
+_ONE = np.uint64(1)
+
+
+def segment_entries(capacity: int) -> int:
+    """Entries that a segment of this capacity takes in memory, its tail counted."""
+    return capacity + min(capacity, 32)
+
+
+@kernel
+def row_limit(capacity: int) -> int:
+    """Rows at which a segment of this capacity must grow: a load of 0.8."""
+    return capacity * 4 // 5
+
+
+@kernel
+def _first_entry(hashed: np.uint64, range_bits: np.uint64, base: int, capacity: int) -> int:
+    """Address of the entry where the probe for a hash starts."""
+    cap = np.uint64(capacity)
+    spread = (((hashed << range_bits) >> _S32) * ((cap * _ODD) | _ONE)) & _LOW32
+    return base + np.int64((spread * cap) >> _S32) * ENTRY
+
+
+@kernel
+def _start(key: int, salt: np.uint64, shift: np.uint64, descriptors: NDArray[np.int64]) -> int:
+    hashed = hash_key(key, salt)
+    at = np.int64(hashed >> shift) * 2
+    return _first_entry(hashed, _S64 - shift, descriptors[at], descriptors[at + 1])
+
+
+@kernel
+def find(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
+    """Writes the address of every key's row, 0 where there is none, and returns how many there are none of.
+
+    `rows` holds first entries on their way from prefetch to probe.
+    """
+    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
+    count = 2 << (64 - h[H_SHIFT])
+    descriptors = carray(pointer(h[H_DESCRIPTORS]), (count,), np.int64)
+    n = keys.shape[0]
+    for i in range(min(n, INDEX_AHEAD)):
+        entry = _start(keys[i], salt, shift, descriptors)
+        prefetch(entry)
+        rows[i] = entry
+    missing = 0
+    for i in range(n):
+        if i + INDEX_AHEAD < n:
+            ahead = _start(keys[i + INDEX_AHEAD], salt, shift, descriptors)
+            prefetch(ahead)
+            rows[i + INDEX_AHEAD] = ahead
+        entry = rows[i]
+        key = keys[i]
+        row = load64(entry + 8)
+        while load64(entry) != key and row != 0:
+            entry += ENTRY
+            row = load64(entry + 8)
+        rows[i] = row
+        missing += row == 0
+    return missing
+
+
+@kernel
+def _take_row(h: NDArray[np.int64]) -> int:
+    """Memory for one row, or 0."""
+    row = h[H_FREE]
+    if row != 0:
+        h[H_FREE] = load64(row)
+    elif h[H_NEXT] + h[H_STRIDE] <= h[H_END]:
+        row = h[H_NEXT]
+        h[H_NEXT] += h[H_STRIDE]
+    return row
+
+
+@kernel
+def insert(
+    h: NDArray[np.int64],
+    keys: NDArray[np.int64],
+    values: NDArray[np.float32],
+    mode: int,
+    rows: NDArray[np.int64],
+    start: int,
+) -> int:
+    """Adds the keys that `find` missed (rows[i] = 0), from `start` on, and completes `rows`.
+
+    Returns the index to go on from: n when done, else after what H_NEED asks for. Of equal keys the first counts.
+    """
+    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
+    ranges = 1 << (64 - h[H_SHIFT])
+    descriptors = carray(pointer(h[H_DESCRIPTORS]), (ranges * 2,), np.int64)
+    counts = carray(pointer(h[H_COUNTS]), (ranges,), np.int64)
+    for i in range(start, keys.shape[0]):
+        if rows[i] != 0:
+            continue
+        key = keys[i]
+        hashed = hash_key(key, salt)
+        r = np.int64(hashed >> shift)
+        base, capacity = descriptors[2 * r], descriptors[2 * r + 1]
+        entry = _first_entry(hashed, _S64 - shift, base, capacity)
+        row = load64(entry + 8)
+        while load64(entry) != key and row != 0:
+            entry += ENTRY
+            row = load64(entry + 8)
+        if row == 0:
+            last = base + (capacity + min(capacity, 32) - 1) * ENTRY
+            if counts[r] >= row_limit(capacity) or entry >= last:
+                h[H_NEED] = r
+                return i
+            row = _take_row(h)
+            if row == 0:
+                h[H_NEED] = NEED_SLAB
+                return i
+            store64(entry, key)
+            store64(entry + 8, row)
+            counts[r] += 1
+            h[H_ROWS] += 1
+            if mode != LEAVE_BLANK:
+                blank_row(h, row)
+            if mode == TAKE_VALUES:
+                write_weights(h, row, values[i])
+            elif mode == INITIALISE:
+                _initialise(h, key, row)
+        rows[i] = row
+    return keys.shape[0]
+
+
+@kernel
+def _initialise(h: NDArray[np.int64], key: int, row: int) -> None:
+    if h[H_DTYPE] == 0:
+        initial_weights(h, key, carray(pointer(row), (h[H_DIM],), np.float32))
+    else:
+        w = np.empty(h[H_DIM], np.float32)
+        initial_weights(h, key, w)
+        write_weights(h, row, w)
+
+
+@kernel
+def regrow(h: NDArray[np.int64], r: int, segment: int, capacity: int) -> bool:
+    """Moves range r's entries to a new segment. False if one found no place, and r keeps its old segment."""
+    salt, range_bits = np.uint64(h[H_SALT]), _S64 - np.uint64(h[H_SHIFT])
+    descriptors = carray(pointer(h[H_DESCRIPTORS]), (2 << (64 - h[H_SHIFT]),), np.int64)
+    entries = capacity + min(capacity, 32)
+    for i in range(2 * entries):
+        store64(segment + i * 8, 0)
+    last = segment + (entries - 1) * ENTRY
+    old, old_capacity = descriptors[2 * r], descriptors[2 * r + 1]
+    for i in range(old_capacity + min(old_capacity, 32)):
+        row = load64(old + i * ENTRY + 8)
+        if row == 0:
+            continue
+        key = load64(old + i * ENTRY)
+        entry = _first_entry(hash_key(key, salt), range_bits, segment, capacity)
+        while load64(entry + 8) != 0:
+            entry += ENTRY
+        if entry >= last:
+            return False
+        store64(entry, key)
+        store64(entry + 8, row)
+    descriptors[2 * r] = segment
+    descriptors[2 * r + 1] = capacity
+    return True
+
+
+@kernel
+def list_range(h: NDArray[np.int64], r: int, keys: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
+    """Writes range r's keys and their rows' addresses, in the segment's order; returns how many."""
+    descriptors = carray(pointer(h[H_DESCRIPTORS]), (2 << (64 - h[H_SHIFT]),), np.int64)
+    base, capacity = descriptors[2 * r], descriptors[2 * r + 1]
+    n = 0
+    for i in range(capacity + min(capacity, 32)):
+        row = load64(base + i * ENTRY + 8)
+        if row != 0:
+            keys[n] = load64(base + i * ENTRY)
+            rows[n] = row
+            n += 1
+    return n
+
+
+@kernel
+def free_rows(h: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+    """Gives rows' memory back to the table, the first of `rows` to be taken first."""
+    for i in range(rows.shape[0] - 1, -1, -1):
+        store64(rows[i], h[H_FREE])
+        h[H_FREE] = rows[i]
+    h[H_ROWS] -= rows.shape[0]
+
+
+@kernel
+def _prefetch_row(row: int, lines: int) -> None:
+    for line in range(lines):
+        prefetch(row + line * 64)
+
+
+@kernel
+def copy_out(rows: NDArray[np.int64], out: NDArray[np.uint64]) -> None:
+    """Copies whole rows: out uint64 [n, stride / 8]."""
+    words = out.shape[1]
+    for i in range(rows.shape[0]):
+        if i + ROW_AHEAD < rows.shape[0]:
+            _prefetch_row(rows[i + ROW_AHEAD], min((words + 7) // 8, PREFETCH_LINES))
+        out[i] = carray(pointer(rows[i]), (words,), np.uint64)
+
+
+@kernel
+def copy_in(rows: NDArray[np.int64], data: NDArray[np.uint64]) -> None:
+    """Overwrites whole rows: data uint64 [n, stride / 8]."""
+    for i in range(rows.shape[0]):
+        carray(pointer(rows[i]), (data.shape[1],), np.uint64)[:] = data[i]
+
+
+@kernel
+def digest(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> np.uint64:
+    """Sum over rows of a hash of key and bytes, so that order does not matter.
+
+    Four lanes of multiply and rotate per row (the shape of xxHash64) hide the multiplier's latency.
+    """
+    words = h[H_STRIDE] // 8
+    total = np.uint64(0)
+    k, m, left, right = _GOLDEN, _PRIME, np.uint64(31), np.uint64(33)
+    for i in range(keys.shape[0]):
+        if i + ROW_AHEAD < rows.shape[0]:
+            _prefetch_row(rows[i + ROW_AHEAD], min((words + 7) // 8, PREFETCH_LINES))
+        w = carray(pointer(rows[i]), (words,), np.uint64)
+        a = hash_key(keys[i], k)
+        b, c, d = a + k, a ^ m, a - m
+        j = 0
+        while j + 4 <= words:
+            a = (((a ^ w[j]) * m) << left) | (((a ^ w[j]) * m) >> right)
+            b = (((b ^ w[j + 1]) * m) << left) | (((b ^ w[j + 1]) * m) >> right)
+            c = (((c ^ w[j + 2]) * m) << left) | (((c ^ w[j + 2]) * m) >> right)
+            d = (((d ^ w[j + 3]) * m) << left) | (((d ^ w[j + 3]) * m) >> right)
+            j += 4
+        while j < words:
+            a = (((a ^ w[j]) * m) << left) | (((a ^ w[j]) * m) >> right)
+            j += 1
+        a = hash_key(np.int64(a), b)
+        c = hash_key(np.int64(c), d)
+        total += hash_key(np.int64(a), c)
+    return total
+
+
+_GOLDEN, _PRIME = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x9FB21C651E98DF25)
+
+
+@kernel
+def first_foreign(h: NDArray[np.int64], keys: NDArray[np.int64], allowed: NDArray[np.bool_]) -> int:
+    """Index of the first key whose range is not allowed, or -1."""
+    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
+    for i in range(keys.shape[0]):
+        if not allowed[np.int64(hash_key(keys[i], salt) >> shift)]:
+            return i
+    return -1
+
+
+@kernel
+def gather(h: NDArray[np.int64], keys: NDArray[np.int64], out: NDArray[np.float32], rows: NDArray[np.int64]) -> None:
+    """Reads the weights of every key as float32 [n, dim]; absent keys read as f(seed, key). `rows` is scratch."""
+    find(h, keys, rows)
+    n, dim, dtype = keys.shape[0], h[H_DIM], h[H_DTYPE]
+    lines = min((dim * (4 if dtype == 0 else 2) + 63) // 64, PREFETCH_LINES)
+    for i in range(min(n, ROW_AHEAD)):
+        _prefetch_row(rows[i], lines)
+    target = out.ctypes.data
+    for i in range(n):
+        if i + ROW_AHEAD < n:
+            _prefetch_row(rows[i + ROW_AHEAD], lines)
+        w = carray(pointer(target + i * dim * 4), (dim,), np.float32)
+        if rows[i] == 0:
+            absent_weights(h, keys[i], w)
+        elif dtype == 0:
+            source = carray(pointer(rows[i]), (dim,), np.float32)
+            for j in range(dim):
+                w[j] = source[j]
+        else:
+            unpack(rows[i], w, dtype)

@@ -1,0 +1,180 @@
+"""What numba lacks for fast kernels: raw loads and stores, prefetch, and arrays over an address.
+
+Kernels get one table's state as an int64 array, the header, whose fields are numbered here. Addresses and capacities
+travel in it, because a call costs about 0.2 µs for each array argument.
+
+numba keys a cached kernel on the file that defines it, not on the files of what it inlines: after a change here, in
+`values.py` or in `elasticps/hashing.py`, delete `elasticps/store/__pycache__` to be sure that no stale kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic as _intrinsic
+
+Function = TypeVar("Function")
+
+# Seen as untyped: a caller passes no typing context, whatever the definition says.
+intrinsic: Callable[[Callable[..., Any]], Any] = _intrinsic
+carray: Any = vars(numba)["carray"]
+_compile: Any = njit(nogil=True, cache=True, error_model="numpy")
+_compile_inline: Any = njit(nogil=True, cache=True, error_model="numpy", inline="always")
+
+# Fields of a table's header, int64 [HEADER_SIZE].
+(
+    H_DESCRIPTORS,  # address of int64 [ranges, 2]: a range's index segment: address, capacity
+    H_COUNTS,  # address of int64 [ranges]: rows of a range
+    H_SALT,
+    H_SHIFT,
+    H_DIM,
+    H_STRIDE,  # bytes of a row: weights, slots, zeros up to a multiple of 8
+    H_SLOTS_AT,  # byte in the row where slots start
+    H_SLOT_FLOATS,
+    H_DTYPE,  # index into spec.DTYPES
+    H_INIT,  # see values.INIT_KINDS
+    H_SEED,
+    H_INIT_VALUES,  # address of float64 [2]
+    H_CONSTANTS,  # address of float32 [1 + n]: the slots' first value, then the optimizer's constants
+    H_CONSTANT_COUNT,
+    H_SCRATCH,  # address of float32 [dim]: a 2-byte row as float32, while it is updated
+    H_FREE,  # first of the rows given back, each holding the address of the next; 0 = none
+    H_NEXT,  # unused part of the newest slab
+    H_END,
+    H_ROWS,
+    H_NEED,  # what a kernel that stopped early asks for: a range whose segment must grow, or NEED_SLAB
+    HEADER_SIZE,
+) = range(21)
+NEED_SLAB = -1
+
+
+def kernel(function: Function) -> Function:
+    """A compiled function that is bitwise deterministic on any CPU.
+
+    No fastmath: LLVM then neither reorders nor contracts to fused multiply-add. numpy's error model: x / 0 is inf.
+    """
+    return cast(Function, _compile(function))
+
+
+def template(function: Function) -> Function:
+    """A kernel that takes functions: its text is inlined, for passing a function to a call defeats the cache."""
+    return cast(Function, _compile_inline(function))
+
+
+def _pointer(builder: Any, address: Any, bits: int) -> Any:
+    return builder.inttoptr(address, ir.IntType(bits).as_pointer())
+
+
+@intrinsic
+def pointer(typing: Any, address: Any) -> Any:
+    """Address as a void pointer, for `numba.carray`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _pointer(builder, arguments[0], 8)
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def load64(typing: Any, address: Any) -> Any:
+    """The int64 at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(_pointer(builder, arguments[0], 64), align=8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def store64(typing: Any, address: Any, value: Any) -> Any:
+    """Writes an int64 to an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[1], _pointer(builder, arguments[0], 64), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def float64_bits(typing: Any, value: Any) -> Any:
+    """The bits of a float64, as int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(64))
+
+    return types.int64(types.float64), generate
+
+
+@intrinsic
+def float64_from_bits(typing: Any, bits: Any) -> Any:
+    """The float64 with these bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.DoubleType())
+
+    return types.float64(types.int64), generate
+
+
+@intrinsic
+def float32_bits(typing: Any, value: Any) -> Any:
+    """The bits of a float32, as a non-negative int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.zext(builder.bitcast(arguments[0], ir.IntType(32)), ir.IntType(64))
+
+    return types.int64(types.float32), generate
+
+
+@intrinsic
+def float32_from_bits(typing: Any, bits: Any) -> Any:
+    """The float32 whose bits are the low 32 of an int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.trunc(arguments[0], ir.IntType(32)), ir.FloatType())
+
+    return types.float32(types.int64), generate
+
+
+def _prefetch(builder: Any, address: Any, write: int) -> None:
+    byte, word = ir.IntType(8), ir.IntType(32)
+    signature = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), word, word, word])
+    function = builder.module.globals.get("llvm.prefetch.p0")
+    if function is None:
+        function = ir.Function(builder.module, signature, "llvm.prefetch.p0")
+    keep_in_all_caches, data = 3, 1
+    builder.call(
+        function,
+        [
+            _pointer(builder, address, 8),
+            ir.Constant(word, write),
+            ir.Constant(word, keep_in_all_caches),
+            ir.Constant(word, data),
+        ],
+    )
+
+
+@intrinsic
+def prefetch(typing: Any, address: Any) -> Any:
+    """Starts to load the cache line at an address; any address is allowed."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _prefetch(builder, arguments[0], 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def prefetch_write(typing: Any, address: Any) -> Any:
+    """Like `prefetch`, for a line that will be written."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _prefetch(builder, arguments[0], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate

@@ -1,0 +1,259 @@
+"""One table: its index segments and row slabs, and the operations of a server on them.
+
+Not thread-safe, and needs not to be: a server is one event loop. Inputs come checked; what is tested here is cheap.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps import hashing
+from elasticps.errors import InputError
+from elasticps.spec import DTYPES, Constant, Init, TableSpec, Zeros
+from elasticps.spec import Assign as _Assign
+from elasticps.store import index
+from elasticps.store import native as field
+from elasticps.store.memory import Memory
+from elasticps.store.registry import load_kernels, update_kernel
+from elasticps.store.values import INIT_KINDS
+
+_LAST_SLAB = 1 << 26  # bytes
+_NO_VALUES = np.empty((0, 0), np.float32)
+_EMPTY_SEGMENT = np.zeros(2, np.int64)  # one empty entry, for ranges without rows
+
+
+class Table:
+    """Rows of one table, for keys of any int64 value.
+
+    A row is `stride` bytes: weights in the spec's dtype, float32 slots, zeros up to a multiple of 8.
+    """
+
+    def __init__(self, spec: TableSpec, table_id: int, ranges: int, memory: Memory | None = None) -> None:
+        """Raises SpecError for a custom optimizer that is not registered here."""
+        load_kernels()
+        self.spec, self.table_id, self.ranges = spec, table_id, ranges
+        self._update = update_kernel(spec.optimizer)
+        self._memory = Memory() if memory is None else memory
+        self._dim = spec.dim
+        self._step_floats = spec.optimizer.step_floats
+        slots_at = -(-spec.dim * (4 if spec.dtype == "float32" else 2) // 4) * 4
+        slot_floats = spec.optimizer.slot_floats(spec.dim)
+        self.stride = -(-(slots_at + slot_floats * 4) // 8) * 8
+
+        self._descriptors = np.zeros((ranges, 2), np.int64)
+        self._descriptors[:, 0] = _EMPTY_SEGMENT.ctypes.data
+        self._counts = np.zeros(ranges, np.int64)
+        self._constants = np.array((spec.optimizer.slot_fill, *spec.optimizer.constants()), np.float32)
+        self._init_values = np.array(spec.init.parameters(), np.float64)
+        self._scratch = np.empty(spec.dim, np.float32)
+        self._rows = np.empty(64, np.int64)  # addresses of a batch's rows
+        self._slabs: list[int] = []
+        self._slab_bytes = 0
+        self._segment_bytes = 0
+
+        h = self._header = np.zeros(field.HEADER_SIZE, np.int64)
+        h[field.H_DESCRIPTORS] = self._descriptors.ctypes.data
+        h[field.H_COUNTS] = self._counts.ctypes.data
+        h[field.H_SALT] = hashing.table_salt(table_id).astype(np.int64)
+        h[field.H_SHIFT] = hashing.range_shift(ranges)
+        h[field.H_DIM] = spec.dim
+        h[field.H_STRIDE] = self.stride
+        h[field.H_SLOTS_AT] = slots_at
+        h[field.H_SLOT_FLOATS] = slot_floats
+        h[field.H_DTYPE] = DTYPES.index(spec.dtype)
+        h[field.H_INIT] = INIT_KINDS.index("constant" if isinstance(spec.init, Zeros | Constant) else spec.init.kind)
+        h[field.H_SEED] = hashing.table_salt(spec.init.seed).astype(np.int64)
+        h[field.H_INIT_VALUES] = self._init_values.ctypes.data
+        h[field.H_CONSTANTS] = self._constants.ctypes.data
+        h[field.H_CONSTANT_COUNT] = len(self._constants) - 1
+        h[field.H_SCRATCH] = self._scratch.ctypes.data
+
+    @property
+    def rows(self) -> int:
+        """Rows stored."""
+        return int(self._header[field.H_ROWS])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of slabs and index segments."""
+        return self._slab_bytes + self._segment_bytes
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    def gather(self, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        """Reads the weights of keys [n] into out [n, dim]. A key never pushed reads as f(seed, key), and nothing is stored."""
+        n = len(keys)
+        if out.shape != (n, self._dim):
+            raise InputError(f"{self._name}: {n} keys need an array of {(n, self._dim)}, got {out.shape}")
+        index.gather(self._header, keys, out, self._scratch_rows(n))
+
+    def apply(self, keys: NDArray[np.int64], grads: NDArray[np.float32], step_values: NDArray[np.float32]) -> None:
+        """One optimizer step on the rows of keys [n] with grads [n, dim]; rows that are absent are made first.
+
+        An equal key counts as often as it comes, in order.
+        """
+        n = len(keys)
+        if grads.shape != (n, self._dim) or len(step_values) != self._step_floats:
+            raise InputError(
+                f"{self._name}: {n} keys need gradients of {(n, self._dim)} and {self._step_floats} step values, "
+                f"got {grads.shape} and {len(step_values)}"
+            )
+        rows = self._scratch_rows(n)
+        if self._update(self._header, keys, grads, step_values, rows, False):
+            self._insert(keys, rows, _NO_VALUES, index.INITIALISE)
+            self._update(self._header, keys, grads, step_values, rows, True)
+
+    def put_if_absent(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> int:
+        """Stores values [n, dim] for those keys [n] that have no row; returns how many. Of equal keys the first counts."""
+        n, before = len(keys), self.rows
+        if values.shape != (n, self._dim):
+            raise InputError(f"{self._name}: {n} keys need values of {(n, self._dim)}, got {values.shape}")
+        rows = self._scratch_rows(n)
+        if index.find(self._header, keys, rows):
+            self._insert(keys, rows, values, index.TAKE_VALUES)
+        return self.rows - before
+
+    def first_foreign(self, keys: NDArray[np.int64], allowed: NDArray[np.bool_]) -> int:
+        """Index of the first key whose range is not allowed (bool [ranges]), or -1."""
+        if len(allowed) != self.ranges:
+            raise InputError(f"{self._name}: there are {self.ranges} ranges, got flags for {len(allowed)}")
+        return index.first_foreign(self._header, keys, allowed)
+
+    # --- ranges -------------------------------------------------------------------------------------------------------
+
+    def count_range(self, r: int) -> int:
+        """Rows in range r."""
+        return int(self._counts[r])
+
+    def range_keys(self, r: int) -> NDArray[np.int64]:
+        """Keys of range r, in no order that means anything. Time is proportional to the range."""
+        return self._list(r)[0]
+
+    def dump_range(self, r: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        """Copies of range r's keys int64 [n] and whole rows uint8 [n, stride]."""
+        keys, rows = self._list(r)
+        out = np.empty((len(keys), self.stride // 8), np.uint64)
+        index.copy_out(rows, out)
+        return keys, out.view(np.uint8)
+
+    def load_range(self, r: int, keys: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
+        """Stores what `dump_range` gave, replacing rows of equal keys and keeping others."""
+        n = len(keys)
+        if rows.shape != (n, self.stride) or rows.dtype != np.uint8:
+            raise InputError(f"{self._name}: {n} rows need uint8 {(n, self.stride)}, got {rows.dtype} {rows.shape}")
+        foreign = self.first_foreign(keys, np.arange(self.ranges) == r)
+        if foreign >= 0:
+            raise InputError(f"{self._name}: key {keys[foreign]} does not lie in range {r}")
+        found = np.empty(n, np.int64)
+        missing = index.find(self._header, keys, found)
+        if missing:
+            self._reserve(r, self.count_range(r) + missing)
+            self._insert(keys, found, _NO_VALUES, index.LEAVE_BLANK)
+        index.copy_in(found, np.ascontiguousarray(rows).view(np.uint64))
+
+    def drop_range(self, r: int) -> None:
+        """Forgets range r. Its rows' memory serves the table's next rows, or goes back when the table is empty."""
+        _, rows = self._list(r)
+        index.free_rows(self._header, rows)
+        self._release_segment(r)
+        self._counts[r] = 0
+        if not self._header[field.H_ROWS]:
+            self._release_slabs()
+
+    def digest_range(self, r: int) -> int:
+        """64-bit digest of range r's keys, weights and slots, bit for bit; the rows' order plays no part."""
+        keys, rows = self._list(r)
+        return int(index.digest(self._header, keys, rows))
+
+    def clear(self) -> None:
+        """Forgets every row and gives the memory back."""
+        for r in np.flatnonzero(self._descriptors[:, 1]).tolist():
+            self._release_segment(r)
+        self._counts[:] = 0
+        self._header[field.H_ROWS] = 0
+        self._release_slabs()
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.clear()
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _name(self) -> str:
+        return f"table {self.spec.name!r}"
+
+    def _scratch_rows(self, n: int) -> NDArray[np.int64]:
+        if n > len(self._rows):
+            self._rows = np.empty(2 * n, np.int64)
+        return self._rows
+
+    def _list(self, r: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        n = self.count_range(r)
+        keys, rows = np.empty(n, np.int64), np.empty(n, np.int64)
+        index.list_range(self._header, r, keys, rows)
+        return keys, rows
+
+    def _insert(self, keys: NDArray[np.int64], rows: NDArray[np.int64], values: NDArray[np.float32], mode: int) -> None:
+        at = index.insert(self._header, keys, values, mode, rows, 0)
+        while at < len(keys):
+            need = int(self._header[field.H_NEED])
+            if need == field.NEED_SLAB:
+                self._add_slab()
+            else:
+                self._grow(need, int(self._descriptors[need, 1]) * 3 // 2)
+            at = index.insert(self._header, keys, values, mode, rows, at)
+
+    def _reserve(self, r: int, rows: int) -> None:
+        """Makes room in range r's segment for this many rows at a load that leaves some growth."""
+        if rows > self._descriptors[r, 1] * 4 // 5:
+            self._grow(r, rows * 3 // 2)
+
+    def _grow(self, r: int, capacity: int) -> None:
+        capacity = max(capacity, index.FIRST_CAPACITY)
+        nbytes = index.segment_entries(capacity) * index.ENTRY
+        segment, old, old_capacity = (
+            self._memory.allocate(nbytes),
+            int(self._descriptors[r, 0]),
+            int(self._descriptors[r, 1]),
+        )
+        if not index.regrow(self._header, r, segment, capacity):
+            self._memory.free(segment)
+            self._grow(r, capacity + capacity // 8 + 1)
+            return
+        self._segment_bytes += nbytes
+        if old_capacity:
+            self._segment_bytes -= index.segment_entries(old_capacity) * index.ENTRY
+            self._memory.free(old)
+
+    def _release_segment(self, r: int) -> None:
+        segment, capacity = self._descriptors[r].tolist()
+        if capacity:
+            self._segment_bytes -= index.segment_entries(capacity) * index.ENTRY
+            self._descriptors[r] = _EMPTY_SEGMENT.ctypes.data, 0
+            self._memory.free(segment)
+
+    def _add_slab(self) -> None:
+        """The next slab doubles the table, up to 64 MB: a tensor of one row costs one row."""
+        nbytes = max(min(self._slab_bytes, _LAST_SLAB) // self.stride, 1) * self.stride
+        slab = self._memory.allocate(nbytes)
+        self._slabs.append(slab)
+        self._slab_bytes += nbytes
+        self._header[field.H_NEXT] = slab
+        self._header[field.H_END] = slab + nbytes
+
+    def _release_slabs(self) -> None:
+        for slab in self._slabs:
+            self._memory.free(slab)
+        self._slabs.clear()
+        self._slab_bytes = 0
+        self._header[[field.H_FREE, field.H_NEXT, field.H_END]] = 0
+
+
+def initial_rows(init: Init, keys: NDArray[np.int64], dim: int, dtype: str = "float32") -> NDArray[np.float32]:
+    """What rows of a table with this initialiser read as before their first push: float32 [n, dim]."""
+    keys = np.ascontiguousarray(keys, np.int64)
+    out = np.empty((len(keys), dim), np.float32)
+    Table(TableSpec("initial", dim, _Assign(), init, dtype), 0, 2).gather(keys, out)
+    return out

@@ -1,0 +1,226 @@
+"""Optimizer kernels. Each is one function over a row, run over a batch by `run`.
+
+A row function gets the weights w [dim], the row's slots s [slot_floats], the gradient g [dim], the step's values v and
+the optimizer's constants c, all float32, and changes w and s. Users register theirs in the same form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.store.index import PREFETCH_LINES, ROW_AHEAD, find
+from elasticps.store.native import (
+    H_CONSTANT_COUNT,
+    H_CONSTANTS,
+    H_DIM,
+    H_DTYPE,
+    H_SCRATCH,
+    H_SLOT_FLOATS,
+    H_SLOTS_AT,
+    H_STRIDE,
+    carray,
+    kernel,
+    pointer,
+    prefetch_write,
+    template,
+)
+from elasticps.store.values import pack, unpack
+
+Floats = NDArray[np.float32]
+Keys = NDArray[np.int64]
+Header = NDArray[np.int64]
+
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+
+@template
+def run(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool, update: Callable[..., None]) -> int:
+    """Applies `update` to the row of every key. Returns how many keys have no row; if any, nothing was changed.
+
+    With `found`, `rows` holds the addresses already; else it is scratch.
+    """
+    if not found:
+        missing = find(h, keys, rows)
+        if missing:
+            return missing
+    n, dim, dtype = keys.shape[0], h[H_DIM], h[H_DTYPE]
+    slots_at, slot_floats = h[H_SLOTS_AT], h[H_SLOT_FLOATS]
+    lines = min((h[H_STRIDE] + 63) // 64, PREFETCH_LINES)
+    c = carray(pointer(h[H_CONSTANTS] + 4), (h[H_CONSTANT_COUNT],), np.float32)
+    wide = carray(pointer(h[H_SCRATCH]), (dim,), np.float32)
+    gradients = grads.ctypes.data
+    for i in range(min(n, ROW_AHEAD)):
+        for line in range(lines):
+            prefetch_write(rows[i] + line * 64)
+    for i in range(n):
+        if i + ROW_AHEAD < n:
+            for line in range(lines):
+                prefetch_write(rows[i + ROW_AHEAD] + line * 64)
+        s = carray(pointer(rows[i] + slots_at), (slot_floats,), np.float32)
+        g = carray(pointer(gradients + i * dim * 4), (dim,), np.float32)
+        if dtype == 0:
+            update(carray(pointer(rows[i]), (dim,), np.float32), s, g, v, c)
+        else:
+            unpack(rows[i], wide, dtype)
+            update(wide, s, g, v, c)
+            pack(wide, rows[i], dtype)
+    return 0
+
+
+@kernel
+def sgd_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
+    """v = [lr]; c = [momentum, weight decay, nesterov]."""
+    lr, momentum, decay, nesterov = v[0], c[0], c[1], c[2]
+    if momentum == _ZERO:
+        if decay == _ZERO:
+            for j in range(w.shape[0]):
+                w[j] -= lr * g[j]
+        else:
+            for j in range(w.shape[0]):
+                w[j] -= lr * (g[j] + decay * w[j])
+    elif nesterov == _ZERO:
+        for j in range(w.shape[0]):
+            s[j] = momentum * s[j] + (g[j] + decay * w[j])
+            w[j] -= lr * s[j]
+    else:
+        for j in range(w.shape[0]):
+            d = g[j] + decay * w[j]
+            s[j] = momentum * s[j] + d
+            w[j] -= lr * (d + momentum * s[j])
+
+
+@kernel
+def adagrad_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
+    """v = [lr]; c = [eps, weight decay]."""
+    lr, eps, decay = v[0], c[0], c[1]
+    for j in range(w.shape[0]):
+        d = g[j] + decay * w[j]
+        s[j] += d * d
+        w[j] -= lr * d / (np.sqrt(s[j]) + eps)
+
+
+@kernel
+def row_adagrad_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
+    """v = [lr]; c = [eps]. The sum of squares runs in eight fixed lanes, which a compiler may take side by side."""
+    n = w.shape[0]
+    a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = _ZERO
+    for j in range(0, n - 7, 8):
+        a0 += g[j] * g[j]
+        a1 += g[j + 1] * g[j + 1]
+        a2 += g[j + 2] * g[j + 2]
+        a3 += g[j + 3] * g[j + 3]
+        a4 += g[j + 4] * g[j + 4]
+        a5 += g[j + 5] * g[j + 5]
+        a6 += g[j + 6] * g[j + 6]
+        a7 += g[j + 7] * g[j + 7]
+    for j in range(n & -8, n):
+        a0 += g[j] * g[j]
+    s[0] += (((a0 + a1) + (a2 + a3)) + ((a4 + a5) + (a6 + a7))) / np.float32(n)
+    rate = v[0] / (np.sqrt(s[0]) + c[0])
+    for j in range(n):
+        w[j] -= rate * g[j]
+
+
+@kernel
+def adam_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
+    """v = [lr / correction1, 1 / sqrt(correction2)]; c = [b1, 1 - b1, b2, 1 - b2, eps, weight decay]."""
+    n = w.shape[0]
+    rate, scale, b1, a1, b2, a2, eps, decay = v[0], v[1], c[0], c[1], c[2], c[3], c[4], c[5]
+    first, second = s[:n], s[n : 2 * n]
+    for j in range(n):
+        d = g[j] + decay * w[j]
+        first[j] = b1 * first[j] + a1 * d
+        second[j] = b2 * second[j] + a2 * d * d
+        w[j] -= rate * first[j] / (np.sqrt(second[j]) * scale + eps)
+
+
+@kernel
+def adamw_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
+    """Like Adam's without its decay; v[2] = 1 - lr * weight decay."""
+    n = w.shape[0]
+    rate, scale, shrink, b1, a1, b2, a2, eps = v[0], v[1], v[2], c[0], c[1], c[2], c[3], c[4]
+    first, second = s[:n], s[n : 2 * n]
+    for j in range(n):
+        first[j] = b1 * first[j] + a1 * g[j]
+        second[j] = b2 * second[j] + a2 * g[j] * g[j]
+        w[j] = w[j] * shrink - rate * first[j] / (np.sqrt(second[j]) * scale + eps)
+
+
+@kernel
+def ftrl_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
+    """v = [1 / alpha]; c = [beta, l1, l2]; slots z, n of McMahan et al., Algorithm 1."""
+    size = w.shape[0]
+    inverse, beta, l1, l2 = v[0], c[0], c[1], c[2]
+    z, n = s[:size], s[size : 2 * size]
+    for j in range(size):
+        total = n[j] + g[j] * g[j]
+        root = np.sqrt(total)
+        z[j] += g[j] - (root - np.sqrt(n[j])) * inverse * w[j]
+        n[j] = total
+        slope = (beta + root) * inverse + l2
+        w[j] = _ZERO if abs(z[j]) <= l1 else -(z[j] - (l1 if z[j] > _ZERO else -l1)) / slope
+
+
+@kernel
+def assign_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
+    """The gradient's place holds the new row."""
+    for j in range(w.shape[0]):
+        w[j] = g[j]
+
+
+@kernel
+def accumulate_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
+    """The gradient's place holds what to add."""
+    for j in range(w.shape[0]):
+        w[j] += g[j]
+
+
+@kernel
+def apply_sgd(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
+    """`run` with `sgd_row`."""
+    return run(h, keys, grads, v, rows, found, sgd_row)
+
+
+@kernel
+def apply_adagrad(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
+    """`run` with `adagrad_row`."""
+    return run(h, keys, grads, v, rows, found, adagrad_row)
+
+
+@kernel
+def apply_row_adagrad(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
+    """`run` with `row_adagrad_row`."""
+    return run(h, keys, grads, v, rows, found, row_adagrad_row)
+
+
+@kernel
+def apply_adam(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
+    """`run` with `adam_row`."""
+    return run(h, keys, grads, v, rows, found, adam_row)
+
+
+@kernel
+def apply_adamw(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
+    """`run` with `adamw_row`."""
+    return run(h, keys, grads, v, rows, found, adamw_row)
+
+
+@kernel
+def apply_ftrl(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
+    """`run` with `ftrl_row`."""
+    return run(h, keys, grads, v, rows, found, ftrl_row)
+
+
+@kernel
+def apply_assign(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
+    """`run` with `assign_row`."""
+    return run(h, keys, grads, v, rows, found, assign_row)
+
+
+@kernel
+def apply_accumulate(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
+    """`run` with `accumulate_row`."""
+    return run(h, keys, grads, v, rows, found, accumulate_row)
