@@ -32,7 +32,7 @@ def checked_floats(what: str, values: object, shape: tuple[int, ...]) -> NDArray
         raise InputError(f"{what} must be float32, got {array.dtype}; convert with .astype(np.float32)")
     if array.shape != shape:
         raise InputError(f"{what} must have shape {shape}, got {array.shape}")
-    return np.ascontiguousarray(array)
+    return np.asarray(array, order="C")  # ascontiguousarray would give a scalar a dimension
 
 
 def checked_out(what: str, out: object, shape: tuple[int, ...]) -> NDArray[np.float32]:

@@ -223,9 +223,10 @@ class TestBoundedDelay:
     def test_a_fast_worker_waits_for_the_slow_one_and_names_it(self, connect: Connect) -> None:
         slow, fast = connect("slow"), connect("fast", consistency=eps.SSP(staleness=2), timeout=0.5)
         tables = [ps.table("t", dim=1, optimizer=eps.Accumulate()) for ps in (slow, fast)]
+        for table in tables:
+            table.pull([1])  # both join, at clock 0
         slow.push({}).result()
         fast.push({}).result()
-        tables[1].pull([1])
         for _ in range(2):
             fast.push({}).result()
         tables[1].pull([1])  # two ahead is allowed
