@@ -82,7 +82,7 @@ class Table:
     # --- batches ------------------------------------------------------------------------------------------------------
 
     def gather(self, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
-        """Reads the weights of keys [n] into out [n, dim]. A key never pushed reads as f(seed, key), and nothing is stored."""
+        """Reads the weights of keys [n] into out [n, dim]. Absent keys read as f(seed, key), unstored."""
         n = len(keys)
         if out.shape != (n, self._dim):
             raise InputError(f"{self._name}: {n} keys need an array of {(n, self._dim)}, got {out.shape}")
@@ -105,7 +105,7 @@ class Table:
             self._update(self._header, keys, grads, step_values, rows, True)
 
     def put_if_absent(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> int:
-        """Stores values [n, dim] for those keys [n] that have no row; returns how many. Of equal keys the first counts."""
+        """Stores values [n, dim] for those keys [n] without a row; returns how many. Of equal keys the first counts."""
         n, before = len(keys), self.rows
         if values.shape != (n, self._dim):
             raise InputError(f"{self._name}: {n} keys need values of {(n, self._dim)}, got {values.shape}")
