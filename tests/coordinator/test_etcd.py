@@ -20,7 +20,7 @@ from coordinator.etcd import EtcdStore
 from coordinator.memory import MemoryStore
 from coordinator.store import Put, Reset
 from coordinator.url import TlsFiles
-from tests.coordinator.support import Etcd, Proxy, free_port, fresh_url, take
+from tests.coordinator.support import Etcd, Proxy, free_port, fresh_url, take, until_key
 
 NewEtcd = Callable[..., Etcd]
 
@@ -157,20 +157,24 @@ async def test_a_write_whose_answer_was_lost_is_known_to_be_ours(shared_etcd: Et
         store = EtcdStore(replace(url, endpoints=(proxy.endpoint,)))
         await store.get("warm-up")
         proxy.lose_answer_to(b"7777")
-        revision = await store.compare_and_set("counter", b"7777", expect=0)
-        assert proxy.answers_lost == 1
-        entry = await direct.get("counter")
+        setting = asyncio.create_task(store.compare_and_set("counter", b"7777", expect=0))
+        entry = await until_key(direct, "counter", lambda entry: entry is not None)
+        assert not setting.done()
+        proxy.cut()
         assert entry is not None
-        assert entry.revision == entry.create_revision == revision  # written once
+        assert await setting == entry.revision == entry.create_revision
+        assert await direct.get("counter") == entry  # it was written once
 
         # The same bytes by somebody else are not ours.
         await direct.compare_and_set("counter", b"8888", expect=entry.revision)
         assert await store.compare_and_set("counter", b"8888", expect=entry.revision) is None
 
         proxy.lose_answer_to(b"counter")
-        assert await store.delete("counter")
-        assert proxy.answers_lost == 2
-        assert await direct.get("counter") is None
+        deleting = asyncio.create_task(store.delete("counter"))
+        await until_key(direct, "counter", lambda entry: entry is None)
+        assert not deleting.done()
+        proxy.cut()
+        assert await deleting
         await store.close()
     await direct.close()
 
