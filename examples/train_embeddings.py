@@ -1,35 +1,24 @@
-"""The smallest complete training: which of two letters comes first in the alphabet.
-
-python examples/train_embeddings.py          starts a cluster on this machine; ELASTICPS_URL names another
-"""
-
-import contextlib
-import os
+"""The README's training script: learns from baskets of items which items are liked."""
 
 import torch
-from torch import nn
 
 import elasticps as eps
-from elasticps.torch import Embedding, Optimizer
+from elasticps.local import LocalCluster
+from elasticps.torch import EmbeddingBag, Optimizer
 
-with contextlib.ExitStack() as stack:
-    url = os.environ.get("ELASTICPS_URL") or stack.enter_context(eps.LocalCluster(servers=2)).url
-    ps = stack.enter_context(eps.connect(url, worker="w0"))
+torch.manual_seed(0)
+taste = torch.randn(10_000)  # what is to be learnt: how much each of 10,000 items is liked
 
-    # Any int64 is an id: nobody says how many there are, and a row exists once it is trained.
-    model = nn.Sequential(
-        Embedding(ps, "letters", dim=8, optimizer=eps.Adagrad(lr=0.3)), nn.Flatten(), nn.Linear(16, 1)
-    )
+with LocalCluster(servers=3) as cluster, eps.connect(cluster.url, worker="w0") as ps:
+    items = EmbeddingBag(ps, "items", 16, mode="sum", optimizer=eps.Adagrad(lr=0.5), init=eps.Normal(std=0.05, seed=1))
+    model = torch.nn.Sequential(items, torch.nn.Linear(16, 1))
     optimizer = Optimizer(ps, model, optimizer=eps.Adam(lr=0.01))
-
-    for step in range(301):
-        letters = torch.randint(ord("a"), ord("z") + 1, (256, 2))
-        in_order = (letters[:, :1] < letters[:, 1:]).float()
+    for step in range(300):
+        basket = torch.randint(10_000, (512, 5))
+        liked = (taste[basket].sum(dim=1) > 0).float()
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(basket).squeeze(1), liked)
         optimizer.zero_grad()
-        logits = model(letters)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, in_order)
-        loss.backward()  # gradients leave for the servers while the backward pass still runs
+        loss.backward()  # gradients of a layer leave while the backward pass still runs
         optimizer.step()  # ends the step: one tick of this worker's clock
-        if step % 50 == 0:
-            right = ((logits > 0) == (in_order > 0.5)).float().mean().item()
-            print(f"step {step:3}: loss {loss.item():.3f}, {right:.0%} right")
+        if step % 50 == 49:
+            print(f"step {step + 1}: loss {loss.item():.3f}")

@@ -32,7 +32,7 @@ class _Lookup:
     """The rows that one batch of ids needs."""
 
     ids: Tensor
-    version: int  # of `ids` when it was read: ids changed in place since then are other ids
+    version: int | None  # of `ids` when it was read: ids changed in place since then are other ids
     keys: NDArray[np.int64]  # unique, without the padding id
     positions: Tensor  # shape of ids: index into keys; len(keys) stands for the padding id
     padded: bool
@@ -103,11 +103,11 @@ class Rows(nn.Module):
                 keys = np.delete(keys, at)
                 positions = torch.where(positions == at, len(keys), positions - (positions > at).to(positions.dtype))
         future = self.table.pull_async(keys) if len(keys) else None
-        return _Lookup(ids, ids._version, keys, positions, padded, future)
+        return _Lookup(ids, _version(ids), keys, positions, padded, future)
 
     def _claim(self, ids: Tensor) -> _Lookup:
         for lookup in self._ahead:
-            if lookup.ids is ids and lookup.version == ids._version:
+            if lookup.ids is ids and lookup.version is not None and lookup.version == _version(ids):
                 self._ahead.remove(lookup)
                 return lookup
         return self._ask(ids)
@@ -138,6 +138,11 @@ class Rows(nn.Module):
         with self._lock:
             taken, self._gradients = self._gradients, []
         return [keys for keys, _ in taken], [gradient.float().cpu().numpy() for _, gradient in taken]
+
+
+def _version(ids: Tensor) -> int | None:
+    """torch's count of changes in place; tensors made in inference mode have none, and are not recognised."""
+    return None if ids.is_inference() else ids._version
 
 
 def nobody() -> None:

@@ -144,6 +144,15 @@ def test_ids_changed_after_the_prefetch_are_other_ids(ps: Any) -> None:
     assert torch.equal(embedding(ids), rows(embedding.table, [8, 1]))
 
 
+def test_ids_made_in_inference_mode_are_pulled_afresh(ps: Any) -> None:
+    embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0))
+    with torch.inference_mode():
+        ids = torch.tensor([4, 1])
+        embedding.prefetch(ids)
+        ids[0] = 8
+        assert torch.equal(embedding(ids), rows(embedding.table, [8, 1]))
+
+
 def test_forgotten_prefetches_are_bounded(ps: Any) -> None:
     embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0))
     batches = [torch.tensor([i]) for i in range(50)]

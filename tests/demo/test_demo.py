@@ -1,0 +1,85 @@
+"""The demo and the examples as a user runs them, with fewer epochs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from elasticps.demo.main import INTERRUPTED, run
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_both_trainings_agree(tmp_path: Path) -> None:
+    console = Console(width=120)
+    with console.capture() as captured:
+        code = run(servers=2, workers=2, epochs=2, out=tmp_path, console=console)
+    assert code == 0, captured.get()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["agrees"] is True
+    assert abs(report["auc_difference"]) <= 0.01
+    for run_of in ("elasticps", "reference"):
+        assert report[run_of]["auc"] > 0.75
+        assert report[run_of]["samples"] == 160_000
+        assert [e["epoch"] for e in report[run_of]["evaluations"]] == [1, 2]
+    assert set(report["elasticps"]["loss"]) == {"w0", "w1"}
+    assert [m["event"] for m in report["timeline"]] == ["start", "2 servers ready", "training begins", "training ends"]
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_ends_everything(tmp_path: Path, stop: signal.Signals) -> None:
+    """That no process is left is checked at the end of the test run."""
+    code = "import pathlib, sys; from elasticps.demo.main import run; sys.exit(run(out=pathlib.Path(sys.argv[1])))"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "w1.log").exists():  # the workers are starting
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(1.0)
+        process.send_signal(stop)
+        out, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == INTERRUPTED, out
+    assert "interrupted" in out
+
+
+@pytest.mark.parametrize("arguments", [{"workers": 0}, {"epochs": 0}, {"servers": 0}])
+def test_unusable_arguments_are_said(tmp_path: Path, arguments: dict[str, int]) -> None:
+    console = Console(width=120)
+    with console.capture() as captured:
+        assert run(out=tmp_path, console=console, **arguments) == 2
+    assert captured.get().startswith("error: ")
+
+
+def _example(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_digits_are_learnt() -> None:
+    last = _example("digits_cnn.py", "--epochs", "3").splitlines()[-1]
+    assert float(last.removeprefix("test accuracy ").removesuffix("%")) > 90
+
+
+def test_the_readmes_script_runs() -> None:
+    script = (ROOT / "examples" / "train_embeddings.py").read_text().split("\n", 2)[2].strip()
+    losses = [float(line.rpartition(" ")[2]) for line in _example("train_embeddings.py").splitlines()]
+    assert losses[-1] < 0.75 * losses[0]
+    assert script in (ROOT / "README.md").read_text()

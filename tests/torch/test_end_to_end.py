@@ -1,0 +1,187 @@
+"""The torch layer on real servers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import elasticps as eps
+from elasticps.torch import Embedding, EmbeddingBag, Optimizer
+
+Connect = Callable[..., eps.Client]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with eps.LocalCluster(servers=2) as cluster:
+        yield cluster.url
+
+
+_apps = itertools.count()
+
+
+@pytest.fixture
+def connect(url: str) -> Iterator[Connect]:
+    """Connects workers that share tables with each other and with no other test."""
+    app = f"app{next(_apps)}"
+    clients: list[eps.Client] = []
+
+    def new(worker: str = "w0") -> eps.Client:
+        clients.append(eps.connect(url, worker=worker, app=app))
+        return clients[-1]
+
+    yield new
+    for client in clients:
+        client.close()
+
+
+class Tower(nn.Module):
+    """Embeddings, a bag, and layers of which one is larger than a block of the servers."""
+
+    def __init__(self, users: nn.Module, words: nn.Module) -> None:
+        super().__init__()
+        self.users, self.words = users, words
+        self.deep = nn.Sequential(nn.Linear(16, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 1))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, users: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.deep(torch.cat([self.users(users), self.words(words)], dim=1)) * self.scale
+        return out
+
+
+def remote_tower(ps: eps.Client) -> Tower:
+    rows = eps.Adagrad(lr=0.1)
+    return Tower(
+        Embedding(ps, "users", 8, optimizer=rows, init=eps.Normal(std=0.1, seed=1)),
+        EmbeddingBag(ps, "words", 8, "sum", optimizer=rows, init=eps.Normal(std=0.1, seed=2)),
+    )
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    users, words = torch.randint(0, 50, (32,)), torch.randint(0, 50, (32, 4))
+    return users, words, (users % 2 + (words % 2).sum(dim=1)).float()[:, None]
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 1, "pipeline": True}, {"overlap": False}])
+def test_training_through_servers_agrees_with_torch(connect: Connect, options: dict[str, Any]) -> None:
+    ps = connect()
+    model = remote_tower(ps)
+    users, words = nn.Embedding(50, 8), nn.EmbeddingBag(50, 8, mode="sum")
+    everything = np.arange(50)
+    with torch.no_grad():
+        users.weight.copy_(torch.from_numpy(ps.table("users", **spec_of(1)).pull(everything)))
+        words.weight.copy_(torch.from_numpy(ps.table("words", **spec_of(2)).pull(everything)))
+    reference = Tower(users, words)
+    reference.deep.load_state_dict(model.deep.state_dict())
+    ours = Optimizer(ps, model, optimizer=eps.Adam(lr=1e-3), **options)
+    theirs = [
+        torch.optim.Adagrad([users.weight, words.weight], lr=0.1),
+        torch.optim.Adam([*reference.deep.parameters(), reference.scale], lr=1e-3),
+    ]
+    for _ in range(8):
+        *x, y = batch()
+        for net, optimizers in ((model, [ours]), (reference, theirs)):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            nn.functional.mse_loss(net(*x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    ours.refresh()
+    others = dict(reference.named_parameters())
+    for name, mine in model.named_parameters():
+        torch.testing.assert_close(mine, others[name], rtol=2e-3, atol=2e-4, msg=name)
+    for module, table in ((users, "users"), (words, "words")):
+        rows = torch.from_numpy(ps.table(table, **spec_of(1 if table == "users" else 2)).pull(everything))
+        torch.testing.assert_close(rows, module.weight.detach(), rtol=2e-3, atol=2e-4)
+    assert ps.clock == 8
+    ps.flush()
+    assert ps.committed == 8
+
+
+def spec_of(seed: int) -> dict[str, Any]:
+    return {"dim": 8, "optimizer": eps.Adagrad(lr=0.1), "init": eps.Normal(std=0.1, seed=seed)}
+
+
+def test_parts_leave_before_the_backward_pass_returns(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    ps = connect()
+    model = remote_tower(ps)
+    optimizer = Optimizer(ps, model, optimizer=eps.SGD(lr=0.1), bucket_bytes=64 * 1024)
+    sent: list[str] = []
+    push = eps.OpenStep.push
+
+    def spy(step: eps.OpenStep, values: Any, **options: Any) -> None:
+        push(step, values, **options)
+        sent.extend(target.name for target in values)
+
+    monkeypatch.setattr(eps.OpenStep, "push", spy)
+    *x, y = batch()
+    nn.functional.mse_loss(model(*x), y).backward()
+    during = set(sent)
+    optimizer.step()
+    assert "model.deep.2.weight" in during
+    assert {"users", "words"}.isdisjoint(during)  # they come last, and are small
+    assert len(sent) == len(set(sent)) == 9
+
+
+def test_two_workers_train_one_model(connect: Connect) -> None:
+    models, optimizers = [], []
+    for name in ("w0", "w1"):
+        ps = connect(name)
+        models.append(remote_tower(ps))
+        optimizers.append(Optimizer(ps, models[-1], optimizer=eps.Adam(lr=2e-3)))
+    first = last = 0.0
+    for step in range(60):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            *x, y = batch()
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(*x), y)
+            loss.backward()
+            optimizer.step()
+            first = first or loss.item()
+            last = loss.item() if step == 0 else 0.9 * last + 0.1 * loss.item()
+    assert last < 0.7 * first
+    for optimizer in optimizers:
+        assert optimizer.last_step is not None
+        optimizer.last_step.result()
+    for optimizer in optimizers:
+        optimizer.refresh()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_after_a_backward_pass_that_raised_training_goes_on(connect: Connect) -> None:
+    ps = connect()
+    model = remote_tower(ps)
+    optimizer = Optimizer(ps, model, optimizer=eps.SGD(lr=0.1), bucket_bytes=1)
+    *x, y = batch()
+
+    def stop(_: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    out = model.deep[:2](torch.cat([model.users(x[0]), model.words(x[1])], dim=1))
+    out.register_hook(stop)
+    with pytest.raises(ZeroDivisionError):
+        model.deep[2:](out).sum().backward()
+    with pytest.warns(RuntimeWarning, match=r"deep\.4\.weight"):
+        optimizer.zero_grad()
+    nn.functional.mse_loss(model(*x), y).backward()
+    optimizer.step()
+    ps.flush()
+    assert ps.committed == 2
+
+
+def test_evaluation_ticks_no_clock_and_stores_nothing(connect: Connect) -> None:
+    ps = connect()
+    model = remote_tower(ps)
+    Optimizer(ps, model, optimizer=eps.SGD(lr=0.1)).close()
+    model.eval()
+    with torch.inference_mode():
+        *x, _ = batch()
+        assert model(*x).shape == (32, 1)
+    assert ps.clock == 0
