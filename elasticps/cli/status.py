@@ -24,7 +24,6 @@ from elasticps.cli.output import ExitCode, out, print_json
 from elasticps.errors import ClusterUnreachable, ConfigError
 
 _ASKED_AT_ONCE = 64
-_NO_ANSWER = "no answer"
 
 
 def status(
@@ -88,7 +87,7 @@ async def look(url: str, timeout_s: float) -> dict[str, Any]:
     return {
         "cluster": cluster.cluster,
         "url": url,
-        "healthy": view is not None and all(server["state"] != _NO_ANSWER for server in servers),
+        "healthy": view is not None and not any(server["error"] for server in servers),
         "epoch": view.epoch if view else 0,
         "reason": view.reason if view else "no view has been formed",
         "ranges": view.ranges if view else 0,
@@ -118,21 +117,22 @@ async def _ask(server: ServerInfo, view: View | None, limit: asyncio.Semaphore, 
         "address": server.address,
         "admin": server.admin,
         "incarnation": server.incarnation,
-        "state": _NO_ANSWER,
+        "state": "no answer",
         "ranges_headed": int((view.heads == index).sum()) if view is not None and index >= 0 else 0,
         "ranges_held": int((view.chains == index).any(axis=1).sum()) if view is not None and index >= 0 else 0,
         "rows": None,
         "bytes": None,
         "zone": server.zone,
         "weight": server.weight,
+        "error": "",
     }
     async with limit:
         try:
             answer = await fetch_status(server.admin, timeout_s)
-        except ClusterUnreachable:
-            return from_view
+        except ClusterUnreachable as error:
+            return {**from_view, "error": str(error)}
     if answer["id"] != server.name or answer["incarnation"] != server.incarnation:
-        return from_view  # its port went to somebody else
+        return {**from_view, "error": f"{server.admin} now belongs to {answer['id']} {answer['incarnation']}"}
     return {**from_view, **answer}
 
 
@@ -151,7 +151,6 @@ def _render(found: dict[str, Any]) -> Group:
         right = column in ("pid", "incarnation", "heads", "holds", "rows", "memory")
         table.add_column(column, justify="right" if right else "left", no_wrap=True)
     for server in found["servers"]:
-        silent = server["state"] == _NO_ANSWER
         table.add_row(
             server["id"],
             "–" if server["pid"] is None else str(server["pid"]),
@@ -162,10 +161,11 @@ def _render(found: dict[str, Any]) -> Group:
             str(server["ranges_held"]),
             "–" if server["rows"] is None else f"{server['rows']:,}",
             "–" if server["bytes"] is None else _size(server["bytes"]),
-            style="red" if silent else "",
+            style="red" if server["error"] else "",
         )
     workers = ", ".join(f"{worker['name']} (id {worker['id']})" for worker in found["workers"]) or "none"
-    return Group(head, table, Text(f"workers: {workers}"))
+    silent = [Text(f"{server['id']}: {server['error']}", style="red") for server in found["servers"] if server["error"]]
+    return Group(head, table, Text(f"workers: {workers}"), *silent)
 
 
 def _size(count: float) -> str:

@@ -26,6 +26,11 @@ STATUS: dict[str, Any] = {
     "connections": 2,
     "pushes": 10,
     "pulls": 20,
+    "rows_pushed": 300,
+    "rows_pulled": 400,
+    "duplicates": 5,
+    "refused": 6,
+    "parked": 7,
     "tables": 1,
     "uptime_s": 1.5,
 }

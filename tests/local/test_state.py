@@ -39,7 +39,7 @@ def test_a_damaged_or_foreign_record_is_a_clear_error(tmp_path: Path, text: str)
 
 
 def test_a_name_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot name a cluster"):
+    with pytest.raises(ConfigError, match="usable cluster name"):
         state.folder_of("../etc", tmp_path)
 
 
