@@ -17,7 +17,7 @@ def test_the_training_script_runs_as_printed_and_learns(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", done.stdout)]
-    assert len(losses) == 6
+    assert len(losses) == 3
     assert losses[-1] < 0.8 * losses[0]
     assert done.stderr == ""
 
