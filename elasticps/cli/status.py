@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
-import uvloop
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
@@ -18,6 +17,7 @@ from coordinator.connect import open_store
 from coordinator.store import Store
 from coordinator.url import parse
 from coordinator.view import Roster, ServerInfo, View
+from elasticps import background
 from elasticps.admin import fetch_status
 from elasticps.cli.local import find
 from elasticps.cli.output import ExitCode, out, print_json
@@ -42,7 +42,7 @@ def status(
         raise ConfigError("--url and --name exclude each other")
     target = url if url is not None else find(name).url
     if not watch:
-        found = uvloop.run(look(target, timeout))
+        found = background.run(look(target, timeout))
         if as_json:
             print_json(found)
         else:
@@ -55,11 +55,11 @@ def status(
 def _watch(url: str, *, as_json: bool, interval_s: float, timeout_s: float) -> None:
     if as_json:
         while True:
-            print_json(uvloop.run(look(url, timeout_s)))
+            print_json(background.run(look(url, timeout_s)))
             time.sleep(interval_s)
     with Live(console=out, auto_refresh=False, screen=out.is_terminal) as live:
         while True:
-            live.update(_render(uvloop.run(look(url, timeout_s))), refresh=True)
+            live.update(_render(background.run(look(url, timeout_s))), refresh=True)
             time.sleep(interval_s)
 
 

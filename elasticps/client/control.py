@@ -1,4 +1,4 @@
-"""The client's control plane: a thread with an event loop that talks to the coordination store.
+"""The client's control plane: it talks to the coordination store, in the process's control loop.
 
 It finds the cluster, keeps the worker registered under its lease, and keeps the registry of tables. The data path
 never waits for it.
@@ -7,23 +7,23 @@ never waits for it.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import json
-import threading
+import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
-
-import uvloop
 
 from coordinator.connect import open_store
 from coordinator.errors import CoordinationError
 from coordinator.membership import WorkerSession, next_number, register_worker
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, View, WorkerInfo
+from elasticps import background
 from elasticps.errors import ClusterUnreachable, ConfigError, SpecError, Timeout
 from elasticps.spec import TableSpec
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 POLL_S = 0.05
@@ -46,54 +46,34 @@ class Control:
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url = url
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="elasticps-control", daemon=True)
-        self._thread.start()
         self._store: Store
         self._worker: WorkerSession | None = None
         try:
             self._store = self.call(open_store(url, timeout_s=timeout_s), timeout_s + 1.0)
         except ValueError as error:
-            self._stop()
             raise ConfigError(str(error)) from None
-        except BaseException:
-            self._stop()
-            raise
 
     @property
     def cluster(self) -> str:
         return self._store.cluster
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Runs a coroutine in the control thread and waits for it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Runs a coroutine in the control loop and waits for it."""
         try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            future.cancel()
+            return background.run(coroutine, timeout_s)
+        except TimeoutError:
             raise Timeout(f"the coordination store at {self._url} did not answer within {timeout_s:.1f} s") from None
         except CoordinationError as error:
             raise ClusterUnreachable(str(error)) from error
 
     def close(self) -> None:
-        """Gives the worker's registration back and ends the thread."""
+        """Gives the worker's registration back."""
         try:
             if self._worker is not None:
                 self.call(self._worker.close(), 5.0)
             self.call(self._store.close(), 5.0)
         except (Timeout, ClusterUnreachable):  # the lease will run out by itself
-            pass
-        finally:
-            self._stop()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.close()
-
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5.0)
+            log.info("worker %s could not sign off", self._worker.info.name if self._worker else "?")
 
     # --- membership ---------------------------------------------------------------------------------------------
 

@@ -9,25 +9,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
-
-import uvloop
 
 from coordinator.connect import open_store
 from coordinator.membership import ViewFollower, create_cluster
 from coordinator.names import check_name
 from coordinator.view import ClusterConfig, View
+from elasticps import background
 from elasticps.errors import ConfigError, Error
 from elasticps.local import keeper, state
 from elasticps.local.etcd import EtcdPlan
 from elasticps.local.process import Process, stop_all
-
-_T = TypeVar("_T")
 
 SERVERS_MAX = 64
 _GRACE_S = 10.0
@@ -128,7 +123,7 @@ class LocalCluster:
             if not self._detach:
                 self._start_keeper()
             self._first_etcd(deadline)
-            _run(_create(self.url, self.config, deadline))
+            background.run(_create(self.url, self.config, deadline))
             self._progress("etcd is there; starting the coordinator and the servers")
             self._spawn("c0", "coordinator", [])
             for name in self._first_servers:
@@ -136,7 +131,7 @@ class LocalCluster:
             for process in self._processes.values():
                 process.wait_ready(deadline)
                 self._progress(f"{process.role} {process.name} is ready")
-            _run(_wait_for_servers(self.url, self._first_servers, deadline))
+            background.run(_wait_for_servers(self.url, self._first_servers, deadline))
         except BaseException:
             self.stop()
             raise
@@ -306,12 +301,6 @@ class LocalCluster:
         if self._owned:
             entries.insert(0, state.this_process())
         state.write(self.directory, state.Record(self.name, self.url, tuple(entries)))
-
-
-def _run(work: Coroutine[Any, Any, _T]) -> _T:
-    """Runs `work` on a loop of its own, also where the caller is on a loop already (a notebook is)."""
-    with ThreadPoolExecutor(1, thread_name_prefix="elasticps-local") as pool:
-        return pool.submit(uvloop.run, work).result()
 
 
 async def _create(url: str, config: ClusterConfig, deadline: float) -> None:
