@@ -49,7 +49,7 @@ def train(ps: eps.Client, epochs: int, seed: int) -> float:
     """Trains and returns the accuracy on the test images."""
     images, test_images, labels, test_labels = digits(seed)
     model = network()
-    optimizer = Optimizer(ps, model, optimizer=eps.Adam(lr=2e-3), prefix="digits", pipeline=True)
+    optimizer = Optimizer(ps, model, optimizer=eps.Adam(lr=5e-3), prefix="digits", pipeline=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
     accuracy = 0.0
     for epoch in range(1, epochs + 1):
@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
+    torch.set_num_threads(1)  # the servers want a core too, and the network is tiny
     with contextlib.ExitStack() as stack:
         url = options.url or stack.enter_context(eps.LocalCluster(servers=2)).url
         ps = stack.enter_context(eps.connect(url, worker=options.worker))

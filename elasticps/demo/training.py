@@ -100,7 +100,7 @@ def train(
                     what.embeddings[1].prefetch(following[1])
             samples += len(liked)
             losses.append(loss.item())
-            if time.monotonic() - last >= REPORT_S or i + 1 == len(todo):
+            if time.monotonic() - last >= REPORT_S or (epoch + 1 == plan.epochs and i + 1 == len(todo)):
                 tell("progress", epoch=epoch + 1, samples=samples, loss=float(np.mean(losses)))
                 losses, last = [], time.monotonic()
         after(epoch + 1)

@@ -277,9 +277,15 @@ class Optimizer(torch.optim.Optimizer):
         if self._open is None:
             self._rates = [float(group["lr"]) for group in self.param_groups]
             self._open = self._ps.step(lr=self._step_rates())
+        self._open.push(self._bucket)
+        self._bucket, self._bucket_bytes = {}, 0
+
+    def _end_step(self) -> Step:
+        if self._open is None:  # all of it fits one part
+            return self._ps.push(self._bucket, lr=self._step_rates())
         if self._bucket:
-            self._open.push(self._bucket)
-            self._bucket, self._bucket_bytes = {}, 0
+            self._send_bucket()
+        return self._open.commit()
 
     def _step_rates(self) -> dict[Any, float]:
         rates: dict[Any, float] = {}
@@ -375,9 +381,7 @@ class Optimizer(torch.optim.Optimizer):
             for sparse in self._sparse:
                 if not sparse.left:
                     self._send_sparse(sparse)
-            self._send_bucket()
-            assert self._open is not None
-            self.last_step = self._open.commit()
+            self.last_step = self._end_step()
             self._clear()
         self._ask()
         return loss

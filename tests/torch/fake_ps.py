@@ -171,6 +171,12 @@ class FakeClient:
         self.clock += 1
         return OpenStep(self, self.clock, lr or {})
 
+    def push(self, grads: Mapping[Any, Any], lr: Mapping[Any, float] | None = None) -> Done:
+        step = self.step(lr)
+        if grads:
+            step.push(grads)
+        return step.commit()
+
     @property
     def parts(self) -> list[list[str]]:
         return [entry for entry in self.log if isinstance(entry, list)]
