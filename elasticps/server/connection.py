@@ -11,6 +11,7 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.server.linger import Linger
 from elasticps.wire.assembler import Assembler
 from elasticps.wire.frames import (
     MAX_BODY_BYTES,
@@ -55,9 +56,10 @@ class Connection(asyncio.BufferedProtocol):
     bounded amount of memory and holds up nobody else.
     """
 
-    def __init__(self, handler: Handler, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, handler: Handler, loop: asyncio.AbstractEventLoop, linger: Linger) -> None:
         self._handler = handler
         self._loop = loop
+        self._linger = linger
         self._assembler = Assembler(self._on_frame, MAX_CONTROL_BYTES)
         self._answers: deque[Chunks] = deque()
         self._paused = False  # by the transport: its write buffer is full
@@ -87,6 +89,7 @@ class Connection(asyncio.BufferedProtocol):
             self._assembler.received(nbytes)
         except FrameError as error:
             self.refuse(error)
+        self._linger.touched()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()

@@ -19,6 +19,7 @@ from elasticps import store as table_store
 from elasticps.admin.service import start_admin
 from elasticps.errors import ConfigError
 from elasticps.server.connection import Connection
+from elasticps.server.linger import Linger
 from elasticps.server.server import Server
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,8 @@ async def serve(
         follower.subscribe(server.adopt)
         follower.subscribe_roster(server.follow)
         await follower.start()
-        listener = await loop.create_server(lambda: Connection(server, loop), sock=sock)
+        linger = Linger(loop)
+        listener = await loop.create_server(lambda: Connection(server, loop, linger), sock=sock)
         stack.callback(listener.close)
         ticker = asyncio.create_task(_tick(server))
         stack.callback(ticker.cancel)

@@ -1,0 +1,39 @@
+"""Keeps a busy server's loop awake between requests that follow each other closely.
+
+A process that sleeps has to be woken by whoever sends to it: on a virtual machine that costs the sender 20-70 µs and
+the answer as much again, more than a small request itself. So when requests come at short intervals the loop polls
+for a moment before it sleeps. When they do not, nothing is spent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+SHORT_S = 400e-6  # requests that follow each other within this are waited for
+LINGER_S = 120e-6
+
+
+class Linger:
+    """`touched()` at each request; the loop then stays awake for LINGER_S if the one before was less than SHORT_S ago."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._last_s = 0.0
+        self._until_s = 0.0
+        self._awake = False
+
+    def touched(self) -> None:
+        now = time.monotonic()
+        if now - self._last_s < SHORT_S:
+            self._until_s = now + LINGER_S
+            if not self._awake:
+                self._awake = True
+                self._loop.call_soon(self._turn)
+        self._last_s = now
+
+    def _turn(self) -> None:
+        if time.monotonic() < self._until_s:
+            self._loop.call_soon(self._turn)
+        else:
+            self._awake = False
