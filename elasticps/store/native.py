@@ -23,6 +23,7 @@ Function = TypeVar("Function")
 intrinsic: Callable[[Callable[..., Any]], Any] = _intrinsic
 carray: Any = vars(numba)["carray"]
 _compile: Any = njit(nogil=True, cache=True, error_model="numpy")
+_compile_forced: Any = njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
 _compile_inline: Any = njit(nogil=True, cache=True, error_model="numpy", inline="always")
 
 # Fields of a table's header, int64 [HEADER_SIZE].
@@ -58,6 +59,11 @@ def kernel(function: Function) -> Function:
     No fastmath: LLVM then neither reorders nor contracts to fused multiply-add. numpy's error model: x / 0 is inf.
     """
     return cast(Function, _compile(function))
+
+
+def inlined(function: Function) -> Function:
+    """A kernel that LLVM must inline: the call would cost more than its body on one row."""
+    return cast(Function, _compile_forced(function))
 
 
 def template(function: Function) -> Function:

@@ -22,6 +22,7 @@ from elasticps.store.native import (
     H_SLOTS_AT,
     H_STRIDE,
     carray,
+    inlined,
     kernel,
     pointer,
     prefetch_write,
@@ -50,7 +51,6 @@ def run(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool
     slots_at, slot_floats = h[H_SLOTS_AT], h[H_SLOT_FLOATS]
     lines = min((h[H_STRIDE] + 63) // 64, PREFETCH_LINES)
     c = carray(pointer(h[H_CONSTANTS] + 4), (h[H_CONSTANT_COUNT],), np.float32)
-    wide = carray(pointer(h[H_SCRATCH]), (dim,), np.float32)
     gradients = grads.ctypes.data
     for i in range(min(n, ROW_AHEAD)):
         for line in range(lines):
@@ -59,18 +59,20 @@ def run(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool
         if i + ROW_AHEAD < n:
             for line in range(lines):
                 prefetch_write(rows[i + ROW_AHEAD] + line * 64)
+        at = rows[i]
+        if dtype != 0:
+            at = h[H_SCRATCH]
+            unpack(rows[i], carray(pointer(at), (dim,), np.float32), dtype)
+        w = carray(pointer(at), (dim,), np.float32)
         s = carray(pointer(rows[i] + slots_at), (slot_floats,), np.float32)
         g = carray(pointer(gradients + i * dim * 4), (dim,), np.float32)
-        if dtype == 0:
-            update(carray(pointer(rows[i]), (dim,), np.float32), s, g, v, c)
-        else:
-            unpack(rows[i], wide, dtype)
-            update(wide, s, g, v, c)
-            pack(wide, rows[i], dtype)
+        update(w, s, g, v, c)
+        if dtype != 0:
+            pack(w, rows[i], dtype)
     return 0
 
 
-@kernel
+@inlined
 def sgd_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
     """v = [lr]; c = [momentum, weight decay, nesterov]."""
     lr, momentum, decay, nesterov = v[0], c[0], c[1], c[2]
@@ -92,7 +94,7 @@ def sgd_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
             w[j] -= lr * (d + momentum * s[j])
 
 
-@kernel
+@inlined
 def adagrad_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
     """v = [lr]; c = [eps, weight decay]."""
     lr, eps, decay = v[0], c[0], c[1]
@@ -102,7 +104,7 @@ def adagrad_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
         w[j] -= lr * d / (np.sqrt(s[j]) + eps)
 
 
-@kernel
+@inlined
 def row_adagrad_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
     """v = [lr]; c = [eps]. The sum of squares runs in eight fixed lanes, which a compiler may take side by side."""
     n = w.shape[0]
@@ -124,7 +126,7 @@ def row_adagrad_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> No
         w[j] -= rate * g[j]
 
 
-@kernel
+@inlined
 def adam_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
     """v = [lr / correction1, 1 / sqrt(correction2)]; c = [b1, 1 - b1, b2, 1 - b2, eps, weight decay]."""
     n = w.shape[0]
@@ -137,7 +139,7 @@ def adam_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
         w[j] -= rate * first[j] / (np.sqrt(second[j]) * scale + eps)
 
 
-@kernel
+@inlined
 def adamw_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
     """Like Adam's without its decay; v[2] = 1 - lr * weight decay."""
     n = w.shape[0]
@@ -149,7 +151,7 @@ def adamw_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
         w[j] = w[j] * shrink - rate * first[j] / (np.sqrt(second[j]) * scale + eps)
 
 
-@kernel
+@inlined
 def ftrl_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
     """v = [1 / alpha]; c = [beta, l1, l2]; slots z, n of McMahan et al., Algorithm 1."""
     size = w.shape[0]
@@ -164,14 +166,14 @@ def ftrl_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
         w[j] = _ZERO if abs(z[j]) <= l1 else -(z[j] - (l1 if z[j] > _ZERO else -l1)) / slope
 
 
-@kernel
+@inlined
 def assign_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
     """The gradient's place holds the new row."""
     for j in range(w.shape[0]):
         w[j] = g[j]
 
 
-@kernel
+@inlined
 def accumulate_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
     """The gradient's place holds what to add."""
     for j in range(w.shape[0]):

@@ -27,6 +27,7 @@ from elasticps.store.native import (
     float32_from_bits,
     float64_bits,
     float64_from_bits,
+    inlined,
     kernel,
     pointer,
     store64,
@@ -36,8 +37,8 @@ INIT_KINDS = ("constant", "uniform", "normal")
 _UNIFORM, _NORMAL = INIT_KINDS.index("uniform"), INIT_KINDS.index("normal")
 _FLOAT16 = DTYPES.index("float16")
 
-_GOLDEN, _S11 = np.uint64(0x9E3779B97F4A7C15), np.uint64(11)
-_UNIT = 2.0**-53
+_GOLDEN, _S12 = np.uint64(0x9E3779B97F4A7C15), np.uint64(12)
+_UNIT = 2.0**-52
 _LN2 = 0.6931471805599453
 _SQRT2 = 1.4142135623730951
 
@@ -60,15 +61,21 @@ def log(x: float) -> float:
     return exponent * _LN2 + 2.0 * s * series
 
 
+# The standard normal's quantile to about 7 figures: PPND7 of Wichura's AS 241 (Applied Statistics 37, 1988).
+
+
+@inlined
+def _central_quantile(q: float) -> float:
+    """Quantile of q + ½ for |q| <= 0.425."""
+    r = 0.180625 - q * q
+    top = ((5.9109374720e1 * r + 1.5929113202e2) * r + 5.0434271938e1) * r + 3.3871327179
+    return q * top / (((6.7187563600e1 * r + 7.8757757664e1) * r + 1.7895169469e1) * r + 1.0)
+
+
 @kernel
-def normal_quantile(p: float) -> float:
-    """The p-quantile of the standard normal, 0 < p < 1, to about 7 figures: PPND7 of Wichura's AS 241 (1988)."""
-    q = p - 0.5
-    if abs(q) <= 0.425:
-        r = 0.180625 - q * q
-        top = ((5.9109374720e1 * r + 1.5929113202e2) * r + 5.0434271938e1) * r + 3.3871327179
-        return q * top / (((6.7187563600e1 * r + 7.8757757664e1) * r + 1.7895169469e1) * r + 1.0)
-    r = math.sqrt(-log(p if q < 0.0 else 1.0 - p))
+def _tail_quantile(q: float) -> float:
+    """Quantile of q + ½ for 0.425 < |q| < ½."""
+    r = math.sqrt(-log(0.5 - abs(q)))
     if r <= 5.0:
         r -= 1.6
         top = ((1.7023821103e-1 * r + 1.3067284816) * r + 2.7568153900) * r + 1.4234372777
@@ -78,6 +85,12 @@ def normal_quantile(p: float) -> float:
         top = ((1.7337203997e-2 * r + 4.2868294337e-1) * r + 3.0812263860) * r + 6.6579051150
         z = top / ((1.2258202635e-2 * r + 2.4197894225e-1) * r + 1.0)
     return -z if q < 0.0 else z
+
+
+@inlined
+def _unit(state: np.uint64, j: int) -> float:
+    """Element j's uniform number of (0, 1), a multiple of 2^-53 that is neither 0 nor 1."""
+    return (np.float64(mix64(state + np.uint64(j + 1) * _GOLDEN) >> _S12) + 0.5) * _UNIT
 
 
 @kernel
@@ -147,14 +160,16 @@ def initial_weights(h: NDArray[np.int64], key: int, w: NDArray[np.float32]) -> N
     values = carray(pointer(h[H_INIT_VALUES]), (2,), np.float64)
     a, b = values[0], values[1]
     state = mix64(np.uint64(key) ^ np.uint64(h[H_SEED]))
-    if kind == _NORMAL:
+    if kind == _NORMAL:  # two loops, so that the first has no branch and is taken several elements at a time
         for j in range(w.shape[0]):
-            state += _GOLDEN
-            w[j] = np.float32(a + b * normal_quantile((np.float64(mix64(state) >> _S11) + 0.5) * _UNIT))
+            w[j] = np.float32(a + b * _central_quantile(_unit(state, j) - 0.5))
+        for j in range(w.shape[0]):
+            q = _unit(state, j) - 0.5
+            if abs(q) > 0.425:
+                w[j] = np.float32(a + b * _tail_quantile(q))
     elif kind == _UNIFORM:
         for j in range(w.shape[0]):
-            state += _GOLDEN
-            w[j] = np.float32(a + (b - a) * (np.float64(mix64(state) >> _S11) * _UNIT))
+            w[j] = np.float32(a + (b - a) * _unit(state, j))
     else:
         w[:] = np.float32(a)
 
