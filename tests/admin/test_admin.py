@@ -6,8 +6,8 @@ import socket
 from typing import Any
 
 import pytest
-import uvloop
 
+from elasticps import background
 from elasticps.admin import AdminServer, fetch_health, fetch_status, start_admin
 from elasticps.errors import ClusterUnreachable, ConfigError
 
@@ -48,7 +48,7 @@ def test_status_arrives_as_the_server_gave_it() -> None:
         finally:
             await server.stop()
 
-    uvloop.run(main())
+    background.run(main())
 
 
 def test_health_follows_set_serving() -> None:
@@ -63,7 +63,7 @@ def test_health_follows_set_serving() -> None:
         finally:
             await server.stop()
 
-    uvloop.run(main())
+    background.run(main())
 
 
 def test_a_status_that_does_not_fit_the_message_fails_the_call_and_not_the_server() -> None:
@@ -76,7 +76,7 @@ def test_a_status_that_does_not_fit_the_message_fails_the_call_and_not_the_serve
         finally:
             await server.stop()
 
-    uvloop.run(main())
+    background.run(main())
 
 
 def test_nobody_there_is_said_with_the_address() -> None:
@@ -84,7 +84,7 @@ def test_nobody_there_is_said_with_the_address() -> None:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ClusterUnreachable, match=address):
-            uvloop.run(fetch_status(address, timeout_s=5.0))
+            background.run(fetch_status(address, timeout_s=5.0))
 
 
 def test_a_server_that_never_answers_is_given_up_in_time() -> None:
@@ -95,7 +95,7 @@ def test_a_server_that_never_answers_is_given_up_in_time() -> None:
             with pytest.raises(ClusterUnreachable, match=r"did not answer within 0\.2 s"):
                 await asyncio.wait_for(fetch_status(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2), 10)
 
-    uvloop.run(main())
+    background.run(main())
 
 
 def test_a_taken_port_is_a_clear_error() -> None:
@@ -107,7 +107,7 @@ def test_a_taken_port_is_a_clear_error() -> None:
             with pytest.raises(ConfigError, match=f"admin port 127.0.0.1:{port}"):
                 await start_admin("127.0.0.1", port, lambda: STATUS)
 
-    uvloop.run(main())
+    background.run(main())
 
 
 def test_a_proxy_for_the_outside_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,4 +120,4 @@ def test_a_proxy_for_the_outside_is_not_asked(monkeypatch: pytest.MonkeyPatch) -
         finally:
             await server.stop()
 
-    uvloop.run(main())
+    background.run(main())

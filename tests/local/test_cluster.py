@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from elasticps import background
 from elasticps.admin import fetch_health, fetch_status
 from elasticps.errors import ConfigError, Error
 from elasticps.local import LocalCluster, keeper, state
@@ -23,10 +24,10 @@ Eventually = Callable[[Callable[[], bool]], None]
 def test_three_servers_share_the_ranges_and_say_so(local_cluster: NewCluster) -> None:
     cluster = local_cluster(servers=3, ranges=64)
     assert [server.name for server in cluster.servers] == ["s0", "s1", "s2"]
-    answers = [uvloop.run(fetch_status(server.admin, 5.0)) for server in cluster.servers]
+    answers = [background.run(fetch_status(server.admin, 5.0)) for server in cluster.servers]
     assert [answer["pid"] for answer in answers] == [server.pid for server in cluster.servers]
     assert sum(answer["ranges_headed"] for answer in answers) == 64
-    assert {uvloop.run(fetch_health(server.admin, 5.0)) for server in cluster.servers} == {"SERVING"}
+    assert {background.run(fetch_health(server.admin, 5.0)) for server in cluster.servers} == {"SERVING"}
     assert state.read(cluster.directory) is not None
     assert oct(cluster.directory.stat().st_mode & 0o777) == "0o700"
 
@@ -53,7 +54,7 @@ def test_etcd_can_go_away_and_come_back_on_its_port(local_cluster: NewCluster) -
     cluster = local_cluster(servers=1)
     url = cluster.url
     cluster.stop_etcd()
-    assert uvloop.run(fetch_status(cluster.servers[0].admin, 5.0))["id"] == "s0"  # servers serve on
+    assert background.run(fetch_status(cluster.servers[0].admin, 5.0))["id"] == "s0"  # servers serve on
     cluster.start_etcd()
     assert cluster.url == url
     assert cluster.start_server().name == "s1"
@@ -85,6 +86,16 @@ def test_a_notebook_that_is_on_an_event_loop_can_start_one() -> None:
             assert cluster.servers[0].running
 
     uvloop.run(main())
+
+
+def test_a_program_that_uses_one_prints_nothing_of_its_own() -> None:
+    program = """
+import elasticps as eps
+with eps.LocalCluster(servers=1) as cluster, eps.connect(cluster.url, worker="w0") as ps:
+    ps.flush()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_everything_ends_when_the_owner_is_killed(eventually: Eventually) -> None:
