@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from elasticps.demo.model import DENSE_LR, EMBEDDING_LR, EMBEDDING_STD, ROW, Dee
 from elasticps.torch import Embedding, EmbeddingBag, Optimizer
 
 REPORT_S = 0.1  # between two progress reports
+REPORTED = 20  # batches whose mean loss a report gives
 
 
 @dataclass
@@ -80,7 +82,7 @@ def train(
     """Runs the plan. `tell` gets progress several times a second, `after` each finished epoch (from 1)."""
     torch.manual_seed(plan.seed + 1000 * plan.worker)  # dropout differs between workers
     samples, last = 0, time.monotonic()
-    losses: list[float] = []
+    losses: deque[float] = deque(maxlen=REPORTED)
     what.model.train()
     for epoch in range(plan.epochs):
         todo: list[np.ndarray] = batches(len(ratings), plan.seed, epoch, plan.worker, plan.workers)
@@ -102,5 +104,5 @@ def train(
             losses.append(loss.item())
             if time.monotonic() - last >= REPORT_S or (epoch + 1 == plan.epochs and i + 1 == len(todo)):
                 tell("progress", epoch=epoch + 1, samples=samples, loss=float(np.mean(losses)))
-                losses, last = [], time.monotonic()
+                last = time.monotonic()
         after(epoch + 1)

@@ -42,14 +42,14 @@ def test_an_interrupted_demo_ends_everything(tmp_path: Path, stop: signal.Signal
     command = [sys.executable, "-c", code, str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 90
         while not (tmp_path / "w1.log").exists():  # the workers are starting
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
         time.sleep(1.0)
         process.send_signal(stop)
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
