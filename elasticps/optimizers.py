@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from elasticps.errors import SpecError
 
 MAX_DIM = 65_536
+Rate = float | Callable[[int], float]  # a number, or a schedule: the worker's clock -> number
 FLOAT32_LIMIT = 3.4e38  # numbers at or above it would reach a float32 kernel as infinity
 
 
@@ -85,7 +86,7 @@ class Optimizer(Checked, ABC):
 
     kind: ClassVar[str]
     step_floats: ClassVar[int] = 1  # length of step_values
-    lr: float | Schedule
+    lr: Rate
 
     @abstractmethod
     def slot_floats(self, dim: int) -> int:
@@ -128,7 +129,7 @@ class SGD(Optimizer):
     """`torch.optim.SGD` without dampening. One slot per weight if momentum > 0, else none."""
 
     kind: ClassVar[str] = "sgd"
-    lr: float | Schedule
+    lr: Rate
     momentum: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
@@ -155,7 +156,7 @@ class Adagrad(Optimizer):
     """`torch.optim.Adagrad` (Duchi, Hazan, Singer 2011). One slot per weight: the sum of squares."""
 
     kind: ClassVar[str] = "adagrad"
-    lr: float | Schedule
+    lr: Rate
     eps: float = 1e-10
     initial_accumulator: float = 0.0
     weight_decay: float = 0.0
@@ -184,7 +185,7 @@ class RowAdagrad(Optimizer):
     """Adagrad with one accumulator per row, of the mean square over the row (as in FBGEMM and DLRM)."""
 
     kind: ClassVar[str] = "row_adagrad"
-    lr: float | Schedule
+    lr: Rate
     eps: float = 1e-10
 
     def __post_init__(self) -> None:
@@ -207,7 +208,7 @@ class Adam(Optimizer):
 
     kind: ClassVar[str] = "adam"
     step_floats: ClassVar[int] = 2
-    lr: float | Schedule = 1e-3
+    lr: Rate = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -258,7 +259,7 @@ class FTRL(Optimizer):
     """FTRL-Proximal (McMahan et al., KDD 2013, Algorithm 1); `lr` is the paper's alpha. Slots: z, then n."""
 
     kind: ClassVar[str] = "ftrl"
-    lr: float | Schedule
+    lr: Rate
     beta: float = 1.0
     l1: float = 0.0
     l2: float = 0.0
@@ -319,7 +320,7 @@ class Custom(Optimizer):
     kind: ClassVar[str] = "custom"
     step_floats: ClassVar[int] = 2
     name: str
-    lr: float | Schedule = 0.0
+    lr: Rate = 0.0
     constant_values: tuple[float, ...] = ()
     slots: int = 0
     row_slots: int = 0

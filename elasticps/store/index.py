@@ -45,7 +45,7 @@ hash_key: Any = _hash_key  # numba integers, which are no np.int64 to a type che
 ENTRY = 16  # bytes
 INDEX_AHEAD = 16  # keys between an index prefetch and its use
 ROW_AHEAD = 10  # rows between a row prefetch and its use
-PREFETCH_LINES = 2  # of a row: measured; the hardware fetches what follows
+PREFETCH_LINES = 4  # of a row; the hardware fetches what follows
 FIRST_CAPACITY = 4
 INITIALISE, TAKE_VALUES, LEAVE_BLANK = 0, 1, 2  # what `insert` writes into the weights of new rows
 

@@ -1,0 +1,52 @@
+"""The allocator: blocks never overlap, keep what is written, and give everything back."""
+
+from __future__ import annotations
+
+import ctypes
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticps.store.memory import Memory
+
+sizes = st.integers(1, 3000) | st.sampled_from([1 << 16, (1 << 21) - 64, 1 << 21, (1 << 21) + 1])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.booleans(), sizes, st.integers(0, 1 << 30)), max_size=120))
+def test_blocks_keep_to_themselves(steps: list[tuple[bool, int, int]]) -> None:
+    memory = Memory()
+    blocks: dict[int, tuple[int, int]] = {}  # address -> bytes, fill
+
+    def check(address: int) -> None:
+        size, fill = blocks.pop(address)
+        assert ctypes.string_at(address, min(size, 4096)) == bytes([fill]) * min(size, 4096)
+        assert ctypes.string_at(address + size - 1, 1) == bytes([fill])
+
+    for number, (take, size, choice) in enumerate(steps):
+        if take or not blocks:
+            address, fill = memory.allocate(size), number % 251
+            assert address % 64 == 0
+            assert all(address + size <= other or other + taken <= address for other, (taken, _) in blocks.items())
+            ctypes.memset(address, fill, size)
+            blocks[address] = size, fill
+        else:
+            address = sorted(blocks)[choice % len(blocks)]
+            check(address)
+            memory.free(address)
+    for address in list(blocks):
+        check(address)
+        memory.free(address)
+    assert memory.nbytes == 0
+
+
+def test_freed_neighbours_join() -> None:
+    memory = Memory()
+    first = [memory.allocate(64) for _ in range(64)]
+    held = memory.allocate(64)
+    for address in first[1::2] + first[::2]:
+        memory.free(address)
+    assert memory.allocate(64 * 64) == first[0]
+    memory.free(first[0])
+    memory.free(held)
+    assert memory.nbytes == 0

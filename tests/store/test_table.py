@@ -1,0 +1,235 @@
+"""Tables and stores: what the twin does not tell."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from elasticps import hashing, spec
+from elasticps.errors import InputError, SpecError, UnknownTable
+from elasticps.spec import TableSpec
+from elasticps.store import Store, Table, index, registry, warm
+
+
+def table(dim: int = 4, ranges: int = 8, optimizer: spec.Optimizer | None = None) -> Table:
+    return Table(TableSpec("t", dim, optimizer or spec.Adagrad(0.5), spec.Normal(seed=1)), 7, ranges)
+
+
+def fill(made: Table, keys: NDArray[np.int64]) -> None:
+    made.apply(keys, np.ones((len(keys), made.spec.dim), np.float32), made.spec.optimizer.step_values(1))
+
+
+def read(made: Table, keys: NDArray[np.int64]) -> NDArray[np.float32]:
+    out = np.empty((len(keys), made.spec.dim), np.float32)
+    made.gather(keys, out)
+    return out
+
+
+def ranges_of(made: Table, keys: NDArray[np.int64]) -> NDArray[np.int32]:
+    out = np.empty(len(keys), np.int32)
+    hashing.key_ranges(keys, hashing.table_salt(made.table_id), hashing.range_shift(made.ranges), out)
+    return out
+
+
+def test_a_range_holds_the_keys_that_hash_there() -> None:
+    made, keys = table(), np.arange(-500, 500)
+    fill(made, keys)
+    where = ranges_of(made, keys)
+    for r in range(made.ranges):
+        assert sorted(made.range_keys(r)) == keys[where == r].tolist()
+        assert made.count_range(r) == (where == r).sum()
+
+
+def test_the_first_foreign_key_is_found() -> None:
+    made, keys = table(), np.arange(100)
+    where = ranges_of(made, keys)
+    for r in range(made.ranges):
+        allowed = np.arange(made.ranges) != r
+        assert made.first_foreign(keys, allowed) == np.flatnonzero(where == r)[0]
+    assert made.first_foreign(keys, np.ones(made.ranges, np.bool_)) == -1
+    assert made.first_foreign(keys[:0], np.zeros(made.ranges, np.bool_)) == -1
+
+
+def test_a_digest_sees_every_part_and_no_order() -> None:
+    one, two = table(ranges=2), table(ranges=2)
+    keys = np.arange(200)
+    fill(one, keys)
+    fill(two, keys[::-1].copy())
+    assert [one.digest_range(r) for r in (0, 1)] == [two.digest_range(r) for r in (0, 1)] != [0, 0]
+    r = int(ranges_of(one, keys[:1])[0])
+    dumped, rows = one.dump_range(r)
+    digest = one.digest_range(r)
+    for byte in range(one.stride):
+        changed = rows.copy()
+        changed[0, byte] ^= 1
+        one.load_range(r, dumped, changed)
+        assert one.digest_range(r) != digest
+    one.load_range(r, dumped, rows)
+    assert one.digest_range(r) == digest
+
+
+def test_two_keys_that_swap_their_rows_change_the_digest() -> None:
+    made, keys = table(ranges=2), np.arange(50)
+    fill(made, keys)
+    dumped, rows = made.dump_range(0)
+    digest = made.digest_range(0)
+    rows[[0, 1]] = rows[[1, 0]]
+    made.load_range(0, dumped, rows)
+    assert made.digest_range(0) != digest
+
+
+def test_slices_of_a_received_frame_are_taken_as_they_are() -> None:
+    made = table()
+    grads = np.arange(12, dtype=np.float32).reshape(3, 4)
+    frame = b"x" + np.array([1, 2, 3]).tobytes() + grads.tobytes() + np.array([0.5], np.float32).tobytes()
+    keys = np.frombuffer(frame, np.int64, 3, 1)
+    assert not keys.flags.aligned
+    assert not keys.flags.writeable
+    made.apply(keys, np.frombuffer(frame, np.float32, 12, 25).reshape(3, 4), np.frombuffer(frame, np.float32, 1, 73))
+    other = table()
+    other.apply(np.array([1, 2, 3]), grads, np.array([0.5], np.float32))
+    np.testing.assert_array_equal(read(made, keys), read(other, keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "grads", "values"),
+    [
+        (np.arange(3), np.zeros((2, 4), np.float32), np.ones(1, np.float32)),
+        (np.arange(3), np.zeros((3, 5), np.float32), np.ones(1, np.float32)),
+        (np.arange(3), np.zeros((3, 4), np.float32), np.ones(2, np.float32)),
+        (np.arange(3, dtype=np.int32), np.zeros((3, 4), np.float32), np.ones(1, np.float32)),
+        (np.arange(3.0), np.zeros((3, 4), np.float32), np.ones(1, np.float32)),
+        (np.arange(6)[::2], np.zeros((3, 4), np.float32), np.ones(1, np.float32)),
+        (np.arange(3), np.zeros((3, 4)), np.ones(1, np.float32)),
+        (np.arange(3), np.zeros((4, 3), np.float32).T, np.ones(1, np.float32)),
+    ],
+)
+def test_arrays_that_do_not_fit_change_nothing(keys: Any, grads: Any, values: Any) -> None:
+    made = table()
+    with pytest.raises((InputError, TypeError)):
+        made.apply(keys, grads, values)
+    with pytest.raises((InputError, TypeError)):
+        made.put_if_absent(keys, grads if values.shape == (1,) else grads[:2])
+    assert made.rows == 0
+
+
+def test_a_range_takes_only_what_belongs_to_it() -> None:
+    made, keys = table(), np.arange(20)
+    fill(made, keys)
+    r = int(ranges_of(made, keys[:1])[0])
+    dumped, rows = made.dump_range(r)
+    with pytest.raises(InputError, match="does not lie in range"):
+        made.load_range((r + 1) % made.ranges, dumped, rows)
+    with pytest.raises(InputError, match="rows need uint8"):
+        made.load_range(r, dumped, rows[:, :-8])
+    with pytest.raises(InputError, match="there are 8 ranges"):
+        made.first_foreign(keys, np.ones(4, np.bool_))
+
+
+def test_an_empty_batch_is_nothing() -> None:
+    made, none = table(), np.empty(0, np.int64)
+    fill(made, none)
+    assert read(made, none).shape == (0, 4)
+    assert made.put_if_absent(none, np.empty((0, 4), np.float32)) == 0
+    assert made.nbytes == 0
+
+
+def unmixed(hashed: int, table_id: int) -> int:
+    """The key of a hash: SplitMix64's finaliser backwards."""
+    mask = (1 << 64) - 1
+
+    def unshift(z: int, by: int) -> int:
+        x = z
+        for _ in range(64 // by):
+            x = z ^ (x >> by)
+        return x
+
+    z = unshift(hashed, 31) * pow(0x94D049BB133111EB, -1, 1 << 64) & mask
+    z = unshift(z, 27) * pow(0xBF58476D1CE4E5B9, -1, 1 << 64) & mask
+    z = unshift(z, 30) ^ int(hashing.table_salt(table_id))
+    return z - (1 << 64) if z >> 63 else z
+
+
+def test_keys_that_all_probe_from_one_place_are_kept() -> None:
+    made = table(ranges=2)
+    for place in (0, 0x12345678, 0xFFFFFFFF):
+        keys = np.array([unmixed(1 << 63 | place << 31 | low, made.table_id) for low in range(300)])
+        assert (ranges_of(made, keys) == 1).all()
+        fill(made, keys)
+        assert sorted(made.range_keys(1).tolist()) == sorted(keys.tolist())
+        fill(made, keys)
+        assert made.rows == 300
+        made.clear()
+
+
+def test_keys_in_the_order_of_another_index_do_not_pile_up() -> None:
+    made, copy = table(ranges=2), table(ranges=2)
+    fill(made, np.arange(30_000))
+    listed = made.range_keys(0)
+    for at in range(0, len(listed), 100):
+        fill(copy, listed[at : at + 100])
+        base, capacity = copy._descriptors[0].tolist()
+        assert capacity <= max(2 * copy.count_range(0), 8)
+    segment = np.ctypeslib.as_array((ctypes.c_int64 * (2 * index.segment_entries(capacity))).from_address(base))
+    salt, shift = hashing.table_salt(copy.table_id), np.uint64(63)
+    descriptors = copy._descriptors.ravel()
+    distance = [
+        base // index.ENTRY + at - index._start(key, salt, shift, descriptors) // index.ENTRY
+        for at, (key, row) in enumerate(segment.reshape(-1, 2).tolist())
+        if row
+    ]
+    assert min(distance) == 0
+    assert np.mean(distance) < 3
+
+
+def test_memory_is_small_for_small_tensors_and_goes_back() -> None:
+    store = Store(256)
+    for i in range(300):
+        bias = store.create(TableSpec.dense(f"bias{i}", (10,), spec.Adam()), i)
+        assert bias.put_if_absent(np.zeros(1, np.int64), np.ones((1, 10), np.float32)) == 1
+    assert store.rows == 300
+    assert store.nbytes < 300_000
+    big = store.create(TableSpec("big", 64, spec.Adagrad(0.1)), 300)
+    fill(big, np.arange(20_000))
+    assert big.nbytes <= 20_000 * (1.3 * 512 + 32) * 1.3, "slabs double while a table is small"
+    for r in range(255):
+        big.drop_range(r)
+    before = big.nbytes
+    fill(big, np.arange(10_000))
+    assert big.nbytes < before * 1.1, "rows of dropped ranges are used again"
+    for i in range(301):
+        store.drop(i)
+    assert (store.rows, store.nbytes) == (0, 0)
+
+
+def test_a_table_is_usable_after_it_was_emptied() -> None:
+    made, keys = table(), np.arange(1000)
+    fill(made, keys)
+    expected = read(made, keys)
+    for r in range(made.ranges):
+        made.drop_range(r)
+    assert (made.rows, made.nbytes) == (0, 0)
+    fill(made, keys)
+    np.testing.assert_array_equal(read(made, keys), expected)
+
+
+def test_a_store_knows_its_tables() -> None:
+    store = Store(2)
+    described = TableSpec("a", 4, spec.SGD(0.1))
+    assert store.create(described, 5) is store.create(described, 5)
+    with pytest.raises(SpecError, match=r"table 'a' \(id 5\) exists with another spec: dim is 8, not 4"):
+        store.create(TableSpec("a", 8, spec.SGD(0.1)), 5)
+    store.drop(5)
+    with pytest.raises(UnknownTable, match="no table with id 5"):
+        store.drop(5)
+
+
+def test_nothing_compiles_once_warm() -> None:
+    warm()
+    for kernel in [kernel for kernel, _ in registry._SIGNATURES] + list(registry._BUILT_IN.values()):
+        assert len(kernel.signatures) == 1
+        assert not kernel._can_compile
