@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
 STALLED_TIMEOUT_S = 60.0  # a peer that reads nothing for so long, while answers wait for it, is cut off
-WRITE_HIGH_BYTES = 4 << 20
+WRITE_HIGH_BYTES = 64 << 10  # above it uvloop writes at once instead of at the end of its turn
 MAX_WAITING_ANSWERS = 64
 MAX_HELD_FRAMES = 4096
 

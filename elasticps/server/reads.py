@@ -12,7 +12,7 @@ from elasticps.server.connection import Connection
 from elasticps.store import Table
 from elasticps.wire.frames import LAST, Buffer, Header, Kind
 
-CHUNK_BYTES = 512 << 10
+CHUNK_BYTES = 256 << 10
 MAX_PARKED = 4096
 DEFAULT_WAIT_S = 30.0
 
