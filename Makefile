@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
-CODE := coordinator elasticps replication $(wildcard chaos) tests $(wildcard examples)
+CODE := $(patsubst %/__init__.py,%,$(wildcard */__init__.py)) tests examples
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint format bench proto clean distclean
@@ -56,7 +56,7 @@ proto: $(READY) ## Generate the gRPC stubs again
 
 clean: ## Remove caches and what runs have left
 	rm -rf build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find coordinator elasticps replication $(wildcard chaos) tests $(wildcard examples) -name __pycache__ -prune -exec rm -rf {} +
+	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove .venv too
 	rm -rf $(VENV)
