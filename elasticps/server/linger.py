@@ -15,7 +15,7 @@ LINGER_S = 120e-6
 
 
 class Linger:
-    """`touched()` at each request; the loop then stays awake for LINGER_S if the one before was less than SHORT_S ago."""
+    """`touched()` at each request; the loop then stays awake for LINGER_S if the last was less than SHORT_S ago."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -40,13 +40,9 @@ def test_an_open_step_is_not_done_even_when_all_of_it_is_answered() -> None:
     step = session.begin()
     session.add(step, PushFrame(1, "a", 1, ()))
     session.answered(1)
-    assert not step.done
-    assert session.full
-    assert session.committed == 0
+    assert (step.done, session.full, session.committed) == (False, True, 0)
     session.close(step)
-    assert step.done
-    assert not session.full
-    assert session.committed == 1
+    assert (step.done, session.full, session.committed) == (True, False, 1)
 
 
 def test_a_refused_frame_ends_the_step_with_the_first_error() -> None:

@@ -31,7 +31,8 @@ def connect(cluster: eps.LocalCluster) -> Iterator[Connect]:
     with ExitStack() as clients:
 
         def new(worker: str = "w0", **arguments: Any) -> eps.Client:
-            client = eps.connect(cluster.url, worker=worker, **{"app": app, "timeout": 20.0} | arguments)
+            options: dict[str, Any] = {"app": app, "timeout": 20.0} | arguments
+            client = eps.connect(cluster.url, worker=worker, **options)
             clients.callback(client.close)
             return client
 

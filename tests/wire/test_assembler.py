@@ -51,7 +51,7 @@ def test_frames_survive_any_cutting(lengths: list[int], cuts: list[int], diverte
         third = header.body // 3
         pieces = [np.empty(n, np.uint8) for n in (third, 0, header.body - third)]
         wanted[header.request] = pieces
-        return [memoryview(p) for p in pieces]
+        return [p.data for p in pieces]
 
     def on_frame(header: Header, body: NDArray[np.uint8]) -> None:
         pieces = wanted.get(header.request, [body])
