@@ -74,7 +74,7 @@ def test_handles_of_other_clients_are_refused(connect: Connect) -> None:
 def test_wrong_out_arrays_are_refused(connect: Connect) -> None:
     table = connect().table("t", dim=3, optimizer=eps.Accumulate())
     with pytest.raises(eps.InputError, match="out must be a float32 array of shape"):
-        table.pull([1, 2], out=np.empty((2, 3), np.float64))  # type: ignore[arg-type]
+        table.pull([1, 2], out=np.empty((2, 3), np.float64))
     with pytest.raises(eps.InputError, match="writable"):
         table.pull([1, 2], out=np.broadcast_to(np.float32(0), (2, 3)))
 
