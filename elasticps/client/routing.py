@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from coordinator.view import View
 from elasticps.hashing import hash_key, range_shift
 
-FRAME_BYTES = 512 << 10  # aimed at per PUSH frame: while the server applies one, the next is copied and sent
+FRAME_BYTES = 1 << 20  # aimed at per PUSH frame: while the server applies one, the next is copied and sent
 
 
 @dataclass(frozen=True)

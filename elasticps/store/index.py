@@ -46,6 +46,7 @@ ENTRY = 16  # bytes
 INDEX_AHEAD = 16  # keys between an index prefetch and its use
 ROW_AHEAD = 10  # rows between a row prefetch and its use
 PREFETCH_LINES = 4  # of a row; the hardware fetches what follows
+READ_LINES = 1  # of a row that is only read: more of them measured slower
 FIRST_CAPACITY = 4
 INITIALISE, TAKE_VALUES, LEAVE_BLANK = 0, 1, 2  # what `insert` writes into the weights of new rows
 
@@ -309,7 +310,7 @@ def gather(h: NDArray[np.int64], keys: NDArray[np.int64], out: NDArray[np.float3
     """Reads the weights of every key as float32 [n, dim]; absent keys read as f(seed, key). `rows` is scratch."""
     find(h, keys, rows)
     n, dim, dtype = keys.shape[0], h[H_DIM], h[H_DTYPE]
-    lines = min((dim * (4 if dtype == 0 else 2) + 63) // 64, PREFETCH_LINES)
+    lines = READ_LINES
     for i in range(min(n, ROW_AHEAD)):
         _prefetch_row(rows[i], lines)
     target = out.ctypes.data
