@@ -29,12 +29,14 @@ def _show(results: Iterator[Result], title: str, as_json: bool, unit: str) -> No
         typer.echo(json.dumps([r.to_dict() for r in lines], indent=2))
         return
     table = Table(title=title)
-    for name in ("op", unit, "M rows/s", "GB/s", "p50 µs", "p99 µs", "socket pair GB/s", "ratio"):
+    rows = ("M rows/s",) if unit == "batch" else ()
+    for name in ("op", unit, *rows, "GB/s", "p50 µs", "p99 µs", "socket pair GB/s", "ratio"):
         table.add_column(name, justify="left" if name == "op" else "right")
     for r in lines:
         size = f"{r.batch:,}" if unit == "batch" else f"{r.dim * 4 / 1e6:g}"
-        speeds = f"{r.rows_per_s / 1e6:.2f}", f"{r.gb_per_s:.2f}", f"{r.p50_us:,.0f}", f"{r.p99_us:,.0f}"
-        table.add_row(r.op, size, *speeds, f"{r.loopback_gb_per_s:.2f}", f"{r.loopback_ratio:.0%}")
+        speeds = f"{r.gb_per_s:.2f}", f"{r.p50_us:,.0f}", f"{r.p99_us:,.0f}"
+        rate = (f"{r.rows_per_s / 1e6:.2f}",) if rows else ()
+        table.add_row(r.op, size, *rate, *speeds, f"{r.loopback_gb_per_s:.2f}", f"{r.loopback_ratio:.0%}")
     Console().print(table)
     if lines:
         typer.echo(f"memcpy on this machine: {lines[0].memcpy_gb_per_s:.1f} GB/s")
