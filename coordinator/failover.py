@@ -1,6 +1,6 @@
 """Views that follow a loss, a repair or a move, as functions of chains. Pure; every decision carries its reason.
 
-Each view is one step that `replication.chain.unsafe_transition` allows: members leave, a level joiner comes to the tail,
+Each view is one step that `replication.chain.unsafe_transition` allows: members leave, a level joiner becomes the tail,
 a filling starts or is given up. The last full replica of a range is never taken away here: a range whose replicas are
 all gone keeps its chain, and waits for one of them to come back (or for a restore, which is another decision).
 """

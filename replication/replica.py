@@ -110,6 +110,11 @@ class Replica(Filling):
         """What a push of that epoch calls all ranges headed here, in the order of its keys; None if it is stale."""
         return self._orders.get(epoch)
 
+    @property
+    def parked(self) -> int:
+        """Pushes and questions that wait here for a view, a roster or room in the log."""
+        return len(self._parked)
+
     def _change_roles(self, view: Chains, changed: NDArray[np.bool_], out: Effects) -> None:
         where = place(view, self.me)
         promoted = (self.role == Role.JOINING) & (where.role == Role.FULL)

@@ -125,6 +125,11 @@ class Session:
         return bool(self._steps) and not next(reversed(self._steps.values())).closed
 
     @property
+    def parts(self) -> int:
+        """Parts of the newest step so far."""
+        return len(next(reversed(self._steps.values())).parts) if self._steps else 0
+
+    @property
     def room(self) -> bool:
         """Whether a new step may begin."""
         return len(self._steps) < self._window
