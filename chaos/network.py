@@ -209,6 +209,10 @@ class Network:
         """Whether a partition separates two processes."""
         return bool(self._cuts) and _pair(a.name, b.name) in self._cuts
 
+    def touches_cut(self, name: str) -> bool:
+        """Whether a partition separates a name from any other."""
+        return any(name in pair for pair in self._cuts)
+
     def cut_since(self, a: str, b: str) -> float | None:
         """When a partition began."""
         return self._cuts.get(_pair(a, b))

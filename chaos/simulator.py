@@ -221,15 +221,23 @@ class World:
     # -- faults -------------------------------------------------------------------------------------------------------
 
     def _spare(self, victim: Server) -> bool:
-        """Whether every range has another living full replica, under the view and any that is being written."""
+        """Whether every range has another full replica that nobody can suspect, under the view and any being written.
+
+        One that is frozen or cut off may be on its way out of the view: to kill the other then is to kill both.
+        """
         views = [self.store.view]
         views += [v for v in self.writing if v.epoch > self.store.view.epoch]
         for view in views:
             for r in range(view.ranges):
                 members = view.members_of(r)
-                if victim.member in members and not any(self.known[m].alive for m in members if m != victim.member):
+                if victim.member in members and not any(
+                    self._sound(self.known[m]) for m in members if m != victim.member
+                ):
                     return False
         return True
+
+    def _sound(self, server: Server) -> bool:
+        return server.alive and not server.frozen and not self.network.touches_cut(server.name)
 
     @property
     def writing(self) -> list[Chains]:
@@ -279,7 +287,10 @@ class World:
         elif fault.kind == Kind.RESTART_WORKER:
             workers = sorted(self.trainers)
             trainer = self.trainers[workers[fault.a % len(workers)]]
-            self.network.kill(trainer)
+            if fault.b % 2:
+                self.network.kill(trainer)
+            else:  # the old one does not know yet that it was replaced
+                after(fault.lasts_s, self.network.kill, trainer)
             self._start_worker(trainer.name, trainer.heir_of)
         else:
             self.leader.run(self.leader.move, fault.a, fault.b)
