@@ -102,6 +102,12 @@ class Checks:
             raise Violation("one head per epoch", f"{where} epoch {replica.epoch}")
         self.touched.append(r)
 
+    def on_install(self, server: Server, r: int, values: dict[int, int]) -> None:
+        """A joiner is about to put a piece in place."""
+        early = values.keys() & server.values[r].keys()
+        if early:
+            raise Violation("content", f"{server.member} has keys {sorted(early)} of range {r} before their piece")
+
     # -- ack safety ---------------------------------------------------------------------------------------------------
 
     def on_told(self, trainer: Trainer, frame: int, committed: Ranges) -> None:

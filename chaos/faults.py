@@ -81,13 +81,13 @@ def random_plan(seed: int) -> Plan:
     kinds, weights = list(_WEIGHTS), list(_WEIGHTS.values())
     faults = [
         Fault(
-            at_s=rng.uniform(0.02, end),
+            at_s=rng.uniform(0.0, end),
             kind=rng.choices(kinds, weights)[0],
             a=rng.randrange(1 << 16),
             b=rng.randrange(1 << 16),
             lasts_s=rng.choice((rng.uniform(0.001, 0.02), rng.uniform(0.02, 0.4))),
         )
-        for _ in range(rng.randint(2, 12))
+        for _ in range(rng.choice((rng.randint(2, 12), rng.randint(15, 30))))
     ]
     return Plan(
         seed=seed,

@@ -241,6 +241,7 @@ class Server(Process):
     def _install(self, effect: Install) -> None:
         piece = effect.payload
         assert isinstance(piece, PieceContent)
+        self.world.checks.on_install(self, effect.range, piece.values)
         self.values[effect.range].update(piece.values)
         if len(self.hashes[effect.range]) == 1:  # the first piece brings the history
             self.hashes[effect.range] = list(piece.hashes)
