@@ -221,7 +221,7 @@ class World:
     # -- faults -------------------------------------------------------------------------------------------------------
 
     def _spare(self, victim: Server) -> bool:
-        """Whether every range has another full replica that nobody can suspect, under the view and any being written.
+        """Whether every range has another full replica that nobody can suspect, in this view and any that is next.
 
         One that is frozen or cut off may be on its way out of the view: to kill the other then is to kill both.
         """
@@ -230,10 +230,14 @@ class World:
         for view in views:
             for r in range(view.ranges):
                 members = view.members_of(r)
-                if victim.member in members and not any(
-                    self._sound(self.known[m]) for m in members if m != victim.member
-                ):
-                    return False
+                left = [members]
+                joiner = view.joiner_of(r)
+                if joiner is not None and self.checks.level.get(r) == view.since[r]:
+                    left.append((*members[max(0, len(members) + 1 - self.plan.replicas) :], joiner))
+                for chain in left:
+                    others = [self.known[m] for m in chain if m != victim.member]
+                    if victim.member in chain and not any(map(self._sound, others)):
+                        return False
         return True
 
     def _sound(self, server: Server) -> bool:
