@@ -105,10 +105,12 @@ _UP, _DOWN = "up", "down"
 
 
 class Link:
-    """One connection between two processes."""
+    """One connection between two processes. `number` is the dialler's count: the two ends may see connections come up
+    in different orders, and both must keep the one with the higher number."""
 
-    def __init__(self, network: Network, a: Process, b: Process) -> None:
+    def __init__(self, network: Network, a: Process, b: Process, number: int) -> None:
         self.network = network
+        self.number = number
         self.ends = (a, b)
         self.open = True
         self.paused = [False, False]
@@ -189,6 +191,7 @@ class Network:
         self.on_cut = on_cut
         self.links: list[Link] = []
         self._delay_s = delay_s
+        self._made = 0
         self._cuts: dict[tuple[str, str], float] = {}
 
     def delay(self) -> float:
@@ -201,7 +204,8 @@ class Network:
         if not (a.alive and b.alive) or self.is_cut(a, b):
             return None
         self.links = [link for link in self.links if link.open]
-        link = Link(self, a, b)
+        self._made += 1
+        link = Link(self, a, b, self._made)
         self.links.append(link)
         return link
 

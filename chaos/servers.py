@@ -119,8 +119,12 @@ class Server(Process):
     # -- what comes in ----------------------------------------------------------------------------------------------
 
     def on_up(self, link: Link, peer: Process) -> None:
-        """Accepts a connection; an older one to the same peer is over."""
-        if peer.key in self.links:
+        """Accepts a connection, unless a later one to the same peer is up; an earlier one is over."""
+        old = self.links.get(peer.key)
+        if old is not None:
+            if old.number > link.number:
+                link.cut()
+                return
             self._lose(peer)
         self.links[peer.key] = link
         if isinstance(peer, Server):
@@ -174,6 +178,11 @@ class Server(Process):
     def adopt_roster(self, version: int, workers: frozenset[int]) -> None:
         """A roster came."""
         self.perform("roster", self.replica.adopt_roster(version, workers))
+
+    def tell_levels(self) -> None:
+        """A leader asks: what was reported stands until a view ends it."""
+        for level in self.replica.levels():
+            self.world.give_level(level)
 
     # -- what goes out ----------------------------------------------------------------------------------------------
 

@@ -187,21 +187,22 @@ class World:
     def report_level(self, server: Server, level: Level) -> None:
         """A tail tells the leader; whoever leads when it arrives hears it."""
         self.checks.on_level(level.range, level.fill)
-        self.loop.after(self.network.delay(), self._give_level, level)
+        self.give_level(level)
 
-    def _give_level(self, level: Level) -> None:
+    def give_level(self, level: Level) -> None:
+        """A report is on its way."""
+        self.loop.after(self.network.delay(), self._arrive_level, level)
+
+    def _arrive_level(self, level: Level) -> None:
         self.leader.run(self.leader.on_level, level)
 
     # -- leaders ------------------------------------------------------------------------------------------------------
 
     def _elect(self) -> Leader:
         self.store.term += 1
-        leader = Leader(self, self.store.term)
-        for server in self.servers.values():
-            if server.alive and not server.frozen:
-                for level in server.replica.levels():
-                    self.loop.after(self.network.delay(), leader.run, leader.on_level, level)
-        return leader
+        for server in self.servers.values():  # each tells what it knows as soon as it hears of the new leader
+            self.loop.after(LEASE_S * self.loop.rng.uniform(0.1, 1), server.run, server.tell_levels)
+        return Leader(self, self.store.term)
 
     def replace_leader(self, crash: bool) -> None:
         """The leader dies, or only loses its lease and may write once more."""

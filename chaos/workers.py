@@ -100,8 +100,12 @@ class Trainer(Process):
     def on_up(self, link: Link, peer: Process) -> None:
         """A server took the connection."""
         assert isinstance(peer, Server)
-        if peer.member in self.links:
-            self.on_down(self.links[peer.member], peer)
+        old = self.links.get(peer.member)
+        if old is not None:
+            if old.number > link.number:
+                link.cut()
+                return
+            self.on_down(old, peer)
         self.links[peer.member] = link
         if self.session is not None:
             self._perform(self.session.connected(peer.member))

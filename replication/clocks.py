@@ -14,6 +14,8 @@ from replication.chain import Ranges
 
 PART_BITS = 16
 MAX_PARTS = 1 << PART_BITS
+MAX_CLOCK = 1 << 46
+"""Clocks and bases from outside must be checked against this: progress has to fit an int64."""
 
 Progress = NDArray[np.int64]
 

@@ -46,6 +46,7 @@ class Core:
 
     seq: the last operation applied; acked: the last one that the tail (and a level joiner) is known to have.
     acked <= seq, and the log holds every operation between them that has a neighbour downstream to wait for.
+    _fed: whether I am the tail of a range that someone joins.
     """
 
     def __init__(self, me: Member, ranges: int) -> None:
@@ -69,6 +70,7 @@ class Core:
         self._synced: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
         self._code: NDArray[np.int64] = np.zeros(ranges, dtype=np.int64)
         self._newest_since = 0
+        self._fed = False
         self._headed: Ranges = NO_RANGES
         self._headed_runs: list[Run] = []
         self._members: list[Member] = []
@@ -106,6 +108,7 @@ class Core:
         quiet = (self.role == Role.JOINING) & ~self.filled
         self._code = (self._down + 1) << 3 | quiet << 2 | self._synced << 1 | waits
         self._headed_runs = self._runs(self._headed)
+        self._fed = bool(np.count_nonzero(self._tail & (self._down >= 0)))
 
     def _runs(self, ranges: Ranges) -> list[Run]:
         """Cuts a frame's ranges where their treatment changes."""

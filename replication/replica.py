@@ -267,8 +267,8 @@ class Replica(Filling):
         ok = self._heard(slot, message.epoch, ranges, self._down)
         if np.count_nonzero(ok) < ranges.shape[0]:
             ranges, seqs = ranges[ok], seqs[ok]
-        joiner = self._tail[ranges]
-        if np.count_nonzero(joiner):
+        if self._fed:
+            joiner = self._tail[ranges]
             self._joiner_acked(slot, ranges[joiner], seqs[joiner], out)
             ranges, seqs = ranges[~joiner], seqs[~joiner]
         if ranges.shape[0]:

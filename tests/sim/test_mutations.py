@@ -17,7 +17,7 @@ from chaos.control import Store
 from chaos.servers import Content
 from chaos.simulator import run
 from coordinator import failover
-from elasticps.client.session import Session
+from elasticps.client.session import Session, resume
 from replication.chain import Chains, Member
 from replication.clocks import Clocks
 from replication.core import Core
@@ -128,7 +128,6 @@ def _accept_words_from_before_the_chain_changed(patch: pytest.MonkeyPatch) -> No
 
 
 def _resume_a_worker_from_uncommitted_clocks(patch: pytest.MonkeyPatch) -> None:
-    resume = chaos.workers.resume
     patch.setattr(chaos.workers, "resume", lambda applied, committed: resume(applied, applied))
 
 
