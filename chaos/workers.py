@@ -8,9 +8,9 @@ import numpy as np
 
 from chaos.network import Link, Process
 from chaos.servers import KEYS_PER_RANGE, AskFrame, Content, PushFrame, Server, Update, ViewFrame
-from elasticps.client.session import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
+from elasticps.client.outstanding import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
 from replication.chain import Chains, Member
-from replication.clocks import after_part
+from replication.progress import after_part
 from replication.effects import ClocksReply, Reply, Status
 
 if TYPE_CHECKING:

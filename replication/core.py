@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replication.chain import Chains, Member, Ranges, Role
-from replication.clocks import Clocks, Progress
+from replication.progress import Clocks, Progress
 from replication.effects import Apply, Effects, Reply, Send, Status
 from replication.log import Frame, Log
 from replication.messages import Ack, Forward, Message, Operation, Seqs

@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 from replication.chain import Member, Ranges
-from replication.clocks import Progress
+from replication.progress import Progress
 from replication.messages import Kind, Message, Operation, Payload, Seqs
 
 
@@ -36,6 +36,7 @@ class Push:
     """A part of a worker's step, or an operation of the ranges themselves (`kind` not PUSH: `worker` -1, or whose
     progress becomes `after`).
 
+    first: the frame holds parts first..part of the step as one operation; by default only `part`.
     ranges: those it ticks, None for all that its receiver heads at `epoch`. base: the clock that the worker starts
     above. roster: the roster version at which the worker registered. repeat: the content was left out, because the
     sender was told that it is applied; such a frame is acknowledged as a duplicate or refused, never applied.
@@ -43,7 +44,7 @@ class Push:
     """
 
     __slots__ = (
-        "after", "base", "clock", "epoch", "kind", "last", "nbytes", "part", "payload", "ranges", "repeat", "roster",
+        "after", "base", "clock", "epoch", "first", "kind", "last", "nbytes", "part", "payload", "ranges", "repeat", "roster",
         "token", "worker",
     )  # fmt: skip
 
@@ -63,6 +64,7 @@ class Push:
         repeat: bool = False,
         kind: int = Kind.PUSH,
         after: int = 0,
+        first: int = -1,
     ) -> None:
         self.token = token
         self.worker = worker
@@ -78,6 +80,7 @@ class Push:
         self.repeat = repeat
         self.kind = kind
         self.after = after
+        self.first = part if first < 0 else first
 
 
 class Ask(NamedTuple):

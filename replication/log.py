@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from replication.chain import Ranges
-from replication.clocks import Progress
+from replication.progress import Progress
 from replication.messages import Operation, Seqs
 
 

@@ -40,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replication.chain import Chains, Member, Ranges, Role, place
-from replication.clocks import Progress, after_part, before_part
+from replication.progress import Progress, after_part, before_part
 from replication.core import NO_RANGES, ProtocolError, Waiter
 from replication.effects import (
     Ask,
@@ -386,7 +386,7 @@ class Replica(Filling):
     def _admit_step(self, push: Push, ranges: Ranges, out: Effects) -> None:
         """Judges a part of a step by the worker's progress: next, duplicate, or beyond next."""
         row = self.clocks.row(push.worker)
-        expected = before_part(push.clock, push.part)
+        expected = before_part(push.clock, push.first)
         after = after_part(push.clock, push.part, push.last)
         have = row[ranges]
         if np.count_nonzero(have != expected) == 0 and not push.repeat:
@@ -394,7 +394,7 @@ class Replica(Filling):
             operation = Operation(Kind.PUSH, push.worker, after, push.payload, push.nbytes)
             self._log_operation(push, operation, ranges, expected, out)
             return
-        fresh, repeated = self._judge(push, have, expected)
+        fresh, repeated = self._judge(push, have, expected, after)
         unapplied = np.count_nonzero(fresh)
         if unapplied + np.count_nonzero(repeated) < ranges.shape[0] or (unapplied and push.repeat):
             self._refuse(push, Status.GAP, out)
@@ -414,10 +414,12 @@ class Replica(Filling):
         if frame.left == 0:
             self._finish(frame, out)
 
-    def _judge(self, push: Push, have: Progress, expected: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    def _judge(
+        self, push: Push, have: Progress, expected: int, after: int
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """(next, duplicate) per range. A worker that starts above a base jumps over what lies below it."""
         reached = np.maximum(have, push.base << 16) if push.base else have
-        return reached == expected, reached > expected
+        return reached == expected, reached >= after
 
     def _unsafe_repeat(self, ranges: Ranges, seqs: Seqs) -> NDArray[np.bool_]:
         """Where the tail may still lack what is repeated."""

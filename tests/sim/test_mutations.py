@@ -17,9 +17,9 @@ from chaos.control import Store
 from chaos.servers import Content
 from chaos.simulator import run
 from coordinator import failover
-from elasticps.client.session import Session, resume
+from elasticps.client.outstanding import Session, resume
 from replication.chain import Chains, Member
-from replication.clocks import Clocks
+from replication.progress import Clocks
 from replication.core import Core
 from replication.filling import Filling
 from replication.replica import Replica
@@ -35,7 +35,7 @@ class Mutation(NamedTuple):
 
 
 def _skip_the_duplicate_check(patch: pytest.MonkeyPatch) -> None:
-    def judge(self: Replica, push: Any, have: Any, expected: int) -> Any:
+    def judge(self: Replica, push: Any, have: Any, expected: int, after: int) -> Any:
         return np.ones(have.shape, dtype=np.bool_), np.zeros(have.shape, dtype=np.bool_)
 
     patch.setattr(Replica, "_judge", judge)
@@ -164,7 +164,7 @@ def _change_a_pushed_array_after_the_call(patch: pytest.MonkeyPatch) -> None:
 
 
 def _accept_a_step_beyond_the_next(patch: pytest.MonkeyPatch) -> None:
-    def judge(self: Replica, push: Any, have: Any, expected: int) -> Any:
+    def judge(self: Replica, push: Any, have: Any, expected: int, after: int) -> Any:
         return have <= expected, have > expected
 
     patch.setattr(Replica, "_judge", judge)

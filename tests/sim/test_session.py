@@ -7,7 +7,7 @@ import pytest
 
 from chaos.servers import Content
 from coordinator.failover import form, plan_failover
-from elasticps.client.session import Ask, Committed, Fenced, Frame, NeedView, Session, resume
+from elasticps.client.outstanding import Ask, Committed, Fenced, Frame, NeedView, Session, resume
 from replication.chain import Chains, Member
 from replication.effects import Status
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replication.chain import Chains, Member, Ranges
-from replication.clocks import MAX_PARTS, PART_BITS, Progress, after_part, touched_clock
+from replication.progress import MAX_PARTS, PART_BITS, Progress, after_part, touched_clock
 from replication.effects import Status
 
 

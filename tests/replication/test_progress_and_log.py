@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replication.clocks import Clocks, after_part, before_part, touched_clock
+from replication.progress import Clocks, after_part, before_part, touched_clock
 from replication.log import Entry, Frame, Log
 from replication.messages import Operation
 
