@@ -1,0 +1,27 @@
+"""What coordination raises on purpose. A race that was lost is a value, never one of these."""
+
+from __future__ import annotations
+
+
+class CoordinationError(Exception):
+    """Root of the family."""
+
+
+class StoreUnavailable(CoordinationError):
+    """The coordination store could not be reached in time; the text names the endpoints tried and for how long.
+
+    `indefinite` is true when a write may or may not have happened. An outage says nothing about whether we are still
+    who we think we are: that is `Fenced`.
+    """
+
+    def __init__(self, message: str, *, indefinite: bool = False) -> None:
+        super().__init__(message)
+        self.indefinite = indefinite
+
+
+class Fenced(CoordinationError):
+    """Somebody else now has our name or our office; what we write under it would be refused."""
+
+
+class LeaseLost(CoordinationError):
+    """The store no longer knows the lease: it ran out or was revoked, and its keys are gone."""

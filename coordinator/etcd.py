@@ -1,0 +1,408 @@
+"""The store's laws on etcd. The only import of the etcd client.
+
+Of aetcd this uses the generated messages and stubs, over channels of our own: with TLS, one for each endpoint, and a
+deadline on every call. A call that fails on one endpoint goes to the next until the time-out; a watch does the same for
+as long as it takes, and resumes after the last revision that it has yielded.
+
+Everything of a cluster is below `elasticps/<cluster>/`: its keys below `keys/`, and below `by/` who last wrote a key by
+compare-and-set. That mark, written in the same transaction, tells whether a write without an answer was ours, even when
+two writers write the same bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Read when grpc starts. Processes here fork only to exec, for which grpc's fork handlers do nothing but complain, and
+# failed connections are reported by us, with the endpoint, not by grpc's log on stderr.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+import grpc
+import tenacity
+from aetcd import rpc
+from grpc.aio import EOF, AioRpcError  # type: ignore[attr-defined]  # grpc-stubs lacks EOF
+
+from coordinator.errors import CoordinationError, LeaseLost, StoreUnavailable
+from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, check_key, check_value
+from coordinator.url import ClusterUrl, TlsFiles
+
+log = logging.getLogger(__name__)
+
+ATTEMPT_S = 2.0  # the longest that one endpoint may take to answer before the next is asked
+_RETRY_MAX_S = 0.5
+
+_CHANNEL_OPTIONS = (
+    # Endpoints are asked directly, and each client finds out for itself whether one is back.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Only a ping tells a silent watch from a dead peer. etcd refuses pings more often than every 5 s.
+    ("grpc.keepalive_time_ms", 6000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", 64 << 20),
+)
+
+# A member cut off from the others must end our watch rather than keep it silent.
+_REQUIRE_LEADER = (("hasleader", "true"),)
+
+# The request itself is wrong: another endpoint would say the same.
+_REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.FAILED_PRECONDITION)
+
+
+class _TryNext(Exception):
+    """This endpoint gave no answer; another may."""
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One endpoint: its channel and the stubs on it, which have no types."""
+
+    address: str
+    channel: grpc.aio.Channel
+    kv: Any
+    lease: Any
+    watch: Any
+
+
+@dataclass
+class _Trouble:
+    """What went wrong while one call was tried: the newest failure of each endpoint."""
+
+    began: float = field(default_factory=time.monotonic)
+    attempts: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        each = "; ".join(f"{address}: {why}" for address, why in self.failures.items())
+        return f"etcd gave no answer for {time.monotonic() - self.began:.1f} s ({each or 'not asked yet'})"
+
+
+class EtcdStore:
+    """A `Store` on etcd, for the cluster that `url` names.
+
+    `timeout_s` bounds each call, over all its attempts. Opens no connection until the first call. ValueError if a TLS
+    file cannot be read.
+    """
+
+    def __init__(self, url: ClusterUrl, *, timeout_s: float = 5.0) -> None:
+        if not 0 < timeout_s < 3600:
+            raise ValueError(f"a time-out is a positive number of seconds, not {timeout_s!r}")
+        self._url = url
+        self._timeout_s = timeout_s
+        self._keys = f"elasticps/{url.cluster}/keys/"
+        self._marks = f"elasticps/{url.cluster}/by/"
+        self._credentials = None if url.tls is None else _credentials(url.tls)
+        self._members: dict[str, _Member] = {}
+        self._at = 0  # the endpoint in use
+        self._closed = asyncio.Event()
+
+    @property
+    def cluster(self) -> str:
+        """The cluster whose keys this store sees."""
+        return self._url.cluster
+
+    async def get(self, key: str) -> Entry | None:
+        """See `Store.get`."""
+        response, _ = await self._call(lambda m: m.kv.Range, rpc.RangeRequest(key=self._key(key)))
+        return self._entry(response.kvs[0]) if response.kvs else None
+
+    async def list(self, prefix: str) -> Listing:
+        """See `Store.list`."""
+        start = (self._keys + prefix).encode()
+        response, _ = await self._call(lambda m: m.kv.Range, rpc.RangeRequest(key=start, range_end=_end(start)))
+        return Listing(tuple(self._entry(kv) for kv in response.kvs), response.header.revision)
+
+    async def put(self, key: str, value: bytes, *, lease: int | None = None) -> int:
+        """See `Store.put`."""
+        request = rpc.PutRequest(key=self._key(key), value=check_value(key, value), lease=lease or 0)
+        response, _ = await self._call(lambda m: m.kv.Put, request, writes=True)
+        return int(response.header.revision)
+
+    async def compare_and_set(
+        self, key: str, value: bytes, *, expect: int, lease: int | None = None, guard: Guard | None = None
+    ) -> int | None:
+        """See `Store.compare_and_set`."""
+        name, mark, nonce = self._key(key), self._mark(key), secrets.token_bytes(12)
+        compare = [_compare(name, "MOD", expect)]
+        if guard is not None:
+            compare.append(_compare(self._key(guard.key), "CREATE", guard.create_revision))
+        request = rpc.TxnRequest(
+            compare=compare,
+            success=[
+                rpc.RequestOp(request_put=rpc.PutRequest(key=name, value=check_value(key, value), lease=lease or 0)),
+                rpc.RequestOp(request_put=rpc.PutRequest(key=mark, value=nonce, lease=lease or 0)),
+            ],
+            failure=[rpc.RequestOp(request_range=rpc.RangeRequest(key=k)) for k in (name, mark)],
+        )
+        # Trying again after an unknown outcome is safe: if the first try did it, this one compares false, and the
+        # mark that comes back shows whose write it was.
+        response, _ = await self._call(lambda m: m.kv.Txn, request, writes=True)
+        if response.succeeded:
+            return int(response.header.revision)
+        found, marked = (part.response_range.kvs for part in response.responses)
+        if found and marked and marked[0].value == nonce and marked[0].mod_revision == found[0].mod_revision:
+            return int(found[0].mod_revision)
+        return None
+
+    async def delete(self, key: str, *, expect: int | None = None) -> bool:
+        """See `Store.delete`."""
+        name = self._key(key)
+        request = rpc.TxnRequest(
+            compare=[] if expect is None else [_compare(name, "MOD", expect)],
+            success=[
+                rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=k)) for k in (name, self._mark(key))
+            ],
+            failure=[rpc.RequestOp(request_range=rpc.RangeRequest(key=name))],
+        )
+        response, attempts = await self._call(lambda m: m.kv.Txn, request, writes=True)
+        first = response.responses[0]
+        if response.succeeded and first.response_delete_range.deleted:
+            return True
+        gone = bool(response.succeeded) or not first.response_range.kvs
+        return gone and attempts > 1
+
+    async def grant(self, ttl_s: float) -> int:
+        """See `Store.grant`."""
+        if not 0 < ttl_s < 1e9:
+            raise ValueError(f"a lease lives a positive number of seconds, not {ttl_s!r}")
+        request = rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s))
+        response, _ = await self._call(lambda m: m.lease.LeaseGrant, request, writes=True)
+        return int(response.ID)
+
+    async def keep_alive(self, lease: int) -> float:
+        """See `Store.keep_alive`."""
+        request = rpc.LeaseKeepAliveRequest(ID=lease)
+        response, _ = await self._call(lambda m: lambda r, timeout: _one_answer(m, r, timeout), request)
+        if response.TTL <= 0:
+            raise LeaseLost(f"etcd no longer knows lease {lease:x}")
+        return float(response.TTL)
+
+    async def revoke(self, lease: int) -> None:
+        """See `Store.revoke`."""
+        try:
+            await self._call(lambda m: m.lease.LeaseRevoke, rpc.LeaseRevokeRequest(ID=lease), writes=True)
+        except LeaseLost:
+            return
+
+    async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
+        """See `Store.watch`."""
+        seen, out = after, _Trouble()
+        while not self._closed.is_set():
+            at = self._at
+            member = self._member(at)
+            try:
+                async with aclosing(self._responses(member, prefix, seen)) as responses:
+                    async for response in responses:
+                        if out.failures:
+                            log.warning("the watch of %r goes on at %s; before, %s", prefix, member.address, out)
+                            out = _Trouble()
+                        if reset := await self._gap(response, prefix, seen):
+                            seen = reset.revision
+                            yield reset
+                            break
+                        for event in response.events:
+                            seen = event.kv.mod_revision
+                            yield self._change(event)
+            except (AioRpcError, _TryNext, StoreUnavailable) as error:
+                if not out.failures:
+                    log.warning("the watch of %r at %s is broken: %s", prefix, member.address, _why(error))
+                    out.began = time.monotonic()
+                out.failures[member.address] = _why(error)
+                out.attempts += 1
+                self._rotate(at)
+                await self._pause(min(_RETRY_MAX_S, 0.02 * 2 ** min(out.attempts, 6)))
+
+    async def ping(self, timeout_s: float) -> None:
+        """Makes sure that etcd answers; StoreUnavailable after `timeout_s` seconds."""
+        await self._call(lambda m: m.kv.Range, rpc.RangeRequest(key=self._key("config")), timeout_s=timeout_s)
+
+    async def close(self) -> None:
+        """See `Store.close`."""
+        self._closed.set()
+        members, self._members = list(self._members.values()), {}
+        await asyncio.gather(*(member.channel.close(None) for member in members))
+
+    async def _gap(self, response: Any, prefix: str, seen: int) -> Reset | None:
+        """The state now, if changes after `seen` were compacted away or etcd has lost what we have seen."""
+        if not response.compact_revision and not (response.created and response.header.revision < seen):
+            return None
+        listing = await self.list(prefix)
+        # A member that lags behind shows an older revision too; the listing shows the newest.
+        return Reset(listing) if response.compact_revision or listing.revision < seen else None
+
+    async def _responses(self, member: _Member, prefix: str, seen: int) -> AsyncGenerator[Any, None]:
+        """The answers of one watch stream on one endpoint. Raises when it breaks, ends when the store is closed."""
+        start = (self._keys + prefix).encode()
+        create = rpc.WatchCreateRequest(key=start, range_end=_end(start), start_revision=seen + 1)
+        call = member.watch.Watch(metadata=_REQUIRE_LEADER)
+        closed = asyncio.ensure_future(self._closed.wait())
+        read: asyncio.Future[Any] = asyncio.ensure_future(_opened(call, create))
+        try:
+            while True:
+                # Reads are tasks of their own: closing the channel cancels them, which must not look to the watcher
+                # as if it had been cancelled itself.
+                await asyncio.wait((read, closed), return_when=asyncio.FIRST_COMPLETED)
+                if closed.done() or read.cancelled():
+                    return
+                response = read.result()
+                if response is EOF:
+                    raise _TryNext("etcd closed the stream")
+                yield response
+                if response.canceled:
+                    raise _TryNext(response.cancel_reason or "etcd ended the watch")
+                read = asyncio.ensure_future(call.read())
+        finally:
+            call.cancel()
+            read.cancel()
+            closed.cancel()
+            await asyncio.gather(read, closed, return_exceptions=True)
+
+    async def _call(
+        self, method: Callable[[_Member], Any], request: Any, *, writes: bool = False, timeout_s: float = 0.0
+    ) -> tuple[Any, int]:
+        """The answer, and after how many attempts. Asks each endpoint in turn until the time-out (0: the usual)."""
+        timeout_s = timeout_s or self._timeout_s
+        trouble = _Trouble()
+        end = trouble.began + timeout_s
+        attempt_s = min(ATTEMPT_S, timeout_s / (len(self._url.endpoints) + 1))
+        retrying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(_TryNext),
+            stop=tenacity.stop_before_delay(timeout_s),
+            wait=tenacity.wait_random_exponential(multiplier=0.02, max=_RETRY_MAX_S),
+            reraise=True,
+        )
+
+        async def attempt() -> Any:
+            trouble.attempts += 1
+            at = self._at
+            member = self._member(at)
+            left = max(0.01, min(attempt_s, end - time.monotonic()))
+            try:
+                return await method(member)(request, timeout=left)
+            except (AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+                _raise_definite(error)
+                trouble.failures[member.address] = _why(error)
+                self._rotate(at)
+                raise _TryNext from error
+
+        try:
+            return await retrying(attempt), trouble.attempts
+        except _TryNext as error:
+            raise StoreUnavailable(str(trouble), indefinite=writes) from error.__cause__
+
+    def _member(self, at: int) -> _Member:
+        if self._closed.is_set():
+            raise StoreUnavailable(f"this store of cluster {self.cluster} is closed")
+        address = self._url.endpoints[at]
+        if address not in self._members:
+            if self._credentials is None:
+                channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+            else:
+                channel = grpc.aio.secure_channel(address, self._credentials, options=_CHANNEL_OPTIONS)
+            self._members[address] = _Member(
+                address, channel, rpc.KVStub(channel), rpc.LeaseStub(channel), rpc.WatchStub(channel)
+            )
+        return self._members[address]
+
+    def _rotate(self, failed: int) -> None:
+        """Turns to the next endpoint, unless another call has done so already."""
+        if self._at == failed:
+            self._at = (failed + 1) % len(self._url.endpoints)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._closed.wait(), seconds)
+        except asyncio.TimeoutError:
+            return
+
+    def _key(self, key: str) -> bytes:
+        return (self._keys + check_key(key)).encode()
+
+    def _mark(self, key: str) -> bytes:
+        return (self._marks + key).encode()
+
+    def _entry(self, kv: Any) -> Entry:
+        return Entry(kv.key.decode()[len(self._keys) :], kv.value, kv.mod_revision, kv.create_revision)
+
+    def _change(self, event: Any) -> Change:
+        entry = self._entry(event.kv)
+        return Put(entry) if event.type == event.PUT else Delete(entry.key, entry.revision)
+
+
+async def _opened(call: Any, create: Any) -> Any:
+    """Sends a watch's request and returns the first answer."""
+    try:
+        await asyncio.wait_for(call.write(rpc.WatchRequest(create_request=create)), ATTEMPT_S)
+        return await asyncio.wait_for(call.read(), ATTEMPT_S)
+    except asyncio.TimeoutError:
+        raise _TryNext(f"no answer in {ATTEMPT_S:g} s") from None
+    except asyncio.InvalidStateError:  # the stream broke before the request was on its way
+        raise _TryNext("the stream broke") from None
+
+
+async def _one_answer(member: _Member, request: Any, timeout: float) -> Any:
+    """One request and one answer on a keep-alive stream."""
+    call = member.lease.LeaseKeepAlive(timeout=timeout)
+    try:
+        await call.write(request)
+        answer = await call.read()
+    finally:
+        call.cancel()
+    if answer is EOF:
+        raise asyncio.InvalidStateError("etcd closed the stream")
+    return answer
+
+
+def _raise_definite(error: Exception) -> None:
+    """Raises what a retry would not change."""
+    if isinstance(error, AioRpcError):
+        if error.code() == grpc.StatusCode.NOT_FOUND and "lease" in (error.details() or ""):
+            raise LeaseLost(f"etcd no longer knows the lease: {error.details()}") from error
+        if error.code() in _REFUSED:
+            raise CoordinationError(f"etcd refused: {error.details()}") from error
+
+
+def _why(error: Exception) -> str:
+    """The failure in few words."""
+    if isinstance(error, AioRpcError):
+        if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return "no answer in time"
+        details = (error.details() or "").rpartition("last error: ")[2].strip()
+        return f"{error.code().name.lower().replace('_', ' ')}: {details}"
+    return str(error) or repr(error)
+
+
+def _compare(key: bytes, target: str, revision: int) -> Any:
+    field_name = {"MOD": "mod_revision", "CREATE": "create_revision"}[target]
+    compare = rpc.Compare
+    return compare(key=key, target=getattr(compare, target), result=compare.EQUAL, **{field_name: revision})
+
+
+def _end(start: bytes) -> bytes:
+    """The first key after all that begin with `start`, whose last byte is ASCII."""
+    return start[:-1] + bytes([start[-1] + 1])
+
+
+def _credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(_pem("ca", tls.ca), _pem("key", tls.key), _pem("cert", tls.cert))
+
+
+def _pem(what: str, path: str) -> bytes | None:
+    try:
+        return Path(path).read_bytes() if path else None
+    except OSError as error:
+        raise ValueError(f"cannot read the {what} file {path}: {error.strerror}") from error

@@ -1,0 +1,221 @@
+"""The store's laws in memory, for the simulator and fast tests.
+
+Leases run on the event loop's clock, so a loop with virtual time drives them. Watchers read one bounded history; who
+falls behind it gets a `Reset`, as after a compaction in etcd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from coordinator.errors import LeaseLost, StoreUnavailable
+from coordinator.names import check_name
+from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, check_key, check_value
+
+HISTORY_MAX = 4096
+
+
+@dataclass
+class _Lease:
+    ttl_s: float
+    timer: asyncio.TimerHandle
+    keys: set[str] = field(default_factory=set)
+
+
+@dataclass
+class _Data:
+    """What all clients of one memory store share."""
+
+    revision: int = 1
+    compacted: int = 0  # changes up to this revision are no longer in the history
+    entries: dict[str, Entry] = field(default_factory=dict)
+    owner: dict[str, int] = field(default_factory=dict)  # key -> lease
+    leases: dict[int, _Lease] = field(default_factory=dict)
+    last_lease: int = 0
+    history: list[Put | Delete] = field(default_factory=list)
+    watchers: set[asyncio.Event] = field(default_factory=set)
+
+
+class MemoryStore:
+    """A `Store` in this process's memory. `client()` gives further clients of the same data."""
+
+    def __init__(self, cluster: str = "test", *, shared: _Data | None = None) -> None:
+        self._cluster = check_name("cluster", cluster)
+        self._data = _Data() if shared is None else shared
+        self._closed = False
+        self._watching: set[asyncio.Event] = set()
+
+    def client(self) -> MemoryStore:
+        """Another client of the same data."""
+        return MemoryStore(self._cluster, shared=self._data)
+
+    def compact(self) -> None:
+        """Forgets all history: watchers that have not seen it get a `Reset`."""
+        self._data.compacted = self._data.revision
+        self._data.history.clear()
+
+    @property
+    def cluster(self) -> str:
+        """The cluster whose keys this store sees."""
+        return self._cluster
+
+    async def get(self, key: str) -> Entry | None:
+        """See `Store.get`."""
+        self._check_open()
+        return self._data.entries.get(check_key(key))
+
+    async def list(self, prefix: str) -> Listing:
+        """See `Store.list`."""
+        self._check_open()
+        return self._listing(prefix)
+
+    async def put(self, key: str, value: bytes, *, lease: int | None = None) -> int:
+        """See `Store.put`."""
+        self._check_open()
+        return self._write(check_key(key), check_value(key, value), lease)
+
+    async def compare_and_set(
+        self, key: str, value: bytes, *, expect: int, lease: int | None = None, guard: Guard | None = None
+    ) -> int | None:
+        """See `Store.compare_and_set`."""
+        self._check_open()
+        check_value(check_key(key), value)
+        entry = self._data.entries.get(key)
+        if (0 if entry is None else entry.revision) != expect:
+            return None
+        if guard is not None:
+            held = self._data.entries.get(check_key(guard.key))
+            if held is None or held.create_revision != guard.create_revision:
+                return None
+        return self._write(key, value, lease)
+
+    async def delete(self, key: str, *, expect: int | None = None) -> bool:
+        """See `Store.delete`."""
+        self._check_open()
+        entry = self._data.entries.get(check_key(key))
+        if entry is None or expect not in (None, entry.revision):
+            return False
+        self._remove([key])
+        return True
+
+    async def grant(self, ttl_s: float) -> int:
+        """See `Store.grant`."""
+        self._check_open()
+        if not 0 < ttl_s < 1e9:
+            raise ValueError(f"a lease lives a positive number of seconds, not {ttl_s!r}")
+        self._data.last_lease += 1
+        lease = self._data.last_lease
+        self._data.leases[lease] = _Lease(ttl_s, self._timer(lease, ttl_s))
+        return lease
+
+    async def keep_alive(self, lease: int) -> float:
+        """See `Store.keep_alive`."""
+        self._check_open()
+        held = self._lease(lease)
+        held.timer.cancel()
+        held.timer = self._timer(lease, held.ttl_s)
+        return held.ttl_s
+
+    async def revoke(self, lease: int) -> None:
+        """See `Store.revoke`."""
+        self._check_open()
+        self._end_lease(lease)
+
+    async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
+        """See `Store.watch`."""
+        changed = asyncio.Event()
+        self._watching.add(changed)
+        self._data.watchers.add(changed)
+        seen = after
+        try:
+            while not self._closed:
+                changed.clear()
+                changes = self._since(prefix, seen)
+                seen = max(seen, self._data.revision)
+                for change in changes:
+                    yield change
+                if not changes:
+                    await changed.wait()
+        finally:
+            self._watching.discard(changed)
+            self._data.watchers.discard(changed)
+
+    async def close(self) -> None:
+        """See `Store.close`."""
+        self._closed = True
+        for changed in self._watching:
+            changed.set()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreUnavailable("this memory store is closed")
+
+    def _listing(self, prefix: str) -> Listing:
+        entries = (entry for key, entry in sorted(self._data.entries.items()) if key.startswith(prefix))
+        return Listing(tuple(entries), self._data.revision)
+
+    def _since(self, prefix: str, seen: int) -> Sequence[Change]:
+        if seen < self._data.compacted:
+            return [Reset(self._listing(prefix))]
+        first = bisect_right(self._data.history, seen, key=lambda change: change.revision)
+        return [change for change in self._data.history[first:] if _key(change).startswith(prefix)]
+
+    def _write(self, key: str, value: bytes, lease: int | None) -> int:
+        data = self._data
+        held = None if lease is None else self._lease(lease)
+        self._disown(key)
+        if held is not None and lease is not None:
+            held.keys.add(key)
+            data.owner[key] = lease
+        data.revision += 1
+        old = data.entries.get(key)
+        entry = Entry(key, bytes(value), data.revision, data.revision if old is None else old.create_revision)
+        data.entries[key] = entry
+        self._announce([Put(entry)])
+        return data.revision
+
+    def _remove(self, keys: Sequence[str]) -> None:
+        self._data.revision += 1
+        for key in keys:
+            self._disown(key)
+            del self._data.entries[key]
+        self._announce([Delete(key, self._data.revision) for key in keys])
+
+    def _announce(self, changes: Sequence[Put | Delete]) -> None:
+        data = self._data
+        data.history.extend(changes)
+        if len(data.history) > 2 * HISTORY_MAX:
+            data.compacted = data.history[-HISTORY_MAX - 1].revision
+            kept = bisect_right(data.history, data.compacted, key=lambda change: change.revision)
+            del data.history[:kept]
+        for changed in data.watchers:
+            changed.set()
+
+    def _lease(self, lease: int) -> _Lease:
+        if lease not in self._data.leases:
+            raise LeaseLost(f"lease {lease:x} has ended")
+        return self._data.leases[lease]
+
+    def _timer(self, lease: int, ttl_s: float) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(ttl_s, self._end_lease, lease)
+
+    def _disown(self, key: str) -> None:
+        lease = self._data.owner.pop(key, None)
+        if lease is not None:
+            self._data.leases[lease].keys.discard(key)
+
+    def _end_lease(self, lease: int) -> None:
+        held = self._data.leases.get(lease)
+        if held is None:
+            return
+        held.timer.cancel()
+        if held.keys:
+            self._remove(sorted(held.keys))
+        del self._data.leases[lease]
+
+
+def _key(change: Put | Delete) -> str:
+    return change.entry.key if isinstance(change, Put) else change.key

@@ -1,0 +1,27 @@
+"""What may serve as a name or an address. Names become parts of store keys and appear in logs and tables."""
+
+from __future__ import annotations
+
+import re
+
+NAME_MAX = 63
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_MAX - 1}}}")
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
+def check_name(what: str, name: object) -> str:
+    """Returns `name` if it may name a `what` ("server", "cluster", …); ValueError says the rule otherwise."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{name!r} cannot name a {what}: use 1 to {NAME_MAX} letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit"
+        )
+    return name
+
+
+def check_address(what: str, address: object) -> str:
+    """Returns `address` if it has the form "host:port" ("[v6]:port"); ValueError otherwise."""
+    match = _ADDRESS.fullmatch(address) if isinstance(address, str) and len(address) <= 300 else None
+    if not isinstance(address, str) or match is None or not 0 < int(match[3]) < 65536:
+        raise ValueError(f"{address!r} is no {what}: expected host:port, for example 127.0.0.1:7001")
+    return address

@@ -1,0 +1,147 @@
+"""The laws of the coordination store. `etcd` and `memory` keep them; one test-suite checks both.
+
+1. One revision counter: each mutation gets a revision above all before it. Reads are linearizable.
+2. Keys are relative to one cluster: non-empty text, at most KEY_MAX characters, parts separated by "/".
+3. `compare_and_set` is atomic over its key and its guard. A lost race is a value (None). A write whose outcome is
+   unknown is read back; only if that fails too, it raises `StoreUnavailable(indefinite=True)`.
+4. A lease takes its keys with it when it runs out. A key written again belongs to the lease of the last write.
+5. A watch yields every change after a revision, in order, once; or a `Reset` whose listing replaces all the watcher
+   knew. It outlives outages of the store and ends only when the store object is closed.
+6. Every call ends within the store's time-out: with an answer, or with `StoreUnavailable`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
+
+KEY_MAX = 512
+VALUE_MAX = 1 << 20  # etcd refuses requests above 1.5 MiB unless configured otherwise
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A key's present state. `revision` is of its last write, `create_revision` of the write that made it exist."""
+
+    key: str
+    value: bytes
+    revision: int
+    create_revision: int
+
+
+@dataclass(frozen=True)
+class Listing:
+    """All keys below a prefix, ordered by key, as they were at `revision`."""
+
+    entries: tuple[Entry, ...]
+    revision: int
+
+
+class Guard(NamedTuple):
+    """Holds while `key` exists and is the one created at `create_revision`: the fencing token of an office."""
+
+    key: str
+    create_revision: int
+
+
+@dataclass(frozen=True)
+class Put:
+    """A key was written."""
+
+    entry: Entry
+
+    @property
+    def revision(self) -> int:
+        """The revision of the write."""
+        return self.entry.revision
+
+
+@dataclass(frozen=True)
+class Delete:
+    """A key was deleted, by a call or because its lease ended."""
+
+    key: str
+    revision: int
+
+
+@dataclass(frozen=True)
+class Reset:
+    """The changes since the last one are no longer to be had; this is the state now."""
+
+    listing: Listing
+
+    @property
+    def revision(self) -> int:
+        """The revision that the listing shows."""
+        return self.listing.revision
+
+
+Change: TypeAlias = Put | Delete | Reset
+
+
+class Store(Protocol):
+    """A client of the coordination store, bound to one cluster. For one event loop.
+
+    Every method may raise `StoreUnavailable`, and ValueError for an unusable key or a value above VALUE_MAX bytes.
+    """
+
+    @property
+    def cluster(self) -> str:
+        """The cluster whose keys this store sees."""
+
+    async def get(self, key: str) -> Entry | None:
+        """The entry under `key`, None if absent."""
+
+    async def list(self, prefix: str) -> Listing:
+        """All entries whose key begins with `prefix`; "" means the whole cluster."""
+
+    async def put(self, key: str, value: bytes, *, lease: int | None = None) -> int:
+        """Writes and returns the revision. For keys with one writer: after an outage it may have been written twice.
+
+        Raises LeaseLost if `lease` no longer exists.
+        """
+
+    async def compare_and_set(
+        self, key: str, value: bytes, *, expect: int, lease: int | None = None, guard: Guard | None = None
+    ) -> int | None:
+        """Writes if the key's revision is `expect` (0: absent) and the guard holds. The new revision, or None if lost.
+
+        None can also mean that our write did happen, during an outage, and somebody has replaced it since.
+        Raises LeaseLost if `lease` no longer exists.
+        """
+
+    async def delete(self, key: str, *, expect: int | None = None) -> bool:
+        """Deletes the key, if `expect` is None or its revision. False if it was not there or at another revision.
+
+        After an outage within the call, a key that is gone counts as deleted by us.
+        """
+
+    async def grant(self, ttl_s: float) -> int:
+        """A new lease that lives `ttl_s` seconds (etcd rounds up to whole seconds, two at least) beyond a renewal."""
+
+    async def keep_alive(self, lease: int) -> float:
+        """Renews once; returns the seconds left, counted from a moment after this call began. LeaseLost if it ended."""
+
+    async def revoke(self, lease: int) -> None:
+        """Ends the lease and deletes its keys; nothing happens if it has ended already."""
+
+    def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
+        """Changes below `prefix` with revisions above `after`. Close the generator (`aclose`) to stop early."""
+
+    async def close(self) -> None:
+        """Ends all watches and frees the connection. Leases are left to run out."""
+
+
+def check_key(key: object) -> str:
+    """Returns the key if usable; ValueError otherwise."""
+    if not isinstance(key, str) or not 0 < len(key) <= KEY_MAX or key[0] in "/." or not key.isprintable():
+        raise ValueError(f"unusable key {key!r}: 1 to {KEY_MAX} printable characters, not beginning with '/' or '.'")
+    return key
+
+
+def check_value(key: str, value: bytes) -> bytes:
+    """Returns the value if it fits; ValueError otherwise."""
+    if len(value) > VALUE_MAX:
+        raise ValueError(f"the value of {key!r} has {len(value)} bytes; the store takes {VALUE_MAX} at most")
+    return value

@@ -1,0 +1,346 @@
+"""The view: an immutable snapshot of who owns what, and its codec. Pure.
+
+Only the leader writes views, each with an epoch one above the last. A view says for every range of the key space which
+servers hold it, head first, and since which epoch they have done so. The roster of workers has a version of its own, so
+that a worker that joins bounces no frame.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.names import check_address, check_name
+
+RANGES_MAX = 1 << 16
+REPLICAS_MAX = 16
+SERVERS_MAX = 4096
+WORKERS_MAX = 1 << 16
+REASON_MAX = 1000
+WEIGHT_MAX = 64.0
+
+_MAGIC = b"EPSV\x01"
+_FIXED = struct.Struct("<QIII")  # epoch, ranges, replicas, bytes of the JSON that follows
+_BODY_MAX = 32 << 20  # more than the largest view allowed above: a small message never inflates beyond it
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """One incarnation of a server.
+
+    `address` is "host:port" of the data plane, `admin` of its gRPC service ("" = none), `zone` names what fails
+    together ("" = unknown), `weight` is its share of the ranges relative to the others. ValueError if unusable.
+    """
+
+    name: str
+    incarnation: int
+    address: str
+    admin: str = ""
+    zone: str = ""
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_name("server", self.name)
+        _check_count("incarnation", self.incarnation, 1, 1 << 62)
+        check_address("server address", self.address)
+        if self.admin:
+            check_address("admin address", self.admin)
+        if self.zone:
+            check_name("zone", self.zone)
+        _check_weight(self.weight)
+
+    def to_json(self) -> bytes:
+        """The value under `servers/<name>`."""
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> ServerInfo:
+        """The inverse of `to_json`; ValueError on anything else."""
+        return cls(**_fields("server", data, cls.__dataclass_fields__))
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Who owns what, in one epoch. Checked when made; arrays are read-only; equal by value.
+
+    chains   int32 [ranges, replicas]: indices into `servers`, head first; -1 = no replica there, only after the last
+    joining  int32 [ranges]: index of the replica being filled, -1 = none
+    since    int64 [ranges]: the epoch in which the range's chain or joining replica last changed
+    reason   why the leader wrote this view, for people
+    """
+
+    cluster: str
+    epoch: int
+    ranges: int
+    replicas: int
+    servers: tuple[ServerInfo, ...]
+    chains: NDArray[np.int32]
+    joining: NDArray[np.int32]
+    since: NDArray[np.int64]
+    reason: str
+
+    def __post_init__(self) -> None:
+        check_name("cluster", self.cluster)
+        _check_count("epoch", self.epoch, 1, 1 << 62)
+        check_ranges(self.ranges)
+        _check_count("replicas", self.replicas, 1, REPLICAS_MAX)
+        if len(self.servers) > SERVERS_MAX:
+            raise ValueError(f"a view lists at most {SERVERS_MAX} servers, got {len(self.servers)}")
+        _check_reason(self.reason)
+        object.__setattr__(self, "servers", tuple(self.servers))
+        if len(self._by_name) != len(self.servers):
+            raise ValueError("a view lists each server name once")
+        object.__setattr__(self, "chains", _frozen("chains", self.chains, np.int32, (self.ranges, self.replicas)))
+        object.__setattr__(self, "joining", _frozen("joining", self.joining, np.int32, (self.ranges,)))
+        object.__setattr__(self, "since", _frozen("since", self.since, np.int64, (self.ranges,)))
+        self._check_arrays()
+
+    def _check_arrays(self) -> None:
+        everyone = np.column_stack((self.chains, self.joining))
+        if everyone.min() < -1 or everyone.max() >= len(self.servers):
+            raise ValueError(f"a view of {len(self.servers)} servers has an index outside -1..{len(self.servers) - 1}")
+        ordered = np.sort(everyone, axis=1)
+        if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
+            raise ValueError("a view has a server twice in one range")
+        if bool(((self.chains[:, 1:] >= 0) & (self.chains[:, :-1] < 0)).any()):
+            raise ValueError("a view has a chain with a gap before its last replica")
+        if self.since.min() < 1 or self.since.max() > self.epoch:
+            raise ValueError(f"a view of epoch {self.epoch} has a range changed outside epochs 1..{self.epoch}")
+
+    @cached_property
+    def _by_name(self) -> dict[str, int]:
+        return {server.name: i for i, server in enumerate(self.servers)}
+
+    @cached_property
+    def heads(self) -> NDArray[np.int32]:
+        """int32 [ranges]: index of each range's head in `servers`, -1 where the range has no replica."""
+        return _read_only(np.ascontiguousarray(self.chains[:, 0]))
+
+    @cached_property
+    def tails(self) -> NDArray[np.int32]:
+        """int32 [ranges]: index of each range's tail (the head where it is alone), -1 where there is no replica."""
+        last = np.maximum((self.chains >= 0).sum(axis=1) - 1, 0)
+        return _read_only(np.take_along_axis(self.chains, last[:, None], axis=1)[:, 0].astype(np.int32))
+
+    def index(self, name: str) -> int:
+        """The index in `servers` of the server called `name`, -1 if it is not listed."""
+        return self._by_name.get(name, -1)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, View):
+            return NotImplemented
+        return (
+            (self.cluster, self.epoch, self.ranges, self.replicas, self.servers, self.reason)
+            == (other.cluster, other.epoch, other.ranges, other.replicas, other.servers, other.reason)
+            and np.array_equal(self.chains, other.chains)
+            and np.array_equal(self.joining, other.joining)
+            and np.array_equal(self.since, other.since)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.cluster, self.epoch))
+
+    def encode(self) -> bytes:
+        """The view as bytes: magic and version, then zlib of the fixed fields, JSON for the servers, the arrays."""
+        servers = [[s.name, s.incarnation, s.address, s.admin, s.zone, s.weight] for s in self.servers]
+        meta = json.dumps([self.cluster, self.reason, servers], separators=(",", ":")).encode()
+        body = b"".join(
+            (
+                _FIXED.pack(self.epoch, self.ranges, self.replicas, len(meta)),
+                meta,
+                self.chains.astype("<i4").tobytes(),
+                self.joining.astype("<i4").tobytes(),
+                self.since.astype("<i8").tobytes(),
+            )
+        )
+        return _MAGIC + zlib.compress(body, 1)
+
+    @classmethod
+    def decode(cls, data: bytes) -> View:
+        """The inverse of `encode`. ValueError says what is wrong with bytes that are no valid view."""
+        body = _inflate(data)
+        epoch, ranges, replicas, meta_size = _FIXED.unpack_from(body)
+        check_ranges(ranges)
+        _check_count("replicas", replicas, 1, REPLICAS_MAX)
+        arrays_at = _FIXED.size + meta_size
+        if len(body) != arrays_at + ranges * (4 * replicas + 4 + 8):
+            raise ValueError(f"a view of {ranges} ranges and {replicas} replicas has {len(body)} bytes: wrong length")
+        cluster, reason, servers = _meta(body[_FIXED.size : arrays_at])
+        chains = np.frombuffer(body, "<i4", ranges * replicas, arrays_at)
+        joining = np.frombuffer(body, "<i4", ranges, arrays_at + chains.nbytes)
+        since = np.frombuffer(body, "<i8", ranges, arrays_at + chains.nbytes + joining.nbytes)
+        return cls(cluster, epoch, ranges, replicas, servers, chains.reshape(ranges, replicas), joining, since, reason)
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """One incarnation of a worker. `id` is unique to the incarnation and never used again; `app` is its table space."""
+
+    id: int
+    name: str
+    incarnation: int
+    app: str
+
+    def __post_init__(self) -> None:
+        _check_count("worker id", self.id, 1, 1 << 31)
+        check_name("worker", self.name)
+        _check_count("incarnation", self.incarnation, 1, 1 << 62)
+        check_name("app", self.app)
+
+    def to_json(self) -> bytes:
+        """The value under `workers/<name>`."""
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> WorkerInfo:
+        """The inverse of `to_json`; ValueError on anything else."""
+        return cls(**_fields("worker", data, cls.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The workers that live now, ordered by id. `version` grows by one whenever the leader writes it."""
+
+    version: int
+    workers: tuple[WorkerInfo, ...]
+
+    def __post_init__(self) -> None:
+        _check_count("roster version", self.version, 1, 1 << 62)
+        if len(self.workers) > WORKERS_MAX:
+            raise ValueError(f"a roster lists at most {WORKERS_MAX} workers, got {len(self.workers)}")
+        ids = [worker.id for worker in self.workers]
+        if ids != sorted(set(ids)) or len({worker.name for worker in self.workers}) != len(ids):
+            raise ValueError("a roster lists each worker id and name once, in the order of ids")
+
+    def encode(self) -> bytes:
+        """The roster as JSON."""
+        workers = [[w.id, w.name, w.incarnation, w.app] for w in self.workers]
+        return json.dumps({"version": self.version, "workers": workers}, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Roster:
+        """The inverse of `encode`. ValueError says what is wrong."""
+        fields = _fields("roster", data, ("version", "workers"))
+        if set(fields) != {"version", "workers"}:
+            raise ValueError("a roster has the fields version and workers")
+        rows = _rows("roster", fields["workers"], 4)
+        return cls(fields["version"], tuple(WorkerInfo(*row) for row in rows))
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """What is fixed when a cluster is created.
+
+    ranges       P, a power of two of at least 2
+    replicas     R, servers per range
+    min_servers  servers that must be registered before the first view
+    protocol     version of the data plane that its servers and workers speak
+    """
+
+    ranges: int = 256
+    replicas: int = 1
+    min_servers: int = 1
+    protocol: int = 1
+
+    def __post_init__(self) -> None:
+        check_ranges(self.ranges)
+        _check_count("replicas", self.replicas, 1, REPLICAS_MAX)
+        _check_count("min_servers", self.min_servers, 1, SERVERS_MAX)
+        _check_count("protocol", self.protocol, 1, 1 << 15)
+
+    def to_json(self) -> bytes:
+        """The value under `config`."""
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> ClusterConfig:
+        """The inverse of `to_json`; ValueError on anything else."""
+        return cls(**_fields("cluster config", data, cls.__dataclass_fields__))
+
+
+def check_ranges(ranges: int) -> None:
+    """ValueError unless `ranges` is a power of two from 2 to RANGES_MAX."""
+    _check_count("the number of ranges", ranges, 2, RANGES_MAX)
+    if ranges & (ranges - 1):
+        raise ValueError(f"the number of ranges must be a power of two, got {ranges}")
+
+
+def _check_count(what: str, value: Any, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{what} must be a whole number from {low} to {high}, got {value!r}")
+
+
+def _check_weight(weight: Any) -> None:
+    if type(weight) not in (int, float) or not 0 < weight <= WEIGHT_MAX:
+        raise ValueError(f"a server's weight must be above 0 and at most {WEIGHT_MAX:g}, got {weight!r}")
+
+
+def _check_reason(reason: Any) -> None:
+    if not isinstance(reason, str) or len(reason) > REASON_MAX:
+        raise ValueError(f"a view's reason is a text of at most {REASON_MAX} characters")
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    array.flags.writeable = False
+    return array
+
+
+def _frozen(what: str, array: Any, dtype: type[np.generic], shape: tuple[int, ...]) -> NDArray[Any]:
+    """A private, read-only copy, so that nobody changes a view through the array it was made from."""
+    source = np.asarray(array)
+    if source.shape != shape or source.dtype.kind != "i":
+        raise ValueError(f"{what} must be integers of shape {shape}, got {source.dtype} of shape {source.shape}")
+    return _read_only(np.array(source, dtype=dtype))
+
+
+def _inflate(data: bytes) -> bytes:
+    if data[: len(_MAGIC)] != _MAGIC:
+        raise ValueError(f"not a view: the first bytes are {bytes(data[: len(_MAGIC)])!r}, expected {_MAGIC!r}")
+    inflate = zlib.decompressobj()
+    try:
+        body = inflate.decompress(data[len(_MAGIC) :], _BODY_MAX)
+    except zlib.error as error:
+        raise ValueError(f"not a view: {error}") from error
+    if not inflate.eof or inflate.unused_data:
+        raise ValueError("not a view: cut short, too long, or followed by other bytes")
+    if len(body) < _FIXED.size:
+        raise ValueError(f"not a view: only {len(body)} bytes")
+    return body
+
+
+def _json(what: str, data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a {what}: {error}") from error
+
+
+def _fields(what: str, data: bytes, known: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    fields = _json(what, data)
+    if not isinstance(fields, dict):
+        raise ValueError(f"not a {what}: expected a JSON object")
+    if unknown := sorted(set(fields) - set(known)):
+        raise ValueError(f"not a {what}: unknown fields {', '.join(unknown)}")
+    return fields
+
+
+def _rows(what: str, rows: Any, width: int) -> list[list[Any]]:
+    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == width for row in rows):
+        raise ValueError(f"not a {what}: expected a list of lists of {width}")
+    return rows
+
+
+def _meta(data: bytes) -> tuple[str, str, tuple[ServerInfo, ...]]:
+    meta = _json("view", data)
+    if not isinstance(meta, list) or len(meta) != 3:
+        raise ValueError("not a view: expected cluster, reason and servers")
+    rows = _rows("view", meta[2], 6)
+    return meta[0], meta[1], tuple(ServerInfo(*row) for row in rows)

@@ -1,0 +1,8 @@
+"""The control plane of a server: gRPC, with the standard health service beside our own."""
+
+from __future__ import annotations
+
+from elasticps.admin.client import fetch_health, fetch_status
+from elasticps.admin.service import AdminServer, start_admin
+
+__all__ = ["AdminServer", "fetch_health", "fetch_status", "start_admin"]

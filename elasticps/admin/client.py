@@ -1,0 +1,51 @@
+"""Asks one server about itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from elasticps.admin import admin_pb2, admin_pb2_grpc
+from elasticps.errors import ClusterUnreachable
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 1024 * 1024),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),  # servers are near; a proxy for the outside would not know them
+)
+
+
+async def fetch_status(address: str, timeout_s: float) -> dict[str, Any]:
+    """The fields of StatusResponse (admin.proto) as the server at `address` ("host:port") gives them.
+
+    Raises ClusterUnreachable when it does not answer within `timeout_s`.
+    """
+    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+        try:
+            answer = await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise _unreachable(address, timeout_s, error) from error
+    return {field.name: getattr(answer, field.name) for field in answer.DESCRIPTOR.fields}
+
+
+async def fetch_health(address: str, timeout_s: float, service: str = "") -> str:
+    """What the standard health service at `address` says: "SERVING", "NOT_SERVING" or "SERVICE_UNKNOWN"."""
+    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        try:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return "SERVICE_UNKNOWN"
+            raise _unreachable(address, timeout_s, error) from error
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+def _unreachable(address: str, timeout_s: float, error: grpc.aio.AioRpcError) -> ClusterUnreachable:
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return ClusterUnreachable(f"the server at {address} did not answer within {timeout_s:g} s")
+    return ClusterUnreachable(
+        f"the server at {address} cannot be asked: {error.code().name.lower()}: {error.details()}"
+    )

@@ -1,0 +1,75 @@
+"""Serves the admin and health services of one server process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health  # type: ignore[attr-defined]  # its stubs leave this one out
+
+from elasticps.admin import admin_pb2, admin_pb2_grpc
+from elasticps.errors import ConfigError
+
+SERVICE = "elasticps.v1.Admin"
+
+# Requests here are empty or carry a name; the limits keep a stray peer from holding memory or all the handlers.
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 * 1024),
+    ("grpc.max_send_message_length", 1024 * 1024),
+    ("grpc.max_metadata_size", 16 * 1024),
+    ("grpc.so_reuseport", 0),  # two servers on one port would each get half of the calls
+)
+_MAX_CALLS_AT_ONCE = 64
+
+
+class _Admin(admin_pb2_grpc.AdminServicer):
+    def __init__(self, status: Callable[[], Mapping[str, Any]]) -> None:
+        self._status = status
+
+    async def Status(  # noqa: N802  (the name is the protocol's)
+        self, request: admin_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.StatusResponse:
+        return admin_pb2.StatusResponse(**self._status())
+
+
+class AdminServer:
+    """The running services; made by `start_admin`."""
+
+    def __init__(self, server: grpc.aio.Server, health_servicer: health.HealthServicer, address: str) -> None:
+        self._server = server
+        self._health = health_servicer
+        self.address = address
+
+    async def set_serving(self, serving: bool) -> None:
+        """What the health service answers from now on, for the process as a whole and for this service."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", SERVICE):
+            await self._health.set(service, status)
+
+    async def stop(self, grace_s: float = 0.5) -> None:
+        """Tells watchers of the health service, waits `grace_s` for calls in progress, closes the port."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+async def start_admin(host: str, port: int, status: Callable[[], Mapping[str, Any]]) -> AdminServer:
+    """Serves on `host` (port 0: any free one). `status` is called on this event loop for every request; its keys are
+    the fields of StatusResponse in admin.proto. Healthy only after `set_serving(True)`.
+
+    Raises ConfigError when the port cannot be had.
+    """
+    server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS_AT_ONCE)
+    health_servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    admin_pb2_grpc.add_AdminServicer_to_server(_Admin(status), server)
+    name = f"[{host}]" if ":" in host else host
+    try:
+        bound = server.add_insecure_port(f"{name}:{port}")
+    except RuntimeError as error:
+        raise ConfigError(f"the admin port {name}:{port} cannot be had: {error}") from error
+    running = AdminServer(server, health_servicer, f"{name}:{bound}")
+    await running.set_serving(False)
+    await server.start()
+    return running

@@ -1,0 +1,98 @@
+"""`elasticps bench …`: tables for people, `--json` for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from elasticps.bench.measure import Result
+
+app = typer.Typer(help="Measure this machine, and elasticps on it.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Servers = Annotated[int, typer.Option(min=1, max=16, help="Servers of the local cluster.")]
+Seconds = Annotated[float, typer.Option(min=0.1, help="Time spent on each line.")]
+
+
+def _progress(text: str) -> None:
+    Console(stderr=True).print(f"[dim]{text}…[/dim]")
+
+
+def _show(results: Iterator[Result], title: str, as_json: bool, unit: str) -> None:
+    lines = list(results)
+    if as_json:
+        typer.echo(json.dumps([r.to_dict() for r in lines], indent=2))
+        return
+    table = Table(title=title)
+    for name in ("op", unit, "M rows/s", "GB/s", "p50 µs", "p99 µs", "socket pair GB/s", "ratio"):
+        table.add_column(name, justify="left" if name == "op" else "right")
+    for r in lines:
+        size = f"{r.batch:,}" if unit == "batch" else f"{r.dim * 4 / 1e6:g}"
+        table.add_row(r.op, size, f"{r.rows_per_s / 1e6:.2f}", f"{r.gb_per_s:.2f}", f"{r.p50_us:,.0f}", f"{r.p99_us:,.0f}",
+                      f"{r.loopback_gb_per_s:.2f}", f"{r.loopback_ratio:.0%}")  # fmt: skip
+    Console().print(table)
+    if lines:
+        typer.echo(f"memcpy on this machine: {lines[0].memcpy_gb_per_s:.1f} GB/s")
+
+
+@app.command()
+def sparse(
+    batch: Annotated[list[int] | None, typer.Option(help="Rows per operation; may be given several times.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 1_000_000,
+    dim: Annotated[int, typer.Option(min=1, help="Floats per row.")] = 64,
+    servers: Servers = 1,
+    window: Annotated[int, typer.Option(min=1, help="Outstanding steps in push-window.")] = 4,
+    seconds: Seconds = 4.0,
+    as_json: Json = False,
+) -> None:
+    """Pull and push rows of a sparse table with Adagrad."""
+    from elasticps.bench import sparse as bench
+
+    results = bench.run(batches=batch or bench.BATCHES, rows=rows, dim=dim, servers=servers, window=window,
+                        seconds=seconds, progress=_progress)  # fmt: skip
+    _show(results, f"sparse: {rows:,} rows x {dim} float32, {servers} server(s), one worker", as_json, "batch")
+
+
+@app.command()
+def dense(
+    size: Annotated[list[int] | None, typer.Option(help="Megabytes; may be given several times.")] = None,
+    servers: Servers = 1,
+    seconds: Seconds = 4.0,
+    as_json: Json = False,
+) -> None:
+    """Pull and push dense tensors with SGD."""
+    from elasticps.bench import dense as bench
+
+    results = bench.run(sizes_mb=size or bench.SIZES_MB, servers=servers, seconds=seconds, progress=_progress)
+    _show(results, f"dense: {servers} server(s), one worker", as_json, "MB")
+
+
+@app.command()
+def memory(
+    rows: Annotated[int, typer.Option(min=1000, help="Rows of the table.")] = 5_000_000,
+    dim: Annotated[int, typer.Option(min=1, help="Floats per row.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """Memory that a server takes for each row."""
+    from elasticps.bench import memory as bench
+
+    figures = bench.run(rows=rows, dim=dim, progress=_progress)
+    text = json.dumps(figures, indent=2) if as_json else (
+        f"{figures['bytes_per_row']:.0f} bytes per row of {dim} floats and as many slots "
+        f"({figures['row_and_slots_bytes']:.0f} bytes); allowed {figures['allowed_bytes_per_row']:.0f}"
+    )  # fmt: skip
+    typer.echo(text)
+
+
+@app.command()
+def startup(as_json: Json = False) -> None:
+    """Time from starting a server to its being registered, kernels warm."""
+    from elasticps.bench import memory as bench
+
+    figures = bench.startup(progress=_progress)
+    typer.echo(json.dumps(figures, indent=2) if as_json else f"ready in {figures['ready_s']:.2f} s")

@@ -1,0 +1,90 @@
+"""What this machine can do at all, measured in the same run as what elasticps does on it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection as Pipe
+
+import numpy as np
+
+_SIZES = struct.Struct("<QQ")
+
+
+def memcpy_gb_per_s(size: int = 16 << 20, times: int = 20) -> float:
+    """Median speed of copying `size` bytes within memory that is mapped already."""
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    seconds = []
+    for _ in range(times):
+        started = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - started)
+    return size / float(np.median(seconds)) / 1e9
+
+
+class SocketPair:
+    """A plain request/response pair over loopback: `sendall`, `recv_into`, buffers used again, nothing else."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._buffers: dict[int, memoryview] = {}
+
+    def exchange(self, request: int, response: int) -> float:
+        """Sends `request` bytes, receives `response` bytes; seconds it took."""
+        out, into = self._buffer(request), self._buffer(response)
+        started = time.perf_counter()
+        self._socket.sendall(_SIZES.pack(request, response))
+        self._socket.sendall(out)
+        _receive(self._socket, into)
+        return time.perf_counter() - started
+
+    def _buffer(self, size: int) -> memoryview:
+        if size not in self._buffers:
+            self._buffers[size] = memoryview(bytearray(b"\1" * size))
+        return self._buffers[size]
+
+
+@contextmanager
+def socket_pair() -> Iterator[SocketPair]:
+    """A `SocketPair` whose other end is a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    parent, child = context.Pipe()
+    process = context.Process(target=_serve, args=(child,), daemon=True)
+    process.start()
+    try:
+        with socket.create_connection(("127.0.0.1", parent.recv())) as sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            yield SocketPair(sock)
+    finally:
+        process.terminate()
+        process.join()
+        parent.close()
+
+
+def _serve(pipe: Pipe) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pipe.send(listener.getsockname()[1])
+        peer, _ = listener.accept()
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sizes, buffers = memoryview(bytearray(_SIZES.size)), dict[int, memoryview]()
+    while _receive(peer, sizes):
+        request, response = _SIZES.unpack(sizes)
+        for size in (request, response):
+            if size not in buffers:
+                buffers[size] = memoryview(bytearray(b"\1" * size))
+        _receive(peer, buffers[request])
+        peer.sendall(buffers[response])
+
+
+def _receive(sock: socket.socket, into: memoryview) -> bool:
+    at = 0
+    while at < len(into):
+        n = sock.recv_into(into[at:])
+        if not n:
+            return False
+        at += n
+    return True

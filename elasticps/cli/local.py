@@ -1,0 +1,119 @@
+"""`elasticps up` and `down`: a cluster of processes on this machine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from elasticps.cli.output import ExitCode, err, out, print_json, sigterm_interrupts
+from elasticps.errors import ConfigError
+from elasticps.local import LocalCluster, state
+
+DEFAULT_NAME = "local"
+
+_LOOK_EVERY_S = 0.2
+
+
+def up(
+    servers: Annotated[int, typer.Option(min=1, help="How many servers.")] = 3,
+    replicas: Annotated[int, typer.Option(min=1, help="Copies of each range.")] = 1,
+    ranges: Annotated[int, typer.Option(help="Slices of the hash space, a power of two.")] = 256,
+    name: Annotated[str, typer.Option(help="The cluster's name.")] = DEFAULT_NAME,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(help="A module that every server imports first. May be given again."),
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Leave it running; `elasticps down` ends it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of the URL.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that the start may take.")] = 300.0,
+) -> None:
+    """Start a cluster on this machine and print its URL: etcd, a coordinator and servers.
+
+    It ends with this command, on Ctrl-C, unless --detach is given.
+    """
+    with sigterm_interrupts(), err.status("starting etcd") as spinner:
+        cluster = LocalCluster(
+            name,
+            servers=servers,
+            replicas=replicas,
+            ranges=ranges,
+            plugins=plugin or (),
+            directory=state.folder_of(name),
+            detach=detach,
+            timeout_s=timeout,
+            progress=spinner.update,
+        )
+        cluster.start()
+    with sigterm_interrupts():
+        try:
+            _announce(cluster, detach=detach, as_json=as_json)
+            if not detach:
+                _watch(cluster)
+        except KeyboardInterrupt:
+            err.print("ending the cluster")
+        finally:
+            if not detach:
+                cluster.stop()
+
+
+def _announce(cluster: LocalCluster, *, detach: bool, as_json: bool) -> None:
+    if as_json:
+        servers = [asdict(server) for server in cluster.servers]
+        print_json({"name": cluster.name, "url": cluster.url, "directory": str(cluster.directory), "servers": servers})
+        return
+    table = Table("server", "pid", "address", box=None, header_style="bold", pad_edge=False)
+    for server in cluster.servers:
+        table.add_row(server.name, str(server.pid), server.address)
+    err.print(table)
+    err.print(f"logs in {cluster.directory}", markup=False, soft_wrap=True)
+    err.print(f"end it with: elasticps down --name {cluster.name}" if detach else "end it with Ctrl-C")
+    out.print(cluster.url, markup=False)
+    out.file.flush()
+
+
+def _watch(cluster: LocalCluster) -> None:
+    while True:
+        time.sleep(_LOOK_EVERY_S)
+        for line in cluster.ended():
+            err.print(line, style="yellow", markup=False)
+
+
+def down(
+    name: Annotated[str | None, typer.Option(help="Which cluster; may be left out if there is one.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All local clusters of this user.")] = False,
+) -> None:
+    """End a cluster that `up` has started, and remove its data and logs."""
+    if every and name is not None:
+        raise ConfigError("--all and --name exclude each other")
+    chosen = state.records() if every else [find(name)]
+    for record in chosen:
+        with err.status(f"ending {record.name}"):
+            state.end(state.folder_of(record.name), record)
+        err.print(f"cluster {record.name} has ended", markup=False)
+    if not chosen:
+        err.print("no local cluster is there")
+    raise typer.Exit(ExitCode.OK)
+
+
+def find(name: str | None) -> state.Record:
+    """The recorded local cluster of that name; without a name, the only one there is."""
+    if name is not None:
+        record = state.read(state.folder_of(name))
+        if record is None:
+            raise ConfigError(f"no local cluster is called {name!r}; {_known()}")
+        return record
+    records = state.records()
+    if len(records) != 1:
+        raise ConfigError(f"say which cluster with --name; {_known()}" if records else _known())
+    return records[0]
+
+
+def _known() -> str:
+    names = [record.name for record in state.records()]
+    if not names:
+        return "no local cluster is there; start one with: elasticps up"
+    return f"there {'is' if len(names) == 1 else 'are'}: {', '.join(names)}"

@@ -1,0 +1,80 @@
+"""Where a command writes, and how it ends."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from coordinator.errors import CoordinationError, StoreUnavailable
+from elasticps.errors import ClusterUnreachable, ConfigError, Error, Timeout
+
+_P = ParamSpec("_P")
+
+# What a program may read goes to standard output; what people read while they wait goes beside it.
+out = Console(soft_wrap=True, highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+class ExitCode(enum.IntEnum):
+    """How a command ended; the same for all of them."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2  # an option, a name or a URL is unusable
+    UNREACHABLE = 3  # etcd, or what it names, did not answer in time
+    DEGRADED = 4  # `status`: the cluster answers, but not all of it
+    INTERRUPTED = 130
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON on standard output."""
+    print(json.dumps(value, separators=(",", ":")), flush=True)
+
+
+def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
+    """The same command, with what elasticps raises on purpose turned into one message and an exit code. Anything else
+    is a bug of ours and keeps its traceback."""
+
+    @functools.wraps(command)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+        except (Error, CoordinationError) as error:
+            err.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+            raise typer.Exit(_code(error)) from None
+
+    return run
+
+
+def _code(error: Exception) -> ExitCode:
+    if isinstance(error, ConfigError):
+        return ExitCode.USAGE
+    if isinstance(error, (ClusterUnreachable, StoreUnavailable, Timeout)):
+        return ExitCode.UNREACHABLE
+    return ExitCode.FAILED
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Lets SIGTERM and a closing terminal end a command as Ctrl-C does, so that it cleans up in the same way."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

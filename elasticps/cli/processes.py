@@ -1,0 +1,103 @@
+"""`elasticps server` and `elasticps coordinator`: one process of a cluster each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+import uvloop
+
+from coordinator.connect import open_store
+from coordinator.leader import run_coordinator
+from coordinator.membership import create_cluster
+from coordinator.names import check_name
+from coordinator.url import EXAMPLE
+from coordinator.view import ClusterConfig
+from elasticps import logs
+from elasticps.cli.output import print_json
+from elasticps.errors import ConfigError
+
+Url = Annotated[str, typer.Option("--url", help=f"The cluster, for example {EXAMPLE}.", show_default=False)]
+Name = Annotated[str, typer.Option("--name", help="A name that no other process of its kind has.", show_default=False)]
+LogLevel = Annotated[str, typer.Option("--log-level", help=f"{', '.join(logs.LEVELS)}.")]
+
+
+def server(
+    url: Url,
+    name: Name,
+    host: Annotated[str, typer.Option(help="Address to listen on, and to be found under.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the data plane; 0: any free one.")] = 0,
+    admin_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gRPC service; 0: any free one.")] = 0,
+    zone: Annotated[str, typer.Option(help="What fails together with this server: a rack, a machine.")] = "",
+    weight: Annotated[float, typer.Option(min=0.01, help="Its share of the ranges, relative to the others.")] = 1.0,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(help="A module to import first, for instance to register an optimizer. May be given again."),
+    ] = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run one server until it is asked to end (SIGTERM or Ctrl-C)."""
+    from elasticps.server import serve  # compiles kernels: only this command waits for that
+
+    logs.configure(log_level, process=name)
+    uvloop.run(
+        serve(
+            url,
+            name=name,
+            host=host,
+            port=port,
+            admin_port=admin_port,
+            zone=zone,
+            weight=weight,
+            plugins=tuple(plugin or ()),
+        )
+    )
+
+
+def coordinator(
+    url: Url,
+    name: Name,
+    ranges: Annotated[
+        int | None,
+        typer.Option(help="Slices of the hash space, a power of two, fixed for ever.  [default: 256]"),
+    ] = None,
+    min_servers: Annotated[
+        int | None,
+        typer.Option(help="Servers that the first view waits for.  [default: 1]"),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd at the start.")] = 30.0,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run one coordinator until it is asked to end. Several stand by for each other.
+
+    It creates the cluster if there is none of that name.
+    """
+    logs.configure(log_level, process=name)
+    chosen = {"ranges": ranges, "min_servers": min_servers}
+    uvloop.run(_coordinate(url, name, {key: value for key, value in chosen.items() if value is not None}, timeout))
+
+
+async def _coordinate(url: str, name: str, chosen: dict[str, int], timeout_s: float) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        check_name("coordinator", name)
+        store = await open_store(url, timeout_s=timeout_s)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        existing = await store.get("config")
+        try:
+            config = ClusterConfig.from_json(existing.value) if existing else ClusterConfig()
+            await create_cluster(store, replace(config, **chosen))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        print_json({"ready": True, "name": name, "pid": os.getpid()})
+        await run_coordinator(store, name=name, stop=stop)
+    finally:
+        await store.close()

@@ -1,0 +1,376 @@
+"""The public client: `connect`, then tables, tensors, pushes and pulls."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TypeVar, cast
+
+from numpy.typing import NDArray
+
+from coordinator.view import View
+from elasticps.client.control import Control, Registration
+from elasticps.client.handles import DenseTensor, Handle, SparseTable
+from elasticps.client.inputs import checked_floats
+from elasticps.client.network import Call, Network
+from elasticps.client.reads import Read
+from elasticps.client.session import PushFrame, Session, StepState
+from elasticps.client.writes import Place, Write, push_frames
+from elasticps.errors import ConfigError, InputError, Timeout
+from elasticps.spec import ASP, SSP, Init, Optimizer, TableSpec, Zeros
+from elasticps.wire.frames import LAST, Header, Kind
+from replication.clocks import MAX_PART
+
+log = logging.getLogger(__name__)
+
+AnyRead = TypeVar("AnyRead", bound=Read[tuple[int, ...]])
+Pushes = Mapping[Handle, object]
+Rates = float | Mapping[Handle, float] | None
+
+
+class Step:
+    """One tick of the worker's clock on its way to the servers."""
+
+    def __init__(self, client: Client, state: StepState) -> None:
+        self._client = client
+        self._state = state
+
+    @property
+    def clock(self) -> int:
+        """The clock that this step ticked to."""
+        return self._state.clock
+
+    def done(self) -> bool:
+        """Whether every server has answered."""
+        return self._state.done
+
+    def result(self, timeout: float | None = None) -> None:
+        """Waits until the step is committed. Raises `ServerError` if a server refused a part of it, `Timeout` when
+        `timeout` seconds (default: the client's) were not enough; the step goes on being sent then."""
+        self._client.finish_step(self._state, timeout)
+
+
+class OpenStep:
+    """A step that is sent in parts, for instance layer by layer while the backward pass still runs.
+
+    Each part is applied when it arrives, and the last one ticks the clock; so a row belongs into one part only.
+    As a context manager it commits at the end, also after an exception: what was sent cannot be taken back.
+    """
+
+    def __init__(self, client: Client, rates: Rates) -> None:
+        self._client = client
+        self._rates = rates
+        self._state: StepState | None = None
+        self._committed: Step | None = None
+
+    def push(self, values: Pushes, *, copy: bool = True) -> None:
+        """Sends gradients, as `Client.push` does, without ending the step."""
+        if self._committed is not None:
+            raise InputError(f"step {self._committed.clock} is committed already; begin another one")
+        self._state = self._client.push_part(self._state, values, self._rates, last=False, copy=copy)
+
+    def commit(self) -> Step:
+        """Ends the step: one tick. Again: the same step."""
+        if self._committed is None:
+            self._state = self._client.push_part(self._state, {}, self._rates, last=True, copy=True)
+            self._committed = Step(self._client, self._state)
+        return self._committed
+
+    def __enter__(self) -> OpenStep:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._state is not None or error is None:
+            self.commit()
+
+
+class Client:
+    """A worker's connection to a cluster; made by `connect`. Threads may share it."""
+
+    def __init__(self, url: str, worker: str, consistency: ASP | SSP, window: int, timeout: float, app: str) -> None:
+        self.consistency = consistency
+        self.timeout = timeout
+        self.app = app
+        self._requests = itertools.count(1)
+        self._session = Session(window)
+        self._lock = threading.RLock()  # session, open step, tables: whatever must keep an order
+        self._tables: dict[str, Handle] = {}
+        self._joined = False
+        self._open: StepState | None = None
+        self._closed = False
+        self._control = Control(url, timeout)
+        self._network: Network | None = None
+        try:
+            self._view_deadline = time.monotonic() + timeout
+            view = self._control.first_view(timeout)
+            self.worker = self._control.register(worker, app, self._lost, timeout)
+            self._network = Network(self._control.cluster, self.worker, view, self._session, self._lock, self._requests)
+            self._network.start(self._view_deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- what callers see ---------------------------------------------------------------------------------------
+
+    @property
+    def cluster(self) -> str:
+        return self._control.cluster
+
+    @property
+    def view(self) -> View:
+        """The newest view known here."""
+        return self._net.routes.view
+
+    @property
+    def clock(self) -> int:
+        """Steps pushed, counted from the worker's base clock."""
+        return self._session.clock
+
+    @property
+    def committed(self) -> int:
+        """The clock up to which every step is committed."""
+        return self._session.committed
+
+    def table(
+        self, name: str, *, dim: int, optimizer: Optimizer, init: Init | None = None, dtype: str = "float32"
+    ) -> SparseTable:
+        """Opens a sparse table, creating it if it is new. `SpecError` if it exists with another spec."""
+        spec = TableSpec(name, dim, optimizer, init or Zeros(), dtype)
+        return cast(SparseTable, self._open_table(spec, None))
+
+    def tensor(self, name: str, *, init: object, optimizer: Optimizer, dtype: str = "float32") -> DenseTensor:
+        """Opens a dense tensor. `init`, float32 of any shape, gives its values if it is new, its shape in any case.
+
+        Of several workers that open it at once one fills it and the others wait. `SpecError` as for `table`.
+        """
+        shape = getattr(init, "shape", None)
+        values = checked_floats(f"tensor {name!r}: init", init, tuple(shape) if shape is not None else _shape(init))
+        spec = TableSpec.dense(name, values.shape, optimizer, dtype)
+        return cast(DenseTensor, self._open_table(spec, values))
+
+    def push(self, values: Pushes, *, lr: Rates = None, copy: bool = True) -> Step:
+        """Sends one step: {table: (keys int64 [n], grads float32 [n, dim]), tensor: grad float32 of its shape}.
+
+        Returns at once, unless `window` steps are outstanding already. Gradients of keys that repeat are summed. An
+        empty mapping, or empty keys, is a step that only ticks the clock. `lr` overrides the optimizers' rates, for
+        all tables or by table. `copy=False` lends tensors' gradients instead of copying them: they must not change
+        until the step is committed. Raises `InputError` before anything is sent, `Timeout` when the window stays full.
+        """
+        return Step(self, self.push_part(None, values, lr, last=True, copy=copy))
+
+    def step(self, *, lr: Rates = None) -> OpenStep:
+        """Begins a step that is sent in parts."""
+        return OpenStep(self, lr)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Waits until every step pushed so far is committed. `Timeout` says whom it waited for."""
+        target = self._session.clock - (self._open is not None)
+        self._wait(lambda: self._session.committed >= target, timeout, "flush")
+
+    def close(self) -> None:
+        """Waits briefly for outstanding steps, leaves the cluster and closes every connection."""
+        if self._closed:
+            return
+        self._closed = True
+        network = self._network
+        if network is not None:
+            if network.error is None and self._session.outstanding:
+                network.wait(lambda: not self._session.outstanding, time.monotonic() + min(self.timeout, 5.0))
+            network.close()
+        self._control.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if error is None:
+                self.flush()
+        finally:
+            self.close()
+
+    # --- tables -------------------------------------------------------------------------------------------------
+
+    def _open_table(self, spec: TableSpec, values: NDArray | None) -> Handle:  # type: ignore[type-arg]
+        known = self._tables.get(spec.name)
+        registration = self._control.open_table(self.app, spec, self.worker.id, values is None, self.timeout)
+        if known is not None and known.id == registration.id:
+            return known
+        handle_type = SparseTable if values is None else DenseTensor
+        handle = handle_type(self, registration.spec, registration.id, spec)
+        self._net.create_table(registration.id, registration.spec.to_json(), self.timeout)
+        if isinstance(handle, DenseTensor):
+            self._fill(handle, registration, values)
+        with self._lock:
+            return self._tables.setdefault(spec.name, handle)
+
+    def _fill(self, tensor: DenseTensor, registration: Registration, values: object) -> None:
+        """Stores initial values where there are none; a no-op on a tensor that is ready."""
+        if registration.ready:
+            return
+        mine = registration.creator == self.worker.id
+        if not mine and self._control.wait_ready(self.app, tensor.name, registration.creator, self.timeout):
+            return
+        calls: list[Call] = []
+        routes = self._net.routes
+        write = tensor.initial(values, routes)
+        place = Place(routes.epoch, 0, self.worker.id, 0, 0, True)
+        for share in routes.shares:
+            for request, buffers in push_frames([write], share, routes, place, self._requests, Kind.INIT):
+                calls.append(self._net.start_call(routes.view.servers[share.server].name, request, buffers))
+        self._net.finish_calls(calls, self.timeout, f"filling tensor {tensor.name!r}")
+        self._control.mark_ready(self.app, registration, self.timeout)
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def push_part(self, state: StepState | None, values: Pushes, rates: Rates, *, last: bool, copy: bool) -> StepState:
+        """Sends one part of a step, beginning the step if `state` is None."""
+        network = self._net
+        network.check()
+        self._join()
+        if state is None and self._session.full:
+            self._wait(lambda: not self._session.full, None, "room in the window")
+        with self._lock:
+            if state is None and self._open is not None:
+                raise InputError(f"step {self._open.clock} is still open; commit it before pushing another")
+            routes = network.routes
+            clock = self._session.clock + 1 if state is None else state.clock
+            writes = [self._write(h, v, clock, rates, copy) for h, v in values.items()]
+            if state is None:
+                state = self._session.begin()
+            part, state.parts = state.parts, state.parts + 1
+            if part > MAX_PART:
+                raise InputError(f"a step has at most {MAX_PART + 1} parts")
+            self._open = None if last else state
+            for share in routes.shares:
+                server = routes.view.servers[share.server].name
+                empty = not any(w.plan.offsets[share.start] < w.plan.offsets[share.stop] for w in writes)
+                if empty and not last:
+                    continue
+                first = state.sent_parts.get(server, 0)
+                state.sent_parts[server] = part + 1
+                place = Place(routes.epoch, clock, self.worker.id, first, part, last)
+                for request, buffers in push_frames(writes, share, routes, place, self._requests):
+                    frame = PushFrame(clock, server, request, buffers)
+                    self._session.add(state, frame)
+                    network.send(server, frame.buffers)
+            if last:
+                self._session.close(state)
+        network.nudge()
+        return state
+
+    def _write(self, handle: object, value: object, clock: int, rates: Rates, copy: bool) -> Write:
+        if not isinstance(handle, SparseTable | DenseTensor):
+            raise InputError(f"push takes tables and tensors of this client as keys, got {type(handle).__name__}")
+        if self._tables.get(handle.name) is not handle:
+            raise InputError(f"{handle!r} belongs to another client")
+        lr = rates.get(handle) if isinstance(rates, Mapping) else rates
+        return handle.write(value, self._net.routes, clock, lr, copy)
+
+    def finish_step(self, state: StepState, timeout: float | None) -> None:
+        self._wait(lambda: state.done, timeout, f"step {state.clock}")
+        if state.error is not None:
+            raise state.error
+
+    def _join(self) -> None:
+        """Before the first operation: learn the active workers' minimum clock and start there (design, section 7)."""
+        if self._joined:
+            return
+        with self._lock:
+            if self._joined:
+                return
+            servers = [s.name for s in self._net.serving()]
+            query = [self._call(s, Header(Kind.JOIN)) for s in servers]
+            self._net.finish_calls(query, self.timeout, "joining")
+            base = max((c.answer.clock for c in query if c.answer is not None), default=0)
+            joins = [self._call(s, Header(Kind.JOIN, LAST, clock=base)) for s in servers]
+            self._net.finish_calls(joins, self.timeout, "joining")
+            self._session.start_at(base)
+            self._joined = True
+
+    def _call(self, server: str, header: Header) -> Call:
+        request = next(self._requests)
+        return self._net.start_call(server, request, [header._replace(request=request).pack()])
+
+    # --- pulls --------------------------------------------------------------------------------------------------
+
+    def start_read(self, read: AnyRead) -> AnyRead:
+        self._net.check()
+        self._join()
+        read.clock = self._session.clock - (self._open is not None)
+        bound = self.consistency.bound
+        self._net.start_read(read, 0 if bound is None else bound + 1, int(self.timeout * 1000))
+        return read
+
+    def finish_read(self, read: Read[tuple[int, ...]], timeout: float | None) -> None:
+        try:
+            self._wait(read.done, timeout, f"a pull of {read.name!r}")
+        except Timeout:
+            self._net.forget_read(read)
+            raise
+        if read.error is not None:
+            raise read.error
+
+    # --- waiting ------------------------------------------------------------------------------------------------
+
+    @property
+    def _net(self) -> Network:
+        assert self._network is not None
+        return self._network
+
+    def _wait(self, done, timeout: float | None, what: str) -> None:  # type: ignore[no-untyped-def]
+        if done():
+            return
+        timeout = self.timeout if timeout is None else timeout
+        started = time.monotonic()
+        if not self._net.wait(done, started + timeout):
+            self._net.check()
+            raise Timeout(f"{what} took longer than {timeout:.1f} s: {self._net.explain()}")
+
+    def _lost(self, reason: str) -> None:
+        if self._network is not None and not self._closed:
+            self._network.fence(f"worker {self.worker.name!r} lost its place in the cluster: {reason}")
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    import numpy as np
+
+    return np.asarray(value, np.float32).shape
+
+
+def connect(
+    url: str | None = None,
+    *,
+    worker: str = "",
+    consistency: ASP | SSP | None = None,
+    window: int = 4,
+    timeout: float = 30.0,
+    app: str = "default",
+) -> Client:
+    """Joins a cluster as a worker.
+
+    `url` is etcd://host:port[,host:port…]/cluster (default: the environment's ELASTICPS_URL). `worker` names this
+    process: started again under its name, it fences its older self (default: a name of its own). `window` is how
+    many steps may be outstanding before `push` waits. `timeout`, in seconds, bounds every wait that has no timeout of
+    its own. `app` separates the tables of applications that share the servers.
+
+    Raises `ConfigError` for unusable arguments and `ClusterUnreachable`, saying what was tried, within the timeout.
+    """
+    url = url or os.environ.get("ELASTICPS_URL", "")
+    if not url:
+        raise ConfigError("no cluster given: pass a URL such as etcd://127.0.0.1:2379/demo or set ELASTICPS_URL")
+    if not 1 <= window <= 1024:
+        raise ConfigError(f"window must be between 1 and 1024 steps, got {window}")
+    if not 0 < timeout < 86_400:
+        raise ConfigError(f"timeout must be between 0 and 86400 seconds, got {timeout}")
+    consistency = consistency or ASP()
+    if not isinstance(consistency, ASP | SSP):
+        raise ConfigError(f"consistency must be ASP() or SSP(staleness=k), got {consistency!r}")
+    return Client(url, worker or f"worker-{os.uname().nodename}-{os.getpid()}", consistency, window, timeout, app)
+
+

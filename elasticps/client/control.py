@@ -1,0 +1,193 @@
+"""The client's control plane: a thread with an event loop that talks to the coordination store.
+
+It finds the cluster, keeps the worker registered under its lease, and keeps the registry of tables. The data path
+never waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import uvloop
+
+from coordinator.connect import open_store
+from coordinator.errors import CoordinationError
+from coordinator.membership import WorkerSession, next_number, register_worker
+from coordinator.store import Store
+from coordinator.view import ClusterConfig, View, WorkerInfo
+from elasticps.errors import ClusterUnreachable, ConfigError, SpecError, Timeout
+from elasticps.spec import TableSpec
+
+T = TypeVar("T")
+POLL_S = 0.05
+WORKER_TTL_S = 10.0
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A table as the registry has it."""
+
+    id: int
+    spec: TableSpec
+    creator: int  # worker id
+    ready: bool
+    revision: int
+
+
+class Control:
+    """Synchronous face of the coordination store. Every call has a deadline and raises `elasticps.errors`."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._url = url
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="elasticps-control", daemon=True)
+        self._thread.start()
+        self._store: Store
+        self._worker: WorkerSession | None = None
+        try:
+            self._store = self.call(open_store(url, timeout_s=timeout_s), timeout_s + 1.0)
+        except ValueError as error:
+            self._stop()
+            raise ConfigError(str(error)) from None
+        except BaseException:
+            self._stop()
+            raise
+
+    @property
+    def cluster(self) -> str:
+        return self._store.cluster
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Runs a coroutine in the control thread and waits for it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise Timeout(f"the coordination store at {self._url} did not answer within {timeout_s:.1f} s") from None
+        except CoordinationError as error:
+            raise ClusterUnreachable(str(error)) from error
+
+    def close(self) -> None:
+        """Gives the worker's registration back and ends the thread."""
+        try:
+            if self._worker is not None:
+                self.call(self._worker.close(), 5.0)
+            self.call(self._store.close(), 5.0)
+        except (Timeout, ClusterUnreachable):  # the lease will run out by itself
+            pass
+        finally:
+            self._stop()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5.0)
+
+    # --- membership ---------------------------------------------------------------------------------------------
+
+    def register(self, name: str, app: str, on_lost: Callable[[str], None], timeout_s: float) -> WorkerInfo:
+        """Takes the name under a lease; an older incarnation of it is fenced."""
+        unique = name if app == "default" else f"{app}.{name}"
+        registering = register_worker(self._store, name=unique, app=app, ttl_s=WORKER_TTL_S, on_lost=on_lost)
+        try:
+            self._worker = self.call(registering, timeout_s)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return self._worker.info
+
+    def first_view(self, timeout_s: float) -> View:
+        """The view; waits until the cluster has formed one in which every range has a server."""
+        return self.call(self._first_view(timeout_s), timeout_s + 5.0)
+
+    async def _first_view(self, timeout_s: float) -> View:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            entry = await self._store.get("view")
+            if entry is not None:
+                return View.decode(entry.value)
+            if time.monotonic() > deadline:
+                config = await self._store.get("config")
+                wanted = ClusterConfig.from_json(config.value).min_servers if config else "a configuration and"
+                servers = [e.key.partition("/")[2] for e in (await self._store.list("servers/")).entries]
+                raise ClusterUnreachable(
+                    f"cluster {self._store.cluster!r} has not formed within {timeout_s:.1f} s: it waits for "
+                    f"{wanted} servers, registered are {', '.join(servers) or 'none'}; is a coordinator running?"
+                )
+            await asyncio.sleep(POLL_S)
+
+    def latest_view(self, timeout_s: float) -> View:
+        """The view as the store has it now."""
+
+        async def fetch() -> View:
+            entry = await self._store.get("view")
+            assert entry is not None, "a view never disappears"
+            return View.decode(entry.value)
+
+        return self.call(fetch(), timeout_s)
+
+    # --- the registry of tables ---------------------------------------------------------------------------------
+
+    def open_table(self, app: str, spec: TableSpec, worker: int, ready: bool, timeout_s: float) -> Registration:
+        """Registers the table, or finds it; `SpecError` says how an existing one differs."""
+        found = self.call(self._open_table(f"tables/{app}/{spec.name}", spec, worker, ready), timeout_s)
+        if difference := found.spec.difference(spec):
+            raise SpecError(f"table {spec.name!r} exists with another spec: its {difference}. Use the same spec or "
+                            "another name")  # fmt: skip
+        return found
+
+    async def _open_table(self, key: str, spec: TableSpec, worker: int, ready: bool) -> Registration:
+        while True:
+            entry = await self._store.get(key)
+            if entry is not None:
+                return _registration(entry.value, entry.revision)
+            table_id = await next_number(self._store, "next-table-id")
+            value = _registry_value(table_id, spec, worker, ready)
+            revision = await self._store.compare_and_set(key, value, expect=0)
+            if revision is not None:
+                return Registration(table_id, spec, worker, ready, revision)
+
+    def mark_ready(self, app: str, registration: Registration, timeout_s: float) -> None:
+        """Its initial values are on the servers. Losing the race means that somebody else said so."""
+        key = f"tables/{app}/{registration.spec.name}"
+        value = _registry_value(registration.id, registration.spec, registration.creator, True)
+        self.call(self._store.compare_and_set(key, value, expect=registration.revision), timeout_s)
+
+    def wait_ready(self, app: str, name: str, creator: int, timeout_s: float) -> bool:
+        """Waits until a dense tensor's creator has filled it; False if the creator is gone before that."""
+        return self.call(self._wait_ready(f"tables/{app}/{name}", creator, timeout_s), timeout_s + 5.0)
+
+    async def _wait_ready(self, key: str, creator: int, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            entry = await self._store.get(key)
+            if entry is not None and _registration(entry.value, entry.revision).ready:
+                return True
+            workers = (await self._store.list("workers/")).entries
+            if creator not in {WorkerInfo.from_json(e.value).id for e in workers}:
+                return False
+            if time.monotonic() > deadline:
+                raise Timeout(f"{key.rpartition('/')[2]!r}: its creator, worker {creator}, has not filled it within "
+                              f"{timeout_s:.1f} s")  # fmt: skip
+            await asyncio.sleep(POLL_S)
+
+
+def _registry_value(table_id: int, spec: TableSpec, creator: int, ready: bool) -> bytes:
+    return json.dumps({"id": table_id, "spec": spec.to_json(), "creator": creator, "ready": ready}).encode()
+
+
+def _registration(value: bytes, revision: int) -> Registration:
+    document = json.loads(value)
+    spec = TableSpec.from_json(document["spec"])
+    return Registration(document["id"], spec, document["creator"], document["ready"], revision)

@@ -1,0 +1,112 @@
+"""Tables and tensors as a training loop holds them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.client.inputs import checked_floats, checked_keys, checked_out
+from elasticps.client.reads import DenseRead, SparseRead
+from elasticps.client.routing import PushPlan, Routes, plan_push
+from elasticps.client.writes import DenseRows, SparseRows, Write
+from elasticps.errors import InputError
+from elasticps.hashing import table_salt
+from elasticps.spec import TableSpec
+
+if TYPE_CHECKING:
+    from elasticps.client.cluster import Client
+
+
+class _Handle:
+    def __init__(self, client: Client, spec: TableSpec, table_id: int, own: TableSpec) -> None:
+        self._client = client
+        self.spec = spec
+        self.id = table_id
+        self.salt = table_salt(table_id)
+        self._optimizer = own.optimizer  # the caller's own: a schedule is no part of the registered spec
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} of cluster {self._client.cluster!r}>"
+
+
+class SparseTable(_Handle):
+    """int64 key -> row of `dim` floats. A key never pushed has its initial value."""
+
+    @property
+    def dim(self) -> int:
+        return self.spec.dim
+
+    def pull(self, keys: object, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """Rows of `keys`, int64 [n], as float32 [n, dim] in the order of the keys; into `out` if given.
+
+        Raises `InputError` for unusable keys, `Timeout` when servers do not answer in time.
+        """
+        return self.pull_async(keys, out).result()
+
+    def pull_async(self, keys: object, out: NDArray[np.float32] | None = None) -> SparseRead:
+        """Asks for rows now; `result()` of what is returned waits for them."""
+        array = checked_keys(self.name, keys)
+        shape = (len(array), self.dim)
+        rows = np.empty(shape, np.float32) if out is None else checked_out(f"table {self.name!r}", out, shape)
+        private = array.copy() if array is keys else array
+        return self._client.start_read(SparseRead(self._client, self.id, self.salt, self.name, private, rows))
+
+    def write(self, value: object, routes: Routes, clock: int, lr: float | None, copy: bool) -> Write:
+        """What pushing `value`, a pair (keys int64 [n], grads float32 [n, dim]), sends."""
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise InputError(f"table {self.name!r}: push a pair (keys, grads), got {type(value).__name__}")
+        keys = checked_keys(self.name, value[0])
+        grads = checked_floats(f"table {self.name!r}: grads", value[1], (len(keys), self.dim))
+        plan = plan_push(keys, self.salt, routes)
+        return Write(self.id, SparseRows(keys, grads, plan.following), plan, self._optimizer.step_values(clock, lr))
+
+
+class DenseTensor(_Handle):
+    """A float32 tensor on the servers, cut into blocks that are spread over all of them."""
+
+    def __init__(self, client: Client, spec: TableSpec, table_id: int, own: TableSpec) -> None:
+        super().__init__(client, spec, table_id, own)
+        self._planned: tuple[int, PushPlan] | None = None  # the plan depends on the view only
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        assert self.spec.shape is not None
+        return self.spec.shape
+
+    def pull(self, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """The tensor, float32 of its shape; into `out` if given, which spares the allocation."""
+        return self.pull_async(out).result()
+
+    def pull_async(self, out: NDArray[np.float32] | None = None) -> DenseRead:
+        """Asks for the tensor now; `result()` of what is returned waits for it."""
+        if out is None:
+            out = np.empty(self.shape, np.float32)
+        else:
+            checked_out(f"tensor {self.name!r}", out, self.shape)
+        read = DenseRead(self._client, self.id, self.salt, self.spec.dim, self.name, out, self.spec.blocks)
+        return self._client.start_read(read)
+
+    def write(self, value: object, routes: Routes, clock: int, lr: float | None, copy: bool) -> Write:
+        """What pushing `value`, a gradient float32 of the tensor's shape, sends."""
+        return self._write(value, routes, self._optimizer.step_values(clock, lr), copy)
+
+    def initial(self, value: object, routes: Routes) -> Write:
+        """What storing initial values sends."""
+        return self._write(value, routes, np.empty(0, np.float32), copy=False)
+
+    def _write(self, value: object, routes: Routes, step_values: NDArray[np.float32], copy: bool) -> Write:
+        flat = checked_floats(f"tensor {self.name!r}", value, self.shape).reshape(math.prod(self.shape))
+        if self._planned is None or self._planned[0] != routes.epoch:
+            keys = np.arange(self.spec.blocks, dtype=np.int64)
+            self._planned = routes.epoch, plan_push(keys, self.salt, routes)
+        return Write(self.id, DenseRows(flat, self.spec.dim, copy), self._planned[1], step_values)
+
+
+Handle = SparseTable | DenseTensor

@@ -1,0 +1,45 @@
+"""What callers hand in, checked at the edge: nothing wrong gets as far as a socket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.errors import InputError
+
+Array = NDArray[Any]
+
+
+def checked_keys(name: str, keys: object) -> NDArray[np.int64]:
+    """Keys as a contiguous int64 [n]; InputError for anything that is not a one-dimensional array of integers."""
+    array = np.asarray(keys)
+    if array.ndim == 1 and not array.size and not isinstance(keys, np.ndarray):
+        return np.empty(0, np.int64)
+    if array.dtype.kind not in "iu" or array.dtype == np.uint64:
+        hint = "keys are integers; NaN and fractions have no row" if array.dtype.kind == "f" else "pass int64"
+        raise InputError(f"table {name!r}: keys must be int64, got {array.dtype}: {hint}")
+    if array.ndim != 1:
+        raise InputError(f"table {name!r}: keys must have one dimension, got shape {array.shape}; flatten them first")
+    return np.ascontiguousarray(array, np.int64)
+
+
+def checked_floats(what: str, values: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Values as a C-contiguous float32 array of `shape`; InputError otherwise. Lists are converted, arrays are not."""
+    array = np.asarray(values) if hasattr(values, "dtype") else np.asarray(values, np.float32)
+    if array.dtype != np.float32:
+        raise InputError(f"{what} must be float32, got {array.dtype}; convert with .astype(np.float32)")
+    if array.shape != shape:
+        raise InputError(f"{what} must have shape {shape}, got {array.shape}")
+    return np.ascontiguousarray(array)
+
+
+def checked_out(what: str, out: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """An array to receive into; InputError if it is not a writable C-contiguous float32 array of `shape`."""
+    if not isinstance(out, np.ndarray) or out.dtype != np.float32 or out.shape != shape:
+        got = f"{out.dtype} {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
+        raise InputError(f"{what}: out must be a float32 array of shape {shape}, got {got}")
+    if not (out.flags.c_contiguous and out.flags.writeable):
+        raise InputError(f"{what}: out must be C-contiguous and writable")
+    return out

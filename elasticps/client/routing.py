@@ -1,0 +1,196 @@
+"""Which key goes to which server, and in what order. Pure: arrays in, arrays out.
+
+A push is ordered by `rank`: ranges grouped by head, then by the rest of the chain, so that a head can forward slices
+of what it received. A pull only needs its keys grouped by the server that answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from coordinator.view import View
+from elasticps.hashing import hash_key, range_shift
+
+FRAME_BYTES = 512 << 10  # aimed at per PUSH frame: while the server applies one, the next is copied and sent
+
+
+@dataclass(frozen=True)
+class Share:
+    """The ranks `start`..`stop` that one server heads; `server` indexes `view.servers`."""
+
+    server: int
+    start: int
+    stop: int
+
+
+class Routes:
+    """A view as the client uses it."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.epoch = view.epoch
+        self.shift = range_shift(view.ranges)
+        by_chain = np.lexsort([np.arange(view.ranges), *view.chains.T[::-1]])  # last key sorts first: the head
+        self.range_at = by_chain.astype(np.int32)  # rank -> range
+        self.rank_of = np.empty(view.ranges, np.int32)  # range -> rank
+        self.rank_of[by_chain] = np.arange(view.ranges, dtype=np.int32)
+        heads = view.heads[by_chain]
+        edges = np.flatnonzero(np.diff(heads)) + 1
+        bounds = [0, *edges.tolist(), view.ranges]
+        self.shares = tuple(Share(int(heads[a]), a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+        self.reader_of = np.ascontiguousarray(view.tails)  # range -> server
+        readers = np.unique(self.reader_of)
+        self.only_reader = int(readers[0]) if len(readers) == 1 else -1
+
+    def headless(self) -> NDArray[np.intp]:
+        """Ranges that nobody serves."""
+        return np.flatnonzero(self.view.heads < 0)
+
+
+@dataclass(frozen=True)
+class PushPlan:
+    """A table's keys in rank order. `order` int64 [m]: the first position of each distinct key; `following` int64
+    [n]: the next position of the same key or -1, empty when no key repeats; `offsets` int64 [P + 1] into `order`."""
+
+    order: NDArray[np.int64]
+    following: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+
+def plan_push(keys: NDArray[np.int64], salt: np.uint64, routes: Routes) -> PushPlan:
+    """Orders keys int64 [n] by rank, stably, each distinct key once."""
+    n = len(keys)
+    order = np.empty(n, np.int64)
+    following = np.empty(n, np.int64)
+    offsets = np.empty(len(routes.rank_of) + 1, np.int64)
+    m, repeats = _plan_push(keys, salt, routes.shift, routes.rank_of, order, following, offsets)
+    return PushPlan(order[:m], following if repeats else following[:0], offsets)
+
+
+@njit(nogil=True, cache=True)
+def _plan_push(keys, salt, shift, rank_of, order, following, offsets):  # type: ignore[no-untyped-def]
+    n = keys.shape[0]
+    s = np.uint64(shift)
+    ranks = np.empty(n, np.int32)
+    offsets[:] = 0
+    increasing = True
+    for i in range(n):
+        ranks[i] = rank_of[hash_key(keys[i], salt) >> s]
+        if i and keys[i] <= keys[i - 1]:
+            increasing = False
+    repeats = 0
+    if not increasing:
+        repeats = _chain_repeats(keys, salt, following, ranks)
+    for i in range(n):
+        if ranks[i] >= 0:
+            offsets[ranks[i] + 1] += 1
+    for r in range(offsets.shape[0] - 1):
+        offsets[r + 1] += offsets[r]
+    at = offsets[:-1].copy()
+    for i in range(n):
+        r = ranks[i]
+        if r >= 0:
+            order[at[r]] = i
+            at[r] += 1
+    return n - repeats, repeats
+
+
+@njit(nogil=True, cache=True)
+def _chain_repeats(keys, salt, following, ranks):  # type: ignore[no-untyped-def]
+    """Links equal keys in their order of appearance and takes all but the first out of `ranks` (-1)."""
+    n = keys.shape[0]
+    capacity = 16
+    while capacity < 2 * n:
+        capacity *= 2
+    mask = capacity - 1
+    first = np.full(capacity, -1, np.int32)
+    newest = np.empty(capacity, np.int32)
+    repeats = 0
+    for i in range(n):
+        following[i] = -1
+        slot = np.int64(hash_key(keys[i], salt) & np.uint64(mask))
+        while first[slot] >= 0 and keys[first[slot]] != keys[i]:
+            slot = (slot + 1) & mask
+        if first[slot] < 0:
+            first[slot] = i
+        else:
+            following[newest[slot]] = i
+            ranks[i] = -1
+            repeats += 1
+        newest[slot] = i
+    return repeats
+
+
+@njit(nogil=True, cache=True)
+def take_sum(grads, order, following, out):  # type: ignore[no-untyped-def]
+    """out[j] = grads[order[j]], plus the gradients of the same key that follow it, added in their order."""
+    repeats = following.shape[0] > 0
+    for j in range(order.shape[0]):
+        i = order[j]
+        source, target = grads[i], out[j]
+        for d in range(target.shape[0]):
+            target[d] = source[d]
+        if repeats:
+            i = following[i]
+            while i >= 0:
+                source = grads[i]
+                for d in range(target.shape[0]):
+                    target[d] += source[d]
+                i = following[i]
+
+
+@njit(nogil=True, cache=True)
+def _plan_pull(keys, salt, shift, reader_of, order, offsets):  # type: ignore[no-untyped-def]
+    n = keys.shape[0]
+    s = np.uint64(shift)
+    readers = np.empty(n, np.int32)
+    offsets[:] = 0
+    for i in range(n):
+        r = reader_of[hash_key(keys[i], salt) >> s]
+        readers[i] = r
+        offsets[r + 1] += 1
+    for r in range(offsets.shape[0] - 1):
+        offsets[r + 1] += offsets[r]
+    at = offsets[:-1].copy()
+    for i in range(n):
+        r = readers[i]
+        order[at[r]] = i
+        at[r] += 1
+
+
+def plan_pull(
+    keys: NDArray[np.int64], salt: np.uint64, routes: Routes
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Groups keys int64 [n] by reader, stably: order int64 [n] and offsets int64 [servers + 1] into it."""
+    order = np.empty(len(keys), np.int64)
+    offsets = np.empty(len(routes.view.servers) + 1, np.int64)
+    _plan_pull(keys, salt, routes.shift, routes.reader_of, order, offsets)
+    return order, offsets
+
+
+@njit(nogil=True, cache=True)
+def place_rows(rows, order, out):  # type: ignore[no-untyped-def]
+    """out[order[j]] = rows[j]."""
+    for j in range(order.shape[0]):
+        source, target = rows[j], out[order[j]]
+        for d in range(target.shape[0]):
+            target[d] = source[d]
+
+
+def cut_ranks(sizes: NDArray[np.int64], limit: int = FRAME_BYTES) -> list[tuple[int, int]]:
+    """Cuts consecutive ranks of the given sizes (bytes) into runs of about `limit` bytes, at least one rank each."""
+    total = int(sizes.sum())
+    if total <= limit + limit // 2:
+        return [(0, len(sizes))]
+    ends = np.cumsum(sizes)
+    cuts, start = [], 0
+    while start < len(sizes):
+        done = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, done + limit, side="right")))
+        cuts.append((start, stop))
+        start = stop
+    return cuts

@@ -1,0 +1,106 @@
+"""The training loop that the workers and the reference share: only where gradients go differs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+import elasticps as eps
+from elasticps.demo.data import NO_GENRE, Ratings, batches
+from elasticps.demo.model import DENSE_LR, EMBEDDING_LR, EMBEDDING_STD, ROW, DeepFM, tensors
+from elasticps.torch import Embedding, EmbeddingBag, Optimizer
+
+REPORT_S = 0.1  # between two progress reports
+
+
+@dataclass
+class Trainable:
+    """A model with what steps it; `embeddings` have a `prefetch` if their rows are far away."""
+
+    model: DeepFM
+    optimizers: Sequence[torch.optim.Optimizer]
+    embeddings: tuple[Embedding, EmbeddingBag] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one process trains: its batches of each epoch."""
+
+    epochs: int
+    seed: int
+    worker: int = 0
+    workers: int = 1
+
+
+def remote(ps: eps.Client, ratings: Ratings, seed: int, *, overlap: bool = True) -> Trainable:
+    """The model with every weight at the servers."""
+    torch.manual_seed(seed)
+    rows = eps.Adagrad(lr=EMBEDDING_LR)
+    features = Embedding(ps, "features", ROW, optimizer=rows, init=eps.Normal(std=EMBEDDING_STD, seed=2 * seed))
+    genres = EmbeddingBag(
+        ps,
+        "genres",
+        ROW,
+        "mean",
+        optimizer=rows,
+        init=eps.Normal(std=EMBEDDING_STD, seed=2 * seed + 1),
+        padding_idx=NO_GENRE,
+    )
+    model = DeepFM(features, genres)
+    optimizer = Optimizer(
+        ps, model, optimizer=eps.Adam(lr=DENSE_LR), prefix="deepfm", overlap=overlap, pipeline=overlap
+    )
+    return Trainable(model, [optimizer], (features, genres))
+
+
+def local(ratings: Ratings, seed: int) -> Trainable:
+    """The same model in this process, with torch's own embeddings and optimizers."""
+    torch.manual_seed(seed)
+    features = nn.Embedding(ratings.feature_count, ROW)
+    genres = nn.EmbeddingBag(ratings.genre_count, ROW, mode="mean", padding_idx=NO_GENRE)
+    for table in (features, genres):
+        nn.init.normal_(table.weight, std=EMBEDDING_STD)
+    model = DeepFM(features, genres)
+    tables = [features.weight, genres.weight]
+    return Trainable(
+        model,
+        [torch.optim.Adagrad(tables, lr=EMBEDDING_LR), torch.optim.Adam(model.deep.parameters(), lr=DENSE_LR)],
+    )
+
+
+def train(
+    what: Trainable, ratings: Ratings, plan: Plan, tell: Callable[..., None], after: Callable[[int], None]
+) -> None:
+    """Runs the plan. `tell` gets progress several times a second, `after` each finished epoch (from 1)."""
+    torch.manual_seed(plan.seed + 1000 * plan.worker)  # dropout differs between workers
+    samples, last = 0, time.monotonic()
+    losses: list[float] = []
+    what.model.train()
+    for epoch in range(plan.epochs):
+        todo: list[np.ndarray] = batches(len(ratings), plan.seed, epoch, plan.worker, plan.workers)
+        following = tensors(ratings, todo[0])
+        for i in range(len(todo)):
+            features, genres, liked = following
+            for optimizer in what.optimizers:
+                optimizer.zero_grad()
+            loss = functional.binary_cross_entropy_with_logits(what.model(features, genres), liked)
+            loss.backward()
+            for optimizer in what.optimizers:
+                optimizer.step()
+            if i + 1 < len(todo):
+                following = tensors(ratings, todo[i + 1])
+                if what.embeddings is not None:
+                    what.embeddings[0].prefetch(following[0])
+                    what.embeddings[1].prefetch(following[1])
+            samples += len(liked)
+            losses.append(loss.item())
+            if time.monotonic() - last >= REPORT_S or i + 1 == len(todo):
+                tell("progress", epoch=epoch + 1, samples=samples, loss=float(np.mean(losses)))
+                losses, last = [], time.monotonic()
+        after(epoch + 1)

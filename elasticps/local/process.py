@@ -1,0 +1,111 @@
+"""One process of a local cluster: its command, its log, and how it is asked to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elasticps.errors import Error, Timeout
+from elasticps.local import keeper
+
+_LOG_TAIL_BYTES = 2000
+
+
+@dataclass
+class Process:
+    """A process that was started in a session of its own, so that Ctrl-C reaches only whoever owns it."""
+
+    name: str
+    role: str  # "etcd", "coordinator" or "server"
+    log: Path
+    output: Path
+    popen: subprocess.Popen[bytes]
+    moment: str
+    ready: dict[str, Any] = field(default_factory=dict)  # the line that it printed when it was ready
+
+    @classmethod
+    def start(
+        cls, name: str, role: str, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
+    ) -> Process:
+        """Runs `command` with its standard error appended to `<name>.log` and its output in `<name>.out`."""
+        log, output = folder / f"{name}.log", folder / f"{name}.out"
+        with log.open("ab") as errors, output.open("wb") as out:
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=errors,
+                env=dict(environment) if environment is not None else None,
+                start_new_session=True,
+            )
+        # A child that we have not waited for keeps its id, so this reads its own moment, or None where it is dead.
+        return cls(name, role, log, output, popen, keeper.started_at(popen.pid) or "")
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def running(self) -> bool:
+        return self.popen.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL, and waits until it is gone."""
+        self.popen.kill()
+        self.popen.wait()
+
+    def wait_until(self, ready: Callable[[], bool], deadline: float) -> None:
+        """Returns when `ready()`; Error if the process ends first, Timeout at `deadline` (time.monotonic())."""
+        while not ready():
+            if not self.running:
+                raise Error(f"{self.role} {self.name} {self.how_it_ended()} before it was ready; {self.last_words()}")
+            if time.monotonic() > deadline:
+                raise Timeout(f"{self.role} {self.name} was not ready in time; {self.last_words()}")
+            time.sleep(0.01)
+
+    def wait_ready(self, deadline: float) -> None:
+        """Waits for the line of JSON that our own processes print when they are ready; keeps it in `ready`."""
+        self.wait_until(self._read_ready, deadline)
+
+    def _read_ready(self) -> bool:
+        for line in self.output.read_bytes().splitlines(keepends=True):
+            if line.startswith(b"{") and line.endswith(b"\n"):
+                self.ready = json.loads(line)
+                return True
+        return False
+
+    def how_it_ended(self) -> str:
+        """In words, for example "was killed by SIGKILL"."""
+        code = self.popen.returncode
+        if code is None:
+            return "is running"
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def last_words(self) -> str:
+        """The end of its log, for an error message."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - _LOG_TAIL_BYTES), os.SEEK_SET)
+            text = log.read().decode(errors="replace").strip()
+        return f"its log ends with:\n{text}" if text else "its log is empty"
+
+
+def stop_all(processes: Sequence[Process], *, grace_s: float) -> None:
+    """SIGTERM to all, SIGKILL to those still there after `grace_s`; returns when every one has ended."""
+    for process in processes:
+        if process.running:
+            process.popen.terminate()
+    deadline = time.monotonic() + grace_s
+    for process in processes:
+        try:
+            process.popen.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()

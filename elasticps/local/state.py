@@ -1,0 +1,152 @@
+"""What is written down about the local clusters of this user, so that `status` and `down` find them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.names import check_name
+from elasticps.errors import ConfigError, Timeout
+from elasticps.local import keeper
+
+_FILE = "cluster.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One process of a recorded cluster; `role` is "etcd", "coordinator", "server", or "owner" (who started it)."""
+
+    name: str
+    role: str
+    pid: int
+    moment: str
+
+    @property
+    def running(self) -> bool:
+        return keeper.is_running(self.pid, self.moment)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A cluster as its state file tells it. The owner of a detached cluster has ended, and is not listed."""
+
+    name: str
+    url: str  # "" while etcd is not there yet
+    processes: tuple[Entry, ...]
+
+    @property
+    def owner(self) -> Entry | None:
+        return next((p for p in self.processes if p.role == "owner" and p.running), None)
+
+    @property
+    def running(self) -> bool:
+        return any(p.running for p in self.processes)
+
+
+def state_root(environment: Mapping[str, str] = os.environ) -> Path:
+    """The folder that holds a folder per cluster: the user's run-time folder, else ~/.local/state/elasticps."""
+    runtime = environment.get("XDG_RUNTIME_DIR", "")
+    if runtime and os.access(runtime, os.W_OK | os.X_OK):
+        return Path(runtime) / "elasticps"
+    return Path.home() / ".local" / "state" / "elasticps"
+
+
+def folder_of(name: str, root: Path | None = None) -> Path:
+    """Where the cluster called `name` keeps its state, data and logs."""
+    try:
+        return (root or state_root()) / check_name("cluster", name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def read(folder: Path) -> Record | None:
+    """The record in `folder`, None where there is none."""
+    try:
+        data: dict[str, Any] = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the state file {folder / _FILE} cannot be read: {error}") from None
+    if data.get("format") != _FORMAT:
+        raise ConfigError(f"the state file {folder / _FILE} was written by another version of elasticps")
+    return Record(data["name"], data["url"], tuple(Entry(**entry) for entry in data["processes"]))
+
+
+def write(folder: Path, record: Record) -> None:
+    """Replaces the record in `folder` in one step: a reader sees the old or the new one."""
+    new = folder / f"{_FILE}.new"
+    new.write_text(json.dumps({"format": _FORMAT, **asdict(record)}, indent=1) + "\n", encoding="utf-8")
+    new.replace(folder / _FILE)
+
+
+def records(root: Path | None = None) -> list[Record]:
+    """All recorded clusters, by name, running or not."""
+    found = [read(folder) for folder in sorted((root or state_root()).glob("*")) if folder.is_dir()]
+    return [record for record in found if record is not None]
+
+
+def claim(folder: Path) -> None:
+    """Makes `folder` for a new cluster that this process owns. ConfigError if one of that name is running; what a
+    cluster that died has left there is removed."""
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _locked(folder.parent):
+        if folder.exists():
+            old = read(folder)
+            if old is not None and old.running:
+                raise ConfigError(
+                    f"a local cluster called {folder.name!r} is running at {old.url or 'a place not yet known'}; "
+                    f"end it with: elasticps down --name {folder.name}"
+                )
+            remove(folder)
+        folder.mkdir(mode=0o700)
+        write(folder, Record(folder.name, "", (this_process(),)))
+
+
+def this_process() -> Entry:
+    """The entry of the process that runs this."""
+    pid = os.getpid()
+    return Entry("owner", "owner", pid, keeper.started_at(pid) or "")
+
+
+def end(folder: Path, record: Record, *, grace_s: float = 10.0) -> None:
+    """Ends the recorded cluster. Its owner does that itself if it is there; else every process that still is the one
+    recorded is ended here, etcd last, and the folder removed."""
+    if (owner := record.owner) is not None:
+        keeper.send(owner.pid, owner.moment, signal.SIGTERM)
+        deadline = time.monotonic() + 3 * grace_s
+        while owner.running:
+            if time.monotonic() > deadline:
+                raise Timeout(
+                    f"cluster {record.name!r} belongs to process {owner.pid}, which was asked to end and has not; "
+                    "end that process, then try again"
+                )
+            time.sleep(0.02)
+    for role in ("coordinator", "server", "etcd"):  # the coordinator first: nobody plans for servers that are ending
+        keeper.end_all([(p.pid, p.moment) for p in record.processes if p.role == role], grace_s=grace_s)
+    with _locked(folder.parent):
+        if folder.exists() and read(folder) == record:
+            remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Removes the folder of a cluster that has ended; refuses a folder that is none."""
+    if not (folder / _FILE).exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty and holds no cluster of elasticps; remove or rename it first")
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with (folder / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

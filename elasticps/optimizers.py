@@ -1,0 +1,344 @@
+"""Optimizers as values, and the checks that all values of `elasticps.spec` share.
+
+The learning rate is a property of the step: an optimizer's `lr` is a number, or a schedule `clock -> number` that
+stays in the worker. Whatever a kernel needs beyond the rows (rate, bias corrections) is computed here in float64 and
+travels in each push as `step_values`, so that replicas compute the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.errors import SpecError
+
+MAX_DIM = 65_536
+FLOAT32_LIMIT = 3.4e38  # numbers at or above it would reach a float32 kernel as infinity
+
+
+def number(value: object, what: str, low: float = 0.0, below: float = FLOAT32_LIMIT) -> float:
+    """`value` as a float with low <= value < below, both checked."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise SpecError(f"{what} must be a number, got {value!r}")
+    number = float(value)
+    if not low <= number < below:  # also false for NaN
+        bound = f"at least {low:g}" if below == FLOAT32_LIMIT else f"at least {low:g} and below {below:g}"
+        raise SpecError(f"{what} must be finite and {bound}, got {value!r}")
+    return number
+
+
+def integer(value: object, what: str, low: int, high: int) -> int:
+    """`value` as an int with low <= value <= high, both checked."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise SpecError(f"{what} must be an integer, got {value!r}")
+    if not low <= int(value) <= high:
+        raise SpecError(f"{what} must be from {low} to {high}, got {value!r}")
+    return int(value)
+
+
+def numbers(values: object, what: str) -> tuple[float, ...]:
+    """`values` as a tuple of finite floats, checked."""
+    if not isinstance(values, (tuple, list)):
+        raise SpecError(f"{what} must be a tuple of numbers, got {values!r}")
+    return tuple(number(value, what, low=-FLOAT32_LIMIT) for value in values)
+
+
+def text(value: object, what: str) -> str:
+    """`value`, checked to be a string that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise SpecError(f"{what} must be a string that is not empty, got {value!r}")
+    return value
+
+
+class Checked:
+    """Frozen dataclasses whose fields are checked and normalised once, when made."""
+
+    def _set(self, **values: object) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning rate that follows the worker's clock. All schedules are equal: the function is no part of a spec."""
+
+    function: Callable[[int], float] | None = field(default=None, compare=False)
+
+    def __call__(self, clock: int) -> float:
+        """The rate at `clock`. Raises SpecError for a spec that came as JSON, which carries no function."""
+        if self.function is None:
+            raise SpecError("this optimizer's lr is a schedule that lives in the worker; push with an explicit lr=")
+        return self.function(clock)
+
+    def __repr__(self) -> str:
+        return "<schedule>"
+
+
+class Optimizer(Checked, ABC):
+    """How a gradient changes a row of `dim` weights and its float32 slots."""
+
+    kind: ClassVar[str]
+    step_floats: ClassVar[int] = 1  # length of step_values
+    lr: float | Schedule
+
+    @abstractmethod
+    def slot_floats(self, dim: int) -> int:
+        """Number of float32 slots that a row of `dim` weights needs."""
+
+    def constants(self) -> tuple[float, ...]:
+        """What the kernel needs that never changes, in the kernel's order."""
+        return ()
+
+    @property
+    def slot_fill(self) -> float:
+        """Value of every slot of a new row."""
+        return 0.0
+
+    def step_values(self, clock: int, lr: float | None = None) -> NDArray[np.float32]:
+        """What the kernel needs for the step at `clock` (1 is a worker's first): float32 [step_floats].
+
+        `lr` overrides the optimizer's own for this step.
+        """
+        return np.array([self.rate(clock, lr)], dtype=np.float32)
+
+    def rate(self, clock: int, lr: float | None = None) -> float:
+        """The learning rate of the step at `clock`: `lr` if given, else the optimizer's number or schedule."""
+        if lr is not None:
+            return number(lr, "lr")
+        return self.lr if isinstance(self.lr, float) else number(self.lr(clock), f"lr at clock {clock}")
+
+    def _check_rate(self) -> None:
+        if not isinstance(self.lr, Schedule):
+            self._set(lr=Schedule(self.lr) if callable(self.lr) else number(self.lr, f"{type(self).__name__}.lr"))
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON form; a schedule is null."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {"kind": self.kind} | {k: None if isinstance(v, Schedule) else v for k, v in values.items()}
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """`torch.optim.SGD` without dampening. One slot per weight if momentum > 0, else none."""
+
+    kind: ClassVar[str] = "sgd"
+    lr: float | Schedule
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_rate()
+        self._set(
+            momentum=number(self.momentum, "SGD.momentum", below=1.0),
+            weight_decay=number(self.weight_decay, "SGD.weight_decay"),
+            nesterov=bool(self.nesterov),
+        )
+        if self.nesterov and not self.momentum:
+            raise SpecError("SGD.nesterov needs a momentum above 0")
+
+    def slot_floats(self, dim: int) -> int:
+        return dim if self.momentum else 0
+
+    def constants(self) -> tuple[float, ...]:
+        return (self.momentum, self.weight_decay, float(self.nesterov))
+
+
+@dataclass(frozen=True)
+class Adagrad(Optimizer):
+    """`torch.optim.Adagrad` (Duchi, Hazan, Singer 2011). One slot per weight: the sum of squares."""
+
+    kind: ClassVar[str] = "adagrad"
+    lr: float | Schedule
+    eps: float = 1e-10
+    initial_accumulator: float = 0.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._check_rate()
+        self._set(
+            eps=number(self.eps, "Adagrad.eps"),
+            initial_accumulator=number(self.initial_accumulator, "Adagrad.initial_accumulator"),
+            weight_decay=number(self.weight_decay, "Adagrad.weight_decay"),
+        )
+
+    def slot_floats(self, dim: int) -> int:
+        return dim
+
+    def constants(self) -> tuple[float, ...]:
+        return (self.eps, self.weight_decay)
+
+    @property
+    def slot_fill(self) -> float:
+        return self.initial_accumulator
+
+
+@dataclass(frozen=True)
+class RowAdagrad(Optimizer):
+    """Adagrad with one accumulator per row, of the mean square over the row (as in FBGEMM and DLRM)."""
+
+    kind: ClassVar[str] = "row_adagrad"
+    lr: float | Schedule
+    eps: float = 1e-10
+
+    def __post_init__(self) -> None:
+        self._check_rate()
+        self._set(eps=number(self.eps, "RowAdagrad.eps"))
+
+    def slot_floats(self, dim: int) -> int:
+        return 1
+
+    def constants(self) -> tuple[float, ...]:
+        return (self.eps,)
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """`torch.optim.Adam` (Kingma, Ba 2015). Two slots per weight: first moments, then second moments.
+
+    Bias corrections follow the worker's clock, also for a row first touched late (like `torch.optim.SparseAdam`).
+    """
+
+    kind: ClassVar[str] = "adam"
+    step_floats: ClassVar[int] = 2
+    lr: float | Schedule = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._check_rate()
+        name = type(self).__name__
+        betas = numbers(self.betas, f"{name}.betas")
+        if len(betas) != 2 or max(betas) >= 1.0 or min(betas) < 0.0:
+            raise SpecError(f"{name}.betas must be two numbers of at least 0 and below 1, got {self.betas!r}")
+        self._set(
+            betas=betas,
+            eps=number(self.eps, f"{name}.eps"),
+            weight_decay=number(self.weight_decay, f"{name}.weight_decay"),
+        )
+
+    def slot_floats(self, dim: int) -> int:
+        return 2 * dim
+
+    def constants(self) -> tuple[float, ...]:
+        return (self.betas[0], 1.0 - self.betas[0], self.betas[1], 1.0 - self.betas[1], self.eps, self.weight_decay)
+
+    def step_values(self, clock: int, lr: float | None = None) -> NDArray[np.float32]:
+        """[lr / (1 - beta1^clock), 1 / sqrt(1 - beta2^clock)]."""
+        return np.array(self._corrected(clock, self.rate(clock, lr)), dtype=np.float32)
+
+    def _corrected(self, clock: int, rate: float) -> tuple[float, ...]:
+        steps = max(clock, 1)
+        return rate / (1.0 - self.betas[0] ** steps), 1.0 / math.sqrt(1.0 - self.betas[1] ** steps)
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """`torch.optim.AdamW` (Loshchilov, Hutter 2019): Adam with decoupled weight decay."""
+
+    kind: ClassVar[str] = "adamw"
+    step_floats: ClassVar[int] = 3
+    weight_decay: float = 1e-2
+
+    def step_values(self, clock: int, lr: float | None = None) -> NDArray[np.float32]:
+        """Adam's two, and the factor 1 - lr * weight_decay on the weights."""
+        rate = self.rate(clock, lr)
+        return np.array((*self._corrected(clock, rate), 1.0 - rate * self.weight_decay), dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class FTRL(Optimizer):
+    """FTRL-Proximal (McMahan et al., KDD 2013, Algorithm 1); `lr` is the paper's alpha. Slots: z, then n."""
+
+    kind: ClassVar[str] = "ftrl"
+    lr: float | Schedule
+    beta: float = 1.0
+    l1: float = 0.0
+    l2: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._check_rate()
+        if self.lr == 0.0:
+            raise SpecError("FTRL.lr must be above 0: the update divides by it")
+        self._set(beta=number(self.beta, "FTRL.beta"), l1=number(self.l1, "FTRL.l1"), l2=number(self.l2, "FTRL.l2"))
+
+    def slot_floats(self, dim: int) -> int:
+        return 2 * dim
+
+    def constants(self) -> tuple[float, ...]:
+        return (self.beta, self.l1, self.l2)
+
+    def step_values(self, clock: int, lr: float | None = None) -> NDArray[np.float32]:
+        """[1 / lr]."""
+        rate = self.rate(clock, lr)
+        if rate == 0.0:
+            raise SpecError("FTRL cannot step with lr = 0: the update divides by it")
+        return np.array([1.0 / rate], dtype=np.float32)
+
+
+class _Unscaled(Optimizer):
+    """Operations that know no learning rate; one given with a push is ignored."""
+
+    step_floats: ClassVar[int] = 0
+
+    def slot_floats(self, dim: int) -> int:
+        return 0
+
+    def step_values(self, clock: int, lr: float | None = None) -> NDArray[np.float32]:
+        return np.empty(0, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class Assign(_Unscaled):
+    """A push replaces the row."""
+
+    kind: ClassVar[str] = "assign"
+
+
+@dataclass(frozen=True)
+class Accumulate(_Unscaled):
+    """A push is added to the row."""
+
+    kind: ClassVar[str] = "accumulate"
+
+
+@dataclass(frozen=True)
+class Custom(Optimizer):
+    """An optimizer that the servers know by `name`: see `elasticps.store.register_optimizer`.
+
+    A row has `slots` float32 per weight and then `row_slots` more. step_values are [lr, clock].
+    """
+
+    kind: ClassVar[str] = "custom"
+    step_floats: ClassVar[int] = 2
+    name: str
+    lr: float | Schedule = 0.0
+    constant_values: tuple[float, ...] = ()
+    slots: int = 0
+    row_slots: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_rate()
+        text(self.name, "Custom.name")
+        self._set(
+            constant_values=numbers(self.constant_values, "Custom.constant_values"),
+            slots=integer(self.slots, "Custom.slots", 0, 16),
+            row_slots=integer(self.row_slots, "Custom.row_slots", 0, MAX_DIM),
+        )
+
+    def slot_floats(self, dim: int) -> int:
+        return self.slots * dim + self.row_slots
+
+    def constants(self) -> tuple[float, ...]:
+        return self.constant_values
+
+    def step_values(self, clock: int, lr: float | None = None) -> NDArray[np.float32]:
+        """[lr, clock]."""
+        return np.array([self.rate(clock, lr), clock], dtype=np.float32)

@@ -1,0 +1,201 @@
+"""One worker's connection as the server sees it: bytes to frames, answers to bytes, bounded both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.wire.assembler import Assembler
+from elasticps.wire.frames import (
+    MAX_BODY_BYTES,
+    MAX_CONTROL_BYTES,
+    Buffer,
+    FrameError,
+    Header,
+    Kind,
+    VersionError,
+    json_frame,
+)
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 10.0
+STALLED_TIMEOUT_S = 60.0  # a peer that reads nothing for so long, while answers wait for it, is cut off
+WRITE_HIGH_BYTES = 4 << 20
+MAX_WAITING_ANSWERS = 64
+MAX_HELD_FRAMES = 4096
+
+Chunks = Iterator[list[Buffer]]
+
+
+class Handler(Protocol):
+    """What a connection needs of its server."""
+
+    def opened(self, connection: Connection) -> None:
+        """A peer connected."""
+
+    def closed(self, connection: Connection) -> None:
+        """It is gone."""
+
+    def handle(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> None:
+        """One frame. `body` is valid during the call only when `connection.staged`."""
+
+
+class Connection(asyncio.BufferedProtocol):
+    """A framed connection. Single-threaded: everything runs in the server's event loop.
+
+    Answers that do not fit into the transport's write buffer wait as generators, which make each chunk only when there
+    is room for it. While too many wait, nothing more is read from the peer: a client that stops reading costs a
+    bounded amount of memory and holds up nobody else.
+    """
+
+    def __init__(self, handler: Handler, loop: asyncio.AbstractEventLoop) -> None:
+        self._handler = handler
+        self._loop = loop
+        self._assembler = Assembler(self._on_frame, MAX_CONTROL_BYTES)
+        self._answers: deque[Chunks] = deque()
+        self._paused = False  # by the transport: its write buffer is full
+        self._held: deque[tuple[Header, NDArray[np.uint8]]] = deque()
+        self.holding = False  # frames wait for a view or roster
+        self._timer: asyncio.TimerHandle | None = None
+        self.transport: asyncio.Transport
+        self.peer = "?"
+        self.worker = 0  # 0 until it has said hello
+        self.worker_name = self.app = ""
+        self.told_epoch = 0  # the newest view sent to this peer
+
+    # --- asyncio ------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from asyncio's
+        self.peer = _address(transport.get_extra_info("peername"))
+        self.transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
+        self._timer = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
+        self._handler.opened(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._assembler.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            self._assembler.received(nbytes)
+        except FrameError as error:
+            self.refuse(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_timer()
+        self._answers.clear()
+        self._held.clear()
+        self._handler.closed(self)
+
+    def pause_writing(self) -> None:
+        self._paused = True
+        self._cancel_timer()
+        self._timer = self._loop.call_later(STALLED_TIMEOUT_S, self._stalled)
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._cancel_timer()
+        self._pump()
+
+    # --- frames -------------------------------------------------------------------------------------------------
+
+    @property
+    def staged(self) -> bool:
+        """Whether the body now being handled must be copied if it is to be kept."""
+        return self._assembler.staged
+
+    def welcome(self, worker: int, name: str, app: str) -> None:
+        """The peer is who it says: full-size frames from now on."""
+        self.worker, self.worker_name, self.app = worker, name, app
+        self._assembler.limit = MAX_BODY_BYTES
+        self._cancel_timer()
+
+    def _on_frame(self, header: Header, body: NDArray[np.uint8]) -> None:
+        if self.holding:
+            if len(self._held) >= MAX_HELD_FRAMES:
+                raise FrameError(f"more than {MAX_HELD_FRAMES} frames arrived while one was held")
+            self._held.append((header, body.copy() if self.staged else body))
+            return
+        self._handler.handle(self, header, body)
+
+    def hold(self, header: Header, body: NDArray[np.uint8]) -> None:
+        """Keeps this frame, and all that follow, until `release`: the server lacks what it needs to judge it."""
+        self.holding = True
+        self._held.appendleft((header, body.copy() if self.staged else body))
+        self.transport.pause_reading()
+
+    def release(self) -> None:
+        """Handles the frames held, in order; stops if one of them is held again."""
+        if not self.holding:
+            return
+        self.holding = False
+        try:
+            while self._held and not self.holding:
+                self._handler.handle(self, *self._held.popleft())
+        except FrameError as error:
+            self.refuse(error)
+        if not self.holding and not self._full and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def refuse(self, error: FrameError) -> None:
+        """Tells the peer why and closes: a stream that is wrong once cannot be trusted again."""
+        log.warning("refused peer=%s worker=%s reason=%r", self.peer, self.worker_name, str(error))
+        code = "version" if isinstance(error, VersionError) else "malformed"
+        if not self.transport.is_closing():
+            self.transport.write(json_frame(Kind.ERROR, {"code": code, "message": str(error)}))
+            self.transport.close()
+
+    # --- answers ------------------------------------------------------------------------------------------------
+
+    def send(self, frame: bytes) -> None:
+        """Sends a small answer."""
+        self.transport.write(frame)
+
+    def stream(self, chunks: Chunks) -> None:
+        """Sends an answer of several chunks, each made when there is room for it."""
+        self._answers.append(chunks)
+        self._pump()
+        if self._full:
+            self.transport.pause_reading()
+
+    @property
+    def _full(self) -> bool:
+        return len(self._answers) >= MAX_WAITING_ANSWERS
+
+    def _pump(self) -> None:
+        was_full = self._full
+        while self._answers and not self._paused and not self.transport.is_closing():
+            chunk = next(self._answers[0], None)
+            if chunk is None:
+                self._answers.popleft()
+            else:
+                self.transport.writelines(chunk)
+        if was_full and not self._full and not self.holding and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    # --- timers -------------------------------------------------------------------------------------------------
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _no_hello(self) -> None:
+        if not self.worker:
+            self.refuse(FrameError(f"no hello within {HELLO_TIMEOUT_S:.0f} s"))
+
+    def _stalled(self) -> None:
+        log.warning("cut off peer=%s worker=%s reason='read nothing for %.0f s'", self.peer, self.worker_name,
+                    STALLED_TIMEOUT_S)  # fmt: skip
+        self.transport.abort()
+
+
+def _address(peername: object) -> str:
+    return f"{peername[0]}:{peername[1]}" if isinstance(peername, tuple) else str(peername)

@@ -1,0 +1,322 @@
+"""What tables, optimizers, initialisers and consistency models are, as values.
+
+Nothing here touches memory, sockets or time. A `TableSpec` travels as JSON to the registry and to every server; two
+workers that open a table under one name must bring equal specs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from elasticps.errors import SpecError
+from elasticps.optimizers import (
+    FLOAT32_LIMIT,
+    FTRL,
+    MAX_DIM,
+    SGD,
+    Accumulate,
+    Adagrad,
+    Adam,
+    AdamW,
+    Assign,
+    Checked,
+    Custom,
+    Optimizer,
+    RowAdagrad,
+    Schedule,
+    integer,
+    number,
+    text,
+)
+
+__all__ = [
+    "ASP",
+    "BSP",
+    "DTYPES",
+    "FTRL",
+    "MAX_BLOCK",
+    "MAX_DIM",
+    "SGD",
+    "SSP",
+    "Accumulate",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Assign",
+    "Consistency",
+    "Constant",
+    "Custom",
+    "Init",
+    "Normal",
+    "Optimizer",
+    "RowAdagrad",
+    "Schedule",
+    "TableSpec",
+    "Uniform",
+    "Zeros",
+    "dense_block",
+]
+
+MAX_BLOCK = 16_384
+MAX_NAME = 200
+DTYPES = ("float32", "float16", "bfloat16")
+_BLOCK_ALIGN = 16  # floats: one cache line, so that blocks of a large tensor start on one
+_NAME = re.compile(r"[^\s/\x00-\x1f\x7f]+")
+
+
+class Init(Checked, ABC):
+    """Values of a row never pushed: a function of (seed, key), the same on every server and in every language.
+
+    Tables with the same initialiser and seed start with the same rows.
+    """
+
+    kind: ClassVar[str]
+    seed: int = 0
+
+    @abstractmethod
+    def parameters(self) -> tuple[float, float]:
+        """The kernel's two numbers."""
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON form."""
+        return {"kind": self.kind} | {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Zeros(Init):
+    """All zero."""
+
+    kind: ClassVar[str] = "zeros"
+
+    def parameters(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+@dataclass(frozen=True)
+class Constant(Init):
+    """All `value`."""
+
+    kind: ClassVar[str] = "constant"
+    value: float
+
+    def __post_init__(self) -> None:
+        self._set(value=number(self.value, "Constant.value", low=-FLOAT32_LIMIT))
+
+    def parameters(self) -> tuple[float, float]:
+        return self.value, 0.0
+
+
+@dataclass(frozen=True)
+class Uniform(Init):
+    """Uniform over [low, high)."""
+
+    kind: ClassVar[str] = "uniform"
+    low: float
+    high: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._set(
+            low=number(self.low, "Uniform.low", low=-FLOAT32_LIMIT),
+            high=number(self.high, "Uniform.high", low=-FLOAT32_LIMIT),
+            seed=integer(self.seed, "Uniform.seed", 0, 2**63 - 1),
+        )
+        if self.low > self.high:
+            raise SpecError(f"Uniform.low must not be above high, got {self.low} and {self.high}")
+
+    def parameters(self) -> tuple[float, float]:
+        return self.low, self.high
+
+
+@dataclass(frozen=True)
+class Normal(Init):
+    """Normal with the given mean and standard deviation."""
+
+    kind: ClassVar[str] = "normal"
+    mean: float = 0.0
+    std: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._set(
+            mean=number(self.mean, "Normal.mean", low=-3.4e37, below=3.4e37),
+            std=number(self.std, "Normal.std", below=3.4e37),
+            seed=integer(self.seed, "Normal.seed", 0, 2**63 - 1),
+        )
+
+    def parameters(self) -> tuple[float, float]:
+        return self.mean, self.std
+
+
+# --- consistency ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ASP:
+    """Asynchronous: a pull returns what is committed, however far other workers are."""
+
+    kind: ClassVar[str] = "asp"
+
+    @property
+    def bound(self) -> int | None:
+        """Steps by which the slowest active worker may lag behind a pull's own clock; None = any."""
+        return None
+
+
+@dataclass(frozen=True)
+class SSP(Checked):
+    """Bounded delay (Li et al., OSDI 2014): at most `staleness` steps ahead of the slowest active worker."""
+
+    kind: ClassVar[str] = "ssp"
+    staleness: int
+
+    def __post_init__(self) -> None:
+        self._set(staleness=integer(self.staleness, "SSP.staleness", 0, 2**31 - 1))
+
+    @property
+    def bound(self) -> int | None:
+        """See `ASP.bound`."""
+        return self.staleness
+
+
+@dataclass(frozen=True)
+class BSP:
+    """All workers' gradients of a round are averaged in worker order and applied as one step."""
+
+    kind: ClassVar[str] = "bsp"
+
+    @property
+    def bound(self) -> int | None:
+        """See `ASP.bound`."""
+        return 0
+
+
+Consistency = ASP | SSP | BSP
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+_OPTIMIZERS: dict[str, type[Optimizer]] = {
+    cls.kind: cls for cls in (SGD, Adagrad, RowAdagrad, Adam, AdamW, FTRL, Assign, Accumulate, Custom)
+}
+_INITS: dict[str, type[Init]] = {cls.kind: cls for cls in (Zeros, Constant, Uniform, Normal)}
+
+
+def dense_block(size: int) -> int:
+    """Block length in floats for a dense tensor of `size` floats: one block up to 16384, else near-equal blocks."""
+    if size <= MAX_BLOCK:
+        return max(size, 1)
+    blocks = -(-size // MAX_BLOCK)
+    return -(-size // (blocks * _BLOCK_ALIGN)) * _BLOCK_ALIGN
+
+
+@dataclass(frozen=True)
+class TableSpec(Checked):
+    """A table: int64 key -> `dim` weights and the optimizer's slots.
+
+    With a `shape` it is a dense tensor, C-ordered and cut into rows of `dim` floats whose keys are 0..blocks-1, the
+    last padded with zeros. Slots are float32 whatever the weights' dtype.
+    """
+
+    name: str
+    dim: int
+    optimizer: Optimizer
+    init: Init = field(default_factory=Zeros)
+    dtype: str = "float32"
+    shape: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if len(text(self.name, "a table name")) > MAX_NAME or not _NAME.fullmatch(self.name):
+            raise SpecError(
+                f"a table name has 1 to {MAX_NAME} characters, none of them a blank or '/', got {self.name!r}"
+            )
+        where = f"table {self.name!r}: "
+        if not isinstance(self.optimizer, Optimizer):
+            raise SpecError(f"{where}optimizer must be one of elasticps' optimizers, got {self.optimizer!r}")
+        if not isinstance(self.init, Init):
+            raise SpecError(f"{where}init must be one of elasticps' initialisers, got {self.init!r}")
+        if self.dtype not in DTYPES:
+            raise SpecError(f"{where}dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        self._set(dim=integer(self.dim, f"{where}dim", 1, MAX_DIM))
+        if self.shape is None:
+            return
+        self._set(shape=tuple(integer(n, f"{where}shape", 0, 2**40) for n in self.shape))
+        if self.dim > MAX_BLOCK:
+            raise SpecError(f"{where}a dense tensor's blocks have at most {MAX_BLOCK} floats, got {self.dim}")
+        if isinstance(self.optimizer, RowAdagrad):
+            raise SpecError(f"{where}RowAdagrad keeps one accumulator per row, and a dense tensor has no rows")
+
+    @classmethod
+    def dense(cls, name: str, shape: tuple[int, ...], optimizer: Optimizer, dtype: str = "float32") -> TableSpec:
+        """Spec of a dense tensor of `shape`, its block length chosen here."""
+        return cls(name, dense_block(math.prod(shape)), optimizer, Zeros(), dtype, shape)
+
+    @property
+    def size(self) -> int:
+        """Floats of a dense tensor, padding not counted. A sparse table has no size: SpecError."""
+        if self.shape is None:
+            raise SpecError(f"table {self.name!r} is sparse and has no size")
+        return math.prod(self.shape)
+
+    @property
+    def blocks(self) -> int:
+        """Rows of a dense tensor. A sparse table has none: SpecError."""
+        return -(-self.size // self.dim)
+
+    def to_json(self) -> str:
+        """Canonical JSON: equal specs give equal texts."""
+        values = {
+            "name": self.name,
+            "dim": self.dim,
+            "optimizer": self.optimizer.to_dict(),
+            "init": self.init.to_dict(),
+            "dtype": self.dtype,
+            "shape": self.shape,
+        }
+        return json.dumps(values, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, data: str | bytes) -> TableSpec:
+        """The spec that `to_json` wrote. Raises SpecError for anything else."""
+        try:
+            values = json.loads(data)
+        except ValueError as error:
+            raise SpecError(f"a table's spec is not JSON: {error}") from error
+        if not isinstance(values, dict) or values.keys() != {f.name for f in fields(cls)}:
+            raise SpecError(f"a table's spec must be an object of {[f.name for f in fields(cls)]}, got {values!r}")
+        shape = values["shape"]
+        if not (shape is None or isinstance(shape, list)):
+            raise SpecError(f"a table's shape must be a list or null, got {shape!r}")
+        return cls(
+            name=values["name"],
+            dim=values["dim"],
+            optimizer=_from_dict(_OPTIMIZERS, values["optimizer"], "optimizer"),
+            init=_from_dict(_INITS, values["init"], "init"),
+            dtype=values["dtype"],
+            shape=None if shape is None else tuple(shape),
+        )
+
+    def difference(self, other: TableSpec) -> str:
+        """What differs from `other`, in words: "dim is 64, not 32". Empty when equal."""
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return "; ".join(f"{name} is {mine!r}, not {theirs!r}" for name, mine, theirs in pairs if mine != theirs)
+
+
+def _from_dict(known: Mapping[str, type[Any]], values: object, what: str) -> Any:
+    if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
+        raise SpecError(f"a table's {what} must be an object with a kind, got {values!r}")
+    cls = known.get(values["kind"])
+    if cls is None:
+        raise SpecError(f"unknown {what} kind {values['kind']!r}; this version knows {', '.join(sorted(known))}")
+    arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "kind"}
+    if "lr" in arguments and arguments["lr"] is None:
+        arguments["lr"] = Schedule()
+    try:
+        return cls(**arguments)
+    except TypeError as error:
+        raise SpecError(f"{what} {values['kind']!r}: {error}") from error

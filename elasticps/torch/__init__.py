@@ -1,0 +1,19 @@
+"""PyTorch models whose embeddings and dense weights live on the parameter servers.
+
+    model = nn.Sequential(eps_torch.EmbeddingBag(ps, "words", 32, optimizer=eps.Adagrad(lr=0.1)), nn.Linear(32, 1))
+    optimizer = eps_torch.Optimizer(ps, model, optimizer=eps.Adam(lr=1e-3))
+    for ids, label in batches:
+        optimizer.zero_grad()
+        loss(model(ids), label).backward()   # gradients of a layer leave while the backward pass still runs
+        optimizer.step()                     # ends the step: one tick of this worker's clock
+
+What stays in the worker: buffers, such as the running statistics of a BatchNorm layer. Average them yourself if the
+workers' data differ much; evaluation in one worker uses that worker's own.
+"""
+
+from __future__ import annotations
+
+from elasticps.torch.embedding import Embedding, EmbeddingBag
+from elasticps.torch.optimizer import Optimizer
+
+__all__ = ["Embedding", "EmbeddingBag", "Optimizer"]

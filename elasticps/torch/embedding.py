@@ -1,0 +1,195 @@
+"""Embedding layers over the servers' tables: any int64 is an id, and nobody declares how many there are."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elasticps.errors import ConfigError, InputError
+from elasticps.spec import Init, Normal
+from elasticps.spec import Optimizer as ServerOptimizer
+
+if TYPE_CHECKING:
+    from elasticps.client import Client, SparseTable
+    from elasticps.client.reads import SparseRead
+
+MAX_PREFETCHED = 8  # batches of ids whose rows may be under way; older ones are dropped
+
+
+@dataclass(eq=False)
+class _Lookup:
+    """The rows that one batch of ids needs."""
+
+    ids: Tensor
+    version: int  # of `ids` when it was read: ids changed in place since then are other ids
+    keys: NDArray[np.int64]  # unique, without the padding id
+    positions: Tensor  # shape of ids: index into keys; len(keys) stands for the padding id
+    padded: bool
+    future: SparseRead | None  # None: no key, nothing to pull
+
+
+@dataclass(eq=False)
+class _Use:
+    """Takes the gradient of the rows that one forward pass pulled. Lives as long as the autograd graph does."""
+
+    owner: weakref.ref[Rows]
+    keys: NDArray[np.int64]
+
+    def __call__(self, rows: Tensor) -> None:
+        gradient, rows.grad = rows.grad, None
+        owner = self.owner()
+        if owner is not None and gradient is not None:
+            owner.take(self, gradient)
+
+
+class Rows(nn.Module):
+    """A table seen through torch: forward passes pull the rows they need, backward passes leave gradients here."""
+
+    def __init__(
+        self,
+        ps: Client,
+        name: str,
+        dim: int,
+        *,
+        optimizer: ServerOptimizer,
+        init: Init | None = None,
+        dtype: str = "float32",
+        padding_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        if init is None:  # torch's own default; the name as seed, because equal seeds start with equal rows
+            init = Normal(std=1.0, seed=zlib.crc32(name.encode()))
+        self.table: SparseTable = ps.table(name, dim=dim, optimizer=optimizer, init=init, dtype=dtype)
+        self.optimizer = optimizer
+        self.dim = dim
+        self.padding_idx = padding_idx
+        self._lock = threading.Lock()  # backward passes on CUDA run in torch's own threads
+        self._ahead: deque[_Lookup] = deque(maxlen=MAX_PREFETCHED)
+        self.uses: weakref.WeakSet[_Use] = weakref.WeakSet()
+        self._gradients: list[tuple[NDArray[np.int64], Tensor]] = []
+        self.on_gradient: Callable[[], None] = nobody
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Asks for the rows of `ids` now; the forward pass that gets this very tensor takes them.
+
+        The rows are as new as the servers had them at the time of this call.
+        """
+        self._ahead.append(self._ask(ids))
+
+    def extra_repr(self) -> str:
+        return f"{self.table.name!r}, dim={self.dim}"
+
+    def _ask(self, ids: Tensor) -> _Lookup:
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise InputError(f"ids of table {self.table.name!r} must be int64 or int32, got {ids.dtype}")
+        unique, positions = torch.unique(ids.detach(), return_inverse=True)
+        keys = unique.cpu().numpy().astype(np.int64, copy=False)
+        padded = False
+        if self.padding_idx is not None:
+            at = int(np.searchsorted(keys, self.padding_idx))
+            padded = at < len(keys) and int(keys[at]) == self.padding_idx
+            if padded:
+                keys = np.delete(keys, at)
+                positions = torch.where(positions == at, len(keys), positions - (positions > at).to(positions.dtype))
+        future = self.table.pull_async(keys) if len(keys) else None
+        return _Lookup(ids, ids._version, keys, positions, padded, future)
+
+    def _claim(self, ids: Tensor) -> _Lookup:
+        for lookup in self._ahead:
+            if lookup.ids is ids and lookup.version == ids._version:
+                self._ahead.remove(lookup)
+                return lookup
+        return self._ask(ids)
+
+    def _pull(self, ids: Tensor) -> tuple[Tensor, _Lookup]:
+        """The rows of a batch on its device, float32 [keys (+ 1 of zeros if padded), dim], ready for autograd."""
+        lookup = self._claim(ids)
+        if lookup.future is None:
+            rows = torch.empty((0, self.dim), device=ids.device)
+        else:
+            rows = torch.from_numpy(lookup.future.result()).to(ids.device)
+            if self.training and torch.is_grad_enabled():
+                use = _Use(weakref.ref(self), lookup.keys)
+                rows.requires_grad_().register_post_accumulate_grad_hook(use)
+                self.uses.add(use)
+        if lookup.padded:
+            rows = torch.cat([rows, rows.new_zeros((1, self.dim))])
+        return rows, lookup
+
+    def take(self, use: _Use, gradient: Tensor) -> None:
+        with self._lock:
+            self.uses.discard(use)
+            self._gradients.append((use.keys, gradient))
+        self.on_gradient()
+
+    def collect(self) -> tuple[list[NDArray[np.int64]], list[NDArray[np.float32]]]:
+        """Hands over all gradients since the last call: keys and gradients, one of each for every backward pass."""
+        with self._lock:
+            taken, self._gradients = self._gradients, []
+        return [keys for keys, _ in taken], [gradient.float().cpu().numpy() for _, gradient in taken]
+
+
+def nobody() -> None:
+    """Gradients of an embedding that no Optimizer trains wait in the embedding."""
+
+
+class Embedding(Rows):
+    """`torch.nn.Embedding` over a table of the servers: ids are any int64, and a row exists when it is first trained.
+
+    `optimizer` updates the rows at the servers, `init` gives the values of rows never trained (default: torch's normal
+    distribution), `dtype` is the servers' storage type. An id equal to `padding_idx` gives zeros and is not trained.
+    Rows are trained by passes in training mode; after `eval()`, or under `torch.no_grad()`, rows are only pulled.
+    Train it with `elasticps.torch.Optimizer`. The output is on the device of the ids.
+    """
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int64 or int32 of any shape -> float32 [..., dim]."""
+        rows, lookup = self._pull(ids)
+        return functional.embedding(lookup.positions, rows)
+
+
+class EmbeddingBag(Rows):
+    """`torch.nn.EmbeddingBag` over a table of the servers; see `Embedding` for ids, initial values and training."""
+
+    def __init__(
+        self,
+        ps: Client,
+        name: str,
+        dim: int,
+        mode: str = "mean",
+        *,
+        optimizer: ServerOptimizer,
+        init: Init | None = None,
+        dtype: str = "float32",
+        padding_idx: int | None = None,
+        include_last_offset: bool = False,
+    ) -> None:
+        if mode not in ("sum", "mean", "max"):
+            raise ConfigError(f"EmbeddingBag's mode must be 'sum', 'mean' or 'max', got {mode!r}")
+        super().__init__(ps, name, dim, optimizer=optimizer, init=init, dtype=dtype, padding_idx=padding_idx)
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """ids [bags, n], or ids [n] with the offset of each bag's start -> float32 [bags, dim]."""
+        rows, lookup = self._pull(ids)
+        return functional.embedding_bag(
+            lookup.positions,
+            rows,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=len(lookup.keys) if lookup.padded else None,
+        )

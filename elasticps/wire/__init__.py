@@ -1,0 +1,1 @@
+"""Frames and how they are cut out of a byte stream."""

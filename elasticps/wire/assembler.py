@@ -1,0 +1,122 @@
+"""From a byte stream to frames, without a copy that is not needed.
+
+Small frames are cut out of one staging buffer, many per system call. The body of a frame that does not fit there is
+received straight into its destination: a fresh buffer, or wherever `sink` wants it (a pull lands in the caller's
+array). Shared by both ends; knows no socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.wire.frames import HEADER_BYTES, Header, unpack_header
+
+Bytes = NDArray[np.uint8]
+STAGING_BYTES = 64 << 10
+
+
+class Assembler:
+    """Cuts a stream into frames: fill `buffer()`, then tell `received(n)`.
+
+    `on_frame(header, body)` is called for each frame in order; a body handed over is a uint8 array that is valid only
+    during the call when the frame was small (`staged` is then True) and owned by the callee otherwise.
+    `sink(header)` may name the destinations of a body, uint8 memoryviews that add up to its length; `on_frame` is
+    then called with an empty body once they are full.
+    """
+
+    def __init__(
+        self,
+        on_frame: Callable[[Header, Bytes], None],
+        limit: int,
+        sink: Callable[[Header], Sequence[memoryview] | None] | None = None,
+    ) -> None:
+        self._on_frame = on_frame
+        self._sink = sink
+        self.limit = limit
+        self.staged = True
+        self._staging = np.empty(STAGING_BYTES, np.uint8)
+        self._view = memoryview(self._staging)
+        self._start = self._end = 0
+        self._header: Header | None = None  # of the frame whose body is being received outside the staging buffer
+        self._body = _EMPTY
+        self._targets: list[memoryview] = []  # what is still to fill, last one first
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes go; never empty."""
+        if self._targets:
+            return self._targets[-1]
+        return self._view[self._end :]
+
+    def received(self, n: int) -> None:
+        """`n` bytes were written at the front of `buffer()`. Raises `FrameError` on a malformed stream."""
+        if not self._targets:
+            self._end += n
+            self._cut()
+            return
+        target = self._targets.pop()
+        if n < len(target):
+            self._targets.append(target[n:])
+        elif not self._targets:
+            self._finish()
+
+    @property
+    def mid_frame(self) -> bool:
+        """Whether the stream would be cut inside a frame if it ended now."""
+        return bool(self._targets) or self._end > self._start
+
+    def _finish(self) -> None:
+        header, body = self._header, self._body
+        assert header is not None
+        self._header, self._body = None, _EMPTY
+        self.staged = False
+        self._on_frame(header, body)
+        self.staged = True
+
+    def _cut(self) -> None:
+        while self._end - self._start >= HEADER_BYTES:
+            header = unpack_header(self._view, self._start, self.limit)
+            body_at = self._start + HEADER_BYTES
+            have = min(self._end - body_at, header.body)
+            targets = self._sink(header) if self._sink is not None else None
+            if targets is not None:
+                self._start = body_at + have
+                self._divert(header, targets, body_at, have)
+                if self._targets:
+                    break
+            elif have == header.body:
+                self._start = body_at + have
+                self._on_frame(header, self._staging[body_at : body_at + have])
+            elif HEADER_BYTES + header.body > STAGING_BYTES:
+                self._body = np.empty(header.body, np.uint8)
+                self._start = body_at + have
+                self._divert(header, [memoryview(self._body)], body_at, have)
+                break
+            else:
+                break
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start and STAGING_BYTES - self._end < STAGING_BYTES // 4:
+            left = self._end - self._start
+            self._staging[:left] = self._staging[self._start : self._end].copy()
+            self._start, self._end = 0, left
+
+    def _divert(self, header: Header, targets: Sequence[memoryview], at: int, have: int) -> None:
+        """Moves the `have` staged bytes of a body into its targets; what is then left is received there directly."""
+        self._header = header
+        left = [t for t in reversed(targets) if len(t)]
+        while have and left:
+            target = left.pop()
+            n = min(have, len(target))
+            target[:n] = self._view[at : at + n]
+            at, have = at + n, have - n
+            if n < len(target):
+                left.append(target[n:])
+        self._targets = left
+        if not left:
+            self._finish()
+
+
+_EMPTY: Bytes = np.empty(0, np.uint8)

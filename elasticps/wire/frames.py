@@ -1,0 +1,203 @@
+"""Frames: what travels between workers and servers. Bytes in, values out; no sockets here.
+
+Every frame is a fixed 64-byte little-endian header and a body whose length the header gives; `docs/wire.md` has the
+tables, `tests/wire` the golden vectors. Lengths are multiples of 8, so that arrays inside a body are aligned whenever
+the body is.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = 0x31535045  # "EPS1" in little-endian
+VERSION = 1
+HEADER_BYTES = 64
+MAX_BODY_BYTES = 64 << 20
+MAX_CONTROL_BYTES = 1 << 20  # hello, errors, specs; all that a peer may send before it is welcome
+MAX_BLOCKS = 4096
+MAX_DIM = 1 << 20
+
+Buffer = memoryview | bytes | bytearray
+
+
+class Kind(IntEnum):
+    """Frame kinds; requests below 64, answers from 64 on."""
+
+    HELLO = 1
+    CREATE = 2
+    INIT = 3
+    PUSH = 4
+    PULL = 5
+    JOIN = 6
+    WELCOME = 64
+    OK = 65
+    ROWS = 66
+    ERROR = 67
+    VIEW = 68
+
+
+LAST = 1  # PUSH: the step's last part, it ticks the clock. ROWS: the answer's last chunk. JOIN: see Header
+ALL_RANGES = 2  # PUSH: every range that the receiver heads at the frame's epoch
+
+_KINDS = frozenset(int(k) for k in Kind)
+_HEADER = struct.Struct("<IBBHQQQQIHHIIII")
+assert _HEADER.size == HEADER_BYTES
+
+
+class FrameError(ValueError):
+    """The bytes are not a frame that this version can accept; the connection cannot go on."""
+
+
+class VersionError(FrameError):
+    """The peer speaks another version of the protocol."""
+
+
+class Header(NamedTuple):
+    """The fixed part of a frame, in wire order (magic and version are implied).
+
+    `clock` is a step's clock in PUSH, the worker's own clock in PULL (read your writes), and the row offset in ROWS.
+    A PUSH covers the step's parts `first`..`part`; `count` is its number of blocks. In PULL and INIT, `table` and
+    `count` give the table and the number of keys. `bound` is the staleness bound of a PULL plus one, 0 for none, and
+    `wait_ms` how long the server may let it wait for that. JOIN asks for the active workers' minimum clock; with LAST
+    it admits the worker at the base `clock`.
+    """
+
+    kind: int
+    flags: int = 0
+    body: int = 0
+    request: int = 0
+    epoch: int = 0
+    clock: int = 0
+    worker: int = 0
+    first: int = 0
+    part: int = 0
+    table: int = 0
+    count: int = 0
+    bound: int = 0
+    wait_ms: int = 0
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(MAGIC, VERSION, *self)
+
+
+def unpack_header(buffer: Buffer, offset: int = 0, limit: int = MAX_BODY_BYTES) -> Header:
+    """Reads and checks a header; raises `FrameError` before anything of the promised length is allocated."""
+    magic, version, *fields = _HEADER.unpack_from(buffer, offset)
+    if magic != MAGIC:
+        raise FrameError(f"not an elasticps frame: it starts with {magic:#010x} instead of {MAGIC:#010x}")
+    if version != VERSION:
+        raise VersionError(f"the peer speaks wire version {version}, this side speaks {VERSION}; upgrade the older one")
+    header = Header._make(fields)
+    if header.kind not in _KINDS:
+        raise FrameError(f"unknown frame kind {header.kind}")
+    if header.body > limit:
+        raise FrameError(f"a {Kind(header.kind).name} body of {header.body} bytes is over the limit of {limit}")
+    if header.body & 7:
+        raise FrameError(f"a body of {header.body} bytes is not a multiple of 8")
+    return header
+
+
+# --- JSON bodies: rare control frames ---------------------------------------------------------------------------
+
+
+def json_frame(kind: Kind, document: dict[str, Any], *, request: int = 0, epoch: int = 0, flags: int = 0) -> bytes:
+    """A control frame: JSON padded with spaces to a multiple of 8."""
+    body = json.dumps(document, separators=(",", ":")).encode()
+    body += b" " * (-len(body) % 8)
+    return Header(kind, flags, len(body), request, epoch).pack() + body
+
+
+def json_body(body: Buffer) -> dict[str, Any]:
+    """The document of a control frame; `FrameError` if it is not a JSON object."""
+    try:
+        document = json.loads(bytes(body))
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"a control frame's body is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise FrameError(f"a control frame's body is a JSON {type(document).__name__}, not an object")
+    return document
+
+
+def bytes_frame(kind: Kind, body: bytes, *, request: int = 0, epoch: int = 0) -> bytes:
+    """A frame around opaque bytes; `count` holds their unpadded length."""
+    padded = body + b"\0" * (-len(body) % 8)
+    return Header(kind, 0, len(padded), request, epoch, count=len(body)).pack() + padded
+
+
+# --- PUSH bodies ------------------------------------------------------------------------------------------------
+
+_BLOCK = struct.Struct("<IIIHHQ")
+BLOCK_BYTES = _BLOCK.size
+assert BLOCK_BYTES == 24
+
+
+@dataclass(frozen=True)
+class Block:
+    """One table's share of a push: keys int64 [n], grads float32 [n, dim], step_values float32 [k]."""
+
+    table: int
+    keys: NDArray[np.int64]
+    grads: NDArray[np.float32]
+    step_values: NDArray[np.float32]
+
+
+def block_head(table: int, rows: int, dim: int, step_values: NDArray[np.float32]) -> bytes:
+    """What stands before a block's keys: its own header and the step values, padded to 8 bytes."""
+    values = step_values.tobytes()
+    return _BLOCK.pack(table, rows, dim, len(step_values), 0, 0) + values + b"\0" * (-len(values) % 8)
+
+
+def grads_padding(rows: int, dim: int) -> int:
+    """Bytes (0 or 4) that follow a block's gradients."""
+    return (rows * dim * 4) & 7
+
+
+def read_push(header: Header, body: NDArray[np.uint8]) -> tuple[NDArray[np.int32] | None, list[Block]]:
+    """Splits a PUSH body into the ranges that it names (None for ALL_RANGES) and its blocks, as views.
+
+    Layout: unless ALL_RANGES, uint64 m and int32 [m] ranges padded to 8; then `header.count` blocks.
+    Raises `FrameError` when lengths do not add up.
+    """
+    if header.count > MAX_BLOCKS:
+        raise FrameError(f"a push of {header.count} blocks is over the limit of {MAX_BLOCKS}")
+    size, at = len(body), 0
+    ranges: NDArray[np.int32] | None = None
+    if not header.flags & ALL_RANGES:
+        if size < 8:
+            raise FrameError("a push that names its ranges is too short to do so")
+        m = int.from_bytes(body[:8].tobytes(), "little")
+        if m > 1 << 20 or 8 + 4 * m > size:
+            raise FrameError(f"a push names {m} ranges but its body has {size} bytes")
+        ranges = body[8 : 8 + 4 * m].view(np.int32)
+        at = (8 + 4 * m + 7) & ~7
+    blocks = []
+    for _ in range(header.count):
+        if at + BLOCK_BYTES > size:
+            raise FrameError(f"a push of {header.count} blocks ends inside a block header")
+        table, rows, dim, values, _, _ = _BLOCK.unpack_from(body, at)
+        if not 0 < dim <= MAX_DIM:
+            raise FrameError(f"a push block has dim {dim}; the limit is {MAX_DIM}")
+        keys_at = at + BLOCK_BYTES + ((4 * values + 7) & ~7)
+        grads_at = keys_at + 8 * rows
+        end = grads_at + 4 * rows * dim
+        if end > size:
+            raise FrameError(f"a push block of {rows} rows of {dim} floats does not fit in a body of {size} bytes")
+        blocks.append(
+            Block(
+                table,
+                body[keys_at:grads_at].view(np.int64),
+                body[grads_at:end].view(np.float32).reshape(rows, dim),
+                body[at + BLOCK_BYTES : at + BLOCK_BYTES + 4 * values].view(np.float32),
+            )
+        )
+        at = (end + 7) & ~7
+    if at != size:
+        raise FrameError(f"a push body of {size} bytes has {size - at} bytes left over")
+    return ranges, blocks

@@ -1,0 +1,67 @@
+"""The command as people type it: nothing here starts a cluster."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from elasticps.cli.app import app
+from elasticps.cli.output import ExitCode
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", text))
+
+
+def test_version_and_help() -> None:
+    assert re.fullmatch(r"elasticps \d+\.\d+\.\d+ with Python 3\.\d+\.\S+\n", run("version").output)
+    for command in ("up", "down", "status", "server", "coordinator", "version"):
+        assert run(command, "--help").exit_code == ExitCode.OK
+        assert command in run("--help").output
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    assert run("fly").exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["up", "--replicas", "2"], "replicas=2 is not possible"),
+        (["up", "--ranges", "100"], "power of two"),
+        (["up", "--servers", "1000"], "1 to 64 servers"),
+        (["up", "--name", "../x"], "cannot name a cluster"),
+        (["down"], "no local cluster is there; start one with: elasticps up"),
+        (["down", "--name", "nobody"], "no local cluster is called 'nobody'"),
+        (["down", "--all", "--name", "x"], "--all and --name exclude each other"),
+        (["status"], "no local cluster is there"),
+        (["status", "--url", "http://127.0.0.1:1/x"], "it must begin with etcd://"),
+        (["status", "--url", "etcd://127.0.0.1:1/x", "--name", "x"], "--url and --name exclude each other"),
+        (["coordinator", "--url", "etcd://127.0.0.1:1/x", "--name", "a b"], "cannot name a coordinator"),
+        (["coordinator", "--url", "etcd://127.0.0.1:1/x", "--name", "c0", "--log-level", "loud"], "no log level"),
+    ],
+)
+def test_what_cannot_work_is_said_without_a_traceback(arguments: list[str], says: str, state_folder: Path) -> None:
+    result = run(*arguments)
+    assert result.exit_code == ExitCode.USAGE, result.output
+    assert says in plain(result.output)
+    assert "Traceback" not in result.output
+    assert not list(state_folder.glob("*/"))
+
+
+def test_an_etcd_that_is_not_there_is_said_within_the_time_allowed() -> None:
+    command = [sys.executable, "-m", "elasticps", "status", "--url", "etcd://127.0.0.1:1/x", "--timeout", "0.5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == ExitCode.UNREACHABLE, done.stderr
+    assert "127.0.0.1:1" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""

@@ -1,0 +1,90 @@
+"""`up`, `status` and `down` with real processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from elasticps.cli.output import ExitCode
+from elasticps.local import keeper, state
+
+Eventually = Callable[[Callable[[], bool]], None]
+
+ELASTICPS = [sys.executable, "-m", "elasticps"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*ELASTICPS, *arguments], capture_output=True, text=True, timeout=100, check=False)
+
+
+def status(*arguments: str) -> tuple[int, dict[str, Any]]:
+    done = run("status", "--json", *arguments)
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_a_detached_cluster_from_up_to_down(state_folder: Path, eventually: Eventually) -> None:
+    up = run("up", "--servers", "2", "--ranges", "32", "--name", "demo", "--detach", "--json")
+    assert up.returncode == ExitCode.OK, up.stderr
+    started = json.loads(up.stdout)
+    assert started["url"].startswith("etcd://127.0.0.1:")
+    assert started["url"].endswith("/demo")
+    record = state.read(state_folder / "demo")
+    assert record is not None
+    try:
+        code, seen = status()
+        assert code == ExitCode.OK
+        assert seen["healthy"]
+        assert seen["ranges"] == 32
+        assert seen["epoch"] >= 1
+        assert [server["id"] for server in seen["servers"]] == ["s0", "s1"]
+        for server, before in zip(seen["servers"], started["servers"], strict=True):
+            assert server["pid"] == before["pid"]
+            assert server["address"] == before["address"]
+            assert server["incarnation"] == 1
+            assert server["rows"] == server["bytes"] == 0
+        assert sum(server["ranges_headed"] for server in seen["servers"]) == 32
+
+        table = run("status", "--url", started["url"])
+        assert table.returncode == ExitCode.OK
+        assert started["servers"][0]["address"] in table.stdout
+
+        assert "is running" in run("up", "--name", "demo").stderr
+
+        victim = next(entry for entry in record.processes if entry.name == "s1")
+        keeper.send(victim.pid, victim.moment, signal.SIGKILL)
+        eventually(lambda: not victim.running)
+        code, seen = status("--timeout", "1")
+        assert code == ExitCode.DEGRADED
+        silent = seen["servers"][1]
+        assert (silent["state"], silent["pid"], silent["rows"]) == ("no answer", None, None)
+    finally:
+        down = run("down")
+    assert down.returncode == ExitCode.OK, down.stderr
+    assert not any(entry.running for entry in record.processes)
+    assert not (state_folder / "demo").exists()
+    assert run("status").returncode == ExitCode.USAGE
+
+
+def test_a_cluster_in_the_foreground_ends_with_ctrl_c_or_down(state_folder: Path) -> None:
+    for end in ("ctrl-c", "down"):
+        with subprocess.Popen(
+            [*ELASTICPS, "up", "--servers", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("etcd://127.0.0.1:")
+            record = state.read(state_folder / "local")
+            assert record is not None
+            assert record.owner is not None
+            assert record.owner.pid == process.pid
+            if end == "ctrl-c":
+                process.send_signal(signal.SIGINT)
+            else:
+                assert run("down", "--name", "local").returncode == ExitCode.OK
+            assert process.wait(30) == ExitCode.OK
+        assert not any(entry.running for entry in record.processes)
+        assert not (state_folder / "local").exists()

@@ -1,0 +1,125 @@
+"""What every test finds: folders of its own, etcd, clusters of real processes, and a look for what was left behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from elasticps.local import LocalCluster
+
+_MARK = "ELASTICPS_TEST_RUN"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Gives the run its own temporary and state folders, and fails it if a process or a temporary folder outlives it.
+
+    Every process that descends from this one inherits a mark, so that one that has been cut loose is found as well.
+    """
+    mark = uuid.uuid4().hex
+    folder = tmp_path_factory.mktemp("tmp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_MARK, mark)
+        patch.setenv("TMPDIR", str(folder))
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield
+        deadline = time.monotonic() + 5
+        while (processes := _descendants(mark)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        folders = sorted(path.name for path in folder.glob("elasticps-*"))
+    if processes or folders:
+        pytest.fail(f"left behind: processes {processes}, temporary folders {folders}", pytrace=False)
+
+
+def _descendants(mark: str) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if process.environ().get(_MARK) != mark:
+                continue
+            command = " ".join(process.cmdline())
+        except (psutil.Error, OSError):
+            continue  # it has ended, or is not ours to look at
+        if "resource_tracker" not in command:  # Python's own; it ends with us
+            found.append(f"{process.pid}: {command}")
+    return found
+
+
+class NewUrl(Protocol):
+    """Makes the URL of a cluster that nobody has used."""
+
+    def __call__(self, name: str = "test") -> str: ...
+
+
+class NewCluster(Protocol):
+    """Starts a LocalCluster with the arguments given; it ends with the test."""
+
+    def __call__(self, **arguments: Any) -> LocalCluster: ...
+
+
+@pytest.fixture(scope="session")
+def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """ "host:port" of one etcd that all tests share; use `etcd_url` for a cluster of your own on it."""
+    from elasticps.local.etcd import EtcdPlan
+    from elasticps.local.process import Process, stop_all
+
+    folder = tmp_path_factory.mktemp("etcd")
+    plan = EtcdPlan(folder / "data")
+    process = Process.start("etcd", "etcd", plan.command(), folder, plan.environment())
+    try:
+        process.wait_until(plan.healthy, time.monotonic() + 30)
+        yield plan.endpoint
+    finally:
+        stop_all([process], grace_s=5)
+
+
+@pytest.fixture
+def etcd_url(etcd_endpoint: str) -> NewUrl:
+    """A factory of URLs of clusters that do not exist yet, all on one etcd."""
+
+    def new(name: str = "test") -> str:
+        return f"etcd://{etcd_endpoint}/{name}-{uuid.uuid4().hex[:12]}"
+
+    return new
+
+
+@pytest.fixture
+def local_cluster() -> Iterator[NewCluster]:
+    """A factory of clusters of real processes; all of them end with the test."""
+    from elasticps.local import LocalCluster
+
+    with ExitStack() as running:
+        yield lambda **arguments: running.enter_context(LocalCluster(**arguments))
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool]], None]:
+    """Waits until a condition holds; fails the test if it does not within 10 s."""
+
+    def wait(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, "the condition did not come true within 10 s"
+            time.sleep(0.01)
+
+    return wait
+
+
+@pytest.fixture
+def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own for what `up` records; gone with the test."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "elasticps"

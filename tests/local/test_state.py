@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elasticps.errors import ConfigError
+from elasticps.local import keeper, state
+
+SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
+
+
+def entry(process: subprocess.Popen[bytes], role: str = "server") -> state.Entry:
+    return state.Entry("s0", role, process.pid, keeper.started_at(process.pid) or "")
+
+
+def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    record = state.Record("demo", "etcd://127.0.0.1:2379/demo", (state.this_process(),))
+    state.write(tmp_path, record)
+    assert state.read(tmp_path) == record
+    assert record.owner == state.this_process()
+
+
+def test_nothing_recorded_is_none(tmp_path: Path) -> None:
+    assert state.read(tmp_path) is None
+    assert state.records(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("text", ["", "{", json.dumps({"format": 99})])
+def test_a_damaged_or_foreign_record_is_a_clear_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "cluster.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"cluster\.json"):
+        state.read(tmp_path)
+
+
+def test_a_name_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot name a cluster"):
+        state.folder_of("../etc", tmp_path)
+
+
+def test_the_root_is_the_run_time_folder_where_there_is_one(tmp_path: Path) -> None:
+    assert state.state_root({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "elasticps"
+    fallback = Path.home() / ".local" / "state" / "elasticps"
+    assert state.state_root({}) == fallback
+    assert state.state_root({"XDG_RUNTIME_DIR": str(tmp_path / "missing")}) == fallback
+
+
+def test_a_claimed_folder_is_private_and_cannot_be_claimed_again(tmp_path: Path) -> None:
+    folder = tmp_path / "root" / "demo"
+    state.claim(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+    with pytest.raises(ConfigError, match="elasticps down --name demo"):
+        state.claim(folder)
+
+
+def test_what_a_dead_cluster_left_is_cleared_away(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    state.claim(folder)
+    (folder / "s0.log").write_text("old")
+    with subprocess.Popen(SLEEP) as process:
+        state.write(folder, state.Record("demo", "", (entry(process),)))
+        process.kill()
+    state.claim(folder)
+    assert not (folder / "s0.log").exists()
+
+
+def test_a_folder_that_is_no_cluster_is_never_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigError, match="not empty"):
+        state.claim(folder)
+    assert (folder / "thesis.tex").exists()
+
+
+def test_end_stops_what_is_recorded_and_leaves_strangers_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    state.claim(folder)
+    with subprocess.Popen(SLEEP) as ours, subprocess.Popen(SLEEP) as stranger:
+        other = replace(entry(stranger), name="s1", moment="a-moment-long-ago")
+        record = state.Record("demo", "", (entry(ours), other))
+        state.write(folder, record)
+        state.end(folder, record)
+        assert ours.wait(5) != 0
+        assert stranger.poll() is None
+        stranger.kill()
+    assert not folder.exists()
+
+
+def test_a_cluster_with_an_owner_is_ended_by_its_owner(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    state.claim(folder)
+    with subprocess.Popen(SLEEP) as owner:
+        record = state.Record("demo", "", (entry(owner, "owner"),))
+        state.write(folder, record)
+        state.end(folder, record)
+        assert owner.wait(5) != 0
+    assert not folder.exists()

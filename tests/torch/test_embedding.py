@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from elasticps.errors import ConfigError, InputError
+from elasticps.spec import SGD, Adagrad, Constant, Normal, Zeros
+from elasticps.torch import Embedding, EmbeddingBag, Optimizer
+from tests.torch.fake_ps import FakeClient
+
+
+def rows(table: Any, ids: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array([table.row(i) for i in ids]))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (2, 1, 4), (0,), (0, 3)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_an_embedding_adds_a_dimension_to_the_shape_of_the_ids(
+    ps: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
+    embedding = Embedding(ps, "users", 4, optimizer=SGD(lr=1.0))
+    ids = torch.randint(-5, 5, shape, dtype=dtype, device=device)
+    out = embedding(ids)
+    assert out.shape == (*shape, 4)
+    assert out.device == ids.device
+    assert torch.equal(out.cpu().reshape(-1, 4), rows(embedding.table, ids.flatten().tolist()).reshape(-1, 4))
+
+
+def test_ids_are_any_int64(ps: Any) -> None:
+    embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0), init=Zeros())
+    ids = torch.tensor([-(2**63), -1, 0, 2**63 - 1])
+    optimizer = Optimizer(ps, embedding)
+    embedding(ids).sum().backward()
+    optimizer.step()
+    assert torch.equal(embedding(ids), torch.full((4, 2), -1.0))
+
+
+def test_each_id_is_pulled_once_and_its_gradients_are_summed(ps: Any) -> None:
+    embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0), init=Zeros())
+    optimizer = Optimizer(ps, embedding)
+    embedding(torch.tensor([[3, 3], [9, 3]])).sum().backward()
+    optimizer.step()
+    assert ps.tables["users"].pulls == [[3, 9]]
+    assert rows(embedding.table, [3, 9]).tolist() == [[-3, -3], [-1, -1]]
+
+
+def test_without_init_rows_start_normal_and_differ_between_tables(ps: Any) -> None:
+    one, two = (Embedding(ps, name, 8, optimizer=SGD(lr=1.0)) for name in ("one", "two"))
+    assert isinstance(ps.tables["one"].init, Normal)
+    assert ps.tables["one"].init.std == 1.0
+    assert not torch.equal(one(torch.tensor([1])), two(torch.tensor([1])))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding_idx", [None, 2, 99])
+@pytest.mark.parametrize("form", ["2d", "offsets", "last_offset"])
+def test_a_bag_agrees_with_torchs(ps: Any, mode: str, padding_idx: int | None, form: str) -> None:
+    """Forward, and the rows after one SGD step."""
+    bag = EmbeddingBag(
+        ps, "words", 3, mode, optimizer=SGD(lr=0.5), padding_idx=padding_idx, include_last_offset=form == "last_offset"
+    )
+    reference = nn.EmbeddingBag(
+        100, 3, mode=mode, padding_idx=padding_idx, include_last_offset=form == "last_offset"
+    )  # padding_idx's row is zero there
+    ids = torch.tensor([[1, 2, 2], [7, 2, 1], [2, 2, 2], [5, 0, 99]])
+    known = [i for i in range(100) if i != padding_idx]
+    with torch.no_grad():
+        reference.weight[known] = rows(bag.table, known)
+    arguments = {
+        "2d": (ids,),
+        "offsets": (ids.flatten(), torch.tensor([0, 4, 4, 11])),
+        "last_offset": (ids.flatten(), torch.tensor([0, 4, 4, 12])),
+    }[form]
+    optimizer = Optimizer(ps, bag)
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.5)
+    got, want = bag(*arguments), reference(*arguments)
+    torch.testing.assert_close(got, want)
+    factor = torch.arange(1.0, 1.0 + got.numel()).reshape(got.shape)
+    (got * factor).sum().backward()
+    (want * factor).sum().backward()
+    optimizer.step()
+    theirs.step()
+    torch.testing.assert_close(rows(bag.table, known), reference.weight[known])
+    assert padding_idx not in ps.tables["words"].target.weights
+
+
+def test_a_bag_weighs_its_samples(ps: Any) -> None:
+    bag = EmbeddingBag(ps, "words", 3, "sum", optimizer=SGD(lr=1.0), init=Constant(2.0))
+    optimizer = Optimizer(ps, bag)
+    weights = torch.tensor([[0.5, 3.0]], requires_grad=True)
+    out = bag(torch.tensor([[1, 4]]), per_sample_weights=weights)
+    assert out.tolist() == [[7.0, 7.0, 7.0]]
+    out.sum().backward()
+    optimizer.step()
+    assert weights.grad is not None
+    assert weights.grad.tolist() == [[6.0, 6.0]]
+    assert rows(bag.table, [1, 4])[:, 0].tolist() == [1.5, -1.0]
+
+
+def test_padding_gives_zeros_and_is_neither_pulled_nor_trained(ps: Any) -> None:
+    embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0), init=Constant(3.0), padding_idx=-1)
+    optimizer = Optimizer(ps, embedding)
+    out = embedding(torch.tensor([-1, 4, -1, -7]))
+    assert out.tolist() == [[0, 0], [3, 3], [0, 0], [3, 3]]
+    out.sum().backward()
+    optimizer.step()
+    assert ps.tables["users"].pulls == [[-7, 4]]
+    assert sorted(ps.tables["users"].target.weights) == [-7, 4]
+    assert embedding(torch.full((2, 3), -1)).tolist() == torch.zeros(2, 3, 2).tolist()
+
+
+@pytest.mark.parametrize("how", ["eval", "no_grad"])
+def test_evaluation_only_pulls(ps: Any, how: str) -> None:
+    embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0))
+    if how == "eval":
+        embedding.eval()
+        assert not embedding(torch.tensor([1, 2])).requires_grad
+    else:
+        with torch.no_grad():
+            assert not embedding(torch.tensor([1, 2])).requires_grad
+    assert ps.log == []
+
+
+def test_prefetched_rows_are_taken_once_by_the_same_ids(ps: Any) -> None:
+    embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0))
+    ids = torch.tensor([4, 1, 4])
+    embedding.prefetch(ids)
+    assert ps.tables["users"].pulls == [[1, 4]]
+    first = embedding(ids)
+    assert ps.tables["users"].pulls == [[1, 4]]
+    assert torch.equal(first, embedding(ids))
+    assert ps.tables["users"].pulls == [[1, 4], [1, 4]]
+
+
+def test_ids_changed_after_the_prefetch_are_other_ids(ps: Any) -> None:
+    embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0))
+    ids = torch.tensor([4, 1])
+    embedding.prefetch(ids)
+    ids[0] = 8
+    assert torch.equal(embedding(ids), rows(embedding.table, [8, 1]))
+
+
+def test_forgotten_prefetches_are_bounded(ps: Any) -> None:
+    embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0))
+    batches = [torch.tensor([i]) for i in range(50)]
+    for batch in batches:
+        embedding.prefetch(batch)
+    assert len(embedding._ahead) <= 8
+    assert torch.equal(embedding(batches[0]), rows(embedding.table, [0]))
+
+
+def test_a_table_used_twice_in_one_forward_is_sent_once(ps: Any) -> None:
+    """Once through one module called twice, once through a second module of the same table."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0), init=Zeros())
+            self.two = EmbeddingBag(ps, "users", 2, "sum", optimizer=SGD(lr=1.0), init=Zeros())
+
+        def forward(self) -> torch.Tensor:
+            total = self.one(torch.tensor([1, 2])).sum() + 10 * self.one(torch.tensor([2, 3])).sum()
+            out: torch.Tensor = total + 100 * self.two(torch.tensor([[3, 4]])).sum()
+            return out
+
+    model = Twice()
+    optimizer = Optimizer(ps, model, bucket_bytes=1)
+    model().backward()
+    assert ps.parts == [["users"]]  # left with the last of the three gradients
+    optimizer.step()
+    assert ps.parts == [["users"]]
+    assert rows(ps.tables["users"], [1, 2, 3, 4])[:, 0].tolist() == [-1, -11, -110, -100]
+
+
+def test_an_output_that_the_loss_does_not_use_delays_the_table_to_the_step(ps: Any) -> None:
+    embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0), init=Zeros())
+    optimizer = Optimizer(ps, embedding, bucket_bytes=1)
+    unused = embedding(torch.tensor([5]))
+    embedding(torch.tensor([6])).sum().backward()
+    assert ps.parts == []
+    optimizer.step()
+    assert ps.parts == [["users"]]
+    assert list(ps.targets["users"].weights) == [6]
+    del unused
+    embedding(torch.tensor([6])).sum().backward()
+    assert ps.parts == [["users"], ["users"]]
+
+
+def test_the_graph_of_a_batch_can_be_freed_before_its_backward_pass(ps: Any) -> None:
+    embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0))
+    out = embedding(torch.tensor([5]))
+    assert len(embedding.uses) == 1
+    del out
+    assert len(embedding.uses) == 0
+
+
+def test_training_agrees_with_torchs_embedding(ps: Any) -> None:
+    embedding, linear = Embedding(ps, "users", 4, optimizer=Adagrad(lr=0.3)), nn.Linear(4, 1)
+    known, like_linear = nn.Embedding(20, 4), nn.Linear(4, 1)
+    with torch.no_grad():
+        known.weight.copy_(rows(embedding.table, list(range(20))))
+    like_linear.load_state_dict(linear.state_dict())
+    model, reference = nn.Sequential(embedding, linear), nn.Sequential(known, like_linear)
+    optimizers = [
+        Optimizer(ps, model, optimizer=Adagrad(lr=0.1)),
+        torch.optim.Adagrad(known.parameters(), lr=0.3),
+        torch.optim.Adagrad(like_linear.parameters(), lr=0.1),
+    ]
+    for _ in range(10):
+        ids = torch.randint(0, 20, (16,))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for net in (model, reference):
+            (net(ids) - ids[:, None]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(rows(embedding.table, list(range(20))), known.weight.detach())
+    torch.testing.assert_close(linear.weight, like_linear.weight)
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([1.0]), torch.tensor([True]), torch.tensor([float("nan")])])
+def test_ids_that_are_no_integers_are_refused(ps: Any, ids: torch.Tensor) -> None:
+    embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0))
+    with pytest.raises(InputError, match="ids of table 'users' must be int64"):
+        embedding(ids)
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    ps: Any = FakeClient()
+    with pytest.raises(ConfigError, match="'median'"):
+        EmbeddingBag(ps, "words", 2, "median", optimizer=SGD(lr=1.0))
+    assert ps.tables == {}
+
+
+def test_gradients_of_an_embedding_without_optimizer_wait(ps: Any) -> None:
+    embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0), init=Zeros())
+    embedding(torch.tensor([5])).sum().backward()
+    assert ps.log == []
+    optimizer = Optimizer(ps, embedding)
+    optimizer.step()
+    assert rows(embedding.table, [5]).tolist() == [[-1, -1]]

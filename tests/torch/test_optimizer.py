@@ -1,0 +1,496 @@
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from elasticps.errors import ConfigError, InputError, SpecError
+from elasticps.spec import SGD, Adagrad, Adam, Schedule, Zeros
+from elasticps.torch import Embedding, Optimizer
+from tests.torch.fake_ps import FakeClient
+
+
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def batch(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(16, 3, device=device)
+    return x, x.sum(dim=1, keepdim=True)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def agree(ps: FakeClient, model: nn.Module, prefix: str = "model") -> None:
+    """The model shows what the servers have."""
+    for name, parameter in model.named_parameters():
+        np.testing.assert_array_equal(parameter.detach().float().cpu().numpy(), ps.weight(f"{prefix}.{name}"))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("pipeline", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+def test_training_agrees_with_torchs_adam(
+    ps: Any, overlap: bool, pipeline: bool, bucket_bytes: int, device: str
+) -> None:
+    model, reference = perceptron().to(device), perceptron().to(device)
+    reference.load_state_dict(model.state_dict())
+    ours = Optimizer(ps, model, optimizer=Adam(lr=0.01), overlap=overlap, pipeline=pipeline, bucket_bytes=bucket_bytes)
+    theirs = torch.optim.Adam(reference.parameters(), lr=0.01)
+    for _ in range(5):
+        x, y = batch(device)
+        for net, optimizer in ((model, ours), (reference, theirs)):
+            optimizer.zero_grad()
+            loss_of(net, x, y).backward()
+            optimizer.step()
+    ours.refresh()
+    agree(ps, model)
+    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    assert ps.clock == 5
+
+
+def test_gradients_leave_while_the_backward_pass_runs(ps: Any) -> None:
+    """What the first layer's gradient sees when it is computed: the last layer's has left already."""
+    model = perceptron()
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1), bucket_bytes=1)
+    seen: list[list[str]] = []
+    x, y = batch()
+    out = model[0](x)
+    out.register_hook(lambda _: seen.extend(ps.parts))
+    nn.functional.mse_loss(model[1:](out), y).backward()
+    assert {name for part in seen for name in part} == {
+        "model.2.weight",
+        "model.2.bias",
+        "model.4.weight",
+        "model.4.bias",
+    }
+    optimizer.step()
+    assert len(ps.parts) == 6
+
+
+def test_small_gradients_travel_together(ps: Any) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))  # 1 KiB each
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1), bucket_bytes=3 * 1024)
+    model(torch.ones(1, 16)).sum().backward()
+    assert [len(part) for part in ps.parts] == [3, 3]
+    optimizer.step()
+    assert [len(part) for part in ps.parts] == [3, 3, 2]
+    assert ps.log[-1] == 1
+
+
+def test_a_second_worker_starts_from_the_servers_values(ps: Any) -> None:
+    first = perceptron()
+    optimizer = Optimizer(ps, first, optimizer=SGD(lr=0.1))
+    loss_of(first, *batch()).backward()
+    optimizer.step()
+    second = perceptron()
+    other: Any = FakeClient(targets=ps.targets)
+    Optimizer(other, second, optimizer=SGD(lr=0.1))
+    for mine, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=1, gamma=0.5),
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 1.0 / (1 + epoch)),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=5, cycle_momentum=False),
+    ],
+)
+def test_torchs_schedulers_set_the_rate_of_the_step(ps: Any, make: Callable[[Any], Any]) -> None:
+    model = nn.Linear(3, 1)
+    reference = nn.Linear(3, 1)
+    reference.load_state_dict(model.state_dict())
+    ours, theirs = Optimizer(ps, model, optimizer=SGD(lr=0.1)), torch.optim.SGD(reference.parameters(), lr=0.1)
+    schedulers = make(ours), make(theirs)
+    for _ in range(4):
+        x, y = batch()
+        for net, optimizer, scheduler in ((model, ours, schedulers[0]), (reference, theirs, schedulers[1])):
+            optimizer.zero_grad()
+            loss_of(net, x, y).backward()
+            optimizer.step()
+            scheduler.step()
+        torch.testing.assert_close(model.weight, reference.weight)
+
+
+def test_tables_have_a_group_and_a_rate_of_their_own(ps: Any) -> None:
+    embedding = Embedding(ps, "users", 3, optimizer=SGD(lr=0.5), init=Zeros())
+    model = nn.Sequential(embedding, nn.Linear(3, 1))
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1))
+    assert {group["name"]: group["lr"] for group in optimizer.param_groups} == {"dense0": 0.1, "users": 0.5}
+    optimizer.param_groups[1]["lr"] = 0.0
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert ps.tables["users"].row(1).tolist() == [0, 0, 0]
+
+
+def test_an_optimizer_for_each_parameter(ps: Any) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = Optimizer(ps, model, optimizer=lambda name, _: SGD(lr=1.0) if name == "bias" else Adagrad(lr=0.1))
+    assert [(len(group["params"]), group["lr"]) for group in optimizer.param_groups] == [(1, 0.1), (1, 1.0)]
+    assert ps.targets["model.bias"].spec == SGD(lr=1.0)
+
+
+def test_a_schedule_of_the_server_side_optimizer_is_followed(ps: Any) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    start = model.weight.item()
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=Schedule(lambda clock: 1.0 / clock)))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    assert model.weight.item() == pytest.approx(start - 1 - 1 / 2 - 1 / 3)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(ConfigError, match="its own schedule"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_of_several_backward_passes_add_up(ps: Any, overlap: bool) -> None:
+    embedding = Embedding(ps, "users", 3, optimizer=SGD(lr=1.0), init=Zeros())
+    linear = nn.Linear(3, 1)
+    model = nn.Sequential(embedding, linear)
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0), overlap=overlap, bucket_bytes=1)
+    weight = linear.weight.detach().clone()[0]
+    with optimizer.accumulate():
+        model(torch.tensor([1])).sum().backward()
+        model(torch.tensor([1, 2])).sum().backward()
+    assert ps.parts == []
+    model(torch.tensor([2])).sum().backward()
+    assert len(ps.parts) == (3 if overlap else 0)
+    optimizer.step()
+    torch.testing.assert_close(torch.from_numpy(ps.tables["users"].row(1)), -2 * weight)
+    torch.testing.assert_close(torch.from_numpy(ps.tables["users"].row(2)), -2 * weight)
+    assert ps.clock == 1
+
+
+def test_accumulated_only_gradients_leave_with_the_step(ps: Any) -> None:
+    model = perceptron()
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0), bucket_bytes=1)
+    with optimizer.accumulate():
+        loss_of(model, *batch()).backward()
+    optimizer.step()
+    assert sum(len(part) for part in ps.parts) == 6
+
+
+@pytest.mark.parametrize("what", ["dense", "table"])
+def test_a_second_backward_pass_after_gradients_have_left_is_refused(ps: Any, what: str) -> None:
+    model: nn.Module
+    if what == "dense":
+        model, x = nn.Linear(3, 1), torch.ones(1, 3)
+    else:
+        model, x = Embedding(ps, "users", 3, optimizer=SGD(lr=1.0)), torch.tensor([1])
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0))
+    model(x).sum().backward()
+    with pytest.raises(ConfigError, match=r"accumulate\(\)"):
+        model(x).sum().backward()
+    with optimizer.accumulate(), pytest.raises(ConfigError, match=r"accumulate\(\)"):
+        model(x).sum().backward()
+
+
+class _FailsHalfWay(torch.autograd.Function):
+    fail = True
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if FailsHalfWay.fail:
+            raise ZeroDivisionError("half-way")
+        return gradient
+
+
+FailsHalfWay: Any = _FailsHalfWay
+
+
+def test_after_a_backward_pass_that_raised_the_next_step_is_clean(ps: Any) -> None:
+    first, last = nn.Linear(3, 3), nn.Linear(3, 1)
+    embedding = Embedding(ps, "users", 3, optimizer=SGD(lr=1.0), init=Zeros())
+    model = nn.ModuleList([embedding, first, last])
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0), bucket_bytes=1)
+
+    def forward() -> torch.Tensor:
+        out: torch.Tensor = last(FailsHalfWay.apply(first(embedding(torch.tensor([1])))))
+        return out.sum()
+
+    FailsHalfWay.fail = True
+    with pytest.raises(ZeroDivisionError):
+        forward().backward()
+    assert sorted(name for part in ps.parts for name in part) == ["model.2.bias", "model.2.weight"]
+    with pytest.raises(ConfigError, match=r"call optimizer.zero_grad\(\) first"):
+        forward().backward()
+    with pytest.warns(RuntimeWarning, match=r"trained already: 2.weight, 2.bias"):
+        optimizer.zero_grad()
+    assert ps.log[-1] == 1  # the clock has ticked: the servers wait for nothing
+    agree(ps, model)
+
+    FailsHalfWay.fail = False
+    ps.log.clear()
+    forward().backward()
+    optimizer.step()
+    assert len({name for part in ps.parts for name in part}) == 5
+    assert ps.log[-1] == 2
+    agree(ps, model)
+
+
+def test_nothing_of_a_failed_pass_that_had_not_left_is_sent_later(ps: Any) -> None:
+    embedding = Embedding(ps, "users", 1, optimizer=SGD(lr=1.0), init=Zeros())
+    last = nn.Linear(1, 1)
+    model = nn.ModuleList([embedding, last])
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0))  # all of it fits one bucket: nothing leaves
+    FailsHalfWay.fail = True
+    with pytest.raises(ZeroDivisionError):
+        last(FailsHalfWay.apply(embedding(torch.tensor([1])))).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.zero_grad()
+    assert ps.log == []
+    optimizer.step()
+    assert ps.log == [1]  # an empty step is a tick
+
+
+def test_zero_grad_between_forward_and_backward(ps: Any) -> None:
+    model = perceptron()
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1), bucket_bytes=1)
+    for _ in range(3):
+        loss = loss_of(model, *batch())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert ps.clock == 3
+    assert len(ps.parts) == 18
+
+
+def test_clipping_after_gradients_have_left_is_found(ps: Any) -> None:
+    model = perceptron()
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1))
+    loss_of(model, *batch()).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(ConfigError, match="overlap=False"):
+        optimizer.step()
+    agree(ps, model)
+    loss_of(model, *batch()).backward()  # and training can go on
+    optimizer.step()
+
+
+def test_clipping_works_without_overlap(ps: Any) -> None:
+    model = perceptron()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0), overlap=False)
+    loss_of(model, *batch()).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+    moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]).norm()
+    assert float(moved) == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_a_rate_changed_after_gradients_have_left_is_found(ps: Any) -> None:
+    model = perceptron()
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1), bucket_bytes=1)
+    loss_of(model, *batch()).backward()
+    optimizer.param_groups[0]["lr"] = 0.2
+    with pytest.raises(ConfigError, match="learning rate of group 'dense0'"):
+        optimizer.step()
+
+
+def test_scaled_gradients_are_refused(ps: Any) -> None:
+    model = perceptron()
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, *batch())).backward()
+    with pytest.raises(ConfigError, match="bfloat16 autocast"):
+        scaler.step(optimizer)
+
+
+def test_tied_frozen_and_unused_parameters(ps: Any) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encode, self.decode, self.unused, self.frozen = (nn.Linear(3, 3, bias=False) for _ in range(4))
+            self.decode.weight = self.encode.weight
+            self.frozen.requires_grad_(False)
+            self.empty = nn.Parameter(torch.empty(0))
+            self.scalar = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.frozen(self.decode(self.encode(x))) * self.scalar
+            return out
+
+    model = Odd()
+    frozen, unused = model.frozen.weight.clone(), model.unused.weight.clone()
+    optimizer = Optimizer(ps, model, optimizer=Adam(lr=0.1), bucket_bytes=1)
+    assert sorted(ps.targets) == ["model.encode.weight", "model.frozen.weight", "model.scalar", "model.unused.weight"]
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert {name for part in ps.parts for name in part} == {"model.encode.weight", "model.scalar"}
+    assert model.decode.weight is model.encode.weight
+    assert torch.equal(model.frozen.weight, frozen)
+    assert torch.equal(model.unused.weight, unused)
+    assert model.scalar.shape == ()
+
+
+def test_a_parameter_unfrozen_later_is_trained(ps: Any) -> None:
+    model = nn.Linear(3, 1)
+    model.weight.requires_grad_(False)
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0))
+    model.weight.requires_grad_(True)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    agree(ps, model)
+    assert ps.targets["model.weight"].weights[0].sum() != 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_a_view_of_float32_at_the_servers(ps: Any, dtype: torch.dtype) -> None:
+    model = nn.Linear(3, 1).to(dtype)
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1e-4))
+    for _ in range(100):  # each step is too small for the local type
+        optimizer.zero_grad()
+        model(torch.ones(1, 3, dtype=dtype)).sum().backward()
+        optimizer.step()
+    assert model.weight.dtype == dtype
+    torch.manual_seed(7)
+    start = nn.Linear(3, 1).to(dtype)
+    torch.testing.assert_close(torch.from_numpy(ps.weight("model.weight")), start.weight.detach().float() - 0.01)
+
+
+def test_channels_last_parameters_keep_their_layout(ps: Any) -> None:
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1))
+    model(torch.ones(1, 3, 5, 5)).sum().backward()
+    optimizer.step()
+    agree(ps, model)
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_double_precision_is_refused(ps: Any) -> None:
+    with pytest.raises(SpecError, match=r"'weight' is torch.float64.*model.float\(\)"):
+        Optimizer(ps, nn.Linear(3, 1).double(), optimizer=SGD(lr=0.1))
+
+
+def test_lazy_parameters_are_refused(ps: Any) -> None:
+    with pytest.raises(ConfigError, match="run one batch"):
+        Optimizer(ps, nn.LazyLinear(3), optimizer=SGD(lr=0.1))
+
+
+def test_sparse_gradients_of_local_embeddings_are_refused(ps: Any) -> None:
+    model = nn.Embedding(5, 2, sparse=True)
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1))
+    with pytest.raises(InputError, match=r"elasticps\.torch\.Embedding"):
+        model(torch.tensor([1])).sum().backward()
+    optimizer.zero_grad()
+
+
+def test_a_model_with_nothing_to_train_is_refused(ps: Any) -> None:
+    with pytest.raises(ConfigError, match="no parameter"):
+        Optimizer(ps, nn.ReLU())
+    with pytest.raises(ConfigError, match="needs optimizer="):
+        Optimizer(ps, nn.Linear(1, 1))
+
+
+def test_two_optimizers_on_one_client_need_overlap_off(ps: Any) -> None:
+    one, two = nn.Linear(3, 1), nn.Linear(3, 1)
+    first = Optimizer(ps, one, optimizer=SGD(lr=0.1), prefix="one")
+    with pytest.raises(ConfigError, match="overlap=False"):
+        Optimizer(ps, two, optimizer=SGD(lr=0.1), prefix="two", overlap=False)
+    first.close()
+    first = Optimizer(ps, one, optimizer=SGD(lr=0.1), prefix="one", overlap=False)
+    second = Optimizer(ps, two, optimizer=SGD(lr=0.1), prefix="two", overlap=False)
+    (one(torch.ones(1, 3)) + two(torch.ones(1, 3))).sum().backward()
+    first.step()
+    assert ps.parts == [["one.weight", "one.bias"]]
+    second.step()
+    agree(ps, one, "one")
+    agree(ps, two, "two")
+
+
+def test_a_new_optimizer_for_the_same_model_replaces_the_old(ps: Any) -> None:
+    model = nn.Linear(3, 1)
+    old = Optimizer(ps, model, optimizer=SGD(lr=0.1), bucket_bytes=1)
+    new = Optimizer(ps, model, optimizer=SGD(lr=0.1), bucket_bytes=1)
+    model(torch.ones(1, 3)).sum().backward()
+    new.step()
+    assert sorted(name for part in ps.parts for name in part) == ["model.bias", "model.weight"]
+    old.close()  # twice is harmless
+
+
+def test_an_optimizer_that_nobody_holds_does_not_stay(ps: Any) -> None:
+    Optimizer(ps, nn.Linear(3, 1), optimizer=SGD(lr=0.1), prefix="one")
+    Optimizer(ps, nn.Linear(3, 1), optimizer=SGD(lr=0.1), prefix="two")
+
+
+def test_with_pipeline_new_weights_arrive_with_the_next_use(ps: Any) -> None:
+    model = perceptron()
+    first = next(model.parameters())
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1), pipeline=True)
+
+    def train() -> torch.Tensor:
+        old = first.detach().clone()
+        optimizer.zero_grad()
+        loss_of(model, *batch()).backward()
+        optimizer.step()
+        assert torch.equal(first, old)
+        return old
+
+    for use in (lambda: model(batch()[0]), lambda: model[0](batch()[0]), model.state_dict, optimizer.refresh):
+        old = train()
+        use()
+        assert not torch.equal(first, old)
+        agree(ps, model)
+
+
+def test_refresh_shows_other_workers_updates(ps: Any) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1))
+    ps.targets["model.weight"].weights[0] += 1
+    optimizer.refresh()
+    agree(ps, model)
+
+
+def test_step_runs_a_closure_and_returns_its_loss(ps: Any) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1), bucket_bytes=1)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch())
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) > 0
+    assert len(ps.parts) == 2
+    assert optimizer.last_step is not None
+
+
+def test_groups_cannot_be_added_later(ps: Any) -> None:
+    optimizer = Optimizer(ps, nn.Linear(3, 1), optimizer=SGD(lr=0.1))
+    with pytest.raises(ConfigError, match="whole model"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_rates_survive_a_state_dict(ps: Any) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1))
+    optimizer.param_groups[0]["lr"] = 0.03
+    again = Optimizer(ps, model, optimizer=SGD(lr=0.1))
+    again.load_state_dict(optimizer.state_dict())
+    assert again.param_groups[0]["lr"] == 0.03
+
+
+def test_buffers_stay_local(ps: Any) -> None:
+    Optimizer(ps, nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), optimizer=SGD(lr=0.1))
+    assert sorted(ps.targets) == ["model.0.bias", "model.0.weight", "model.1.bias", "model.1.weight"]
