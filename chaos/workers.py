@@ -10,8 +10,8 @@ from chaos.network import Link, Process
 from chaos.servers import KEYS_PER_RANGE, AskFrame, Content, PushFrame, Server, Update, ViewFrame
 from elasticps.client.outstanding import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
 from replication.chain import Chains, Member
-from replication.progress import after_part
 from replication.effects import ClocksReply, Reply, Status
+from replication.progress import after_part
 
 if TYPE_CHECKING:
     from chaos.simulator import World

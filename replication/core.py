@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replication.chain import Chains, Member, Ranges, Role
-from replication.progress import Clocks, Progress
 from replication.effects import Apply, Effects, Reply, Send, Status
 from replication.log import Frame, Log
 from replication.messages import Ack, Forward, Message, Operation, Seqs
+from replication.progress import Clocks, Progress
 
 NO_RANGES: Ranges = np.empty(0, dtype=np.int64)
 NO_RANGES.setflags(write=False)

@@ -14,8 +14,8 @@ from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 from replication.chain import Member, Ranges
-from replication.progress import Progress
 from replication.messages import Kind, Message, Operation, Payload, Seqs
+from replication.progress import Progress
 
 
 class Status(IntEnum):
@@ -44,8 +44,8 @@ class Push:
     """
 
     __slots__ = (
-        "after", "base", "clock", "epoch", "first", "kind", "last", "nbytes", "part", "payload", "ranges", "repeat", "roster",
-        "token", "worker",
+        "after", "base", "clock", "epoch", "first", "kind", "last", "nbytes", "part", "payload", "ranges", "repeat",
+        "roster", "token", "worker",
     )  # fmt: skip
 
     def __init__(

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from replication.chain import Ranges
-from replication.progress import Progress
 from replication.messages import Operation, Seqs
+from replication.progress import Progress
 
 
 class Frame:

@@ -40,7 +40,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replication.chain import Chains, Member, Ranges, Role, place
-from replication.progress import Progress, after_part, before_part
 from replication.core import NO_RANGES, ProtocolError, Waiter
 from replication.effects import (
     Ask,
@@ -67,6 +66,7 @@ from replication.messages import (
     Resync,
     Seqs,
 )
+from replication.progress import Progress, after_part, before_part
 
 _ORDERS_KEPT = 64
 

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replication.chain import Chains, Member, Ranges
-from replication.progress import MAX_PARTS, PART_BITS, Progress, after_part, touched_clock
 from replication.effects import Status
+from replication.progress import MAX_PARTS, PART_BITS, Progress, after_part, touched_clock
 
 
 class Content(Protocol):

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replication.progress import Clocks, after_part, before_part, touched_clock
 from replication.log import Entry, Frame, Log
 from replication.messages import Operation
+from replication.progress import Clocks, after_part, before_part, touched_clock
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=20))

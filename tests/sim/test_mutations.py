@@ -19,9 +19,9 @@ from chaos.simulator import run
 from coordinator import failover
 from elasticps.client.outstanding import Session, resume
 from replication.chain import Chains, Member
-from replication.progress import Clocks
 from replication.core import Core
 from replication.filling import Filling
+from replication.progress import Clocks
 from replication.replica import Replica
 
 Patch = Callable[[pytest.MonkeyPatch], None]
