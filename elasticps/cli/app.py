@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from importlib.metadata import entry_points
 
 import typer
 
@@ -33,6 +34,8 @@ for command in bench.registered_commands:
 app.add_typer(bench, name="bench", rich_help_panel=SHOW)
 app.command(rich_help_panel=RUN)(guarded(processes.server))
 app.command(rich_help_panel=RUN)(guarded(processes.coordinator))
+for extension in entry_points(group="elasticps.commands"):  # of packages that elasticps itself does not import
+    app.command(extension.name, rich_help_panel=SHOW)(guarded(extension.load()))
 
 
 @app.command(rich_help_panel=ABOUT)

@@ -1,0 +1,194 @@
+"""The invariants of the protocol, with names; each is checked when something happened that could break it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from chaos.servers import Done, Server, Update, updated
+from replication.chain import Chains, Member, Ranges, Role, unsafe_transition
+from replication.messages import Operation
+
+if TYPE_CHECKING:
+    from chaos.simulator import World
+    from chaos.workers import Trainer
+
+
+class Violation(AssertionError):
+    """An invariant does not hold: its name, and where."""
+
+    def __init__(self, invariant: str, text: str) -> None:
+        super().__init__(f"{invariant}: {text}")
+        self.invariant = invariant
+
+
+class Checks:
+    """What an observer who sees everything knows: what was sent first, what was told, who was level."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.touched: list[int] = []
+        self.level: dict[int, int] = {}
+        self.commits = 0
+        self._views: dict[int, Chains] = {}
+        self._first: dict[Done, dict[int, tuple[Update, ...]]] = {}
+        self._parts: dict[tuple[int, int], list[Done]] = {}
+        self._frames: dict[tuple[int, int], Done] = {}
+        self._told: list[set[Done]] = [set() for _ in range(world.plan.ranges)]
+        self._samples: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        self._heads: dict[tuple[int, int], Member] = {}
+
+    # -- one head per epoch, only the leader's views, the last full replica -------------------------------------------
+
+    def on_publish(self, old: Chains | None, new: Chains) -> None:
+        """A view was written."""
+        if old is not None:
+            text = unsafe_transition(old, new, self.level)
+            if text:
+                raise Violation("safe transition", text)
+        self._views[new.epoch] = new
+        for r in range(new.ranges):
+            if new.since[r] != new.epoch:
+                continue
+            if not any(self.world.known[m].alive for m in new.members_of(r)):
+                raise Violation("last full replica", f"range {r} is left to the dead in epoch {new.epoch}")
+            self._all_have(r, self._told[r], "under a new view")
+
+    def on_adopt(self, view: Chains) -> None:
+        """A server or worker follows a view."""
+        if self._views.get(view.epoch) is not view:
+            raise Violation("only the leader's views", f"epoch {view.epoch} was never written so")
+
+    def on_level(self, r: int, fill: int) -> None:
+        """A tail reported its joiner level."""
+        self.level[r] = fill
+        view = self.world.store.view
+        if view.since[r] == fill:
+            self._all_have(r, self._told[r], "when it was reported level")
+
+    # -- exactly once, content ---------------------------------------------------------------------------------------
+
+    def on_first_send(
+        self, trainer: Trainer, clock: int, after: int, last: bool, updates: dict[int, tuple[Update, ...]]
+    ) -> None:
+        """A worker's program pushes a part for the first time."""
+        done = (trainer.worker, after)
+        self._first[done] = updates
+        self._parts.setdefault((trainer.worker, clock), []).append(done)
+        if last:
+            sample = trainer.sample_of[clock]
+            self._samples.setdefault((trainer.name, sample), []).append(done)
+
+    def on_sent(self, trainer: Trainer, frame: int, after: int) -> None:
+        """A frame leaves a worker."""
+        self._frames[trainer.worker, frame] = (trainer.worker, after)
+
+    def on_apply(
+        self, server: Server, event: str, operation: Operation, r: int, seq: int, updates: Sequence[Update]
+    ) -> None:
+        """A replica is about to apply an operation."""
+        done = (operation.worker, operation.after)
+        where = f"{server.member} range {r} seq {seq} worker {done[0]} progress {done[1] >> 16}.{done[1] & 0xFFFF}"
+        if done in server.done[r]:
+            raise Violation("exactly once", where)
+        if seq != len(server.hashes[r]):
+            raise Violation("prefix", f"{where} follows seq {len(server.hashes[r]) - 1}")
+        if tuple(updates) != self._first[done].get(r, ()):
+            raise Violation("content", f"{where}: {updates} was first sent as {self._first[done].get(r, ())}")
+        replica = server.replica
+        view = replica.view
+        assert view is not None
+        if event == "push" and self._heads.setdefault((replica.epoch, r), server.member) != server.member:
+            raise Violation("one head per epoch", f"{where} epoch {replica.epoch}")
+        self.touched.append(r)
+
+    def on_install(self, server: Server, r: int, values: dict[int, int]) -> None:
+        """A joiner is about to put a piece in place."""
+        early = values.keys() & server.values[r].keys()
+        if early:
+            raise Violation("content", f"{server.member} has keys {sorted(early)} of range {r} before their piece")
+
+    # -- ack safety ---------------------------------------------------------------------------------------------------
+
+    def on_told(self, trainer: Trainer, frame: int, committed: Ranges) -> None:
+        """A worker hears that a frame is committed in some ranges."""
+        done = self._frames[trainer.worker, frame]
+        for r in committed.tolist():
+            self._tell(r, done)
+
+    def on_committed(self, trainer: Trainer, clock: int) -> None:
+        """A worker's session says that a step is committed."""
+        self.commits += 1
+        for done in self._parts[trainer.worker, clock]:
+            for r in range(self.world.plan.ranges):
+                self._tell(r, done)
+
+    def _tell(self, r: int, done: Done) -> None:
+        if done not in self._told[r]:
+            self._told[r].add(done)
+            self._all_have(r, {done}, "when its worker was told")
+
+    def _all_have(self, r: int, told: set[Done], when: str) -> None:
+        view = self.world.store.view
+        members = view.members_of(r)
+        joiner = view.joiner_of(r)
+        if joiner is not None and self.level.get(r) == view.since[r]:
+            members = (*members, joiner)
+        for member in members:
+            missing = told - self.world.known[member].done[r].keys()
+            if missing:
+                worker, after = min(missing)
+                text = f"{member} lacks {after >> 16}.{after & 0xFFFF} of worker {worker} in range {r} {when}"
+                raise Violation("ack safety", text)
+
+    # -- prefix and equal state ---------------------------------------------------------------------------------------
+
+    def after_event(self, server: Server) -> None:
+        """Compares what an event touched with the other replicas of the range."""
+        if not self.touched:
+            return
+        view = self.world.store.view
+        for r in self.touched:
+            members = view.members_of(r)
+            mine = server.member in members or (
+                server.member == view.joiner_of(r)
+                and server.replica.role[r] == Role.JOINING
+                and bool(server.replica.filled[r])
+                and server.replica.view is view
+            )
+            if mine:
+                for member in members:
+                    self._compare(r, server, self.world.known[member])
+        self.touched.clear()
+
+    def _compare(self, r: int, a: Server, b: Server) -> None:
+        shorter = min(len(a.hashes[r]), len(b.hashes[r]))
+        if a.hashes[r][shorter - 1] != b.hashes[r][shorter - 1]:
+            raise Violation("prefix", f"range {r}: {a.member} and {b.member} differ at seq {shorter - 1}")
+        if len(a.hashes[r]) == len(b.hashes[r]) and a.values[r] != b.values[r]:
+            raise Violation("equal state", f"range {r}: {a.member} and {b.member} at seq {shorter - 1}")
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def at_end(self) -> None:
+        """Everything is quiet: full replicas are equal, hold what a plain replay gives, and no sample is missing."""
+        view = self.world.store.view
+        for r in range(view.ranges):
+            servers = [self.world.known[m] for m in view.members_of(r)]
+            for server in servers:
+                if server.hashes[r] != servers[0].hashes[r]:
+                    raise Violation("equal state", f"range {r}: {server.member} differs from {servers[0].member}")
+                values: dict[int, int] = {}
+                for done in server.done[r]:
+                    for key, value in self._first[done].get(r, ()):
+                        values[key] = updated(values, key, value)
+                if values != server.values[r]:
+                    raise Violation("equal state", f"range {r}: {server.member} is not what its operations give")
+            self._all_have(r, self._told[r], "at the end")
+        for (name, sample), attempts in self._samples.items():
+            trained = sample < self.world.trainers[name].next_sample
+            if trained and not any(self._everywhere(done, view) for done in attempts):
+                raise Violation("no sample lost", f"sample {sample} of {name}")
+
+    def _everywhere(self, done: Done, view: Chains) -> bool:
+        return all(done in self.world.known[view.members_of(r)[0]].done[r] for r in range(view.ranges))

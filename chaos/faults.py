@@ -1,0 +1,108 @@
+"""Fault plans as data: what goes wrong when, made from a seed. Pure."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What can go wrong. Times are virtual seconds."""
+
+    CRASH_SERVER = "crash server"
+    FREEZE_SERVER = "freeze server"
+    SLOW_SERVER = "slow server"
+    RESET_LINK = "reset link"
+    RESET_ALL_LINKS = "reset all links"
+    PARTITION = "partition"
+    CRASH_LEADER = "crash leader"
+    FREEZE_LEADER = "freeze leader"
+    STORE_OUTAGE = "store outage"
+    RESTART_WORKER = "restart worker"
+    MOVE_RANGE = "move range"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: `a` and `b` pick its targets, modulo how many there are; `lasts_s` where it has a length."""
+
+    at_s: float
+    kind: Kind
+    a: int
+    b: int
+    lasts_s: float
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} ({self.a}, {self.b}) at {self.at_s:.4f} s for {self.lasts_s:.4f} s"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole scenario: the cluster, the network's temper, the load, and the faults in order."""
+
+    seed: int
+    servers: int
+    replicas: int
+    ranges: int
+    workers: int
+    window: int
+    steps: int
+    budget_bytes: int
+    delay_s: float
+    one_frame: bool
+    cas_trouble: float
+    fills: int
+    pieces: int
+    faults_end_s: float
+    faults: tuple[Fault, ...]
+
+
+_WEIGHTS = {
+    Kind.CRASH_SERVER: 4,
+    Kind.FREEZE_SERVER: 3,
+    Kind.SLOW_SERVER: 2,
+    Kind.RESET_LINK: 4,
+    Kind.RESET_ALL_LINKS: 1,
+    Kind.PARTITION: 2,
+    Kind.CRASH_LEADER: 1,
+    Kind.FREEZE_LEADER: 1,
+    Kind.STORE_OUTAGE: 1,
+    Kind.RESTART_WORKER: 2,
+    Kind.MOVE_RANGE: 4,
+}
+
+
+def random_plan(seed: int) -> Plan:
+    """The scenario of a seed: the same one on every machine."""
+    rng = random.Random(f"plan {seed}")
+    replicas = rng.choice((1, 2, 2, 2, 3, 3))
+    end = rng.uniform(0.3, 0.8)
+    kinds, weights = list(_WEIGHTS), list(_WEIGHTS.values())
+    faults = [
+        Fault(
+            at_s=rng.uniform(0.0, end),
+            kind=rng.choices(kinds, weights)[0],
+            a=rng.randrange(1 << 16),
+            b=rng.randrange(1 << 16),
+            lasts_s=rng.choice((rng.uniform(0.001, 0.02), rng.uniform(0.02, 0.4))),
+        )
+        for _ in range(rng.choice((rng.randint(2, 12), rng.randint(15, 30))))
+    ]
+    return Plan(
+        seed=seed,
+        servers=rng.randint(max(2, replicas), 5),
+        replicas=replicas,
+        ranges=rng.choice((2, 4, 8)),
+        workers=rng.randint(1, 3),
+        window=rng.randint(1, 4),
+        steps=rng.randint(10, 40),
+        budget_bytes=rng.choice((150, 1000, 1 << 20)),
+        delay_s=rng.choice((0.0002, 0.001, 0.004)),
+        one_frame=rng.random() < 0.3,
+        cas_trouble=rng.choice((0.0, 0.0, 0.3)),
+        fills=rng.randint(1, 8),
+        pieces=rng.randint(1, 4),
+        faults_end_s=end,
+        faults=tuple(sorted(faults, key=lambda f: f.at_s)),
+    )

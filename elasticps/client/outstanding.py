@@ -1,0 +1,302 @@
+"""A worker's pushes until they are committed: which steps are outstanding, who lacks what, what to send again. Pure.
+
+Events: push, adopt, connected, disconnected, reply, clocks. Each returns what the shell has to send, in order; the
+frames of one head go out on one FIFO connection. Only this module repeats pushes, so retries never stack.
+
+Why no step is lost and none counted twice: a step leaves only when every range of its last part is committed, as said
+by a reply or by an answer to Ask that names it committed (applied is not enough: its replicas may die). A head that is
+new, was cut off, or refused a frame is asked for the worker's clocks first, and gets everything outstanding that it
+lacks in clock order before any new step. Frames in flight to such a head are forgotten: what they named under the old
+view may not be what it heads now. What comes twice is recognised by its clock; what is sent again is byte for byte the
+first send, because the session keeps a private copy.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replication.chain import Chains, Member, Ranges
+from replication.effects import Status
+from replication.progress import MAX_PARTS, PART_BITS, Progress, after_part, touched_clock
+
+
+class Content(Protocol):
+    """What a part of a step carries; the shell cuts it per head."""
+
+    def private_copy(self) -> Content:
+        """A copy that the caller cannot change."""
+
+
+class Ask(NamedTuple):
+    """Ask a head for this worker's clocks."""
+
+    head: Member
+    ask: int
+    epoch: int
+
+
+class Frame(NamedTuple):
+    """Push one part to a head. ranges None: all that it heads at `epoch`. content None: it has been applied there,
+    only the acknowledgement is wanted."""
+
+    head: Member
+    frame: int
+    epoch: int
+    clock: int
+    part: int
+    last: bool
+    ranges: Ranges | None
+    content: Content | None
+
+
+class Committed(NamedTuple):
+    """Step `clock` is committed along every chain."""
+
+    clock: int
+
+
+class NeedView(NamedTuple):
+    """Get a view of at least this epoch and have it adopted."""
+
+    epoch: int
+
+
+class Fenced(NamedTuple):
+    """The roster no longer knows this worker: stop."""
+
+
+Effect: TypeAlias = Ask | Frame | Committed | NeedView | Fenced
+
+
+class _Step:
+    __slots__ = ("closed", "done", "parts")
+
+    def __init__(self, ranges: int) -> None:
+        self.parts: list[Content] = []
+        self.closed = False
+        self.done: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
+
+
+class _Head:
+    __slots__ = ("ask", "order", "ready")
+
+    def __init__(self, order: Ranges) -> None:
+        self.order = order
+        self.ready = False
+        self.ask = 0
+
+
+class Session:
+    """The outstanding steps of one worker incarnation, at most `window`. `base`: the clock it starts above."""
+
+    def __init__(self, worker: int, ranges: int, window: int, base: int = 0) -> None:
+        if window < 1:
+            raise ValueError(f"the window must be at least 1 step, got {window}")
+        self.worker = worker
+        self.base = base
+        self.clock = base
+        self.committed = base
+        self.epoch = 0
+        self._ranges = ranges
+        self._window = window
+        self._steps: OrderedDict[int, _Step] = OrderedDict()
+        self._heads: dict[Member, _Head] = {}
+        self._connected: set[Member] = set()
+        self._frames: dict[int, Frame] = {}
+        self._number = 0
+
+    @property
+    def heads(self) -> tuple[Member, ...]:
+        """The servers to keep connected."""
+        return tuple(self._heads)
+
+    @property
+    def outstanding(self) -> int:
+        """Steps begun and not committed."""
+        return len(self._steps)
+
+    @property
+    def open(self) -> bool:
+        """Whether the newest step waits for more parts."""
+        return bool(self._steps) and not next(reversed(self._steps.values())).closed
+
+    @property
+    def parts(self) -> int:
+        """Parts of the newest step so far."""
+        return len(next(reversed(self._steps.values())).parts) if self._steps else 0
+
+    @property
+    def room(self) -> bool:
+        """Whether a new step may begin."""
+        return len(self._steps) < self._window
+
+    def push(self, content: Content, last: bool = True, copy: bool = True) -> list[Effect]:
+        """The next part of the step under way, or the first of a new one; `last` ticks the clock."""
+        if not self.open:
+            if not self.room:
+                raise RuntimeError(f"{self._window} steps are outstanding; wait for one before the next")
+            self.clock += 1
+            self._steps[self.clock] = _Step(self._ranges)
+        step = self._steps[self.clock]
+        if len(step.parts) == MAX_PARTS - 1 and not last:
+            raise RuntimeError(f"a step has at most {MAX_PARTS} parts")
+        step.parts.append(content.private_copy() if copy else content)
+        step.closed = last
+        out: list[Effect] = []
+        for member, head in self._heads.items():
+            if head.ready:
+                self._send(member, self.clock, len(step.parts) - 1, None, step.parts[-1], out)
+        return out
+
+    # -- views and connections --------------------------------------------------------------------------------------
+
+    def adopt(self, view: Chains) -> list[Effect]:
+        """Follows a view. Heads whose ranges did not change keep their frames; the others start afresh."""
+        out: list[Effect] = []
+        if view.epoch <= self.epoch:
+            return out
+        self.epoch = view.epoch
+        heads: dict[Member, _Head] = {}
+        for index in np.unique(view.heads[view.heads >= 0]).tolist():
+            member, order = view.members[index], view.headed_by(index)
+            head = self._heads.get(member)
+            if head is not None and np.array_equal(np.sort(head.order), np.sort(order)):
+                head.order = order
+            else:
+                head = _Head(order)
+            heads[member] = head
+        before, self._heads = self._heads, heads
+        for member, head in before.items():
+            if heads.get(member) is not head:
+                self._forget(member)
+        for member, head in heads.items():
+            if not head.ready:
+                self._begin(member, head, out)
+        return out
+
+    def connected(self, member: Member) -> list[Effect]:
+        """A fresh connection to a server."""
+        out: list[Effect] = []
+        self._connected.add(member)
+        head = self._heads.get(member)
+        if head is not None:
+            self._restart(member, head, out)
+        return out
+
+    def disconnected(self, member: Member) -> list[Effect]:
+        """It is gone; what was in flight on it may have arrived or not."""
+        self._connected.discard(member)
+        self._forget(member)
+        head = self._heads.get(member)
+        if head is not None:
+            head.ready = False
+        return []
+
+    def _forget(self, member: Member) -> None:
+        self._frames = {n: frame for n, frame in self._frames.items() if frame.head != member}
+
+    def _restart(self, member: Member, head: _Head, out: list[Effect]) -> None:
+        self._forget(member)
+        head.ready = False
+        self._begin(member, head, out)
+
+    def _begin(self, member: Member, head: _Head, out: list[Effect]) -> None:
+        """Learns what a head has. With nothing outstanding there is nothing to learn: all is committed everywhere."""
+        if member not in self._connected:
+            return
+        if not self._steps:
+            head.ready = True
+            return
+        self._number += 1
+        head.ask = self._number
+        out.append(Ask(member, head.ask, self.epoch))
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    def reply(self, frame: int, status: Status, epoch: int, committed: Ranges, moved: Ranges) -> list[Effect]:
+        """A head answered a frame."""
+        out: list[Effect] = []
+        sent = self._frames.pop(frame, None)
+        if sent is None:
+            return out
+        if status == Status.COMMITTED:
+            if sent.last:
+                self._mark(sent.clock, committed, out)
+            if moved.shape[0]:
+                self._refused(sent.head, epoch, out)
+        elif status == Status.FENCED:
+            out.append(Fenced())
+        else:
+            self._refused(sent.head, epoch, out)
+        return out
+
+    def clocks(
+        self, ask: int, status: Status, epoch: int, ranges: Ranges, applied: Progress, committed: Progress
+    ) -> list[Effect]:
+        """A head answered an Ask: it gets everything outstanding that it lacks, oldest first."""
+        out: list[Effect] = []
+        member = next((m for m, h in self._heads.items() if h.ask == ask and not h.ready), None)
+        if member is None:
+            return out
+        if status != Status.COMMITTED:
+            self._refused(member, epoch, out)
+            return out
+        for clock, step in list(self._steps.items()):
+            for part in range(len(step.parts)):
+                last = step.closed and part == len(step.parts) - 1
+                after = after_part(clock, part, last)
+                if last:
+                    self._mark(clock, ranges[committed >= after], out)
+                    again = ranges[(applied >= after) & ~step.done[ranges]]
+                    if again.shape[0]:
+                        self._send(member, clock, part, again, None, out)
+                lacks = ranges[applied < after]
+                if lacks.shape[0]:
+                    whole = lacks.shape[0] == ranges.shape[0]
+                    self._send(member, clock, part, None if whole else lacks, step.parts[part], out)
+        self._heads[member].ready = True
+        return out
+
+    def _refused(self, member: Member, epoch: int, out: list[Effect]) -> None:
+        """A head answers for other ranges than I think, or lacks a step: ask it, once I have its view."""
+        head = self._heads.get(member)
+        if head is None:
+            return
+        if epoch > self.epoch:
+            self._forget(member)
+            head.ready = False
+            head.ask = 0
+            out.append(NeedView(epoch))
+        else:
+            self._restart(member, head, out)
+
+    def _send(
+        self, member: Member, clock: int, part: int, ranges: Ranges | None, content: Content | None, out: list[Effect]
+    ) -> None:
+        step = self._steps[clock]
+        last = step.closed and part == len(step.parts) - 1
+        self._number += 1
+        frame = Frame(member, self._number, self.epoch, clock, part, last, ranges, content)
+        self._frames[self._number] = frame
+        out.append(frame)
+
+    def _mark(self, clock: int, ranges: Ranges, out: list[Effect]) -> None:
+        step = self._steps.get(clock)
+        if step is None:
+            return
+        step.done[ranges] = True
+        if np.count_nonzero(step.done) < self._ranges:
+            return
+        del self._steps[clock]
+        out.append(Committed(clock))
+        self.committed = next(iter(self._steps)) - 1 if self._steps else self.clock
+
+
+def resume(applied: Progress, committed: Progress) -> tuple[int, int]:
+    """(base, trained) for the successor of a worker, from its progress in every range: the clock it starts above, and
+    the last clock whose samples need not be trained again."""
+    return touched_clock(int(applied.max())), int(committed.min()) >> PART_BITS

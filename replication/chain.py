@@ -1,0 +1,161 @@
+"""Chains as replication sees them: who replicates a range, in which order, since which epoch.
+
+A chain is ordered by age: head first, tail last, and a view may only
+ - remove members, never the last one (the survivors keep their order),
+ - append the joining member, once its tail has reported it level,
+ - start, replace or give up a filling: set or clear `joining`,
+and then sets `since[r]` to its own epoch. So every survivor's log is a prefix of the logs of the survivors before it,
+which is what makes failover need nothing from the dead. `unsafe_transition` states the law as code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ranges = NDArray[np.int64]
+"""Range numbers, int64 [n]: numpy indexes with this type fastest."""
+
+
+class Member(NamedTuple):
+    """A server process: the same name under a new incarnation is another member."""
+
+    name: str
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.name}#{self.incarnation}"
+
+
+class Role(IntEnum):
+    """What a member is to a range. JOINING: being filled, a copy of some of it. FULL: in the chain."""
+
+    OUT = 0
+    JOINING = 1
+    FULL = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Chains:
+    """One view: chains int32 [P, R], indices into `members`, head first, -1 behind the tail; joining int32 [P];
+    since int64 [P], the epoch in which the chain or the joining member of a range last changed."""
+
+    epoch: int
+    members: tuple[Member, ...]
+    chains: NDArray[np.int32]
+    joining: NDArray[np.int32]
+    since: NDArray[np.int64]
+    tails: NDArray[np.int32] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranges = self.chains.shape[0]
+        length = np.count_nonzero(self.chains >= 0, axis=1)
+        last = self.chains[np.arange(ranges), np.maximum(length, 1) - 1]
+        object.__setattr__(self, "tails", last)
+        for array in (self.chains, self.joining, self.since, self.tails):
+            array.setflags(write=False)
+
+    @property
+    def ranges(self) -> int:
+        """P."""
+        return int(self.chains.shape[0])
+
+    @property
+    def heads(self) -> NDArray[np.int32]:
+        """Index of each range's head, -1 where the chain is empty."""
+        return self.chains[:, 0]
+
+    def index(self, member: Member) -> int:
+        """Index of a member, -1 if it is not in this view."""
+        return self.members.index(member) if member in self.members else -1
+
+    def headed_by(self, index: int) -> Ranges:
+        """The ranges that a member heads, ordered by chain and then by range.
+
+        This is the order of keys in a push, so that what goes to one successor is one slice of the frame.
+        """
+        mine = np.flatnonzero(self.chains[:, 0] == index).astype(np.int64)
+        if mine.size == 0 or index < 0:
+            return np.empty(0, dtype=np.int64)
+        columns = [self.chains[mine, i] for i in range(self.chains.shape[1] - 1, 0, -1)]
+        return mine[np.lexsort([mine, *columns])]
+
+    def members_of(self, r: int) -> tuple[Member, ...]:
+        """The full replicas of a range, head first."""
+        return tuple(self.members[i] for i in self.chains[r] if i >= 0)
+
+    def joiner_of(self, r: int) -> Member | None:
+        """The member being filled with a range."""
+        return self.members[self.joining[r]] if self.joining[r] >= 0 else None
+
+
+class Place(NamedTuple):
+    """Where one member stands in every range: arrays over P; `up` and `down` are indices into `members`, -1 for none.
+
+    The joining member stands behind the tail: the tail's `down` is the joiner, the joiner's `up` is the tail.
+    """
+
+    role: NDArray[np.int8]
+    head: NDArray[np.bool_]
+    tail: NDArray[np.bool_]
+    up: NDArray[np.int64]
+    down: NDArray[np.int64]
+
+
+def place(view: Chains, member: Member) -> Place:
+    """Finds a member's roles and neighbours, all ranges at once."""
+    p, replicas = view.chains.shape
+    me = view.index(member)
+    at = (view.chains == me) & (me >= 0)
+    full = at.any(axis=1)
+    joining = (view.joining == me) & (me >= 0) & ~full
+    position = np.argmax(at, axis=1)
+    rows = np.arange(p)
+    role = np.where(full, Role.FULL, np.where(joining, Role.JOINING, Role.OUT)).astype(np.int8)
+    tail = full & (view.tails == me)
+    before = view.chains[rows, np.maximum(position - 1, 0)]
+    after = view.chains[rows, np.minimum(position + 1, replicas - 1)]
+    up = np.where(full & (position > 0), before, np.where(joining, view.tails, -1)).astype(np.int64)
+    down = np.where(tail, view.joining, np.where(full, after, -1)).astype(np.int64)
+    return Place(role, full & (position == 0), tail, up, down)
+
+
+def unsafe_transition(old: Chains, new: Chains, level: Mapping[int, int]) -> str:
+    """Why `new` must not follow `old`; "" if it may. `level`: range -> fill id that its tail reported level.
+
+    A chain that was empty may get any members: a range is formed, or was lost as a whole and is restored.
+    """
+    if new.epoch != old.epoch + 1:
+        return f"epoch {new.epoch} follows {old.epoch}"
+    for r in range(old.ranges):
+        before, after = old.members_of(r), new.members_of(r)
+        joined_before, joined_after = old.joiner_of(r), new.joiner_of(r)
+        if before == after and joined_before == joined_after:
+            if new.since[r] != old.since[r]:
+                return f"range {r}: since moved to {new.since[r]}, but nothing changed"
+            continue
+        if new.since[r] != new.epoch:
+            return f"range {r}: the chain changed in epoch {new.epoch}, but since says {new.since[r]}"
+        if joined_after is not None and joined_after in after:
+            return f"range {r}: {joined_after} is joining and full"
+        if not before:
+            continue
+        if not after:
+            return f"range {r}: its last full replica is given up"
+        kept = tuple(m for m in before if m in after)
+        if after == kept:
+            continue
+        if joined_before is None or after != (*kept, joined_before):
+            return f"range {r}: {_names(before)} cannot become {_names(after)}"
+        if level.get(r, -1) != old.since[r]:
+            return f"range {r}: {joined_before} is promoted, but was not reported level"
+    return ""
+
+
+def _names(members: tuple[Member, ...]) -> str:
+    return "[" + ", ".join(map(str, members)) + "]"

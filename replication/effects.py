@@ -1,0 +1,216 @@
+"""What a replica asks of its shell, and what is asked of it.
+
+The ordering law. The shell carries the effects of one event out in order and without a gap: before it gives the
+replica its next event, every Send is in its link's FIFO queue (queued is enough, nothing waits for the network),
+every Apply, Install and Erase is done, every Reply is queued. Within one event the Sends of an operation come before
+its Apply, so that successors work at the same time; the Ack or Reply that vouches for it comes after its Apply. An
+Apply that fails ends the process: a replica never goes on differing from what it has acknowledged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import NamedTuple, TypeAlias
+
+from replication.chain import Member, Ranges
+from replication.messages import Kind, Message, Operation, Payload, Seqs
+from replication.progress import Progress
+
+
+class Status(IntEnum):
+    """The answer to a push.
+
+    COMMITTED: along every chain, in the ranges that the reply calls committed. STALE_VIEW: nothing was done, the ranges
+    headed here changed since the frame's epoch. GAP: nothing was done, an earlier part is missing: ask for the clocks,
+    send from there. FENCED: nothing was done and never will be, the roster no longer knows the worker.
+    """
+
+    COMMITTED = 0
+    STALE_VIEW = 1
+    GAP = 2
+    FENCED = 3
+
+
+class Push:
+    """A part of a worker's step, or an operation of the ranges themselves (`kind` not PUSH: `worker` -1, or whose
+    progress becomes `after`).
+
+    first: the frame holds parts first..part of the step as one operation; by default only `part`.
+    ranges: those it ticks, None for all that its receiver heads at `epoch`. base: the clock that the worker starts
+    above. roster: the roster version at which the worker registered. repeat: the content was left out, because the
+    sender was told that it is applied; such a frame is acknowledged as a duplicate or refused, never applied.
+    token: handed back in the Reply; any object.
+    """
+
+    __slots__ = (
+        "after", "base", "clock", "epoch", "first", "kind", "last", "nbytes", "part", "payload", "ranges", "repeat",
+        "roster", "token", "worker",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        token: object,
+        worker: int,
+        epoch: int,
+        clock: int,
+        part: int,
+        last: bool,
+        ranges: Ranges | None,
+        payload: Payload | None,
+        nbytes: int,
+        base: int = 0,
+        roster: int = 0,
+        repeat: bool = False,
+        kind: int = Kind.PUSH,
+        after: int = 0,
+        first: int = -1,
+    ) -> None:
+        self.token = token
+        self.worker = worker
+        self.epoch = epoch
+        self.clock = clock
+        self.part = part
+        self.last = last
+        self.ranges = ranges
+        self.payload = payload
+        self.nbytes = nbytes
+        self.base = base
+        self.roster = roster
+        self.repeat = repeat
+        self.kind = kind
+        self.after = after
+        self.first = part if first < 0 else first
+
+
+class Ask(NamedTuple):
+    """A worker's question for the clocks of `worker` (itself, or its predecessor) in every range headed here."""
+
+    token: object
+    worker: int
+    epoch: int
+    roster: int = 0
+
+
+class Send(NamedTuple):
+    """Queue `message` on the current link to `peer`, behind everything sent before."""
+
+    peer: Member
+    message: Message
+
+
+class Apply(NamedTuple):
+    """Apply the operation's part in `ranges`, in every table. `inside` (mostly None) holds the ranges still being
+    filled here: of those apply only keys whose hash is below the bound given."""
+
+    operation: Operation
+    ranges: Ranges
+    seqs: Seqs
+    inside: Mapping[int, int] | None
+
+
+class Reply(NamedTuple):
+    """Answer a push. `moved`: ranges of it that left this server before they were committed; the sender looks for
+    their new head in a view of at least `epoch`."""
+
+    token: object
+    status: Status
+    epoch: int
+    committed: Ranges
+    moved: Ranges
+
+
+class ClocksReply(NamedTuple):
+    """Answer an Ask: progress per range headed here, applied and committed. Only committed frees a step.
+    status COMMITTED: as said; STALE_VIEW or FENCED: no answer."""
+
+    token: object
+    status: Status
+    epoch: int
+    ranges: Ranges
+    applied: Progress
+    committed: Progress
+
+
+class Hold(NamedTuple):
+    """The push waits here for a view, a roster or room in the log: read no more from its connection."""
+
+    token: object
+
+
+class Release(NamedTuple):
+    """The held push went on: read on."""
+
+    token: object
+
+
+class NeedView(NamedTuple):
+    """Someone speaks from epoch `epoch`: get that view from etcd, the leader or any peer, and have it adopted."""
+
+    epoch: int
+
+
+class NeedRoster(NamedTuple):
+    """The same for the roster."""
+
+    version: int
+
+
+class SnapshotRange(NamedTuple):
+    """Start to fill `peer` with a range: cut its first piece when convenient and hand it to `Replica.piece` at the same
+    instant, with no event in between. Replaces any earlier snapshot of the range."""
+
+    peer: Member
+    range: int
+    fill: int
+    serial: int
+
+
+class NextPiece(NamedTuple):
+    """The piece before is in place: cut the next one of snapshot `serial`."""
+
+    peer: Member
+    range: int
+    serial: int
+
+
+class Install(NamedTuple):
+    """Put a piece of a range in place. The first one comes after an Erase."""
+
+    range: int
+    upto: int
+    last: bool
+    payload: Payload
+
+
+class Erase(NamedTuple):
+    """Drop everything stored for these ranges."""
+
+    ranges: Ranges
+
+
+class Level(NamedTuple):
+    """Tell the leader, and every later one: `joiner` has all of the range that was ever acknowledged, and
+    acknowledgements wait for it from now on. Valid while since[range] == fill."""
+
+    range: int
+    fill: int
+    joiner: Member
+
+
+Effect: TypeAlias = (
+    Send
+    | Apply
+    | Reply
+    | ClocksReply
+    | Hold
+    | Release
+    | NeedView
+    | NeedRoster
+    | SnapshotRange
+    | NextPiece
+    | Install
+    | Erase
+    | Level
+)
+Effects: TypeAlias = list[Effect]

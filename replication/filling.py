@@ -1,0 +1,168 @@
+"""Joining: how a tail fills a new replica while operations go on, and how it comes to be one that counts.
+
+1. The joiner's RESYNC says NOTHING. The tail starts a snapshot; the shell cuts it into pieces, each an interval of key
+   hashes taken at one instant, each sent when the one before is in place.
+2. From the first piece on every operation of the range follows on the same FIFO link. The joiner applies it inside the
+   intervals that it has. So an interval that is in place equals the tail's at the joiner's seq.
+3. When the last piece is in place the tail first makes its acknowledgements wait for the joiner too. Then, once the
+   joiner has all that was ever acknowledged, it reports LEVEL. From here on only a view ends the waiting.
+
+Safety: LEVEL at fill f is reported after the last acknowledgement that the joiner lacks, and none is given without
+the joiner while since[r] == f. A view that promotes it follows (by compare-and-set) one with since[r] == f, hence
+whatever was or is acknowledged before the promotion is in the joiner. A filling starts again only if LEVEL was never
+reported (a complete joiner keeps its copy over a lost link, and the log reaches back to it), or in a new view, where f
+is void.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from replication.chain import Member, Ranges, Role
+from replication.core import Core, ProtocolError
+from replication.effects import Effects, Erase, Install, Level, NextPiece, SnapshotRange
+from replication.messages import NOTHING, Forward, Installed, Payload, Piece, Seqs
+
+_NOBODY = np.empty(0, dtype=np.int64)
+
+
+class Fill:
+    """A snapshot on its way: to whom, under which id, which piece comes next."""
+
+    __slots__ = ("fill", "lane", "number", "serial")
+
+    def __init__(self, lane: int, fill: int, serial: int) -> None:
+        self.lane = lane
+        self.fill = fill
+        self.serial = serial
+        self.number = 0
+
+
+class Filling(Core):
+    """Both ends of a filling."""
+
+    def __init__(self, me: Member, ranges: int) -> None:
+        super().__init__(me, ranges)
+        self._fills: dict[int, Fill] = {}
+        self._reported: dict[int, int] = {}
+        self._pieces: dict[int, int] = {}
+        self._serial = 0
+
+    # -- the tail ---------------------------------------------------------------------------------------------------
+
+    def levels(self) -> list[Level]:
+        """Every LEVEL that stands: state, told again to each new leader."""
+        return [Level(r, f, self._members[self._down[r]]) for r, f in sorted(self._reported.items())]
+
+    def piece(self, r: int, serial: int, upto: int, last: bool, payload: Payload) -> Effects:
+        """A piece of snapshot `serial` was cut at this instant; nothing happens if the snapshot is void."""
+        out: Effects = []
+        fill = self._fills.get(r)
+        if fill is None or fill.serial != serial or not self._linked[fill.lane]:
+            return out
+        workers, progress, number = _NOBODY, _NOBODY, fill.number
+        if number == 0:
+            workers, progress = self.clocks.column(r)
+            self._synced[r] = True
+            self._recode()
+        fill.number += 1
+        seq = int(self.seq[r])
+        piece = Piece(self.epoch, r, fill.fill, number, upto, last, seq, workers, progress, payload)
+        self._send(fill.lane, piece, out)
+        return out
+
+    def _start_fill(self, r: int, lane: int, out: Effects) -> None:
+        if r in self._reported:
+            raise ProtocolError(f"{self.me}: {self._members[lane]} was level with range {r} and has lost it")
+        self._serial += 1
+        self._fills[r] = Fill(lane, int(self._since[r]), self._serial)
+        self._synced[r] = False
+        one = np.array([r], dtype=np.int64)
+        if self.waiting[r]:
+            self.waiting[r] = False
+            self._recode()
+            self._commit(lane, one, self.seq[one], out)
+        self._recode()
+        out.append(SnapshotRange(self._members[lane], r, int(self._since[r]), self._serial))
+
+    def _installed(self, slot: int, message: Installed, out: Effects) -> None:
+        r = message.range
+        fill = self._fills.get(r)
+        if fill is None or fill.lane != slot or fill.fill != message.fill or message.number != fill.number - 1:
+            return
+        if not message.last:
+            out.append(NextPiece(self._members[slot], r, fill.serial))
+            return
+        del self._fills[r]
+        self._wait_for_joiner(r, message.seq, out)
+
+    def _wait_for_joiner(self, r: int, seq: int, out: Effects) -> None:
+        """From here on acknowledgements wait for the joiner, which has everything up to `seq`."""
+        self._joined[r] = seq
+        self.waiting[r] = True
+        self._recode()
+        self._report_level(np.array([r], dtype=np.int64), out)
+
+    def _report_level(self, ranges: Ranges, out: Effects) -> None:
+        """LEVEL for the ranges whose joiner has all that was ever acknowledged."""
+        for r in ranges[self.waiting[ranges] & (self._joined[ranges] >= self.acked[ranges])].tolist():
+            if r not in self._reported:
+                self._reported[r] = int(self._since[r])
+                out.append(Level(r, int(self._since[r]), self._members[self._down[r]]))
+
+    def _joiner_acked(self, slot: int, ranges: Ranges, seqs: Seqs, out: Effects) -> None:
+        """The joiner of these ranges, of which I am the tail, has everything up to `seqs`."""
+        self._joined[ranges] = np.maximum(self._joined[ranges], seqs)
+        counted = self.waiting[ranges]
+        if counted.any():
+            self._commit(slot, ranges[counted], self._joined[ranges[counted]], out)
+            self._report_level(ranges[counted], out)
+
+    def _joiner_resync(self, slot: int, r: int, seq: int, out: Effects) -> None:
+        """The joiner is at `seq`, on a new link or in a new view: go on where it stands, or fill it."""
+        if seq == NOTHING or seq < self.acked[r]:
+            self._start_fill(r, slot, out)
+            return
+        for entry in self.log.lane(slot):
+            mask = (entry.ranges == r) & (entry.seqs > seq)
+            if mask.any():
+                part = entry.part(mask)
+                self._send(slot, Forward(self.epoch, part.ranges, part.seqs, entry.frame.operation), out)
+        self._synced[r] = True
+        self._wait_for_joiner(r, seq, out)
+        self._joiner_acked(slot, np.array([r], dtype=np.int64), np.array([seq], dtype=np.int64), out)
+
+    # -- the joiner -------------------------------------------------------------------------------------------------
+
+    def _piece(self, slot: int, message: Piece, out: Effects) -> None:
+        r = message.range
+        if self._up[r] != slot or self.role[r] != Role.JOINING or message.epoch < self._since[r]:
+            return
+        if message.number == 0:
+            one = np.array([r], dtype=np.int64)
+            self._erase(one, out)
+            self.seq[r] = message.seq
+            self.clocks.set_column(r, message.workers, message.progress)
+        elif message.number != self._pieces.get(r):
+            raise ProtocolError(f"{self.me}: piece {message.number} of range {r} came, not {self._pieces.get(r)}")
+        self._pieces[r] = message.number + 1
+        self._bounds[r] = message.upto
+        out.append(Install(r, message.upto, message.last, message.payload))
+        if message.last:
+            self.filled[r] = True
+            self.acked[r] = self.seq[r]
+            del self._pieces[r], self._bounds[r]
+        self._recode()
+        answer = Installed(self.epoch, r, message.fill, message.number, message.last, int(self.seq[r]))
+        self._send(slot, answer, out)
+
+    def _erase(self, ranges: Ranges, out: Effects) -> None:
+        """Back to nothing in these ranges."""
+        self.seq[ranges] = 0
+        self.acked[ranges] = 0
+        self.filled[ranges] = False
+        self.clocks.clear(ranges)
+        for r in ranges.tolist():
+            self._bounds.pop(r, None)
+            self._pieces.pop(r, None)
+        out.append(Erase(ranges))

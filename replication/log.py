@@ -1,0 +1,119 @@
+"""Operations forwarded and not yet acknowledged by the tail.
+
+A lane per downstream neighbour: entries leave a lane in order, when every range of theirs is acknowledged. A frame's
+bytes count until its last entry leaves, because the slices of one frame share one buffer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from replication.chain import Ranges
+from replication.messages import Operation, Seqs
+from replication.progress import Progress
+
+
+class Frame:
+    """One operation as it came in: what it waits for, and whom to tell. token None: nobody here was asked."""
+
+    __slots__ = ("left", "moved", "nbytes", "operation", "ranges", "token")
+
+    def __init__(self, operation: Operation, token: object, ranges: Ranges) -> None:
+        self.operation = operation
+        self.token = token
+        self.ranges = ranges
+        self.nbytes = 0
+        self.left = 0
+        self.moved: list[Ranges] = []
+
+
+class Entry:
+    """The part of a frame that waits in one lane. `before`: the worker's progress that it followed, per range or one
+    for all. `number` orders entries as they were applied."""
+
+    __slots__ = ("before", "frame", "number", "ranges", "seqs")
+
+    def __init__(self, number: int, frame: Frame, ranges: Ranges, seqs: Seqs, before: int | Progress) -> None:
+        self.number = number
+        self.frame = frame
+        self.ranges = ranges
+        self.seqs = seqs
+        self.before = before
+
+    def part(self, mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Entry:
+        """The same entry for some of its ranges."""
+        before = self.before if isinstance(self.before, int) else self.before[mask]
+        return Entry(self.number, self.frame, self.ranges[mask], self.seqs[mask], before)
+
+
+class Log:
+    """All lanes of a replica. `nbytes` is what admission is judged against."""
+
+    __slots__ = ("_count", "_lanes", "nbytes")
+
+    def __init__(self) -> None:
+        self._lanes: dict[int, deque[Entry]] = {}
+        self._count = 0
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return sum(len(lane) for lane in self._lanes.values())
+
+    def add(self, lane: int, frame: Frame, ranges: Ranges, seqs: Seqs, before: int | Progress) -> None:
+        """Appends an entry that waits for the neighbour `lane`."""
+        self._count += 1
+        if frame.left == 0:
+            frame.nbytes = frame.operation.nbytes
+            self.nbytes += frame.nbytes
+        frame.left += 1
+        self._lanes.setdefault(lane, deque()).append(Entry(self._count, frame, ranges, seqs, before))
+
+    def wait(self, frame: Frame) -> None:
+        """Makes a frame wait for one thing more that is not an entry."""
+        frame.left += 1
+
+    def done(self, frame: Frame) -> bool:
+        """One thing that the frame waited for has come; whether it was the last."""
+        frame.left -= 1
+        if frame.left:
+            return False
+        self.nbytes -= frame.nbytes
+        return True
+
+    def release(self, lane: int, acked: Seqs) -> list[Frame]:
+        """Drops the lane's entries that `acked` (per range, int64 [P]) covers, oldest first; frames thereby done."""
+        waiting = self._lanes.get(lane)
+        done: list[Frame] = []
+        while waiting:
+            entry = waiting[0]
+            if np.count_nonzero(acked[entry.ranges] < entry.seqs):
+                break
+            waiting.popleft()
+            if self.done(entry.frame):
+                done.append(entry.frame)
+        return done
+
+    def lane(self, lane: int) -> Iterator[Entry]:
+        """The entries of one lane, oldest first."""
+        yield from self._lanes.get(lane, ())
+
+    def entries(self) -> list[Entry]:
+        """All entries as they were applied."""
+        return sorted((e for lane in self._lanes.values() for e in lane), key=lambda e: e.number)
+
+    def rebuild(self, split: Callable[[Entry], list[tuple[int, Entry]]]) -> list[Frame]:
+        """Moves every entry to the lanes that `split` says, in parts if need be; frames thereby done."""
+        entries = self.entries()
+        self._lanes = {}
+        done: list[Frame] = []
+        for entry in entries:
+            parts = split(entry)
+            for lane, part in parts:
+                self._lanes.setdefault(lane, deque()).append(part)
+            entry.frame.left += len(parts)
+            if self.done(entry.frame):
+                done.append(entry.frame)
+        return done

@@ -1,0 +1,119 @@
+"""What replicas say to each other. Each message carries its sender's epoch and speaks of many ranges at once.
+
+All of them travel on the one FIFO link between two members, and all are judged by the same law: what a message says
+about range r is heard if and only if its sender is r's current neighbour in my view and its epoch >= since[r].
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replication.chain import Ranges
+
+Seqs = NDArray[np.int64]
+"""Positions in the logs of ranges, int64 [n], beside a `Ranges` of the same length."""
+
+NOTHING = -1
+"""The position of a joining replica that must be filled from the start."""
+
+
+class Kind(IntEnum):
+    """What an operation is to those who apply it; replication itself treats all alike."""
+
+    PUSH = 0
+    CREATE = 1
+    DROP = 2
+    INIT = 3
+    EVICT = 4
+    ROUND = 5
+    RETIRE = 6
+    REBASE = 7
+
+
+class Payload(Protocol):
+    """Content that replication carries and never looks into. The shell cuts it by range where it sends or applies."""
+
+
+class Operation:
+    """One logged operation, shared by the log, the links and the store; never changed once made.
+
+    `worker` is the worker whose progress in the operation's ranges becomes `after`, or -1 for nobody's.
+    `nbytes` is the memory that stays in use until every range of it is acknowledged.
+    """
+
+    __slots__ = ("after", "kind", "nbytes", "payload", "worker")
+
+    def __init__(self, kind: int, worker: int, after: int, payload: Payload | None, nbytes: int) -> None:
+        self.kind = kind
+        self.worker = worker
+        self.after = after
+        self.payload = payload
+        self.nbytes = nbytes
+
+    def __repr__(self) -> str:
+        return f"{Kind(self.kind).name}(worker={self.worker}, after={self.after >> 16}.{self.after & 0xFFFF})"
+
+
+class Forward(NamedTuple):
+    """Predecessor to successor: apply `operation`'s part in `ranges`, as `seqs` of their logs."""
+
+    epoch: int
+    ranges: Ranges
+    seqs: Seqs
+    operation: Operation
+
+
+class Ack(NamedTuple):
+    """Successor to predecessor, cumulative: the tail (and a level joiner) has everything up to `seqs`."""
+
+    epoch: int
+    ranges: Ranges
+    seqs: Seqs
+
+
+class Resync(NamedTuple):
+    """Successor to predecessor, first word about `ranges` on a new link or under a changed chain.
+
+    seqs: what I have (NOTHING: fill me); acked: what I know the tail to have, a cumulative acknowledgement.
+    """
+
+    epoch: int
+    ranges: Ranges
+    seqs: Seqs
+    acked: Seqs
+
+
+class Piece(NamedTuple):
+    """Tail to joiner: the content of range `range` for key hashes in [end of the piece before, `upto`).
+
+    The first one (number 0) makes the joiner forget what it had, and carries the range's position and vector clocks.
+    """
+
+    epoch: int
+    range: int
+    fill: int
+    number: int
+    upto: int
+    last: bool
+    seq: int
+    workers: NDArray[np.int64]
+    progress: NDArray[np.int64]
+    payload: Payload
+
+
+class Installed(NamedTuple):
+    """Joiner to tail: piece `number` is in place, and so is every operation up to `seq`."""
+
+    epoch: int
+    range: int
+    fill: int
+    number: int
+    last: bool
+    seq: int
+
+
+Message: TypeAlias = Forward | Ack | Resync | Piece | Installed

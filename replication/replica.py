@@ -1,0 +1,467 @@
+"""One replica of every range that its server holds: events in, effects out. The chain protocol of van Renesse and
+Schneider (OSDI 2004), vectorised over ranges, with views in place of a master's orders.
+
+Events: adopt, adopt_roster, peer_up, peer_down, receive, push, ask, piece. Each returns the effects to carry out, in
+order (see `effects`). No I/O, no clock, no randomness: the same events give the same effects.
+
+Why it is right.
+
+Order. Only the head of r gives seqs, one more each time; links are FIFO; a follower applies exactly its seq + 1. So the
+replicas of a chain hold prefixes of one history, longer towards the head. A view removes members and appends level
+ones, so this survives it. A message is heard only if sender and receiver agree on r's chain (both epochs are >=
+since[r], and a chain does not change between since[r] and now): what a deposed head or a former neighbour says is void.
+
+Ack safety. acked[r] grows at the tail, to seq, or to min(seq, the joiner's) once acknowledgements wait for a joiner;
+elsewhere it is what came up the chain. All before the tail have at least what the tail has. So at that moment every
+full and level replica has applied it. Later full replicas are filled from one that has it, and are level only when they
+have all that was ever acknowledged (see `filling`).
+
+Nothing acknowledged is lost, and nothing logged is: the log keeps acked < seq, RESYNC gives the successor's seq, which
+is >= acked of everyone before it, so what is missing is in the log of any predecessor, whoever died between.
+
+Exactly once. The head judges (clock, part) against progress, which every replica advances with the operation itself; a
+new head therefore judges as the old one did, for the operations that survived. A repeat is answered only when `acked`
+reaches the range's seq of that moment, which is not before the tail has what it repeats. A repeat without content is
+never applied. Clocks asked for come as (applied, committed): applied tells what to leave out, committed what to forget.
+
+One head per epoch. Views are totally ordered and a head acts only for ranges that its view gives it. Two servers may
+both believe they head r, under different views; only the one whose chain is current gets acknowledgements. The last
+full replica has no one to ask: the leader must not replace it while its lease may live.
+
+Back-pressure. Only `push` waits (for a view, a roster, or room in the log); messages between replicas never do, except
+for the view they speak of. The log drains by messages alone, so a full log always empties.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replication.chain import Chains, Member, Ranges, Role, place
+from replication.core import NO_RANGES, ProtocolError, Waiter
+from replication.effects import (
+    Ask,
+    ClocksReply,
+    Effects,
+    Hold,
+    NeedRoster,
+    NeedView,
+    Push,
+    Release,
+    Reply,
+    Status,
+)
+from replication.filling import Filling
+from replication.log import Entry, Frame
+from replication.messages import (
+    NOTHING,
+    Ack,
+    Forward,
+    Kind,
+    Message,
+    Operation,
+    Piece,
+    Resync,
+    Seqs,
+)
+from replication.progress import Progress, after_part, before_part
+
+_ORDERS_KEPT = 64
+
+
+class Replica(Filling):
+    """The state machine. `ranges` is P; `budget_bytes` bounds the log at a head: beyond it pushes wait."""
+
+    def __init__(self, me: Member, ranges: int, budget_bytes: int = 256 << 20) -> None:
+        super().__init__(me, ranges)
+        self._budget = budget_bytes
+        self._holds: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
+        self._orders: dict[int, Ranges] = {}
+        self._roster: frozenset[int] | None = None
+        self._roster_version = 0
+        self._parked: deque[Push | Ask] = deque()
+        self._held: dict[int, deque[Message]] = {}
+
+    # -- views and rosters ------------------------------------------------------------------------------------------
+
+    def adopt(self, view: Chains) -> Effects:
+        """Follows a view; one that is not newer is ignored, views in between may be missing."""
+        out: Effects = []
+        if view.epoch <= self.epoch:
+            return out
+        changed = view.since > self.epoch
+        self.epoch, self.view = view.epoch, view
+        self._change_roles(view, changed, out)
+        self._regroup(changed, out)
+        self._resync_up(changed, out)
+        self._hear_held(out)
+        return self._settle(out)
+
+    def adopt_roster(self, version: int, workers: frozenset[int]) -> Effects:
+        """Follows the roster: only these worker ids may push. A restarted worker has a new id, none is used again."""
+        out: Effects = []
+        if version > self._roster_version or self._roster is None:
+            self._roster_version, self._roster = version, workers
+        return self._settle(out)
+
+    def headed(self, epoch: int) -> Ranges | None:
+        """What a push of that epoch calls all ranges headed here, in the order of its keys; None if it is stale."""
+        return self._orders.get(epoch)
+
+    @property
+    def parked(self) -> int:
+        """Pushes and questions that wait here for a view, a roster or room in the log."""
+        return len(self._parked)
+
+    def _change_roles(self, view: Chains, changed: NDArray[np.bool_], out: Effects) -> None:
+        where = place(view, self.me)
+        promoted = (self.role == Role.JOINING) & (where.role == Role.FULL)
+        if np.count_nonzero(promoted & ~self.filled):
+            raise ProtocolError(f"{self.me}: promoted half filled in ranges {np.flatnonzero(promoted & ~self.filled)}")
+        emptied = changed & (where.role == Role.JOINING)
+        gone = (where.role == Role.OUT) & self._holds & (view.heads >= 0)
+        self.role = where.role
+        self._holds = (self._holds | (where.role != Role.OUT)) & ~gone
+        erased = np.flatnonzero(emptied | gone).astype(np.int64)
+        if erased.size:
+            self._erase(erased, out)
+        slots = np.array([self._slot(m) for m in view.members] + [-1], dtype=np.int64)  # index -1 stays -1
+        self._up, self._down = slots[where.up], slots[where.down]
+        self._head, self._tail = where.head, where.tail
+        self._since = view.since
+        self._newest_since = int(view.since[where.role != Role.OUT].max(initial=0))
+        self._synced &= ~changed
+        self.waiting &= ~changed
+        self._joined[changed] = -1
+        for r in np.flatnonzero(changed).tolist():
+            self._fills.pop(r, None)
+            self._reported.pop(r, None)
+        last = changed & where.tail
+        self.acked[last] = self.seq[last]
+        headed = view.headed_by(view.index(self.me))
+        if not np.array_equal(np.sort(headed), np.sort(self._headed)):
+            self._orders = {}
+        self._headed = self._orders[view.epoch] = headed
+        if len(self._orders) > _ORDERS_KEPT:
+            del self._orders[min(self._orders)]
+        self._recode()
+
+    def _regroup(self, changed: NDArray[np.bool_], out: Effects) -> None:
+        """Gives the log's entries to their new neighbours, drops what is committed or gone, answers whoever is left."""
+        if not changed.any():
+            return
+
+        def split(entry: Entry) -> list[tuple[int, Entry]]:
+            ranges, frame = entry.ranges, entry.frame
+            if frame.token is not None and not self._head[ranges].all():
+                frame.moved.append(ranges[~self._head[ranges]])
+            keep = (self.role[ranges] == Role.FULL) & (self.acked[ranges] < entry.seqs)
+            lanes = np.where(keep, self._down[ranges], -1)
+            return [(lane, entry.part(lanes == lane)) for lane in np.unique(lanes[keep]).tolist()]
+
+        for frame in self.log.rebuild(split):
+            self._finish(frame, out)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            mine = self._head[waiter.ranges]
+            if not mine.all():
+                waiter.frame.moved.append(waiter.ranges[~mine])
+            self._waiters.append(Waiter(waiter.frame, waiter.ranges[mine], waiter.seqs[mine]))
+        self._check_waiters(out)
+
+    # -- links ------------------------------------------------------------------------------------------------------
+
+    def peer_up(self, peer: Member) -> Effects:
+        """A new link to a peer, both ways FIFO; whatever was on an older one will not come any more."""
+        out: Effects = []
+        slot = self._slot(peer)
+        if self._linked[slot]:
+            self._unlink(slot)
+        self._linked[slot] = True
+        self._resync_up(self._up == slot, out)
+        return self._settle(out)
+
+    def peer_down(self, peer: Member) -> Effects:
+        """The link is lost."""
+        self._unlink(self._slot(peer))
+        return []
+
+    def _unlink(self, slot: int) -> None:
+        self._linked[slot] = False
+        self._held.pop(slot, None)
+        self._synced &= self._down != slot
+        for r in [r for r, fill in self._fills.items() if fill.lane == slot]:
+            del self._fills[r]
+        self._recode()
+
+    def _resync_up(self, which: NDArray[np.bool_], out: Effects) -> None:
+        """First word to the predecessors about these ranges."""
+        for up in np.unique(self._up[which & (self._up >= 0)]).tolist():
+            ranges = np.flatnonzero(which & (self._up == up)).astype(np.int64)
+            empty = (self.role[ranges] == Role.JOINING) & ~self.filled[ranges]
+            seqs = np.where(empty, NOTHING, self.seq[ranges])
+            self._send(up, Resync(self.epoch, ranges, seqs, self.acked[ranges]), out)
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def receive(self, peer: Member, message: Message) -> Effects:
+        """The next message on the current link to `peer`."""
+        out: Effects = []
+        slot = self._slot(peer)
+        if not self._linked[slot]:
+            return out
+        if message.epoch > self.epoch or self._held.get(slot):
+            if not self._held.get(slot):
+                out.append(NeedView(message.epoch))
+            self._held.setdefault(slot, deque()).append(message)
+            return out
+        self._hear(slot, message, out)
+        return self._settle(out)
+
+    def _hear_held(self, out: Effects) -> None:
+        for slot, held in sorted(self._held.items()):
+            while held and held[0].epoch <= self.epoch:
+                self._hear(slot, held.popleft(), out)
+            if held:
+                out.append(NeedView(held[0].epoch))
+
+    def _hear(self, slot: int, message: Message, out: Effects) -> None:
+        if isinstance(message, Forward):
+            self._forward(slot, message, out)
+        elif isinstance(message, Ack):
+            self._ack(slot, message, out)
+        elif isinstance(message, Resync):
+            self._resync(slot, message, out)
+        elif isinstance(message, Piece):
+            self._piece(slot, message, out)
+        else:
+            self._installed(slot, message, out)
+
+    def _forward(self, slot: int, message: Forward, out: Effects) -> None:
+        ranges, seqs = message.ranges, message.seqs
+        fresh = self._heard(slot, message.epoch, ranges, self._up)
+        ahead = seqs - self.seq[ranges]
+        if np.count_nonzero(fresh & (ahead > 1)):
+            raise ProtocolError(f"{self.me}: {self._members[slot]} left out an operation")
+        fresh &= ahead == 1
+        if np.count_nonzero(fresh) < ranges.shape[0]:
+            ranges, seqs = ranges[fresh], seqs[fresh]
+            if ranges.shape[0] == 0:
+                return
+        operation = message.operation
+        before: int | Progress = 0
+        if operation.worker >= 0:
+            row = self.clocks.row(operation.worker)
+            before = row[ranges]
+            row[ranges] = operation.after
+        self.seq[ranges] = seqs
+        frame = self._frame(operation, None, ranges)
+        self._perform(frame, ranges, seqs, before, self._runs(ranges), out)
+        if operation.after == 0:
+            self.clocks.forget(operation.worker)
+
+    def _ack(self, slot: int, message: Ack, out: Effects) -> None:
+        ranges, seqs = message.ranges, message.seqs
+        ok = self._heard(slot, message.epoch, ranges, self._down)
+        if np.count_nonzero(ok) < ranges.shape[0]:
+            ranges, seqs = ranges[ok], seqs[ok]
+        if self._fed:
+            joiner = self._tail[ranges]
+            self._joiner_acked(slot, ranges[joiner], seqs[joiner], out)
+            ranges, seqs = ranges[~joiner], seqs[~joiner]
+        if ranges.shape[0]:
+            self._commit(slot, ranges, seqs, out)
+
+    def _resync(self, slot: int, message: Resync, out: Effects) -> None:
+        ok = self._heard(slot, message.epoch, message.ranges, self._down)
+        ranges, seqs, acked = message.ranges[ok], message.seqs[ok], message.acked[ok]
+        joiner = self._tail[ranges]
+        for r, seq in zip(ranges[joiner].tolist(), seqs[joiner].tolist(), strict=True):
+            self._joiner_resync(slot, r, seq, out)
+        ranges, seqs, acked = ranges[~joiner], seqs[~joiner], acked[~joiner]
+        if ranges.shape[0] == 0:
+            return
+        self._commit(slot, ranges, acked, out)
+        if np.count_nonzero((seqs < self.acked[ranges]) | (seqs > self.seq[ranges])):
+            raise ProtocolError(f"{self.me}: {self._members[slot]} is not a prefix of me within the log")
+        position = np.full(self.ranges, np.iinfo(np.int64).max, dtype=np.int64)
+        position[ranges] = seqs
+        for entry in self.log.lane(slot):
+            missing = entry.seqs > position[entry.ranges]
+            if missing.any():
+                part = entry.part(missing)
+                self._send(slot, Forward(self.epoch, part.ranges, part.seqs, entry.frame.operation), out)
+        self._synced[ranges] = True
+        self._recode()
+
+    # -- workers ----------------------------------------------------------------------------------------------------
+
+    def push(self, push: Push) -> Effects:
+        """A worker's part of a step, or an operation of the ranges themselves; answered by one Reply, maybe later."""
+        out: Effects = []
+        if self._must_wait(push) or (self._parked and any(p.worker == push.worker for p in self._parked)):
+            self._park(push, out)
+            out.append(Hold(push.token))
+        else:
+            self._admit(push, out)
+        return out
+
+    def ask(self, ask: Ask) -> Effects:
+        """How far a worker's pushes are applied and committed in the ranges headed here."""
+        out: Effects = []
+        if self._must_wait(ask):
+            self._park(ask, out)
+        else:
+            self._tell_clocks(ask, out)
+        return out
+
+    def forget(self, token: object) -> Effects:
+        """Whoever waits for this answer is gone: a push that still waits for admission is dropped."""
+        self._parked = deque(p for p in self._parked if p.token is not token)
+        return []
+
+    def _must_wait(self, event: Push | Ask) -> bool:
+        if event.epoch > self.epoch or (self._roster is not None and event.roster > self._roster_version):
+            return True
+        return self.log.nbytes >= self._budget and isinstance(event, Push)
+
+    def _park(self, event: Push | Ask, out: Effects) -> None:
+        self._parked.append(event)
+        if event.epoch > self.epoch:
+            out.append(NeedView(event.epoch))
+        elif self._roster is not None and event.roster > self._roster_version:
+            out.append(NeedRoster(event.roster))
+
+    def _settle(self, out: Effects) -> Effects:
+        """The end of an event: whoever waited and need not any more goes on, each worker's pushes in order."""
+        if not self._parked:
+            return out
+        parked, self._parked = self._parked, deque()
+        blocked: set[int] = set()
+        for event in parked:
+            if self._must_wait(event) or (event.worker in blocked and isinstance(event, Push)):
+                self._parked.append(event)
+                blocked.add(event.worker)
+            elif isinstance(event, Push):
+                out.append(Release(event.token))
+                self._admit(event, out)
+            else:
+                self._tell_clocks(event, out)
+        return out
+
+    def _refuse(self, push: Push, status: Status, out: Effects) -> None:
+        out.append(Reply(push.token, status, self.epoch, NO_RANGES, NO_RANGES))
+
+    def _admit(self, push: Push, out: Effects) -> None:
+        headed = self._headed if push.epoch == self.epoch else self._orders.get(push.epoch)
+        if headed is None:
+            self._refuse(push, Status.STALE_VIEW, out)
+            return
+        ranges = push.ranges
+        if ranges is None:
+            ranges = headed
+        elif np.count_nonzero(self._head[ranges]) < ranges.shape[0]:
+            self._refuse(push, Status.STALE_VIEW, out)
+            return
+        worker = push.worker
+        if worker >= 0 and self._roster is not None and worker not in self._roster and push.kind == Kind.PUSH:
+            self._refuse(push, Status.FENCED, out)
+            return
+        if ranges.shape[0] == 0:
+            out.append(Reply(push.token, Status.COMMITTED, self.epoch, ranges, NO_RANGES))
+            return
+        if push.kind == Kind.PUSH:
+            self._admit_step(push, ranges, out)
+            return
+        before: int | Progress = 0
+        if worker >= 0:
+            row = self.clocks.row(worker)
+            before = row[ranges]
+            row[ranges] = push.after
+        operation = Operation(push.kind, worker, push.after, push.payload, push.nbytes)
+        self._log_operation(push, operation, ranges, before, out)
+
+    def _admit_step(self, push: Push, ranges: Ranges, out: Effects) -> None:
+        """Judges a part of a step by the worker's progress: next, duplicate, or beyond next."""
+        row = self.clocks.row(push.worker)
+        expected = before_part(push.clock, push.first)
+        after = after_part(push.clock, push.part, push.last)
+        have = row[ranges]
+        if np.count_nonzero(have != expected) == 0 and not push.repeat:
+            row[ranges] = after
+            operation = Operation(Kind.PUSH, push.worker, after, push.payload, push.nbytes)
+            self._log_operation(push, operation, ranges, expected, out)
+            return
+        fresh, repeated = self._judge(push, have, expected, after)
+        unapplied = np.count_nonzero(fresh)
+        if unapplied + np.count_nonzero(repeated) < ranges.shape[0] or (unapplied and push.repeat):
+            self._refuse(push, Status.GAP, out)
+            return
+        operation = Operation(Kind.PUSH, push.worker, after, push.payload, push.nbytes)
+        frame = self._frame(operation, push.token, ranges)
+        # Counted before the fresh part is performed, so that the frame is answered once, when both are committed.
+        again = ranges[repeated]
+        targets = self.seq[again]
+        if unapplied:
+            ticked = ranges[fresh]
+            row[ticked] = after
+            self._give_seqs(frame, ticked, have[fresh], out)
+        if np.count_nonzero(self._unsafe_repeat(again, targets)):
+            self.log.wait(frame)
+            self._waiters.append(Waiter(frame, again, targets))
+        if frame.left == 0:
+            self._finish(frame, out)
+
+    def _judge(
+        self, push: Push, have: Progress, expected: int, after: int
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """(next, duplicate) per range. A worker that starts above a base jumps over what lies below it."""
+        reached = np.maximum(have, push.base << 16) if push.base else have
+        return reached == expected, reached >= after
+
+    def _unsafe_repeat(self, ranges: Ranges, seqs: Seqs) -> NDArray[np.bool_]:
+        """Where the tail may still lack what is repeated."""
+        unsafe: NDArray[np.bool_] = self.acked[ranges] < seqs
+        return unsafe
+
+    def _log_operation(
+        self, push: Push, operation: Operation, ranges: Ranges, before: int | Progress, out: Effects
+    ) -> None:
+        frame = self._frame(operation, push.token, ranges)
+        self._give_seqs(frame, ranges, before, out)
+        if frame.left == 0:
+            self._finish(frame, out)
+        if operation.after == 0 and operation.worker >= 0:
+            self.clocks.forget(operation.worker)
+
+    def _give_seqs(self, frame: Frame, ranges: Ranges, before: int | Progress, out: Effects) -> None:
+        seqs = self.seq[ranges]
+        seqs += 1
+        self.seq[ranges] = seqs
+        runs = self._headed_runs if ranges is self._headed else self._runs(ranges)
+        self._perform(frame, ranges, seqs, before, runs, out)
+
+    def _tell_clocks(self, ask: Ask, out: Effects) -> None:
+        ranges = self._orders.get(ask.epoch)
+        status = Status.COMMITTED
+        if ranges is None:
+            status, ranges = Status.STALE_VIEW, NO_RANGES
+        if not self.clocks.known(ask.worker):
+            none = np.zeros(ranges.shape[0], dtype=np.int64)
+            out.append(ClocksReply(ask.token, status, self.epoch, ranges, none, none))
+            return
+        applied = self.clocks.row(ask.worker)
+        committed = self._committed(ask.worker, applied)
+        out.append(ClocksReply(ask.token, status, self.epoch, ranges, applied[ranges], committed[ranges]))
+
+    def _committed(self, worker: int, applied: Progress) -> Progress:
+        """The worker's progress as the tail is known to have it: before its oldest operation still in the log."""
+        committed: Progress = applied.copy()
+        for entry in reversed(self.log.entries()):
+            if entry.frame.operation.worker == worker:
+                open_ = self.acked[entry.ranges] < entry.seqs
+                before = entry.before
+                committed[entry.ranges[open_]] = before if isinstance(before, int) else before[open_]
+        return committed

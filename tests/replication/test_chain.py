@@ -1,0 +1,78 @@
+"""Chains: places, orders, and which view may follow which."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from replication.chain import Chains, Member, Role, place, unsafe_transition
+
+A, B, C, D = (Member(name, 1) for name in "abcd")
+
+
+def view(epoch: int, *ranges: str, since: list[int] | None = None) -> Chains:
+    """ "ab+c" is the chain a, b with c joining."""
+    chains = np.full((len(ranges), 3), -1, dtype=np.int32)
+    joining = np.full(len(ranges), -1, dtype=np.int32)
+    for r, text in enumerate(ranges):
+        full, _, joiner = text.partition("+")
+        chains[r, : len(full)] = ["abcd".index(c) for c in full]
+        if joiner:
+            joining[r] = "abcd".index(joiner)
+    return Chains(epoch, (A, B, C, D), chains, joining, np.array(since or [epoch] * len(ranges), dtype=np.int64))
+
+
+def test_a_member_finds_its_neighbours_and_the_joiner_stands_behind_the_tail() -> None:
+    v = view(1, "abc", "ba", "ab+d", "b")
+    at_b = place(v, B)
+    assert at_b.role.tolist() == [Role.FULL] * 4
+    assert at_b.head.tolist() == [False, True, False, True]
+    assert at_b.tail.tolist() == [False, False, True, True]
+    assert at_b.up.tolist() == [0, -1, 0, -1]
+    assert at_b.down.tolist() == [2, 0, 3, -1]
+    at_d = place(v, D)
+    assert at_d.role.tolist() == [Role.OUT, Role.OUT, Role.JOINING, Role.OUT]
+    assert at_d.up.tolist() == [-1, -1, 1, -1]
+    stranger = place(v, Member("a", 2))
+    assert not stranger.role.any()
+    assert (stranger.up == -1).all()
+    assert (stranger.down == -1).all()
+
+
+def test_a_head_orders_its_ranges_by_chain_so_that_a_successor_gets_one_slice() -> None:
+    v = view(1, "ac", "ab", "ba", "ac", "ab", "a")
+    assert v.headed_by(0).tolist() == [5, 1, 4, 0, 3]
+    assert v.headed_by(v.index(D)).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "level", "fault"),
+    [
+        ("abc", "bc", {}, ""),
+        ("abc", "c", {}, ""),
+        ("ab", "ab+c", {}, ""),
+        ("ab+c", "ab+d", {}, ""),
+        ("ab+c", "ab", {}, ""),
+        ("ab+c", "abc", {0: 1}, ""),
+        ("ab+c", "bc", {0: 1}, ""),
+        ("a+c", "c", {0: 1}, ""),
+        ("ab+c", "b+c", {}, ""),
+        ("ab+c", "abc", {}, "not reported level"),
+        ("ab+c", "abc", {0: 0}, "not reported level"),
+        ("ab", "abc", {}, "cannot become"),
+        ("ab", "ba", {}, "cannot become"),
+        ("ab", "c", {}, "cannot become"),
+        ("ab+c", "cb", {0: 1}, "cannot become"),
+        ("ab", "", {}, "last full replica"),
+        ("", "ab", {}, ""),
+    ],
+)
+def test_which_chain_may_follow_which(before: str, after: str, level: dict[int, int], fault: str) -> None:
+    text = unsafe_transition(view(1, before), view(2, after), level)
+    assert (fault in text) if fault else text == ""
+
+
+def test_since_moves_with_the_chain_and_only_then() -> None:
+    assert "since moved" in unsafe_transition(view(1, "ab"), view(2, "ab"), {})
+    assert "since says" in unsafe_transition(view(1, "ab"), view(2, "b", since=[1]), {})
+    assert "epoch" in unsafe_transition(view(1, "ab"), view(3, "ab", since=[1]), {})

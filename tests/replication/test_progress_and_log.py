@@ -1,0 +1,86 @@
+"""Progress arithmetic, snapshots of a range's clocks, and the log's lanes."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replication.log import Entry, Frame, Log
+from replication.messages import Operation
+from replication.progress import Clocks, after_part, before_part, touched_clock
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=20))
+def test_the_parts_of_all_steps_follow_one_another(parts: list[int]) -> None:
+    progress = 0
+    for clock, count in enumerate(parts, start=1):
+        for part in range(count):
+            assert before_part(clock, part) == progress
+            last = part == count - 1
+            progress = after_part(clock, part, last)
+            assert touched_clock(progress) == clock
+    assert progress >> 16 == len(parts)
+
+
+def test_a_column_travels_and_a_retired_worker_leaves_its_row() -> None:
+    source, target = Clocks(4), Clocks(4)
+    source.row(7)[2] = 5 << 16
+    source.row(9)[1] = 1
+    target.row(3)[2] = 99
+    target.set_column(2, *source.column(2))
+    assert target.row(7)[2] == 5 << 16
+    assert target.row(3)[2] == 0
+    target.forget(3)
+    target.forget(7)
+    assert not target.known(3)
+    assert target.known(7)
+    assert not target.row(11).any()
+
+
+def test_the_minimum_counts_completed_clocks_and_bases() -> None:
+    clocks = Clocks(2)
+    clocks.row(1)[:] = [3 << 16, (5 << 16) | 2]
+    least = clocks.minimum((1, 2), {2: 4})
+    assert least is not None
+    assert least.tolist() == [3, 4]
+    assert clocks.minimum((), {}) is None
+
+
+def _ranges(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.array(numbers, dtype=np.int64)
+
+
+def test_a_frame_is_done_and_its_bytes_are_free_when_its_last_part_is_acknowledged() -> None:
+    log = Log()
+    frame = Frame(Operation(0, 1, 1 << 16, None, 100), "token", _ranges(0, 1))
+    log.add(5, frame, _ranges(0), _ranges(1), 0)
+    log.add(6, frame, _ranges(1), _ranges(1), 0)
+    assert log.nbytes == 100
+    acked = np.zeros(2, dtype=np.int64)
+    acked[0] = 1
+    assert log.release(5, acked) == []
+    assert log.release(6, acked) == []
+    assert (len(log), log.nbytes) == (1, 100)
+    acked[1] = 1
+    assert log.release(6, acked) == [frame]
+    assert (len(log), log.nbytes) == (0, 0)
+
+
+def test_a_rebuild_splits_entries_among_new_lanes_and_keeps_their_order() -> None:
+    log = Log()
+    frames = [Frame(Operation(0, 1, i << 16, None, 10), None, _ranges(0, 1)) for i in range(3)]
+    for i, frame in enumerate(frames):
+        log.add(1, frame, _ranges(0, 1), _ranges(i + 1, i + 1), 0)
+
+    def split(entry: Entry) -> list[tuple[int, Entry]]:
+        if entry.seqs[0] == 1:
+            return []
+        return [(lane, entry.part(entry.ranges == r)) for r, lane in ((0, 2), (1, 3))]
+
+    assert log.rebuild(split) == [frames[0]]
+    assert [e.seqs.tolist() for e in log.lane(2)] == [[2], [3]]
+    assert [e.ranges.tolist() for e in log.lane(3)] == [[1], [1]]
+    assert log.nbytes == 20
+    assert len(log.release(2, _ranges(9, 9)) + log.release(3, _ranges(9, 9))) == 2
+    assert log.nbytes == 0

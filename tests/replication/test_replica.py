@@ -1,0 +1,333 @@
+"""The replica's stories, one at a time: three of them joined by hand-carried messages."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.failover import form, plan_failover, plan_move, plan_repair
+from replication.chain import Chains, Member
+from replication.core import ProtocolError
+from replication.effects import (
+    Apply,
+    Ask,
+    ClocksReply,
+    Erase,
+    Hold,
+    Install,
+    Level,
+    NeedView,
+    NextPiece,
+    Push,
+    Release,
+    Reply,
+    Send,
+    SnapshotRange,
+    Status,
+)
+from replication.messages import Forward, Kind, Resync
+from replication.replica import Replica
+
+P = 4
+
+
+class Cluster:
+    """Replicas, their links as queues, and what they asked of their shells."""
+
+    def __init__(self, servers: int = 3, replicas: int = 2, budget_bytes: int = 1 << 20) -> None:
+        self.members = [Member(f"s{i}", 1) for i in range(servers)]
+        self.view = form(self.members[: max(replicas, servers - 1)], P, replicas)
+        self.replicas = {m: Replica(m, P, budget_bytes) for m in self.members}
+        self.queues: dict[tuple[Member, Member], deque[Any]] = {}
+        self.effects: list[tuple[Member, Any]] = []
+        self.applied: dict[Member, list[tuple[int, int, int]]] = {m: [] for m in self.members}
+        self.adopt(self.view)
+        for a in self.members:
+            for b in self.members:
+                if a != b:
+                    self.take(a, self.replicas[a].peer_up(b))
+        self.settle()
+
+    def take(self, member: Member, effects: list[Any]) -> list[Any]:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self.queues.setdefault((member, effect.peer), deque()).append(effect.message)
+            elif isinstance(effect, Apply):
+                op = effect.operation
+                self.applied[member] += [(op.worker, op.after, r) for r in effect.ranges.tolist()]
+            self.effects.append((member, effect))
+        return effects
+
+    def adopt(self, view: Chains, *members: Member) -> None:
+        self.view = view
+        for member in members or self.members:
+            if member in self.replicas:
+                self.take(member, self.replicas[member].adopt(view))
+
+    def deliver(self, a: Member, b: Member) -> None:
+        """Everything from a to b."""
+        queue = self.queues.get((a, b), deque())
+        while queue and b in self.replicas:
+            self.take(b, self.replicas[b].receive(a, queue.popleft()))
+
+    def settle(self) -> None:
+        while any(queue for (_, b), queue in self.queues.items() if b in self.replicas):
+            for a, b in list(self.queues):
+                self.deliver(a, b)
+
+    def kill(self, member: Member) -> None:
+        del self.replicas[member]
+        for other in self.replicas:
+            self.queues.pop((member, other), None)
+            self.take(other, self.replicas[other].peer_down(member))
+
+    def push(self, member: Member, clock: int, **more: Any) -> list[Any]:
+        fields = {
+            "token": ("t", clock), "worker": 1, "epoch": self.view.epoch, "clock": clock, "part": 0, "last": True,
+            "ranges": None, "payload": None, "nbytes": 10, **more,
+        }  # fmt: skip
+        return self.take(member, self.replicas[member].push(Push(**fields)))
+
+    def replies(self) -> list[tuple[object, Status]]:
+        return [(e.token, e.status) for _, e in self.effects if isinstance(e, Reply)]
+
+    def head(self, r: int) -> Member:
+        return self.view.members_of(r)[0]
+
+
+def test_a_push_goes_down_the_chain_and_is_answered_when_the_tail_has_it() -> None:
+    c = Cluster()
+    head, tail = c.view.members_of(0)
+    effects = c.push(head, 1)
+    assert [type(e) for e in effects] == [Send, Apply]
+    assert isinstance(effects[0].message, Forward)
+    assert c.replies() == []
+    c.deliver(head, tail)
+    assert c.replies() == []
+    c.deliver(tail, head)
+    assert c.replies() == [(("t", 1), Status.COMMITTED)]
+    assert sorted(c.applied[head]) == sorted(c.applied[tail])
+    assert c.replicas[head].log.nbytes == 0
+
+
+def test_alone_a_head_commits_at_once() -> None:
+    c = Cluster(servers=2, replicas=1)
+    effects = c.push(c.head(0), 1)
+    assert [type(e) for e in effects] == [Apply, Reply]
+
+
+def test_a_duplicate_is_answered_only_when_the_tail_has_what_it_repeats() -> None:
+    c = Cluster()
+    head, tail = c.view.members_of(0)
+    c.push(head, 1)
+    assert [type(e) for e in c.push(head, 1, token="again")] == []
+    c.settle()
+    assert c.replies() == [(("t", 1), Status.COMMITTED), ("again", Status.COMMITTED)]
+    assert len(c.applied[tail]) == len(set(c.applied[tail]))
+    c.push(head, 1, token="late", repeat=True)
+    assert c.replies()[-1] == ("late", Status.COMMITTED)
+
+
+def test_parts_must_come_in_order_and_a_gap_changes_nothing() -> None:
+    c = Cluster()
+    head = c.head(0)
+    c.push(head, 2)
+    c.push(head, 1, part=1)
+    c.push(head, 1, repeat=True)
+    assert [status for _, status in c.replies()] == [Status.GAP] * 3
+    assert c.applied[head] == []
+    c.push(head, 1, part=0, last=False)
+    c.push(head, 1, part=1)
+    c.push(head, 2)
+    c.settle()
+    assert [status for _, status in c.replies()[3:]] == [Status.COMMITTED] * 3
+
+
+def test_a_worker_that_starts_above_a_base_jumps_once() -> None:
+    c = Cluster()
+    head = c.head(0)
+    c.push(head, 8, base=7)
+    c.push(head, 7, base=7)
+    c.settle()
+    assert [status for _, status in c.replies()] == [Status.COMMITTED, Status.COMMITTED]
+    assert {after for _, after, _ in c.applied[head]} == {8 << 16}
+
+
+def test_a_frame_from_the_future_waits_for_its_view_and_one_from_the_past_is_refused() -> None:
+    c = Cluster()
+    head = c.head(0)
+    effects = c.push(head, 1, epoch=2)
+    assert [type(e) for e in effects] == [NeedView, Hold]
+    decision = plan_failover(c.view, {c.view.members_of(0)[1]}, {})
+    assert decision is not None
+    c.adopt(decision.chains)
+    assert any(isinstance(e, Release) for _, e in c.effects)
+    c.push(head, 2, epoch=1)
+    assert c.replies()[-1] == (("t", 2), Status.STALE_VIEW)
+
+
+def test_when_the_head_dies_the_next_one_needs_nothing_from_it() -> None:
+    c = Cluster(servers=4, replicas=3)
+    first, middle, last = c.view.members_of(0)
+    c.push(first, 1)
+    c.deliver(first, middle)
+    c.kill(first)
+    decision = plan_failover(c.view, {first}, {})
+    assert decision is not None
+    c.adopt(decision.chains)
+    c.settle()
+    assert (1, 1 << 16, 0) in c.applied[last]
+    c.push(middle, 1, token="resent", ranges=np.array([0]))
+    assert c.replies()[-1] == ("resent", Status.COMMITTED)
+    assert c.applied[middle].count((1, 1 << 16, 0)) == 1
+
+
+def test_clocks_tell_applied_from_committed() -> None:
+    c = Cluster()
+    head = c.head(0)
+    c.push(head, 1)
+    c.settle()
+    c.push(head, 2)
+    c.take(head, c.replicas[head].ask(Ask("ask", 1, c.view.epoch)))
+    answer = c.effects[-1][1]
+    assert isinstance(answer, ClocksReply)
+    assert set(answer.applied.tolist()) == {2 << 16}
+    assert set(answer.committed.tolist()) == {1 << 16}
+
+
+def test_a_lost_link_is_made_good_from_the_log() -> None:
+    c = Cluster()
+    head, tail = c.view.members_of(0)
+    c.push(head, 1)
+    c.queues.clear()
+    for a, b in ((head, tail), (tail, head)):
+        c.take(a, c.replicas[a].peer_down(b))
+    c.push(head, 2)
+    for a, b in ((head, tail), (tail, head)):
+        c.take(a, c.replicas[a].peer_up(b))
+    c.settle()
+    assert [status for _, status in c.replies()] == [Status.COMMITTED] * 2
+    assert [after for _, after, r in c.applied[tail] if r == 0] == [1 << 16, 2 << 16]
+
+
+def test_what_a_former_neighbour_says_is_void() -> None:
+    c = Cluster(servers=4, replicas=3)
+    first, middle, last = c.view.members_of(0)
+    c.push(first, 1)
+    decision = plan_failover(c.view, {first}, {})
+    assert decision is not None
+    c.adopt(decision.chains, middle, last)
+    c.deliver(first, middle)
+    assert (1, 1 << 16, 0) not in c.applied[middle]
+    with pytest.raises(ProtocolError, match="left out"):
+        c.replicas[last].receive(middle, Forward(2, np.array([0]), np.array([9]), _operation()))
+
+
+def _operation() -> Any:
+    from replication.messages import Operation
+
+    return Operation(Kind.PUSH, 1, 1 << 16, None, 0)
+
+
+def test_a_move_fills_the_joiner_in_pieces_then_acknowledgements_wait_then_it_is_level() -> None:
+    c = Cluster()
+    joiner = c.members[-1]
+    decision = plan_move(c.view, 0, joiner)
+    assert decision is not None
+    head, tail = c.view.members_of(0)
+    c.push(head, 1)
+    c.settle()
+    c.adopt(decision.chains)
+    c.settle()
+    start = next(e for _, e in c.effects if isinstance(e, SnapshotRange))
+    assert (start.peer, start.range, start.fill) == (joiner, 0, 2)
+    source = c.replicas[tail]
+    c.take(tail, source.piece(0, start.serial, 50, False, _content()))
+    c.push(head, 2)
+    c.settle()
+    assert isinstance(c.effects[-1][1], Apply | NextPiece | Install | Reply)
+    inside = [e.inside for m, e in c.effects if m == joiner and isinstance(e, Apply)]
+    assert inside == [{0: 50}]
+    assert not c.replicas[joiner].filled[0]
+    c.take(tail, source.piece(0, start.serial, 100, True, _content()))
+    c.settle()
+    assert [e for _, e in c.effects if isinstance(e, Level)] == [Level(0, 2, joiner)]
+    assert source.levels() == [Level(0, 2, joiner)]
+    c.push(head, 3)
+    c.deliver(head, tail)
+    assert (("t", 3), Status.COMMITTED) not in c.replies()
+    c.settle()
+    assert (("t", 3), Status.COMMITTED) in c.replies()
+    repaired = plan_repair(c.view, c.members, {0: 2}, 2, 8)
+    assert repaired is not None
+    c.adopt(repaired.chains)
+    c.settle()
+    assert c.view.members_of(0) == (tail, joiner)
+    assert any(isinstance(e, Erase) and m == head for m, e in c.effects)
+    c.push(tail, 4, ranges=np.array([0]))
+    c.settle()
+    assert (("t", 4), Status.COMMITTED) in c.replies()
+
+
+def _content() -> Any:
+    return object()
+
+
+def test_a_full_log_holds_pushes_and_lets_them_go_in_order() -> None:
+    c = Cluster(budget_bytes=5)
+    head = c.head(0)
+    c.push(head, 1)
+    assert [type(e) for e in c.push(head, 2)] == [Hold]
+    assert [type(e) for e in c.push(head, 3)] == [Hold]
+    c.settle()
+    assert [token for token, _ in c.replies()] == [("t", 1), ("t", 2), ("t", 3)]
+    assert [e.token for _, e in c.effects if isinstance(e, Release)] == [("t", 2), ("t", 3)]
+
+
+def test_a_worker_that_left_the_roster_is_fenced_and_a_new_one_is_waited_for() -> None:
+    c = Cluster()
+    head = c.head(0)
+    c.take(head, c.replicas[head].adopt_roster(1, frozenset({1})))
+    c.push(head, 1)
+    c.push(head, 1, worker=2, roster=2, token="new")
+    c.take(head, c.replicas[head].adopt_roster(2, frozenset({2})))
+    c.push(head, 2, token="old")
+    c.settle()
+    assert dict(c.replies()) == {("t", 1): Status.COMMITTED, "new": Status.COMMITTED, "old": Status.FENCED}
+
+
+def test_an_operation_of_the_ranges_is_logged_like_a_push_and_a_retired_worker_is_forgotten() -> None:
+    c = Cluster()
+    head, tail = c.view.members_of(0)
+    c.push(head, 1)
+    c.push(head, 0, worker=-1, kind=Kind.CREATE, token="create")
+    c.push(head, 0, worker=1, kind=Kind.RETIRE, after=0, token="retire")
+    c.settle()
+    assert [status for _, status in c.replies()] == [Status.COMMITTED] * 3
+    assert c.replicas[tail].seq[0] == 3
+    assert not c.replicas[head].clocks.known(1)
+
+
+def test_a_resync_that_the_log_does_not_reach_ends_the_process() -> None:
+    c = Cluster()
+    head, tail = c.view.members_of(0)
+    c.push(head, 1)
+    c.settle()
+    with pytest.raises(ProtocolError, match="not a prefix"):
+        c.replicas[head].receive(tail, Resync(1, np.array([0]), np.array([0]), np.array([0])))
+
+
+def test_ranges_that_leave_go_back_to_the_worker() -> None:
+    c = Cluster()
+    head = c.head(0)
+    c.push(head, 1)
+    decision = plan_failover(c.view, {head}, {})
+    assert decision is not None
+    c.adopt(decision.chains, head)
+    reply = next(e for _, e in c.effects if isinstance(e, Reply))
+    assert reply.epoch == 2
+    assert reply.committed.tolist() == []
+    assert 0 in reply.moved.tolist()

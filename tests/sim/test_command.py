@@ -1,0 +1,32 @@
+"""`elasticps sim` as people type it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import chaos.cli
+from chaos.simulator import Result
+
+app = typer.Typer()
+app.command()(chaos.cli.sim)
+
+
+def test_a_seed_gives_the_same_events_each_time() -> None:
+    first, second = (CliRunner().invoke(app, ["--seed", "5", "--trace"]) for _ in range(2))
+    assert first.exit_code == 0
+    assert first.stdout == second.stdout
+    assert "0 broke a promise" in first.stdout
+
+
+def test_a_broken_promise_ends_with_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Result(7, "ack-safety", "at 0.1 s s1 lacks step 3", 10, 2, 1, 0.1, 0)
+    monkeypatch.setattr(chaos.cli, "run", lambda seed, trace: broken)
+    result = CliRunner().invoke(app, ["--seed", "7"])
+    assert result.exit_code == 1
+    assert "elasticps sim --seed 7" in result.stdout
+    result = CliRunner().invoke(app, ["--seed", "7", "--json"])
+    assert json.loads(result.stdout)["broken"][0]["invariant"] == "ack-safety"

@@ -1,0 +1,296 @@
+"""The simulator finds every planted bug, and soon: a check that nothing can fail checks nothing.
+
+Each mutation is something that a careful person could have written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import chaos.control
+import chaos.workers
+from chaos.control import Store
+from chaos.servers import Content
+from chaos.simulator import run
+from coordinator import failover
+from elasticps.client.outstanding import Session, resume
+from replication.chain import Chains, Member
+from replication.core import Core
+from replication.filling import Filling
+from replication.progress import Clocks
+from replication.replica import Replica
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+class Mutation(NamedTuple):
+    """A bug and how to plant it."""
+
+    name: str
+    plant: Patch
+
+
+def _skip_the_duplicate_check(patch: pytest.MonkeyPatch) -> None:
+    def judge(self: Replica, push: Any, have: Any, expected: int, after: int) -> Any:
+        return np.ones(have.shape, dtype=np.bool_), np.zeros(have.shape, dtype=np.bool_)
+
+    patch.setattr(Replica, "_judge", judge)
+
+
+def _acknowledge_a_duplicate_before_the_tail_has_it(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Replica, "_unsafe_repeat", lambda self, ranges, seqs: np.zeros(ranges.shape, dtype=np.bool_))
+
+
+def _acknowledge_before_the_tail(patch: pytest.MonkeyPatch) -> None:
+    recode = Core._recode
+
+    def mutant(self: Core) -> None:
+        recode(self)
+        self._code &= ~np.where(self._tail, 0, 1)
+        self._headed_runs = self._runs(self._headed)
+
+    patch.setattr(Core, "_recode", mutant)
+
+
+def _report_level_before_acknowledgements_wait(patch: pytest.MonkeyPatch) -> None:
+    wait = Filling._wait_for_joiner
+
+    def mutant(self: Filling, r: int, seq: int, out: Any) -> None:
+        wait(self, r, seq, out)
+        self.waiting[r] = False
+        self._recode()
+        self._commit(int(self._down[r]), np.array([r]), self.seq[[r]], out)
+
+    patch.setattr(Filling, "_wait_for_joiner", mutant)
+
+
+def _report_level_before_the_joiner_has_what_was_acknowledged(patch: pytest.MonkeyPatch) -> None:
+    report = Filling._report_level
+
+    def mutant(self: Filling, ranges: Any, out: Any) -> None:
+        joined = self._joined
+        self._joined = np.maximum(joined, self.seq)
+        report(self, ranges, out)
+        self._joined = joined
+
+    patch.setattr(Filling, "_report_level", mutant)
+
+
+def _forget_to_resync_after_a_reconnect(patch: pytest.MonkeyPatch) -> None:
+    up = Replica.peer_up
+
+    def mutant(self: Replica, peer: Member) -> Any:
+        before = self._synced.copy()
+        out = up(self, peer)
+        self._synced |= before & (self._down == self._slot(peer)) & (self.role == 2)
+        self._recode()
+        return [e for e in out if type(getattr(e, "message", None)).__name__ != "Resync" or not before.any()]
+
+    patch.setattr(Replica, "peer_up", mutant)
+    patch.setattr(Replica, "peer_down", lambda self, peer: [])
+
+
+def _forget_to_resync_after_a_view(patch: pytest.MonkeyPatch) -> None:
+    change = Replica._change_roles
+
+    def mutant(self: Replica, view: Chains, changed: Any, out: Any) -> None:
+        synced = self._synced.copy()
+        down = self._down.copy()
+        change(self, view, changed, out)
+        self._synced |= synced & (self._down == down)
+        self._recode()
+
+    patch.setattr(Replica, "_change_roles", mutant)
+
+
+def _promote_a_half_filled_replica(patch: pytest.MonkeyPatch) -> None:
+    plan = failover.plan_failover
+
+    def mutant(view: Chains, gone: Set[Member], level: Mapping[int, int]) -> Any:
+        return plan(view, gone, {r: int(view.since[r]) for r in range(view.ranges)})
+
+    patch.setattr(chaos.control, "plan_failover", mutant)
+
+
+def _accept_an_old_neighbour(patch: pytest.MonkeyPatch) -> None:
+    def heard(self: Core, slot: int, epoch: int, ranges: Any, neighbour: Any) -> Any:
+        return np.ones(ranges.shape, dtype=np.bool_)
+
+    patch.setattr(Core, "_heard", heard)
+
+
+def _accept_words_from_before_the_chain_changed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Core, "_heard", lambda self, slot, epoch, ranges, neighbour: neighbour[ranges] == slot)
+
+
+def _resume_a_worker_from_uncommitted_clocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(chaos.workers, "resume", lambda applied, committed: resume(applied, applied))
+
+
+def _free_steps_that_are_applied_but_not_committed(patch: pytest.MonkeyPatch) -> None:
+    clocks = Session.clocks
+
+    def mutant(self: Session, ask: int, status: Any, epoch: int, ranges: Any, applied: Any, committed: Any) -> Any:
+        return clocks(self, ask, status, epoch, ranges, applied, applied)
+
+    patch.setattr(Session, "clocks", mutant)
+
+
+def _give_up_the_last_replica_under_a_living_lease(patch: pytest.MonkeyPatch) -> None:
+    plan = failover.plan_failover
+
+    def mutant(view: Chains, gone: Set[Member], level: Mapping[int, int]) -> Any:
+        alive = [m for m in view.members if m not in gone]
+        for r in range(view.ranges):
+            if alive and all(m in gone for m in view.members_of(r)):
+                chains = view.chains.copy()
+                chains[r] = -1
+                chains[r, 0] = view.index(alive[0])
+                joining = np.where(view.joining == chains[r, 0], -1, view.joining).astype(np.int32)
+                since = view.since.copy()
+                since[r] = view.epoch + 1
+                return failover.Decision(Chains(view.epoch + 1, view.members, chains, joining, since), "bug")
+        return plan(view, gone, level)
+
+    patch.setattr(chaos.control, "plan_failover", mutant)
+
+
+def _change_a_pushed_array_after_the_call(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Content, "private_copy", lambda self: self)
+
+
+def _accept_a_step_beyond_the_next(patch: pytest.MonkeyPatch) -> None:
+    def judge(self: Replica, push: Any, have: Any, expected: int, after: int) -> Any:
+        return have <= expected, have > expected
+
+    patch.setattr(Replica, "_judge", judge)
+
+
+def _accept_pushes_of_old_epochs(patch: pytest.MonkeyPatch) -> None:
+    admit = Replica._admit
+
+    def mutant(self: Replica, push: Any, out: Any) -> None:
+        push.epoch = self.epoch
+        admit(self, push, out)
+
+    patch.setattr(Replica, "_admit", mutant)
+
+
+def _apply_outside_the_intervals_received(patch: pytest.MonkeyPatch) -> None:
+    perform = Core._perform
+
+    def mutant(self: Core, frame: Any, ranges: Any, seqs: Any, before: Any, runs: Any, out: Any) -> None:
+        perform(self, frame, ranges, seqs, before, runs, out)
+        out[:] = [e._replace(inside=None) if hasattr(e, "inside") else e for e in out]
+
+    patch.setattr(Core, "_perform", mutant)
+
+
+def _leave_the_vector_clocks_out_of_a_snapshot(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Clocks, "set_column", lambda self, r, workers, progress: None)
+
+
+def _forget_what_followers_know_of_clocks(patch: pytest.MonkeyPatch) -> None:
+    forward = Replica._forward
+
+    def mutant(self: Replica, slot: int, message: Any, out: Any) -> None:
+        worker = message.operation.worker
+        before = self.clocks.row(worker)[message.ranges]
+        forward(self, slot, message, out)
+        self.clocks.row(worker)[message.ranges] = before
+
+    patch.setattr(Replica, "_forward", mutant)
+
+
+def _write_views_without_comparing(patch: pytest.MonkeyPatch) -> None:
+    def write(self: Store, view: Chains, expect: int, term: int) -> bool | None:
+        if not self.up:
+            return None
+        old, self.view = self.view, view
+        self.world.publish(old, view)
+        return True
+
+    patch.setattr(Store, "compare_and_set", write)
+
+
+def _drop_the_log_of_a_middle_replica(patch: pytest.MonkeyPatch) -> None:
+    forward = Replica._forward
+
+    def mutant(self: Replica, slot: int, message: Any, out: Any) -> None:
+        forward(self, slot, message, out)
+        for lane in list(self.log._lanes.values()):
+            kept = [e for e in lane if e.frame.token is not None]
+            for entry in lane:
+                if entry.frame.token is None:
+                    self.log.done(entry.frame)
+            lane.clear()
+            lane.extend(kept)
+
+    patch.setattr(Replica, "_forward", mutant)
+
+
+def _drop_a_level_joiner_over_a_lost_link(patch: pytest.MonkeyPatch) -> None:
+    unlink = Replica._unlink
+
+    def mutant(self: Replica, slot: int) -> None:
+        unlink(self, slot)
+        self.waiting &= self._down != slot
+        self._recode()
+        self._commit_all()  # type: ignore[attr-defined]
+
+    def commit_all(self: Replica) -> None:
+        tails = np.flatnonzero(self._tail & ~self.waiting)
+        self.acked[tails] = self.seq[tails]
+
+    patch.setattr(Replica, "_commit_all", commit_all, raising=False)
+    patch.setattr(Replica, "_unlink", mutant)
+
+
+def _fence_nobody_and_share_clocks(patch: pytest.MonkeyPatch) -> None:
+    row = Clocks.row
+    patch.setattr(Clocks, "row", lambda self, worker: row(self, 0))
+
+
+MUTATIONS: Sequence[Mutation] = [
+    Mutation(plant.__name__[1:], plant)
+    for plant in (
+        _skip_the_duplicate_check,
+        _acknowledge_a_duplicate_before_the_tail_has_it,
+        _acknowledge_before_the_tail,
+        _report_level_before_acknowledgements_wait,
+        _report_level_before_the_joiner_has_what_was_acknowledged,
+        _forget_to_resync_after_a_reconnect,
+        _forget_to_resync_after_a_view,
+        _promote_a_half_filled_replica,
+        _accept_an_old_neighbour,
+        _accept_words_from_before_the_chain_changed,
+        _resume_a_worker_from_uncommitted_clocks,
+        _free_steps_that_are_applied_but_not_committed,
+        _give_up_the_last_replica_under_a_living_lease,
+        _change_a_pushed_array_after_the_call,
+        _accept_a_step_beyond_the_next,
+        _accept_pushes_of_old_epochs,
+        _apply_outside_the_intervals_received,
+        _leave_the_vector_clocks_out_of_a_snapshot,
+        _forget_what_followers_know_of_clocks,
+        _write_views_without_comparing,
+        _drop_the_log_of_a_middle_replica,
+        _drop_a_level_joiner_over_a_lost_link,
+        _fence_nobody_and_share_clocks,
+    )
+]
+
+
+SEEDS = 150
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
+def test_the_simulator_finds(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation.plant(monkeypatch)
+    found = next((result for seed in range(SEEDS) if not (result := run(seed)).ok), None)
+    assert found is not None, f"{mutation.name} survived {SEEDS} seeds"
+    assert f"elasticps sim --seed {found.seed}" in str(found)

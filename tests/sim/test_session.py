@@ -1,0 +1,129 @@
+"""The session's stories: what it sends when, and what it believes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from chaos.servers import Content
+from coordinator.failover import form, plan_failover
+from elasticps.client.outstanding import Ask, Committed, Fenced, Frame, NeedView, Session, resume
+from replication.chain import Chains, Member
+from replication.effects import Status
+
+P = 4
+A, B, C = (Member(name, 1) for name in "abc")
+NONE = np.empty(0, dtype=np.int64)
+
+
+def _connected(window: int = 3) -> tuple[Session, Chains]:
+    view = form([A, B], P, 2)
+    session = Session(1, P, window)
+    assert session.adopt(view) == []
+    assert session.connected(A) + session.connected(B) == []
+    return session, view
+
+
+def _content() -> Content:
+    return Content({r: [(r * 1000, 1)] for r in range(P)})
+
+
+def _committed(session: Session, view: Chains, frame: Frame) -> list[object]:
+    ranges = view.headed_by(view.index(frame.head))
+    return list(session.reply(frame.frame, Status.COMMITTED, view.epoch, ranges, NONE))
+
+
+def _frames(effects: list[object]) -> list[tuple[Member, int, int, bool]]:
+    return [(e.head, e.clock, e.part, e.content is None) for e in effects if isinstance(e, Frame)]
+
+
+def test_a_step_is_committed_when_every_head_has_said_so() -> None:
+    session, view = _connected()
+    first, second = session.push(_content())
+    assert isinstance(first, Frame)
+    assert isinstance(second, Frame)
+    assert (first.head, second.head) == (A, B)
+    assert _committed(session, view, first) == []
+    assert _committed(session, view, second) == [Committed(1)]
+    assert (session.committed, session.outstanding) == (1, 0)
+
+
+def test_the_window_is_full_until_a_step_commits() -> None:
+    session, _ = _connected(window=1)
+    session.push(_content(), last=False)
+    session.push(_content(), last=True)
+    assert not session.room
+    with pytest.raises(RuntimeError, match="outstanding"):
+        session.push(_content())
+
+
+def test_what_the_caller_changes_later_is_not_sent() -> None:
+    session, _ = _connected()
+    mine = _content()
+    frame = session.push(mine)[0]
+    mine.updates[0][0] = (0, 99)
+    assert isinstance(frame, Frame)
+    assert isinstance(frame.content, Content)
+    assert frame.content.updates[0] == [(0, 1)]
+
+
+def test_a_new_head_is_asked_first_and_then_gets_what_it_lacks_in_clock_order() -> None:
+    session, view = _connected()
+    for _ in range(3):
+        session.push(_content())
+    decision = plan_failover(view, {A}, {})
+    assert decision is not None
+    session.disconnected(A)
+    (ask,) = session.adopt(decision.chains)
+    assert isinstance(ask, Ask)
+    assert (ask.head, ask.epoch) == (B, 2)
+    assert session.adopt(view) == []
+    ranges = decision.chains.headed_by(decision.chains.index(B))
+    applied = np.full(P, 2 << 16, dtype=np.int64)
+    committed = np.full(P, 1 << 16, dtype=np.int64)
+    effects = session.clocks(ask.ask, Status.COMMITTED, 2, ranges, applied, committed)
+    assert [e for e in effects if isinstance(e, Committed)] == [Committed(1)]
+    assert _frames(list(effects)) == [(B, 2, 0, True), (B, 3, 0, False)]
+    assert session.clocks(ask.ask, Status.COMMITTED, 2, ranges, applied, applied) == []
+
+
+def test_replies_to_forgotten_frames_are_not_heard() -> None:
+    session, view = _connected()
+    frame = session.push(_content())[0]
+    assert isinstance(frame, Frame)
+    session.disconnected(A)
+    assert _committed(session, view, frame) == []
+    assert session.outstanding == 1
+
+
+def test_a_stale_view_is_fetched_and_a_gap_is_asked_about() -> None:
+    session, _ = _connected()
+    first, second = session.push(_content())
+    assert isinstance(first, Frame)
+    assert isinstance(second, Frame)
+    assert session.reply(first.frame, Status.STALE_VIEW, 7, NONE, NONE) == [NeedView(7)]
+    (ask,) = session.reply(second.frame, Status.GAP, 1, NONE, NONE)
+    assert isinstance(ask, Ask)
+    assert ask.head == B
+
+
+def test_a_fenced_worker_is_told_to_stop() -> None:
+    session, _ = _connected()
+    frame = session.push(_content())[0]
+    assert isinstance(frame, Frame)
+    assert session.reply(frame.frame, Status.FENCED, 1, NONE, NONE) == [Fenced()]
+
+
+def test_ranges_that_moved_send_the_worker_for_the_view() -> None:
+    session, view = _connected()
+    frame = session.push(_content())[0]
+    assert isinstance(frame, Frame)
+    ranges = view.headed_by(view.index(A))
+    assert session.reply(frame.frame, Status.COMMITTED, 2, ranges[1:], ranges[:1]) == [NeedView(2)]
+    assert session.outstanding == 1
+
+
+def test_a_successor_starts_above_all_that_was_touched_and_trains_again_what_was_not_committed() -> None:
+    applied = np.array([5 << 16, (5 << 16) | 2], dtype=np.int64)
+    committed = np.array([4 << 16, (3 << 16) | 1], dtype=np.int64)
+    assert resume(applied, committed) == (6, 3)

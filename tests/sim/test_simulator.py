@@ -1,0 +1,100 @@
+"""Whole clusters under seeds: every invariant holds, a seed is one story, and a failure says how to replay it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from chaos.faults import Fault, Kind, Plan, random_plan
+from chaos.simulator import run
+
+SEEDS = 320
+BATCH = 40
+
+
+@pytest.mark.parametrize("start", range(0, SEEDS, BATCH))
+def test_every_invariant_holds_under_every_seed(start: int) -> None:
+    failed = [str(result) for seed in range(start, start + BATCH) if not (result := run(seed)).ok]
+    assert not failed, "\n".join(failed)
+
+
+def test_the_same_seed_gives_the_same_trace() -> None:
+    first, second = run(3, trace=True), run(3, trace=True)
+    assert len(first.trace) > 100
+    assert first.trace == second.trace
+    assert first.digest == run(3).digest
+    assert run(4).digest != first.digest
+
+
+def test_a_failure_names_the_invariant_and_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chaos.servers import Content
+
+    monkeypatch.setattr(Content, "private_copy", lambda self: self)
+    result = run(0)
+    assert result.invariant == "content"
+    assert str(result).splitlines()[-1] == "replay it: elasticps sim --seed 0"
+
+
+def _calm(**changes: object) -> Plan:
+    """Three servers, two replicas, two workers, and only the faults that a test names."""
+    plan = Plan(
+        seed=1, servers=3, replicas=2, ranges=8, workers=2, window=4, steps=60, budget_bytes=1 << 20, delay_s=0.0005,
+        one_frame=False, cas_trouble=0.0, fills=8, pieces=3, faults_end_s=0.6, faults=(),
+    )  # fmt: skip
+    return dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
+
+
+def test_without_faults_every_step_commits_under_the_first_view() -> None:
+    result = run(1, plan=_calm())
+    assert result.ok, result
+    assert result.commits == 120
+    assert result.epochs == 1
+
+
+@pytest.mark.parametrize("victim", range(3))
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_server_dies_at_any_moment(victim: int, replicas: int) -> None:
+    for i in range(12):
+        faults = (Fault(0.05 + i * 0.0007, Kind.CRASH_SERVER, victim, 0, 0.0),)
+        result = run(i, plan=_calm(seed=i, servers=4, replicas=replicas, faults=faults))
+        assert result.ok, result
+        assert result.commits == 120
+        assert result.epochs > 1
+
+
+@pytest.mark.parametrize("lasts_s", [0.02, 0.2])
+def test_a_frozen_server_thaws_with_full_queues(lasts_s: float) -> None:
+    for i in range(12):
+        faults = (Fault(0.05 + i * 0.0007, Kind.FREEZE_SERVER, i, 0, lasts_s),)
+        result = run(i, plan=_calm(seed=i, faults=faults, one_frame=True))
+        assert result.ok, result
+
+
+def test_the_joining_server_its_source_or_the_leader_dies_in_a_move() -> None:
+    for i in range(40):
+        second = (Kind.CRASH_SERVER, Kind.CRASH_LEADER, Kind.RESET_ALL_LINKS, Kind.FREEZE_SERVER)[i % 4]
+        faults = (
+            Fault(0.05, Kind.MOVE_RANGE, i, i + 1, 0.0),
+            Fault(0.06 + (i // 4) * 0.001, second, i, 0, 0.3),
+        )
+        result = run(i, plan=_calm(seed=i, servers=4, faults=faults))
+        assert result.ok, result
+
+
+def test_pushes_wait_for_room_in_the_log_and_go_on() -> None:
+    result = run(1, plan=_calm(budget_bytes=1, one_frame=True))
+    assert result.ok, result
+    assert result.commits == 120
+
+
+def test_without_the_store_training_goes_on_under_the_frozen_view() -> None:
+    faults = (Fault(0.01, Kind.STORE_OUTAGE, 0, 0, 0.5), Fault(0.1, Kind.RESET_ALL_LINKS, 0, 0, 0.0))
+    result = run(1, plan=_calm(faults=faults))
+    assert result.ok, result
+    assert result.commits == 120
+
+
+def test_a_plan_depends_on_its_seed_alone() -> None:
+    assert random_plan(11) == random_plan(11)
+    assert random_plan(11) != random_plan(12)
