@@ -196,7 +196,7 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None:
+            if error is None and not self._closed:
                 self.flush()
         finally:
             self.close()
