@@ -181,15 +181,21 @@ def place_rows(rows, order, out):  # type: ignore[no-untyped-def]
 
 
 def cut_ranks(sizes: NDArray[np.int64], limit: int = FRAME_BYTES) -> list[tuple[int, int]]:
-    """Cuts consecutive ranks of the given sizes (bytes) into runs of about `limit` bytes, at least one rank each."""
+    """Cuts consecutive ranges of ranks, of the given sizes (bytes), into runs of about `limit` bytes, at least a rank.
+
+    The first run is a quarter of that, so that the server can begin while the others are still being copied.
+    """
     total = int(sizes.sum())
-    if total <= limit + limit // 2:
+    if total <= limit // 2:
         return [(0, len(sizes))]
     ends = np.cumsum(sizes)
-    cuts, start = [], 0
+    cuts, start, wanted = [], 0, limit // 4
     while start < len(sizes):
         done = int(ends[start - 1]) if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, done + limit, side="right")))
+        left = total - done
+        stop = max(start + 1, int(np.searchsorted(ends, done + wanted, side="right")))
+        if left <= wanted + wanted // 2:
+            stop = len(sizes)
         cuts.append((start, stop))
-        start = stop
+        start, wanted = stop, limit
     return cuts

@@ -45,7 +45,7 @@ class Handler(Protocol):
         """It is gone."""
 
     def handle(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> None:
-        """One frame. `body` is valid during the call only when `connection.staged`."""
+        """One frame. `body` is valid during the call only."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -109,11 +109,6 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- frames -------------------------------------------------------------------------------------------------
 
-    @property
-    def staged(self) -> bool:
-        """Whether the body now being handled must be copied if it is to be kept."""
-        return self._assembler.staged
-
     def welcome(self, worker: int, name: str, app: str) -> None:
         """The peer is who it says: full-size frames from now on."""
         self.worker, self.worker_name, self.app = worker, name, app
@@ -124,14 +119,14 @@ class Connection(asyncio.BufferedProtocol):
         if self.holding:
             if len(self._held) >= MAX_HELD_FRAMES:
                 raise FrameError(f"more than {MAX_HELD_FRAMES} frames arrived while one was held")
-            self._held.append((header, body.copy() if self.staged else body))
+            self._held.append((header, body.copy()))
             return
         self._handler.handle(self, header, body)
 
     def hold(self, header: Header, body: NDArray[np.uint8]) -> None:
         """Keeps this frame, and all that follow, until `release`: the server lacks what it needs to judge it."""
         self.holding = True
-        self._held.appendleft((header, body.copy() if self.staged else body))
+        self._held.appendleft((header, body.copy()))
         self.transport.pause_reading()
 
     def release(self) -> None:

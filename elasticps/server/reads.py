@@ -12,7 +12,7 @@ from elasticps.server.connection import Connection
 from elasticps.store import Table
 from elasticps.wire.frames import LAST, Buffer, Header, Kind
 
-CHUNK_BYTES = 256 << 10
+CHUNK_BYTES = 512 << 10
 MAX_PARKED = 4096
 DEFAULT_WAIT_S = 30.0
 
@@ -32,23 +32,29 @@ def answer(read: Read) -> None:
     """Gathers and sends the rows as they are now."""
     rows, dim = len(read.keys), read.table.spec.dim
     if rows * dim * 4 <= CHUNK_BYTES:
-        read.connection.transport.writelines(_chunk(read, read.keys, 0, last=True))
+        out = np.empty((rows, dim), np.float32)
+        read.connection.transport.writelines(_chunk(read, read.keys, out, 0, last=True))
     else:
         read.connection.stream(_chunks(read))
 
 
 def _chunks(read: Read) -> Iterator[list[Buffer]]:
-    """The answer in pieces of CHUNK_BYTES: while the peer receives one, the next is gathered."""
-    rows = len(read.keys)
-    step = max(1, CHUNK_BYTES // (read.table.spec.dim * 4))
-    keys = read.keys.copy() if read.connection.staged else read.keys
+    """The answer in pieces of CHUNK_BYTES: while the peer receives one, the next is gathered.
+
+    A chunk that has left is gathered over: memory in use already costs no page faults, and may still be in the cache.
+    """
+    rows, dim = len(read.keys), read.table.spec.dim
+    step = max(1, CHUNK_BYTES // (dim * 4))
+    keys = read.keys.copy()
+    out = np.empty((step, dim), np.float32)
     for at in range(0, rows, step):
-        yield _chunk(read, keys[at : at + step], at, last=at + step >= rows)
+        part = keys[at : at + step]
+        yield _chunk(read, part, out[: len(part)], at, last=at + step >= rows)
+        if read.connection.transport.get_write_buffer_size():  # it is still being sent from
+            out = np.empty((step, dim), np.float32)
 
 
-def _chunk(read: Read, keys: NDArray[np.int64], offset: int, *, last: bool) -> list[Buffer]:
-    rows = len(keys)
-    out = np.empty((rows, read.table.spec.dim), np.float32)
+def _chunk(read: Read, keys: NDArray[np.int64], out: NDArray[np.float32], offset: int, *, last: bool) -> list[Buffer]:
     read.table.gather(keys, out)
     padding = out.nbytes & 7
     header = Header(
@@ -58,10 +64,10 @@ def _chunk(read: Read, keys: NDArray[np.int64], offset: int, *, last: bool) -> l
         read.header.request,
         read.header.epoch,
         clock=offset,
-        items=rows,
+        items=len(keys),
     )
     parts: list[Buffer] = [header.pack()]
-    if rows:
+    if len(keys):
         parts.append(out.data.cast("B"))
     if padding:
         parts.append(b"\0" * padding)

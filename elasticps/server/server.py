@@ -305,8 +305,7 @@ class Server:
         if len(self._parked) >= MAX_PARKED:
             raise Refusal("busy", f"server {self.me.name} already has {MAX_PARKED} pulls waiting")
         wait_s = read.header.wait_ms / 1e3 or DEFAULT_WAIT_S
-        keys = read.keys.copy() if read.connection.staged else read.keys
-        self._parked.append(Read(read.connection, read.header, read.table, keys, self._clock() + wait_s))
+        self._parked.append(Read(read.connection, read.header, read.table, read.keys.copy(), self._clock() + wait_s))
 
     def _minimums(self, app: str) -> dict[int, int]:
         """The lowest clock of each active worker of an application, over the ranges that we head."""

@@ -16,13 +16,14 @@ from elasticps.wire.frames import HEADER_BYTES, Header, unpack_header
 
 Bytes = NDArray[np.uint8]
 STAGING_BYTES = 64 << 10
+KEPT_BYTES = 4 << 20
 
 
 class Assembler:
     """Cuts a stream into frames: fill `buffer()`, then tell `received(n)`.
 
-    `on_frame(header, body)` is called for each frame in order; a body handed over is a uint8 array that is valid only
-    during the call when the frame was small (`staged` is then True) and owned by the callee otherwise.
+    `on_frame(header, body)` is called for each frame in order; `body`, uint8, is valid during the call only, because
+    its memory is used again: memory that is in use already costs no page faults, and may still be in the cache.
     `sink(header)` may name the destinations of a body, uint8 memoryviews that add up to its length; `on_frame` is
     then called with an empty body once they are full.
     """
@@ -36,12 +37,12 @@ class Assembler:
         self._on_frame = on_frame
         self._sink = sink
         self.limit = limit
-        self.staged = True
         self._staging = np.empty(STAGING_BYTES, np.uint8)
         self._view = self._staging.data
         self._start = self._end = 0
         self._header: Header | None = None  # of the frame whose body is being received outside the staging buffer
         self._body = _EMPTY
+        self._large = _EMPTY  # memory for bodies, kept up to KEPT_BYTES
         self._targets: list[memoryview] = []  # what is still to fill, last one first
 
     def buffer(self) -> memoryview:
@@ -71,9 +72,7 @@ class Assembler:
         header, body = self._header, self._body
         assert header is not None
         self._header, self._body = None, _EMPTY
-        self.staged = False
         self._on_frame(header, body)
-        self.staged = True
 
     def _cut(self) -> None:
         while self._end - self._start >= HEADER_BYTES:
@@ -90,7 +89,7 @@ class Assembler:
                 self._start = body_at + have
                 self._on_frame(header, self._staging[body_at : body_at + have])
             elif HEADER_BYTES + header.body > STAGING_BYTES:
-                self._body = np.empty(header.body, np.uint8)
+                self._body = self._memory(header.body)
                 self._start = body_at + have
                 self._divert(header, [self._body.data], body_at, have)
                 break
@@ -102,6 +101,13 @@ class Assembler:
             left = self._end - self._start
             self._staging[:left] = self._staging[self._start : self._end].copy()
             self._start, self._end = 0, left
+
+    def _memory(self, size: int) -> Bytes:
+        if size > KEPT_BYTES:
+            return np.empty(size, np.uint8)
+        if size > len(self._large):
+            self._large = np.empty(size, np.uint8)
+        return self._large[:size]
 
     def _divert(self, header: Header, targets: Sequence[memoryview], at: int, have: int) -> None:
         """Moves the `have` staged bytes of a body into its targets; what is then left is received there directly."""

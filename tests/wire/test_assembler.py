@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from elasticps.wire.assembler import STAGING_BYTES, Assembler
+from elasticps.wire.assembler import KEPT_BYTES, STAGING_BYTES, Assembler
 from elasticps.wire.frames import FrameError, Header, Kind
 
 LIMIT = 1 << 20
@@ -65,11 +65,11 @@ def test_frames_survive_any_cutting(lengths: list[int], cuts: list[int], diverte
     assert not assembler.mid_frame
 
 
-def test_large_bodies_belong_to_the_callee_and_small_ones_do_not() -> None:
-    staged: list[bool] = []
-    assembler = Assembler(lambda header, body: staged.append(assembler.staged), LIMIT)
-    feed(assembler, frame(64, 0) + frame(STAGING_BYTES, 1), [1 << 20])
-    assert staged == [True, False]
+def test_memory_of_large_bodies_is_used_again_up_to_a_limit() -> None:
+    addresses: list[int] = []
+    assembler = Assembler(lambda header, body: addresses.append(body.ctypes.data), 2 * KEPT_BYTES)
+    feed(assembler, frame(STAGING_BYTES + 8, 0) + frame(STAGING_BYTES, 1) + frame(KEPT_BYTES + 8, 2), [1 << 20])
+    assert addresses[0] == addresses[1] != addresses[2]
 
 
 def test_small_bodies_are_aligned_for_arrays() -> None:
