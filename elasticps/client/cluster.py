@@ -173,9 +173,17 @@ class Client:
         return OpenStep(self, lr)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Waits until every step pushed so far is committed. `Timeout` says whom it waited for."""
+        """Waits until every step pushed so far is committed. `Timeout` says whom it waited for.
+
+        Raises the first error of the steps whose `result` nobody has asked for, if a server refused one.
+        """
         target = self._session.clock - (self._open is not None)
         self._wait(lambda: self._session.committed >= target, timeout, "flush")
+        with self._lock:
+            failures = dict(self._session.failures)
+            self._session.failures.clear()
+        if failures:
+            raise failures[min(failures)]
 
     def close(self) -> None:
         """Waits briefly for outstanding steps, leaves the cluster and closes every connection."""
@@ -281,6 +289,7 @@ class Client:
     def finish_step(self, state: StepState, timeout: float | None) -> None:
         self._wait(lambda: state.done, timeout, f"step {state.clock}")
         if state.error is not None:
+            self._session.failures.pop(state.clock, None)
             raise state.error
 
     def _join(self) -> None:

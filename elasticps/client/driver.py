@@ -75,7 +75,8 @@ class Driver:
         """The link has more to send than its socket takes."""
         sock = link.socket
         if sock is not None and sock.fileno() in self._links:
-            self._epoll.modify(sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+            with contextlib.suppress(OSError, ValueError):  # it broke just now; whoever reads it will see that
+                self._epoll.modify(sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
         self._wake.set()
 
     def nudge(self) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from elasticps.wire.frames import Buffer
 
+MAX_FAILURES = 64  # the first ones are kept
+
 
 @dataclass(eq=False)
 class PushFrame:
@@ -46,6 +48,7 @@ class Session:
         self.window = window
         self.clock = base  # steps begun
         self.committed = base  # every step up to here is done
+        self.failures: dict[int, Exception] = {}  # by clock: steps that a server refused, until somebody was told
         self._steps: OrderedDict[int, StepState] = OrderedDict()
         self._by_request: dict[int, StepState] = {}
 
@@ -119,3 +122,7 @@ class Session:
                 return
             del self._steps[clock]
             self.committed = clock
+            if step.error is not None:
+                self.failures[clock] = step.error
+                if len(self.failures) > MAX_FAILURES:
+                    del self.failures[max(self.failures)]

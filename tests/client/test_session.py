@@ -56,6 +56,7 @@ def test_a_refused_frame_ends_the_step_with_the_first_error() -> None:
     session.answered(2, ValueError("second"))
     assert step.done
     assert step.error is first
+    assert session.failures == {1: first}
 
 
 def test_answers_to_other_requests_are_not_ours() -> None:
