@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 import time
@@ -20,13 +19,11 @@ from elasticps.client.inputs import checked_floats
 from elasticps.client.network import Call, Network
 from elasticps.client.reads import Read
 from elasticps.client.session import PushFrame, Session, StepState
-from elasticps.client.writes import Place, Write, push_frames
+from elasticps.client.writes import Place, Write, check_size, push_frames
 from elasticps.errors import ConfigError, InputError, Timeout
 from elasticps.spec import ASP, SSP, Init, Optimizer, TableSpec, Zeros
 from elasticps.wire.frames import LAST, Header, Kind
 from replication.clocks import MAX_PART
-
-log = logging.getLogger(__name__)
 
 BOUND_GRACE_S = 1.0
 
@@ -111,11 +108,11 @@ class Client:
         self._control = Control(url, timeout)
         self._network: Network | None = None
         try:
-            self._view_deadline = time.monotonic() + timeout
+            deadline_s = time.monotonic() + timeout
             view = self._control.first_view(timeout)
             self.worker = self._control.register(worker, app, self._lost, timeout)
             self._network = Network(self._control.cluster, self.worker, view, self._session, self._lock, self._requests)
-            self._network.start(self._view_deadline)
+            self._network.start(deadline_s)
         except BaseException:
             self.close()
             raise
@@ -234,6 +231,7 @@ class Client:
         calls: list[Call] = []
         routes = self._net.routes
         write = tensor.initial(values, routes)
+        check_size([write])
         place = Place(routes.epoch, 0, self.worker.id, 0, 0, True)
         for share in routes.shares:
             for request, buffers in push_frames([write], share, routes, place, self._requests, Kind.INIT):
@@ -257,6 +255,7 @@ class Client:
             routes = network.routes
             clock = self._session.clock + 1 if state is None else state.clock
             writes = [self._write(h, v, clock, rates, copy) for h, v in values.items()]
+            check_size(writes)
             if state is None:
                 state = self._session.begin()
             part, state.parts = state.parts, state.parts + 1

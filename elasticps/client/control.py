@@ -107,16 +107,6 @@ class Control:
                 )
             await asyncio.sleep(POLL_S)
 
-    def latest_view(self, timeout_s: float) -> View:
-        """The view as the store has it now."""
-
-        async def fetch() -> View:
-            entry = await self._store.get("view")
-            assert entry is not None, "a view never disappears"
-            return View.decode(entry.value)
-
-        return self.call(fetch(), timeout_s)
-
     # --- the registry of tables ---------------------------------------------------------------------------------
 
     def open_table(self, app: str, spec: TableSpec, worker: int, ready: bool, timeout_s: float) -> Registration:

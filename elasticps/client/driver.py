@@ -8,15 +8,12 @@ else does: acknowledgements of pushes that nobody waits for, new views, broken c
 from __future__ import annotations
 
 import contextlib
-import logging
 import select
 import threading
 import time
 from collections.abc import Callable
 
 from elasticps.client.link import Link
-
-log = logging.getLogger(__name__)
 
 CALLER_RECENT_S = 0.005  # a caller that has just read will be back; keep out of its way for so long
 BACKGROUND_NAP_S = 0.002

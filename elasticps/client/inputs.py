@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import InputError
-
-Array = NDArray[Any]
 
 
 def checked_keys(name: str, keys: object) -> NDArray[np.int64]:

@@ -88,7 +88,6 @@ class Network:
         self._pulls: dict[int, ReadPart] = {}
         self._calls: dict[int, Call] = {}
         self._creates: dict[int, bytes] = {}  # table id -> CREATE body, repeated on every new connection
-        self._bounds: dict[Read, tuple[int, int]] = {}
         self._driver = Driver(self._broken, self._turn)
         self._set_peers()
 
@@ -202,7 +201,7 @@ class Network:
         """Asks for a read's parts; `bound` and `wait_ms` as in the PULL header."""
         with self._lock:
             self.check()
-            self._bounds[read] = bound, wait_ms
+            read.bound, read.wait_ms = bound, wait_ms
             self._ask(read)
         self._driver.nudge()
 
@@ -213,12 +212,9 @@ class Network:
             read.parts[part.request] = self._pulls[part.request] = part
         for part in parts:
             self._send_pull(part)
-        if not parts:
-            del self._bounds[read]
 
     def _send_pull(self, part: ReadPart) -> None:
-        bound, wait_ms = self._bounds[part.read]
-        self.send(part.server, pull_frame(part, self.routes.epoch, self.worker.id, bound, wait_ms))
+        self.send(part.server, pull_frame(part, self.routes.epoch, self.worker.id))
 
     def forget_read(self, read: Read) -> None:
         """Drops what is still unanswered of a read; late answers are thrown away."""
@@ -226,7 +222,6 @@ class Network:
             for request in read.parts:
                 self._pulls.pop(request, None)
             read.parts.clear()
-            self._bounds.pop(read, None)
 
     def wait(self, done: Callable[[], bool], deadline_s: float) -> bool:
         return self._driver.wait(lambda: done() or self.error is not None, deadline_s) and done()
@@ -264,8 +259,6 @@ class Network:
             return
         part.read.error = part.read.error or error
         del part.read.parts[request]
-        if not part.read.parts:
-            self._bounds.pop(part.read, None)
 
     def _on_error(self, link: Link, header: Header, document: dict[str, object]) -> None:
         code, text = document.get("code"), str(document.get("message"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -77,7 +78,7 @@ class ReadPart:
         return views
 
 
-class Read:
+class Read(ABC):
     """A pull in flight. `result` gives the array asked for: float32, rows in the order of the keys."""
 
     def __init__(self, client: Client, table_id: int, salt: np.uint64, dim: int, name: str) -> None:
@@ -89,7 +90,7 @@ class Read:
         self.parts: dict[int, ReadPart] = {}  # by request, those still unanswered
         self.error: Exception | None = None
         self.started_s = time.monotonic()
-        self.clock = 0
+        self.clock = self.bound = self.wait_ms = 0  # as in the PULL header
         self.value: NDArray[np.float32]
 
     def done(self) -> bool:
@@ -101,9 +102,9 @@ class Read:
         self._client.finish_read(self, timeout)
         return self._assemble()
 
+    @abstractmethod
     def plan(self, routes: Routes) -> list[ReadPart]:
         """The parts to ask for under a view."""
-        raise NotImplementedError
 
     def _assemble(self) -> NDArray[np.float32]:
         return self.value
@@ -167,11 +168,11 @@ class DenseRead(Read):
         return parts
 
 
-def pull_frame(part: ReadPart, epoch: int, worker: int, bound: int, wait_ms: int) -> list[bytes | memoryview]:
+def pull_frame(part: ReadPart, epoch: int, worker: int) -> list[bytes | memoryview]:
     """The PULL frame of a part."""
     keys = part.keys
     header = Header(
         Kind.PULL, 0, keys.nbytes, part.request, epoch, part.read.clock, worker,
-        table=part.read.table_id, items=len(keys), bound=bound, wait_ms=wait_ms,
+        table=part.read.table_id, items=len(keys), bound=part.read.bound, wait_ms=part.read.wait_ms,
     )  # fmt: skip
     return [header.pack(), keys.data.cast("B")]

@@ -47,10 +47,6 @@ class Routes:
         readers = np.unique(self.reader_of)
         self.only_reader = int(readers[0]) if len(readers) == 1 else -1
 
-    def headless(self) -> NDArray[np.intp]:
-        """Ranges that nobody serves."""
-        return np.flatnonzero(self.view.heads < 0)
-
 
 @dataclass(frozen=True)
 class PushPlan:

@@ -11,9 +11,18 @@ from numba import njit
 from numpy.typing import NDArray
 
 from elasticps.client.routing import PushPlan, Routes, Share, cut_ranks, take_sum
-from elasticps.wire.frames import ALL_RANGES, LAST, Buffer, Header, Kind, block_head, grads_padding
-
-FRAME_LIMIT = 32 << 20
+from elasticps.errors import InputError
+from elasticps.wire.frames import (
+    ALL_RANGES,
+    LAST,
+    MAX_BLOCKS,
+    MAX_BODY_BYTES,
+    Buffer,
+    Header,
+    Kind,
+    block_head,
+    grads_padding,
+)
 
 
 class Rows(Protocol):
@@ -104,6 +113,24 @@ class Place:
     first: int
     part: int
     last: bool
+
+
+def check_size(writes: list[Write]) -> None:
+    """InputError if a part of a step cannot be cut, between ranges, into frames that a server accepts."""
+    if len(writes) > MAX_BLOCKS:
+        raise InputError(
+            f"a push of {len(writes)} tables is over the limit of {MAX_BLOCKS}; push them in several parts"
+        )
+    row_bytes = [8 + 4 * w.rows.dim for w in writes]
+    if sum(len(w.plan.order) * n for w, n in zip(writes, row_bytes, strict=True)) <= MAX_BODY_BYTES // 2:
+        return
+    sizes = sum(np.diff(w.plan.offsets) * n for w, n in zip(writes, row_bytes, strict=True))
+    largest = int(np.max(sizes))
+    if largest > MAX_BODY_BYTES // 2:  # the rest is for headers, and for the cut's slack
+        raise InputError(
+            f"this push has {largest >> 20} MB for one of the cluster's {len(writes[0].plan.offsets) - 1} ranges, the "
+            f"limit is {MAX_BODY_BYTES // 2 >> 20} MB: push in several steps, or create the cluster with more ranges"
+        )
 
 
 def push_frames(

@@ -60,7 +60,6 @@ class Server:
         self.clocks = Clocks(ranges)
         self.view: View | None = None
         self.epoch = 0
-        self.draining = False
         self._heads_since = 1 << 62  # epoch in which the set of ranges that we head last changed
         self._headed = np.zeros(ranges, np.bool_)
         self._headed_ranges: NDArray[np.intp] = np.empty(0, np.intp)
@@ -352,7 +351,7 @@ class Server:
             "address": self.me.address,
             "admin": self.me.admin,
             "incarnation": self.me.incarnation,
-            "state": "draining" if self.draining else "serving" if len(self._headed_ranges) else "spare",
+            "state": "serving" if len(self._headed_ranges) else "spare",
             "epoch": self.epoch,
             "ranges_headed": len(self._headed_ranges),
             "ranges_held": len(self._headed_ranges),
