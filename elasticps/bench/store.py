@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +16,7 @@ from elasticps.store import Table, index, warm
 _BATCHES = 60
 
 
-def bench_store(
-    *, rows: int = 1_000_000, dim: int = 64, batches: tuple[int, ...] = (64, 8192)
-) -> list[dict[str, object]]:
+def bench_store(*, rows: int = 1_000_000, dim: int = 64, batches: tuple[int, ...] = (64, 8192)) -> list[dict[str, Any]]:
     """Median speed of lookup, gather and lookup + Adagrad on random keys of a float32 table, for each batch size."""
     warm()
     optimizer = Adagrad(0.01)
@@ -27,7 +26,7 @@ def bench_store(
     for start in range(0, rows, 8192):
         keys = np.arange(start, min(start + 8192, rows))
         table.apply(keys, np.ones((len(keys), dim), np.float32), values)
-    results = []
+    results: list[dict[str, Any]] = []
     for n in batches:
         samples = [random.choice(rows, n, replace=False) for _ in range(_BATCHES)]
         grads = random.standard_normal((n, dim), np.float32)
