@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.names import check_address, check_name
+from replication.chain import Chains, Member
 
 RANGES_MAX = 1 << 16
 REPLICAS_MAX = 16
@@ -128,6 +129,12 @@ class View:
         """int32 [ranges]: index of each range's tail (the head where it is alone), -1 where there is no replica."""
         last = np.maximum((self.chains >= 0).sum(axis=1) - 1, 0)
         return _read_only(np.take_along_axis(self.chains, last[:, None], axis=1)[:, 0].astype(np.int32))
+
+    @cached_property
+    def as_chains(self) -> Chains:
+        """The same as replication sees it; members have the indices of `servers`."""
+        members = tuple(Member(server.name, server.incarnation) for server in self.servers)
+        return Chains(self.epoch, members, self.chains, self.joining, self.since)
 
     def index(self, name: str) -> int:
         """The index in `servers` of the server called `name`, -1 if it is not listed."""

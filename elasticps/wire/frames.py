@@ -23,12 +23,13 @@ MAX_BODY_BYTES = 64 << 20
 MAX_CONTROL_BYTES = 1 << 20  # hello, errors, specs; all that a peer may send before it is welcome
 MAX_BLOCKS = 4096
 MAX_DIM = 1 << 20
+MAX_RANGES = 1 << 16
 
 Buffer = memoryview | bytes | bytearray
 
 
 class Kind(IntEnum):
-    """Frame kinds; requests below 64, answers from 64 on."""
+    """Frame kinds: requests of workers below 16, what replicas say to each other from 16 on, answers from 64 on."""
 
     HELLO = 1
     CREATE = 2
@@ -36,15 +37,27 @@ class Kind(IntEnum):
     PUSH = 4
     PULL = 5
     JOIN = 6
+    ASK = 7
+    WANT = 8
+    FORWARD = 16
+    ACK = 17
+    RESYNC = 18
+    PIECE = 19
+    INSTALLED = 20
     WELCOME = 64
     OK = 65
     ROWS = 66
     ERROR = 67
     VIEW = 68
+    CLOCKS = 69
+    PARTLY = 70
+    REPORT = 71
 
 
 LAST = 1  # PUSH: the step's last part, it ticks the clock. ROWS: the answer's last chunk. JOIN: see Header
 ALL_RANGES = 2  # PUSH: every range that the receiver heads at the frame's epoch
+REPEAT = 4  # PUSH: content left out, it is applied already and only the acknowledgement is wanted
+ANY = 8  # PULL: any full replica may answer, with values that may not be committed yet
 
 _KINDS = frozenset(int(k) for k in Kind)
 _HEADER = struct.Struct("<IBBHQQQQIHHIIII")
@@ -66,7 +79,9 @@ class Header(NamedTuple):
     A PUSH covers the step's parts `first`..`part`; `items` is its number of blocks. In PULL and INIT, `table` and
     `items` give the table and the number of keys. `bound` is the staleness bound of a PULL plus one, 0 for none, and
     `wait_ms` how long the server may let it wait for that. JOIN asks for the active workers' minimum clock; with LAST
-    it admits the worker at the base `clock`.
+    it says that the worker starts above the base `clock`, and comes before any PUSH on a connection. ASK wants the
+    progress of `worker` in the ranges headed there, CLOCKS gives it. WANT asks for a view newer than `epoch`, if there
+    is one. PARTLY answers a PUSH of which some ranges left the server before they were committed.
     """
 
     kind: int
@@ -129,6 +144,49 @@ def bytes_frame(kind: Kind, body: bytes, *, request: int = 0, epoch: int = 0) ->
     """A frame around opaque bytes; `items` holds their unpadded length."""
     padded = body + b"\0" * (-len(body) % 8)
     return Header(kind, 0, len(padded), request, epoch, items=len(body)).pack() + padded
+
+
+# --- ranges and progress ------------------------------------------------------------------------------------------
+
+
+def padded(body: bytes) -> bytes:
+    """The bytes, with zeros up to a multiple of 8."""
+    return body + b"\0" * (-len(body) % 8)
+
+
+def clocks_frame(
+    request: int, epoch: int, ranges: NDArray[np.int64], applied: NDArray[np.int64], committed: NDArray[np.int64]
+) -> bytes:
+    """CLOCKS: a worker's progress, int64 [n] each, in `ranges`, int64 [n]."""
+    body = padded(ranges.astype("<i4").tobytes()) + applied.tobytes() + committed.tobytes()
+    return Header(Kind.CLOCKS, 0, len(body), request, epoch, items=len(ranges)).pack() + body
+
+
+def read_clocks(
+    header: Header, body: NDArray[np.uint8]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The inverse of `clocks_frame`: (ranges, applied, committed), copies."""
+    n = header.items
+    at = (4 * n + 7) & ~7
+    if n > MAX_RANGES or len(body) != at + 16 * n:
+        raise FrameError(f"a CLOCKS frame of {n} ranges has a body of {len(body)} bytes")
+    numbers = body[at:].copy().view(np.int64)
+    return body[: 4 * n].view(np.int32).astype(np.int64), numbers[:n], numbers[n:]
+
+
+def partly_frame(request: int, epoch: int, committed: NDArray[np.int64], moved: NDArray[np.int64]) -> bytes:
+    """PARTLY: of the ranges that a push named, int64 [n] are committed, int64 [m] left the server before they were."""
+    body = padded(committed.astype("<i4").tobytes() + moved.astype("<i4").tobytes())
+    return Header(Kind.PARTLY, 0, len(body), request, epoch, table=len(moved), items=len(committed)).pack() + body
+
+
+def read_partly(header: Header, body: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The inverse of `partly_frame`: (committed, moved), copies."""
+    n, m = header.items, header.table
+    if n > MAX_RANGES or m > MAX_RANGES or len(body) != (4 * (n + m) + 7) & ~7:
+        raise FrameError(f"a PARTLY frame of {n} and {m} ranges has a body of {len(body)} bytes")
+    ranges = body[: 4 * (n + m)].view(np.int32).astype(np.int64)
+    return ranges[:n], ranges[n:]
 
 
 # --- PUSH bodies ------------------------------------------------------------------------------------------------
