@@ -26,12 +26,9 @@ class Kind(IntEnum):
 
     PUSH = 0
     CREATE = 1
-    DROP = 2
-    INIT = 3
-    EVICT = 4
-    ROUND = 5
-    RETIRE = 6
-    REBASE = 7
+    INIT = 2
+    RETIRE = 3
+    AUDIT = 4
 
 
 class Payload(Protocol):

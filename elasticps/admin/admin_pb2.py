@@ -24,17 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x65lasticps/admin/admin.proto\x12\x0c\x65lasticps.v1\"\x0f\n\rStatusRequest\"\xfa\x02\n\x0eStatusResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05\x61\x64min\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\x12\r\n\x05state\x18\x06 \x01(\t\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x15\n\rranges_headed\x18\x08 \x01(\r\x12\x13\n\x0branges_held\x18\t \x01(\r\x12\x0c\n\x04rows\x18\n \x01(\x04\x12\r\n\x05\x62ytes\x18\x0b \x01(\x04\x12\x13\n\x0b\x63onnections\x18\x0c \x01(\r\x12\x0e\n\x06pushes\x18\r \x01(\x04\x12\r\n\x05pulls\x18\x0e \x01(\x04\x12\x13\n\x0brows_pushed\x18\x0f \x01(\x04\x12\x13\n\x0brows_pulled\x18\x10 \x01(\x04\x12\x12\n\nduplicates\x18\x11 \x01(\x04\x12\x0f\n\x07refused\x18\x12 \x01(\x04\x12\x0e\n\x06parked\x18\x13 \x01(\r\x12\x0e\n\x06tables\x18\x14 \x01(\r\x12\x10\n\x08uptime_s\x18\x15 \x01(\x01\x32L\n\x05\x41\x64min\x12\x43\n\x06Status\x12\x1b.elasticps.v1.StatusRequest\x1a\x1c.elasticps.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x65lasticps/admin/admin.proto\x12\x0c\x65lasticps.v1\"\x1b\n\x0bMarkRequest\x12\x0c\n\x04mark\x18\x01 \x01(\x04\"/\n\x0cMarkResponse\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x1d\n\rMarkedRequest\x12\x0c\n\x04mark\x18\x01 \x01(\x04\"Z\n\x0bMarkedRange\x12\r\n\x05range\x18\x01 \x01(\r\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0f\n\x07workers\x18\x04 \x03(\r\x12\x0e\n\x06\x63locks\x18\x05 \x03(\x04\"*\n\tToldClock\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\"\x86\x01\n\x0eMarkedResponse\x12)\n\x06ranges\x18\x01 \x03(\x0b\x32\x19.elasticps.v1.MarkedRange\x12%\n\x04told\x18\x02 \x03(\x0b\x32\x17.elasticps.v1.ToldClock\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\"\x0f\n\rStatusRequest\"\xab\x03\n\x0eStatusResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05\x61\x64min\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\x12\r\n\x05state\x18\x06 \x01(\t\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x15\n\rranges_headed\x18\x08 \x01(\r\x12\x13\n\x0branges_held\x18\t \x01(\r\x12\x0c\n\x04rows\x18\n \x01(\x04\x12\r\n\x05\x62ytes\x18\x0b \x01(\x04\x12\x13\n\x0b\x63onnections\x18\x0c \x01(\r\x12\x0e\n\x06pushes\x18\r \x01(\x04\x12\r\n\x05pulls\x18\x0e \x01(\x04\x12\x13\n\x0brows_pushed\x18\x0f \x01(\x04\x12\x13\n\x0brows_pulled\x18\x10 \x01(\x04\x12\x0f\n\x07refused\x18\x12 \x01(\x04\x12\x0e\n\x06parked\x18\x13 \x01(\r\x12\x0e\n\x06tables\x18\x14 \x01(\r\x12\x10\n\x08uptime_s\x18\x15 \x01(\x01\x12\x16\n\x0eranges_joining\x18\x16 \x01(\r\x12\x11\n\tlog_bytes\x18\x17 \x01(\x04\x12\x12\n\nsent_bytes\x18\x18 \x01(\x04J\x04\x08\x11\x10\x12\x32\xd0\x01\n\x05\x41\x64min\x12\x43\n\x06Status\x12\x1b.elasticps.v1.StatusRequest\x1a\x1c.elasticps.v1.StatusResponse\x12=\n\x04Mark\x12\x19.elasticps.v1.MarkRequest\x1a\x1a.elasticps.v1.MarkResponse\x12\x43\n\x06Marked\x12\x1b.elasticps.v1.MarkedRequest\x1a\x1c.elasticps.v1.MarkedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'elasticps.admin.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STATUSREQUEST']._serialized_start=45
-  _globals['_STATUSREQUEST']._serialized_end=60
-  _globals['_STATUSRESPONSE']._serialized_start=63
-  _globals['_STATUSRESPONSE']._serialized_end=441
-  _globals['_ADMIN']._serialized_start=443
-  _globals['_ADMIN']._serialized_end=519
+  _globals['_MARKREQUEST']._serialized_start=45
+  _globals['_MARKREQUEST']._serialized_end=72
+  _globals['_MARKRESPONSE']._serialized_start=74
+  _globals['_MARKRESPONSE']._serialized_end=121
+  _globals['_MARKEDREQUEST']._serialized_start=123
+  _globals['_MARKEDREQUEST']._serialized_end=152
+  _globals['_MARKEDRANGE']._serialized_start=154
+  _globals['_MARKEDRANGE']._serialized_end=244
+  _globals['_TOLDCLOCK']._serialized_start=246
+  _globals['_TOLDCLOCK']._serialized_end=288
+  _globals['_MARKEDRESPONSE']._serialized_start=291
+  _globals['_MARKEDRESPONSE']._serialized_end=425
+  _globals['_STATUSREQUEST']._serialized_start=427
+  _globals['_STATUSREQUEST']._serialized_end=442
+  _globals['_STATUSRESPONSE']._serialized_start=445
+  _globals['_STATUSRESPONSE']._serialized_end=872
+  _globals['_ADMIN']._serialized_start=875
+  _globals['_ADMIN']._serialized_end=1083
 # @@protoc_insertion_point(module_scope)

@@ -1,15 +1,71 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class MarkRequest(_message.Message):
+    __slots__ = ("mark",)
+    MARK_FIELD_NUMBER: _ClassVar[int]
+    mark: int
+    def __init__(self, mark: _Optional[int] = ...) -> None: ...
+
+class MarkResponse(_message.Message):
+    __slots__ = ("complete", "epoch")
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    complete: bool
+    epoch: int
+    def __init__(self, complete: _Optional[bool] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class MarkedRequest(_message.Message):
+    __slots__ = ("mark",)
+    MARK_FIELD_NUMBER: _ClassVar[int]
+    mark: int
+    def __init__(self, mark: _Optional[int] = ...) -> None: ...
+
+class MarkedRange(_message.Message):
+    __slots__ = ("range", "seq", "digest", "workers", "clocks")
+    RANGE_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    range: int
+    seq: int
+    digest: bytes
+    workers: _containers.RepeatedScalarFieldContainer[int]
+    clocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, range: _Optional[int] = ..., seq: _Optional[int] = ..., digest: _Optional[bytes] = ..., workers: _Optional[_Iterable[int]] = ..., clocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ToldClock(_message.Message):
+    __slots__ = ("worker", "clock")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    clock: int
+    def __init__(self, worker: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
+
+class MarkedResponse(_message.Message):
+    __slots__ = ("ranges", "told", "epoch", "incarnation")
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ranges: _containers.RepeatedCompositeFieldContainer[MarkedRange]
+    told: _containers.RepeatedCompositeFieldContainer[ToldClock]
+    epoch: int
+    incarnation: int
+    def __init__(self, ranges: _Optional[_Iterable[_Union[MarkedRange, _Mapping]]] = ..., told: _Optional[_Iterable[_Union[ToldClock, _Mapping]]] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("id", "pid", "address", "admin", "incarnation", "state", "epoch", "ranges_headed", "ranges_held", "rows", "bytes", "connections", "pushes", "pulls", "rows_pushed", "rows_pulled", "duplicates", "refused", "parked", "tables", "uptime_s")
+    __slots__ = ("id", "pid", "address", "admin", "incarnation", "state", "epoch", "ranges_headed", "ranges_held", "rows", "bytes", "connections", "pushes", "pulls", "rows_pushed", "rows_pulled", "refused", "parked", "tables", "uptime_s", "ranges_joining", "log_bytes", "sent_bytes")
     ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -26,11 +82,13 @@ class StatusResponse(_message.Message):
     PULLS_FIELD_NUMBER: _ClassVar[int]
     ROWS_PUSHED_FIELD_NUMBER: _ClassVar[int]
     ROWS_PULLED_FIELD_NUMBER: _ClassVar[int]
-    DUPLICATES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     PARKED_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    RANGES_JOINING_FIELD_NUMBER: _ClassVar[int]
+    LOG_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     id: str
     pid: int
     address: str
@@ -47,9 +105,11 @@ class StatusResponse(_message.Message):
     pulls: int
     rows_pushed: int
     rows_pulled: int
-    duplicates: int
     refused: int
     parked: int
     tables: int
     uptime_s: float
-    def __init__(self, id: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., admin: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., ranges_headed: _Optional[int] = ..., ranges_held: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., connections: _Optional[int] = ..., pushes: _Optional[int] = ..., pulls: _Optional[int] = ..., rows_pushed: _Optional[int] = ..., rows_pulled: _Optional[int] = ..., duplicates: _Optional[int] = ..., refused: _Optional[int] = ..., parked: _Optional[int] = ..., tables: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    ranges_joining: int
+    log_bytes: int
+    sent_bytes: int
+    def __init__(self, id: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., admin: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., ranges_headed: _Optional[int] = ..., ranges_held: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., connections: _Optional[int] = ..., pushes: _Optional[int] = ..., pulls: _Optional[int] = ..., rows_pushed: _Optional[int] = ..., rows_pulled: _Optional[int] = ..., refused: _Optional[int] = ..., parked: _Optional[int] = ..., tables: _Optional[int] = ..., uptime_s: _Optional[float] = ..., ranges_joining: _Optional[int] = ..., log_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ...) -> None: ...

@@ -39,6 +39,16 @@ class AdminStub:
                 request_serializer=elasticps_dot_admin_dot_admin__pb2.StatusRequest.SerializeToString,
                 response_deserializer=elasticps_dot_admin_dot_admin__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Mark = channel.unary_unary(
+                '/elasticps.v1.Admin/Mark',
+                request_serializer=elasticps_dot_admin_dot_admin__pb2.MarkRequest.SerializeToString,
+                response_deserializer=elasticps_dot_admin_dot_admin__pb2.MarkResponse.FromString,
+                _registered_method=True)
+        self.Marked = channel.unary_unary(
+                '/elasticps.v1.Admin/Marked',
+                request_serializer=elasticps_dot_admin_dot_admin__pb2.MarkedRequest.SerializeToString,
+                response_deserializer=elasticps_dot_admin_dot_admin__pb2.MarkedResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -51,6 +61,20 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Mark(self, request, context):
+        """Sends a mark down the logs of all ranges headed here; answers when every replica has passed it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Marked(self, request, context):
+        """What this replica found at a mark.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +82,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=elasticps_dot_admin_dot_admin__pb2.StatusRequest.FromString,
                     response_serializer=elasticps_dot_admin_dot_admin__pb2.StatusResponse.SerializeToString,
+            ),
+            'Mark': grpc.unary_unary_rpc_method_handler(
+                    servicer.Mark,
+                    request_deserializer=elasticps_dot_admin_dot_admin__pb2.MarkRequest.FromString,
+                    response_serializer=elasticps_dot_admin_dot_admin__pb2.MarkResponse.SerializeToString,
+            ),
+            'Marked': grpc.unary_unary_rpc_method_handler(
+                    servicer.Marked,
+                    request_deserializer=elasticps_dot_admin_dot_admin__pb2.MarkedRequest.FromString,
+                    response_serializer=elasticps_dot_admin_dot_admin__pb2.MarkedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +121,60 @@ class Admin:
             '/elasticps.v1.Admin/Status',
             elasticps_dot_admin_dot_admin__pb2.StatusRequest.SerializeToString,
             elasticps_dot_admin_dot_admin__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Mark(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticps.v1.Admin/Mark',
+            elasticps_dot_admin_dot_admin__pb2.MarkRequest.SerializeToString,
+            elasticps_dot_admin_dot_admin__pb2.MarkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Marked(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticps.v1.Admin/Marked',
+            elasticps_dot_admin_dot_admin__pb2.MarkedRequest.SerializeToString,
+            elasticps_dot_admin_dot_admin__pb2.MarkedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -11,7 +11,7 @@ from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.errors import ClusterUnreachable
 
 _OPTIONS = (
-    ("grpc.max_receive_message_length", 1024 * 1024),
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),  # servers are near; a proxy for the outside would not know them
 )
@@ -28,6 +28,32 @@ async def fetch_status(address: str, timeout_s: float) -> dict[str, Any]:
         except grpc.aio.AioRpcError as error:
             raise _unreachable(address, timeout_s, error) from error
     return {field.name: getattr(answer, field.name) for field in answer.DESCRIPTOR.fields}
+
+
+async def take_mark(address: str, mark: int, timeout_s: float) -> bool:
+    """Has the server at `address` send mark `mark` down the logs of its ranges; False if its view changed meanwhile.
+
+    Returns when every replica has passed it. Raises ClusterUnreachable when that takes longer than `timeout_s`.
+    """
+    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+        try:
+            answer = await admin_pb2_grpc.AdminStub(channel).Mark(admin_pb2.MarkRequest(mark=mark), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise _unreachable(address, timeout_s, error) from error
+    return bool(answer.complete)
+
+
+async def fetch_marked(address: str, mark: int, timeout_s: float) -> admin_pb2.MarkedResponse:
+    """What the server at `address` found at a mark. Raises ClusterUnreachable like the others."""
+    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+        request = admin_pb2.MarkedRequest(mark=mark)
+        try:
+            answer: admin_pb2.MarkedResponse = await admin_pb2_grpc.AdminStub(channel).Marked(
+                request, timeout=timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _unreachable(address, timeout_s, error) from error
+    return answer
 
 
 async def fetch_health(address: str, timeout_s: float, service: str = "") -> str:

@@ -3,35 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health  # type: ignore[attr-defined]  # its stubs leave this one out
 
+from coordinator.view import ServerInfo
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.errors import ConfigError
+from elasticps.server.audit import MarkedRange
+from replication.progress import PART_BITS
 
 SERVICE = "elasticps.v1.Admin"
 
 # Requests here are empty or carry a name; the limits keep a stray peer from holding memory or all the handlers.
 _OPTIONS = (
     ("grpc.max_receive_message_length", 64 * 1024),
-    ("grpc.max_send_message_length", 1024 * 1024),
+    ("grpc.max_send_message_length", 64 * 1024 * 1024),  # digests of 65536 ranges with clocks
     ("grpc.max_metadata_size", 16 * 1024),
     ("grpc.so_reuseport", 0),  # two servers on one port would each get half of the calls
 )
 _MAX_CALLS_AT_ONCE = 64
 
 
-class _Admin(admin_pb2_grpc.AdminServicer):
-    def __init__(self, status: Callable[[], Mapping[str, Any]]) -> None:
-        self._status = status
+class Subject(Protocol):
+    """What these services speak of: a server."""
 
-    async def Status(  # noqa: N802  (the name is the protocol's)
-        self, request: admin_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> admin_pb2.StatusResponse:
-        return admin_pb2.StatusResponse(**self._status())
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def me(self) -> ServerInfo: ...
+    @property
+    def told(self) -> Mapping[int, int]: ...
+    def status(self) -> Mapping[str, Any]:
+        """The fields of StatusResponse in admin.proto."""
+
+    async def mark(self, mark: int) -> bool:
+        """Has every replica of the ranges headed here note their digests; False if the view changed meanwhile."""
+
+    def marked(self, mark: int) -> Mapping[int, MarkedRange]:
+        """What this replica found at a mark, by range."""
+
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class _Admin(admin_pb2_grpc.AdminServicer):
+    """The names of the methods are the protocol's."""
+
+    def __init__(self, subject: Callable[[], Subject | None]) -> None:
+        self._find = subject
+
+    async def _subject(self, context: Context) -> Subject:
+        subject = self._find()
+        if subject is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server has not registered yet")
+        assert subject is not None
+        return subject
+
+    async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusResponse:  # noqa: N802
+        return admin_pb2.StatusResponse(**(await self._subject(context)).status())
+
+    async def Mark(self, request: admin_pb2.MarkRequest, context: Context) -> admin_pb2.MarkResponse:  # noqa: N802
+        subject = await self._subject(context)
+        complete = await subject.mark(request.mark)
+        return admin_pb2.MarkResponse(complete=complete, epoch=subject.epoch)
+
+    async def Marked(self, request: admin_pb2.MarkedRequest, context: Context) -> admin_pb2.MarkedResponse:  # noqa: N802
+        subject = await self._subject(context)
+        ranges = [
+            admin_pb2.MarkedRange(
+                range=r,
+                seq=found.seq,
+                digest=found.digest,
+                workers=found.workers,
+                clocks=[progress >> PART_BITS for progress in found.progress],
+            )
+            for r, found in subject.marked(request.mark).items()
+        ]
+        told = [admin_pb2.ToldClock(worker=worker, clock=clock) for worker, clock in subject.told.items()]
+        return admin_pb2.MarkedResponse(
+            ranges=ranges, told=told, epoch=subject.epoch, incarnation=subject.me.incarnation
+        )
 
 
 class AdminServer:
@@ -54,16 +108,16 @@ class AdminServer:
         await self._server.stop(grace_s)
 
 
-async def start_admin(host: str, port: int, status: Callable[[], Mapping[str, Any]]) -> AdminServer:
-    """Serves on `host` (port 0: any free one). `status` is called on this event loop for every request; its keys are
-    the fields of StatusResponse in admin.proto. Healthy only after `set_serving(True)`.
+async def start_admin(host: str, port: int, subject: Callable[[], Subject | None]) -> AdminServer:
+    """Serves on `host` (port 0: any free one). `subject` is called on this event loop for every request; while it gives
+    None, calls are refused as unavailable. Healthy only after `set_serving(True)`.
 
     Raises ConfigError when the port cannot be had.
     """
     server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS_AT_ONCE)
     health_servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    admin_pb2_grpc.add_AdminServicer_to_server(_Admin(status), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(_Admin(subject), server)
     name = f"[{host}]" if ":" in host else host
     try:
         bound = server.add_insecure_port(f"{name}:{port}")

@@ -1,11 +1,11 @@
-"""One worker's connection as the server sees it: bytes to frames, answers to bytes, bounded both ways."""
+"""One connection as the server sees it: bytes to frames, answers to bytes, bounded both ways."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
 import numpy as np
@@ -23,6 +23,8 @@ from elasticps.wire.frames import (
     VersionError,
     json_frame,
 )
+from elasticps.wire.pool import Pool
+from replication.chain import Member
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,9 @@ class Handler(Protocol):
     def handle(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> None:
         """One frame. `body` is valid during the call only."""
 
+    def tell_view(self, connection: Connection) -> None:
+        """Sends the view, once per connection and epoch."""
+
 
 class Connection(asyncio.BufferedProtocol):
     """A framed connection. Single-threaded: everything runs in the server's event loop.
@@ -56,11 +61,11 @@ class Connection(asyncio.BufferedProtocol):
     bounded amount of memory and holds up nobody else.
     """
 
-    def __init__(self, handler: Handler, loop: asyncio.AbstractEventLoop, linger: Linger) -> None:
+    def __init__(self, handler: Handler, loop: asyncio.AbstractEventLoop, linger: Linger, pool: Pool) -> None:
         self._handler = handler
         self._loop = loop
         self._linger = linger
-        self._assembler = Assembler(self._on_frame, MAX_CONTROL_BYTES)
+        self._assembler = Assembler(self._on_frame, MAX_CONTROL_BYTES, pool=pool)
         self._answers: deque[Chunks] = deque()
         self._paused = False  # by the transport: its write buffer is full
         self._held: deque[tuple[Header, NDArray[np.uint8]]] = deque()
@@ -68,9 +73,16 @@ class Connection(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self.transport: asyncio.Transport
         self.peer = "?"
-        self.worker = 0  # 0 until it has said hello
+        self.known = False  # the peer has said who it is
+        self.worker = 0  # its id, 0 for anybody but a worker
         self.worker_name = self.app = ""
+        self.base = -1  # the clock that this worker starts above, -1 until it has joined
+        self.member: Member | None = None  # a replica
+        self.number = 0  # of a link between replicas, counted by the one that dials
+        self.leader = False
         self.told_epoch = 0  # the newest view sent to this peer
+        self.heard_s = loop.time()
+        self.tickets: set[object] = set()  # pushes from here that wait to be admitted
 
     # --- asyncio ------------------------------------------------------------------------------------------------
 
@@ -89,6 +101,7 @@ class Connection(asyncio.BufferedProtocol):
             self._assembler.received(nbytes)
         except FrameError as error:
             self.refuse(error)
+        self.heard_s = self._loop.time()
         self._linger.touched()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -109,11 +122,25 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- frames -------------------------------------------------------------------------------------------------
 
-    def welcome(self, worker: int, name: str, app: str) -> None:
+    def welcome(self) -> None:
         """The peer is who it says: full-size frames from now on."""
-        self.worker, self.worker_name, self.app = worker, name, app
+        self.known = True
         self._assembler.limit = MAX_BODY_BYTES
         self._cancel_timer()
+
+    def kept(self, body: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The body of the frame at hand, in memory that stays as it is."""
+        return self._assembler.kept(body)
+
+    def wait_for(self, ticket: object) -> None:
+        """Reads nothing more until this push, and every other that waits, has been admitted."""
+        self.tickets.add(ticket)
+        self.transport.pause_reading()
+
+    def admitted(self, ticket: object) -> None:
+        """It has been."""
+        self.tickets.discard(ticket)
+        self._read_on()
 
     def _on_frame(self, header: Header, body: NDArray[np.uint8]) -> None:
         if self.holding:
@@ -139,7 +166,10 @@ class Connection(asyncio.BufferedProtocol):
                 self._handler.handle(self, *self._held.popleft())
         except FrameError as error:
             self.refuse(error)
-        if not self.holding and not self._full and not self.transport.is_closing():
+        self._read_on()
+
+    def _read_on(self) -> None:
+        if not (self.holding or self.tickets or self._full or self.transport.is_closing()):
             self.transport.resume_reading()
 
     def refuse(self, error: FrameError) -> None:
@@ -150,11 +180,21 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.write(json_frame(Kind.ERROR, {"code": code, "message": str(error)}))
             self.transport.close()
 
+    def tell_view(self) -> None:
+        """Sends the newest view unless the peer has it from here."""
+        self._handler.tell_view(self)
+
     # --- answers ------------------------------------------------------------------------------------------------
 
     def send(self, frame: bytes) -> None:
-        """Sends a small answer."""
-        self.transport.write(frame)
+        """Sends a small frame."""
+        if not self.transport.is_closing():
+            self.transport.write(frame)
+
+    def send_all(self, buffers: Sequence[Buffer]) -> None:
+        """Sends a frame in several buffers, which must not change any more."""
+        if not self.transport.is_closing():
+            self.transport.writelines(buffers)
 
     def stream(self, chunks: Chunks) -> None:
         """Sends an answer of several chunks, each made when there is room for it."""
@@ -175,8 +215,8 @@ class Connection(asyncio.BufferedProtocol):
                 self._answers.popleft()
             else:
                 self.transport.writelines(chunk)
-        if was_full and not self._full and not self.holding and not self.transport.is_closing():
-            self.transport.resume_reading()
+        if was_full:
+            self._read_on()
 
     # --- timers -------------------------------------------------------------------------------------------------
 
@@ -186,7 +226,7 @@ class Connection(asyncio.BufferedProtocol):
             self._timer = None
 
     def _no_hello(self) -> None:
-        if not self.worker:
+        if not self.known:
             self.refuse(FrameError(f"no hello within {HELLO_TIMEOUT_S:.0f} s"))
 
     def _stalled(self) -> None:

@@ -1,4 +1,8 @@
-"""A server process: sockets, registration and views around one `Server`."""
+"""A server process: sockets, registration and views around one `Server` after another.
+
+A server that a view has left out gives its copy up and begins another life under a new incarnation, in the same
+process and on the same port.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,24 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from coordinator.connect import open_store
-from coordinator.membership import ViewFollower, register_server
-from coordinator.view import ClusterConfig
+from coordinator.errors import StoreUnavailable
+from coordinator.membership import ROSTER, VIEW, ServerSession, ViewFollower, register_server
+from coordinator.store import Store
+from coordinator.view import ClusterConfig, Roster, View
 from elasticps import store as table_store
 from elasticps.admin.service import start_admin
 from elasticps.errors import ConfigError
-from elasticps.server.connection import Connection
-from elasticps.server.linger import Linger
+from elasticps.server.peers import BEAT_S
 from elasticps.server.server import Server
 
 log = logging.getLogger(__name__)
 
 STORE_TIMEOUT_S = 10.0
-TICK_S = 0.25
+REPORT_S = 0.1
 CONNECT_BACKLOG = 512
 
 
@@ -64,36 +69,52 @@ async def serve(
         sock = socket.create_server((host, port), backlog=CONNECT_BACKLOG)  # connections wait there until we are ready
         stack.callback(sock.close)
         address = f"{host}:{sock.getsockname()[1]}"
-        admin = await start_admin(host, admin_port, lambda: server.status())
+        lives: list[Server] = []
+        admin = await start_admin(host, admin_port, lambda: lives[-1] if lives else None)
         stack.push_async_callback(admin.stop)
-        session = await register_server(
-            store,
-            name=name,
-            address=address,
-            admin=admin.address,
-            zone=zone,
-            weight=weight,
-            on_lost=lambda reason: _resolve(stop, reason),
-        )
+        while not stop.done():
+            session = await register_server(
+                store,
+                name=name,
+                address=address,
+                admin=admin.address,
+                zone=zone,
+                weight=weight,
+                on_lost=lambda reason: _resolve(stop, reason),
+            )
+            async with _life(store, session, config, sock) as server:
+                lives[:] = [server]
+                await admin.set_serving(True)
+                ready = {"ready": True, "name": name, "address": address, "admin": admin.address}
+                sys.stdout.write(json.dumps(ready | {"incarnation": session.info.incarnation}) + "\n")
+                sys.stdout.flush()
+                log.info("ready name=%s incarnation=%d address=%s", name, session.info.incarnation, address)
+                await asyncio.wait((stop, server.removed), return_when=asyncio.FIRST_COMPLETED)
+                await admin.set_serving(False)
+        log.info("stopping name=%s reason=%r", name, stop.result())
+
+
+@asynccontextmanager
+async def _life(
+    store: Store, session: ServerSession, config: ClusterConfig, sock: socket.socket
+) -> AsyncIterator[Server]:
+    """One incarnation: a server that listens and follows views and rosters."""
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as stack:
         stack.push_async_callback(session.close)
-        server = Server(session.info, store.cluster, config.ranges)
+        server = Server(session.info, store.cluster, config.ranges, loop)
+        stack.callback(server.close)
         follower = ViewFollower(store)
         stack.push_async_callback(follower.close)
         follower.subscribe(server.adopt)
         follower.subscribe_roster(server.follow)
         await follower.start()
-        linger = Linger(loop)
-        listener = await loop.create_server(lambda: Connection(server, loop, linger), sock=sock)
+        listener = await loop.create_server(server.connection, sock=sock.dup())
         stack.callback(listener.close)
-        ticker = asyncio.create_task(_tick(server))
-        stack.callback(ticker.cancel)
-        await admin.set_serving(True)
-        ready = {"ready": True, "name": name, "address": address, "admin": admin.address}
-        sys.stdout.write(json.dumps(ready | {"incarnation": session.info.incarnation}) + "\n")
-        sys.stdout.flush()
-        log.info("ready name=%s incarnation=%d address=%s", name, session.info.incarnation, address)
-        log.info("stopping name=%s reason=%r", name, await stop)
-        await admin.set_serving(False)
+        for work in (_beat(server), _report(server), _refresh(store, server)):
+            task = asyncio.create_task(work)
+            stack.callback(task.cancel)
+        yield server
 
 
 def _resolve(future: asyncio.Future[str], reason: str) -> None:
@@ -101,7 +122,27 @@ def _resolve(future: asyncio.Future[str], reason: str) -> None:
         future.set_result(reason)
 
 
-async def _tick(server: Server) -> None:
+async def _beat(server: Server) -> None:
     while True:
-        await asyncio.sleep(TICK_S)
+        await asyncio.sleep(BEAT_S)
         server.tick()
+
+
+async def _report(server: Server) -> None:
+    while True:
+        await asyncio.sleep(REPORT_S)
+        server.tell_leaders()
+
+
+async def _refresh(store: Store, server: Server) -> None:
+    """Reads the view and the roster when somebody speaks of newer ones, without waiting for the watch to bring them."""
+    while True:
+        await server.behind.wait()
+        server.behind.clear()
+        with suppress(StoreUnavailable):
+            view, roster = await store.get(VIEW), await store.get(ROSTER)
+            if view is not None:
+                server.adopt(View.decode(view.value))
+            if roster is not None:
+                server.follow(Roster.decode(roster.value))
+        await asyncio.sleep(0.02)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,7 @@ MAX_PARKED = 4096
 DEFAULT_WAIT_S = 30.0
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """One pull: keys int64 [n] of a table, asked for on a connection."""
 
     connection: Connection
@@ -33,7 +32,7 @@ def answer(read: Read) -> None:
     rows, dim = len(read.keys), read.table.spec.dim
     if rows * dim * 4 <= CHUNK_BYTES:
         out = np.empty((rows, dim), np.float32)
-        read.connection.transport.writelines(_chunk(read, read.keys, out, 0, last=True))
+        read.connection.send_all(_chunk(read, read.keys, out, 0, last=True))
     else:
         read.connection.stream(_chunks(read))
 

@@ -1,4 +1,4 @@
-"""The owner of one server's state: admits pushes by vector clock, answers pulls, keeps tables. Opens no socket.
+"""One server between its connections, its replica and its store. Opens no socket but those to other replicas.
 
 Single-threaded: every method runs in the server's event loop, so a frame is judged, applied and answered without a
 lock, and no other frame can come in between.
@@ -6,6 +6,7 @@ lock, and no other frame can come in between.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -18,12 +19,23 @@ from numpy.typing import NDArray
 
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.errors import SpecError
+from elasticps.server.audit import MarkedRange
 from elasticps.server.connection import Connection
-from elasticps.server.reads import DEFAULT_WAIT_S, MAX_PARKED, Read, answer
+from elasticps.server.content import Content, Mark, NewTable, PieceRows, positions_of
+from elasticps.server.fill import Cutter
+from elasticps.server.linger import Linger
+from elasticps.server.messages import decode, encode
+from elasticps.server.parking import Parking
+from elasticps.server.peers import Peers
+from elasticps.server.reads import Read, answer
+from elasticps.server.shell import Shell
+from elasticps.server.tickets import FutureTicket, Refusal, RequestTicket
 from elasticps.spec import TableSpec
-from elasticps.store import Store, Table
+from elasticps.store import Table
 from elasticps.wire.frames import (
+    ANY,
     LAST,
+    REPEAT,
     Block,
     FrameError,
     Header,
@@ -33,55 +45,92 @@ from elasticps.wire.frames import (
     json_frame,
     read_push,
 )
-from replication.clocks import Clocks, Verdict
+from elasticps.wire.pool import Pool
+from replication.chain import Member, Ranges, Role
+from replication.core import NO_RANGES
+from replication.effects import Ask, Level, Push, Status
+from replication.messages import Kind as OperationKind
+from replication.messages import Message
+from replication.progress import MAX_CLOCK
 
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096
 HOLD_TIMEOUT_S = 10.0
+LOG_BUDGET_BYTES = 256 << 20
+POOL_BYTES = 64 << 20
+BUSY_S = 0.5  # a server that served a worker so recently gives fillings the smaller share
+MARKED_AT_ONCE = 16  # ranges whose digests are taken in one go
 
-
-class Refusal(Exception):
-    """A request that this server will not do: a code for programs, a sentence for people."""
-
-    def __init__(self, code: str, message: str, **more: Any) -> None:
-        super().__init__(message)
-        self.document: dict[str, Any] = {"code": code, "message": message} | more
+Body = NDArray[np.uint8]
+Handler = Callable[[Connection, Header, Body], None]
 
 
 class Server:
-    """State and behaviour of one server; `process.serve` connects it to sockets and to the coordination store."""
+    """State and behaviour of one server; `process.serve` connects it to sockets and to the coordination store.
 
-    def __init__(self, me: ServerInfo, cluster: str, ranges: int, clock: Callable[[], float] = time.monotonic) -> None:
+    behind: set when somebody speaks of a view or roster newer than ours; whoever runs this server then gets them.
+    removed: done when a view has left this server out: its copy is void, and it may come back as a new incarnation.
+    """
+
+    def __init__(
+        self,
+        me: ServerInfo,
+        cluster: str,
+        ranges: int,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        log_budget_bytes: int = LOG_BUDGET_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.me = me
+        self.member = Member(me.name, me.incarnation)
         self.cluster = cluster
         self.ranges = ranges
-        self.store = Store(ranges)
-        self.clocks = Clocks(ranges)
         self.view: View | None = None
         self.epoch = 0
-        self._heads_since = 1 << 62  # epoch in which the set of ranges that we head last changed
-        self._headed = np.zeros(ranges, np.bool_)
-        self._headed_ranges: NDArray[np.intp] = np.empty(0, np.intp)
-        self._roster_version = 0
-        self._workers: dict[int, WorkerInfo] = {}  # the roster
-        self._active: set[int] = set()  # workers that have joined and are in the roster
-        self._connections: set[Connection] = set()
-        self._parked: list[Read] = []
-        self._held: dict[Connection, float] = {}  # connections that wait for a view or roster, since when
+        self.counts: Counter[str] = Counter()
+        self.told: dict[int, int] = {}  # worker -> the clock up to which it has been told that all is committed
+        self._loop = loop
         self._clock = clock
         self._started = clock()
-        self.counts: Counter[str] = Counter()
-        self._handlers: dict[int, Callable[[Connection, Header, NDArray[np.uint8]], None]] = {
+        self.behind = asyncio.Event()
+        self.removed: asyncio.Future[None] = loop.create_future()
+        self._pool = Pool(POOL_BYTES)
+        self._linger = Linger(loop)
+        self.shell = Shell(self.member, ranges, self, log_budget_bytes)
+        self.store, self.replica = self.shell.store, self.shell.replica
+        self.peers = Peers(self.member, cluster, self, loop, self.connection)
+        self._cutter = Cutter(loop, self.store.tables, ranges, self._cut, self._busy)
+        self._workers: dict[int, WorkerInfo] = {}  # the roster
+        self._roster_version = 0
+        self.parking = Parking(ranges, self.replica.clocks, clock)
+        self._connections: set[Connection] = set()
+        self._held: dict[Connection, float] = {}  # connections that wait for a view or roster, since when
+        self._tail_since = self._full_since = 1 << 62  # epochs in which the ranges that we tail, or hold, last changed
+        self._order = NO_RANGES, positions_of(NO_RANGES, ranges)  # the newest answer of `_order_of`
+        self._last_request_s = -BUSY_S
+        self._was_listed = False
+        self._handlers: dict[int, Handler] = {
             Kind.PUSH: self._push,
             Kind.PULL: self._pull,
-            Kind.HELLO: self._hello,
             Kind.JOIN: self._join,
+            Kind.ASK: self._ask,
             Kind.CREATE: self._create,
             Kind.INIT: self._init,
+            Kind.WANT: self._want,
+        }
+        self._peer_handlers: dict[int, Handler] = {
+            **dict.fromkeys((Kind.FORWARD, Kind.ACK, Kind.RESYNC, Kind.PIECE, Kind.INSTALLED), self._message),
+            Kind.WANT: self._want,
+            Kind.VIEW: self._view,
         }
 
-    # --- connections --------------------------------------------------------------------------------------------
+    # --- connections ------------------------------------------------------------------------------------------------
+
+    def connection(self) -> Connection:
+        """A protocol object for a new connection, accepted or dialled."""
+        return Connection(self, self._loop, self._linger, self._pool)
 
     def opened(self, connection: Connection) -> None:
         self._connections.add(connection)
@@ -91,44 +140,99 @@ class Server:
     def closed(self, connection: Connection) -> None:
         self._connections.discard(connection)
         self._held.pop(connection, None)
-        self._parked = [r for r in self._parked if r.connection is not connection]
+        self.parking.forget(connection)
+        for ticket in list(connection.tickets):
+            self.shell.perform(self.replica.forget, ticket)
+        self.peers.lost(connection)
 
-    def handle(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> None:
+    def handle(self, connection: Connection, header: Header, body: Body) -> None:
         """Does one request; whatever is wrong with it is told to its sender and changes nothing here."""
-        handler = self._handlers.get(header.kind)
+        if not connection.known:
+            self._introduction(connection, header, body)
+            return
+        handlers = self._handlers if connection.worker else self._peer_handlers
+        handler = handlers.get(header.kind)
         if handler is None:
-            raise FrameError(f"{Kind(header.kind).name} is not a request")
-        if not connection.worker and header.kind != Kind.HELLO:
-            raise FrameError(f"{Kind(header.kind).name} came before HELLO")
+            raise FrameError(f"{Kind(header.kind).name} is not for this side of this connection")
         try:
             handler(connection, header, body)
         except Refusal as refusal:
-            self.counts["refused"] += 1
-            connection.send(json_frame(Kind.ERROR, refusal.document, request=header.request, epoch=self.epoch))
+            self.refuse(connection, header.request, refusal)
 
-    def _hello(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> None:
-        document = json_body(body.data)
-        cluster, worker = document.get("cluster"), document.get("worker")
-        app, name = document.get("app"), document.get("name")
-        if (
-            not isinstance(worker, int)
-            or not 0 < worker < 1 << 32
-            or not isinstance(name, str)
-            or not isinstance(app, str)
-        ):
-            raise FrameError("a hello gives the worker's id (above 0), its name and its app")
-        if cluster != self.cluster:
-            raise Refusal("cluster", f"server {self.me.name} belongs to cluster {self.cluster!r}, not {cluster!r}")
-        if worker not in self._workers and self._wait(connection, header, body):
+    def refuse(self, connection: Connection, request: int, refusal: Refusal) -> None:
+        """Tells why a request was not done."""
+        self.counts["refused"] += 1
+        connection.send(json_frame(Kind.ERROR, refusal.document, request=request, epoch=self.epoch))
+
+    def close(self) -> None:
+        """Drops every connection."""
+        self.peers.close()
+        for connection in list(self._connections):
+            connection.transport.abort()
+
+    # --- who is there -----------------------------------------------------------------------------------------------
+
+    def _introduction(self, connection: Connection, header: Header, body: Body) -> None:
+        if header.kind == Kind.WELCOME and connection.member is not None:
+            connection.welcome()
+            self.peers.arrived(connection)
             return
+        if header.kind == Kind.ERROR and connection.member is not None:
+            log.warning("peer=%s refused our link: %s", connection.member, json_body(body.data).get("message"))
+            connection.transport.abort()
+            return
+        if header.kind != Kind.HELLO:
+            raise FrameError(f"{Kind(header.kind).name} came before HELLO")
+        document = json_body(body.data)
+        try:
+            if document.get("cluster") != self.cluster:
+                text = f"server {self.me.name} belongs to cluster {self.cluster!r}, not {document.get('cluster')!r}"
+                raise Refusal("cluster", text)
+            if "worker" in document:
+                self._hello_worker(connection, header, body, document)
+            elif document.get("to") != list(self.member):
+                raise Refusal("incarnation", f"this is {self.member}, not {document.get('to')}")
+            elif "peer" in document:
+                self._hello_peer(connection, header, document)
+            elif "leader" in document:
+                connection.leader = True
+                self._welcome(connection, header)
+                connection.send(self.report())
+            else:
+                raise FrameError("a hello says who speaks: a worker, a peer or a leader")
+        except Refusal as refusal:
+            self.refuse(connection, header.request, refusal)
+
+    def _welcome(self, connection: Connection, header: Header) -> None:
+        connection.welcome()
+        document = {"server": self.me.name, "incarnation": self.me.incarnation, "cluster": self.cluster}
+        connection.send(json_frame(Kind.WELCOME, document, request=header.request, epoch=self.epoch))
+
+    def _hello_worker(self, connection: Connection, header: Header, body: Body, document: dict[str, Any]) -> None:
+        worker, name, app = document["worker"], document.get("name"), document.get("app")
+        names = isinstance(name, str) and isinstance(app, str)
+        if not (isinstance(worker, int) and 0 < worker < 1 << 32 and names):
+            raise FrameError("a worker's hello gives its id (above 0), its name and its app")
         if worker not in self._workers:
+            self.behind.set()
+            if self._wait(connection, header, body):
+                return
             raise Refusal("fenced", f"worker {name!r} (id {worker}) is not in the roster; it left, or a newer "
                                     "incarnation took its name")  # fmt: skip
-        connection.welcome(worker, name, app)
-        welcome = {"server": self.me.name, "incarnation": self.me.incarnation, "cluster": self.cluster}
-        connection.send(json_frame(Kind.WELCOME, welcome, request=header.request, epoch=self.epoch))
+        connection.worker, connection.worker_name, connection.app = worker, str(name), str(app)
+        self._welcome(connection, header)
 
-    def _wait(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> bool:
+    def _hello_peer(self, connection: Connection, header: Header, document: dict[str, Any]) -> None:
+        match document:
+            case {"peer": [str(name), int(incarnation)], "number": int(number)} if number > 0:
+                connection.member, connection.number = Member(name, incarnation), number
+            case _:
+                raise FrameError("a peer's hello gives its name and incarnation, and the number of its link")
+        self._welcome(connection, header)
+        if not self.peers.arrived(connection):
+            connection.transport.abort()
+
+    def _wait(self, connection: Connection, header: Header, body: Body) -> bool:
         """Holds a frame until the next view or roster; False once it has waited too long."""
         since = self._held.setdefault(connection, self._clock())
         if self._clock() - since > HOLD_TIMEOUT_S:
@@ -137,27 +241,64 @@ class Server:
         connection.hold(header, body)
         return True
 
+    def _wait_for_view(self, connection: Connection, header: Header, body: Body) -> bool:
+        """Holds a frame that speaks of a view to come. Raises `Refusal` when that does not come."""
+        if header.epoch <= self.epoch:
+            return False
+        self.need_view(header.epoch)
+        if self._wait(connection, header, body):
+            return True
+        text = f"server {self.me.name} is at epoch {self.epoch} and cannot get the view of epoch {header.epoch}"
+        raise Refusal("stale-view", text, epoch=self.epoch)
+
     def _release(self) -> None:
         for connection in list(self._held):
             connection.release()
             if not connection.holding:
                 self._held.pop(connection, None)
 
-    # --- views and rosters --------------------------------------------------------------------------------------
+    # --- views and rosters ------------------------------------------------------------------------------------------
 
     def adopt(self, view: View) -> None:
         """Takes a newer view; frames that waited for it go on."""
         if view.epoch <= self.epoch:
             return
-        me = view.index(self.me.name)
-        mine = me >= 0 and view.servers[me].incarnation == self.me.incarnation
-        headed = view.heads == me if mine else np.zeros(self.ranges, np.bool_)
-        if not np.array_equal(headed, self._headed) or self.view is None:
-            self._headed, self._headed_ranges = headed, np.flatnonzero(headed)
-            self._heads_since = view.epoch
-        self.view, self.epoch = view, view.epoch
-        log.info("adopted epoch=%d headed=%d reason=%r", view.epoch, len(self._headed_ranges), view.reason)
+        me = view.as_chains.index(self.member)
+        before, self.view, self.epoch = self.view, view, view.epoch
+        if me < 0 and self._was_listed:
+            log.warning("left out of epoch=%d reason=%r", view.epoch, view.reason)
+            self._was_listed = False
+            self.removed.set_result(None)
+            return
+        self._was_listed = self._was_listed or me >= 0
+        headed, tailed = self.headed, self.parking.tailed
+        self._follow_reads(before, view, me)
+        self.peers.adopt(view)
+        self.shell.perform(self.replica.adopt, view.as_chains)
+        log.info("adopted epoch=%d headed=%d reason=%r", view.epoch, len(self.headed), view.reason)
+        if len(np.setdiff1d(self.headed, headed)) or len(np.setdiff1d(self.parking.tailed, tailed)):
+            for connection in self._connections:  # nobody else can tell them as early as who has ranges now
+                if connection.worker:
+                    self.tell_view(connection)
         self._release()
+        self.judge_parked()
+
+    def _follow_reads(self, before: View | None, view: View, me: int) -> None:
+        """Notes whether the ranges that may be read here are other ones than before."""
+        old_tail, old_full = self.parking.tailed, self.parking.held
+        tailed = np.flatnonzero((view.tails == me) & (me >= 0))
+        held = np.flatnonzero((view.chains == me).any(axis=1) & (me >= 0))
+        if before is None or not np.array_equal(tailed, old_tail):
+            self._tail_since = view.epoch
+        if before is None or not np.array_equal(held, old_full):
+            self._full_since = view.epoch
+        self.parking.serve(tailed, held)
+
+    @property
+    def headed(self) -> Ranges:
+        """The ranges headed here, in the order of a push's keys."""
+        ranges = self.replica.headed(self.replica.epoch)
+        return NO_RANGES if ranges is None else ranges
 
     def follow(self, roster: Roster) -> None:
         """Takes a newer roster: fences older incarnations, forgets who left, lets waiting reads be judged again."""
@@ -165,32 +306,113 @@ class Server:
             return
         self._roster_version = roster.version
         self._workers = {w.id: w for w in roster.workers}
-        self._active &= self._workers.keys()
+        self.parking.follow(self._workers)
         newest = {(w.app, w.name): w.id for w in roster.workers}
         for connection in list(self._connections):
             if newest.get((connection.app, connection.worker_name), 0) > connection.worker > 0:
                 text = f"worker {connection.worker_name!r} was started again; this is the older incarnation"
                 connection.send(json_frame(Kind.ERROR, {"code": "fenced", "message": text}))
                 connection.transport.close()
+        self.shell.perform(self.replica.adopt_roster, roster.version, frozenset(self._workers))
         self._release()
-        self._judge_parked()
+        self.judge_parked()
 
     def tick(self) -> None:
-        """Called a few times a second: ends waits that took too long."""
+        """Called a few times a second: ends waits that took too long, beats."""
         self._release()
-        self._judge_parked()
+        self.judge_parked()
+        self.peers.tick()
 
-    def _stale(self, connection: Connection, header: Header, since: int) -> bool:
-        """Whether the sender's view is too old; it is then told so, and gets the view once per epoch."""
-        if since <= header.epoch <= self.epoch:
-            return False
-        assert self.view is not None
-        if connection.told_epoch < self.epoch:
+    def tell_view(self, connection: Connection) -> None:
+        """Sends the view, once per connection and epoch."""
+        if self.view is not None and connection.told_epoch < self.epoch:
             connection.told_epoch = self.epoch
             connection.send(bytes_frame(Kind.VIEW, self.view.encode(), epoch=self.epoch))
-        raise Refusal("stale-view", f"server {self.me.name} is at epoch {self.epoch}, the request at {header.epoch}")
 
-    # --- tables -------------------------------------------------------------------------------------------------
+    def _want(self, connection: Connection, header: Header, body: Body) -> None:
+        if header.epoch < self.epoch:
+            connection.told_epoch = min(connection.told_epoch, header.epoch)
+            self.tell_view(connection)
+        elif header.epoch > self.epoch:
+            self.need_view(header.epoch)
+
+    def _view(self, connection: Connection, header: Header, body: Body) -> None:
+        try:
+            view = View.decode(body[: header.items].tobytes())
+        except ValueError as error:
+            raise FrameError(f"a VIEW that is none: {error}") from None
+        if view.cluster == self.cluster and view.ranges == self.ranges:
+            self.adopt(view)
+
+    # --- leaders ----------------------------------------------------------------------------------------------------
+
+    def report(self) -> bytes:
+        """The REPORT frame: what a leader wants to know, as it is now."""
+        document = {
+            "levels": [[level.range, level.fill, *level.joiner] for level in self.replica.levels()],
+            "suspects": [[*member, round(seconds, 3)] for member, seconds in self.peers.suspects().items()],
+            "bytes": self.store.nbytes,
+            "requests": self.counts["pushes"] + self.counts["pulls"],
+        }
+        return json_frame(Kind.REPORT, document, epoch=self.epoch)
+
+    def tell_leaders(self) -> None:
+        """Sends a report to every leader that is connected; their failure detectors live on these."""
+        leaders = [connection for connection in self._connections if connection.leader]
+        if leaders:
+            frame = self.report()
+            for connection in leaders:
+                connection.send(frame)
+
+    # --- what the replica asks for ----------------------------------------------------------------------------------
+
+    def send(self, peer: Member, message: Message) -> None:
+        link = self.peers.link(peer)
+        if link is not None:
+            link.send_all(encode(message, self.store.tables))
+
+    def need_view(self, epoch: int) -> None:
+        self.behind.set()
+        self.peers.broadcast(Header(Kind.WANT, epoch=self.epoch).pack())
+
+    def need_roster(self, version: int) -> None:
+        self.behind.set()
+
+    def start_fill(self, r: int, serial: int) -> None:
+        self._cutter.start(r, serial)
+
+    def next_piece(self, r: int, serial: int) -> None:
+        self._cutter.next(r, serial)
+
+    def report_level(self, level: Level) -> None:
+        log.info("level range=%d fill=%d joiner=%s", level.range, level.fill, level.joiner)
+        self._loop.call_soon(self.tell_leaders)
+
+    def _cut(self, r: int, serial: int, upto: int, last: bool, rows: PieceRows) -> None:
+        self.shell.perform(self.replica.piece, r, serial, upto, last, rows)
+
+    def _busy(self) -> bool:
+        return self._clock() - self._last_request_s < BUSY_S
+
+    def peer_up(self, member: Member) -> None:
+        log.info("peer=%s up", member)
+        self.shell.perform(self.replica.peer_up, member)
+
+    def peer_down(self, member: Member) -> None:
+        log.info("peer=%s down", member)
+        self.shell.perform(self.replica.peer_down, member)
+
+    def _message(self, connection: Connection, header: Header, body: Body) -> None:
+        member = connection.member
+        if member is None:
+            raise FrameError(f"{Kind(header.kind).name} came from somebody who is no replica")
+        if self.peers.link(member) is connection:
+            message = decode(header, connection.kept(body), self.ranges)
+            self.shell.perform(self.replica.receive, member, message)
+            if self.parking:
+                self.judge_parked()
+
+    # --- tables -----------------------------------------------------------------------------------------------------
 
     def _table(self, table_id: int) -> Table:
         table = self.store.tables.get(table_id)
@@ -198,7 +420,7 @@ class Server:
             raise Refusal("unknown-table", f"server {self.me.name} has no table with id {table_id}")
         return table
 
-    def _create(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> None:
+    def _create(self, connection: Connection, header: Header, body: Body) -> None:
         document = json_body(body.data)
         table_id, text = document.get("id"), document.get("spec")
         if not isinstance(table_id, int) or not 0 < table_id < 1 << 32 or not isinstance(text, str):
@@ -207,66 +429,96 @@ class Server:
             self.store.create(TableSpec.from_json(text), table_id)
         except SpecError as error:
             raise Refusal("spec", str(error)) from None
-        connection.send(Header(Kind.OK, request=header.request, epoch=self.epoch).pack())
+        self._control(connection, header, OperationKind.CREATE, NewTable(table_id, text), len(text))
 
-    def _init(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> None:
-        if header.epoch > self.epoch and self._wait(connection, header, body):
+    def _control(
+        self, connection: Connection, header: Header, kind: OperationKind, payload: Any, nbytes: int,
+        ranges: Ranges | None = None,
+    ) -> None:  # fmt: skip
+        """Logs an operation of the ranges themselves; answered when it is committed."""
+        ticket = RequestTicket(connection, header.request)
+        push = Push(ticket, -1, header.epoch, 0, 0, True, ranges, payload, nbytes, kind=kind)
+        self.shell.perform(self.replica.push, push)
+
+    def _init(self, connection: Connection, header: Header, body: Body) -> None:
+        if self._wait_for_view(connection, header, body):
             return
-        self._stale(connection, header, self._heads_since)
-        _, blocks = read_push(header, body)
-        for block in blocks:
-            self._check(block, values=0)
-        for block in blocks:
-            self._table(block.table).put_if_absent(block.keys, block.grads)
-        connection.send(Header(Kind.OK, request=header.request, epoch=self.epoch).pack())
+        named, blocks = read_push(header, connection.kept(body))
+        ranges, positions = self._order_of(header.epoch) if named is None else self._named(named)
+        for block in blocks if len(ranges) else ():
+            self._check(block, positions, values=0)
+        self._control(connection, header, OperationKind.INIT, Content(blocks, ranges, positions), len(body), ranges)
 
-    # --- pushes -------------------------------------------------------------------------------------------------
+    # --- pushes -----------------------------------------------------------------------------------------------------
 
-    def _join(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> None:
+    def _join(self, connection: Connection, header: Header, body: Body) -> None:
         if header.flags & LAST:
-            self.clocks.admit(connection.worker, header.clock)
-            if connection.worker in self._workers:
-                self._active.add(connection.worker)
-        minimum = min(self._minimums(connection.app).values(), default=0)
+            if header.clock >= MAX_CLOCK:
+                raise FrameError(f"a base clock of {header.clock} is over the limit of {MAX_CLOCK}")
+            connection.base = header.clock
+            self.parking.join(connection.worker, header.clock)
+        minimum = self.parking.minimum(connection.app)
         connection.send(Header(Kind.OK, request=header.request, epoch=self.epoch, clock=minimum).pack())
 
-    def _push(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> None:
-        if header.epoch > self.epoch and self._wait(connection, header, body):
-            return
-        self._stale(connection, header, self._heads_since)
-        worker = connection.worker
-        if worker not in self.clocks:
+    def _ask(self, connection: Connection, header: Header, body: Body) -> None:
+        ask = Ask(RequestTicket(connection, header.request), header.worker, header.epoch)
+        self.shell.perform(self.replica.ask, ask)
+
+    def _push(self, connection: Connection, header: Header, body: Body) -> None:
+        if connection.base < 0:
             raise Refusal("not-joined", f"worker {connection.worker_name!r} pushed before it joined")
+        if not 0 < header.clock < MAX_CLOCK or header.first > header.part:
+            raise FrameError(f"a push of step {header.clock}, parts {header.first}..{header.part}, cannot be")
+        if self._wait_for_view(connection, header, body):
+            return
+        if not self.replica.alone:  # it may stay in the log
+            body = connection.kept(body)
         named, blocks = read_push(header, body)
-        ranges = self._headed_ranges if named is None else self._named(named)
-        verdict = self.clocks.check(worker, header.clock, header.first, ranges)
-        if verdict is Verdict.NEXT:
-            self.counts["pushes"] += 1
-            try:
-                self._apply(blocks)
-            finally:  # an operation refused for good ticks as empty
-                self.clocks.advance(worker, header.clock, header.part, bool(header.flags & LAST), ranges)
-        elif verdict is Verdict.DUPLICATE:
-            self.counts["duplicates"] += 1
+        if named is None:
+            ranges, positions = self._order_of(header.epoch)
         else:
-            raise Refusal("gap", f"step {header.clock} of worker {connection.worker_name!r} came before the one that "
-                                 f"server {self.me.name} waits for")  # fmt: skip
-        connection.send(Header(Kind.OK, request=header.request, epoch=self.epoch).pack())
-        if self._parked and header.flags & LAST:
-            self._judge_parked()
+            ranges, positions = self._named(named)
+        ticket = RequestTicket(connection, header.request)
+        for block in blocks:
+            try:
+                self._check(block, positions, values=None)
+            except Refusal as refusal:
+                self.counts["refused"] += 1
+                ticket.refusal, blocks = refusal, []
+                break
+        push = Push(
+            ticket, connection.worker, header.epoch, header.clock, header.part, bool(header.flags & LAST),
+            None if named is None else ranges, Content(blocks, ranges, positions), len(body), connection.base,
+            repeat=bool(header.flags & REPEAT), first=header.first,
+        )  # fmt: skip
+        self.counts["pushes"] += 1
+        self.counts["rows_pushed"] += sum([len(block.keys) for block in blocks])
+        self._last_request_s = self._clock()
+        if header.table:
+            self.told[connection.worker] = header.clock - header.table
+        self.shell.perform(self.replica.push, push)
+        if self.parking:
+            self.judge_parked()
 
-    def _named(self, ranges: NDArray[np.int32]) -> NDArray[np.intp]:
-        if len(ranges) and (ranges.min() < 0 or ranges.max() >= self.ranges or not self._headed[ranges].all()):
-            raise Refusal("foreign", f"server {self.me.name} does not head all the ranges that the push names")
-        return ranges.astype(np.intp)
+    def _order_of(self, epoch: int) -> tuple[Ranges, NDArray[np.int64]]:
+        """What a push of that epoch calls all ranges headed here, and where each stands; nothing if it is stale."""
+        ranges = self.replica.headed(epoch)
+        if ranges is None:
+            ranges = NO_RANGES
+        if ranges is not self._order[0]:
+            self._order = ranges, positions_of(ranges, self.ranges)
+        return self._order
 
-    def _apply(self, blocks: list[Block]) -> None:
-        tables = [self._check(block, values=None) for block in blocks]
-        for table, block in zip(tables, blocks, strict=True):
-            table.apply(block.keys, block.grads, block.step_values)
-            self.counts["rows_pushed"] += len(block.keys)
+    def _named(self, named: NDArray[np.int32]) -> tuple[Ranges, NDArray[np.int64]]:
+        ranges = named.astype(np.int64)
+        if len(ranges) and (ranges.min() < 0 or ranges.max() >= self.ranges):
+            raise Refusal("foreign", f"a push names ranges outside 0..{self.ranges - 1}")
+        positions = positions_of(ranges, self.ranges)
+        if np.count_nonzero(positions >= 0) != len(ranges):
+            raise Refusal("foreign", "a push names a range twice")
+        return ranges, positions
 
-    def _check(self, block: Block, *, values: int | None) -> Table:
+    def _check(self, block: Block, positions: NDArray[np.int64], *, values: int | None) -> None:
         """A block fits its table and this server. `values`: step values expected (None: the optimizer's number)."""
         table = self._table(block.table)
         dim, expected = table.spec.dim, table.spec.optimizer.step_floats if values is None else values
@@ -276,85 +528,79 @@ class Server:
             raise Refusal(
                 "shape", f"table {table.spec.name!r} takes {expected} step values, not {len(block.step_values)}"
             )
-        at = table.first_foreign(block.keys, self._headed)
+        at = table.first_misplaced(block.keys, positions)
         if at >= 0:
-            raise Refusal("foreign", f"key {block.keys[at]} of table {table.spec.name!r} is not headed by server "
-                                     f"{self.me.name}")  # fmt: skip
-        return table
+            text = f"key {block.keys[at]} of table {table.spec.name!r} is not in a range that the push ticks at server "
+            raise Refusal("foreign", f"{text}{self.me.name}, or not in their order")
 
-    # --- pulls --------------------------------------------------------------------------------------------------
+    # --- pulls ------------------------------------------------------------------------------------------------------
 
-    def _pull(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> None:
-        if header.epoch > self.epoch and self._wait(connection, header, body):
+    def _pull(self, connection: Connection, header: Header, body: Body) -> None:
+        if self._wait_for_view(connection, header, body):
             return
-        self._stale(connection, header, self._heads_since)
+        anywhere = bool(header.flags & ANY)
+        if header.epoch < (self._full_since if anywhere else self._tail_since):
+            self.tell_view(connection)
+            text = f"server {self.me.name} is at epoch {self.epoch}, the request at {header.epoch}"
+            raise Refusal("stale-view", text, epoch=self.epoch)
         table = self._table(header.table)
         if header.items * 8 != len(body):
             raise FrameError(f"a pull of {header.items} keys has a body of {len(body)} bytes")
         self.counts["pulls"] += 1
         self.counts["rows_pulled"] += header.items
-        keys = body.view(np.int64)
-        read = Read(connection, header, table, keys, 0.0)
-        if (header.bound or header.clock) and self._behind(read):
-            self._park(read)
+        self._last_request_s = self._clock()
+        read = Read(connection, header, table, body.view(np.int64), 0.0)
+        if (header.bound or header.clock) and self.parking.behind(read):
+            self.parking.park(read)
         else:
             answer(read)
 
-    def _park(self, read: Read) -> None:
-        if len(self._parked) >= MAX_PARKED:
-            raise Refusal("busy", f"server {self.me.name} already has {MAX_PARKED} pulls waiting")
-        wait_s = read.header.wait_ms / 1e3 or DEFAULT_WAIT_S
-        self._parked.append(Read(read.connection, read.header, read.table, read.keys.copy(), self._clock() + wait_s))
-
-    def _minimums(self, app: str) -> dict[int, int]:
-        """The lowest clock of each active worker of an application, over the ranges that we head."""
-        active = [w for w in self._active if self._workers[w].app == app]
-        if not active or not len(self._headed_ranges):
-            return {}
-        return dict(zip(active, self.clocks.minimum(active, self._headed_ranges).tolist(), strict=True))
-
-    def _behind(self, read: Read) -> list[str]:
-        """The workers that a pull has to wait for: its own pushes (read your writes), then the bounded delay's."""
-        header, own = read.header, read.connection.worker
-        joined = own in self.clocks and len(self._headed_ranges)
-        if joined and self.clocks.minimum([own], self._headed_ranges)[0] < header.clock:
-            return [read.connection.worker_name]
-        if not header.bound:
-            return []
-        floor = header.clock - (header.bound - 1)
-        minimums = self._minimums(read.connection.app)
-        return [self._workers[w].name for w, clock in minimums.items() if clock < floor]
-
-    def _judge_parked(self) -> None:
-        parked, self._parked = self._parked, []
-        now = self._clock()
-        for read in parked:
-            behind = self._behind(read)
-            if not behind:
+    def judge_parked(self) -> None:
+        """Answers the pulls that need not wait any more, and those that waited too long."""
+        for read, refusal in self.parking.judge(self._tail_since, self._full_since):
+            if refusal is None:
                 answer(read)
-            elif now >= read.deadline_s:
-                text = f"a pull of table {read.table.spec.name!r} at clock {read.header.clock} waited too long for " + (
-                    f"worker {', '.join(sorted(behind))}"
-                )
-                error = Refusal("behind", text, behind=sorted(behind)).document
-                read.connection.send(json_frame(Kind.ERROR, error, request=read.header.request, epoch=self.epoch))
             else:
-                self._parked.append(read)
+                if refusal.document["code"] == "stale-view":
+                    self.tell_view(read.connection)
+                self.refuse(read.connection, read.header.request, refusal)
 
-    # --- for people ---------------------------------------------------------------------------------------------
+    # --- audit ------------------------------------------------------------------------------------------------------
+
+    async def mark(self, mark: int) -> bool:
+        """Has every replica of the ranges headed here note their digests; False if the view changed meanwhile."""
+        ranges = self.headed
+        for at in range(0, len(ranges), MARKED_AT_ONCE):
+            ticket = FutureTicket(self._loop)
+            some = ranges[at : at + MARKED_AT_ONCE]
+            push = Push(ticket, -1, self.epoch, 0, 0, True, some, Mark(mark), 64, kind=OperationKind.AUDIT)
+            self.shell.perform(self.replica.push, push)
+            reply = await ticket.future
+            if reply.status is not Status.COMMITTED or len(reply.moved):
+                return False
+        return True
+
+    def marked(self, mark: int) -> dict[int, MarkedRange]:
+        """What this replica found at a mark, by range."""
+        return self.shell.marks.of(mark)
+
+    # --- for people -------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         """What `elasticps status` shows of this server."""
+        role = self.replica.role
+        held = int((role == Role.FULL).sum())
         return {
             "id": self.me.name,
             "pid": os.getpid(),
             "address": self.me.address,
             "admin": self.me.admin,
             "incarnation": self.me.incarnation,
-            "state": "serving" if len(self._headed_ranges) else "spare",
+            "state": "serving" if held else "spare",
             "epoch": self.epoch,
-            "ranges_headed": len(self._headed_ranges),
-            "ranges_held": len(self._headed_ranges),
+            "ranges_headed": len(self.headed),
+            "ranges_held": held,
+            "ranges_joining": int((role == Role.JOINING).sum()),
             "rows": self.store.rows,
             "bytes": self.store.nbytes,
             "connections": len(self._connections),
@@ -362,9 +608,10 @@ class Server:
             "pulls": self.counts["pulls"],
             "rows_pushed": self.counts["rows_pushed"],
             "rows_pulled": self.counts["rows_pulled"],
-            "duplicates": self.counts["duplicates"],
             "refused": self.counts["refused"],
-            "parked": len(self._parked),
+            "parked": len(self.parking),
+            "log_bytes": self.replica.log.nbytes,
+            "sent_bytes": self._cutter.sent_bytes,
             "tables": len(self.store.tables),
             "uptime_s": self._clock() - self._started,
         }

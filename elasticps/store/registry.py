@@ -11,7 +11,7 @@ from numba.core.dispatcher import Dispatcher
 
 from elasticps.errors import SpecError
 from elasticps.spec import Custom, Optimizer
-from elasticps.store import index, updates
+from elasticps.store import index, intervals, updates
 
 # One signature each, in which keys and floats may be read-only and unaligned, as slices of a received frame are.
 # Anything else, like int32 keys or a strided array, is a TypeError: no call ever compiles.
@@ -31,6 +31,10 @@ _SIGNATURES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (index.copy_in, (_words, types.Array(types.uint64, 2, "C", readonly=True, aligned=False))),
     (index.digest, (_words, _words, _words)),
     (index.first_foreign, (_words, _keys, types.Array(types.boolean, 1, "C", readonly=True))),
+    (intervals.first_misplaced, (_words, _keys, _words)),
+    (intervals.first_at, (_words, _keys, _words, _int)),
+    (intervals.select, (_words, _keys, _words, _words)),
+    (intervals.list_interval, (_words, _int, _int, _int, _words, _words)),
     (index.gather, (_words, _keys, types.Array(types.float32, 2, "C", aligned=False), _words)),
 )
 Update = Callable[..., int]

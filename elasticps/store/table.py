@@ -12,7 +12,7 @@ from elasticps import hashing
 from elasticps.errors import InputError
 from elasticps.spec import DTYPES, Constant, Init, TableSpec, Zeros
 from elasticps.spec import Assign as _Assign
-from elasticps.store import index
+from elasticps.store import index, intervals
 from elasticps.store import native as field
 from elasticps.store.memory import Memory
 from elasticps.store.registry import load_kernels, update_kernel
@@ -120,6 +120,22 @@ class Table:
             raise InputError(f"{self._name}: there are {self.ranges} ranges, got flags for {len(allowed)}")
         return index.first_foreign(self._header, keys, allowed)
 
+    def first_misplaced(self, keys: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
+        """Index of the first key whose range has position -1, or one before its predecessor's; -1 if there is none.
+
+        positions: int64 [ranges].
+        """
+        return intervals.first_misplaced(self._header, keys, positions)
+
+    def first_at(self, keys: NDArray[np.int64], positions: NDArray[np.int64], position: int) -> int:
+        """Index of the first key at `position` or behind it, in keys that `first_misplaced` found in order."""
+        return intervals.first_at(self._header, keys, positions, position)
+
+    def select(self, keys: NDArray[np.int64], bounds: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Indices of the keys whose place (see `intervals`) is below the bound of their range, bounds int64 [ranges]."""
+        out = np.empty(len(keys), np.int64)
+        return out[: intervals.select(self._header, keys, bounds, out)]
+
     # --- ranges -------------------------------------------------------------------------------------------------------
 
     def count_range(self, r: int) -> int:
@@ -132,10 +148,15 @@ class Table:
 
     def dump_range(self, r: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """Copies of range r's keys int64 [n] and whole rows uint8 [n, stride]."""
-        keys, rows = self._list(r)
-        out = np.empty((len(keys), self.stride // 8), np.uint64)
-        index.copy_out(rows, out)
-        return keys, out.view(np.uint8)
+        return self.dump_interval(r, 0, intervals.PLACES)
+
+    def dump_interval(self, r: int, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        """The same for the keys of range r whose places are in low..high-1."""
+        keys, rows = np.empty(self.count_range(r), np.int64), np.empty(self.count_range(r), np.int64)
+        n = intervals.list_interval(self._header, r, low, high, keys, rows)
+        out = np.empty((n, self.stride // 8), np.uint64)
+        index.copy_out(rows[:n], out)
+        return keys[:n], out.view(np.uint8)
 
     def load_range(self, r: int, keys: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
         """Stores what `dump_range` gave, replacing rows of equal keys and keeping others."""

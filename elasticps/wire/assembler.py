@@ -10,20 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from elasticps.wire.frames import HEADER_BYTES, Header, unpack_header
+from elasticps.wire.pool import LARGEST_BYTES, Bytes, Pool
 
-Bytes = NDArray[np.uint8]
 STAGING_BYTES = 64 << 10
-KEPT_BYTES = 4 << 20
 
 
 class Assembler:
     """Cuts a stream into frames: fill `buffer()`, then tell `received(n)`.
 
-    `on_frame(header, body)` is called for each frame in order; `body`, uint8, is valid during the call only, because
-    its memory is used again: memory that is in use already costs no page faults, and may still be in the cache.
+    `on_frame(header, body)` is called for each frame in order; `body`, uint8, is valid during the call only. Whoever
+    needs it for longer takes `kept(body)`.
+
     `sink(header)` may name the destinations of a body, uint8 memoryviews that add up to its length; `on_frame` is
     then called with an empty body once they are full.
     """
@@ -33,6 +32,7 @@ class Assembler:
         on_frame: Callable[[Header, Bytes], None],
         limit: int,
         sink: Callable[[Header], Sequence[memoryview] | None] | None = None,
+        pool: Pool | None = None,
     ) -> None:
         self._on_frame = on_frame
         self._sink = sink
@@ -42,7 +42,7 @@ class Assembler:
         self._start = self._end = 0
         self._header: Header | None = None  # of the frame whose body is being received outside the staging buffer
         self._body = _EMPTY
-        self._large = _EMPTY  # memory for bodies, kept up to KEPT_BYTES
+        self._pool = Pool(LARGEST_BYTES) if pool is None else pool
         self._targets: list[memoryview] = []  # what is still to fill, last one first
 
     def buffer(self) -> memoryview:
@@ -89,7 +89,7 @@ class Assembler:
                 self._start = body_at + have
                 self._on_frame(header, self._staging[body_at : body_at + have])
             elif HEADER_BYTES + header.body > STAGING_BYTES:
-                self._body = self._memory(header.body)
+                self._body = self._pool.take(header.body)
                 self._start = body_at + have
                 self._divert(header, [self._body.data], body_at, have)
                 break
@@ -102,12 +102,9 @@ class Assembler:
             self._staging[:left] = self._staging[self._start : self._end].copy()
             self._start, self._end = 0, left
 
-    def _memory(self, size: int) -> Bytes:
-        if size > KEPT_BYTES:
-            return np.empty(size, np.uint8)
-        if size > len(self._large):
-            self._large = np.empty(size, np.uint8)
-        return self._large[:size]
+    def kept(self, body: Bytes) -> Bytes:
+        """The body of the frame at hand, or a copy of it, in memory that stays as it is."""
+        return body.copy() if body.base is self._staging else body
 
     def _divert(self, header: Header, targets: Sequence[memoryview], at: int, have: int) -> None:
         """Moves the `have` staged bytes of a body into its targets; what is then left is received there directly."""

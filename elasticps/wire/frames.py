@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -196,8 +195,7 @@ BLOCK_BYTES = _BLOCK.size
 assert BLOCK_BYTES == 24
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """One table's share of a push: keys int64 [n], grads float32 [n, dim], step_values float32 [k]."""
 
     table: int
@@ -223,22 +221,28 @@ def read_push(header: Header, body: NDArray[np.uint8]) -> tuple[NDArray[np.int32
     Layout: unless ALL_RANGES, uint64 m and int32 [m] ranges padded to 8; then `header.items` blocks.
     Raises `FrameError` when lengths do not add up.
     """
-    if header.items > MAX_BLOCKS:
-        raise FrameError(f"a push of {header.items} blocks is over the limit of {MAX_BLOCKS}")
-    size, at = len(body), 0
+    at = 0
     ranges: NDArray[np.int32] | None = None
     if not header.flags & ALL_RANGES:
-        if size < 8:
+        if len(body) < 8:
             raise FrameError("a push that names its ranges is too short to do so")
         m = int.from_bytes(body[:8].tobytes(), "little")
-        if m > 1 << 20 or 8 + 4 * m > size:
-            raise FrameError(f"a push names {m} ranges but its body has {size} bytes")
+        if m > MAX_RANGES or 8 + 4 * m > len(body):
+            raise FrameError(f"a push names {m} ranges but its body has {len(body)} bytes")
         ranges = body[8 : 8 + 4 * m].view(np.int32)
         at = (8 + 4 * m + 7) & ~7
+    return ranges, read_blocks(header.items, body, at)
+
+
+def read_blocks(count: int, body: NDArray[np.uint8], at: int) -> list[Block]:
+    """The `count` blocks that fill a body from byte `at` to its end, as views. Raises `FrameError` if they do not."""
+    if count > MAX_BLOCKS:
+        raise FrameError(f"a push of {count} blocks is over the limit of {MAX_BLOCKS}")
+    size = len(body)
     blocks = []
-    for _ in range(header.items):
+    for _ in range(count):
         if at + BLOCK_BYTES > size:
-            raise FrameError(f"a push of {header.items} blocks ends inside a block header")
+            raise FrameError(f"a push of {count} blocks ends inside a block header")
         table, rows, dim, values, _, _ = _BLOCK.unpack_from(body.data, at)
         if not 0 < dim <= MAX_DIM:
             raise FrameError(f"a push block has dim {dim}; the limit is {MAX_DIM}")
@@ -258,4 +262,4 @@ def read_push(header: Header, body: NDArray[np.uint8]) -> tuple[NDArray[np.int32
         at = (end + 7) & ~7
     if at != size:
         raise FrameError(f"a push body of {size} bytes has {size - at} bytes left over")
-    return ranges, blocks
+    return blocks

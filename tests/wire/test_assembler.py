@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from elasticps.wire.assembler import KEPT_BYTES, STAGING_BYTES, Assembler
+from elasticps.wire.assembler import STAGING_BYTES, Assembler
 from elasticps.wire.frames import FrameError, Header, Kind
+from elasticps.wire.pool import LARGEST_BYTES
 
 LIMIT = 1 << 20
 
@@ -67,8 +68,8 @@ def test_frames_survive_any_cutting(lengths: list[int], cuts: list[int], diverte
 
 def test_memory_of_large_bodies_is_used_again_up_to_a_limit() -> None:
     addresses: list[int] = []
-    assembler = Assembler(lambda header, body: addresses.append(body.ctypes.data), 2 * KEPT_BYTES)
-    feed(assembler, frame(STAGING_BYTES + 8, 0) + frame(STAGING_BYTES, 1) + frame(KEPT_BYTES + 8, 2), [1 << 20])
+    assembler = Assembler(lambda header, body: addresses.append(body.ctypes.data), 2 * LARGEST_BYTES)
+    feed(assembler, frame(STAGING_BYTES + 8, 0) + frame(STAGING_BYTES, 1) + frame(LARGEST_BYTES + 8, 2), [1 << 20])
     assert addresses[0] == addresses[1] != addresses[2]
 
 

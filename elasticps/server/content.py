@@ -1,0 +1,99 @@
+"""What the operations of a range carry. Replication hands it around; here it is cut by range and applied.
+
+All of it is immutable: logs, sockets and the store share the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.store import Table
+from elasticps.store.intervals import PLACES
+from elasticps.wire.frames import Block
+from replication.chain import Ranges
+
+
+class Content:
+    """Blocks of a PUSH or INIT: rows of tables, their keys in the order of `ranges`.
+
+    positions: int64 [P], where a range stands in `ranges`, -1 for those that are not in it.
+    """
+
+    __slots__ = ("blocks", "positions", "ranges")
+
+    def __init__(self, blocks: list[Block], ranges: Ranges, positions: NDArray[np.int64]) -> None:
+        self.blocks = blocks
+        self.ranges = ranges
+        self.positions = positions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(block.keys.nbytes + block.grads.nbytes for block in self.blocks)
+
+    def part(self, ranges: Ranges, tables: Mapping[int, Table]) -> list[Block]:
+        """The rows that lie in `ranges`, some of mine in the same order: slices where they are neighbours."""
+        n = ranges.shape[0]
+        if n == self.ranges.shape[0]:
+            return self.blocks
+        start, stop = int(self.positions[ranges[0]]), int(self.positions[ranges[-1]]) + 1
+        if stop - start == n:
+            return self._slices(start, stop, tables)
+        bounds = np.zeros(len(self.positions), np.int64)
+        bounds[ranges] = PLACES
+        return self.below(bounds, tables)
+
+    def _slices(self, start: int, stop: int, tables: Mapping[int, Table]) -> list[Block]:
+        blocks = []
+        for table, keys, grads, values in self.blocks:
+            low = tables[table].first_at(keys, self.positions, start) if start else 0
+            high = len(keys) if stop == len(self.ranges) else tables[table].first_at(keys, self.positions, stop)
+            if low < high:
+                blocks.append(Block(table, keys[low:high], grads[low:high], values))
+        return blocks
+
+    def below(self, bounds: NDArray[np.int64], tables: Mapping[int, Table]) -> list[Block]:
+        """The rows whose places are below the bounds of their ranges, int64 [P]; copies."""
+        blocks = []
+        for table, keys, grads, values in self.blocks:
+            chosen = tables[table].select(keys, bounds)
+            if len(chosen):
+                blocks.append(Block(table, keys[chosen], grads[chosen], values))
+        return blocks
+
+
+class NewTable(NamedTuple):
+    """A CREATE: the table's id, and its spec as JSON."""
+
+    table: int
+    spec: str
+
+
+class Mark(NamedTuple):
+    """An AUDIT: every replica notes the digest of its ranges at this place of their logs, under `id`."""
+
+    id: int
+
+
+class TableRows(NamedTuple):
+    """One table's rows in a piece: keys int64 [n], whole rows uint8 [n, stride]."""
+
+    table: int
+    spec: str
+    keys: NDArray[np.int64]
+    rows: NDArray[np.uint8]
+
+
+PieceRows = list[TableRows]
+"""What a piece of a range carries: every table, also those without rows there, so that the joiner knows them all."""
+
+
+def positions_of(ranges: Ranges, count: int) -> NDArray[np.int64]:
+    """Where each of `count` ranges stands in `ranges`, -1 for those that do not: int64 [count]."""
+    positions = np.full(count, -1, np.int64)
+    positions[ranges] = np.arange(len(ranges))
+    return positions

@@ -1,0 +1,80 @@
+"""Cuts the ranges that this server, as their tail, sends to joining replicas: piece by piece, not too fast."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from elasticps.server.content import PieceRows, TableRows
+from elasticps.store import Table
+from elasticps.store.intervals import PLACES
+
+PIECE_BYTES = 1 << 20  # cutting one stops the server for about a millisecond
+BUSY_BYTES_PER_S = 100e6  # while workers are served: what is left is theirs
+IDLE_BYTES_PER_S = 2e9
+
+
+@dataclass
+class _Cut:
+    """A snapshot in progress: the next piece begins at place `low`, the range ends at `end`."""
+
+    serial: int
+    low: int
+    end: int
+    step: int
+
+
+class Cutter:
+    """Schedules pieces. `deliver(r, serial, upto, last, rows)` takes each one at the instant at which it was cut;
+    `busy()` says whether workers are being served."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        tables: Mapping[int, Table],
+        ranges: int,
+        deliver: Callable[[int, int, int, bool, PieceRows], None],
+        busy: Callable[[], bool],
+    ) -> None:
+        self._loop = loop
+        self._tables = tables
+        self._width = PLACES // ranges
+        self._deliver = deliver
+        self._busy = busy
+        self._cuts: dict[int, _Cut] = {}
+        self._free_s = 0.0  # loop time at which the next piece may be cut
+        self.sent_bytes = 0
+
+    def start(self, r: int, serial: int) -> None:
+        """Snapshot `serial` of range r begins; an earlier one of the range is void."""
+        size = sum(table.count_range(r) * (table.stride + 8) for table in self._tables.values())
+        step = -(-self._width // max(1, -(-size // PIECE_BYTES)))
+        self._cuts[r] = _Cut(serial, r * self._width, (r + 1) * self._width, step)
+        self.next(r, serial)
+
+    def next(self, r: int, serial: int) -> None:
+        """The piece before is in place."""
+        self._loop.call_at(max(self._free_s, self._loop.time()), self._piece, r, serial)
+
+    def _piece(self, r: int, serial: int) -> None:
+        cut = self._cuts.get(r)
+        if cut is None or cut.serial != serial:
+            return
+        now = self._loop.time()
+        if now < self._free_s:  # another range's piece was faster
+            self._loop.call_at(self._free_s, self._piece, r, serial)
+            return
+        upto = min(cut.low + cut.step, cut.end)
+        rows = [
+            TableRows(number, table.spec.to_json(), *table.dump_interval(r, cut.low, upto))
+            for number, table in self._tables.items()
+        ]
+        cut.low = upto
+        last = upto == cut.end
+        if last:
+            del self._cuts[r]
+        size = sum(one.keys.nbytes + one.rows.nbytes for one in rows)
+        self.sent_bytes += size
+        self._free_s = now + size / (BUSY_BYTES_PER_S if self._busy() else IDLE_BYTES_PER_S)
+        self._deliver(r, serial, upto, last, rows)

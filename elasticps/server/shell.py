@@ -1,0 +1,176 @@
+"""Carries out what the replica asks for: the store changes, messages leave, answers go back.
+
+The effects of one event are carried out in order and without a gap, as `replication.effects` demands. Whatever fails
+here leaves a copy that may differ from the others, so it ends the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from elasticps.server.audit import MarkedRange, Marks, digest
+from elasticps.server.content import Content, Mark, NewTable, PieceRows
+from elasticps.spec import TableSpec
+from elasticps.store import Store
+from elasticps.store.intervals import PLACES
+from replication.chain import Member
+from replication.effects import (
+    Apply,
+    ClocksReply,
+    Effects,
+    Erase,
+    Hold,
+    Install,
+    Level,
+    NeedRoster,
+    NeedView,
+    NextPiece,
+    Release,
+    Reply,
+    Send,
+    SnapshotRange,
+)
+from replication.messages import Kind, Message
+from replication.replica import Replica
+
+log = logging.getLogger(__name__)
+
+EXIT_FATAL = 70
+
+
+class Ticket(Protocol):
+    """Who waits for an answer of the replica: the token of a Push or an Ask."""
+
+    def reply(self, reply: Reply) -> None:
+        """The push was answered."""
+
+    def clocks(self, reply: ClocksReply) -> None:
+        """The question for clocks was answered."""
+
+    def hold(self) -> None:
+        """Read no more from the connection that it came from."""
+
+    def release(self) -> None:
+        """Read on."""
+
+
+class Surroundings(Protocol):
+    """What the replica needs of its server besides the store."""
+
+    def send(self, peer: Member, message: Message) -> None:
+        """Queues a message on the current link to a peer."""
+
+    def need_view(self, epoch: int) -> None:
+        """Somebody speaks from a later epoch: get that view."""
+
+    def need_roster(self, version: int) -> None:
+        """The same for the roster."""
+
+    def start_fill(self, r: int, serial: int) -> None:
+        """Cut the range into pieces for its joining replica."""
+
+    def next_piece(self, r: int, serial: int) -> None:
+        """Cut the next piece."""
+
+    def report_level(self, level: Level) -> None:
+        """Tell the leader."""
+
+
+class Shell:
+    """A replica with its store. `perform` is the only way in which either changes."""
+
+    def __init__(self, me: Member, ranges: int, around: Surroundings, budget_bytes: int) -> None:
+        self.replica = Replica(me, ranges, budget_bytes)
+        self.store = Store(ranges)
+        self.marks = Marks()
+        self.applied = 0  # operations, for whoever waits for a change
+        self.rows_applied = 0
+        self._around = around
+        self._ranges = ranges
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Send: lambda e: around.send(e.peer, e.message),
+            Apply: self._apply,
+            Reply: lambda e: e.token.reply(e),
+            ClocksReply: lambda e: e.token.clocks(e),
+            Hold: lambda e: e.token.hold(),
+            Release: lambda e: e.token.release(),
+            NeedView: lambda e: around.need_view(e.epoch),
+            NeedRoster: lambda e: around.need_roster(e.version),
+            SnapshotRange: lambda e: around.start_fill(e.range, e.serial),
+            NextPiece: lambda e: around.next_piece(e.range, e.serial),
+            Install: self._install,
+            Erase: self._erase,
+            Level: around.report_level,
+        }
+
+    def perform(self, event: Callable[..., Effects], *arguments: Any) -> None:
+        """Gives the replica an event and carries out its effects. Does not return if any of it fails."""
+        try:
+            for effect in event(*arguments):
+                self._handlers[type(effect)](effect)
+        except Exception:
+            self._fatal()
+
+    def _fatal(self) -> None:
+        log.critical("member=%s ends: it can no longer vouch for its copy", self.replica.me, exc_info=True)
+        sys.stderr.flush()
+        os._exit(EXIT_FATAL)
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def _apply(self, effect: Apply) -> None:
+        payload = effect.operation.payload
+        if isinstance(payload, Content):
+            self._apply_rows(effect, payload)
+        elif isinstance(payload, NewTable):
+            self.store.create(TableSpec.from_json(payload.spec), payload.table)
+        elif isinstance(payload, Mark):
+            self._mark(effect, payload)
+        self.applied += 1
+
+    def _apply_rows(self, effect: Apply, content: Content) -> None:
+        tables = self.store.tables
+        if effect.inside is None:
+            blocks = content.part(effect.ranges, tables)
+        else:
+            bounds = np.zeros(self._ranges, np.int64)
+            bounds[effect.ranges] = PLACES
+            for r, bound in effect.inside.items():
+                bounds[r] = bound
+            blocks = content.below(bounds, tables)
+        if effect.operation.kind == Kind.INIT:
+            for table, keys, values, _ in blocks:
+                tables[table].put_if_absent(keys, values)
+        else:
+            for table, keys, grads, step_values in blocks:
+                tables[table].apply(keys, grads, step_values)
+                self.rows_applied += len(keys)
+
+    def _mark(self, effect: Apply, mark: Mark) -> None:
+        unfinished = effect.inside or {}
+        for r, seq in zip(effect.ranges.tolist(), effect.seqs.tolist(), strict=True):
+            if r not in unfinished:
+                workers, progress = self.replica.clocks.column(r)
+                found = digest(self.store.tables, r)
+                self.marks.note(mark.id, r, MarkedRange(seq, found, tuple(workers.tolist()), tuple(progress.tolist())))
+
+    # --- ranges -----------------------------------------------------------------------------------------------------
+
+    def _install(self, effect: Install) -> None:
+        rows: PieceRows = effect.payload  # type: ignore[assignment]
+        for number, spec, keys, values in rows:
+            table = self.store.create(TableSpec.from_json(spec), number)
+            if len(keys):
+                table.load_range(effect.range, keys, values)
+
+    def _erase(self, effect: Erase) -> None:
+        for table in self.store.tables.values():
+            for r in effect.ranges.tolist():
+                if table.count_range(r):
+                    table.drop_range(r)

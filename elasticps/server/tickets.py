@@ -1,0 +1,91 @@
+"""Who waits for an answer of the replica, and how the answer is told."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from elasticps.server.connection import Connection
+from elasticps.wire.frames import Header, Kind, clocks_frame, json_frame, partly_frame
+from replication.effects import ClocksReply, Reply, Status
+
+
+class Refusal(Exception):
+    """A request that this server will not do: a code for programs, a sentence for people."""
+
+    def __init__(self, code: str, message: str, **more: Any) -> None:
+        super().__init__(message)
+        self.document: dict[str, Any] = {"code": code, "message": message} | more
+
+
+class RequestTicket:
+    """A frame of a worker. `refusal`: what was wrong with its content, told when the step has ticked without it."""
+
+    __slots__ = ("connection", "refusal", "request")
+
+    def __init__(self, connection: Connection, request: int, refusal: Refusal | None = None) -> None:
+        self.connection = connection
+        self.request = request
+        self.refusal = refusal
+
+    def reply(self, reply: Reply) -> None:
+        """Answers the frame."""
+        if reply.status is not Status.COMMITTED:
+            self._refuse(reply.status, reply.epoch)
+        elif reply.moved.shape[0]:
+            self.connection.send(partly_frame(self.request, reply.epoch, reply.committed, reply.moved))
+        elif self.refusal is not None:
+            self._tell(self.refusal.document, reply.epoch)
+        else:
+            self.connection.send(Header(Kind.OK, request=self.request, epoch=reply.epoch).pack())
+
+    def clocks(self, reply: ClocksReply) -> None:
+        """Answers the question."""
+        if reply.status is not Status.COMMITTED:
+            self._refuse(reply.status, reply.epoch)
+            return
+        frame = clocks_frame(self.request, reply.epoch, reply.ranges, reply.applied, reply.committed)
+        self.connection.send(frame)
+
+    def hold(self) -> None:
+        self.connection.wait_for(self)
+
+    def release(self) -> None:
+        self.connection.admitted(self)
+
+    def _refuse(self, status: Status, epoch: int) -> None:
+        if status is Status.STALE_VIEW:
+            self.connection.tell_view()
+        code, text = _REFUSALS[status]
+        self._tell({"code": code, "message": text, "epoch": epoch}, epoch)
+
+    def _tell(self, document: dict[str, Any], epoch: int) -> None:
+        self.connection.send(json_frame(Kind.ERROR, document, request=self.request, epoch=epoch))
+
+
+_REFUSALS = {
+    Status.STALE_VIEW: ("stale-view", "the ranges headed here have changed since the frame's epoch"),
+    Status.GAP: ("gap", "an earlier part of the worker's steps is missing here"),
+    Status.FENCED: ("fenced", "the worker is no longer in the roster: it left, or a newer incarnation has its name"),
+}
+
+
+class FutureTicket:
+    """An operation of this server's own, awaited: resolves to the Reply."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.future: asyncio.Future[Reply] = loop.create_future()
+
+    def reply(self, reply: Reply) -> None:
+        """Resolves."""
+        if not self.future.done():
+            self.future.set_result(reply)
+
+    def clocks(self, reply: ClocksReply) -> None:
+        raise AssertionError("an operation was answered with clocks")
+
+    def hold(self) -> None:
+        """Nothing is read for it."""
+
+    def release(self) -> None:
+        """Nothing was held."""

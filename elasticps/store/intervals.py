@@ -1,0 +1,81 @@
+"""Kernels on the order and the hashes of keys: what replication asks of a batch, and pieces of a range.
+
+A key's place within the hash space is told with 62 bits (`PLACES` is their end), so that it fits a signed word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.hashing import hash_key as _hash_key
+from elasticps.store.index import ENTRY
+from elasticps.store.native import H_DESCRIPTORS, H_SALT, H_SHIFT, carray, kernel, load64, pointer
+
+hash_key: Any = _hash_key
+
+PLACES = 1 << 62
+_S2 = np.uint64(2)
+
+
+@kernel
+def first_misplaced(h: NDArray[np.int64], keys: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
+    """Index of the first key whose range has no position (-1) or one before its predecessor's, or -1."""
+    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
+    last = 0
+    for i in range(keys.shape[0]):
+        position = positions[np.int64(hash_key(keys[i], salt) >> shift)]
+        if position < last:
+            return i
+        last = position
+    return -1
+
+
+@kernel
+def first_at(h: NDArray[np.int64], keys: NDArray[np.int64], positions: NDArray[np.int64], position: int) -> int:
+    """Index of the first key, of keys in the order of their ranges' positions, at `position` or behind it."""
+    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
+    low, high = 0, keys.shape[0]
+    while low < high:
+        middle = (low + high) >> 1
+        if positions[np.int64(hash_key(keys[middle], salt) >> shift)] < position:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@kernel
+def select(h: NDArray[np.int64], keys: NDArray[np.int64], bounds: NDArray[np.int64], out: NDArray[np.int64]) -> int:
+    """Writes the indices of the keys whose place is below their range's bound; returns how many."""
+    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
+    n = 0
+    for i in range(keys.shape[0]):
+        hashed = hash_key(keys[i], salt)
+        if np.int64(hashed >> _S2) < bounds[np.int64(hashed >> shift)]:
+            out[n] = i
+            n += 1
+    return n
+
+
+@kernel
+def list_interval(
+    h: NDArray[np.int64], r: int, low: int, high: int, keys: NDArray[np.int64], rows: NDArray[np.int64]
+) -> int:
+    """Writes keys and row addresses of range r whose places are in low..high-1, in the segment's order."""
+    salt = np.uint64(h[H_SALT])
+    descriptors = carray(pointer(h[H_DESCRIPTORS]), (2 << (64 - h[H_SHIFT]),), np.int64)
+    base, capacity = descriptors[2 * r], descriptors[2 * r + 1]
+    n = 0
+    for i in range(capacity + min(capacity, 32)):
+        row = load64(base + i * ENTRY + 8)
+        if row != 0:
+            key = load64(base + i * ENTRY)
+            place = np.int64(hash_key(key, salt) >> _S2)
+            if low <= place < high:
+                keys[n] = key
+                rows[n] = row
+                n += 1
+    return n

@@ -1,0 +1,47 @@
+"""Memory for bodies, used again when nobody refers to it any more.
+
+Fresh memory costs a page fault per 4 KiB, more than the copy of what lands there. So a body's array is kept, and is
+free when its reference count says so: logs, queues of a socket and views of a store may hold slices of it for as long
+as they like, and nobody has to give anything back.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+LARGEST_BYTES = 4 << 20
+STEP_BYTES = 128 << 10
+
+
+class Pool:
+    """Arrays to receive into; `kept_bytes` bounds what is kept for later, not what is in use. Not thread-safe."""
+
+    def __init__(self, kept_bytes: int) -> None:
+        self._left = kept_bytes
+        self._arrays: list[Bytes] = []
+
+    def take(self, size: int) -> Bytes:
+        """uint8 [size], free for as long as a reference to it or to a slice of it exists."""
+        if size > LARGEST_BYTES:
+            return np.empty(size, np.uint8)
+        arrays = self._arrays
+        for i in range(len(arrays)):
+            if size <= len(arrays[i]) <= 4 * max(size, STEP_BYTES) and sys.getrefcount(arrays[i]) == _UNUSED:
+                return arrays[i][:size]
+        array = np.empty(-(-size // STEP_BYTES) * STEP_BYTES, np.uint8)
+        if len(array) <= self._left:
+            self._left -= len(array)
+            arrays.append(array)
+        return array[:size]
+
+
+def _unused() -> int:
+    arrays = [np.empty(1, np.uint8)]
+    return sys.getrefcount(arrays[0])
+
+
+_UNUSED = _unused()

@@ -1,0 +1,177 @@
+"""Servers in one event loop, over real sockets, under views made by hand; and a worker that speaks raw frames."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+import pytest
+
+from coordinator.view import Roster, ServerInfo, View, WorkerInfo
+from elasticps.client.routing import Routes, plan_push
+from elasticps.hashing import table_salt
+from elasticps.optimizers import Accumulate
+from elasticps.server.server import Server
+from elasticps.spec import TableSpec
+from elasticps.wire.frames import (
+    ALL_RANGES,
+    HEADER_BYTES,
+    LAST,
+    Header,
+    Kind,
+    block_head,
+    grads_padding,
+    json_body,
+    json_frame,
+    unpack_header,
+)
+
+RANGES = 16
+TABLE, DIM = 7, 3
+SPEC = TableSpec("t", DIM, Accumulate())
+WORKER = 5
+
+
+class Worker:
+    """A connection to one server. `received`: frames other than the answer asked for."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.requests = 0
+        self.answers: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
+        self.views: list[View] = []
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        while True:
+            header = unpack_header(await self.reader.readexactly(HEADER_BYTES))
+            body = await self.reader.readexactly(header.body)
+            if header.kind == Kind.VIEW:
+                self.views.append(View.decode(body[: header.items]))
+            elif header.request in self.answers:
+                self.answers.pop(header.request).set_result((header, body))
+
+    def ask(self, header: Header, *body: bytes) -> asyncio.Future[tuple[Header, bytes]]:
+        self.requests += 1
+        content = b"".join(body)
+        self.writer.write(header._replace(request=self.requests, body=len(content)).pack() + content)
+        answer: asyncio.Future[tuple[Header, bytes]] = asyncio.get_running_loop().create_future()
+        self.answers[self.requests] = answer
+        return answer
+
+    def push(self, view: View, server: str, clock: int, keys: Sequence[int], value: float, **more: int):
+        """Pushes `value` for those of `keys` that a server heads."""
+        routes = Routes(view)
+        share = next(s for s in routes.shares if view.servers[s.server].name == server)
+        array = np.array(keys, np.int64)
+        plan = plan_push(array, table_salt(TABLE), routes)
+        mine = array[plan.order[plan.offsets[share.start] : plan.offsets[share.stop]]]
+        grads = np.full((len(mine), DIM), value, np.float32)
+        body = block_head(TABLE, len(mine), DIM, np.empty(0, np.float32)) + mine.tobytes() + grads.tobytes()
+        body += b"\0" * grads_padding(len(mine), DIM)
+        header = Header(Kind.PUSH, LAST | ALL_RANGES, epoch=view.epoch, clock=clock, worker=WORKER, items=1, **more)
+        return self.ask(header, body)
+
+    async def close(self) -> None:
+        self.task.cancel()
+        self.writer.close()
+
+
+class Group:
+    """Some servers. Views go to all that run; `stop` cuts one off as a crash would."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, Server] = {}
+        self.infos: dict[str, ServerInfo] = {}
+        self.listeners: dict[str, asyncio.Server] = {}
+        self.workers: list[Worker] = []
+        self.view: View | None = None
+        self.roster = Roster(1, (WorkerInfo(WORKER, "w", 1, "default"),))
+
+    async def start(self, name: str, incarnation: int = 1, **options: int) -> Server:
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(lambda: self.servers[name].connection(), "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        self.infos[name] = ServerInfo(name, incarnation, f"127.0.0.1:{port}")
+        self.listeners[name] = listener
+        server = self.servers[name] = Server(self.infos[name], "c", RANGES, loop, **options)
+        server.follow(self.roster)
+        return server
+
+    def stop(self, name: str) -> Server:
+        self.listeners.pop(name).close()
+        server = self.servers.pop(name)
+        server.close()
+        return server
+
+    def make_view(self, chain_of: Callable[[int], Sequence[str]], joining: Callable[[int], str] = lambda r: "") -> View:
+        """The next view: chain and joining server of each range by name; `since` follows from the last one."""
+        names = sorted(self.infos)
+        chains = np.full((RANGES, 3), -1, np.int32)
+        joins = np.full(RANGES, -1, np.int32)
+        epoch = 1 if self.view is None else self.view.epoch + 1
+        since = np.full(RANGES, epoch, np.int64)
+        for r in range(RANGES):
+            chain = [names.index(name) for name in chain_of(r)]
+            chains[r, : len(chain)] = chain
+            joins[r] = names.index(joining(r)) if joining(r) else -1
+            if self.view is not None:
+                old = self.view
+                same = [old.servers[i].name for i in old.chains[r] if i >= 0] == list(chain_of(r))
+                joined = old.servers[old.joining[r]].name if old.joining[r] >= 0 else ""
+                if same and joined == joining(r):
+                    since[r] = old.since[r]
+        infos = tuple(self.infos[name] for name in names)
+        self.view = View("c", epoch, RANGES, 3, infos, chains, joins, since, "by hand")
+        return self.view
+
+    def adopt(self, view: View) -> None:
+        for server in list(self.servers.values()):
+            server.adopt(view)
+
+    async def connect(self, name: str, *, create: bool = True, base: int = 0) -> Worker:
+        host, _, port = self.infos[name].address.rpartition(":")
+        worker = Worker(*await asyncio.open_connection(host, int(port)))
+        self.workers.append(worker)
+        hello = {"cluster": "c", "worker": WORKER, "name": "w", "app": "default"}
+        worker.writer.write(json_frame(Kind.HELLO, hello))
+        await worker.ask(Header(Kind.JOIN, LAST, clock=base))
+        if create:
+            assert self.view is not None
+            body = json_frame(Kind.CREATE, {"id": TABLE, "spec": SPEC.to_json()})[HEADER_BYTES:]
+            header, answer = await asyncio.wait_for(worker.ask(Header(Kind.CREATE, epoch=self.view.epoch), body), 10)
+            assert header.kind == Kind.OK, json_body(answer)
+        return worker
+
+    async def close(self) -> None:
+        for worker in self.workers:
+            await worker.close()
+        for name in list(self.servers):
+            self.stop(name)
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Waits for a condition."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+def run() -> Callable[[Callable[[Group], Awaitable[None]]], None]:
+    """Runs a coroutine function with a group of servers."""
+
+    def runner(test: Callable[[Group], Awaitable[None]]) -> None:
+        async def main() -> None:
+            group = Group()
+            try:
+                await test(group)
+            finally:
+                await group.close()
+
+        asyncio.run(main())
+
+    return runner

@@ -1,0 +1,199 @@
+"""Servers that replicate over real sockets: what is acknowledged is everywhere, and survives whoever goes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from elasticps.server.server import Server
+from elasticps.wire.frames import LAST, Header, Kind, json_body, read_clocks
+from tests.server.conftest import DIM, RANGES, TABLE, WORKER, Group, until
+
+KEYS = list(range(500))
+
+
+def values(server: Server, keys: list[int]) -> np.ndarray:
+    out = np.empty((len(keys), DIM), np.float32)
+    server.store.tables[TABLE].gather(np.array(keys, np.int64), out)
+    return out
+
+
+def same_content(servers: list[Server]) -> bool:
+    tables = [server.store.tables[TABLE] for server in servers]
+    return all(len({table.digest_range(r) for table in tables}) == 1 for r in range(RANGES))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_acknowledged_push_is_applied_on_every_replica(run, count: int) -> None:
+    async def test(group: Group) -> None:
+        names = [f"s{i}" for i in range(count)]
+        for name in names:
+            await group.start(name)
+        view = group.make_view(lambda r: names)
+        group.adopt(view)
+        worker = await group.connect("s0")
+        for clock in range(1, 20):
+            header, _ = await worker.push(view, "s0", clock, KEYS, 1.0)
+            assert header.kind == Kind.OK
+        assert (values(group.servers[names[-1]], KEYS) == 19).all()
+        assert same_content(list(group.servers.values()))
+
+    run(test)
+
+
+def test_the_next_head_goes_on_when_the_head_dies(run) -> None:
+    async def test(group: Group) -> None:
+        for name in ("s0", "s1", "s2"):
+            await group.start(name)
+        view = group.make_view(lambda r: ["s0", "s1", "s2"])
+        group.adopt(view)
+        worker = await group.connect("s0")
+        await worker.push(view, "s0", 1, KEYS, 1.0)
+        second = await group.connect("s1", create=False)
+        group.stop("s0")
+        view = group.make_view(lambda r: ["s1", "s2"])
+        group.adopt(view)
+        await until(lambda: second.views)  # the new head tells its workers
+        header, body = await second.ask(Header(Kind.ASK, epoch=view.epoch, worker=WORKER))
+        ranges, applied, committed = read_clocks(header, np.frombuffer(body, np.uint8))
+        assert len(ranges) == RANGES
+        assert (applied == 1 << 16).all()
+        assert (committed == 1 << 16).all()
+        header, _ = await second.push(view, "s1", 1, KEYS, 5.0)  # a repeat is answered, not applied
+        assert header.kind == Kind.OK
+        await second.push(view, "s1", 2, KEYS, 2.0)
+        assert (values(group.servers["s2"], KEYS) == 3).all()
+        assert same_content(list(group.servers.values()))
+
+    run(test)
+
+
+def test_a_joining_replica_is_filled_while_pushes_go_on(run) -> None:
+    async def test(group: Group) -> None:
+        for name in ("s0", "s1"):
+            await group.start(name)
+        view = group.make_view(lambda r: ["s0", "s1"])
+        group.adopt(view)
+        worker = await group.connect("s0")
+        keys = list(range(20_000))
+        await worker.push(view, "s0", 1, keys, 1.0)
+        await group.start("s2")
+        view = group.make_view(lambda r: ["s0", "s1"], lambda r: "s2")
+        group.adopt(view)
+        clock = 1
+        while len(group.servers["s1"].replica.levels()) < RANGES:
+            clock += 1
+            header, _ = await asyncio.wait_for(worker.push(view, "s0", clock, KEYS, 1.0), 10)
+            assert header.kind == Kind.OK
+        group.stop("s0")
+        view = group.make_view(lambda r: ["s1", "s2"])
+        group.adopt(view)
+        second = await group.connect("s1")
+        await asyncio.wait_for(second.push(view, "s1", clock + 1, KEYS, 1.0), 10)
+        assert (values(group.servers["s2"], KEYS) == clock + 1).all()
+        assert same_content(list(group.servers.values()))
+
+    run(test)
+
+
+def test_a_push_waits_while_its_successor_is_away_and_commits_without_it(run) -> None:
+    async def test(group: Group) -> None:
+        for name in ("s0", "s1"):
+            await group.start(name)
+        view = group.make_view(lambda r: ["s0", "s1"])
+        group.adopt(view)
+        worker = await group.connect("s0")
+        group.stop("s1")
+        pushed = worker.push(view, "s0", 1, KEYS, 1.0)
+        await until(lambda: group.servers["s0"].replica.log.nbytes)
+        assert not pushed.done()
+        group.adopt(group.make_view(lambda r: ["s0"]))
+        header, _ = await asyncio.wait_for(pushed, 10)
+        assert header.kind == Kind.OK
+
+    run(test)
+
+
+def test_a_full_log_stops_reading_and_goes_on(run) -> None:
+    async def test(group: Group) -> None:
+        await group.start("s0", log_budget_bytes=20_000)
+        await group.start("s1")
+        view = group.make_view(lambda r: ["s0", "s1"])
+        group.adopt(view)
+        worker = await group.connect("s0")
+        group.stop("s1")
+        answers = [worker.push(view, "s0", clock, KEYS, 1.0) for clock in range(1, 30)]
+        await until(lambda: group.servers["s0"].replica.parked)
+        assert group.servers["s0"].replica.log.nbytes < 60_000
+        await group.start("s1", incarnation=2)
+        group.adopt(group.make_view(lambda r: ["s0"], lambda r: "s1"))
+        for header, _ in await asyncio.wait_for(asyncio.gather(*answers), 10):
+            assert header.kind == Kind.OK
+        assert (values(group.servers["s0"], KEYS) == 29).all()
+
+    run(test)
+
+
+def test_pulls_wait_at_the_tail_for_the_workers_own_pushes(run) -> None:
+    async def test(group: Group) -> None:
+        for name in ("s0", "s1"):
+            await group.start(name)
+        view = group.make_view(lambda r: ["s0", "s1"])
+        group.adopt(view)
+        head, tail = await group.connect("s0"), await group.connect("s1", create=False)
+        keys = np.array([3], np.int64)
+        early = tail.ask(Header(Kind.PULL, epoch=1, clock=1, table=TABLE, items=1), keys.tobytes())
+        await until(lambda: len(group.servers["s1"].parking))
+        await head.push(view, "s0", 1, KEYS, 4.0)
+        header, body = await asyncio.wait_for(early, 10)
+        assert header.kind == Kind.ROWS
+        assert np.frombuffer(body[: 4 * DIM], np.float32).tolist() == [4.0] * DIM
+
+    run(test)
+
+
+def test_keys_out_of_order_are_refused_and_tick_as_empty(run) -> None:
+    async def test(group: Group) -> None:
+        for name in ("s0", "s1"):
+            await group.start(name)
+        view = group.make_view(lambda r: ["s0", "s1"])
+        group.adopt(view)
+        worker = await group.connect("s0")
+        header = Header(Kind.PUSH, LAST | 2, epoch=1, clock=1, worker=WORKER, items=1)
+        keys = np.arange(100, dtype=np.int64)
+        from elasticps.wire.frames import block_head
+
+        body = block_head(TABLE, 100, DIM, np.empty(0, np.float32)) + keys.tobytes() + bytes(100 * DIM * 4)
+        answer, document = await worker.ask(header, body)
+        assert answer.kind == Kind.ERROR
+        assert json_body(document)["code"] == "foreign"
+        answer, _ = await worker.push(view, "s0", 2, KEYS, 1.0)
+        assert answer.kind == Kind.OK
+        assert same_content(list(group.servers.values()))
+
+    run(test)
+
+
+def test_marks_find_equal_digests_on_every_replica(run) -> None:
+    async def test(group: Group) -> None:
+        for name in ("s0", "s1", "s2"):
+            await group.start(name)
+        view = group.make_view(lambda r: ["s0", "s1", "s2"])
+        group.adopt(view)
+        worker = await group.connect("s0")
+        pushes = [worker.push(view, "s0", clock, KEYS, 1.0) for clock in range(1, 30)]
+        assert await group.servers["s0"].mark(1)
+        await asyncio.gather(*pushes)
+        found = [server.marked(1) for server in group.servers.values()]
+        assert all(len(f) == RANGES for f in found)
+        assert found[0] == found[1] == found[2]
+        group.servers["s1"].store.tables[TABLE].apply(
+            np.array([1], np.int64), np.ones((1, DIM), np.float32), np.empty(0, np.float32)
+        )
+        assert await group.servers["s0"].mark(2)
+        found = [server.marked(2) for server in group.servers.values()]
+        assert found[0] == found[2] != found[1]
+
+    run(test)
