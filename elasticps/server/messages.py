@@ -157,9 +157,9 @@ def _decode_forward(header: Header, body: Bytes, limit: int) -> Forward:
         payload = Content(read_blocks(header.items, body, at), ranges, positions_of(ranges, limit))
     elif header.part == OperationKind.CREATE:
         document = _document(body, at)
-        payload = NewTable(int(document["id"]), str(document["spec"]))
+        payload = NewTable(document["id"], str(document.get("spec")))
     elif header.part == OperationKind.AUDIT:
-        payload = Mark(int(_document(body, at)["id"]))
+        payload = Mark(_document(body, at)["id"])
     else:
         raise FrameError(f"a FORWARD carries an operation of unknown kind {header.part}")
     operation = Operation(header.part, header.worker or -1, header.clock, payload, len(body))
@@ -171,7 +171,7 @@ def _document(body: Bytes, at: int) -> dict[str, Any]:
         document = json.loads(body[at:].tobytes())
     except ValueError as error:
         raise FrameError(f"a FORWARD's content is not JSON: {error}") from None
-    if not isinstance(document, dict) or "id" not in document:
+    if not isinstance(document, dict) or not isinstance(document.get("id"), int):
         raise FrameError("a FORWARD's content has no id")
     return document
 

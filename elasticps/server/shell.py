@@ -115,12 +115,9 @@ class Shell:
             for effect in event(*arguments):
                 self._handlers[type(effect)](effect)
         except Exception:
-            self._fatal()
-
-    def _fatal(self) -> None:
-        log.critical("member=%s ends: it can no longer vouch for its copy", self.replica.me, exc_info=True)
-        sys.stderr.flush()
-        os._exit(EXIT_FATAL)
+            log.critical("member=%s ends: it can no longer vouch for its copy", self.replica.me, exc_info=True)
+            sys.stderr.flush()
+            os._exit(EXIT_FATAL)
 
     # --- operations -------------------------------------------------------------------------------------------------
 

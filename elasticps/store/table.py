@@ -132,7 +132,7 @@ class Table:
         return intervals.first_at(self._header, keys, positions, position)
 
     def select(self, keys: NDArray[np.int64], bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Indices of the keys whose place (see `intervals`) is below the bound of their range, bounds int64 [ranges]."""
+        """Indices of the keys whose place (see `intervals`) is below their range's bound; bounds: int64 [ranges]."""
         out = np.empty(len(keys), np.int64)
         return out[: intervals.select(self._header, keys, bounds, out)]
 

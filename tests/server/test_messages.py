@@ -1,0 +1,145 @@
+"""What replicas say arrives as it was said, and nothing malformed gets further than its reading."""
+
+from __future__ import annotations
+
+import typing
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticps.optimizers import Accumulate
+from elasticps.server.content import Content, Mark, NewTable, TableRows, positions_of
+from elasticps.server.messages import decode, encode
+from elasticps.server.shell import Shell
+from elasticps.spec import TableSpec
+from elasticps.store import Store
+from elasticps.wire.frames import HEADER_BYTES, Block, FrameError, unpack_header
+from replication.chain import Member
+from replication.effects import Effect
+from replication.messages import Ack, Forward, Installed, Kind, Message, Operation, Piece, Resync
+
+P = 16
+
+
+def numbers(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def through_the_wire(message: Message, store: Store) -> Message:
+    frame = b"".join(bytes(part) for part in encode(message, store.tables))
+    header = unpack_header(frame)
+    assert header.body == len(frame) - HEADER_BYTES
+    return decode(header, np.frombuffer(frame[HEADER_BYTES:], np.uint8), P)
+
+
+def same(a: object, b: object) -> bool:
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, Operation):
+        assert isinstance(b, Operation)
+        return (a.kind, a.worker, a.after) == (b.kind, b.worker, b.after) and same(a.payload, b.payload)
+    if isinstance(a, Content):
+        assert isinstance(b, Content)
+        return same(a.blocks, b.blocks) and same(a.ranges, b.ranges)
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+def a_store() -> Store:
+    store = Store(P)
+    store.create(TableSpec("a", 3, Accumulate()), 1)
+    store.create(TableSpec("b", 1, Accumulate()), 2)
+    return store
+
+
+def a_push(store: Store, ranges: np.ndarray, count: int = 200) -> Operation:
+    """Rows of both tables for the keys below `count` that lie in `ranges`, in their order."""
+    positions = positions_of(ranges, P)
+    blocks = []
+    for number, table in store.tables.items():
+        at = []
+        for r in ranges.tolist():
+            bounds = np.zeros(P, np.int64)
+            bounds[r] = 1 << 62
+            at += table.select(np.arange(count, dtype=np.int64), bounds).tolist()
+        keys = numbers(*at)
+        grads = np.outer(keys, np.ones(table.spec.dim)).astype(np.float32)
+        blocks.append(Block(number, keys, grads, np.empty(0, np.float32)))
+    return Operation(Kind.PUSH, 5, 7 << 16, Content(blocks, ranges, positions), 1000)
+
+
+SOME = numbers(3, 5, 4, 9)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Ack(4, numbers(1, 2, 15), numbers(10, 20, 1 << 40)),
+        Resync(4, numbers(1, 2), numbers(-1, 20), numbers(0, 19)),
+        Installed(4, 3, 2, 7, True, 55),
+        Forward(4, numbers(1), numbers(9), Operation(Kind.CREATE, -1, 0, NewTable(3, '{"x":1}'), 10)),
+        Forward(4, numbers(1), numbers(9), Operation(Kind.AUDIT, -1, 0, Mark(1 << 61), 10)),
+        Piece(
+            4, 3, 2, 1, 1 << 61, False, 44, numbers(5, 6), numbers(1 << 16, 1 << 17),
+            [
+                TableRows(1, "{}", numbers(1, 2), np.arange(32, dtype=np.uint8).reshape(2, 16)),
+                TableRows(2, '{"no":"rows"}', numbers(), np.empty((0, 8), np.uint8)),
+            ],
+        ),
+    ],
+    ids=lambda m: type(m).__name__,
+)  # fmt: skip
+def test_messages_survive_the_wire(message: Message) -> None:
+    assert same(through_the_wire(message, a_store()), message)
+
+
+@given(st.data())
+@settings(max_examples=50, deadline=None)
+def test_any_part_of_a_push_arrives_with_the_keys_of_its_ranges(data: st.DataObject) -> None:
+    store = a_store()
+    ranges = numbers(*data.draw(st.permutations(range(P)).map(lambda p: p[:6])))
+    operation = a_push(store, ranges)
+    chosen = [r for r in ranges.tolist() if data.draw(st.booleans())] or [int(ranges[0])]
+    part = numbers(*chosen)
+    said = Forward(4, part, np.arange(len(part), dtype=np.int64), operation)
+    heard = through_the_wire(said, store)
+    assert isinstance(heard, Forward)
+    content = heard.operation.payload
+    assert isinstance(content, Content)
+    expected = a_push(store, part).payload
+    assert isinstance(expected, Content)
+    assert same([b for b in content.blocks if len(b.keys)], [b for b in expected.blocks if len(b.keys)])
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_damaged_messages_raise_frame_errors_only(data: st.DataObject) -> None:
+    store = a_store()
+    messages: list[Message] = [
+        Ack(4, numbers(1, 2), numbers(10, 20)),
+        Resync(4, numbers(1, 2), numbers(-1, 20), numbers(0, 19)),
+        Forward(4, SOME, np.arange(4, dtype=np.int64), a_push(store, SOME, 20)),
+        Forward(4, numbers(1), numbers(9), Operation(Kind.AUDIT, -1, 0, Mark(3), 10)),
+        Piece(4, 3, 2, 1, 9, False, 4, numbers(5), numbers(1), [TableRows(1, "{}", numbers(1), np.zeros((1, 8), np.uint8))]),
+    ]  # fmt: skip
+    frame = bytearray(b"".join(bytes(p) for p in encode(data.draw(st.sampled_from(messages)), store.tables)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        header = unpack_header(bytes(frame))
+        if 16 <= header.kind <= 20:
+            decode(header, np.frombuffer(bytes(frame[HEADER_BYTES:]), np.uint8), P)
+    except FrameError:
+        pass
+
+
+def test_the_shell_carries_out_every_effect() -> None:
+    class Nobody:
+        def __getattr__(self, name: str) -> object:
+            return lambda *_: None
+
+    shell = Shell(Member("s", 1), P, Nobody(), 1000)  # type: ignore[arg-type]
+    assert set(shell._handlers) == set(typing.get_args(Effect))
