@@ -1,15 +1,30 @@
-"""Failure detection faster than leases. This part says what a leader hears; the rest decides what it means."""
+"""Failure detection faster than leases: what a leader hears from servers, and what it makes of that. Pure.
+
+A connection that ends and is refused when made again: dead, now. Silence: suspect, and treated as gone until it is
+heard again. Silence of all at the same time: it is the leader that is ill, and nobody is gone for it. Leases are the
+backstop, and alone they prove nothing: after an outage of the store they have all run out, of healthy servers too. So a
+server without its key is gone only if it is not heard either. A wrong suspicion costs a repair, never correctness.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
+from coordinator.planner import Health
 from coordinator.view import ServerInfo, View
 from replication.chain import Member
 from replication.effects import Level
+
+SILENCE_S = 0.7  # without a word: suspect
+TOGETHER_S = 0.3  # silences that begin within this time have one cause
+UNREGISTERED_S = 0.1  # without a connection and without a key: gone; the connection may just be made again
+SUSPECTED_S = 1.0  # a peer has not been reached by another for so long: the two are cut off from each other
+CUT_S = 10.0  # a cut is remembered after it was last reported: nobody reports on a peer that is no neighbour any more
+TICK_S = 0.05  # how often `tick` is to be called
+LATE_S = 0.2  # a tick that comes this much later than planned: the leader was suspended, and heard nobody
 
 
 @dataclass(frozen=True)
@@ -42,3 +57,168 @@ class Line(Protocol):
 Dial: TypeAlias = Callable[[ServerInfo], AbstractAsyncContextManager[Line]]
 """Connects to a server. ConnectionRefusedError: nobody listens there. ConnectionError or another OSError: try again.
 PermissionError: it is another incarnation, or another cluster's, that answers there."""
+
+
+class Gone(NamedTuple):
+    """Why a member is not counted on, and since when (on the clock of the events)."""
+
+    why: str
+    at: float
+
+
+@dataclass
+class _Peer:
+    """What was heard of one member.
+
+    heard    last sign of life; at first, when we began to listen
+    lost     when its connection ended, None while there is one or it was never made
+    """
+
+    heard: float
+    registered: bool
+    met: bool = False
+    lost: float | None = None
+    gone: Gone | None = None
+
+
+class Detector:
+    """Events in, with the time; who is gone out. Each event returns whether anything changed for the planner."""
+
+    def __init__(self) -> None:
+        self.ill = False
+        self._peers: dict[Member, _Peer] = {}
+        self._levels: dict[int, Level] = {}
+        self._cuts: dict[tuple[Member, Member], float] = {}
+        self._ticked: float | None = None
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def watch(self, members: Mapping[Member, bool], now: float) -> None:
+        """These are the members to judge, all others are forgotten; True: its key is in the store."""
+        for member, registered in members.items():
+            peer = self._peers.setdefault(member, _Peer(now, registered))
+            peer.registered = registered
+        for member in self._peers.keys() - members.keys():
+            del self._peers[member]
+
+    def connected(self, member: Member, now: float) -> bool:
+        """It answered, and it is the incarnation that was called."""
+        return self._alive(member, now)
+
+    def heard(self, member: Member, report: Report, now: float) -> bool:
+        """It told how it is."""
+        changed = self._alive(member, now)
+        for level in report.levels:
+            known = self._levels.get(level.range)
+            if known is None or known.fill < level.fill:
+                self._levels[level.range] = level
+                changed = True
+        for suspect, seconds in report.suspects.items():
+            changed |= seconds > SUSPECTED_S and self._suspected(member, suspect, now)
+        return changed
+
+    def lost(self, member: Member, now: float) -> bool:
+        """The connection ended. Nothing is known yet: the next attempt tells."""
+        peer = self._peers.get(member)
+        if peer is not None and peer.lost is None:
+            peer.lost = now
+        return False
+
+    def refused(self, member: Member, why: str, now: float) -> bool:
+        """Nobody listens at its address, or somebody else does."""
+        peer = self._peers.get(member)
+        return peer is not None and self._give_up(peer, f"connection lost, then {why}" if peer.met else why, now)
+
+    def tick(self, now: float) -> bool:
+        """Time has passed. To be called every TICK_S, and late only if nothing could be heard meanwhile."""
+        late = self._ticked is not None and now - self._ticked > TICK_S + LATE_S
+        self._ticked = now
+        if late:
+            self._listen_afresh(now)
+        expired = [pair for pair, until in self._cuts.items() if until <= now]
+        for pair in expired:
+            del self._cuts[pair]
+        return self._judge_silence(now) or bool(expired)
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def gone(self) -> dict[Member, Gone]:
+        """The members that must not be counted on."""
+        return {member: peer.gone for member, peer in self._peers.items() if peer.gone is not None}
+
+    def heard_at(self, member: Member) -> float:
+        """When it was last heard."""
+        return self._peers[member].heard
+
+    def health(self, view: View | None) -> Health:
+        """What the planner needs, of this view.
+
+        A level joiner stays level whatever becomes of who reported it, because acknowledgements wait for it until a
+        view ends that; so a report is good for as long as the filling that it speaks of is the present one.
+        """
+        level: dict[int, int] = {}
+        if view is not None:
+            chains = view.as_chains
+            for r, (_, fill, joiner) in list(self._levels.items()):
+                if not 0 <= r < view.ranges or fill < view.since[r]:
+                    del self._levels[r]
+                elif fill == view.since[r] and chains.joiner_of(r) == joiner:
+                    level[r] = fill
+        return Health(
+            gone={member: gone.why for member, gone in self.gone.items()},
+            level=level,
+            cut=frozenset(self._cuts),
+            pending=frozenset(member for member, peer in self._peers.items() if not peer.met),
+        )
+
+    # -- judgement --------------------------------------------------------------------------------------------------
+
+    def _alive(self, member: Member, now: float) -> bool:
+        peer = self._peers.get(member)
+        if peer is None:
+            return False
+        changed = peer.gone is not None or not peer.met
+        peer.heard, peer.met, peer.lost, peer.gone = now, True, None, None
+        return changed
+
+    def _suspected(self, by: Member, suspect: Member, now: float) -> bool:
+        """Only where both are well: who is silent towards us too is judged by that."""
+        peer = self._peers.get(suspect)
+        if peer is None or by not in self._peers or peer.gone is not None or peer.lost is not None or by == suspect:
+            return False
+        pair = (min(by, suspect), max(by, suspect))
+        fresh = pair not in self._cuts
+        self._cuts[pair] = now + CUT_S
+        return fresh
+
+    def _give_up(self, peer: _Peer, why: str, now: float) -> bool:
+        if peer.gone is not None:
+            return False
+        peer.gone = Gone(why, now)
+        return True
+
+    def _judge_silence(self, now: float) -> bool:
+        present = [peer for peer in self._peers.values() if peer.gone is None]
+        silent = [peer for peer in present if now - peer.heard > SILENCE_S]
+        newest = max((peer.heard for peer in present), default=now)
+        # If one still spoke while another had gone silent, the ears are in order.
+        together = [peer for peer in silent if newest - peer.heard <= TOGETHER_S]
+        self.ill = len(present) > 1 and len(together) == len(present)
+        changed = False
+        for peer in present:
+            if not peer.registered and self._unheard(peer, now):
+                changed |= self._give_up(peer, "not registered and not heard", now)
+            elif now - peer.heard > SILENCE_S and not self.ill:
+                changed |= self._give_up(peer, f"silent for {now - peer.heard:.1f} s", now)
+        return changed
+
+    def _unheard(self, peer: _Peer, now: float) -> bool:
+        """Lease and connection say the same, and they fail for different reasons: no need for a third sign."""
+        return now - peer.heard > SILENCE_S or (peer.lost is not None and now - peer.lost > UNREGISTERED_S)
+
+    def _listen_afresh(self, now: float) -> None:
+        for peer in self._peers.values():
+            peer.heard = max(peer.heard, now)
+            if peer.lost is not None:
+                peer.lost = now

@@ -3,6 +3,9 @@
 The office is the key `election` under a lease; its create revision is the fencing token. Every write of the leader is a
 compare-and-set over the revision that it planned from, guarded by that token: a deposed leader cannot write, however
 late its message arrives. So the leader needs no clock to be safe, and rides out an outage of the store in office.
+
+A leader remembers nothing that its successor needs: what was decided is in the view, and what servers report they tell
+each new leader again. So a standby goes on in the middle of a repair.
 """
 
 from __future__ import annotations
@@ -10,45 +13,53 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Coroutine
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from coordinator.errors import Fenced, LeaseLost, StoreUnavailable
-from coordinator.membership import CONFIG, ROSTER, SERVERS, VIEW, WORKERS
+from coordinator.health import Dial
+from coordinator.lines import Lines
+from coordinator.membership import ROSTER, VIEW
 from coordinator.names import check_name
-from coordinator.planner import Members, plan, plan_roster
-from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
-from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
+from coordinator.planner import Health, Members, Plan, UnsafePlan, plan, plan_roster
+from coordinator.store import Guard, Listing, Put, Store
+from coordinator.world import ELECTION, News, World
 
 log = logging.getLogger(__name__)
 
-ELECTION = "election"
-
-_Info = TypeVar("_Info", ServerInfo, WorkerInfo)
+__all__ = ["ELECTION", "run_coordinator"]
 
 _RETRY_S = 0.2  # pause after an outage; each attempt waits for the store's time-out as well
 
 
 async def run_coordinator(
-    store: Store, *, name: str, ttl_s: float = 3.0, settle_s: float = 0.02, stop: asyncio.Event
+    store: Store,
+    *,
+    name: str,
+    ttl_s: float = 3.0,
+    settle_s: float = 0.02,
+    stop: asyncio.Event,
+    dial: Dial | None = None,
 ) -> None:
     """Leads the cluster, or stands by to, until `stop` is set; then gives the office up so that a standby takes over.
 
     `ttl_s` is how long the office stays with a leader that has gone silent; changes are gathered for `settle_s` before
-    a view is written. Waits for the cluster's config. ValueError if the store holds a view or config of another kind.
+    a view is written, except deaths. `dial` connects to a server; without it only leases tell who is gone. Waits for
+    the cluster's config. ValueError if the store holds a view or config of another kind.
     """
     check_name("coordinator", name)
-    await _first_of(_serve(store, name, ttl_s, settle_s), stop.wait())
+    await _first_of(_serve(store, name, ttl_s, settle_s, dial), stop.wait())
 
 
-async def _serve(store: Store, name: str, ttl_s: float, settle_s: float) -> None:
+async def _serve(store: Store, name: str, ttl_s: float, settle_s: float, dial: Dial | None) -> None:
     while True:
         try:
             lease, guard = await _campaign(store, name, ttl_s)
             try:
                 log.info("%s leads cluster %s", name, store.cluster)
-                await _first_of(_keep_office(store, lease, ttl_s), _lead(store, guard, settle_s))
+                await _first_of(_keep_office(store, lease, ttl_s), _Term(store, guard, settle_s, dial).lead())
             finally:
                 await _resign(store, lease)
         except Fenced as error:
@@ -96,147 +107,161 @@ async def _resign(store: Store, lease: int) -> None:
         await store.revoke(lease)
 
 
-async def _lead(store: Store, guard: Guard, settle_s: float) -> None:
-    """Plans and writes at each change until fenced. After a lost race or an outage it starts from a fresh listing."""
-    while True:
-        try:
-            await _lead_from(await store.list(""), store, guard, settle_s)
-        except StoreUnavailable as error:
-            log.warning("the store is out; the view stands as it is: %s", error)
-            await asyncio.sleep(_RETRY_S)
+class _Alarm:
+    """Something is to be planned. since: loop time of the first call after it was cleared."""
+
+    def __init__(self) -> None:
+        self.since = 0.0
+        self._rung = asyncio.Event()
+        self._urgent = asyncio.Event()
+
+    def ring(self, urgent: bool) -> None:
+        if not self._rung.is_set():
+            self.since = asyncio.get_running_loop().time()
+        self._rung.set()
+        if urgent:
+            self._urgent.set()
+
+    def clear(self) -> None:
+        self._rung.clear()
+        self._urgent.clear()
+
+    async def wait(self, settle_s: float) -> None:
+        """Until it rings; then `settle_s` more for whatever comes with it, unless it is urgent."""
+        await self._rung.wait()
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._urgent.wait(), settle_s)
 
 
-async def _lead_from(listing: Listing, store: Store, guard: Guard, settle_s: float) -> None:
-    world = _World(store.cluster, listing)
+class _Term:
+    """One time in office."""
 
-    async def write() -> None:
-        while True:
-            world.changed.clear()
-            world.check_office(guard)
-            if not await world.write_next(store, guard):
-                return
-            await world.changed.wait()
-            await asyncio.sleep(settle_s)
-
-    await _first_of(write(), world.follow(store))
-
-
-class _World:
-    """What the leader knows of its cluster: the store's keys, parsed as they come."""
-
-    def __init__(self, cluster: str, listing: Listing) -> None:
-        self.changed = asyncio.Event()
-        self._cluster = cluster
+    def __init__(self, store: Store, guard: Guard, settle_s: float, dial: Dial | None) -> None:
+        self._store = store
+        self._guard = guard
+        self._settle_s = settle_s
+        self._alarm = _Alarm()
+        self._lines = None if dial is None else Lines(dial, self._alarm.ring)
         self._said = ""
-        self._reset(listing)
+        self._unsure: Plan | None = None  # written or not: the next listing tells
 
-    def _reset(self, listing: Listing) -> None:
-        self._seen = listing.revision
-        self._config: ClusterConfig | None = None
-        self._view: View | None = None
-        self._roster: Roster | None = None
-        self._revisions = {VIEW: 0, ROSTER: 0}
-        self._term = 0
-        self._servers: dict[str, ServerInfo] = {}
-        self._workers: dict[str, WorkerInfo] = {}
-        for entry in listing.entries:
-            self._put(entry)
-
-    async def follow(self, store: Store) -> None:
-        """Keeps this up to date; ends only with the store or an error."""
-        async with aclosing(store.watch("", after=self._seen)) as changes:
-            async for change in changes:
-                if self._apply(change):
-                    self.changed.set()
-
-    def check_office(self, guard: Guard) -> None:
-        """Fenced if the office is no longer ours."""
-        if self._term != guard.create_revision:
-            raise Fenced("somebody else has the office" if self._term else "the office is vacant")
-
-    async def write_next(self, store: Store, guard: Guard) -> bool:
-        """Writes what the planner wants, if anything. False if a race was lost: then this is out of date."""
-        if self._config is None:
-            self._say(f"cluster {self._cluster} has no config yet")
-            return True
-        decision = plan(self._view, Members(self._cluster, tuple(self._servers.values())), self._config)
-        if decision is not None and decision.view is not None:
-            if not await self._write(store, guard, VIEW, decision.view.encode()):
-                return False
-            self._view = decision.view
-            log.info("view %d of cluster %s: %s", decision.view.epoch, self._cluster, decision.reason)
+    async def lead(self) -> None:
+        """Plans and writes at each change until fenced."""
+        if self._lines is None:
+            await self._follow_store()
         else:
+            await _first_of(self._lines.run(), self._follow_store())
+
+    async def _follow_store(self) -> None:
+        """After a lost race or an outage it starts from a fresh listing. The lines to servers stay."""
+        while True:
+            try:
+                await self._lead_from(await self._store.list(""))
+            except StoreUnavailable as error:
+                log.warning("the store is out; the view stands as it is: %s", error)
+                if not error.indefinite:
+                    await asyncio.sleep(_RETRY_S)
+
+    async def _lead_from(self, listing: Listing) -> None:
+        world = World(self._store.cluster, listing)
+        self._alarm.ring(False)
+        self._look_at(world)
+        if self._unsure is not None and self._unsure.view == world.view:
+            self._tell(self._unsure)
+        self._unsure = None
+
+        def changed(news: News) -> None:
+            self._look_at(world)
+            self._alarm.ring(news is News.DEATH)
+
+        await _first_of(self._write(world), world.follow(self._store, changed))
+
+    def _look_at(self, world: World) -> None:
+        if self._lines is not None:
+            self._lines.follow(() if world.view is None else world.view.servers, world.servers.values())
+            if world.view is not None:
+                self._lines.announce(world.view)
+
+    async def _write(self, world: World) -> None:
+        """Writes what is planned at each alarm. Ends if a race was lost: then the world is another than we know."""
+        while True:
+            self._alarm.clear()
+            world.check_office(self._guard)
+            if not (await self._write_view(world) and await self._write_roster(world)):
+                return
+            await self._alarm.wait(self._settle_s)
+
+    async def _write_view(self, world: World) -> bool:
+        decision = self._decide(world)
+        if decision is None or decision.view is None:
             self._say("" if decision is None else decision.reason)
-        roster = plan_roster(self._roster, self._workers.values())
-        if roster is not None:
-            if not await self._write(store, guard, ROSTER, roster.roster.encode()):
-                return False
-            self._roster = roster.roster
-            log.info("roster %d of cluster %s: %s", roster.roster.version, self._cluster, roster.reason)
-        return True
-
-    async def _write(self, store: Store, guard: Guard, key: str, value: bytes) -> bool:
-        revision = await store.compare_and_set(key, value, expect=self._revisions[key], guard=guard)
-        if revision is None:
-            return False
-        self._revisions[key] = revision
-        return True
-
-    def _apply(self, change: Change) -> bool:
-        """Takes a change in. True if there may be something to plan."""
-        if isinstance(change, Reset):
-            self._reset(change.listing)
             return True
-        if isinstance(change, Put):
-            return self._put(change.entry)
-        return self._delete(change)
+        try:
+            done = await self._put(world, VIEW, decision.view.encode())
+        except StoreUnavailable as error:
+            if error.indefinite:
+                self._unsure = decision
+            raise
+        if done:
+            world.view = decision.view
+            self._look_at(world)
+            self._tell(decision)
+            self._alarm.ring(False)  # a view is one step; there may be a next one
+        return done
 
-    def _put(self, entry: Entry) -> bool:
-        key = entry.key
-        if key in self._revisions:
-            if entry.revision <= self._revisions[key]:
-                return False  # our own write, known since it was answered
-            self._revisions[key] = entry.revision
-            if key == VIEW:
-                self._view = View.decode(entry.value)
-            else:
-                self._roster = Roster.decode(entry.value)
-        elif key == CONFIG:
-            self._config = ClusterConfig.from_json(entry.value)
-        elif key == ELECTION:
-            self._term = entry.create_revision
-        elif key.startswith(SERVERS):
-            _register(self._servers, key, lambda: ServerInfo.from_json(entry.value))
-        elif key.startswith(WORKERS):
-            _register(self._workers, key, lambda: WorkerInfo.from_json(entry.value))
-        else:
-            return False
-        return True
-
-    def _delete(self, change: Delete) -> bool:
-        if change.key == ELECTION:
-            self._term = 0
+    async def _write_roster(self, world: World) -> bool:
+        decision = plan_roster(world.roster, world.workers.values())
+        if decision is None:
             return True
-        return (self._servers.pop(change.key, None) or self._workers.pop(change.key, None)) is not None
+        done = await self._put(world, ROSTER, decision.roster.encode())
+        if done:
+            world.roster = decision.roster
+            log.info("roster version=%d reason=%s", decision.roster.version, decision.reason)
+        return done
+
+    async def _put(self, world: World, key: str, value: bytes) -> bool:
+        revision = await self._store.compare_and_set(key, value, expect=world.revisions[key], guard=self._guard)
+        if revision is not None:
+            world.revisions[key] = revision
+        return revision is not None
+
+    def _decide(self, world: World) -> Plan | None:
+        cluster = self._store.cluster
+        if world.config is None:
+            return Plan(None, f"cluster {cluster} has no config yet")
+        try:
+            return plan(world.view, Members(cluster, tuple(world.servers.values())), world.config, self._health(world))
+        except UnsafePlan:  # the view that stands may serve badly, this one would lose data
+            log.exception("a plan is not carried out")
+            return None
+
+    def _health(self, world: World) -> Health:
+        if self._lines is not None:
+            return self._lines.health()
+        registered = {server.member for server in world.servers.values()}
+        listed = () if world.view is None else world.view.servers
+        return Health(gone={s.member: "its lease ended" for s in listed if s.member not in registered})
+
+    def _tell(self, decision: Plan) -> None:
+        """Logs a view that was written. `failover` lines are also for programs: times are Unix time in seconds."""
+        if decision.view is None:
+            return
+        now, wall = asyncio.get_running_loop().time(), time.time()
+        since = now - self._alarm.since
+        if decision.lost:
+            gone = {} if self._lines is None else self._lines.gone()
+            since = min((now - gone[m].at for m in decision.lost if m in gone), default=since)
+            log.warning(
+                "failover epoch=%d gone=%s detected=%.3f written=%.3f reason=%s",
+                *(decision.view.epoch, ",".join(map(str, decision.lost)), wall - since, wall, decision.reason),
+            )
+        log.info("view epoch=%d after_ms=%.1f reason=%s", decision.view.epoch, since * 1e3, decision.reason)
 
     def _say(self, reason: str) -> None:
         """Logs why nothing is written, when the reason changes."""
         if reason and reason != self._said:
-            log.warning("cluster %s: %s", self._cluster, reason)
+            log.warning("cluster %s: %s", self._store.cluster, reason)
         self._said = reason
-
-
-def _register(members: dict[str, _Info], key: str, parse: Callable[[], _Info]) -> None:
-    """One member whose entry makes no sense must not keep the leader from serving the others."""
-    try:
-        info = parse()
-        if not key.endswith("/" + info.name):
-            raise ValueError(f"it is named {info.name}")
-    except ValueError:
-        log.exception("the entry under %s is ignored", key)
-        members.pop(key, None)
-    else:
-        members[key] = info
 
 
 async def _first_of(*work: Coroutine[Any, Any, object]) -> None:

@@ -57,6 +57,11 @@ class ServerInfo:
             check_name("zone", self.zone)
         _check_weight(self.weight)
 
+    @property
+    def member(self) -> Member:
+        """Who this is to replication."""
+        return Member(self.name, self.incarnation)
+
     def to_json(self) -> bytes:
         """The value under `servers/<name>`."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -133,7 +138,7 @@ class View:
     @cached_property
     def as_chains(self) -> Chains:
         """The same as replication sees it; members have the indices of `servers`."""
-        members = tuple(Member(server.name, server.incarnation) for server in self.servers)
+        members = tuple(server.member for server in self.servers)
         return Chains(self.epoch, members, self.chains, self.joining, self.since)
 
     def index(self, name: str) -> int:
@@ -250,7 +255,7 @@ class ClusterConfig:
     """
 
     ranges: int = 256
-    replicas: int = 1
+    replicas: int = 2
     min_servers: int = 1
     protocol: int = 1
 

@@ -65,6 +65,10 @@ def coordinator(
         int | None,
         typer.Option(help="Slices of the hash space, a power of two, fixed for ever.  [default: 256]"),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(help="Servers that hold each range, fixed for ever.  [default: 2]"),
+    ] = None,
     min_servers: Annotated[
         int | None,
         typer.Option(help="Servers that the first view waits for.  [default: 1]"),
@@ -77,11 +81,13 @@ def coordinator(
     It creates the cluster if there is none of that name.
     """
     logs.configure(log_level, process=name)
-    chosen = {"ranges": ranges, "min_servers": min_servers}
+    chosen = {"ranges": ranges, "replicas": replicas, "min_servers": min_servers}
     uvloop.run(_coordinate(url, name, {key: value for key, value in chosen.items() if value is not None}, timeout))
 
 
 async def _coordinate(url: str, name: str, chosen: dict[str, int], timeout_s: float) -> None:
+    from elasticps.monitor import dial_server  # brings in the data plane's wire: only this command needs it
+
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -98,6 +104,6 @@ async def _coordinate(url: str, name: str, chosen: dict[str, int], timeout_s: fl
         except ValueError as error:
             raise ConfigError(str(error)) from None
         print_json({"ready": True, "name": name, "pid": os.getpid()})
-        await run_coordinator(store, name=name, stop=stop)
+        await run_coordinator(store, name=name, stop=stop, dial=dial_server(store.cluster, name))
     finally:
         await store.close()

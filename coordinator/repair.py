@@ -1,0 +1,121 @@
+"""Which server is filled with which range, so that every range has its replicas again. Pure.
+
+A filling copies a range from its tail. So many run at a time in the cluster, from a server and to a server: the rest
+waits its turn, and training keeps its share of every server. Whom to fill is chosen as the ring chooses: another zone
+first, then within bounds of load, then few different successors behind each server, then the least loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.draft import Draft, Flags, Pair
+from coordinator.ring import SLACK, SPREAD, Node
+from replication.chain import Member
+
+_Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many ranges are filled at a time: in the cluster, and per server as source and as target."""
+
+    fills: int = 64
+    per_server: int = 8
+
+
+def start_fills(draft: Draft, sites: Mapping[Member, Node], limits: Limits, cut: Collection[Pair] = ()) -> int:
+    """Starts fillings of the ranges that have too few replicas, the fewest first; returns how many.
+
+    sites: the live servers. Only they are filled, and only they fill others.
+    """
+    short = np.flatnonzero((draft.lengths > 0) & (draft.lengths < draft.replicas) & (draft.joining < 0))
+    room = limits.fills - int(np.count_nonzero(draft.joining >= 0))
+    if short.size == 0 or room <= 0:
+        return 0
+    short = short[np.argsort(draft.lengths[short], kind="stable")]
+    tails = draft.tails
+    cluster = _Cluster(draft, sites, limits, cut)
+    started = 0
+    for r in short.tolist():
+        target = cluster.choose(draft.chains[r], int(tails[r]))
+        if target < 0:
+            continue
+        draft.fill(r, target)
+        cluster.count(int(tails[r]), target)
+        started += 1
+        if started == room:
+            break
+    return started
+
+
+class _Cluster:
+    """The servers' loads, kept while fillings are added. Arrays over the draft's members."""
+
+    def __init__(self, draft: Draft, sites: Mapping[Member, Node], limits: Limits, cut: Collection[Pair]) -> None:
+        members, n = draft.members, len(draft.members)
+        nodes = [sites.get(m) for m in members]
+        zones: dict[str, int] = {}
+        self._limits = limits
+        self._live = np.array([node is not None for node in nodes], dtype=np.bool_)
+        self._weight = np.array([1.0 if node is None else node.weight for node in nodes])
+        self._zone = np.array([zones.setdefault(n.zone, len(zones)) if n and n.zone else -1 for n in nodes])
+        self._cut = draft.pairs(cut)[:-1, :-1]
+        filling = draft.joining >= 0
+        self._into = _count(draft.joining, n)
+        self._out_of = _count(draft.tails[filling], n)
+        self._held = _count(draft.chains, n) + self._into
+        self._headed = _count(draft.chains[:, 0], n)
+        self._pairs = _neighbours(draft, n)
+        wanted = len(draft.chains) * min(draft.replicas, int(np.count_nonzero(self._live)))
+        self._cap = np.ceil(SLACK * wanted * self._weight / max(1e-9, float(self._weight[self._live].sum())))
+
+    def choose(self, chain: NDArray[np.int32], source: int) -> int:
+        """The best member to fill from `source`, the tail of `chain`; -1 if there is none at the moment."""
+        if not self._live[source] or self._out_of[source] >= self._limits.per_server:
+            return -1
+        free: Flags = self._live & (self._into < self._limits.per_server) & ~self._cut[source]
+        chain = chain[chain >= 0]
+        free[chain] = False
+        at = np.flatnonzero(free)
+        if at.size < 2:
+            return int(at[0]) if at.size else -1
+        zones = self._zone[chain]
+        near = self._pairs[source]
+        # The ranges behind one head go to few successors, evenly: if the head dies, these share what it headed.
+        spread_full = int(np.count_nonzero(near)) >= SPREAD
+        best = np.lexsort(
+            (
+                self._headed[at] / self._weight[at],
+                near[at],
+                self._held[at] / self._weight[at],
+                (near[at] == 0) & spread_full,
+                self._held[at] >= self._cap[at],
+                np.isin(self._zone[at], zones[zones >= 0]),
+            )
+        )[0]
+        return int(at[best])
+
+    def count(self, source: int, target: int) -> None:
+        """A filling was started."""
+        self._out_of[source] += 1
+        self._into[target] += 1
+        self._held[target] += 1
+        self._pairs[source, target] += 1
+
+
+def _count(indices: NDArray[np.int32], n: int) -> _Counts:
+    return np.bincount(indices.ravel() + 1, minlength=n + 1)[1:]
+
+
+def _neighbours(draft: Draft, n: int) -> _Counts:
+    """int64 [n, n]: ranges in which the second stands, or will stand, right behind the first."""
+    before = [draft.chains[:, i] for i in range(draft.replicas - 1)] + [draft.tails]
+    after = [draft.chains[:, i + 1] for i in range(draft.replicas - 1)] + [draft.joining]
+    first, second = np.concatenate(before), np.concatenate(after)
+    there = (first >= 0) & (second >= 0)
+    return np.bincount(first[there] * n + second[there], minlength=n * n).reshape(n, n)

@@ -1,0 +1,122 @@
+"""What a leader knows of its cluster: the store's keys, parsed as they come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from enum import Enum
+from typing import TypeVar
+
+from coordinator.errors import Fenced
+from coordinator.membership import CONFIG, ROSTER, SERVERS, VIEW, WORKERS
+from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
+from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
+
+log = logging.getLogger(__name__)
+
+ELECTION = "election"
+
+_Info = TypeVar("_Info", ServerInfo, WorkerInfo)
+
+
+class News(Enum):
+    """What a change of the store means to the planner. DEATH: a server has left, or is another one now."""
+
+    NOTHING = 0
+    CHANGE = 1
+    DEATH = 2
+
+
+class World:
+    """The cluster as of the last change seen. ValueError if the store holds a view, roster or config of another kind.
+
+    revisions  of the view and the roster, to write against; servers and workers by their keys
+    """
+
+    def __init__(self, cluster: str, listing: Listing) -> None:
+        self.cluster = cluster
+        self._reset(listing)
+
+    def _reset(self, listing: Listing) -> None:
+        self._seen = listing.revision
+        self.config: ClusterConfig | None = None
+        self.view: View | None = None
+        self.roster: Roster | None = None
+        self.revisions = {VIEW: 0, ROSTER: 0}
+        self.servers: dict[str, ServerInfo] = {}
+        self.workers: dict[str, WorkerInfo] = {}
+        self._term = 0
+        for entry in listing.entries:
+            self._put(entry)
+
+    async def follow(self, store: Store, on_news: Callable[[News], None]) -> None:
+        """Keeps this up to date; ends only with the store or an error."""
+        async with aclosing(store.watch("", after=self._seen)) as changes:
+            async for change in changes:
+                news = self._apply(change)
+                if news is not News.NOTHING:
+                    on_news(news)
+
+    def check_office(self, guard: Guard) -> None:
+        """Fenced if the office is no longer ours."""
+        if self._term != guard.create_revision:
+            raise Fenced("somebody else has the office" if self._term else "the office is vacant")
+
+    def _apply(self, change: Change) -> News:
+        if isinstance(change, Reset):
+            self._reset(change.listing)
+            return News.CHANGE
+        if isinstance(change, Put):
+            return self._put(change.entry)
+        return self._delete(change)
+
+    def _put(self, entry: Entry) -> News:
+        key = entry.key
+        if key in self.revisions:
+            if entry.revision <= self.revisions[key]:
+                return News.NOTHING  # our own write, known since it was answered
+            self.revisions[key] = entry.revision
+            if key == VIEW:
+                self.view = View.decode(entry.value)
+            else:
+                self.roster = Roster.decode(entry.value)
+        elif key == CONFIG:
+            self.config = ClusterConfig.from_json(entry.value)
+        elif key == ELECTION:
+            self._term = entry.create_revision
+        elif key.startswith(SERVERS):
+            _register(self.servers, key, lambda: ServerInfo.from_json(entry.value))
+            return News.DEATH if self._replaces(key) else News.CHANGE
+        elif key.startswith(WORKERS):
+            _register(self.workers, key, lambda: WorkerInfo.from_json(entry.value))
+        else:
+            return News.NOTHING
+        return News.CHANGE
+
+    def _replaces(self, key: str) -> bool:
+        """Whether the view lists another incarnation of the server under this key."""
+        server = self.servers.get(key)
+        index = -1 if server is None or self.view is None else self.view.index(server.name)
+        return self.view is not None and index >= 0 and self.view.servers[index] != server
+
+    def _delete(self, change: Delete) -> News:
+        if change.key == ELECTION:
+            self._term = 0
+            return News.CHANGE
+        if self.servers.pop(change.key, None) is not None:
+            return News.DEATH
+        return News.NOTHING if self.workers.pop(change.key, None) is None else News.CHANGE
+
+
+def _register(members: dict[str, _Info], key: str, parse: Callable[[], _Info]) -> None:
+    """One member whose entry makes no sense must not keep the leader from serving the others."""
+    try:
+        info = parse()
+        if not key.endswith("/" + info.name):
+            raise ValueError(f"it is named {info.name}")
+    except ValueError:
+        log.exception("the entry under %s is ignored", key)
+        members.pop(key, None)
+    else:
+        members[key] = info
