@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from replication.log import Frame, Log
 from replication.messages import Ack, Forward, Message, Operation, Seqs
 from replication.progress import Clocks, Progress
 
+_RUNS_KEPT = 8
+
 NO_RANGES: Ranges = np.empty(0, dtype=np.int64)
 NO_RANGES.setflags(write=False)
 
@@ -23,10 +26,12 @@ class ProtocolError(RuntimeError):
 
 
 class Run(NamedTuple):
-    """Neighbouring ranges of a frame that are treated alike. lane: the neighbour downstream, -1 for none."""
+    """Neighbouring ranges of a frame, `start` to `stop`, that are treated alike. lane: the neighbour downstream, -1 for
+    none."""
 
     start: int
     stop: int
+    ranges: Ranges
     lane: int
     sending: bool
     waits: bool
@@ -72,7 +77,7 @@ class Core:
         self._newest_since = 0
         self._fed = False
         self._headed: Ranges = NO_RANGES
-        self._headed_runs: list[Run] = []
+        self._run_cache: deque[tuple[Ranges, list[Run]]] = deque(maxlen=_RUNS_KEPT)
         self._members: list[Member] = []
         self._slots: dict[Member, int] = {}
         self._linked: list[bool] = []
@@ -107,11 +112,14 @@ class Core:
         waits = self.waiting | (self._down >= 0) & ~self._tail
         quiet = (self.role == Role.JOINING) & ~self.filled
         self._code = (self._down + 1) << 3 | quiet << 2 | self._synced << 1 | waits
-        self._headed_runs = self._runs(self._headed)
+        self._run_cache.clear()
         self._fed = bool(np.count_nonzero(self._tail & (self._down >= 0)))
 
     def _runs(self, ranges: Ranges) -> list[Run]:
-        """Cuts a frame's ranges where their treatment changes."""
+        """Cuts a frame's ranges where their treatment changes. What is cut often is remembered, by identity."""
+        for known, runs in self._run_cache:
+            if known is ranges:
+                return runs
         n = ranges.shape[0]
         if n == 0:
             return []
@@ -120,10 +128,12 @@ class Core:
             cuts = [0, n]
         else:
             cuts = [0, *(np.flatnonzero(codes[1:] != codes[:-1]) + 1).tolist(), n]
-        runs = []
+        runs = list[Run]()
         for start, stop in pairwise(cuts):
             code = int(codes[start])
-            runs.append(Run(start, stop, (code >> 3) - 1, bool(code & 2), bool(code & 1), bool(code & 4)))
+            lane, flags = (code >> 3) - 1, (bool(code & 2), bool(code & 1), bool(code & 4))
+            runs.append(Run(start, stop, ranges if stop - start == n else ranges[start:stop], lane, *flags))
+        self._run_cache.append((ranges, runs))
         return runs
 
     # -- the steps --------------------------------------------------------------------------------------------------
@@ -138,23 +148,23 @@ class Core:
         operation = frame.operation
         inside: dict[int, int] | None = None
         final = False
-        for start, stop, lane, sending, waits, quiet in runs:
+        for start, stop, part, lane, sending, waits, quiet in runs:
             if sending:
-                self._send(lane, Forward(self.epoch, ranges[start:stop], seqs[start:stop], operation), out)
+                self._send(lane, Forward(self.epoch, part, seqs[start:stop], operation), out)
             if waits:
-                self.log.add(lane, frame, ranges[start:stop], seqs[start:stop], before_of(before, start, stop))
+                self.log.add(lane, frame, part, seqs[start:stop], before_of(before, start, stop))
             else:
                 final = True
                 if quiet:
                     inside = inside or {}
-                    inside.update((r, self._bounds[r]) for r in ranges[start:stop].tolist())
+                    inside.update((r, self._bounds[r]) for r in part.tolist())
         out.append(Apply(operation, ranges, seqs, inside))
         if final:
-            for start, stop, _, _, waits, quiet in runs:
+            for start, stop, part, _, _, waits, quiet in runs:
                 if not waits:
-                    self.acked[ranges[start:stop]] = seqs[start:stop]
+                    self.acked[part] = seqs[start:stop]
                     if not quiet:
-                        self._vouch(ranges[start:stop], seqs[start:stop], out)
+                        self._vouch(part, seqs[start:stop], out)
 
     def _vouch(self, ranges: Ranges, seqs: Seqs, out: Effects) -> None:
         """Tells the predecessors that everything up to `seqs` is committed."""

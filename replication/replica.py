@@ -447,8 +447,7 @@ class Replica(Filling):
         seqs = self.seq[ranges]
         seqs += 1
         self.seq[ranges] = seqs
-        runs = self._headed_runs if ranges is self._headed else self._runs(ranges)
-        self._perform(frame, ranges, seqs, before, runs, out)
+        self._perform(frame, ranges, seqs, before, self._runs(ranges), out)
 
     def _tell_clocks(self, ask: Ask, out: Effects) -> None:
         ranges = self._orders.get(ask.epoch)

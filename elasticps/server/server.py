@@ -24,7 +24,7 @@ from elasticps.server.connection import Connection
 from elasticps.server.content import Content, Mark, NewTable, PieceRows, positions_of
 from elasticps.server.fill import Cutter
 from elasticps.server.linger import Linger
-from elasticps.server.messages import decode, encode
+from elasticps.server.messages import Codec
 from elasticps.server.parking import Parking
 from elasticps.server.peers import Peers
 from elasticps.server.reads import Read, answer
@@ -100,6 +100,7 @@ class Server:
         self._linger = Linger(loop)
         self.shell = Shell(self.member, ranges, self, log_budget_bytes)
         self.store, self.replica = self.shell.store, self.shell.replica
+        self._codec = Codec(self.store.tables, ranges)
         self.peers = Peers(self.member, cluster, self, loop, self.connection)
         self._cutter = Cutter(loop, self.store.tables, ranges, self._cut, self._busy)
         self._workers: dict[int, WorkerInfo] = {}  # the roster
@@ -369,7 +370,7 @@ class Server:
     def send(self, peer: Member, message: Message) -> None:
         link = self.peers.link(peer)
         if link is not None:
-            link.send_all(encode(message, self.store.tables))
+            link.send_all(self._codec.encode(message))
 
     def need_view(self, epoch: int) -> None:
         self.behind.set()
@@ -407,7 +408,7 @@ class Server:
         if member is None:
             raise FrameError(f"{Kind(header.kind).name} came from somebody who is no replica")
         if self.peers.link(member) is connection:
-            message = decode(header, connection.kept(body), self.ranges)
+            message = self._codec.decode(header, connection.kept(body))
             self.shell.perform(self.replica.receive, member, message)
             if self.parking:
                 self.judge_parked()

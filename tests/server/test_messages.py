@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elasticps.optimizers import Accumulate
 from elasticps.server.content import Content, Mark, NewTable, TableRows, positions_of
-from elasticps.server.messages import decode, encode
+from elasticps.server.messages import Codec
 from elasticps.server.shell import Shell
 from elasticps.spec import TableSpec
 from elasticps.store import Store
@@ -28,10 +28,11 @@ def numbers(*values: int) -> np.ndarray:
 
 
 def through_the_wire(message: Message, store: Store) -> Message:
-    frame = b"".join(bytes(part) for part in encode(message, store.tables))
+    codec = Codec(store.tables, P)
+    frame = b"".join(bytes(part) for part in codec.encode(message))
     header = unpack_header(frame)
     assert header.body == len(frame) - HEADER_BYTES
-    return decode(header, np.frombuffer(frame[HEADER_BYTES:], np.uint8), P)
+    return codec.decode(header, np.frombuffer(frame[HEADER_BYTES:], np.uint8))
 
 
 def same(a: object, b: object) -> bool:
@@ -118,20 +119,22 @@ def test_any_part_of_a_push_arrives_with_the_keys_of_its_ranges(data: st.DataObj
 @settings(max_examples=300, deadline=None)
 def test_damaged_messages_raise_frame_errors_only(data: st.DataObject) -> None:
     store = a_store()
+    rows = [TableRows(1, "{}", numbers(1), np.zeros((1, 8), np.uint8))]
     messages: list[Message] = [
         Ack(4, numbers(1, 2), numbers(10, 20)),
         Resync(4, numbers(1, 2), numbers(-1, 20), numbers(0, 19)),
         Forward(4, SOME, np.arange(4, dtype=np.int64), a_push(store, SOME, 20)),
         Forward(4, numbers(1), numbers(9), Operation(Kind.AUDIT, -1, 0, Mark(3), 10)),
-        Piece(4, 3, 2, 1, 9, False, 4, numbers(5), numbers(1), [TableRows(1, "{}", numbers(1), np.zeros((1, 8), np.uint8))]),
-    ]  # fmt: skip
-    frame = bytearray(b"".join(bytes(p) for p in encode(data.draw(st.sampled_from(messages)), store.tables)))
+        Piece(4, 3, 2, 1, 9, False, 4, numbers(5), numbers(1), rows),
+    ]
+    codec = Codec(store.tables, P)
+    frame = bytearray(b"".join(bytes(p) for p in codec.encode(data.draw(st.sampled_from(messages)))))
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     try:
         header = unpack_header(bytes(frame))
         if 16 <= header.kind <= 20:
-            decode(header, np.frombuffer(bytes(frame[HEADER_BYTES:]), np.uint8), P)
+            codec.decode(header, np.frombuffer(bytes(frame[HEADER_BYTES:]), np.uint8))
     except FrameError:
         pass
 
