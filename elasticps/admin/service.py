@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health  # type: ignore[attr-defined]  # its stubs leave this one out
 
-from coordinator.view import ServerInfo
 from elasticps.admin import admin_pb2, admin_pb2_grpc
+from elasticps.admin.subject import Subject
 from elasticps.errors import ConfigError
-from elasticps.server.audit import MarkedRange
 from replication.progress import PART_BITS
 
 SERVICE = "elasticps.v1.Admin"
@@ -25,25 +24,6 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),  # two servers on one port would each get half of the calls
 )
 _MAX_CALLS_AT_ONCE = 64
-
-
-class Subject(Protocol):
-    """What these services speak of: a server."""
-
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def me(self) -> ServerInfo: ...
-    @property
-    def told(self) -> Mapping[int, int]: ...
-    def status(self) -> Mapping[str, Any]:
-        """The fields of StatusResponse in admin.proto."""
-
-    async def mark(self, mark: int) -> bool:
-        """Has every replica of the ranges headed here note their digests; False if the view changed meanwhile."""
-
-    def marked(self, mark: int) -> Mapping[int, MarkedRange]:
-        """What this replica found at a mark, by range."""
 
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

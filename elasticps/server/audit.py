@@ -9,20 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import NamedTuple
 
+from elasticps.admin.subject import MarkedRange
 from elasticps.store import Table
 
 MARKS_KEPT = 4
-
-
-class MarkedRange(NamedTuple):
-    """A range at a mark: its sequence number, the digest of its rows, and how far every worker had come in it."""
-
-    seq: int
-    digest: bytes
-    workers: tuple[int, ...]
-    progress: tuple[int, ...]
 
 
 class Marks:

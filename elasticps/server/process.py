@@ -7,6 +7,7 @@ process and on the same port.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import json
 import logging
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 STORE_TIMEOUT_S = 10.0
 REPORT_S = 0.1
 CONNECT_BACKLOG = 512
+GARBAGE_THRESHOLD = 20_000  # objects between collections: frames make no cycles, so little is ever found
 
 
 async def serve(
@@ -54,6 +56,9 @@ async def serve(
     for plugin in plugins:
         importlib.import_module(plugin)
     table_store.warm()
+    gc.collect()
+    gc.freeze()  # kernels and modules stay: no collection need look at them again
+    gc.set_threshold(GARBAGE_THRESHOLD)
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[str] = loop.create_future()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,0 +1,36 @@
+"""What the admin service speaks of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from coordinator.view import ServerInfo
+
+
+class MarkedRange(NamedTuple):
+    """A range at a mark: its sequence number, the digest of its rows, and how far every worker had come in it."""
+
+    seq: int
+    digest: bytes
+    workers: tuple[int, ...]
+    progress: tuple[int, ...]
+
+
+class Subject(Protocol):
+    """What these services speak of: a server."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def me(self) -> ServerInfo: ...
+    @property
+    def told(self) -> Mapping[int, int]: ...
+    def status(self) -> Mapping[str, Any]:
+        """The fields of StatusResponse in admin.proto."""
+
+    async def mark(self, mark: int) -> bool:
+        """Has every replica of the ranges headed here note their digests; False if the view changed meanwhile."""
+
+    def marked(self, mark: int) -> Mapping[int, MarkedRange]:
+        """What this replica found at a mark, by range."""
