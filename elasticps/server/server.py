@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
+from elasticps.admin.subject import MarkedRange
 from elasticps.errors import SpecError
-from elasticps.server.audit import MarkedRange
 from elasticps.server.connection import Connection
 from elasticps.server.content import Content, Mark, NewTable, PieceRows, positions_of
 from elasticps.server.fill import Cutter

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from elasticps.server.audit import MarkedRange, Marks, digest
+from elasticps.admin.subject import MarkedRange
+from elasticps.server.audit import Marks, digest
 from elasticps.server.content import Content, Mark, NewTable, PieceRows
 from elasticps.spec import TableSpec
 from elasticps.store import Store
