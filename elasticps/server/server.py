@@ -386,7 +386,7 @@ class Server:
         self._cutter.next(r, serial)
 
     def report_level(self, level: Level) -> None:
-        log.info("level range=%d fill=%d joiner=%s", level.range, level.fill, level.joiner)
+        log.debug("level range=%d fill=%d joiner=%s", level.range, level.fill, level.joiner)
         self._loop.call_soon(self.tell_leaders)
 
     def _cut(self, r: int, serial: int, upto: int, last: bool, rows: PieceRows) -> None:
