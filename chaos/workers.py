@@ -8,7 +8,7 @@ import numpy as np
 
 from chaos.network import Link, Process
 from chaos.servers import KEYS_PER_RANGE, AskFrame, Content, PushFrame, Server, Update, ViewFrame
-from elasticps.client.outstanding import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
+from elasticps.client.session import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
 from replication.chain import Chains, Member
 from replication.effects import ClocksReply, Reply, Status
 from replication.progress import after_part
@@ -84,7 +84,7 @@ class Trainer(Process):
         clock = session.clock if session.open else session.clock + 1
         after = after_part(clock, part, last)
         world.checks.on_first_send(self, clock, after, last, {r: tuple(u) for r, u in updates.items()})
-        self._perform(session.push(Content(updates), last))
+        self._perform(session.push(Content(updates).private_copy(), last))
         for mine in updates.values():  # the caller may change its arrays at once
             mine[0] = (mine[0][0], -1)
 
@@ -136,7 +136,8 @@ class Trainer(Process):
                 if message.status == Status.COMMITTED:
                     self.world.checks.on_told(self, frame, message.committed)
                 m = message
-                self._perform(self.session.reply(frame, m.status, m.epoch, m.committed, m.moved))
+                committed = m.committed if m.moved.shape[0] else None
+                self._perform(self.session.reply(frame, m.status, m.epoch, committed, m.moved))
         else:
             assert isinstance(message, ClocksReply)
             self._clocks(message)

@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TypeVar, cast
 
@@ -16,14 +16,17 @@ from coordinator.view import View
 from elasticps.client.control import Control, Registration
 from elasticps.client.handles import DenseTensor, Handle, SparseTable
 from elasticps.client.inputs import checked_floats
-from elasticps.client.network import Call, Network
+from elasticps.client.network import Network
+from elasticps.client.pushes import StepState
 from elasticps.client.reads import Read
-from elasticps.client.session import PushFrame, Session, StepState
-from elasticps.client.writes import Place, Write, check_size, push_frames
+from elasticps.client.routing import Routes
+from elasticps.client.session import Session
+from elasticps.client.writes import Part, Write, check_size
 from elasticps.errors import ConfigError, InputError, Timeout
 from elasticps.spec import ASP, SSP, Init, Optimizer, TableSpec, Zeros
-from elasticps.wire.frames import LAST, Header, Kind
-from replication.clocks import MAX_PART
+from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, Buffer, Header, Kind, json_frame, unpack_header
+from replication.chain import Member
+from replication.progress import MAX_PARTS
 
 BOUND_GRACE_S = 1.0
 
@@ -45,7 +48,7 @@ class Step:
         return self._state.clock
 
     def done(self) -> bool:
-        """Whether every server has answered."""
+        """Whether the step is committed."""
         return self._state.done
 
     def result(self, timeout: float | None = None) -> None:
@@ -97,13 +100,10 @@ class Client:
         self.consistency = consistency
         self.timeout = timeout
         self.app = app
-        self._requests = itertools.count(1)
-        self._session = Session(window)
         self._lock = threading.RLock()  # session, open step, tables: whatever must keep an order
         self._tables: dict[str, Handle] = {}
         self._joined = False
         self._joining = threading.Lock()
-        self._open: StepState | None = None
         self._closed = False
         self._control = Control(url, timeout)
         self._network: Network | None = None
@@ -111,7 +111,11 @@ class Client:
             deadline_s = time.monotonic() + timeout
             view = self._control.first_view(timeout)
             self.worker = self._control.register(worker, app, self._lost, timeout)
-            self._network = Network(self._control.cluster, self.worker, view, self._session, self._lock, self._requests)
+            self._session = Session(self.worker.id, view.ranges, window)
+            self._network = Network(
+                self._control.cluster, self.worker, view, self._session, self._lock, itertools.count(1),
+                self._control.ask_view,
+            )  # fmt: skip
             self._network.start(deadline_s)
         except BaseException:
             self.close()
@@ -174,11 +178,12 @@ class Client:
 
         Raises the first error of the steps whose `result` nobody has asked for, if a server refused one.
         """
-        target = self._session.clock - (self._open is not None)
+        with self._lock:
+            target = self._session.clock - self._session.open
         self._wait(lambda: self._session.committed >= target, timeout, "flush")
         with self._lock:
-            failures = dict(self._session.failures)
-            self._session.failures.clear()
+            failures = dict(self._net.pushes.failures)
+            self._net.pushes.failures.clear()
         if failures:
             raise failures[min(failures)]
 
@@ -215,11 +220,19 @@ class Client:
             return known
         handle_type = SparseTable if values is None else DenseTensor
         handle = handle_type(self, registration.spec, registration.id, spec)
-        self._net.create_table(registration.id, registration.spec.to_json(), self.timeout)
+        self._create(registration)
         if isinstance(handle, DenseTensor):
             self._fill(handle, registration, values)
         with self._lock:
             return self._tables.setdefault(spec.name, handle)
+
+    def _create(self, registration: Registration) -> None:
+        """Makes the table known to the heads of all ranges, which tell their successors."""
+        document = {"id": registration.id, "spec": registration.spec.to_json()}
+        frame = json_frame(Kind.CREATE, document)
+        header, body = unpack_header(frame), frame[HEADER_BYTES:]
+        self._net.ask_heads(lambda r: header._replace(epoch=r.epoch), body, self.timeout,
+                            f"creating table {registration.spec.name!r}")  # fmt: skip
 
     def _fill(self, tensor: DenseTensor, registration: Registration, values: object) -> None:
         """Stores initial values where there are none; a no-op on a tensor that is ready."""
@@ -228,56 +241,48 @@ class Client:
         mine = registration.creator == self.worker.id
         if not mine and self._control.wait_ready(self.app, tensor.name, registration.creator, self.timeout):
             return
-        calls: list[Call] = []
-        routes = self._net.routes
-        write = tensor.initial(values, routes)
-        check_size([write])
-        place = Place(routes.epoch, 0, self.worker.id, 0, 0, True)
-        for share in routes.shares:
-            for request, buffers in push_frames([write], share, routes, place, self._requests, Kind.INIT):
-                calls.append(self._net.start_call(routes.view.servers[share.server].name, request, buffers))
-        self._net.finish_calls(calls, self.timeout, f"filling tensor {tensor.name!r}")
+        check_size([tensor.initial(values, self._net.routes)])
+
+        def questions(routes: Routes) -> Iterator[tuple[Member, Header, list[Buffer]]]:
+            part = Part([tensor.initial(values, routes)], routes)
+            for server in routes.share_of:
+                for cut in part.whole(server, routes):
+                    flags = LAST | (ALL_RANGES if cut.ranges is None else 0)
+                    size = sum(map(len, cut.buffers))
+                    header = Header(Kind.INIT, flags, size, epoch=routes.epoch, worker=self.worker.id, items=cut.items)
+                    yield routes.members[server], header, cut.buffers
+
+        self._net.ask_all(questions, self.timeout, f"filling tensor {tensor.name!r}")
         self._control.mark_ready(self.app, registration, self.timeout)
 
     # --- steps --------------------------------------------------------------------------------------------------
 
     def push_part(self, state: StepState | None, values: Pushes, rates: Rates, *, last: bool, copy: bool) -> StepState:
         """Sends one part of a step, beginning the step if `state` is None."""
-        network = self._net
+        network, session = self._net, self._session
         network.check()
         if not self._joined:
             self._join()
-        if state is None and self._session.full:
-            self._wait(lambda: not self._session.full, None, "room in the window")
-        with self._lock:
-            if state is None and self._open is not None:
-                raise InputError(f"step {self._open.clock} is still open; commit it before pushing another")
-            routes = network.routes
-            clock = self._session.clock + 1 if state is None else state.clock
-            writes = [self._write(h, v, clock, rates, copy) for h, v in values.items()]
-            check_size(writes)
-            if state is None:
-                state = self._session.begin()
-            part, state.parts = state.parts, state.parts + 1
-            if part > MAX_PART:
-                raise InputError(f"a step has at most {MAX_PART + 1} parts")
-            self._open = None if last else state
-            for share in routes.shares:
-                server = routes.view.servers[share.server].name
-                empty = not any(w.plan.offsets[share.start] < w.plan.offsets[share.stop] for w in writes)
-                if empty and not last:
-                    continue
-                first = state.sent_parts.get(server, 0)
-                state.sent_parts[server] = part + 1
-                place = Place(routes.epoch, clock, self.worker.id, first, part, last)
-                for request, buffers in push_frames(writes, share, routes, place, self._requests):
-                    frame = PushFrame(clock, server, request, buffers)
-                    self._session.add(state, frame)
-                    network.send(server, frame.buffers)
-            if last:
-                self._session.close(state)
+        while True:
+            if state is None and not session.room:
+                self._wait(lambda: session.room, None, "room in the window")
+            with self._lock:
+                network.check()
+                if state is None and session.open:
+                    raise InputError(f"step {session.clock} is still open; commit it before pushing another")
+                if state is not None or session.room:  # else another thread was faster
+                    state = self._push(state, values, rates, last, copy)
+                    break
         network.nudge()
         return state
+
+    def _push(self, state: StepState | None, values: Pushes, rates: Rates, last: bool, copy: bool) -> StepState:
+        if state is not None and not last and self._session.parts >= MAX_PARTS - 1:
+            raise InputError(f"a step has at most {MAX_PARTS} parts")
+        clock = self._session.clock + 1 if state is None else state.clock
+        writes = [self._write(h, v, clock, rates, copy) for h, v in values.items()]
+        check_size(writes)
+        return self._net.pushes.push(Part(writes, self._net.routes), last)
 
     def _write(self, handle: Handle, value: object, clock: int, rates: Rates, copy: bool) -> Write:
         if self._tables.get(getattr(handle, "name", "")) is not handle:
@@ -288,7 +293,7 @@ class Client:
     def finish_step(self, state: StepState, timeout: float | None) -> None:
         self._wait(lambda: state.done, timeout, f"step {state.clock}")
         if state.error is not None:
-            self._session.failures.pop(state.clock, None)
+            self._net.pushes.failures.pop(state.clock, None)
             raise state.error
 
     def _join(self) -> None:
@@ -296,18 +301,9 @@ class Client:
         with self._joining:  # not self._lock: answers need that one
             if self._joined:
                 return
-            servers = [s.name for s in self._net.serving()]
-            query = [self._call(s, Header(Kind.JOIN)) for s in servers]
-            self._net.finish_calls(query, self.timeout, "joining")
-            base = max((c.answer.clock for c in query if c.answer is not None), default=0)
-            joins = [self._call(s, Header(Kind.JOIN, LAST, clock=base)) for s in servers]
-            self._net.finish_calls(joins, self.timeout, "joining")
-            self._session.start_at(base)
+            minimums = self._net.ask_heads(lambda routes: Header(Kind.JOIN), b"", self.timeout, "joining")
+            self._net.join(max(answer.clock for answer in minimums), self.timeout)
             self._joined = True
-
-    def _call(self, server: str, header: Header) -> Call:
-        request = next(self._requests)
-        return self._net.start_call(server, request, [header._replace(request=request).pack()])
 
     # --- pulls --------------------------------------------------------------------------------------------------
 
@@ -315,7 +311,8 @@ class Client:
         self._net.check()
         if not self._joined:
             self._join()
-        read.clock = self._session.clock - (self._open is not None)
+        with self._lock:
+            read.clock = self._session.clock - self._session.open
         bound = self.consistency.bound
         self._net.start_read(read, 0 if bound is None else bound + 1, int(self.timeout * 1000))
         return read
@@ -325,8 +322,8 @@ class Client:
             timeout = (self.timeout if timeout is None else timeout) + BOUND_GRACE_S
         try:
             self._wait(read.done, timeout, f"a pull of {read.name!r}")
-        except Timeout:
-            self._net.forget_read(read)
+        except Timeout as error:
+            self._net.forget_read(read, error)
             raise
         if read.error is not None:
             raise read.error
@@ -338,7 +335,7 @@ class Client:
         assert self._network is not None
         return self._network
 
-    def _wait(self, done, timeout: float | None, what: str) -> None:  # type: ignore[no-untyped-def]
+    def _wait(self, done: Callable[[], bool], timeout: float | None, what: str) -> None:
         if done():
             return
         timeout = self.timeout if timeout is None else timeout

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 0.05
 WORKER_TTL_S = 10.0
+ASK_VIEW_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,20 @@ class Control:
                     f"{wanted} servers, registered are {', '.join(servers) or 'none'}; is a coordinator running?"
                 )
             await asyncio.sleep(POLL_S)
+
+    def ask_view(self, on_view: Callable[[View | None], None]) -> None:
+        """Reads the view in a thread of its own and hands it over, or None if the store does not answer."""
+
+        def read() -> None:
+            try:
+                entry = self.call(self._store.get("view"), ASK_VIEW_TIMEOUT_S)
+                view = None if entry is None else View.decode(entry.value)
+            except (Timeout, ClusterUnreachable, ValueError) as error:
+                log.debug("the view could not be read from the coordination store: %s", error)
+                view = None
+            on_view(view)
+
+        threading.Thread(target=read, name="elasticps-view", daemon=True).start()
 
     # --- the registry of tables ---------------------------------------------------------------------------------
 

@@ -18,14 +18,14 @@ from elasticps.client.link import Link
 CALLER_RECENT_S = 0.005  # a caller that has just read will be back; keep out of its way for so long
 BACKGROUND_NAP_S = 0.002
 POLL_S = 0.05
-BACKGROUND_POLL_S = 0.02
+TURN_S = 0.02
 IDLE_S = 0.25
 SPIN_S = 60e-6
 
 
 class Driver:
-    """Polls the links. `on_broken(link, error)` hears of each connection that ended; `on_turn()` runs now and then in
-    the background thread and returns whether anything is outstanding."""
+    """Polls the links. `on_broken(link, error)` hears of each connection that ended; `on_turn()` runs about every
+    TURN_S in the background thread, while it does not read, and returns whether anything is outstanding."""
 
     def __init__(self, on_broken: Callable[[Link, Exception], None], on_turn: Callable[[], bool]) -> None:
         self._on_broken = on_broken
@@ -53,11 +53,11 @@ class Driver:
         self._epoll.close()
 
     def add(self, link: Link) -> None:
-        """Starts reading a connected link."""
+        """Starts reading a link that connects, or is connected."""
         assert link.socket is not None
         fd = link.socket.fileno()
         self._links[fd] = link
-        self._epoll.register(fd, select.EPOLLIN)
+        self._epoll.register(fd, select.EPOLLIN | select.EPOLLOUT)
         self._wake.set()
 
     def remove(self, link: Link) -> None:
@@ -146,21 +146,29 @@ class Driver:
                 self._announce()
 
     def _background(self) -> None:
+        turned_s = 0.0
         while not self._closing.is_set():
-            if time.monotonic() - self._last_caller_s < CALLER_RECENT_S:
+            now = time.monotonic()
+            called = now - self._last_caller_s < CALLER_RECENT_S
+            if called and now - turned_s < TURN_S:
                 time.sleep(BACKGROUND_NAP_S)  # not on the event, or each push of a busy caller would wake us
                 continue
+            turned_s = now
             self._wake.clear()
             if not self._on_turn():
-                self._glance()
-                self._wake.wait(timeout=IDLE_S)
+                if not called:
+                    self._glance()
+                    self._wake.wait(timeout=IDLE_S)
                 continue
-            if not self._role.acquire(blocking=False):
+            if called or not self._role.acquire(blocking=False):
                 time.sleep(BACKGROUND_NAP_S)
                 continue
             try:
-                while not (self._closing.is_set() or self._waiters) and self._on_turn():
-                    self._poll(BACKGROUND_POLL_S)
+                while not (self._closing.is_set() or self._waiters):
+                    left = turned_s + TURN_S - time.monotonic()
+                    if left <= 0:
+                        break
+                    self._poll(left)
             finally:
                 self._role.release()
                 self._announce()

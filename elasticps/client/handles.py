@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.inputs import checked_floats, checked_keys, checked_out
+from elasticps.client.inputs import checked_floats, checked_keys, checked_out, checked_read
 from elasticps.client.reads import DenseRead, SparseRead
 from elasticps.client.routing import PushPlan, Routes, plan_push
-from elasticps.client.writes import DenseRows, SparseRows, Write
+from elasticps.client.writes import DenseRows, LentRows, SparseRows, Write
 from elasticps.errors import InputError
 from elasticps.hashing import table_salt
 from elasticps.spec import TableSpec
@@ -43,20 +43,23 @@ class SparseTable(_Handle):
     def dim(self) -> int:
         return self.spec.dim
 
-    def pull(self, keys: object, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    def pull(self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> NDArray[np.float32]:
         """Rows of `keys`, int64 [n], as float32 [n, dim] in the order of the keys; into `out` if given.
 
-        Raises `InputError` for unusable keys, `Timeout` when servers do not answer in time.
+        `read="tail"` gives committed values. `read="any"` spreads the load over all replicas, and may show values that
+        are not committed yet; one's own pushes are always seen. Raises `InputError` for unusable arguments, `Timeout`
+        when servers do not answer in time.
         """
-        return self.pull_async(keys, out).result()
+        return self.pull_async(keys, out, read=read).result()
 
-    def pull_async(self, keys: object, out: NDArray[np.float32] | None = None) -> SparseRead:
+    def pull_async(self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> SparseRead:
         """Asks for rows now; `result()` of what is returned waits for them."""
+        checked_read(f"table {self.name!r}", read)
         array = checked_keys(self.name, keys)
         shape = (len(array), self.dim)
         rows = np.empty(shape, np.float32) if out is None else checked_out(f"table {self.name!r}", out, shape)
         private = array.copy() if array is keys else array
-        return self._client.start_read(SparseRead(self._client, self.id, self.salt, self.name, private, rows))
+        return self._client.start_read(SparseRead(self._client, self.id, self.salt, self.name, private, rows, read))
 
     def write(self, value: object, routes: Routes, clock: int, lr: float | None, copy: bool) -> Write:
         """What pushing `value`, a pair (keys int64 [n], grads float32 [n, dim]), sends."""
@@ -65,7 +68,7 @@ class SparseTable(_Handle):
         keys = checked_keys(self.name, value[0])
         grads = checked_floats(f"table {self.name!r}: grads", value[1], (len(keys), self.dim))
         plan = plan_push(keys, self.salt, routes)
-        return Write(self.id, SparseRows(keys, grads, plan.following), plan, self._optimizer.step_values(clock, lr))
+        return Write(self.id, SparseRows(keys, grads, plan), plan.offsets, self._optimizer.step_values(clock, lr))
 
 
 class DenseTensor(_Handle):
@@ -80,33 +83,40 @@ class DenseTensor(_Handle):
         assert self.spec.shape is not None
         return self.spec.shape
 
-    def pull(self, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """The tensor, float32 of its shape; into `out` if given, which spares the allocation."""
-        return self.pull_async(out).result()
+    def pull(self, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> NDArray[np.float32]:
+        """The tensor, float32 of its shape; into `out` if given, which spares the allocation. `read` and errors as for
+        `SparseTable.pull`."""
+        return self.pull_async(out, read=read).result()
 
-    def pull_async(self, out: NDArray[np.float32] | None = None) -> DenseRead:
+    def pull_async(self, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> DenseRead:
         """Asks for the tensor now; `result()` of what is returned waits for it."""
+        checked_read(f"tensor {self.name!r}", read)
         if out is None:
             out = np.empty(self.shape, np.float32)
         else:
             checked_out(f"tensor {self.name!r}", out, self.shape)
-        read = DenseRead(self._client, self.id, self.salt, self.spec.dim, self.name, out, self.spec.blocks)
-        return self._client.start_read(read)
+        dim, blocks = self.spec.dim, self.spec.blocks
+        return self._client.start_read(DenseRead(self._client, self.id, self.salt, dim, self.name, out, blocks, read))
 
     def write(self, value: object, routes: Routes, clock: int, lr: float | None, copy: bool) -> Write:
         """What pushing `value`, a gradient float32 of the tensor's shape, sends."""
-        return self._write(value, routes, self._optimizer.step_values(clock, lr), copy)
+        flat, plan = self._flat(value), self._plan(routes)
+        rows = DenseRows(flat, self.spec.dim, plan) if copy else LentRows(flat, self.spec.dim, plan)
+        return Write(self.id, rows, plan.offsets, self._optimizer.step_values(clock, lr))
 
     def initial(self, value: object, routes: Routes) -> Write:
-        """What storing initial values sends."""
-        return self._write(value, routes, np.empty(0, np.float32), copy=False)
+        """What storing initial values sends, from the caller's memory."""
+        plan = self._plan(routes)
+        return Write(self.id, LentRows(self._flat(value), self.spec.dim, plan), plan.offsets, np.empty(0, np.float32))
 
-    def _write(self, value: object, routes: Routes, step_values: NDArray[np.float32], copy: bool) -> Write:
-        flat = checked_floats(f"tensor {self.name!r}", value, self.shape).reshape(math.prod(self.shape))
+    def _flat(self, value: object) -> NDArray[np.float32]:
+        return checked_floats(f"tensor {self.name!r}", value, self.shape).reshape(math.prod(self.shape))
+
+    def _plan(self, routes: Routes) -> PushPlan:
         if self._planned is None or self._planned[0] != routes.epoch:
             keys = np.arange(self.spec.blocks, dtype=np.int64)
             self._planned = routes.epoch, plan_push(keys, self.salt, routes)
-        return Write(self.id, DenseRows(flat, self.spec.dim, copy), self._planned[1], step_values)
+        return self._planned[1]
 
 
 Handle = SparseTable | DenseTensor

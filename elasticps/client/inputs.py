@@ -39,3 +39,9 @@ def checked_out(what: str, out: object, shape: tuple[int, ...]) -> NDArray[np.fl
     if not (out.flags.c_contiguous and out.flags.writeable):
         raise InputError(f"{what}: out must be C-contiguous and writable")
     return out
+
+
+def checked_read(what: str, read: object) -> None:
+    """InputError unless `read` names who may answer a pull."""
+    if read not in ("tail", "any"):
+        raise InputError(f"{what}: read must be 'tail' (committed values) or 'any' (any replica's), got {read!r}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import socket
 import threading
 from collections import deque
@@ -14,8 +16,8 @@ from numpy.typing import NDArray
 from coordinator.view import ServerInfo
 from elasticps.wire.assembler import Assembler
 from elasticps.wire.frames import MAX_BODY_BYTES, Buffer, Header
+from replication.chain import Member
 
-CONNECT_TIMEOUT_S = 1.0
 MAX_BUFFERS_PER_CALL = 512  # IOV_MAX is 1024 on Linux
 RECEIVE_CALLS_PER_TURN = 64
 
@@ -23,7 +25,8 @@ RECEIVE_CALLS_PER_TURN = 64
 class Link:
     """Bytes to and from one server. `send` may be called by any thread, `receive` by one at a time.
 
-    `ready` turns true when the server has welcomed us; before that only `hello` frames may be sent.
+    `ready` turns true when the server has welcomed us; before that only `hello` frames may be sent. `sinking` is the
+    request whose answer is just being received into memory that `sink` gave, 0 for none.
     """
 
     def __init__(
@@ -33,23 +36,39 @@ class Link:
         sink: Callable[[Header], Sequence[memoryview] | None],
     ) -> None:
         self.server = server
+        self.member = Member(server.name, server.incarnation)
         self.ready = False
+        self.sinking = 0
         self.socket: socket.socket | None = None
         self._on_frame = on_frame
         self._sink = sink
         self._assembler: Assembler | None = None
         self._queue: deque[memoryview] = deque()
         self._lock = threading.Lock()
+        self._attempts = 0
 
-    def connect(self) -> None:
-        """Opens the TCP connection; OSError if that fails within CONNECT_TIMEOUT_S."""
+    def connect(self, hello: bytes) -> None:
+        """Begins to open the TCP connection; `hello` leaves, or an OSError comes, when the socket turns writable.
+
+        Blocks for as long as it takes to resolve a host's name. OSError if that, or the connection, fails at once.
+        """
         host, _, port = self.server.address.rpartition(":")
-        sock = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[self._attempts % len(found)]
+        self._attempts += 1
+        sock = socket.socket(family, kind, protocol)
         sock.setblocking(False)
-        self._assembler = Assembler(lambda header, body: self._on_frame(self, header, body), MAX_BODY_BYTES, self._sink)
-        self._queue.clear()
-        self.socket = sock
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        code = sock.connect_ex(address)
+        if code not in (0, errno.EINPROGRESS):
+            sock.close()
+            raise OSError(code, os.strerror(code))
+        with self._lock:
+            self._assembler = Assembler(self._frame, MAX_BODY_BYTES, self._target)
+            self._queue.clear()
+            self._queue.append(memoryview(hello))
+            self.sinking = 0
+            self.socket = sock
 
     def close(self) -> None:
         """Drops the connection; what was queued is gone, what was sent may or may not have arrived."""
@@ -110,8 +129,24 @@ class Link:
                 n = sock.recv_into(buffer)
             except BlockingIOError:
                 return
+            except OSError:
+                if self.socket is not sock:  # closed on this side, by what the last frame said
+                    return
+                raise
+            if self.socket is not sock:
+                return
             if n == 0:
                 raise ConnectionResetError(f"server {self.server.name} closed the connection")
             assembler.received(n)
             if n < len(buffer):
                 return
+
+    def _target(self, header: Header) -> Sequence[memoryview] | None:
+        targets = self._sink(header)
+        if targets is not None:
+            self.sinking = header.request
+        return targets
+
+    def _frame(self, header: Header, body: NDArray[np.uint8]) -> None:
+        self.sinking = 0
+        self._on_frame(self, header, body)

@@ -1,4 +1,5 @@
-"""What goes on between a client and its servers: links kept up, requests matched with answers, lost ones sent again."""
+"""What goes on between a client and its servers: links kept up, views followed, requests matched with answers, and
+asked again of whoever is to answer them now."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,12 @@ from numpy.typing import NDArray
 from coordinator.view import ServerInfo, View, WorkerInfo
 from elasticps.client.driver import Driver
 from elasticps.client.link import Link
-from elasticps.client.reads import Read, ReadPart, pull_frame
-from elasticps.client.routing import Routes
+from elasticps.client.pushes import Pushes
+from elasticps.client.reads import Read, ReadPart
+from elasticps.client.rounds import Questions, Round
+from elasticps.client.routing import Readers, Routes
 from elasticps.client.session import Session
+from elasticps.client.wanted import Wanted
 from elasticps.errors import (
     Closed,
     ClusterUnreachable,
@@ -27,27 +31,27 @@ from elasticps.errors import (
     UnknownTable,
     VersionMismatch,
 )
-from elasticps.wire.frames import LAST, Buffer, FrameError, Header, Kind, VersionError, json_body, json_frame
+from elasticps.wire.frames import (
+    LAST,
+    Buffer,
+    FrameError,
+    Header,
+    Kind,
+    VersionError,
+    json_body,
+    json_frame,
+    read_clocks,
+    read_partly,
+)
+from replication.chain import Member
+from replication.effects import Status
 
 log = logging.getLogger(__name__)
 
 RETRY_FIRST_S = 0.01
-RETRY_MOST_S = 1.0
+RETRY_MOST_S = 0.5
+CONNECT_TIMEOUT_S = 1.0
 HELLO_TIMEOUT_S = 5.0  # a server that accepts but does not answer is tried again after so long
-
-
-@dataclass(eq=False)
-class Call:
-    """A small request that is repeated until it is answered: CREATE, INIT, JOIN."""
-
-    server: str
-    request: int
-    buffers: Sequence[Buffer]
-    answer: Header | None = None
-    error: Exception | None = None
-
-    def done(self) -> bool:
-        return self.answer is not None or self.error is not None
 
 
 @dataclass(eq=False)
@@ -55,18 +59,18 @@ class Peer:
     """A server as this client sees it."""
 
     info: ServerInfo
+    member: Member
     link: Link
     retry_at_s: float = 0.0
     retry_in_s: float = RETRY_FIRST_S
     hello_at_s: float = 0.0
     down_since_s: float | None = None
     trouble: str = "not connected yet"
-    calls: list[Call] = field(default_factory=list)
 
 
 class Network:
-    """Links to all servers of the view. Frames that were not answered when a link broke are sent again on the next
-    one, in their order and before anything new; servers recognise duplicates."""
+    """Links to all servers of the newest view. `lock` guards everything here; `ask_view` reads the view from the
+    coordination store, in a thread of its own, and hands it over."""
 
     def __init__(
         self,
@@ -76,20 +80,28 @@ class Network:
         session: Session,
         lock: threading.RLock,
         requests: Iterator[int],
+        ask_view: Callable[[Callable[[View | None], None]], None],
     ) -> None:
         self.cluster = cluster
         self.worker = worker
         self.routes = Routes(view)
         self.error: Error | None = None  # once set, nothing goes on
-        self._session = session
+        self.pushes = Pushes(session, worker.id, requests, self._send, self._fenced)
         self._lock = lock
         self._requests = requests
-        self._peers: dict[str, Peer] = {}
+        self._ask_view = ask_view
+        self._base: int | None = None  # the clock that this worker starts above, once it has joined
+        self._peers: dict[Member, Peer] = {}
         self._pulls: dict[int, ReadPart] = {}
-        self._calls: dict[int, Call] = {}
-        self._creates: dict[int, bytes] = {}  # table id -> CREATE body, repeated on every new connection
+        self._calls: dict[int, Round] = {}
+        self._rounds: list[Round] = []
+        self._wanted = Wanted()
+        self._heard = 0  # frames received
+        hello = {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
+        self._hello = json_frame(Kind.HELLO, hello)
         self._driver = Driver(self._broken, self._turn)
         self._set_peers()
+        self.pushes.adopt(self.routes)
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -108,7 +120,7 @@ class Network:
     def close(self) -> None:
         self.error = self.error or Closed("the client is closed")
         self._driver.close()
-        for peer in self._peers.values():
+        for peer in list(self._peers.values()):
             peer.link.close()
 
     def check(self) -> None:
@@ -120,111 +132,152 @@ class Network:
         """Ends everything: another incarnation of this worker has taken over."""
         self._end(Closed(text))
 
+    def _fenced(self) -> None:
+        self.fence(f"the cluster no longer knows worker {self.worker.name!r}; it left, or was started again")
+
     def _end(self, error: Error) -> None:
         with self._lock:
             if self.error is not None:
                 return
             self.error = error
-            self._session.fail(error)
+            self.pushes.fail(error)
             for part in self._pulls.values():
                 part.read.error = error
-            for call in self._calls.values():
-                call.error = error
+            for round_ in self._rounds:
+                round_.error = error
             self._pulls.clear()
             self._calls.clear()
 
-    def serving(self) -> list[ServerInfo]:
-        """Servers that head or answer for some range."""
-        return [p.info for p in self._serving()]
-
     def _serving(self) -> list[Peer]:
-        used = np.unique(np.concatenate([self.routes.view.heads, self.routes.view.tails]))
-        return [self._peers[self.routes.view.servers[i].name] for i in used.tolist() if i >= 0]
-
-    def _set_peers(self) -> None:
-        for info in self.routes.view.servers:
-            peer = self._peers.get(info.name)
-            if peer is None or peer.info != info:
-                if peer is not None:
-                    self._driver.remove(peer.link)
-                    peer.link.close()
-                link = Link(info, self._on_frame, self._sink)
-                self._peers[info.name] = Peer(info, link, down_since_s=time.monotonic())
+        """Servers that head or answer for some range."""
+        with self._lock:
+            routes = self.routes
+            used = np.unique(np.concatenate([routes.view.heads, routes.view.tails]))
+            return [self._peers[routes.members[i]] for i in used.tolist() if i >= 0]
 
     # --- sending ------------------------------------------------------------------------------------------------
 
-    def send(self, server: str, buffers: Sequence[Buffer]) -> None:
-        """Sends to a server if it can be reached; otherwise the next connection will."""
-        peer = self._peers[server]
-        if not peer.link.ready:
+    def _send(self, member: Member, buffers: Sequence[Buffer]) -> None:
+        """Sends to a server if it can be reached; otherwise its next connection, or the next view, will see to it."""
+        peer = self._peers.get(member)
+        if peer is None or not peer.link.ready:
             return
         try:
             if not peer.link.send(buffers):
                 self._driver.want_write(peer.link)
-        except OSError as error:
-            self._driver.remove(peer.link)
-            self._broken(peer.link, error)
+        except OSError:  # whoever reads the link learns of it there, and begins again
+            self._driver.nudge()
 
     def nudge(self) -> None:
         self._driver.nudge()
 
-    def start_call(self, server: str, request: int, buffers: Sequence[Buffer]) -> Call:
-        call = Call(server, request, buffers)
+    def wait(self, done: Callable[[], bool], deadline_s: float) -> bool:
+        return self._driver.wait(lambda: done() or self.error is not None, deadline_s) and done()
+
+    # --- rounds -------------------------------------------------------------------------------------------------
+
+    def ask_heads(self, headers: Callable[[Routes], Header], body: bytes, timeout_s: float, what: str) -> list[Header]:
+        """Asks every head the same; returns their answers."""
+        return self.ask_all(
+            lambda routes: [(routes.members[s], headers(routes), [body]) for s in routes.share_of], timeout_s, what
+        )
+
+    def ask_all(self, questions: Questions, timeout_s: float, what: str) -> list[Header]:
+        """Asks, and asks again under every view with other heads, until all have answered; returns the answers.
+
+        Raises the first refusal, or `Timeout`.
+        """
+        round_ = Round(questions)
         with self._lock:
             self.check()
-            self._calls[request] = call
-            self.send(server, buffers)
-        return call
+            self._rounds.append(round_)
+            self._begin(round_)
+        self._driver.nudge()
+        try:
+            if not self.wait(round_.done, time.monotonic() + timeout_s):
+                self.check()
+                raise Timeout(f"{what} took longer than {timeout_s:.1f} s: {self.explain()}")
+        finally:
+            with self._lock:
+                self._rounds.remove(round_)
+                self._drop_calls(round_)
+        if round_.error is not None:
+            raise round_.error
+        return round_.answers
 
-    def finish_calls(self, calls: Sequence[Call], timeout_s: float, what: str) -> None:
-        """Waits for all; raises the first error, or `Timeout`."""
-        if not self.wait(lambda: all(c.done() for c in calls), time.monotonic() + timeout_s):
-            for call in calls:
-                self._calls.pop(call.request, None)
-            raise Timeout(f"{what} took longer than {timeout_s:.1f} s: {self.explain()}")
-        for call in calls:
-            if call.error is not None:
-                raise call.error
+    def _begin(self, round_: Round) -> None:
+        self._drop_calls(round_)
+        for call in round_.begin(self.routes, self._requests):
+            self._calls[call.request] = round_
+            self._send(call.member, call.buffers)
 
-    def create_table(self, table_id: int, spec: str, timeout_s: float) -> None:
-        """Makes the table known to every server, now and on every later connection."""
-        document = {"id": table_id, "spec": spec}
-        calls = []
+    def _drop_calls(self, round_: Round) -> None:
+        for request in round_.pending:
+            self._calls.pop(request, None)
+
+    def join(self, base: int, timeout_s: float) -> None:
+        """Tells every server, now and on each later connection, the clock that this worker starts above."""
+        header = Header(Kind.JOIN, LAST, clock=base)
         with self._lock:
-            self._creates[table_id] = json_frame(Kind.CREATE, document)
-            for info in self.serving():
-                request = next(self._requests)
-                calls.append(self.start_call(info.name, request, [json_frame(Kind.CREATE, document, request=request)]))
-        self.finish_calls(calls, timeout_s, "creating a table")
+            self._base = base
+            self.pushes.session.start_at(base)
+            for member in self._peers:
+                self._send(member, [header.pack()])
+        self.ask_all(lambda routes: [(p.member, header, []) for p in self._serving()], timeout_s, "joining")
+
+    # --- reads --------------------------------------------------------------------------------------------------
 
     def start_read(self, read: Read, bound: int, wait_ms: int) -> None:
         """Asks for a read's parts; `bound` and `wait_ms` as in the PULL header."""
         with self._lock:
             self.check()
             read.bound, read.wait_ms = bound, wait_ms
-            self._ask(read)
+            self._ask(read.plan(self.routes, self._readers(read)))
         self._driver.nudge()
 
-    def _ask(self, read: Read) -> None:
-        parts = read.plan(self.routes)
+    def _readers(self, read: Read) -> Readers:
+        return self.routes.replicas(self.worker.id) if read.any_replica else self.routes.tails
+
+    def _ask(self, parts: list[ReadPart]) -> None:
         for part in parts:
             part.request = next(self._requests)
-            read.parts[part.request] = self._pulls[part.request] = part
+            part.read.parts[part.request] = self._pulls[part.request] = part
         for part in parts:
             self._send_pull(part)
 
     def _send_pull(self, part: ReadPart) -> None:
-        self.send(part.server, pull_frame(part, self.routes.epoch, self.worker.id))
+        part.epoch = self.routes.epoch
+        if part.member is not None:
+            self._send(part.member, part.frame(self.routes.epoch, self.worker.id))
 
-    def forget_read(self, read: Read) -> None:
-        """Drops what is still unanswered of a read; late answers are thrown away."""
+    def _ask_again(self, parts: list[ReadPart]) -> None:
+        """Asks the servers of this view for parts that others were to answer."""
+        for part in parts:
+            self._drop(part)
+            self._ask(part.read.plan_again(part, self.routes, self._readers(part.read)))
+
+    def _drop(self, part: ReadPart) -> None:
+        """Late answers are thrown away; one that is half received, into the caller's memory, ends its connection."""
+        self._pulls.pop(part.request, None)
+        part.read.parts.pop(part.request, None)
+        peer = None if part.member is None else self._peers.get(part.member)
+        if peer is not None and peer.link.sinking == part.request:
+            self._cut(peer, "its answer was no longer wanted")
+
+    def forget_read(self, read: Read, error: Error) -> None:
+        """Gives up what is still unanswered of a read."""
         with self._lock:
-            for request in read.parts:
-                self._pulls.pop(request, None)
-            read.parts.clear()
+            read.error = read.error or error
+            for part in list(read.parts.values()):
+                self._drop(part)
 
-    def wait(self, done: Callable[[], bool], deadline_s: float) -> bool:
-        return self._driver.wait(lambda: done() or self.error is not None, deadline_s) and done()
+    def _finish_part(self, request: int, error: Exception | None) -> bool:
+        part = self._pulls.pop(request, None)
+        if part is None:
+            return False
+        part.read.error = part.read.error or error
+        del part.read.parts[request]
+        return True
 
     # --- receiving ----------------------------------------------------------------------------------------------
 
@@ -236,14 +289,19 @@ class Network:
 
     def _on_frame(self, link: Link, header: Header, body: NDArray[np.uint8]) -> None:
         with self._lock:
+            self._heard += 1
+            request = header.request
             if header.kind == Kind.OK:
-                if not self._session.answered(header.request):
-                    call = self._calls.pop(header.request, None)
-                    if call is not None:
-                        call.answer = header
+                if not self.pushes.ok(request) and (round_ := self._calls.pop(request, None)) is not None:
+                    round_.answered(header)
             elif header.kind == Kind.ROWS:
                 if header.flags & LAST:
-                    self._finish_part(header.request, None)
+                    self._finish_part(request, None)
+            elif header.kind == Kind.PARTLY:
+                if not self.pushes.partly(request, header.epoch, *read_partly(header, body)):
+                    self._stall(request, header.epoch)
+            elif header.kind == Kind.CLOCKS:
+                self.pushes.clocks(request, header.epoch, *read_clocks(header, body))
             elif header.kind == Kind.ERROR:
                 self._on_error(link, header, json_body(body.data))
             elif header.kind == Kind.VIEW:
@@ -253,124 +311,213 @@ class Network:
             else:
                 raise FrameError(f"{Kind(header.kind).name} is not an answer")
 
-    def _finish_part(self, request: int, error: Exception | None) -> None:
-        part = self._pulls.pop(request, None)
-        if part is None:
-            return
-        part.read.error = part.read.error or error
-        del part.read.parts[request]
-
     def _on_error(self, link: Link, header: Header, document: dict[str, object]) -> None:
-        code, text = document.get("code"), str(document.get("message"))
+        code, text, request = document.get("code"), str(document.get("message")), header.request
+        epoch = document.get("epoch")
+        epoch = epoch if isinstance(epoch, int) else header.epoch
         if code == "fenced":
             self._end(Closed(text))
         elif code == "version":
             self._end(VersionMismatch(f"server {link.server.name}: {text}"))
-        elif code == "cluster":
-            self._end(ClusterUnreachable(text))
-        elif code == "malformed":
+        elif code in ("malformed", "cluster"):  # the latter: another cluster's server has taken a lost one's address
             raise ConnectionResetError(text)
-        elif code == "stale-view" and header.request in self._pulls:
-            read = self._pulls[header.request].read
-            for request in list(read.parts):
-                self._pulls.pop(request, None)
-            read.parts.clear()
-            self._ask(read)
-        else:
+        elif code == "stale-view":
+            if not self.pushes.not_done(request, Status.STALE_VIEW, epoch):
+                self._stall(request, epoch)
+        elif code != "gap" or not self.pushes.not_done(request, Status.GAP, header.epoch):
             error = _server_error(code, link.server.name, text)
-            if header.request in self._pulls:
-                self._finish_part(header.request, error)
-            elif not self._session.answered(header.request, error):
-                call = self._calls.pop(header.request, None)
-                if call is not None:
-                    call.error = error
-                elif header.request:
-                    log.warning("server %s: %s", link.server.name, text)
+            if self._finish_part(request, error) or self.pushes.refused(request, error):
+                return
+            if (round_ := self._calls.pop(request, None)) is not None:
+                round_.error = error
+            elif request:
+                log.debug("server %s, to a request that is forgotten: %s", link.server.name, text)
+
+    def _stall(self, request: int, epoch: int) -> None:
+        """A server has another view than the one that a pull or a call was planned under: plan it again, as soon as
+        there is a newer one or, should it be the same, at the next turn."""
+        self._wanted.epoch = max(self._wanted.epoch, epoch)
+        part, round_ = self._pulls.get(request), self._calls.get(request)
+        if part is not None:
+            part.member = None
+            if part.epoch < self.routes.epoch:
+                self._ask_again([part])
+        if round_ is not None:
+            round_.stalled = True
+            if round_.routes is not self.routes:
+                self._begin(round_)
+
+    def _resume(self) -> None:
+        """Plans again what has nobody to answer it."""
+        self._ask_again([part for part in self._pulls.values() if part.member is None])
+        for round_ in self._rounds:
+            if round_.stalled:
+                self._begin(round_)
+
+    # --- views --------------------------------------------------------------------------------------------------
 
     def _adopt(self, view: View) -> None:
-        if view.epoch > self.routes.epoch:
-            self.routes = Routes(view)
-            self._set_peers()
+        """Follows a newer view: links, pushes, reads and rounds."""
+        if view.epoch <= self.routes.epoch or self.error is not None:
+            return
+        if view.cluster != self.cluster or view.ranges != self.routes.view.ranges:
+            raise FrameError(f"a view of cluster {view.cluster!r} with {view.ranges} ranges is not this cluster's")
+        log.info("worker %s follows epoch=%d reason=%r", self.worker.name, view.epoch, view.reason)
+        self.routes = Routes(view)
+        self._set_peers()
+        self.pushes.adopt(self.routes)
+        self._ask_again(
+            [p for p in self._pulls.values() if p.member is None or p.read.moved(p, self.routes, self._readers(p.read))]
+        )
+        for round_ in self._rounds:
+            if round_.stalled or round_.overtaken(self.routes):
+                self._begin(round_)
+
+    def _set_peers(self) -> None:
+        for member, peer in list(self._peers.items()):
+            if member not in self.routes.index_of:
+                del self._peers[member]
+                self._close_link(peer)
+        for info, member in zip(self.routes.view.servers, self.routes.members, strict=True):
+            known = self._peers.get(member)
+            if known is not None and known.info.address == info.address:
+                continue
+            if known is not None:
+                self._close_link(known)
+            link = Link(info, self._on_frame, self._sink)
+            self._peers[member] = Peer(info, member, link, down_since_s=time.monotonic())
+        self._driver.nudge()
+
+    def _close_link(self, peer: Peer) -> None:
+        self._driver.remove(peer.link)
+        peer.link.close()
+        self.pushes.disconnected(peer.member)
+
+    def _from_store(self, view: View | None) -> None:
+        with self._lock:
+            self._wanted.reading = False
+            if view is not None and self.error is None:
+                try:
+                    self._adopt(view)
+                except FrameError as error:
+                    log.warning("the coordination store: %s", error)
+        self._driver.nudge()
 
     # --- connections --------------------------------------------------------------------------------------------
 
     def _welcomed(self, link: Link, document: dict[str, object]) -> None:
-        """A server knows us: send what it may have missed, in order, before anything new."""
-        peer = self._peers[link.server.name]
+        """A server knows us: tell it where we start, then whatever it has to do for us."""
+        peer = self._peers.get(link.member)
+        if peer is None or peer.link is not link:
+            return
         if document.get("incarnation") != peer.info.incarnation:
             text = f"it was started again (incarnation {document.get('incarnation')}) and has lost its ranges"
             raise ConnectionResetError(text)
-        peer.link.ready, peer.retry_in_s, peer.down_since_s, peer.trouble = True, RETRY_FIRST_S, None, ""
-        for body in self._creates.values():
-            self.send(peer.info.name, [body])
-        for call in list(self._calls.values()):
-            if call.server == peer.info.name:
-                self.send(call.server, call.buffers)
-        for frame in self._session.unanswered(peer.info.name):
-            self.send(frame.server, frame.buffers)
-        for part in list(self._pulls.values()):
-            if part.server == peer.info.name:
+        link.ready, peer.retry_in_s, peer.down_since_s, peer.trouble = True, RETRY_FIRST_S, None, ""
+        if self._base is not None:
+            self._send(peer.member, [Header(Kind.JOIN, LAST, clock=self._base).pack()])
+        self.pushes.connected(peer.member)
+        for round_ in self._rounds:
+            for call in round_.pending.values():
+                if call.member == peer.member:
+                    self._send(call.member, call.buffers)
+        for part in self._pulls.values():
+            if part.member == peer.member:
                 self._send_pull(part)
 
     def _broken(self, link: Link, error: Exception) -> None:
         with self._lock:
-            peer = self._peers[link.server.name]
-            if peer.link is not link:
+            peer = self._peers.get(link.member)
+            if peer is None or peer.link is not link:
                 return
-            link.close()
+            self._close_link(peer)
             if isinstance(error, VersionError):
                 self._end(VersionMismatch(f"server {link.server.name}: {error}"))
             now = time.monotonic()
             peer.down_since_s = peer.down_since_s or now
-            peer.trouble = str(error) or type(error).__name__
+            reason = error.strerror if isinstance(error, OSError) else None
+            peer.trouble = reason.lower() if reason else str(error) or type(error).__name__
             peer.retry_at_s = now + peer.retry_in_s
             peer.retry_in_s = min(peer.retry_in_s * 2, RETRY_MOST_S)
         self._driver.nudge()
 
-    def _turn(self) -> bool:
-        """The background thread's: opens links that are due; says whether there is anything to wait for."""
-        busy = False
-        for peer in list(self._peers.values()):
-            if not peer.link.ready and self.error is None:
-                busy = True
-                self._open(peer, time.monotonic())
-            busy = busy or peer.link.unsent
-        return bool(busy or self._session.outstanding or self._pulls or self._calls)
+    def _cut(self, peer: Peer, why: str) -> None:
+        self._broken(peer.link, ConnectionResetError(why))
 
-    def _open(self, peer: Peer, now: float) -> None:
-        if peer.link.socket is not None:
-            if now - peer.hello_at_s > HELLO_TIMEOUT_S:
-                self._driver.remove(peer.link)
-                self._broken(peer.link, TimeoutError(f"it accepted but said nothing for {HELLO_TIMEOUT_S:.0f} s"))
+    def _turn(self) -> bool:
+        """The background thread's, a few times a second: opens links that are due, asks for views that are wanted,
+        plans again what nobody answers; says whether there is anything to wait for."""
+        if self.error is not None:
+            return False
+        with self._lock:
+            now = time.monotonic()
+            peers = list(self._peers.values())
+            due = [p for p in peers if p.link.socket is None and now >= p.retry_at_s]
+            for peer in peers:
+                self._judge_silence(peer, now)
+            self._resume()
+            oldest = self.pushes.oldest, next(iter(self._pulls), 0), next(iter(self._calls), 0)
+            ready = [p for p in peers if p.link.ready]
+            self._wanted.epoch = max(self._wanted.epoch, self.pushes.needed_epoch)
+            lost = len(ready) < len(peers)
+            want = self._wanted.turn(now, self.routes.epoch, lost, oldest, self._heard)
+            if want.ask_servers:
+                for peer in ready:
+                    if not peer.link.unsent:
+                        self._send(peer.member, [Header(Kind.WANT, epoch=self.routes.epoch).pack()])
+            if want.ask_store:
+                self._wanted.reading = True
+                self._ask_view(self._from_store)
+            waiting = any(oldest) or bool(self._rounds or self.pushes.session.outstanding)
+            busy = lost or waiting or any(p.link.unsent for p in peers)
+        for peer in due:
+            self._open(peer)
+        return busy
+
+    def _judge_silence(self, peer: Peer, now: float) -> None:
+        link, waited_s = peer.link, now - peer.hello_at_s
+        if link.socket is None or link.ready:
             return
-        if now < peer.retry_at_s:
-            return
-        hello = {"cluster": self.cluster, "worker": self.worker.id, "name": self.worker.name, "app": self.worker.app}
+        if link.unsent and waited_s > CONNECT_TIMEOUT_S:
+            self._cut(peer, f"no connection within {CONNECT_TIMEOUT_S:.0f} s")
+        elif waited_s > HELLO_TIMEOUT_S:
+            self._cut(peer, f"it accepted but said nothing for {HELLO_TIMEOUT_S:.0f} s")
+
+    def _open(self, peer: Peer) -> None:
+        """Not under the lock: a name may take long to resolve."""
+        peer.hello_at_s = time.monotonic()
         try:
-            peer.link.connect()
-            peer.hello_at_s = now
-            self._driver.add(peer.link)
-            peer.link.send([json_frame(Kind.HELLO, hello)])
+            peer.link.connect(self._hello)
         except OSError as error:
-            self._driver.remove(peer.link)
             self._broken(peer.link, error)
+            return
+        with self._lock:
+            if self._peers.get(peer.member) is peer and self.error is None:
+                self._driver.add(peer.link)
+            else:
+                peer.link.close()
 
     def explain(self) -> str:
         """Who is being waited for, for people."""
-        now = time.monotonic()
-        oldest = self._session.waiting_for()
-        names = {*oldest, *(p.server for p in self._pulls.values()), *(c.server for c in self._calls.values())}
-        told = []
-        for name in sorted(names):
-            peer = self._peers[name]
-            index = self.routes.view.index(name)
-            count = int((self.routes.view.heads == index).sum())
-            state = "connected, not answering" if peer.down_since_s is None else (
-                f"unreachable for {now - peer.down_since_s:.1f} s ({peer.trouble})"
-            )  # fmt: skip
-            clock = f", owes step {oldest[name]}" if name in oldest else ""
-            told.append(f"server {name} at {peer.info.address}, head of {count} ranges: {state}{clock}")
-        return "; ".join(told) or "nothing is outstanding"
+        with self._lock:
+            now, routes = time.monotonic(), self.routes
+            owing = self.pushes.session.owing()
+            asked = {p.member for p in self._pulls.values()} | {
+                c.member for r in self._rounds for c in r.pending.values()
+            }
+            told = []
+            for member in sorted({*owing, *(m for m in asked if m is not None)}):
+                peer = self._peers[member]
+                count = int((routes.view.heads == routes.index_of[member]).sum())
+                state = "connected, not answering" if peer.down_since_s is None else (
+                    f"unreachable for {now - peer.down_since_s:.1f} s ({peer.trouble})"
+                )  # fmt: skip
+                clock = f", owes step {owing[member]}" if member in owing else ""
+                told.append(f"server {member.name} at {peer.info.address}, head of {count} ranges: {state}{clock}")
+            if headless := self.pushes.session.headless:
+                told.append(f"{headless} ranges have no server")
+            waits = "; ".join(told) or "nothing is outstanding"
+            return f"{waits}; the cluster's view is at epoch {routes.epoch}"
 
 
 def _server_error(code: object, server: str, text: str) -> Exception:

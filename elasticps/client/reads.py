@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.routing import Routes, place_rows, plan_pull
-from elasticps.wire.frames import FrameError, Header, Kind
+from elasticps.client.routing import Readers, Routes, place_rows, plan_pull
+from elasticps.wire.frames import ANY, FrameError, Header, Kind
+from replication.chain import Member
 
 if TYPE_CHECKING:
     from elasticps.client.cluster import Client
 
+Positions = NDArray[np.int64] | None  # where keys stand among the read's own; None: they are all of them
 _PADDING = np.empty(8, np.uint8)
 PULL_FRAME_KEYS = 1 << 20
 
@@ -57,13 +59,16 @@ class BlocksTarget:
 
 
 class ReadPart:
-    """One PULL frame and what has come back of it."""
+    """One PULL frame and what has come back of it. member None: no server can answer it under this view."""
 
-    def __init__(self, read: Read, server: str, keys: NDArray[np.int64], target: Target) -> None:
+    def __init__(self, read: Read, member: Member | None, positions: Positions, keys: NDArray[np.int64],
+                 target: Target) -> None:  # fmt: skip
         self.read = read
-        self.server = server
+        self.member = member
+        self.positions = positions
         self.keys = keys
         self.request = 0
+        self.epoch = 0  # of the view under which it was asked
         self._target = target
 
     def views(self, header: Header) -> Sequence[memoryview]:
@@ -77,21 +82,39 @@ class ReadPart:
             views.append(_PADDING.data[:4])
         return views
 
+    def frame(self, epoch: int, worker: int) -> list[bytes | memoryview]:
+        """The PULL frame."""
+        read, keys = self.read, self.keys
+        header = Header(
+            Kind.PULL, ANY if read.any_replica else 0, keys.nbytes, self.request, epoch, read.clock, worker,
+            table=read.table_id, items=len(keys), bound=read.bound, wait_ms=read.wait_ms,
+        )  # fmt: skip
+        return [header.pack(), keys.data.cast("B")]
+
 
 class Read(ABC):
-    """A pull in flight. `result` gives the array asked for: float32, rows in the order of the keys."""
+    """A pull in flight. `result` gives the array asked for: float32, rows in the order of the keys.
 
-    def __init__(self, client: Client, table_id: int, salt: np.uint64, dim: int, name: str) -> None:
+    What is asked again, because the server that was to answer is no longer the one, lands in arrays of its own and is
+    copied at the end: whatever the first one still sends cannot overwrite it.
+    """
+
+    def __init__(
+        self, client: Client, table_id: int, salt: np.uint64, dim: int, name: str, keys: NDArray[np.int64], read: str
+    ) -> None:
         self._client = client
         self.table_id = table_id
         self.salt = salt
         self.dim = dim
         self.name = name
+        self.any_replica = read == "any"
         self.parts: dict[int, ReadPart] = {}  # by request, those still unanswered
         self.error: Exception | None = None
         self.started_s = time.monotonic()
         self.clock = self.bound = self.wait_ms = 0  # as in the PULL header
         self.value: NDArray[np.float32]
+        self._keys = keys
+        self._pieces: list[tuple[NDArray[np.float32], NDArray[np.int64]]] = []  # rows and where they belong, in order
 
     def done(self) -> bool:
         """Whether `result` would return, or raise, at once."""
@@ -100,79 +123,95 @@ class Read(ABC):
     def result(self, timeout: float | None = None) -> NDArray[np.float32]:
         """Waits for the rows; `Timeout` after `timeout` seconds (default: the client's)."""
         self._client.finish_read(self, timeout)
-        return self._assemble()
+        for rows, positions in self._pieces:
+            self._place(rows, positions)
+        self._pieces = []
+        return self.value
 
     @abstractmethod
-    def plan(self, routes: Routes) -> list[ReadPart]:
+    def plan(self, routes: Routes, readers: Readers) -> list[ReadPart]:
         """The parts to ask for under a view."""
 
-    def _assemble(self) -> NDArray[np.float32]:
-        return self.value
+    def moved(self, part: ReadPart, routes: Routes, readers: Readers) -> bool:
+        """Whether another server than the one asked is to answer a part under this view."""
+        if readers.only >= 0:
+            return routes.members[readers.only] != part.member
+        groups = plan_pull(part.keys, self.salt, routes, readers)
+        return len(groups) > 1 or _member(routes, groups[0][0]) != part.member
+
+    def plan_again(self, part: ReadPart, routes: Routes, readers: Readers) -> list[ReadPart]:
+        """What takes the place of a part, asked of those who answer under this view."""
+        parts = []
+        for server, mine in plan_pull(part.keys, self.salt, routes, readers):
+            positions = mine if part.positions is None else part.positions[mine]
+            parts += self._private(_member(routes, server), positions)
+        return parts
+
+    def _private(self, member: Member | None, positions: NDArray[np.int64]) -> list[ReadPart]:
+        """Parts whose rows land in an array of their own."""
+        rows = np.empty((len(positions), self.dim), np.float32)
+        self._pieces.append((rows, positions))
+        return self._cut(member, positions, self._keys[positions], rows)
+
+    def _cut(
+        self, member: Member | None, positions: Positions, keys: NDArray[np.int64], rows: NDArray[np.float32]
+    ) -> list[ReadPart]:
+        if positions is None and len(keys) > PULL_FRAME_KEYS:
+            positions = np.arange(len(keys))
+        parts = []
+        for at in range(0, len(keys), PULL_FRAME_KEYS):
+            end = at + PULL_FRAME_KEYS
+            where = None if positions is None else positions[at:end]
+            parts.append(ReadPart(self, member, where, keys[at:end], RowsTarget(rows[at:end])))
+        return parts
+
+    @abstractmethod
+    def _place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
+        """Copies rows float32 [n, dim] to their positions, int64 [n], in the order of the keys."""
 
 
 class SparseRead(Read):
     """Rows of a sparse table: keys int64 [n] -> out float32 [n, dim]."""
 
     def __init__(self, client: Client, table_id: int, salt: np.uint64, name: str, keys: NDArray[np.int64],
-                 out: NDArray[np.float32]) -> None:  # fmt: skip
-        super().__init__(client, table_id, salt, out.shape[1], name)
-        self._keys = keys
+                 out: NDArray[np.float32], read: str) -> None:  # fmt: skip
+        super().__init__(client, table_id, salt, out.shape[1], name, keys, read)
         self.value = out
-        self._pieces: list[tuple[NDArray[np.float32], NDArray[np.int64]]] = []
 
-    def plan(self, routes: Routes) -> list[ReadPart]:
-        self._pieces = []
-        if routes.only_reader >= 0:
-            name = routes.view.servers[routes.only_reader].name
-            return self._cut(name, self._keys, self.value)
-        order, offsets = plan_pull(self._keys, self.salt, routes)
+    def plan(self, routes: Routes, readers: Readers) -> list[ReadPart]:
+        if readers.only >= 0:
+            return self._cut(routes.members[readers.only], None, self._keys, self.value)
         parts = []
-        for index, server in enumerate(routes.view.servers):
-            mine = order[offsets[index] : offsets[index + 1]]
-            if len(mine):
-                rows = np.empty((len(mine), self.dim), np.float32)
-                self._pieces.append((rows, mine))
-                parts += self._cut(server.name, self._keys[mine], rows)
+        for server, positions in plan_pull(self._keys, self.salt, routes, readers):
+            parts += self._private(_member(routes, server), positions)
         return parts
 
-    def _cut(self, server: str, keys: NDArray[np.int64], rows: NDArray[np.float32]) -> list[ReadPart]:
-        return [
-            ReadPart(self, server, keys[at : at + PULL_FRAME_KEYS], RowsTarget(rows[at : at + PULL_FRAME_KEYS]))
-            for at in range(0, len(keys), PULL_FRAME_KEYS)
-        ]
-
-    def _assemble(self) -> NDArray[np.float32]:
-        for rows, order in self._pieces:
-            place_rows(rows, order, self.value)
-        self._pieces = []
-        return self.value
+    def _place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
+        place_rows(rows, positions, self.value)
 
 
 class DenseRead(Read):
     """A whole dense tensor, received straight into `out`."""
 
     def __init__(self, client: Client, table_id: int, salt: np.uint64, dim: int, name: str,
-                 out: NDArray[np.float32], blocks: int) -> None:  # fmt: skip
-        super().__init__(client, table_id, salt, dim, name)
+                 out: NDArray[np.float32], blocks: int, read: str) -> None:  # fmt: skip
+        super().__init__(client, table_id, salt, dim, name, np.arange(blocks, dtype=np.int64), read)
         self.value = out
-        self._keys = np.arange(blocks, dtype=np.int64)
 
-    def plan(self, routes: Routes) -> list[ReadPart]:
-        order, offsets = plan_pull(self._keys, self.salt, routes)
+    def plan(self, routes: Routes, readers: Readers) -> list[ReadPart]:
         flat = self.value.reshape(-1)
         parts = []
-        for index, server in enumerate(routes.view.servers):
-            keys = self._keys[order[offsets[index] : offsets[index + 1]]]
-            if len(keys):
-                parts.append(ReadPart(self, server.name, keys, BlocksTarget(flat, keys, self.dim)))
+        for server, blocks in plan_pull(self._keys, self.salt, routes, readers):
+            target = BlocksTarget(flat, blocks, self.dim)
+            parts.append(ReadPart(self, _member(routes, server), blocks, self._keys[blocks], target))
         return parts
 
+    def _place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
+        flat = self.value.reshape(-1)
+        for row, block in zip(rows, positions.tolist(), strict=True):
+            here = flat[block * self.dim : (block + 1) * self.dim]
+            here[:] = row[: len(here)]
 
-def pull_frame(part: ReadPart, epoch: int, worker: int) -> list[bytes | memoryview]:
-    """The PULL frame of a part."""
-    keys = part.keys
-    header = Header(
-        Kind.PULL, 0, keys.nbytes, part.request, epoch, part.read.clock, worker,
-        table=part.read.table_id, items=len(keys), bound=part.read.bound, wait_ms=part.read.wait_ms,
-    )  # fmt: skip
-    return [header.pack(), keys.data.cast("B")]
+
+def _member(routes: Routes, server: int) -> Member | None:
+    return routes.members[server] if server >= 0 else None

@@ -28,24 +28,60 @@ class Share:
     stop: int
 
 
+class Readers:
+    """Who answers pulls. `of` int32 [P]: index of each range's server, -1 for none; `only`: that of all ranges if it is
+    one, else -1."""
+
+    def __init__(self, of: NDArray[np.int32]) -> None:
+        self.of = np.ascontiguousarray(of, np.int32)
+        first = int(self.of[0])
+        self.only = first if bool((self.of == first).all()) else -1
+
+
 class Routes:
-    """A view as the client uses it."""
+    """A view as the client uses it. Ranges without a head stand in no share."""
 
     def __init__(self, view: View) -> None:
         self.view = view
         self.epoch = view.epoch
+        self.members = view.as_chains.members
+        self.index_of = {member: i for i, member in enumerate(self.members)}
         self.shift = range_shift(view.ranges)
         by_chain = np.lexsort([np.arange(view.ranges), *view.chains.T[::-1]])  # last key sorts first: the head
-        self.range_at = by_chain.astype(np.int32)  # rank -> range
-        self.rank_of = np.empty(view.ranges, np.int32)  # range -> rank
-        self.rank_of[by_chain] = np.arange(view.ranges, dtype=np.int32)
+        self.range_at = by_chain.astype(np.int64)  # rank -> range
+        self.rank_of = np.empty(view.ranges, np.int64)  # range -> rank
+        self.rank_of[by_chain] = np.arange(view.ranges)
         heads = view.heads[by_chain]
         edges = np.flatnonzero(np.diff(heads)) + 1
         bounds = [0, *edges.tolist(), view.ranges]
-        self.shares = tuple(Share(int(heads[a]), a, b) for a, b in itertools.pairwise(bounds))
-        self.reader_of = np.ascontiguousarray(view.tails)  # range -> server
-        readers = np.unique(self.reader_of)
-        self.only_reader = int(readers[0]) if len(readers) == 1 else -1
+        shares = [Share(int(heads[a]), a, b) for a, b in itertools.pairwise(bounds)]
+        self.share_of = {s.server: s for s in shares if s.server >= 0}
+        self.tails = Readers(view.tails)
+        self._replicas: tuple[int, Readers] | None = None
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        return tuple(self.share_of.values())
+
+    def replicas(self, worker: int) -> Readers:
+        """For each range one of its full replicas, so that the workers and ranges together load all of them alike."""
+        if self._replicas is None or self._replicas[0] != worker:
+            chains = self.view.chains
+            ranges = np.arange(len(chains))
+            length = np.maximum((chains >= 0).sum(axis=1), 1)
+            # ranges of one chain must not all go to one replica, so the range decides as a mixed number
+            mixed = (ranges.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(40)
+            turn = (mixed.astype(np.int64) + worker) % length
+            self._replicas = worker, Readers(chains[ranges, turn])
+        return self._replicas[1]
+
+    def same_heads(self, other: Routes) -> bool:
+        """Whether every range has the same head in both views."""
+        if self.members == other.members:
+            return bool(np.array_equal(self.view.heads, other.view.heads))
+        where = {member: i for i, member in enumerate(other.members)}
+        mapped = np.array([*(where.get(m, -2) for m in self.members), -1], np.int32)  # the last one for headless ranges
+        return bool(np.array_equal(mapped[self.view.heads], other.view.heads))
 
 
 @dataclass(frozen=True)
@@ -147,7 +183,7 @@ def _plan_pull(keys, salt, shift, reader_of, order, offsets):  # type: ignore[no
     readers = np.empty(n, np.int32)
     offsets[:] = 0
     for i in range(n):
-        r = reader_of[hash_key(keys[i], salt) >> s]
+        r = reader_of[hash_key(keys[i], salt) >> s] + 1
         readers[i] = r
         offsets[r + 1] += 1
     for r in range(offsets.shape[0] - 1):
@@ -159,12 +195,15 @@ def _plan_pull(keys, salt, shift, reader_of, order, offsets):  # type: ignore[no
         at[r] += 1
 
 
-def plan_pull(keys: NDArray[np.int64], salt: np.uint64, routes: Routes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Groups keys int64 [n] by reader, stably: order int64 [n] and offsets int64 [servers + 1] into it."""
+def plan_pull(
+    keys: NDArray[np.int64], salt: np.uint64, routes: Routes, readers: Readers
+) -> list[tuple[int, NDArray[np.int64]]]:
+    """Groups keys int64 [n] by reader, stably: (server, positions int64 [m]) for each; server -1 where nobody reads."""
     order = np.empty(len(keys), np.int64)
-    offsets = np.empty(len(routes.view.servers) + 1, np.int64)
-    _plan_pull(keys, salt, routes.shift, routes.reader_of, order, offsets)
-    return order, offsets
+    offsets = np.empty(len(routes.members) + 2, np.int64)
+    _plan_pull(keys, salt, routes.shift, readers.of, order, offsets)
+    edges = offsets.tolist()
+    return [(i - 1, order[a:b]) for i, (a, b) in enumerate(itertools.pairwise(edges)) if a < b]
 
 
 @njit(nogil=True, cache=True)

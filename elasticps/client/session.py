@@ -1,128 +1,373 @@
-"""The session: which steps are outstanding, and what must be sent again after a connection was lost. Pure.
+"""A worker's pushes until they are committed: which steps are outstanding, who lacks what, what to send again. Pure.
 
-A step leaves as frames, each to one head and each judged there on its own by the worker's vector clock, so sending a
-frame twice is always safe. Frames for one server are kept, sent and resent in one order: clock, then part.
+Events: push, adopt, connected, disconnected, reply, clocks. Each returns what the shell has to send, in order; the
+frames of one head go out on one FIFO connection. Only this module repeats pushes, so retries never stack.
+
+Why no step is lost and none counted twice: a step leaves only when every range of its last part is committed, as said
+by a reply or by an answer to Ask that names it committed (applied is not enough: its replicas may die). A head that is
+new, was cut off, or refused a frame is asked for the worker's clocks first, and gets everything outstanding that it
+lacks in clock order before any new step. Frames in flight to such a head are forgotten: what they named under the old
+view may not be what it heads now. What comes twice is recognised by its clock; what is sent again is byte for byte the
+first send, because contents belong to the session and never change.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeAlias
 
-from elasticps.wire.frames import Buffer
+import numpy as np
+from numpy.typing import NDArray
 
-MAX_FAILURES = 64  # the first ones are kept
+from replication.chain import Chains, Member, Ranges
+from replication.effects import Status
+from replication.progress import MAX_PARTS, PART_BITS, Progress, after_part, touched_clock
 
 
-@dataclass(eq=False)
-class PushFrame:
-    """A PUSH on its way: immutable buffers, header first, until the server has answered."""
+class Content(Protocol):
+    """What a part of a step carries; the shell cuts it per head. It must not change once it is pushed."""
+
+    def touches(self, ranges: Ranges) -> bool:
+        """Whether it holds anything for these ranges. It may say yes where it does not, never the reverse."""
+
+
+class Ask(NamedTuple):
+    """Ask a head for this worker's clocks."""
+
+    head: Member
+    ask: int
+    epoch: int
+
+
+class Frame(NamedTuple):
+    """Push one part to a head, and the tick of those from `first` on that hold nothing for it. ranges None: all that
+    it heads at `epoch`. content None: it has been applied there, only the acknowledgement is wanted."""
+
+    head: Member
+    frame: int
+    epoch: int
+    clock: int
+    first: int
+    part: int
+    last: bool
+    ranges: Ranges | None
+    content: Content | None
+
+
+class Committed(NamedTuple):
+    """Step `clock` is committed along every chain."""
 
     clock: int
-    server: str
-    request: int
-    buffers: Sequence[Buffer]
 
 
-@dataclass(eq=False)
-class StepState:
-    """One step: `closed` once its last part was handed over, done when all its frames are answered."""
+class NeedView(NamedTuple):
+    """Get a view of at least this epoch and have it adopted."""
 
-    clock: int
-    closed: bool = False
-    waiting: dict[int, PushFrame] = field(default_factory=dict)  # by request
-    error: Exception | None = None
-    parts: int = 0
-    sent_parts: dict[str, int] = field(default_factory=dict)  # server -> first part that it has not been sent yet
+    epoch: int
 
-    @property
-    def done(self) -> bool:
-        return self.closed and not self.waiting
+
+class Fenced(NamedTuple):
+    """The roster no longer knows this worker: stop."""
+
+
+Effect: TypeAlias = Ask | Frame | Committed | NeedView | Fenced
+
+
+class _Head:
+    """A server that heads ranges. `part`: the first part of the newest step that it has not been sent."""
+
+    __slots__ = ("ask", "order", "part", "ready")
+
+    def __init__(self, order: Ranges) -> None:
+        self.order = order
+        self.ready = False
+        self.ask = 0
+        self.part = 0
+
+
+class _Step:
+    """One step. Where it is committed is kept as the heads that said so for all their ranges; only when somebody speaks
+    for some of them, or heads change, per range (bool [P])."""
+
+    __slots__ = ("closed", "parts", "ranges", "whole")
+
+    def __init__(self) -> None:
+        self.parts: list[Content] = []
+        self.closed = False
+        self.whole: set[_Head] = set()
+        self.ranges: NDArray[np.bool_] | None = None
+
+    def by_range(self, ranges: int) -> NDArray[np.bool_]:
+        """Where it is committed, from now on per range."""
+        if self.ranges is None:
+            self.ranges = np.zeros(ranges, dtype=np.bool_)
+            for head in self.whole:
+                self.ranges[head.order] = True
+            self.whole.clear()
+        return self.ranges
 
 
 class Session:
-    """Outstanding steps in clock order. `base` is the worker's clock before its first step."""
+    """The outstanding steps of one worker incarnation, at most `window`. `base`: the clock it starts above."""
 
-    def __init__(self, window: int, base: int = 0) -> None:
-        self.window = window
-        self.clock = base  # steps begun
-        self.committed = base  # every step up to here is done
-        self.failures: dict[int, Exception] = {}  # by clock: steps that a server refused, until somebody was told
-        self._steps: OrderedDict[int, StepState] = OrderedDict()
-        self._by_request: dict[int, StepState] = {}
+    def __init__(self, worker: int, ranges: int, window: int, base: int = 0) -> None:
+        if window < 1:
+            raise ValueError(f"the window must be at least 1 step, got {window}")
+        self.worker = worker
+        self.base = base
+        self.clock = base
+        self.committed = base
+        self.epoch = 0
+        self.headless = 0
+        self._ranges = ranges
+        self._window = window
+        self._steps: OrderedDict[int, _Step] = OrderedDict()
+        self._heads: dict[Member, _Head] = {}
+        self._connected: set[Member] = set()
+        self._frames: dict[int, Frame] = {}
+        self._number = 0
 
     @property
-    def full(self) -> bool:
-        """Whether the window has no room for another step."""
-        return len(self._steps) >= self.window
+    def heads(self) -> tuple[Member, ...]:
+        """The servers to keep connected."""
+        return tuple(self._heads)
 
     @property
     def outstanding(self) -> int:
+        """Steps begun and not committed."""
         return len(self._steps)
 
+    @property
+    def open(self) -> bool:
+        """Whether the newest step waits for more parts."""
+        return bool(self._steps) and not next(reversed(self._steps.values())).closed
+
+    @property
+    def parts(self) -> int:
+        """Parts of the newest step so far."""
+        return len(next(reversed(self._steps.values())).parts) if self._steps else 0
+
+    @property
+    def room(self) -> bool:
+        """Whether a new step may begin."""
+        return len(self._steps) < self._window
+
     def start_at(self, base: int) -> None:
-        """Sets the base clock; only before the first step."""
-        assert not self._steps
-        assert self.clock == self.committed
-        self.clock = self.committed = base
+        """Sets the clock that the worker starts above; only before its first step."""
+        if self.clock != self.base:
+            raise RuntimeError(f"the worker has begun already, above clock {self.base}")
+        self.base = self.clock = self.committed = base
 
-    def begin(self) -> StepState:
-        """The next step; the window must have room."""
-        assert not self.full, "the window is full"
-        self.clock += 1
-        step = self._steps[self.clock] = StepState(self.clock)
-        return step
+    def push(self, content: Content, last: bool = True) -> list[Effect]:
+        """The next part of the step under way, or the first of a new one; `last` ticks the clock.
 
-    def add(self, step: StepState, frame: PushFrame) -> None:
-        """A frame of the step is about to be sent."""
-        step.waiting[frame.request] = frame
-        self._by_request[frame.request] = step
+        A part that holds nothing for a head is not sent to it on its own: the head's next frame covers it.
+        """
+        begins = not self.open
+        if begins:
+            if not self.room:
+                raise RuntimeError(f"{self._window} steps are outstanding; wait for one before the next")
+            self.clock += 1
+            self._steps[self.clock] = _Step()
+        step = self._steps[self.clock]
+        part = len(step.parts)
+        if part == MAX_PARTS - 1 and not last:
+            raise RuntimeError(f"a step has at most {MAX_PARTS} parts")
+        step.parts.append(content)
+        step.closed = last
+        out: list[Effect] = []
+        for member, head in self._heads.items():
+            if begins:
+                head.part = 0
+            if head.ready and (last or content.touches(head.order)):
+                self._send(member, self.clock, head.part, part, None, content, out)
+                head.part = part + 1
+        return out
 
-    def close(self, step: StepState) -> None:
-        """The step's last part has been added."""
-        step.closed = True
-        self._retire()
+    def owing(self) -> dict[Member, int]:
+        """Head -> the oldest step that it has not committed in all its ranges."""
+        owed: dict[Member, int] = {}
+        for clock, step in self._steps.items():
+            done = step.by_range(self._ranges)
+            for member, head in self._heads.items():
+                if member not in owed and not done[head.order].all():
+                    owed[member] = clock
+        return owed
 
-    def answered(self, request: int, error: Exception | None = None) -> bool:
-        """A server answered a frame: applied, or refused for good. True if the request was one of ours."""
-        step = self._by_request.pop(request, None)
+    # -- views and connections --------------------------------------------------------------------------------------
+
+    def adopt(self, view: Chains) -> list[Effect]:
+        """Follows a view. Heads whose ranges did not change keep their frames; the others start afresh."""
+        out: list[Effect] = []
+        if view.epoch <= self.epoch:
+            return out
+        self.epoch = view.epoch
+        heads: dict[Member, _Head] = {}
+        for index in np.unique(view.heads[view.heads >= 0]).tolist():
+            member, order = view.members[index], view.headed_by(index)
+            head = self._heads.get(member)
+            if head is not None and np.array_equal(np.sort(head.order), np.sort(order)):
+                head.order = order
+            else:
+                head = _Head(order)
+            heads[member] = head
+        if any(heads.get(member) is not head for member, head in self._heads.items()):
+            for step in self._steps.values():
+                step.by_range(self._ranges)
+        before, self._heads = self._heads, heads
+        self.headless = int(np.count_nonzero(view.heads < 0))
+        for member, head in before.items():
+            if heads.get(member) is not head:
+                self._forget(member)
+        for member, head in heads.items():
+            if not head.ready:
+                self._begin(member, head, out)
+        return out
+
+    def connected(self, member: Member) -> list[Effect]:
+        """A fresh connection to a server."""
+        out: list[Effect] = []
+        self._connected.add(member)
+        head = self._heads.get(member)
+        if head is not None:
+            self._restart(member, head, out)
+        return out
+
+    def disconnected(self, member: Member) -> list[Effect]:
+        """It is gone; what was in flight on it may have arrived or not."""
+        self._connected.discard(member)
+        self._forget(member)
+        head = self._heads.get(member)
+        if head is not None:
+            head.ready = False
+        return []
+
+    def _forget(self, member: Member) -> None:
+        self._frames = {n: frame for n, frame in self._frames.items() if frame.head != member}
+
+    def _restart(self, member: Member, head: _Head, out: list[Effect]) -> None:
+        self._forget(member)
+        head.ready = False
+        self._begin(member, head, out)
+
+    def _begin(self, member: Member, head: _Head, out: list[Effect]) -> None:
+        """Learns what a head has. With nothing outstanding there is nothing to learn: all is committed everywhere."""
+        if member not in self._connected:
+            return
+        if not self._steps:
+            head.ready = True
+            return
+        self._number += 1
+        head.ask = self._number
+        out.append(Ask(member, head.ask, self.epoch))
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    def reply(self, frame: int, status: Status, epoch: int, committed: Ranges | None, moved: Ranges) -> list[Effect]:
+        """A head answered a frame. committed None: in all ranges that the frame named."""
+        out: list[Effect] = []
+        sent = self._frames.pop(frame, None)
+        if sent is None:
+            return out
+        if status == Status.COMMITTED:
+            if sent.last and committed is None and sent.ranges is None:
+                self._mark_whole(sent.clock, self._heads[sent.head], out)
+            elif sent.last:
+                named = self._heads[sent.head].order if sent.ranges is None else sent.ranges
+                self._mark(sent.clock, named if committed is None else committed, out)
+            if moved.shape[0]:
+                self._refused(sent.head, epoch, out)
+        elif status == Status.FENCED:
+            out.append(Fenced())
+        else:
+            self._refused(sent.head, epoch, out)
+        return out
+
+    def clocks(
+        self, ask: int, status: Status, epoch: int, ranges: Ranges, applied: Progress, committed: Progress
+    ) -> list[Effect]:
+        """A head answered an Ask: it gets everything outstanding that it lacks, oldest first."""
+        out: list[Effect] = []
+        member = next((m for m, h in self._heads.items() if h.ask == ask and not h.ready), None)
+        if member is None:
+            return out
+        if status != Status.COMMITTED:
+            self._refused(member, epoch, out)
+            return out
+        for clock, step in list(self._steps.items()):
+            for part in range(len(step.parts)):
+                last = step.closed and part == len(step.parts) - 1
+                after = after_part(clock, part, last)
+                if last:
+                    self._mark(clock, ranges[committed >= after], out)
+                    again = ranges[(applied >= after) & ~step.by_range(self._ranges)[ranges]]
+                    if again.shape[0]:
+                        self._send(member, clock, part, part, again, None, out)
+                lacks = ranges[applied < after]
+                if lacks.shape[0]:
+                    whole = lacks.shape[0] == ranges.shape[0]
+                    self._send(member, clock, part, part, None if whole else lacks, step.parts[part], out)
+        head = self._heads[member]
+        head.ready, head.part = True, self.parts
+        return out
+
+    def _refused(self, member: Member, epoch: int, out: list[Effect]) -> None:
+        """A head answers for other ranges than I think, or lacks a step: ask it, once I have its view."""
+        head = self._heads.get(member)
+        if head is None:
+            return
+        if epoch > self.epoch:
+            self._forget(member)
+            head.ready = False
+            head.ask = 0
+            out.append(NeedView(epoch))
+        else:
+            self._restart(member, head, out)
+
+    def _send(
+        self,
+        member: Member,
+        clock: int,
+        first: int,
+        part: int,
+        ranges: Ranges | None,
+        content: Content | None,
+        out: list[Effect],
+    ) -> None:
+        step = self._steps[clock]
+        last = step.closed and part == len(step.parts) - 1
+        self._number += 1
+        frame = Frame(member, self._number, self.epoch, clock, first, part, last, ranges, content)
+        self._frames[self._number] = frame
+        out.append(frame)
+
+    def _mark_whole(self, clock: int, head: _Head, out: list[Effect]) -> None:
+        step = self._steps.get(clock)
         if step is None:
-            return False
-        del step.waiting[request]
-        step.error = step.error or error
-        self._retire()
-        return True
+            return
+        if step.ranges is not None:
+            self._mark(clock, head.order, out)
+            return
+        step.whole.add(head)
+        if len(step.whole) == len(self._heads) and not self.headless:
+            self._commit(clock, out)
 
-    def unanswered(self, server: str) -> list[PushFrame]:
-        """What a server must be sent again, in order, after its connection was lost."""
-        return [f for step in self._steps.values() for f in step.waiting.values() if f.server == server]
+    def _mark(self, clock: int, ranges: Ranges, out: list[Effect]) -> None:
+        step = self._steps.get(clock)
+        if step is None:
+            return
+        done = step.by_range(self._ranges)
+        done[ranges] = True
+        if np.count_nonzero(done) == self._ranges:
+            self._commit(clock, out)
 
-    def fail(self, error: Exception) -> None:
-        """Ends every outstanding step with an error: nobody will answer any more."""
-        for step in self._steps.values():
-            step.error = step.error or error
-            step.closed = True
-            step.waiting.clear()
-        self._by_request.clear()
-        self._retire()
+    def _commit(self, clock: int, out: list[Effect]) -> None:
+        del self._steps[clock]
+        out.append(Committed(clock))
+        self.committed = next(iter(self._steps)) - 1 if self._steps else self.clock
 
-    def waiting_for(self) -> dict[str, int]:
-        """Server -> the oldest clock that it has not answered."""
-        oldest: dict[str, int] = {}
-        for step in self._steps.values():
-            for frame in step.waiting.values():
-                oldest.setdefault(frame.server, frame.clock)
-        return oldest
 
-    def _retire(self) -> None:
-        while self._steps:
-            clock, step = next(iter(self._steps.items()))
-            if not step.done:
-                return
-            del self._steps[clock]
-            self.committed = clock
-            if step.error is not None:
-                self.failures[clock] = step.error
-                if len(self.failures) > MAX_FAILURES:
-                    del self.failures[max(self.failures)]
+def resume(applied: Progress, committed: Progress) -> tuple[int, int]:
+    """(base, trained) for the successor of a worker, from its progress in every range: the clock it starts above, and
+    the last clock whose samples need not be trained again."""
+    return touched_clock(int(applied.max())), int(committed.min()) >> PART_BITS

@@ -1,82 +1,132 @@
-"""Pushes: from a caller's arrays to frames. Copies each gradient once, in the order in which heads want it."""
+"""Pushes: from a caller's arrays to frames. Each gradient is copied once, in the order in which heads want it.
+
+A `Part` keeps its rows in the order of the view under which it was pushed. Frames are slices of that, for this view
+and for every later one: there they are cut at other places, but a range's bytes stay what they were.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from elasticps.client.routing import PushPlan, Routes, Share, cut_ranks, take_sum
+from elasticps.client.routing import FRAME_BYTES, PushPlan, Routes, cut_ranks, take_sum
 from elasticps.errors import InputError
-from elasticps.wire.frames import (
-    ALL_RANGES,
-    LAST,
-    MAX_BLOCKS,
-    MAX_BODY_BYTES,
-    Buffer,
-    Header,
-    Kind,
-    block_head,
-    grads_padding,
-)
+from elasticps.wire.frames import MAX_BLOCKS, MAX_BODY_BYTES, Buffer, block_head, grads_padding
+from replication.chain import Ranges
+
+Runs = list[tuple[int, int]]
 
 
 class Rows(Protocol):
-    """One table's gradients, addressable by the positions that its plan orders."""
+    """One table's rows of a part, ordered by rank."""
 
     dim: int
+    keys: NDArray[np.int64]
 
-    def keys(self, order: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The keys at these positions."""
+    def gradients(self, start: int, stop: int) -> list[Buffer]:
+        """The gradients of rows `start`..`stop`, one after another."""
 
-    def gradients(self, order: NDArray[np.int64]) -> list[Buffer]:
-        """Their gradients, one after another."""
+    def complete(self) -> None:
+        """Copies what has not been asked for yet; the caller's arrays may change from now on."""
 
 
-class SparseRows:
+class _Copied(ABC):
+    """Rows in an array of their own, float32 [m, dim], which is filled piece by piece as frames are made, so that
+    sending one overlaps copying the next."""
+
+    def __init__(self, keys: NDArray[np.int64], dim: int) -> None:
+        self.keys, self.dim = keys, dim
+        self._rows = np.empty((len(keys), dim), np.float32)
+        self._bytes = self._rows.data.cast("B") if self._rows.size else memoryview(b"")
+        self._gaps: Runs = [(0, len(keys))]
+
+    def gradients(self, start: int, stop: int) -> list[Buffer]:
+        if self._gaps:
+            self._fill(start, stop)
+        row = 4 * self.dim
+        return [self._bytes[start * row : stop * row]]
+
+    def complete(self) -> None:
+        if self._gaps:
+            self._fill(0, len(self.keys))
+        self._release()
+
+    def _fill(self, start: int, stop: int) -> None:
+        left: Runs = []
+        for a, b in self._gaps:
+            low, high = max(a, start), min(b, stop)
+            if low >= high:
+                left.append((a, b))
+                continue
+            self._copy(low, high, self._rows[low:high])
+            if a < low:
+                left.append((a, low))
+            if high < b:
+                left.append((high, b))
+        self._gaps = left
+
+    @abstractmethod
+    def _copy(self, start: int, stop: int, out: NDArray[np.float32]) -> None:
+        """Copies rows `start`..`stop` from the caller's array."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Forgets the caller's array."""
+
+
+class SparseRows(_Copied):
     """keys int64 [n], grads float32 [n, dim]; gradients of a key that repeats are summed in their order."""
 
-    def __init__(self, keys: NDArray[np.int64], grads: NDArray[np.float32], following: NDArray[np.int64]) -> None:
-        self._keys, self._grads, self._following = keys, grads, following
-        self.dim = grads.shape[1]
+    def __init__(self, keys: NDArray[np.int64], grads: NDArray[np.float32], plan: PushPlan) -> None:
+        super().__init__(keys[plan.order], grads.shape[1])
+        self._grads, self._order, self._following = grads, plan.order, plan.following
 
-    def keys(self, order: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._keys[order]
+    def _copy(self, start: int, stop: int, out: NDArray[np.float32]) -> None:
+        take_sum(self._grads, self._order[start:stop], self._following, out)
 
-    def gradients(self, order: NDArray[np.int64]) -> list[Buffer]:
-        out = np.empty((len(order), self.dim), np.float32)
-        take_sum(self._grads, order, self._following, out)
-        return [out.data.cast("B")]
+    def _release(self) -> None:
+        self._grads = self._rows
+        self._order = self._following = self.keys[:0]
 
 
-class DenseRows:
-    """A tensor's gradient, flat float32 [size], as blocks of `dim` floats; the last one is padded with zeros.
+class DenseRows(_Copied):
+    """A tensor's gradient, flat float32 [size], as blocks of `dim` floats; the last one is padded with zeros."""
 
-    `copy=False` lends the caller's memory to the socket.
-    """
+    def __init__(self, flat: NDArray[np.float32], dim: int, plan: PushPlan) -> None:
+        super().__init__(plan.order, dim)
+        self._flat = flat
 
-    def __init__(self, flat: NDArray[np.float32], dim: int, copy: bool) -> None:
-        self._flat, self.dim, self._copy = flat, dim, copy
+    def _copy(self, start: int, stop: int, out: NDArray[np.float32]) -> None:
+        _take_blocks(self._flat, self.keys[start:stop], out)
 
-    def keys(self, order: NDArray[np.int64]) -> NDArray[np.int64]:
-        return order
+    def _release(self) -> None:
+        self._flat = self._flat[:0]
 
-    def gradients(self, order: NDArray[np.int64]) -> list[Buffer]:
-        if self._copy:
-            out = np.empty((len(order), self.dim), np.float32)
-            _take_blocks(self._flat, order, out)
-            return [out.data.cast("B")]
-        data, row, buffers = self._flat.data.cast("B"), self.dim * 4, list[Buffer]()
-        for block in order.tolist():
+
+class LentRows:
+    """The same without a copy: the caller lends its memory until the step is committed."""
+
+    def __init__(self, flat: NDArray[np.float32], dim: int, plan: PushPlan) -> None:
+        self.keys, self.dim = plan.order, dim
+        self._bytes = flat.data.cast("B") if flat.size else memoryview(b"")
+
+    def gradients(self, start: int, stop: int) -> list[Buffer]:
+        data, row, buffers = self._bytes, self.dim * 4, list[Buffer]()
+        for block in self.keys[start:stop].tolist():
             at = block * row
             buffers.append(data[at : at + row])
             if at + row > len(data):
                 buffers.append(bytes(at + row - len(data)))
         return buffers
+
+    def complete(self) -> None:
+        pass
 
 
 @njit(nogil=True, cache=True)
@@ -95,24 +145,16 @@ def _take_blocks(flat, order, out):  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Write:
-    """One table's part of a push: what to send, in which order, with which step values (float32 [k])."""
+    """One table's part of a push: its rows, where each rank's begin (int64 [P + 1]), the step values (float32 [k])."""
 
     table_id: int
     rows: Rows
-    plan: PushPlan
+    offsets: NDArray[np.int64]
     step_values: NDArray[np.float32]
 
-
-@dataclass(frozen=True)
-class Place:
-    """Where in a step a frame stands."""
-
-    epoch: int
-    clock: int
-    worker: int
-    first: int
-    part: int
-    last: bool
+    @property
+    def row_bytes(self) -> int:
+        return 8 + 4 * self.rows.dim
 
 
 def check_size(writes: list[Write]) -> None:
@@ -121,63 +163,105 @@ def check_size(writes: list[Write]) -> None:
         raise InputError(
             f"a push of {len(writes)} tables is over the limit of {MAX_BLOCKS}; push them in several parts"
         )
-    row_bytes = [8 + 4 * w.rows.dim for w in writes]
-    if sum(len(w.plan.order) * n for w, n in zip(writes, row_bytes, strict=True)) <= MAX_BODY_BYTES // 2:
+    if sum(len(w.rows.keys) * w.row_bytes for w in writes) <= MAX_BODY_BYTES // 2:
         return
-    sizes = sum(np.diff(w.plan.offsets) * n for w, n in zip(writes, row_bytes, strict=True))
-    largest = int(np.max(sizes))
+    largest = int(np.max(sum(np.diff(w.offsets) * w.row_bytes for w in writes)))
     if largest > MAX_BODY_BYTES // 2:  # the rest is for headers, and for the cut's slack
         raise InputError(
-            f"this push has {largest >> 20} MB for one of the cluster's {len(writes[0].plan.offsets) - 1} ranges, the "
+            f"this push has {largest >> 20} MB for one of the cluster's {len(writes[0].offsets) - 1} ranges, the "
             f"limit is {MAX_BODY_BYTES // 2 >> 20} MB: push in several steps, or create the cluster with more ranges"
         )
 
 
-def push_frames(
-    writes: list[Write], share: Share, routes: Routes, place: Place, requests: Iterator[int], kind: Kind = Kind.PUSH
-) -> Iterator[tuple[int, list[Buffer]]]:
-    """The frames for one head: (request, buffers), made one at a time so that sending overlaps copying.
+class Cut(NamedTuple):
+    """A PUSH frame without its header: the ranges that it names (None: all that the receiver heads), the number of
+    blocks, and the buffers of the body."""
 
-    Raises nothing; a push without rows for this head gives one frame that only ticks.
-    """
-    sizes = np.zeros(share.stop - share.start, np.int64)
-    for write in writes:
-        counts = np.diff(write.plan.offsets[share.start : share.stop + 1])
-        sizes += counts * (8 + 4 * write.rows.dim)
-    cuts = cut_ranks(sizes)
-    for start, stop in cuts:
-        request = next(requests)
-        ranges = None if len(cuts) == 1 else routes.range_at[share.start + start : share.start + stop]
-        yield request, _frame(writes, share.start + start, share.start + stop, ranges, place, request, kind)
+    ranges: Ranges | None
+    items: int
+    buffers: list[Buffer]
 
 
-def _frame(
-    writes: list[Write],
-    start: int,
-    stop: int,
-    ranges: NDArray[np.int32] | None,
-    place: Place,
-    request: int,
-    kind: Kind,
-) -> list[Buffer]:
-    buffers: list[Buffer] = []
-    if ranges is not None:
-        named = len(ranges).to_bytes(8, "little") + ranges.tobytes()
-        buffers.append(named + b"\0" * (-len(named) % 8))
-    blocks = 0
-    for write in writes:
-        order = write.plan.order[write.plan.offsets[start] : write.plan.offsets[stop]]
-        if not len(order):
-            continue
-        blocks += 1
-        buffers.append(block_head(write.table_id, len(order), write.rows.dim, write.step_values))
-        buffers.append(write.rows.keys(order).data.cast("B"))
-        buffers += write.rows.gradients(order)
-        if padding := grads_padding(len(order), write.rows.dim):
-            buffers.append(b"\0" * padding)
-    body = sum(len(b) for b in buffers)
-    flags = (LAST if place.last else 0) | (ALL_RANGES if ranges is None else 0)
-    header = Header(
-        kind, flags, body, request, place.epoch, place.clock, place.worker, place.first, place.part, items=blocks
-    )
-    return [header.pack(), *buffers]
+class Part:
+    """One part of a step: the rows of all its tables, in the order of `routes`."""
+
+    def __init__(self, writes: list[Write], routes: Routes) -> None:
+        self.writes = writes
+        self._routes = routes
+
+    def touches(self, ranges: Ranges) -> bool:
+        """Whether it has a row in any of these ranges."""
+        ranks = self._routes.rank_of[ranges]
+        return any(bool((w.offsets[ranks] < w.offsets[ranks + 1]).any()) for w in self.writes)
+
+    def complete(self) -> None:
+        """Makes the part independent of the caller's arrays, except those that are lent."""
+        for write in self.writes:
+            write.rows.complete()
+
+    def whole(self, server: int, routes: Routes) -> Iterator[Cut]:
+        """What a server, by its index in the view of `routes`, gets of the part: frames that together tick all that
+        it heads. They are made one at a time; without rows for the server it is one frame."""
+        share = routes.share_of[server]
+        if routes is not self._routes:
+            order = routes.range_at[share.start : share.stop]
+            yield from self._cuts(order, self._routes.rank_of[order], named=False)
+            return
+        start, stop = share.start, share.stop
+        size = 0
+        for write in self.writes:
+            size += int(write.offsets[stop] - write.offsets[start]) * write.row_bytes
+        if size <= FRAME_BYTES // 2:
+            yield self._frame(None, [(start, stop)])
+        else:
+            ranks = np.arange(start, stop)
+            yield from self._cuts(routes.range_at[start:stop], ranks, named=False)
+
+    def named(self, ranges: Ranges) -> Iterator[Cut]:
+        """What the head of `ranges`, ordered by chain, gets for these and no others."""
+        return self._cuts(ranges, self._routes.rank_of[ranges], named=True)
+
+    def _cuts(self, ranges: Ranges, ranks: NDArray[np.int64], named: bool) -> Iterator[Cut]:
+        sizes = np.zeros(len(ranks), np.int64)
+        for write in self.writes:
+            sizes += (write.offsets[ranks + 1] - write.offsets[ranks]) * write.row_bytes
+        cuts = cut_ranks(sizes)
+        for start, stop in cuts:
+            alone = len(cuts) == 1 and not named
+            yield self._frame(None if alone else ranges[start:stop], runs_of(ranks[start:stop]))
+
+    def _frame(self, ranges: Ranges | None, runs: Runs) -> Cut:
+        buffers: list[Buffer] = [] if ranges is None else [named_ranges(ranges)]
+        blocks = 0
+        for write in self.writes:
+            offsets, rows = write.offsets, write.rows
+            spans = [(int(offsets[a]), int(offsets[b])) for a, b in runs]
+            count = sum(b - a for a, b in spans)
+            if not count:
+                continue
+            blocks += 1
+            buffers.append(block_head(write.table_id, count, rows.dim, write.step_values))
+            keys = rows.keys.data.cast("B")
+            buffers += [keys[8 * a : 8 * b] for a, b in spans if a < b]
+            for a, b in spans:
+                if a < b:
+                    buffers += rows.gradients(a, b)
+            if padding := grads_padding(count, rows.dim):
+                buffers.append(b"\0" * padding)
+        return Cut(ranges, blocks, buffers)
+
+
+def runs_of(ranks: NDArray[np.int64]) -> Runs:
+    """Consecutive numbers as (start, stop): [4, 5, 6, 9] gives [(4, 7), (9, 10)]."""
+    if not len(ranks):
+        return []
+    edges = np.flatnonzero(np.diff(ranks) != 1) + 1
+    starts = ranks[np.concatenate([[0], edges])]
+    stops = ranks[np.concatenate([edges - 1, [len(ranks) - 1]])] + 1
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+def named_ranges(ranges: Ranges) -> bytes:
+    """How a PUSH names the ranges that it ticks."""
+    named = len(ranges).to_bytes(8, "little") + ranges.astype("<i4").tobytes()
+    return named + b"\0" * (-len(named) % 8)

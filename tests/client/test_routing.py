@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,10 +18,14 @@ SALT = table_salt(3)
 
 
 def view(owners: list[int], servers: int = 3) -> View:
+    return chained(np.array(owners, np.int32).reshape(RANGES, 1), servers)
+
+
+def chained(chains: np.ndarray, servers: int = 3) -> View:
+    ranges, replicas = chains.shape
     infos = tuple(ServerInfo(f"s{i}", 1, f"127.0.0.1:{1000 + i}") for i in range(servers))
-    chains = np.array(owners, np.int32).reshape(RANGES, 1)
-    return View(cluster="c", epoch=1, ranges=RANGES, replicas=1, servers=infos, chains=chains,
-                joining=np.full(RANGES, -1, np.int32), since=np.ones(RANGES, np.int64), reason="test")  # fmt: skip
+    return View(cluster="c", epoch=1, ranges=ranges, replicas=replicas, servers=infos, chains=chains,
+                joining=np.full(ranges, -1, np.int32), since=np.ones(ranges, np.int64), reason="test")  # fmt: skip
 
 
 owners = st.lists(st.integers(0, 2), min_size=RANGES, max_size=RANGES)
@@ -63,10 +69,8 @@ def test_gradients_of_a_key_are_summed_in_order(owner: list[int], array: np.ndar
 @given(owners, keys)
 def test_a_pull_comes_back_in_the_order_of_its_keys(owner: list[int], array: np.ndarray) -> None:
     routes = Routes(view(owner))
-    order, offsets = plan_pull(array, SALT, routes)
     out = np.full((len(array), 1), -1, np.float32)
-    for server in range(3):
-        mine = order[offsets[server] : offsets[server + 1]]
+    for server, mine in plan_pull(array, SALT, routes, routes.tails):
         home = np.empty(len(mine), np.int32)
         key_ranges(array[mine], SALT, routes.shift, home)
         assert all(owner[r] == server for r in home)
@@ -78,8 +82,41 @@ def test_shares_cover_every_range_once() -> None:
     routes = Routes(view([0, 1, 2, 0] * 4))
     assert sorted(routes.range_at.tolist()) == list(range(RANGES))
     assert [(s.server, s.stop - s.start) for s in routes.shares] == [(0, 8), (1, 4), (2, 4)]
-    assert routes.only_reader == -1
-    assert Routes(view([1] * RANGES)).only_reader == 1
+    assert routes.tails.only == -1
+    assert Routes(view([1] * RANGES)).tails.only == 1
+
+
+def test_ranges_without_a_server_have_no_share_and_no_reader() -> None:
+    routes = Routes(view([0, -1] * 8))
+    assert [(s.server, s.stop - s.start) for s in routes.shares] == [(0, 8)]
+    array = np.arange(100)
+    groups = dict(plan_pull(array, SALT, routes, routes.tails))
+    assert sorted(groups) == [-1, 0]
+    home = np.empty(len(groups[-1]), np.int32)
+    key_ranges(array[groups[-1]], SALT, routes.shift, home)
+    assert {r % 2 for r in home.tolist()} == {1}
+
+
+def test_reads_of_any_replica_are_spread_evenly_and_stay_in_the_chain() -> None:
+    chains = np.array([[0, 1, 2], [1, 2, -1]] * 128, np.int32)
+    routes = Routes(chained(chains))
+    for worker in (1, 2, 3):
+        of = routes.replicas(worker).of
+        assert all(of[r] in chains[r] and of[r] >= 0 for r in range(256))
+        assert np.bincount(of[::2], minlength=3).min() > 25
+        assert np.bincount(of[1::2], minlength=3)[1:].min() > 45
+    assert (routes.replicas(1).of != routes.replicas(2).of).mean() > 0.9
+
+
+def test_heads_are_compared_by_incarnation_not_by_index() -> None:
+    before = Routes(view([1, 2] * 8))
+    assert before.same_heads(Routes(view([1, 2] * 8)))
+    assert not before.same_heads(Routes(view([2, 1] * 8)))
+    after = view([0, 1] * 8, servers=2)
+    moved = dataclasses.replace(after, servers=(ServerInfo("s1", 1, "h:1"), ServerInfo("s2", 1, "h:2")))
+    assert before.same_heads(Routes(moved))
+    again = dataclasses.replace(after, servers=(ServerInfo("s1", 2, "h:1"), ServerInfo("s2", 1, "h:2")))
+    assert not before.same_heads(Routes(again))
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=50), st.integers(1, 200))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from elasticps.client.routing import PushPlan
-from elasticps.client.writes import DenseRows, Write, check_size
+from elasticps.client.writes import LentRows, Write, check_size
 from elasticps.errors import InputError
 from elasticps.wire.frames import MAX_BLOCKS, MAX_BODY_BYTES
 
@@ -17,7 +17,7 @@ NONE = np.empty(0, np.int64)
 def write(rows_by_rank: list[int]) -> Write:
     offsets = np.concatenate([[0], np.cumsum(rows_by_rank)]).astype(np.int64)
     plan = PushPlan(np.arange(offsets[-1]), NONE, offsets)
-    return Write(1, DenseRows(np.empty(0, np.float32), DIM, copy=False), plan, np.empty(0, np.float32))
+    return Write(1, LentRows(np.empty(0, np.float32), DIM, plan), offsets, np.empty(0, np.float32))
 
 
 def test_a_large_push_that_is_spread_over_ranges_is_accepted() -> None:

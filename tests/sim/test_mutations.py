@@ -17,7 +17,7 @@ from chaos.control import Store
 from chaos.servers import Content
 from chaos.simulator import run
 from coordinator import failover
-from elasticps.client.outstanding import Session, resume
+from elasticps.client.session import Session, resume
 from replication.chain import Chains, Member
 from replication.core import Core
 from replication.filling import Filling

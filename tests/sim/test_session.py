@@ -7,8 +7,8 @@ import pytest
 
 from chaos.servers import Content
 from coordinator.failover import form, plan_failover
-from elasticps.client.outstanding import Ask, Committed, Fenced, Frame, NeedView, Session, resume
-from replication.chain import Chains, Member
+from elasticps.client.session import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
+from replication.chain import Chains, Member, Ranges
 from replication.effects import Status
 
 P = 4
@@ -57,14 +57,82 @@ def test_the_window_is_full_until_a_step_commits() -> None:
         session.push(_content())
 
 
-def test_what_the_caller_changes_later_is_not_sent() -> None:
+class Sparse(Content):
+    """Content that knows where it has nothing."""
+
+    def touches(self, ranges: Ranges) -> bool:
+        return any(self.updates.get(r) for r in ranges.tolist())
+
+
+def _parts(effects: list[Effect]) -> list[tuple[Member, int, int, bool]]:
+    return [(e.head, e.first, e.part, e.last) for e in effects if isinstance(e, Frame)]
+
+
+def test_a_part_without_rows_for_a_head_is_covered_by_its_next_frame() -> None:
+    session, view = _connected()
+    of_a, of_b = (int(view.headed_by(view.index(m))[0]) for m in (A, B))
+    assert _parts(session.push(Sparse({of_a: [(1, 1)]}), last=False)) == [(A, 0, 0, False)]
+    assert _parts(session.push(Sparse({}), last=False)) == []
+    assert _parts(session.push(Sparse({of_b: [(1, 1)]}), last=False)) == [(B, 0, 2, False)]
+    assert _parts(session.push(Sparse({}), last=True)) == [(A, 1, 3, True), (B, 3, 3, True)]
+    assert _parts(session.push(Sparse({}), last=True)) == [(A, 0, 0, True), (B, 0, 0, True)]
+
+
+def test_after_a_reconnect_parts_are_sent_one_by_one_and_all_count_as_sent() -> None:
+    session, view = _connected()
+    order = view.headed_by(view.index(A))
+    session.push(Sparse({}), last=False)
+    session.push(Sparse({int(order[0]): [(1, 1)]}), last=False)
+    session.disconnected(A)
+    (ask,) = session.connected(A)
+    assert isinstance(ask, Ask)
+    none = np.zeros(len(order), np.int64)
+    assert _parts(session.clocks(ask.ask, Status.COMMITTED, 1, order, none, none)) == [
+        (A, 0, 0, False),
+        (A, 1, 1, False),
+    ]
+    assert _parts(session.push(Sparse({}), last=True)) == [(A, 2, 2, True), (B, 0, 2, True)]
+
+
+def test_a_head_says_in_one_word_that_all_its_ranges_are_committed() -> None:
     session, _ = _connected()
-    mine = _content()
-    frame = session.push(mine)[0]
-    mine.updates[0][0] = (0, 99)
-    assert isinstance(frame, Frame)
-    assert isinstance(frame.content, Content)
-    assert frame.content.updates[0] == [(0, 1)]
+    first, second = session.push(_content())
+    assert isinstance(first, Frame)
+    assert isinstance(second, Frame)
+    assert session.owing() == {A: 1, B: 1}
+    assert session.reply(first.frame, Status.COMMITTED, 1, None, NONE) == []
+    assert session.owing() == {B: 1}
+    assert session.reply(second.frame, Status.COMMITTED, 1, None, NONE) == [Committed(1)]
+
+
+def test_what_a_lost_head_had_committed_stays_committed() -> None:
+    session, view = _connected()
+    first, _ = session.push(_content())
+    assert isinstance(first, Frame)
+    session.reply(first.frame, Status.COMMITTED, 1, None, NONE)
+    decision = plan_failover(view, {A}, {})
+    assert decision is not None
+    session.disconnected(A)
+    (ask,) = session.adopt(decision.chains)
+    assert isinstance(ask, Ask)
+    ranges = decision.chains.headed_by(decision.chains.index(B))
+    applied = np.full(P, 1 << 16, dtype=np.int64)
+    effects = session.clocks(ask.ask, Status.COMMITTED, 2, ranges, applied, np.zeros(P, np.int64))
+    (again,) = effects
+    assert isinstance(again, Frame)
+    assert again.content is None
+    assert again.ranges is not None
+    assert sorted(again.ranges.tolist()) == sorted(view.headed_by(view.index(B)).tolist())
+    assert session.reply(again.frame, Status.COMMITTED, 2, None, NONE) == [Committed(1)]
+
+
+def test_a_worker_starts_above_its_base_and_only_once() -> None:
+    session, _ = _connected()
+    session.start_at(7)
+    session.push(_content())
+    assert (session.clock, session.committed) == (8, 7)
+    with pytest.raises(RuntimeError, match="begun"):
+        session.start_at(9)
 
 
 def test_a_new_head_is_asked_first_and_then_gets_what_it_lacks_in_clock_order() -> None:

@@ -1,0 +1,221 @@
+"""A worker's steps on their way: carries out what the session wants, and tells it what servers answer.
+
+The session thinks in frames, one per part and head. A large one goes as several PUSH frames that name disjoint ranges;
+their answers are gathered here, and the session hears of one. Everything runs under the network's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from elasticps.client.routing import Routes
+from elasticps.client.session import Ask, Committed, Effect, Frame, NeedView, Session
+from elasticps.client.writes import Cut, Part, named_ranges
+from elasticps.wire.frames import ALL_RANGES, LAST, REPEAT, Buffer, Header, Kind
+from replication.chain import Member, Ranges
+from replication.effects import Status
+from replication.progress import Progress
+
+MAX_FAILURES = 64  # the first ones are kept
+NO_RANGES: Ranges = np.empty(0, np.int64)
+
+Send = Callable[[Member, Sequence[Buffer]], None]
+
+
+class StepState:
+    """One step as its caller sees it: done when it is committed along every chain; `error` if a server refused it."""
+
+    __slots__ = ("clock", "done", "error")
+
+    def __init__(self, clock: int) -> None:
+        self.clock = clock
+        self.done = False
+        self.error: Exception | None = None
+
+
+class _Sent:
+    """A frame of the session, and what has been answered of it."""
+
+    __slots__ = ("committed", "epoch", "frame", "left", "moved", "state")
+
+    def __init__(self, frame: Frame, state: StepState) -> None:
+        self.frame = frame
+        self.state = state
+        self.left: dict[int, Ranges | None] = {}  # by request, the ranges it named; None: all that the head heads
+        self.committed: list[Ranges] = []
+        self.moved: list[Ranges] = []
+        self.epoch = 0
+
+
+class Pushes:
+    """Steps of one worker. `send` takes frames for a server, `on_fenced` hears that the cluster has dropped us."""
+
+    def __init__(
+        self, session: Session, worker: int, requests: Iterator[int], send: Send, on_fenced: Callable[[], None]
+    ) -> None:
+        self.session = session
+        self.failures: dict[int, Exception] = {}  # by clock: steps that a server refused, until somebody was told
+        self.needed_epoch = 0  # somebody spoke of it
+        self.routes: Routes
+        self._worker = worker
+        self._requests = requests
+        self._send = send
+        self._on_fenced = on_fenced
+        self._states: dict[int, StepState] = {}
+        self._sent: dict[int, _Sent] = {}  # by request
+        self._asks: dict[int, Ask] = {}  # by request
+
+    @property
+    def oldest(self) -> int:
+        """The oldest request that has not been answered, 0 for none."""
+        return next(iter(self._sent), 0) or next(iter(self._asks), 0)
+
+    def push(self, part: Part, last: bool) -> StepState:
+        """Sends a part, the first of a new step or the next of the open one."""
+        begins = not self.session.open
+        clock = self.session.clock + begins
+        if begins:
+            self._states[clock] = StepState(clock)
+        state = self._states[clock]
+        self._perform(self.session.push(part, last))
+        part.complete()
+        return state
+
+    def fail(self, error: Exception) -> None:
+        """Ends every outstanding step: nobody will answer any more."""
+        for state in self._states.values():
+            state.error = state.error or error
+            state.done = True
+        for table in (self._states, self._sent, self._asks):
+            table.clear()
+
+    # -- views and connections ----------------------------------------------------------------------------------------
+
+    def adopt(self, routes: Routes) -> None:
+        """Follows a view: what is outstanding goes to the heads that it names."""
+        self.routes = routes
+        self._perform(self.session.adopt(routes.view.as_chains))
+
+    def connected(self, member: Member) -> None:
+        """A server has welcomed us on a new connection."""
+        self._perform(self.session.connected(member))
+
+    def disconnected(self, member: Member) -> None:
+        """The connection is gone, and with it the answers that it owed."""
+        self._sent = {request: sent for request, sent in self._sent.items() if sent.frame.head != member}
+        self._asks = {request: ask for request, ask in self._asks.items() if ask.head != member}
+        self._perform(self.session.disconnected(member))
+
+    # -- answers: each is True if the request was one of ours ---------------------------------------------------------
+
+    def ok(self, request: int) -> bool:
+        """All that a frame named is committed."""
+        sent = self._sent.pop(request, None)
+        if sent is None:
+            return False
+        ranges = sent.left.pop(request)
+        if ranges is not None:
+            sent.committed.append(ranges)
+        if not sent.left:
+            self._answered(sent)
+        return True
+
+    def partly(self, request: int, epoch: int, committed: Ranges, moved: Ranges) -> bool:
+        """Some of it is committed, some went to other heads."""
+        sent = self._sent.pop(request, None)
+        if sent is None:
+            return False
+        del sent.left[request]
+        sent.epoch = max(sent.epoch, epoch)
+        sent.committed.append(committed)
+        sent.moved.append(moved)
+        if not sent.left:
+            self._answered(sent)
+        return True
+
+    def refused(self, request: int, error: Exception) -> bool:
+        """A server refused the content for good: it ticks as empty, and is committed so."""
+        sent = self._sent.get(request)
+        if sent is None:
+            return False
+        sent.state.error = sent.state.error or error
+        return self.ok(request)
+
+    def not_done(self, request: int, status: Status, epoch: int) -> bool:
+        """A server did nothing: it is at another view, lacks an earlier part, or has been told to drop us."""
+        sent, ask = self._sent.pop(request, None), self._asks.pop(request, None)
+        if sent is not None:
+            for other in sent.left:
+                self._sent.pop(other, None)
+            self._perform(self.session.reply(sent.frame.frame, status, epoch, NO_RANGES, NO_RANGES))
+        elif ask is not None:
+            none: Progress = NO_RANGES
+            self._perform(self.session.clocks(ask.ask, status, epoch, NO_RANGES, none, none))
+        return sent is not None or ask is not None
+
+    def clocks(self, request: int, epoch: int, ranges: Ranges, applied: Progress, committed: Progress) -> bool:
+        """A server said how far our steps are there."""
+        ask = self._asks.pop(request, None)
+        if ask is None:
+            return False
+        self._perform(self.session.clocks(ask.ask, Status.COMMITTED, epoch, ranges, applied, committed))
+        return True
+
+    def _answered(self, sent: _Sent) -> None:
+        if sent.moved:
+            committed, moved = np.concatenate(sent.committed), np.concatenate(sent.moved)
+            effects = self.session.reply(sent.frame.frame, Status.COMMITTED, sent.epoch, committed, moved)
+        else:
+            effects = self.session.reply(sent.frame.frame, Status.COMMITTED, sent.epoch, None, NO_RANGES)
+        if effects:
+            self._perform(effects)
+
+    # -- what the session wants ---------------------------------------------------------------------------------------
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Frame):
+                self._send_frame(effect)
+            elif isinstance(effect, Committed):
+                self._finish(effect.clock)
+            elif isinstance(effect, Ask):
+                request = next(self._requests)
+                self._asks[request] = effect
+                self._send(effect.head, [Header(Kind.ASK, 0, 0, request, effect.epoch, worker=self._worker).pack()])
+            elif isinstance(effect, NeedView):
+                self.needed_epoch = max(self.needed_epoch, effect.epoch)
+            else:
+                self._on_fenced()
+
+    def _send_frame(self, frame: Frame) -> None:
+        sent = _Sent(frame, self._states[frame.clock])
+        flags = LAST if frame.last else 0
+        told = max(1, frame.clock - self.session.committed)
+        for cut in self._cuts(frame):
+            request = next(self._requests)
+            sent.left[request] = cut.ranges
+            self._sent[request] = sent
+            mark = flags | (ALL_RANGES if cut.ranges is None else 0) | (REPEAT if frame.content is None else 0)
+            header = Header(
+                Kind.PUSH, mark, sum(map(len, cut.buffers)), request, frame.epoch, frame.clock, self._worker,
+                frame.first, frame.part, told, cut.items,
+            )  # fmt: skip
+            self._send(frame.head, [header.pack(), *cut.buffers])
+
+    def _cuts(self, frame: Frame) -> Iterator[Cut]:
+        if frame.content is None:
+            return iter([Cut(frame.ranges, 0, [] if frame.ranges is None else [named_ranges(frame.ranges)])])
+        assert isinstance(frame.content, Part)
+        if frame.ranges is None:
+            return frame.content.whole(self.routes.index_of[frame.head], self.routes)
+        return frame.content.named(frame.ranges)
+
+    def _finish(self, clock: int) -> None:
+        state = self._states.pop(clock)
+        state.done = True
+        if state.error is not None:
+            self.failures[clock] = state.error
+            if len(self.failures) > MAX_FAILURES:
+                del self.failures[max(self.failures)]
