@@ -24,7 +24,7 @@ class Loss(NamedTuple):
 
     removed    those that are in fewer chains than before, or joining in fewer
     heads      ranges with a new head; promoted: with a level joiner that became a replica at once
-    restarted  ranges whose filling begins again, from another source or with another chain
+    restarted  ranges whose filling begins again, because their chain is another; ended: that lost their joiner
     parted     ranges that lost a replica, or their joiner, because two neighbours cannot reach each other
     stuck      ranges [n] whose replicas are all gone; they are left as they are
     """
@@ -33,6 +33,7 @@ class Loss(NamedTuple):
     heads: int
     promoted: int
     restarted: int
+    ended: int
     parted: int
     stuck: Ranges
 
@@ -97,7 +98,8 @@ class Draft:
         out = gone_at[self.chains]
         hit = out.any(axis=1)
         level_now = self._level(level)
-        self.joining = np.where(gone_at[self.joining], np.int32(-1), self.joining)
+        ended = gone_at[self.joining]
+        self.joining = np.where(ended, np.int32(-1), self.joining)
         promoted = hit & level_now & (self.joining >= 0)
         stuck = (out | (self.chains < 0)).all(axis=1) & hit & ~promoted
         parted = self._part(out, ~stuck, self.pairs(cut), level_now) if cut else np.zeros(len(out), np.bool_)
@@ -110,6 +112,7 @@ class Draft:
             int(np.count_nonzero(self.chains[:, 0] != old_chains[:, 0])),
             int(np.count_nonzero(promoted)),
             int(np.count_nonzero(moved & (self.joining >= 0))),
+            int(np.count_nonzero(ended)),
             int(np.count_nonzero(parted)),
             np.flatnonzero(stuck).astype(np.int64),
         )

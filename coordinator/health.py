@@ -66,11 +66,12 @@ class Gone(NamedTuple):
     at: float
 
 
-@dataclass
+@dataclass(eq=False)
 class _Peer:
     """What was heard of one member.
 
     heard    last sign of life; at first, when we began to listen
+    met      it has reported
     lost     when its connection ended, None while there is one or it was never made
     """
 
@@ -101,9 +102,11 @@ class Detector:
         for member in self._peers.keys() - members.keys():
             del self._peers[member]
 
-    def connected(self, member: Member, now: float) -> bool:
-        """It answered, and it is the incarnation that was called."""
-        return self._alive(member, now)
+    def connected(self, member: Member, now: float) -> None:
+        """It answered, and it is the incarnation that was called. Only its reports show that it does its work."""
+        peer = self._peers.get(member)
+        if peer is not None:
+            peer.heard, peer.lost = now, None
 
     def heard(self, member: Member, report: Report, now: float) -> bool:
         """It told how it is."""
@@ -127,7 +130,9 @@ class Detector:
     def refused(self, member: Member, why: str, now: float) -> bool:
         """Nobody listens at its address, or somebody else does."""
         peer = self._peers.get(member)
-        return peer is not None and self._give_up(peer, f"connection lost, then {why}" if peer.met else why, now)
+        if peer is None:
+            return False
+        return self._give_up(peer, why if peer.lost is None else f"connection lost, then {why}", now)
 
     def tick(self, now: float) -> bool:
         """Time has passed. To be called every TICK_S, and late only if nothing could be heard meanwhile."""
@@ -201,15 +206,16 @@ class Detector:
     def _judge_silence(self, now: float) -> bool:
         present = [peer for peer in self._peers.values() if peer.gone is None]
         silent = [peer for peer in present if now - peer.heard > SILENCE_S]
+        # Whoever still spoke when others had been silent for a while shows that our ears are in order.
         newest = max((peer.heard for peer in present), default=now)
-        # If one still spoke while another had gone silent, the ears are in order.
-        together = [peer for peer in silent if newest - peer.heard <= TOGETHER_S]
-        self.ill = len(present) > 1 and len(together) == len(present)
+        doubtful = [peer for peer in silent if len(present) > 1 and newest - peer.heard <= TOGETHER_S]
+        self.ill = bool(doubtful) and len(silent) == len(present)
         changed = False
         for peer in present:
             if not peer.registered and self._unheard(peer, now):
                 changed |= self._give_up(peer, "not registered and not heard", now)
-            elif now - peer.heard > SILENCE_S and not self.ill:
+        for peer in silent:
+            if peer not in doubtful:
                 changed |= self._give_up(peer, f"silent for {now - peer.heard:.1f} s", now)
         return changed
 

@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 
 _SECOND_TRY_S = 0.005  # between the two refusals that mean death
 _RETRY_S = 0.25  # between attempts to reach one that is dead
-_AGAIN_S = 0.02  # between attempts that end at once without telling anything
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1  # doubled between attempts that end at once and tell nothing
+_LASTING_S = 0.02  # an attempt that lasted this long is made again at once
 _REDIAL_S = 2.0  # a line or an attempt from which nothing comes for so long is made anew
 _VIEW_LAG_S = 0.1  # a report this soon after a view may have been sent before the view came
 
@@ -115,15 +116,14 @@ class Lines:
                 self._call(server)
 
     async def _keep(self, server: ServerInfo) -> None:
-        member, refusals = server.member, 0
+        member, refusals, failures = server.member, 0, 0
+        pause = 0.0
         while True:
-            pause = _AGAIN_S
+            began = _now()
             try:
                 async with self._dial(server) as line:
                     refusals = 0
-                    began = _now()
                     await self._listen(member, line)
-                pause = 0.0 if _now() - began > _AGAIN_S else _AGAIN_S
             except PermissionError:
                 self._refused(member, "another answers in its place")
                 pause = _RETRY_S
@@ -134,6 +134,8 @@ class Lines:
                     self._refused(member, "connection refused")
             except (OSError, asyncio.TimeoutError) as error:
                 log.debug("the line to %s: %s", member, error)
+                failures = 0 if _now() - began > _LASTING_S else failures + 1
+                pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10)) if failures else 0.0
             except Exception:  # a server that talks nonsense is as good as silent; the others are still heard
                 log.exception("the line to %s failed", member)
                 pause = _RETRY_S
@@ -141,15 +143,14 @@ class Lines:
 
     async def _listen(self, member: Member, line: Line) -> None:
         opened = self._open[member] = _Open(line)
-        self._change(self._detector.connected(member, _now()))
+        self._detector.connected(member, _now())
         if self._view is not None:
             self._send(opened, self._view)
         try:
             async for report in line.reports():
                 self._change(self._detector.heard(member, report, _now()))
                 self._repeat_view(opened, report)
-        except OSError as error:
-            log.debug("the line to %s ended: %s", member, error)
+            raise ConnectionResetError("its reports ended")
         finally:
             if self._open.get(member) is opened:
                 del self._open[member]

@@ -200,7 +200,8 @@ class _Step:
             text = f"{_evidence(lost, self.lost)}: {loss.heads} ranges have a new head"
             if loss.promoted:
                 text += f", {loss.promoted} level replicas take their places"
-            reasons.append(f"{text}, {loss.restarted} fillings start again")
+            text += f", {loss.restarted} fillings start again"
+            reasons.append(text + (f", {loss.ended} are given up" if loss.ended else ""))
         if loss.parted:
             pairs = [f"{a.name} and {b.name}" for a, b in sorted(self.health.cut)]
             reasons.append(f"{_names(pairs)} cannot reach each other: {loss.parted} ranges go on without the second")

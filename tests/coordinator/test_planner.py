@@ -159,6 +159,23 @@ def test_no_server_sends_or_receives_more_fillings_than_its_limit() -> None:
         assert lengths[mine & filling].max() <= waiting.min(initial=3)
 
 
+def test_a_filling_ends_with_its_target_and_starts_again_with_another_source() -> None:
+    config = ClusterConfig(ranges=8, replicas=3)
+    three = [server(name) for name in "abc"]
+    first = written(None, *three[:2], config=config)
+    busy = written(first, *three, config=config)
+    assert (busy.joining == 2).all()
+    target = written(busy, *three, config=config, health=lost(server("c")))
+    assert target.reason == ("c lost (killed): 0 ranges have a new head, 0 fillings start again, 8 are given up")
+    assert target.joining.max() == -1
+    source = written(busy, *three, config=config, health=lost(server("a")))
+    heads = int((busy.heads == 0).sum())
+    assert source.reason == f"a lost (killed): {heads} ranges have a new head, 8 fillings start again"
+    assert source.since.tolist() == [busy.epoch + 1] * 8
+    stale = Health(gone=lost(server("a")).gone, level=dict.fromkeys(range(8), busy.epoch))
+    assert decide(source, *three, config=config, health=stale) is None
+
+
 def test_a_level_report_of_another_filling_promotes_nobody() -> None:
     gone = lost(server("b"))
     busy = repaired_once(gone)
@@ -434,7 +451,7 @@ def test_who_falls_silent_for_a_while_and_comes_back_is_used_again(names_: Seque
 def test_a_plan_that_breaks_the_law_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def everything(self: Draft, *_: object) -> Loss:
         self.chains = np.roll(self.chains, 1, axis=1)
-        return Loss((), 0, 0, 0, 0, np.empty(0, np.int64))
+        return Loss((), 0, 0, 0, 0, 0, np.empty(0, np.int64))
 
     monkeypatch.setattr(Draft, "lose", everything)
     with pytest.raises(UnsafePlan, match="cannot become"):

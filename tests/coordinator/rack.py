@@ -1,0 +1,134 @@
+"""Servers that exist only as what a leader hears of them, with faults that tests switch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from coordinator.health import Line, Report
+from coordinator.store import Store
+from coordinator.view import ServerInfo, View
+from replication.chain import Member
+from replication.effects import Level
+from tests.coordinator.support import until
+
+REPORT_S = 0.02
+
+
+class FakeServer:
+    """One incarnation. Flags are switched by tests.
+
+    running    False: killed; connections break, new ones are refused
+    frozen     says nothing, answers no connection, and notices nothing
+    levels     whether it finds the joiners of its ranges level
+    deaf       how many views it is to miss
+    """
+
+    def __init__(self, info: ServerInfo) -> None:
+        self.info = info
+        self.running, self.frozen, self.levels = True, False, True
+        self.deaf = 0
+        self.suspects: dict[Member, float] = {}
+        self.view: View | None = None
+        self.views: list[int] = []
+        self.calls = 0
+        self.lines: set[FakeLine] = set()
+
+    def take(self, view: View) -> None:
+        self.views.append(view.epoch)
+        if self.deaf:
+            self.deaf -= 1
+        elif self.view is None or view.epoch > self.view.epoch:
+            self.view = view
+
+    def report(self) -> Report:
+        return Report(0 if self.view is None else self.view.epoch, self._level(), dict(self.suspects))
+
+    def _level(self) -> tuple[Level, ...]:
+        """The fillings under way from here, as if each took no time."""
+        view = self.view
+        if view is None or not self.levels or view.index(self.info.name) < 0:
+            return ()
+        mine = np.flatnonzero((view.tails == view.index(self.info.name)) & (view.joining >= 0)).tolist()
+        return tuple(Level(r, int(view.since[r]), view.servers[view.joining[r]].member) for r in mine)
+
+
+class FakeLine:
+    """A connection. broken: it ends, from outside."""
+
+    def __init__(self, server: FakeServer) -> None:
+        self.server = server
+        self.broken = False
+
+    async def reports(self) -> AsyncIterator[Report]:
+        while True:
+            if self.broken or not self.server.running:
+                raise ConnectionResetError("reset by the test")
+            if not self.server.frozen:
+                yield self.server.report()
+            await asyncio.sleep(REPORT_S)
+
+    def send_view(self, view: View) -> None:
+        if not self.broken and self.server.running and not self.server.frozen:
+            self.server.take(view)
+
+
+class Rack:
+    """All servers that ever ran, and the way to call them."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.servers: dict[str, FakeServer] = {}
+
+    async def start(self, *names: str) -> None:
+        """Starts servers, under new incarnations where there were some, and registers them."""
+        for name in names:
+            old = self.servers.get(name)
+            info = ServerInfo(name, 1 if old is None else old.info.incarnation + 1, "h:1")
+            if old is not None:
+                old.running = False
+            self.servers[name] = FakeServer(info)
+            await self.store.put(f"servers/{name}", info.to_json())
+
+    def kill(self, *names: str) -> None:
+        """They die at once; their keys stay until leases run out, which tests do by hand."""
+        for name in names:
+            self.servers[name].running = False
+
+    async def expire(self, *names: str) -> None:
+        """The keys go, as when leases run out."""
+        for name in names:
+            await self.store.delete(f"servers/{name}")
+
+    def freeze(self, *names: str, frozen: bool = True) -> None:
+        for name in names:
+            self.servers[name].frozen = frozen
+
+    def find_level(self, levels: bool) -> None:
+        for server in self.servers.values():
+            server.levels = levels
+
+    def reset_connections(self) -> None:
+        for server in self.servers.values():
+            for line in server.lines:
+                line.broken = True
+
+    @asynccontextmanager
+    async def dial(self, info: ServerInfo) -> AsyncIterator[Line]:
+        server = self.servers[info.name]
+        server.calls += 1
+        await asyncio.sleep(0)
+        if server.info != info and server.running:
+            raise PermissionError(f"this is {server.info.member}")
+        if not server.running:
+            raise ConnectionRefusedError
+        await until(lambda: not server.frozen)
+        line = FakeLine(server)
+        server.lines.add(line)
+        try:
+            yield line
+        finally:
+            server.lines.discard(line)

@@ -1,0 +1,306 @@
+"""The failure detector: what is heard, in which order and when, and who is gone for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.health import (
+    CUT_S,
+    LATE_S,
+    SILENCE_S,
+    SUSPECTED_S,
+    TICK_S,
+    TOGETHER_S,
+    UNREGISTERED_S,
+    Detector,
+    Report,
+)
+from coordinator.planner import Members, plan
+from coordinator.view import ClusterConfig, ServerInfo, View
+from replication.chain import Member
+from replication.effects import Level
+
+A, B, C = (Member(name, 1) for name in "abc")
+FINE = Report(epoch=1)
+
+
+class Story:
+    """A detector with a clock that is moved on, ticking on its way."""
+
+    def __init__(self, *members: Member, now: float = 100.0) -> None:
+        self.now = now
+        self.detector = Detector()
+        self.members = dict.fromkeys(members, True)
+        self.detector.watch(self.members, now)
+        self.detector.tick(now)
+        for member in members:
+            self.detector.connected(member, now)
+            assert self.detector.heard(member, FINE, now)
+
+    def run(self, seconds: float, *speaking: Member) -> None:
+        """Time passes with reports from some."""
+        until = self.now + seconds
+        while self.now + TICK_S <= until:
+            self.now += TICK_S
+            for member in speaking:
+                self.detector.heard(member, FINE, self.now)
+            self.detector.tick(self.now)
+
+    def unregister(self, *members: Member) -> None:
+        self.members.update(dict.fromkeys(members, False))
+        self.detector.watch(self.members, self.now)
+
+    def ill(self) -> bool:
+        return self.detector.ill
+
+    @property
+    def gone(self) -> set[Member]:
+        return set(self.detector.gone)
+
+    def why(self, member: Member) -> str:
+        return self.detector.gone[member].why
+
+
+def test_who_reports_is_well() -> None:
+    story = Story(A, B)
+    story.run(10, A, B)
+    assert not story.gone
+    assert not story.detector.health(None).pending
+
+
+def test_a_refused_reconnection_is_death_at_once() -> None:
+    story = Story(A, B)
+    assert not story.detector.lost(A, story.now)
+    assert not story.gone
+    assert story.detector.refused(A, "connection refused", story.now)
+    assert story.why(A) == "connection lost, then connection refused"
+    assert story.detector.gone[A].at == story.now
+    assert not story.detector.refused(A, "connection refused", story.now + 0.3), "it is no news any more"
+
+
+def test_a_first_connection_that_is_refused_is_death_too() -> None:
+    detector = Detector()
+    detector.watch({A: True}, 0.0)
+    assert detector.health(None).pending == {A}
+    assert not detector.heard(B, FINE, 0.005), "nobody asked"
+    assert detector.refused(A, "connection refused", 0.01)
+    assert detector.gone[A].why == "connection refused"
+
+
+def test_a_reset_alone_proves_nothing() -> None:
+    story = Story(A, B)
+    story.run(1, A, B)
+    story.detector.lost(A, story.now)
+    story.detector.connected(A, story.now + 0.002)
+    story.run(1, A, B)
+    assert not story.gone
+
+
+def test_silence_makes_a_suspect_and_a_word_makes_it_well() -> None:
+    story = Story(A, B, C)
+    story.run(SILENCE_S - TICK_S, B, C)
+    assert not story.gone
+    story.run(2 * TICK_S, B, C)
+    assert story.gone == {A}
+    assert story.why(A).startswith("silent for 0.7")
+    assert story.detector.heard(A, FINE, story.now)
+    assert not story.gone
+
+
+def test_who_answers_calls_and_does_not_report_stays_a_suspect() -> None:
+    story = Story(A, B)
+    story.run(1, B)
+    assert story.gone == {A}
+    story.detector.lost(A, story.now)
+    story.detector.connected(A, story.now)
+    story.run(0.2, B)
+    assert story.gone == {A}
+
+
+def test_a_connection_that_is_never_made_is_silence() -> None:
+    story = Story(A, B)
+    story.members[C] = True
+    story.detector.watch(story.members, story.now)
+    story.run(SILENCE_S + 2 * TICK_S, A, B)
+    assert story.gone == {C}
+
+
+def test_several_that_fall_silent_while_another_speaks_are_suspects() -> None:
+    story = Story(A, B, C)
+    story.run(1, C)
+    assert story.gone == {A, B}
+    assert not story.ill()
+
+
+def test_if_all_fall_silent_together_it_is_the_leader_that_is_ill() -> None:
+    story = Story(A, B, C)
+    story.run(1, A, B, C)
+    story.run(TOGETHER_S / 2, B, C)
+    story.run(30)
+    assert story.ill()
+    assert not story.gone
+    story.detector.refused(B, "connection refused", story.now)
+    assert story.gone == {B}, "a refusal is heard well enough"
+    story.run(1, A)
+    assert not story.ill()
+    assert story.gone == {B, C}, "the ears are in order: who is still silent is a suspect"
+
+
+def test_silences_that_begin_apart_are_the_servers_own() -> None:
+    story = Story(A, B)
+    story.run(TOGETHER_S + 2 * TICK_S, B)
+    story.run(SILENCE_S + TICK_S)
+    assert story.gone >= {A}
+
+
+def test_a_server_that_was_gone_before_is_no_witness() -> None:
+    story = Story(A, B, C)
+    story.run(5, A, B)
+    assert story.gone == {C}
+    story.run(5)
+    assert story.ill()
+    assert story.gone == {C}
+
+
+def test_a_leader_that_was_suspended_starts_to_listen_afresh() -> None:
+    story = Story(A, B)
+    story.now += 60.0
+    story.detector.heard(B, FINE, story.now)  # what waited in the socket may be read before the tick
+    story.detector.tick(story.now)
+    assert not story.gone
+    story.run(SILENCE_S - TICK_S, B)
+    assert not story.gone
+    story.run(3 * TICK_S, B)
+    assert story.gone == {A}
+
+
+def test_a_small_delay_of_the_leader_changes_nothing() -> None:
+    story = Story(A, B)
+    story.run(SILENCE_S, B)
+    story.now += TICK_S + LATE_S / 2
+    story.detector.heard(B, FINE, story.now)
+    story.detector.tick(story.now)
+    assert story.gone == {A}
+
+
+def test_a_lease_that_ran_out_proves_nothing_while_the_server_is_heard() -> None:
+    story = Story(A, B)
+    story.unregister(A, B)
+    story.run(60, A, B)
+    assert not story.gone
+    story.detector.lost(A, story.now)
+    story.detector.connected(A, story.now)
+    story.run(1, A, B)
+    assert not story.gone
+
+
+def test_without_key_and_connection_a_server_is_gone() -> None:
+    story = Story(A, B)
+    story.unregister(A)
+    story.detector.lost(A, story.now)
+    story.run(UNREGISTERED_S + 2 * TICK_S, B)
+    assert story.gone == {A}
+    assert story.why(A) == "not registered and not heard"
+
+
+def test_leases_are_the_backstop_when_nobody_is_heard() -> None:
+    story = Story(A, B)
+    story.run(5)
+    assert not story.gone
+    story.unregister(A)
+    story.run(TICK_S)
+    assert story.gone == {A}
+
+
+def test_who_is_not_watched_is_forgotten() -> None:
+    story = Story(A, B)
+    story.detector.refused(A, "connection refused", story.now)
+    story.detector.watch({B: True}, story.now)
+    assert not story.gone
+    assert not story.detector.heard(A, FINE, story.now)
+    assert not story.detector.refused(A, "connection refused", story.now)
+
+
+def test_peers_that_do_not_reach_each_other_are_cut_off_until_it_is_long_ago() -> None:
+    story = Story(A, B, C)
+    assert not story.detector.heard(A, Report(1, suspects={B: SUSPECTED_S / 2}), story.now)
+    assert story.detector.heard(A, Report(1, suspects={B: SUSPECTED_S * 1.5}), story.now)
+    assert not story.detector.heard(B, Report(1, suspects={A: SUSPECTED_S * 1.5}), story.now), "the same pair"
+    assert story.detector.health(None).cut == {(A, B)}
+    assert not story.gone
+    story.run(CUT_S - 1, A, B, C)
+    assert story.detector.health(None).cut
+    story.run(2, A, B, C)
+    assert not story.detector.health(None).cut
+
+
+def test_nobody_is_cut_off_from_one_that_is_gone_or_unknown() -> None:
+    story = Story(A, B)
+    story.detector.refused(B, "connection refused", story.now)
+    report = Report(1, suspects={B: 5.0, C: 5.0, A: 5.0})
+    assert not story.detector.heard(A, report, story.now)
+    assert not story.detector.health(None).cut
+
+
+def filling() -> View:
+    """Range by range, a holds what b is being filled with."""
+    config = ClusterConfig(ranges=2, replicas=2)
+    infos = tuple(ServerInfo(name, 1, "h:1") for name in "ab")
+    first = plan(None, Members("demo", infos[:1]), config)
+    assert first is not None
+    second = plan(first.view, Members("demo", infos), config)
+    assert second is not None
+    assert second.view is not None
+    return second.view
+
+
+def test_level_reports_are_good_for_the_filling_that_they_name() -> None:
+    story, view = Story(A, B), filling()
+    since = int(view.since[0])
+    assert story.detector.heard(A, Report(2, levels=(Level(0, since, B),)), story.now)
+    assert not story.detector.heard(A, Report(2, levels=(Level(0, since, B),)), story.now)
+    assert story.detector.health(view).level == {0: since}
+    story.detector.refused(A, "connection refused", story.now)
+    assert story.detector.health(view).level == {0: since}, "b has everything, whoever said so"
+    assert story.detector.health(None).level == {}
+
+
+def test_level_reports_of_other_fillings_are_not_believed() -> None:
+    story, view = Story(A, B), filling()
+    since = int(view.since[0])
+    reports = (Level(0, since, C), Level(1, since - 1, B), Level(77, since, B))
+    story.detector.heard(A, Report(2, levels=reports), story.now)
+    assert story.detector.health(view).level == {}
+    # A report may come before the view that it speaks of: it is kept until that is known.
+    story.detector.heard(A, Report(3, levels=(Level(1, since + 1, B),)), story.now)
+    assert story.detector.health(view).level == {}
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["hear", "lose", "connect", "mute", "late"]), st.sampled_from([A, B, C])))
+
+
+@given(EVENTS)
+def test_who_is_never_refused_and_speaks_in_the_end_is_well(events: Sequence[tuple[str, Member]]) -> None:
+    story = Story(A, B, C)
+    for what, member in events:
+        if what == "hear":
+            story.run(0.2, member)
+        elif what == "lose":
+            story.detector.lost(member, story.now)
+            story.run(0.2, *({A, B, C} - {member}))
+        elif what == "connect":
+            story.detector.connected(member, story.now)
+        elif what == "late":
+            story.now += 5.0
+            story.detector.tick(story.now)
+        else:
+            story.run(0.4, *({A, B, C} - {member}))
+        for gone in story.detector.gone.values():
+            assert gone.why.startswith("silent"), "nothing else was to be learned"
+            assert gone.at <= story.now
+    story.run(1, A, B, C)
+    assert not story.gone
+    assert not story.ill()
