@@ -9,7 +9,7 @@ import typer
 
 from elasticps import __version__
 from elasticps.bench.cli import app as bench
-from elasticps.cli import local, processes, status
+from elasticps.cli import audit, local, processes, status
 from elasticps.cli.demo import demo
 from elasticps.cli.output import guarded, out
 
@@ -23,10 +23,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-LOCAL, SHOW, RUN, ABOUT = "Clusters on this machine", "See it work", "Processes of a cluster", "About"
+LOCAL, LOOK, SHOW = "Clusters on this machine", "Look into a cluster", "See it work"
+RUN, ABOUT = "Processes of a cluster", "About"
 app.command(rich_help_panel=LOCAL)(guarded(local.up))
 app.command(rich_help_panel=LOCAL)(guarded(local.down))
-app.command(rich_help_panel=LOCAL)(guarded(status.status))
+app.command(rich_help_panel=LOCAL)(guarded(local.kill))
+app.command(rich_help_panel=LOOK)(guarded(status.status))
+app.command(rich_help_panel=LOOK)(guarded(audit.audit))
 app.command(rich_help_panel=SHOW)(guarded(demo))
 for command in bench.registered_commands:
     if command.callback is not None:

@@ -1,7 +1,9 @@
-"""`elasticps up` and `down`: a cluster of processes on this machine."""
+"""`elasticps up`, `down` and `kill`: a cluster of processes on this machine."""
 
 from __future__ import annotations
 
+import enum
+import signal as signals
 import time
 from dataclasses import asdict
 from typing import Annotated
@@ -10,17 +12,19 @@ import typer
 from rich.table import Table
 
 from elasticps.cli.output import ExitCode, err, out, print_json, sigterm_interrupts
-from elasticps.errors import ConfigError
-from elasticps.local import LocalCluster, state
+from elasticps.errors import ConfigError, Error
+from elasticps.local import LocalCluster, keeper, state
 
 DEFAULT_NAME = "local"
 
 _LOOK_EVERY_S = 0.2
+_GONE_WITHIN_S = 30.0  # freeing much memory takes a while
 
 
 def up(
     servers: Annotated[int, typer.Option(min=1, help="How many servers.")] = 3,
-    replicas: Annotated[int, typer.Option(min=1, help="Copies of each range.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, help="Copies of each range, on as many servers.")] = 2,
+    coordinators: Annotated[int, typer.Option(min=1, help="How many coordinators; one leads.")] = 1,
     ranges: Annotated[int, typer.Option(help="Slices of the hash space, a power of two.")] = 256,
     name: Annotated[str, typer.Option(help="The cluster's name.")] = DEFAULT_NAME,
     plugin: Annotated[
@@ -28,6 +32,9 @@ def up(
         typer.Option(help="A module that every server imports first. May be given again."),
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Leave it running; `elasticps down` ends it.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Start servers and coordinators that die again under their names.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of the URL.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that the start may take.")] = 300.0,
 ) -> None:
@@ -40,10 +47,12 @@ def up(
             name,
             servers=servers,
             replicas=replicas,
+            coordinators=coordinators,
             ranges=ranges,
             plugins=plugin or (),
             directory=state.folder_of(name),
             detach=detach,
+            restart=restart,
             timeout_s=timeout,
             progress=spinner.update,
         )
@@ -69,6 +78,9 @@ def _announce(cluster: LocalCluster, *, detach: bool, as_json: bool) -> None:
     for server in cluster.servers:
         table.add_row(server.name, str(server.pid), server.address)
     err.print(table)
+    if len(cluster.servers) < cluster.config.replicas:
+        text = f"{cluster.config.replicas} replicas of each range were asked for: that needs as many servers"
+        err.print(f"{text}. What a server holds is lost with it if nobody else has a copy", style="yellow")
     err.print(f"logs in {cluster.directory}", markup=False, soft_wrap=True)
     err.print(f"end it with: elasticps down --name {cluster.name}" if detach else "end it with Ctrl-C")
     out.print(cluster.url, markup=False)
@@ -97,6 +109,34 @@ def down(
     if not chosen:
         err.print("no local cluster is there")
     raise typer.Exit(ExitCode.OK)
+
+
+class Signal(str, enum.Enum):
+    """What `kill` can send."""
+
+    KILL = "KILL"
+    TERM = "TERM"
+    STOP = "STOP"
+    CONT = "CONT"
+
+
+def kill(
+    process: Annotated[str, typer.Argument(metavar="SERVER", help="For example s1; also c0 or etcd.")],
+    signal: Annotated[Signal, typer.Option(help="STOP freezes it, CONT lets it go on.")] = Signal.KILL,
+    name: Annotated[str | None, typer.Option(help="Which cluster; may be left out if there is one.")] = None,
+) -> None:
+    """Send a signal to a process of a local cluster, as a crash would: KILL unless another is given."""
+    record = find(name)
+    entry = next((p for p in record.processes if p.name == process and p.role != "owner"), None)
+    if entry is None:
+        names = ", ".join(p.name for p in record.processes if p.role != "owner")
+        raise ConfigError(f"cluster {record.name!r} has no process called {process!r}; it has {names}")
+    if not keeper.send(entry.pid, entry.moment, signals.Signals[f"SIG{signal.value}"]):
+        raise Error(f"{entry.role} {entry.name} is not running any more")
+    deadline = time.monotonic() + _GONE_WITHIN_S
+    while signal is Signal.KILL and entry.running and time.monotonic() < deadline:
+        time.sleep(0.005)
+    err.print(f"{entry.role} {entry.name} (pid {entry.pid}) was sent SIG{signal.value}", markup=False)
 
 
 def find(name: str | None) -> state.Record:

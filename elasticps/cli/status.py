@@ -24,6 +24,7 @@ from elasticps.cli.output import ExitCode, out, print_json
 from elasticps.errors import ClusterUnreachable, ConfigError
 
 _ASKED_AT_ONCE = 64
+_PIPED_WIDTH = 120  # columns where there is no terminal that says how many it has
 
 
 def status(
@@ -46,7 +47,7 @@ def status(
         if as_json:
             print_json(found)
         else:
-            out.print(_render(found))
+            out.print(_render(found), width=None if out.is_terminal else _PIPED_WIDTH)
         raise typer.Exit(ExitCode.OK if found["healthy"] else ExitCode.DEGRADED)
     with suppress(KeyboardInterrupt):
         _watch(target, as_json=as_json, interval_s=interval, timeout_s=timeout)
@@ -92,6 +93,8 @@ async def look(url: str, timeout_s: float) -> dict[str, Any]:
         "reason": view.reason if view else "no view has been formed",
         "ranges": view.ranges if view else 0,
         "replicas": view.replicas if view else 0,
+        "ranges_short": _short(view) if view else 0,
+        "ranges_joining": int((view.joining >= 0).sum()) if view else 0,
         "servers": servers,
         "workers": [
             {"id": worker.id, "name": worker.name, "incarnation": worker.incarnation, "app": worker.app}
@@ -120,8 +123,10 @@ async def _ask(server: ServerInfo, view: View | None, limit: asyncio.Semaphore, 
         "state": "no answer",
         "ranges_headed": int((view.heads == index).sum()) if view is not None and index >= 0 else 0,
         "ranges_held": int((view.chains == index).any(axis=1).sum()) if view is not None and index >= 0 else 0,
+        "ranges_joining": int((view.joining == index).sum()) if view is not None and index >= 0 else 0,
         "rows": None,
         "bytes": None,
+        "log_bytes": None,
         "zone": server.zone,
         "weight": server.weight,
         "error": "",
@@ -136,6 +141,11 @@ async def _ask(server: ServerInfo, view: View | None, limit: asyncio.Semaphore, 
     return {**from_view, **answer}
 
 
+def _short(view: View) -> int:
+    """Ranges with fewer replicas than wanted."""
+    return int((view.chains < 0).any(axis=1).sum())
+
+
 def _by_number(name: str) -> tuple[str, int, str]:
     letters = name.rstrip("0123456789")
     return letters, int(name[len(letters) :] or 0), name
@@ -144,23 +154,28 @@ def _by_number(name: str) -> tuple[str, int, str]:
 def _render(found: dict[str, Any]) -> Group:
     head = Text.assemble(
         (found["cluster"], "bold"),
-        f"  epoch {found['epoch']}, {found['ranges']} ranges × {found['replicas']}: {found['reason']}",
+        f"  epoch {found['epoch']}, {found['ranges']} ranges × {found['replicas']} replicas: {found['reason']}",
     )
+    if found["ranges_short"]:
+        text = f"\n{found['ranges_short']} ranges have fewer replicas; {found['ranges_joining']} are being filled"
+        head.append(text, "yellow")
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("server", "pid", "address", "incarnation", "state", "heads", "holds", "rows", "memory"):
-        right = column in ("pid", "incarnation", "heads", "holds", "rows", "memory")
-        table.add_column(column, justify="right" if right else "left", no_wrap=True)
+    for column in ("server", "pid", "inc", "state", "heads", "holds", "joining", "rows", "memory", "log"):
+        table.add_column(column, justify="left" if column in ("server", "state") else "right", no_wrap=True)
+    table.add_column("address", overflow="fold")  # gives way first on a narrow terminal
     for server in found["servers"]:
         table.add_row(
             server["id"],
             "–" if server["pid"] is None else str(server["pid"]),
-            server["address"],
             str(server["incarnation"]),
             server["state"],
             str(server["ranges_headed"]),
             str(server["ranges_held"]),
+            str(server["ranges_joining"]),
             "–" if server["rows"] is None else f"{server['rows']:,}",
             "–" if server["bytes"] is None else _size(server["bytes"]),
+            "–" if server["log_bytes"] is None else _size(server["log_bytes"]),
+            server["address"],
             style="red" if server["error"] else "",
         )
     workers = ", ".join(f"{worker['name']} (id {worker['id']})" for worker in found["workers"]) or "none"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,13 +27,20 @@ from elasticps.local.etcd import EtcdPlan
 from elasticps.local.process import Process, stop_all
 
 SERVERS_MAX = 64
+COORDINATORS_MAX = 5
 _GRACE_S = 10.0
+_LOOK_EVERY_S = 0.1  # for dead processes to start again
+_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)  # before one that keeps dying is started again
+_STEADY_S = 30.0  # one that has run for so long is not held to have kept dying
 _ETCD_TRIES = 3  # another process may take a port between the look for a free one and etcd's start
 
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A server of a local cluster; anybody may `kill -9` its `pid`."""
+    """A server of a local cluster; anybody may `kill -9` its `pid`.
+
+    One that was left out of a view goes on as a new incarnation, in the same process and on the same ports.
+    """
 
     name: str
     pid: int
@@ -42,22 +51,24 @@ class ServerProcess:
 
 
 class LocalCluster:
-    """etcd, a coordinator and servers on this machine.
+    """etcd, coordinators and servers on this machine.
 
         with eps.LocalCluster(servers=3) as cluster, eps.connect(cluster.url, worker="w0") as ps:
             ...
 
     servers      how many are started, s0, s1, …
-    replicas     copies of each range
+    replicas     copies of each range; with fewer servers there are fewer, until more servers are started
+    coordinators  how many are started, c0, c1, …: one leads, the others stand by
     ranges       slices of the hash space, a power of two
     plugins      modules that every server imports, for instance to register an optimizer
     directory    for state, data and logs; must not exist. None: a temporary folder. Removed at the end
     detach       leave everything running when this process ends; otherwise it all ends with this process, even killed
+    restart      start servers and coordinators that have died again under their names
     environment  variables for the coordinator and the servers, beside those of this process
     timeout_s    for starting; the first start on a machine compiles the kernels
     progress     called with a line of text for each step of the start
 
-    Not thread-safe. Raises ConfigError for arguments that cannot work, Error when a process does not start.
+    Raises ConfigError for arguments that cannot work, Error when a process does not start.
     """
 
     def __init__(
@@ -65,11 +76,13 @@ class LocalCluster:
         name: str = "local",
         *,
         servers: int = 3,
-        replicas: int = 1,
+        replicas: int = 2,
+        coordinators: int = 1,
         ranges: int = 256,
         plugins: Iterable[str] = (),
         directory: Path | None = None,
         detach: bool = False,
+        restart: bool = False,
         environment: Mapping[str, str] | None = None,
         log_level: str = "info",
         timeout_s: float = 300.0,
@@ -77,16 +90,17 @@ class LocalCluster:
     ) -> None:
         if not 1 <= servers <= SERVERS_MAX:
             raise ConfigError(f"a local cluster has 1 to {SERVERS_MAX} servers, not {servers}")
-        if replicas > 1:
-            raise ConfigError(
-                f"replicas={replicas} is not possible: this version keeps one copy of each range. Use replicas=1"
-            )
+        if not 1 <= coordinators <= COORDINATORS_MAX:
+            raise ConfigError(f"a local cluster has 1 to {COORDINATORS_MAX} coordinators, not {coordinators}")
+        if detach and restart:
+            raise ConfigError("a detached cluster has nobody who would start its dead servers again: leave one out")
         try:
             self.name = check_name("cluster", name)
             self.config = ClusterConfig(ranges=ranges, replicas=replicas, min_servers=servers)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self._first_servers = [f"s{i}" for i in range(servers)]
+        self._coordinators = [f"c{i}" for i in range(coordinators)]
         self._plugins = tuple(plugins)
         self._given_directory = directory
         self._detach = detach
@@ -100,6 +114,10 @@ class LocalCluster:
         self._etcd_plan: EtcdPlan | None = None
         self._etcd: Process | None = None
         self._processes: dict[str, Process] = {}
+        self._options: dict[str, list[str]] = {}
+        self._lock = threading.RLock()  # the table of processes
+        self._news: list[str] = []  # who has ended, until `ended` tells
+        self._restarter = _Restarter(self._start_dead_ones) if restart else None
 
     # ------------------------------------------------------------------------------------------------- life
 
@@ -125,21 +143,28 @@ class LocalCluster:
             self._first_etcd(deadline)
             background.run(_create(self.url, self.config, deadline))
             self._progress("etcd is there; starting the coordinator and the servers")
-            self._spawn("c0", "coordinator", [])
+            if self.config.replicas > len(self._first_servers):
+                self._progress(f"{self.config.replicas} replicas need as many servers; until then there are fewer")
+            for name in self._coordinators:
+                self._spawn(name, "coordinator", [])
             for name in self._first_servers:
                 self._spawn(name, "server", [])
             for process in self._processes.values():
                 process.wait_ready(deadline)
                 self._progress(f"{process.role} {process.name} is ready")
-            background.run(_wait_for_servers(self.url, self._first_servers, deadline))
+            background.run(_wait_for_servers(self.url, self._first_servers, self.config.replicas, deadline))
         except BaseException:
             self.stop()
             raise
         self._owned = not self._detach
         self._record()
+        if self._restarter is not None:
+            self._restarter.start()
 
     def stop(self) -> None:
         """Ends every process that this object started and removes the folder, logs included. May be called again."""
+        if self._restarter is not None:
+            self._restarter.stop()
         processes = list(self._processes.values())
         # The coordinator first: nobody need plan for servers that are ending.
         for role in ("coordinator", "server"):
@@ -173,11 +198,8 @@ class LocalCluster:
     @property
     def servers(self) -> tuple[ServerProcess, ...]:
         """Every server started here that has been ready, running or not."""
-        return tuple(
-            ServerProcess(p.name, p.pid, p.ready["address"], p.ready["admin"], p.ready["incarnation"], p.running)
-            for p in self._processes.values()
-            if p.role == "server" and p.ready
-        )
+        with self._lock:
+            return tuple(_shown(p) for p in self._processes.values() if p.role == "server" and p.newest_ready())
 
     def server(self, name: str) -> ServerProcess:
         """The server called `name`."""
@@ -192,26 +214,43 @@ class LocalCluster:
 
     def ended(self) -> list[str]:
         """What has ended without being asked to since the last call, a line each: "server s1 was killed by SIGKILL"."""
-        gone = [p for p in self._processes.values() if not p.running]
-        for process in gone:
-            del self._processes[process.name]
-        if self._etcd is not None and not self._etcd.running:
-            gone.append(self._etcd)
-            self._etcd = None
-        return [f"{p.role} {p.name} (pid {p.pid}) {p.how_it_ended()}" for p in gone]
+        with self._lock:
+            for process in [p for p in self._processes.values() if not p.running]:
+                if self._restarter is None:
+                    del self._processes[process.name]
+                self._tell_end(process)
+            if self._etcd is not None and not self._etcd.running:
+                self._tell_end(self._etcd)
+                self._etcd = None
+            news, self._news = self._news, []
+        return news
+
+    def _tell_end(self, process: Process) -> None:
+        if not process.told:
+            process.told = True
+            self._news.append(f"{process.role} {process.name} (pid {process.pid}) {process.how_it_ended()}")
 
     # ---------------------------------------------------------------------------------------------- changes
 
     def kill(self, name: str) -> None:
-        """SIGKILL to the server or coordinator called `name`; returns when the process is gone."""
-        if name not in self._processes:
-            raise ConfigError(f"the local cluster {self.name!r} has no process called {name!r}")
-        self._processes[name].kill()
+        """SIGKILL to the process called `name` ("s0", "c0", "etcd"); returns when it is gone."""
+        self._process(name).kill()
+        if name == "etcd":
+            self._etcd = None
+
+    def pause(self, name: str) -> None:
+        """SIGSTOP: the process called `name` stands still, with its connections open, until `resume`."""
+        self._process(name).popen.send_signal(signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        """SIGCONT: the process called `name` goes on from where it was."""
+        self._process(name).popen.send_signal(signal.SIGCONT)
 
     def start_server(self, name: str | None = None, *, zone: str = "", weight: float = 1.0) -> ServerProcess:
         """Starts one more server, or one that has ended again under its name; returns when it is ready."""
-        if name is None:
-            name = next(f"s{i}" for i in range(len(self._processes) + 1) if f"s{i}" not in self._processes)
+        with self._lock:
+            if name is None:
+                name = next(f"s{i}" for i in range(len(self._processes) + 1) if f"s{i}" not in self._processes)
         self._start_again(name, "server", ["--zone", zone, "--weight", str(weight)])
         return self.server(name)
 
@@ -269,12 +308,31 @@ class LocalCluster:
         self._watched(self._etcd)
         self._etcd.wait_until(plan.healthy, deadline)
 
+    def _process(self, name: str) -> Process:
+        with self._lock:
+            process = self._etcd if name == "etcd" else self._processes.get(name)
+        if process is None:
+            raise ConfigError(f"the local cluster {self.name!r} has no process called {name!r}")
+        return process
+
     def _start_again(self, name: str, role: str, options: list[str]) -> None:
-        old = self._processes.get(name)
-        if old is not None and old.running:
-            raise ConfigError(f"{old.role} {name} is running, with pid {old.pid}")
-        self._spawn(name, role, options).wait_ready(time.monotonic() + self._timeout_s)
-        self._record()
+        with self._lock:
+            old = self._processes.get(name)
+            if old is not None and old.running:
+                raise ConfigError(f"{old.role} {name} is running, with pid {old.pid}")
+            process = self._spawn(name, role, options)
+        process.wait_ready(time.monotonic() + self._timeout_s)
+
+    def _start_dead_ones(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            for name, process in list(self._processes.items()):
+                if process.running:
+                    continue
+                self._tell_end(process)
+                deaths = 1 if now - process.started > _STEADY_S else process.deaths + 1
+                if now - process.started >= _PAUSES_S[min(deaths, len(_PAUSES_S)) - 1]:
+                    self._spawn(name, process.role, self._options[name]).deaths = deaths
 
     def _spawn(self, name: str, role: str, options: list[str]) -> Process:
         try:
@@ -286,8 +344,9 @@ class LocalCluster:
         if role == "server":
             command += [part for plugin in self._plugins for part in ("--plugin", plugin)]
         process = Process.start(name, role, command, self.directory, {**os.environ, **self._environment})
-        self._processes[name] = process
-        self._watched(process)
+        with self._lock:
+            self._processes[name], self._options[name] = process, options
+            self._watched(process)
         return process
 
     def _watched(self, process: Process) -> None:
@@ -296,11 +355,40 @@ class LocalCluster:
         self._record()
 
     def _record(self) -> None:
-        processes = [*([self._etcd] if self._etcd else []), *self._processes.values()]
-        entries = [state.Entry(p.name, p.role, p.pid, p.moment) for p in processes]
-        if self._owned:
-            entries.insert(0, state.this_process())
-        state.write(self.directory, state.Record(self.name, self.url, tuple(entries)))
+        with self._lock:
+            processes = [*([self._etcd] if self._etcd else []), *self._processes.values()]
+            entries = [state.Entry(p.name, p.role, p.pid, p.moment) for p in processes]
+            if self._owned:
+                entries.insert(0, state.this_process())
+            state.write(self.directory, state.Record(self.name, self.url, tuple(entries)))
+
+
+def _shown(process: Process) -> ServerProcess:
+    ready = process.ready
+    return ServerProcess(
+        process.name, process.pid, ready["address"], ready["admin"], ready["incarnation"], process.running
+    )
+
+
+class _Restarter:
+    """Looks for dead processes until stopped, in a thread of its own."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="elasticps-restarter", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_LOOK_EVERY_S):
+            self._look()
 
 
 async def _create(url: str, config: ClusterConfig, deadline: float) -> None:
@@ -311,9 +399,11 @@ async def _create(url: str, config: ClusterConfig, deadline: float) -> None:
         await store.close()
 
 
-async def _wait_for_servers(url: str, names: list[str], deadline: float) -> None:
+async def _wait_for_servers(url: str, names: list[str], replicas: int, deadline: float) -> None:
+    last = min(replicas, len(names)) - 1
+
     def complete(view: View) -> bool:
-        return all(view.index(name) >= 0 for name in names) and bool((view.heads >= 0).all())
+        return all(view.index(name) >= 0 for name in names) and bool((view.chains[:, last] >= 0).all())
 
     store = await open_store(url, timeout_s=deadline - time.monotonic())
     try:

@@ -28,7 +28,10 @@ class Process:
     output: Path
     popen: subprocess.Popen[bytes]
     moment: str
-    ready: dict[str, Any] = field(default_factory=dict)  # the line that it printed when it was ready
+    ready: dict[str, Any] = field(default_factory=dict)  # the newest line that it printed when it was ready
+    started: float = field(default_factory=time.monotonic)
+    deaths: int = 0  # of processes of this name, one soon after the other, before this one
+    told: bool = False  # its end has been told to whoever asked
 
     @classmethod
     def start(
@@ -58,6 +61,7 @@ class Process:
 
     def kill(self) -> None:
         """SIGKILL, and waits until it is gone."""
+        self.told = True  # whoever asked for it knows
         self.popen.kill()
         self.popen.wait()
 
@@ -72,14 +76,15 @@ class Process:
 
     def wait_ready(self, deadline: float) -> None:
         """Waits for the line of JSON that our own processes print when they are ready; keeps it in `ready`."""
-        self.wait_until(self._read_ready, deadline)
+        self.wait_until(lambda: bool(self.newest_ready()), deadline)
 
-    def _read_ready(self) -> bool:
-        for line in self.output.read_bytes().splitlines(keepends=True):
+    def newest_ready(self) -> dict[str, Any]:
+        """What it said when it was last ready; a server says so again in each life. Empty before the first time."""
+        for line in reversed(self.output.read_bytes().splitlines(keepends=True)):
             if line.startswith(b"{") and line.endswith(b"\n"):
                 self.ready = json.loads(line)
-                return True
-        return False
+                break
+        return self.ready
 
     def how_it_ended(self) -> str:
         """In words, for example "was killed by SIGKILL"."""
@@ -103,6 +108,7 @@ def stop_all(processes: Sequence[Process], *, grace_s: float) -> None:
     for process in processes:
         if process.running:
             process.popen.terminate()
+            process.popen.send_signal(signal.SIGCONT)  # one that stands still would not hear
     deadline = time.monotonic() + grace_s
     for process in processes:
         try:

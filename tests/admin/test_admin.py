@@ -3,13 +3,17 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from coordinator.view import ServerInfo
 from elasticps import background
 from elasticps.admin import AdminServer, fetch_health, fetch_status, start_admin
+from elasticps.admin.client import fetch_marked, take_mark
 from elasticps.errors import ClusterUnreachable, ConfigError
+from elasticps.server.audit import MarkedRange
+from replication.progress import PART_BITS
 
 STATUS: dict[str, Any] = {
     "id": "s0",
@@ -28,16 +32,41 @@ STATUS: dict[str, Any] = {
     "pulls": 20,
     "rows_pushed": 300,
     "rows_pulled": 400,
-    "duplicates": 5,
     "refused": 6,
     "parked": 7,
     "tables": 1,
     "uptime_s": 1.5,
+    "ranges_joining": 3,
+    "log_bytes": 1 << 33,
+    "sent_bytes": 1 << 34,
 }
 
 
+class Subject:
+    """What a server tells of itself."""
+
+    epoch = 7
+    me = ServerInfo("s0", 3, "127.0.0.1:4000", "127.0.0.1:4001")
+    told: ClassVar = {4: 120}
+
+    def __init__(self, **changes: Any) -> None:
+        self._status = {**STATUS, **changes}
+        self._marks: dict[int, dict[int, MarkedRange]] = {}
+
+    def status(self) -> dict[str, Any]:
+        return self._status
+
+    async def mark(self, mark: int) -> bool:
+        self._marks[mark] = {5: MarkedRange(90, b"d" * 16, (4, 6), (121 << PART_BITS | 3, 1 << PART_BITS))}
+        return mark != 1
+
+    def marked(self, mark: int) -> dict[int, MarkedRange]:
+        return self._marks.get(mark, {})
+
+
 async def started(**changes: Any) -> AdminServer:
-    return await start_admin("127.0.0.1", 0, lambda: {**STATUS, **changes})
+    subject = Subject(**changes)
+    return await start_admin("127.0.0.1", 0, lambda: subject)
 
 
 def test_status_arrives_as_the_server_gave_it() -> None:
@@ -47,6 +76,25 @@ def test_status_arrives_as_the_server_gave_it() -> None:
             assert await fetch_status(server.address, timeout_s=5.0) == STATUS
         finally:
             await server.stop()
+
+    background.run(main())
+
+
+def test_a_mark_is_taken_and_what_was_found_is_told_with_whole_steps() -> None:
+    async def main() -> None:
+        server = await started()
+        try:
+            assert not (await fetch_marked(server.address, 1 << 62, 5.0)).ranges
+            assert await take_mark(server.address, 1 << 62, 5.0)
+            assert not await take_mark(server.address, 1, 5.0)
+            answer = await fetch_marked(server.address, 1 << 62, 5.0)
+        finally:
+            await server.stop()
+        (found,) = answer.ranges
+        assert (found.range, found.seq, found.digest) == (5, 90, b"d" * 16)
+        assert dict(zip(found.workers, found.clocks, strict=True)) == {4: 121, 6: 1}
+        assert [(told.worker, told.clock) for told in answer.told] == [(4, 120)]
+        assert (answer.epoch, answer.incarnation) == (7, 3)
 
     background.run(main())
 
@@ -105,7 +153,7 @@ def test_a_taken_port_is_a_clear_error() -> None:
             taken.listen()
             port = taken.getsockname()[1]
             with pytest.raises(ConfigError, match=f"admin port 127.0.0.1:{port}"):
-                await start_admin("127.0.0.1", port, lambda: STATUS)
+                await start_admin("127.0.0.1", port, Subject)
 
     background.run(main())
 

@@ -24,7 +24,7 @@ def plain(text: str) -> str:
 
 def test_version_and_help() -> None:
     assert re.fullmatch(r"elasticps \d+\.\d+\.\d+ with Python 3\.\d+\.\S+\n", run("version").output)
-    for command in ("up", "down", "status", "demo", "bench", "server", "coordinator", "version"):
+    for command in ("up", "down", "kill", "status", "audit", "demo", "bench", "server", "coordinator", "version"):
         assert run(command, "--help").exit_code == ExitCode.OK
         assert command in run("--help").output
 
@@ -36,7 +36,11 @@ def test_an_unknown_command_is_a_usage_error() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["up", "--replicas", "2"], "replicas=2 is not possible"),
+        (["up", "--replicas", "17"], "16"),
+        (["up", "--detach", "--restart"], "leave one out"),
+        (["kill", "s0"], "no local cluster is there"),
+        (["audit"], "no local cluster is there"),
+        (["audit", "--url", "etcd://127.0.0.1:1/x", "--name", "x"], "--url and --name exclude each other"),
         (["up", "--ranges", "100"], "power of two"),
         (["up", "--servers", "1000"], "1 to 64 servers"),
         (["up", "--name", "../x"], "usable cluster name"),

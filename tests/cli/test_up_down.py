@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticps.cli.output import ExitCode
-from elasticps.local import keeper, state
+from elasticps.local import state
 
 Eventually = Callable[[Callable[[], bool]], None]
 
@@ -55,13 +55,31 @@ def test_a_detached_cluster_from_up_to_down(state_folder: Path, eventually: Even
 
         assert "is running" in run("up", "--name", "demo").stderr
 
+        assert json.loads(run("audit", "--json").stdout)["clean"]
+
         victim = next(entry for entry in record.processes if entry.name == "s1")
-        keeper.send(victim.pid, victim.moment, signal.SIGKILL)
+        assert run("kill", "s1", "--signal", "STOP").returncode == ExitCode.OK
+        assert victim.running
+        assert run("kill", "s1", "--signal", "CONT").returncode == ExitCode.OK
+        assert run("kill", "s7").returncode == ExitCode.USAGE
+        assert run("kill", "s1").returncode == ExitCode.OK
         eventually(lambda: not victim.running)
+        assert "not running any more" in run("kill", "s1").stderr
         code, seen = status("--timeout", "1")
         assert code == ExitCode.DEGRADED
         silent = seen["servers"][1]
         assert (silent["state"], silent["pid"], silent["rows"]) == ("no answer", None, None)
+        assert seen["ranges_short"] == 32
+        table = run("status").stdout
+        assert "32 ranges have fewer replicas" in table
+        audit = run("audit")
+        assert audit.returncode == ExitCode.OK, audit.stdout
+        assert "32 replicas of 32 ranges compared" in audit.stdout
+        assert "32 ranges have fewer than 2 replicas" in audit.stdout
+        etcd = next(entry for entry in record.processes if entry.name == "etcd")
+        assert run("kill", "etcd").returncode == ExitCode.OK
+        assert not etcd.running
+        assert run("audit", "--timeout", "1").returncode == ExitCode.UNREACHABLE
     finally:
         down = run("down")
     assert down.returncode == ExitCode.OK, down.stderr

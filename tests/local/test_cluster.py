@@ -48,6 +48,58 @@ def test_a_killed_server_is_reported_and_starts_again_under_its_name(local_clust
     cluster.kill("s1")
     assert not cluster.server("s1").running
     assert cluster.start_server().name == "s2"
+    with pytest.raises(ConfigError, match="no process called 's7'"):
+        cluster.kill("s7")
+
+
+def test_dead_processes_start_again_under_their_names_if_asked(
+    local_cluster: NewCluster, eventually: Eventually
+) -> None:
+    cluster = local_cluster(servers=2, restart=True)
+    before = cluster.server("s1")
+    os.kill(before.pid, signal.SIGKILL)
+    eventually(lambda: any(s.name == "s1" and s.incarnation > before.incarnation for s in cluster.servers))
+    assert cluster.ended() == [f"server s1 (pid {before.pid}) was killed by SIGKILL"]
+    assert cluster.server("s1").running
+    coordinator = pid_of(cluster, "c0")
+    cluster.kill("c0")
+    eventually(lambda: pid_of(cluster, "c0") != coordinator)
+
+
+def test_a_standby_coordinator_leads_when_the_leader_is_killed(
+    local_cluster: NewCluster, eventually: Eventually
+) -> None:
+    cluster = local_cluster(servers=2, coordinators=2)
+    leader, standby = ("c0", "c1") if "leads cluster" in cluster.log("c0") else ("c1", "c0")
+    cluster.kill(leader)
+    eventually(lambda: "leads cluster" in cluster.log(standby))
+
+
+def test_a_frozen_server_comes_back_as_a_new_incarnation(local_cluster: NewCluster, eventually: Eventually) -> None:
+    cluster = local_cluster(servers=3)
+    before = cluster.server("s1")
+    cluster.pause("s1")
+    eventually(lambda: "gone=s1#1" in cluster.log("c0"))
+    cluster.resume("s1")
+    eventually(lambda: cluster.server("s1").incarnation > before.incarnation)
+    after = cluster.server("s1")
+    assert (after.pid, after.address) == (before.pid, before.address)
+
+
+def test_fewer_servers_than_replicas_are_said_and_more_may_come(
+    local_cluster: NewCluster, eventually: Eventually
+) -> None:
+    said: list[str] = []
+    cluster = local_cluster(servers=1, ranges=16, progress=said.append)
+    assert any("2 replicas need as many servers" in text for text in said)
+    second = cluster.start_server()
+    eventually(lambda: background.run(fetch_status(second.admin, 5.0))["ranges_held"] == 16)
+
+
+def pid_of(cluster: LocalCluster, name: str) -> int:
+    record = state.read(cluster.directory)
+    assert record is not None
+    return next(entry.pid for entry in record.processes if entry.name == name)
 
 
 def test_etcd_can_go_away_and_come_back_on_its_port(local_cluster: NewCluster) -> None:
@@ -122,7 +174,9 @@ time.sleep(60)
     ("arguments", "says"),
     [
         ({"servers": 0}, "1 to 64"),
-        ({"replicas": 2}, "replicas=2"),
+        ({"replicas": 0}, "replicas"),
+        ({"coordinators": 0}, "1 to 5 coordinators"),
+        ({"detach": True, "restart": True}, "leave one out"),
         ({"ranges": 3}, "power of two"),
         ({"name": ""}, "name"),
     ],

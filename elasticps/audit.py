@@ -1,0 +1,312 @@
+"""Compares all replicas of every range of a live cluster, and what workers were told with what is there.
+
+Replicas are equal only at the same place of their logs. So a mark goes down the logs of all ranges, each replica notes
+what it has when the mark passes, and those notes are compared. What workers know to be committed is asked for before
+the mark is sent: by then all of it must be in every full replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from coordinator.connect import open_store
+from coordinator.membership import ROSTER, VIEW
+from coordinator.store import Store
+from coordinator.view import Roster, ServerInfo, View
+from elasticps import background
+from elasticps.admin import admin_pb2
+from elasticps.admin.client import fetch_marked, take_mark
+from elasticps.errors import ClusterUnreachable, ConfigError
+
+MARK_BITS = 62
+_PAUSE_S = 0.1  # between rounds
+
+
+class Found(NamedTuple):
+    """A range at a mark, as one replica has it. clocks: worker id -> steps completed in this range."""
+
+    seq: int
+    digest: bytes
+    clocks: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A range whose replicas are not equal, though they should be. server: which one differs from the head."""
+
+    range: int
+    server: str
+    text: str
+
+
+@dataclass(frozen=True)
+class WorkerClocks:
+    """What one worker was told, and what is there.
+
+    name     "" if it is not in the roster any more
+    told     it knows that its steps up to here are committed; 0: nothing was heard of it lately
+    applied  its steps up to here are in every full replica of every range
+    pending  ranges that have nothing of it, while others have: its first step is under way, or was never finished
+    broken   it was told more than there is
+    """
+
+    id: int
+    name: str
+    told: int
+    applied: int
+    pending: int
+    broken: bool
+
+    @property
+    def lag(self) -> int:
+        """Applied steps of which the worker did not know yet that they are committed."""
+        return max(0, self.applied - self.told)
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What an audit found.
+
+    ranges, replicas  as the cluster is meant to be; epoch: of the view at the end
+    compared          replicas that were compared
+    short             ranges with fewer replicas than wanted: no failure
+    unjudged          range -> why it was not compared in time
+    """
+
+    cluster: str
+    epoch: int
+    ranges: int
+    replicas: int
+    compared: int
+    short: int
+    differences: tuple[Difference, ...]
+    workers: tuple[WorkerClocks, ...]
+    unjudged: Mapping[int, str]
+    seconds: float
+
+    @property
+    def clean(self) -> bool:
+        """Every range was compared, all replicas are equal, and no promise was broken."""
+        return not (self.wrong or self.unjudged)
+
+    @property
+    def wrong(self) -> bool:
+        """A replica differs, or a worker was told of a step that is not there."""
+        return bool(self.differences) or any(worker.broken for worker in self.workers)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain values."""
+        workers = [asdict(worker) | {"lag": worker.lag} for worker in self.workers]
+        unjudged = [{"range": r, "reason": text} for r, text in self.unjudged.items()]
+        return {**asdict(self), "clean": self.clean, "workers": workers, "unjudged": unjudged}
+
+
+def audit(url: str, timeout_s: float = 30.0) -> AuditReport:
+    """Audits the cluster at `url`. Training may go on meanwhile.
+
+    Ranges whose view changes are marked again, until `timeout_s`; what could not be compared by then is in `unjudged`.
+    Raises ConfigError for an unusable URL, ClusterUnreachable or StoreUnavailable when etcd does not answer.
+    """
+    return background.run(_audit_url(url, timeout_s))
+
+
+async def _audit_url(url: str, timeout_s: float) -> AuditReport:
+    try:
+        store = await open_store(url, timeout_s=timeout_s)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        return await audit_store(store, timeout_s)
+    finally:
+        await store.close()
+
+
+async def audit_store(store: Store, timeout_s: float) -> AuditReport:
+    """The same for a store that is open."""
+    began = time.monotonic()
+    deadline = began + timeout_s
+    view = await _view(store)
+    told, _ = await _ask(view.servers, 0, deadline)
+    promised = _newest(told.values())
+    judged = Judged(view.ranges)
+    while True:
+        await _round(store, view, judged, deadline)
+        view = await _view(store)
+        names = await _names(store)
+        workers = judged.workers(promised, names)
+        settled = not judged.open and not any(worker.pending and worker.name for worker in workers)
+        if settled or time.monotonic() + _PAUSE_S >= deadline:
+            break
+        if not judged.open:  # a first step is under way: it is either there a little later, or never
+            judged.open.update(range(view.ranges))
+        await asyncio.sleep(_PAUSE_S)
+    short = int((view.chains < 0).any(axis=1).sum())
+    return AuditReport(
+        view.cluster, view.epoch, view.ranges, view.replicas, judged.compared, short, tuple(judged.differences),
+        tuple(workers), {r: judged.reasons.get(r, "no time was left") for r in sorted(judged.open)},
+        time.monotonic() - began,
+    )  # fmt: skip
+
+
+@dataclass
+class Judged:
+    """What has been compared so far. open: ranges that were not; reasons: why not."""
+
+    ranges: int
+    open: set[int] = field(default_factory=set)
+    reasons: dict[int, str] = field(default_factory=dict)
+    differences: list[Difference] = field(default_factory=list)
+    _replicas: dict[int, list[Found]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.open = set(range(self.ranges))
+
+    @property
+    def compared(self) -> int:
+        """Replicas compared."""
+        return sum(len(replicas) for replicas in self._replicas.values())
+
+    def judge(self, before: View, after: View, found: Mapping[str, Mapping[int, Found]]) -> None:
+        """Compares the replicas of the open ranges that had the same chain from before the mark until after it.
+
+        found: server -> range -> what it noted at the mark; servers that did not answer are missing.
+        """
+        for r in sorted(self.open):
+            chain = [before.servers[i].name for i in before.chains[r].tolist() if i >= 0]
+            if not chain:
+                self.reasons[r] = "it has no replica"
+            elif before.since[r] != after.since[r]:
+                self.reasons[r] = "its chain changed meanwhile"
+            elif silent := [name for name in chain if name not in found]:
+                self.reasons[r] = f"{', '.join(silent)} did not answer"
+            elif missing := [name for name in chain if r not in found[name]]:
+                self.reasons[r] = f"the mark did not get to {', '.join(missing)}"
+            else:
+                replicas = [found[name][r] for name in chain]
+                self.open.discard(r)
+                self._replicas[r] = replicas
+                self.differences = [known for known in self.differences if known.range != r]
+                self.differences += compare(r, chain, replicas)
+
+    def workers(self, promised: Mapping[int, int], names: Mapping[int, str]) -> list[WorkerClocks]:
+        """The clocks of every worker that some range knows, from what was compared last of each range."""
+        replicas = [found for replicas in self._replicas.values() for found in replicas]
+        known: dict[int, list[int]] = {}
+        for found in replicas:
+            for worker, clock in found.clocks.items():
+                known.setdefault(worker, []).append(clock)
+        return [
+            _clocks(worker, names.get(worker, ""), promised.get(worker, 0), clocks, len(replicas))
+            for worker, clocks in sorted(known.items())
+        ]
+
+
+def compare(r: int, chain: Sequence[str], replicas: Sequence[Found]) -> list[Difference]:
+    """What is not equal between the replicas of range r, head first; the head is what the others are held against."""
+    head = replicas[0]
+    differences = []
+    for server, found in zip(chain[1:], replicas[1:], strict=True):
+        if found.seq != head.seq:
+            text = f"the mark stands at operation {found.seq} of the log, at the head at {head.seq}"
+        elif found.digest != head.digest:
+            text = f"other rows than at the head {chain[0]} at operation {found.seq}"
+        elif dict(found.clocks) != dict(head.clocks):
+            workers = sorted(w for w in {*found.clocks, *head.clocks} if found.clocks.get(w) != head.clocks.get(w))
+            text = f"other clocks than at the head {chain[0]} for worker id {', '.join(map(str, workers))}"
+        else:
+            continue
+        differences.append(Difference(r, server, text))
+    return differences
+
+
+def _clocks(worker: int, name: str, told: int, clocks: Sequence[int], replicas: int) -> WorkerClocks:
+    """A worker starts above a base clock, which a range learns with its first push. So a range that knows nothing of it
+    breaks a promise only if the worker was told of a step that the others have."""
+    pending = replicas - len(clocks)
+    least = min(clocks)
+    return WorkerClocks(
+        worker, name, told, 0 if pending else least, pending, told > least or (pending > 0 and told == least)
+    )
+
+
+async def _round(store: Store, view: View, judged: Judged, deadline: float) -> None:
+    """One mark through the open ranges."""
+    mark = secrets.randbelow(1 << MARK_BITS) + 1
+    heads = np.unique(view.heads[sorted(judged.open)])
+    await asyncio.gather(
+        *(_mark(view.servers[i], mark, deadline) for i in heads.tolist() if i >= 0),
+    )
+    holders = [view.servers[i] for i in np.unique(view.chains).tolist() if i >= 0]
+    answers, unreachable = await _ask(holders, mark, deadline)
+    found = {name: _found(answer) for name, answer in answers.items()}
+    judged.judge(view, await _view(store), found)
+    for r in judged.open:
+        chain = {view.servers[i].name for i in view.chains[r].tolist() if i >= 0}
+        if texts := [unreachable[name] for name in sorted(chain & unreachable.keys())]:
+            judged.reasons[r] = texts[0]
+
+
+async def _mark(server: ServerInfo, mark: int, deadline: float) -> None:
+    with suppress(ClusterUnreachable):  # whether the mark got through is seen where it should have arrived
+        await take_mark(server.admin, mark, _left(deadline))
+
+
+async def _ask(
+    servers: Iterable[ServerInfo], mark: int, deadline: float
+) -> tuple[dict[str, admin_pb2.MarkedResponse], dict[str, str]]:
+    """What servers found at a mark, by name, and why the others did not answer."""
+    answers: dict[str, admin_pb2.MarkedResponse] = {}
+    unreachable: dict[str, str] = {}
+
+    async def ask(server: ServerInfo) -> None:
+        try:
+            answer = await fetch_marked(server.admin, mark, _left(deadline))
+        except ClusterUnreachable as error:
+            unreachable[server.name] = f"{server.name}: {error}"
+        else:
+            if answer.incarnation == server.incarnation:
+                answers[server.name] = answer
+            else:
+                unreachable[server.name] = f"{server.name} is incarnation {answer.incarnation} now"
+
+    await asyncio.gather(*(ask(server) for server in servers))
+    return answers, unreachable
+
+
+def _found(answer: admin_pb2.MarkedResponse) -> dict[int, Found]:
+    return {
+        each.range: Found(each.seq, each.digest, dict(zip(each.workers, each.clocks, strict=True)))
+        for each in answer.ranges
+    }
+
+
+def _newest(answers: Collection[admin_pb2.MarkedResponse]) -> dict[int, int]:
+    promised: dict[int, int] = {}
+    for answer in answers:
+        for told in answer.told:
+            promised[told.worker] = max(told.clock, promised.get(told.worker, 0))
+    return promised
+
+
+async def _view(store: Store) -> View:
+    entry = await store.get(VIEW)
+    if entry is None:
+        raise ClusterUnreachable(f"cluster {store.cluster!r} has no view: no server has served yet")
+    return View.decode(entry.value)
+
+
+async def _names(store: Store) -> dict[int, str]:
+    entry = await store.get(ROSTER)
+    return {} if entry is None else {worker.id: worker.name for worker in Roster.decode(entry.value).workers}
+
+
+def _left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())

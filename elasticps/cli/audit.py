@@ -1,0 +1,75 @@
+"""`elasticps audit`: are all replicas equal, and is all there that workers were told?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from elasticps import audit as auditing
+from elasticps.cli.local import find
+from elasticps.cli.output import ExitCode, err, out, print_json
+from elasticps.errors import ConfigError
+
+_SHOWN = 10
+
+
+def audit(
+    url: Annotated[str | None, typer.Option(help="A cluster anywhere, as etcd://host:port/name.")] = None,
+    name: Annotated[str | None, typer.Option(help="A local cluster; may be left out if there is one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that it may take.")] = 30.0,
+) -> None:
+    """Compare all replicas of every range bit for bit, and each worker's acknowledged steps with what is applied.
+
+    Training goes on meanwhile. The exit code is 0 if all is equal, 1 if a replica differs or an acknowledged step is
+    missing, 3 if not everything could be compared in time.
+    """
+    if url is not None and name is not None:
+        raise ConfigError("--url and --name exclude each other")
+    target = url if url is not None else find(name).url
+    with err.status("comparing replicas"):
+        report = auditing.audit(target, timeout)
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        out.print(_render(report))
+    if report.wrong:
+        raise typer.Exit(ExitCode.FAILED)
+    raise typer.Exit(ExitCode.UNREACHABLE if report.unjudged else ExitCode.OK)
+
+
+def _render(report: auditing.AuditReport) -> Group:
+    head = Text.assemble((report.cluster, "bold"), f"  epoch {report.epoch}: ")
+    compared = report.ranges - len(report.unjudged)
+    head.append(f"{report.compared} replicas of {compared} ranges compared in {report.seconds:.1f} s: ")
+    if report.differences:
+        head.append(f"{len(report.differences)} differ", "bold red")
+    else:
+        head.append("all equal", "bold green")
+    lines = [head, *_shown([f"range {d.range} at {d.server}: {d.text}" for d in report.differences], "red")]
+    if report.short:
+        lines.append(Text(f"{report.short} ranges have fewer than {report.replicas} replicas", "yellow"))
+    reasons = Counter(report.unjudged.values())
+    lines += _shown([f"{count} ranges were not compared: {reason}" for reason, count in reasons.items()], "yellow")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("worker")
+    for column in ("id", "acknowledged", "applied", "lag"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for worker in report.workers:
+        verdict = f"acknowledged, but not in all ranges: {worker.told - worker.applied} steps" if worker.broken else ""
+        table.add_row(
+            worker.name or "(gone)", str(worker.id), str(worker.told) if worker.told else "–", str(worker.applied),
+            str(worker.lag) if worker.told else "–", verdict, style="red" if worker.broken else "",
+        )  # fmt: skip
+    return Group(*lines, table) if report.workers else Group(*lines, Text("no worker has pushed yet"))
+
+
+def _shown(texts: list[str], style: str) -> list[Text]:
+    more = len(texts) - _SHOWN
+    return [Text(text, style) for text in texts[:_SHOWN]] + ([Text(f"… and {more} more", style)] if more > 0 else [])
