@@ -6,6 +6,7 @@ import enum
 import functools
 import json
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec
@@ -20,7 +21,8 @@ from elasticps.errors import ClusterUnreachable, ConfigError, Error, Timeout
 _P = ParamSpec("_P")
 
 # What a program may read goes to standard output; what people read while they wait goes beside it.
-out = Console(soft_wrap=True, highlight=False)
+_PIPED_WIDTH = 120  # columns where there is no terminal that says how many it has
+out = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
 err = Console(stderr=True, highlight=False)
 
 

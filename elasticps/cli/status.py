@@ -24,7 +24,6 @@ from elasticps.cli.output import ExitCode, out, print_json
 from elasticps.errors import ClusterUnreachable, ConfigError
 
 _ASKED_AT_ONCE = 64
-_PIPED_WIDTH = 120  # columns where there is no terminal that says how many it has
 
 
 def status(
@@ -47,7 +46,7 @@ def status(
         if as_json:
             print_json(found)
         else:
-            out.print(_render(found), width=None if out.is_terminal else _PIPED_WIDTH)
+            out.print(_render(found))
         raise typer.Exit(ExitCode.OK if found["healthy"] else ExitCode.DEGRADED)
     with suppress(KeyboardInterrupt):
         _watch(target, as_json=as_json, interval_s=interval, timeout_s=timeout)

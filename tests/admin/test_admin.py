@@ -11,8 +11,8 @@ from coordinator.view import ServerInfo
 from elasticps import background
 from elasticps.admin import AdminServer, fetch_health, fetch_status, start_admin
 from elasticps.admin.client import fetch_marked, take_mark
+from elasticps.admin.subject import MarkedRange
 from elasticps.errors import ClusterUnreachable, ConfigError
-from elasticps.server.audit import MarkedRange
 from replication.progress import PART_BITS
 
 STATUS: dict[str, Any] = {

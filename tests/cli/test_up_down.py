@@ -70,8 +70,7 @@ def test_a_detached_cluster_from_up_to_down(state_folder: Path, eventually: Even
         silent = seen["servers"][1]
         assert (silent["state"], silent["pid"], silent["rows"]) == ("no answer", None, None)
         assert seen["ranges_short"] == 32
-        table = run("status").stdout
-        assert "32 ranges have fewer replicas" in table
+        assert "32 ranges have fewer replicas" in run("status").stdout
         audit = run("audit")
         assert audit.returncode == ExitCode.OK, audit.stdout
         assert "32 replicas of 32 ranges compared" in audit.stdout
