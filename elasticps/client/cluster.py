@@ -25,10 +25,12 @@ from elasticps.client.writes import Part, Write, check_size
 from elasticps.errors import ConfigError, InputError, Timeout
 from elasticps.spec import ASP, SSP, Init, Optimizer, TableSpec, Zeros
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, Buffer, Header, Kind, json_frame, unpack_header
+from elasticps.wire.pool import Pool
 from replication.chain import Member
 from replication.progress import MAX_PARTS
 
 BOUND_GRACE_S = 1.0
+KEPT_BYTES = 32 << 20
 
 AnyRead = TypeVar("AnyRead", bound=Read)
 Pushes = Mapping[Handle, object]
@@ -101,6 +103,7 @@ class Client:
         self.timeout = timeout
         self.app = app
         self._lock = threading.RLock()  # session, open step, tables: whatever must keep an order
+        self.memory = Pool(KEPT_BYTES)  # for private copies of gradients; under the lock
         self._tables: dict[str, Handle] = {}
         self._joined = False
         self._joining = threading.Lock()

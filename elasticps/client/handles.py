@@ -68,7 +68,12 @@ class SparseTable(_Handle):
         keys = checked_keys(self.name, value[0])
         grads = checked_floats(f"table {self.name!r}: grads", value[1], (len(keys), self.dim))
         plan = plan_push(keys, self.salt, routes)
-        return Write(self.id, SparseRows(keys, grads, plan), plan.offsets, self._optimizer.step_values(clock, lr))
+        return Write(
+            self.id,
+            SparseRows(keys, grads, plan, self._client.memory),
+            plan.offsets,
+            self._optimizer.step_values(clock, lr),
+        )
 
 
 class DenseTensor(_Handle):
@@ -101,7 +106,8 @@ class DenseTensor(_Handle):
     def write(self, value: object, routes: Routes, clock: int, lr: float | None, copy: bool) -> Write:
         """What pushing `value`, a gradient float32 of the tensor's shape, sends."""
         flat, plan = self._flat(value), self._plan(routes)
-        rows = DenseRows(flat, self.spec.dim, plan) if copy else LentRows(flat, self.spec.dim, plan)
+        dim = self.spec.dim
+        rows = DenseRows(flat, dim, plan, self._client.memory) if copy else LentRows(flat, dim, plan)
         return Write(self.id, rows, plan.offsets, self._optimizer.step_values(clock, lr))
 
     def initial(self, value: object, routes: Routes) -> Write:

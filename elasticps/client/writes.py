@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from elasticps.client.routing import FRAME_BYTES, PushPlan, Routes, cut_ranks, take_sum
 from elasticps.errors import InputError
 from elasticps.wire.frames import MAX_BLOCKS, MAX_BODY_BYTES, Buffer, block_head, grads_padding
+from elasticps.wire.pool import Pool
 from replication.chain import Ranges
 
 Runs = list[tuple[int, int]]
@@ -37,12 +38,12 @@ class Rows(Protocol):
 
 
 class _Copied(ABC):
-    """Rows in an array of their own, float32 [m, dim], which is filled piece by piece as frames are made, so that
-    sending one overlaps copying the next."""
+    """Rows in an array of their own, float32 [m, dim], out of `memory`, which is filled piece by piece as frames are
+    made, so that sending one overlaps copying the next."""
 
-    def __init__(self, keys: NDArray[np.int64], dim: int) -> None:
+    def __init__(self, keys: NDArray[np.int64], dim: int, memory: Pool) -> None:
         self.keys, self.dim = keys, dim
-        self._rows = np.empty((len(keys), dim), np.float32)
+        self._rows = memory.take(4 * len(keys) * dim).view(np.float32).reshape(len(keys), dim)
         self._bytes = self._rows.data.cast("B") if self._rows.size else memoryview(b"")
         self._gaps: Runs = [(0, len(keys))]
 
@@ -83,8 +84,8 @@ class _Copied(ABC):
 class SparseRows(_Copied):
     """keys int64 [n], grads float32 [n, dim]; gradients of a key that repeats are summed in their order."""
 
-    def __init__(self, keys: NDArray[np.int64], grads: NDArray[np.float32], plan: PushPlan) -> None:
-        super().__init__(keys[plan.order], grads.shape[1])
+    def __init__(self, keys: NDArray[np.int64], grads: NDArray[np.float32], plan: PushPlan, memory: Pool) -> None:
+        super().__init__(keys[plan.order], grads.shape[1], memory)
         self._grads, self._order, self._following = grads, plan.order, plan.following
 
     def _copy(self, start: int, stop: int, out: NDArray[np.float32]) -> None:
@@ -98,8 +99,8 @@ class SparseRows(_Copied):
 class DenseRows(_Copied):
     """A tensor's gradient, flat float32 [size], as blocks of `dim` floats; the last one is padded with zeros."""
 
-    def __init__(self, flat: NDArray[np.float32], dim: int, plan: PushPlan) -> None:
-        super().__init__(plan.order, dim)
+    def __init__(self, flat: NDArray[np.float32], dim: int, plan: PushPlan, memory: Pool) -> None:
+        super().__init__(plan.order, dim, memory)
         self._flat = flat
 
     def _copy(self, start: int, stop: int, out: NDArray[np.float32]) -> None:
@@ -203,32 +204,38 @@ class Part:
         """What a server, by its index in the view of `routes`, gets of the part: frames that together tick all that
         it heads. They are made one at a time; without rows for the server it is one frame."""
         share = routes.share_of[server]
-        if routes is not self._routes:
-            order = routes.range_at[share.start : share.stop]
-            yield from self._cuts(order, self._routes.rank_of[order], named=False)
-            return
         start, stop = share.start, share.stop
+        if routes is not self._routes:
+            yield from self._replanned(routes.range_at[start:stop], named=False)
+            return
         size = 0
         for write in self.writes:
             size += int(write.offsets[stop] - write.offsets[start]) * write.row_bytes
         if size <= FRAME_BYTES // 2:
             yield self._frame(None, [(start, stop)])
-        else:
-            ranks = np.arange(start, stop)
-            yield from self._cuts(routes.range_at[start:stop], ranks, named=False)
+            return
+        sizes = np.zeros(stop - start, np.int64)
+        for write in self.writes:
+            sizes += np.diff(write.offsets[start : stop + 1]) * write.row_bytes
+        cuts = cut_ranks(sizes)
+        for a, b in cuts:
+            ranges = None if len(cuts) == 1 else routes.range_at[start + a : start + b]
+            yield self._frame(ranges, [(start + a, start + b)])
 
     def named(self, ranges: Ranges) -> Iterator[Cut]:
         """What the head of `ranges`, ordered by chain, gets for these and no others."""
-        return self._cuts(ranges, self._routes.rank_of[ranges], named=True)
+        return self._replanned(ranges, named=True)
 
-    def _cuts(self, ranges: Ranges, ranks: NDArray[np.int64], named: bool) -> Iterator[Cut]:
+    def _replanned(self, ranges: Ranges, named: bool) -> Iterator[Cut]:
+        """Frames for ranges in any order; `named`: also if one frame holds all of them."""
+        ranks = self._routes.rank_of[ranges]
         sizes = np.zeros(len(ranks), np.int64)
         for write in self.writes:
             sizes += (write.offsets[ranks + 1] - write.offsets[ranks]) * write.row_bytes
         cuts = cut_ranks(sizes)
-        for start, stop in cuts:
+        for a, b in cuts:
             alone = len(cuts) == 1 and not named
-            yield self._frame(None if alone else ranges[start:stop], runs_of(ranks[start:stop]))
+            yield self._frame(None if alone else ranges[a:b], runs_of(ranks[a:b]))
 
     def _frame(self, ranges: Ranges | None, runs: Runs) -> Cut:
         buffers: list[Buffer] = [] if ranges is None else [named_ranges(ranges)]

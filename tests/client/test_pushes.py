@@ -1,0 +1,168 @@
+"""Frames of the session as PUSH frames, and answers as the session hears them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from elasticps.client.pushes import Pushes, StepState
+from elasticps.client.routing import Routes, plan_push
+from elasticps.client.session import Session
+from elasticps.client.writes import Part, SparseRows, Write
+from elasticps.hashing import table_salt
+from elasticps.wire.frames import ALL_RANGES, LAST, REPEAT, Buffer, Header, Kind, unpack_header
+from elasticps.wire.pool import Pool
+from replication.chain import Member
+from replication.effects import Status
+from tests.client.views import view
+
+RANGES = 16
+BEFORE = Routes(view([[r % 2, 1 - r % 2] for r in range(RANGES)], servers=("s0", "s1")))
+AFTER = Routes(view([[0]] * RANGES, epoch=2, servers=("s1",)))
+A, B = Member("s0", 1), Member("s1", 1)
+
+
+def done(step: StepState) -> bool:
+    return step.done
+
+
+class Wire:
+    """What was sent, and to whom."""
+
+    def __init__(self, window: int = 4) -> None:
+        self.sent: list[tuple[Member, Header]] = []
+        self.fenced = False
+        self.session = Session(7, RANGES, window)
+        self.pushes = Pushes(self.session, 7, itertools.count(1), self._send, self._end)
+        self.pushes.adopt(BEFORE)
+        self.pushes.connected(A)
+        self.pushes.connected(B)
+
+    def _send(self, member: Member, buffers: Sequence[Buffer]) -> None:
+        header = unpack_header(buffers[0])
+        assert header.body == sum(map(len, buffers[1:]))
+        self.sent.append((member, header))
+
+    def _end(self) -> None:
+        self.fenced = True
+
+    def push(self, rows: int = 10, last: bool = True, dim: int = 2) -> StepState:
+        keys = np.arange(rows)
+        plan = plan_push(keys, table_salt(1), self.pushes.routes)
+        rows_ = SparseRows(keys, np.ones((rows, dim), np.float32), plan, Pool(0))
+        part = Part([Write(1, rows_, plan.offsets, np.empty(0, np.float32))], self.pushes.routes)
+        return self.pushes.push(part, last)
+
+    def take(self) -> list[tuple[Member, Header]]:
+        sent, self.sent = self.sent, []
+        return sent
+
+
+def headed(routes: Routes, member: Member) -> np.ndarray:
+    share = routes.share_of[routes.index_of[member]]
+    return routes.range_at[share.start : share.stop]
+
+
+def test_a_step_is_done_when_every_head_has_said_ok() -> None:
+    wire = Wire()
+    step = wire.push()
+    (to_a, a), (to_b, b) = wire.take()
+    assert (to_a, to_b) == (A, B)
+    assert (a.kind, a.flags, a.clock, a.worker, a.table, a.epoch) == (Kind.PUSH, LAST | ALL_RANGES, 1, 7, 1, 1)
+    assert wire.pushes.ok(a.request)
+    assert not wire.pushes.ok(a.request)
+    assert not done(step)
+    assert wire.pushes.ok(b.request)
+    assert done(step)
+    assert (wire.session.committed, wire.pushes.oldest) == (1, 0)
+
+
+def test_servers_hear_how_far_the_worker_has_been_told() -> None:
+    wire = Wire()
+    for _ in range(3):
+        wire.push()
+    assert [h.table for _, h in wire.take()] == [1, 1, 2, 2, 3, 3]
+
+
+def test_a_frame_in_pieces_is_answered_when_all_of_them_are() -> None:
+    wire = Wire()
+    step = wire.push(rows=20_000, dim=64)
+    pieces = [h for m, h in wire.sent if m == A]
+    others = [h for m, h in wire.take() if m == B]
+    assert len(pieces) > 2
+    assert not any(h.flags & ALL_RANGES for h in pieces)
+    for header in others + pieces[1:]:
+        wire.pushes.ok(header.request)
+    assert not done(step)
+    wire.pushes.ok(pieces[0].request)
+    assert done(step)
+
+
+def test_one_stale_piece_makes_the_whole_frame_be_asked_about() -> None:
+    wire = Wire()
+    wire.push(rows=20_000, dim=64)
+    pieces = [h for m, h in wire.take() if m == A]
+    wire.pushes.not_done(pieces[1].request, Status.GAP, 1)
+    ((to, ask),) = wire.take()
+    assert (to, ask.kind, ask.worker, ask.epoch) == (A, Kind.ASK, 7, 1)
+    assert not any(wire.pushes.ok(h.request) for h in pieces)
+    none = np.zeros(len(headed(BEFORE, A)), np.int64)
+    assert wire.pushes.clocks(ask.request, 1, headed(BEFORE, A), none, none)
+    assert len(wire.take()) == len(pieces)
+
+
+def test_what_moved_is_sent_to_its_new_head_under_the_new_view() -> None:
+    wire = Wire()
+    step = wire.push()
+    a, b = (h for _, h in wire.take())
+    ranges = headed(BEFORE, A)
+    wire.pushes.partly(a.request, 2, ranges[:3], ranges[3:])
+    assert wire.pushes.needed_epoch == 2
+    wire.pushes.disconnected(A)
+    wire.pushes.adopt(AFTER)
+    wire.pushes.ok(b.request)  # its ranges changed: what it says of the old frame counts no more
+    assert wire.session.owing() == {B: 1}
+    ((to, ask),) = wire.take()
+    assert (to, ask.kind, ask.epoch) == (B, Kind.ASK, 2)
+    everything = headed(AFTER, B)
+    applied = np.full(RANGES, 1 << 16, np.int64)
+    committed = np.where(np.isin(everything, headed(BEFORE, B)), 1 << 16, 0)
+    wire.pushes.clocks(ask.request, 2, everything, applied, committed)
+    ((to, again),) = wire.take()
+    assert (to, again.flags, again.items) == (B, LAST | REPEAT, 0)
+    assert not done(step)
+    wire.pushes.ok(again.request)
+    assert done(step)
+
+
+def test_a_refusal_is_kept_until_somebody_is_told() -> None:
+    wire = Wire()
+    step = wire.push()
+    a, b = (h for _, h in wire.take())
+    error = ValueError("no")
+    assert wire.pushes.refused(a.request, error)
+    wire.pushes.refused(b.request, ValueError("later"))
+    assert done(step)
+    assert step.error is error
+    assert wire.pushes.failures == {1: error}
+
+
+def test_an_open_step_is_not_done_and_failing_ends_it() -> None:
+    wire = Wire()
+    step = wire.push(last=False)
+    for _, header in wire.take():
+        wire.pushes.ok(header.request)
+    assert not done(step)
+    wire.pushes.fail(RuntimeError("gone"))
+    assert done(step)
+    assert isinstance(step.error, RuntimeError)
+
+
+def test_a_fenced_worker_hears_of_it() -> None:
+    wire = Wire()
+    wire.push()
+    (_, a), _ = wire.take()
+    wire.pushes.not_done(a.request, Status.FENCED, 1)
+    assert wire.fenced
