@@ -1,5 +1,6 @@
 """Who is in the cluster and who owns what: views, placement, membership and leadership, kept in etcd.
 
-Knows nothing of tensors, tables or the data plane. `ring`, `view` and `planner` are pure; `store` states the laws that
-`etcd` and `memory` both keep; `membership` and `leader` are written against those laws alone.
+Knows nothing of tensors, tables or the data plane. Pure: `ring` places ranges, `draft` has the rules of the next view's
+chains, `repair` chooses whom to fill, `planner` decides with these, `health` says who is gone. `store` states the laws
+that `etcd` and `memory` both keep; `membership`, `world`, `lines` and `leader` are written against those laws alone.
 """

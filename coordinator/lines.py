@@ -20,7 +20,7 @@ from replication.chain import Member
 
 log = logging.getLogger(__name__)
 
-_SECOND_TRY_S = 0.005  # between the two refusals that mean death
+_SECOND_TRY_S = 0.003  # between the two refusals that mean death
 _RETRY_S = 0.25  # between attempts to reach one that is dead
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1  # doubled between attempts that end at once and tell nothing
 _LASTING_S = 0.02  # an attempt that lasted this long is made again at once
@@ -181,9 +181,10 @@ class Lines:
 
     def _tell(self, before: dict[Member, Gone]) -> None:
         gone = self._detector.gone
-        for member in gone.keys() - before.keys():
+        new = gone.keys() - before.keys()
+        self._on_change(bool(new))
+        for member in sorted(new):
             log.warning("%s is taken to be gone: %s", member, gone[member].why)
-        self._on_change(bool(gone.keys() - before.keys()))
 
 
 def _now() -> float:

@@ -25,7 +25,7 @@ class Limits:
     """How many ranges are filled at a time: in the cluster, and per server as source and as target."""
 
     fills: int = 64
-    per_server: int = 8
+    per_server: int = 16
 
 
 def start_fills(draft: Draft, sites: Mapping[Member, Node], limits: Limits, cut: Collection[Pair] = ()) -> int:
