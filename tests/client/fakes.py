@@ -1,0 +1,164 @@
+"""Servers that speak the wire and do what a test says, and a coordination store without etcd."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from coordinator.view import ServerInfo, View, WorkerInfo
+from elasticps.client.control import Registration
+from elasticps.spec import TableSpec
+from elasticps.wire.frames import (
+    HEADER_BYTES,
+    LAST,
+    Header,
+    Kind,
+    bytes_frame,
+    clocks_frame,
+    json_frame,
+    unpack_header,
+)
+
+DIM = 4
+
+
+class FakeServer:
+    """Answers every request at once, except of kinds in `silent`. All rows have the value `value`."""
+
+    def __init__(self, name: str, incarnation: int = 1) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.value = 0.0
+        self.row = DIM  # floats of a row
+        self.view: View | None = None
+        self.silent: set[Kind] = set()
+        self.frames: list[Header] = []
+        self.half = threading.Event()  # set: a pull is answered by half of its rows, the rest when `go` is set
+        self.go = threading.Event()
+        self.applied = self.committed = 0  # the worker's progress in all ranges headed here
+        self._connections: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._start(self._accept)
+
+    @property
+    def info(self) -> ServerInfo:
+        return ServerInfo(self.name, self.incarnation, self.address)
+
+    def got(self, *kinds: Kind) -> list[Header]:
+        """The requests of some kinds so far."""
+        return [h for h in list(self.frames) if h.kind in kinds]
+
+    def kill(self) -> None:
+        """Ends at once; its address refuses connections."""
+        for sock in (self._listener, *self._connections):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def tell(self, view: View) -> None:
+        """Sends a view to everybody connected."""
+        self.view = view
+        for sock in list(self._connections):
+            with contextlib.suppress(OSError):
+                sock.sendall(bytes_frame(Kind.VIEW, view.encode(), epoch=view.epoch))
+
+    def _start(self, target: Callable[..., None], *args: object) -> None:
+        threading.Thread(target=target, args=args, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                self._connections.append(sock)
+                self._start(self._serve, sock)
+
+    def _serve(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                header = unpack_header(_exactly(sock, HEADER_BYTES))
+                _exactly(sock, header.body)
+                self.frames.append(header)
+                if header.kind not in self.silent:
+                    for data in self._answers(header):
+                        sock.sendall(data)
+
+    def _answers(self, header: Header) -> Iterator[bytes]:
+        kind, request, epoch = header.kind, header.request, 0 if self.view is None else self.view.epoch
+        if kind == Kind.HELLO:
+            welcome = {"server": self.name, "incarnation": self.incarnation, "cluster": "fake"}
+            yield json_frame(Kind.WELCOME, welcome)
+        elif kind == Kind.ASK:
+            assert self.view is not None
+            ranges = np.flatnonzero(self.view.heads == self.view.index(self.name))
+            applied, committed = (np.full(len(ranges), x, np.int64) for x in (self.applied, self.committed))
+            yield clocks_frame(request, epoch, ranges, applied, committed)
+        elif kind == Kind.WANT:
+            if self.view is not None and self.view.epoch > header.epoch:
+                yield bytes_frame(Kind.VIEW, self.view.encode(), epoch=epoch)
+        elif kind == Kind.PULL:
+            yield from self._rows(header)
+        else:
+            yield Header(Kind.OK, request=request, epoch=epoch).pack()
+
+    def _rows(self, header: Header) -> Iterator[bytes]:
+        if header.epoch < (0 if self.view is None else self.view.since.max()):
+            assert self.view is not None
+            yield bytes_frame(Kind.VIEW, self.view.encode(), epoch=self.view.epoch)
+            stale = {"code": "stale-view", "message": "old", "epoch": self.view.epoch}
+            yield json_frame(Kind.ERROR, stale, request=header.request)
+            return
+        size = header.items * self.row * 4
+        body = np.full(header.items * self.row, self.value, np.float32).tobytes() + bytes(-size % 8)
+        answer = Header(Kind.ROWS, LAST, len(body), header.request, items=header.items).pack() + body
+        middle = len(answer) // 2 if self.half.is_set() else len(answer)
+        yield answer[:middle]
+        if middle < len(answer):
+            self.go.wait(10)
+            yield answer[middle:]
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        if not piece:
+            raise OSError("closed")
+        data += piece
+    return bytes(data)
+
+
+class FakeControl:
+    """The coordination store of one test: a view, and tables as they come."""
+
+    cluster = "fake"
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.asked = 0
+
+    def __call__(self, url: str, timeout_s: float) -> FakeControl:
+        return self
+
+    def first_view(self, timeout_s: float) -> View:
+        return self.view
+
+    def register(self, name: str, app: str, on_lost: object, timeout_s: float) -> WorkerInfo:
+        return WorkerInfo(7, name, 1, app)
+
+    def open_table(self, app: str, spec: TableSpec, worker: int, ready: bool, timeout_s: float) -> Registration:
+        return Registration(1 if spec.shape is None else 2, spec, worker, ready, 1)
+
+    def mark_ready(self, app: str, registration: Registration, timeout_s: float) -> None:
+        pass
+
+    def ask_view(self, on_view: Callable[[View | None], None]) -> None:
+        self.asked += 1
+        threading.Thread(target=on_view, args=(self.view,), daemon=True).start()
+
+    def close(self) -> None:
+        pass

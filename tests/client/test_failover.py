@@ -1,0 +1,247 @@
+"""A client among servers that come, go, freeze and lie; the servers are fakes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import elasticps as eps
+from coordinator.view import ServerInfo, View
+from elasticps.wire.frames import ANY, LAST, REPEAT, Kind
+from tests.client.fakes import DIM, FakeControl, FakeServer
+
+RANGES = 8
+KEYS = np.arange(40)
+ONES = np.ones((40, DIM), np.float32)
+Eventually = Callable[[Callable[[], bool]], None]
+
+
+def chains(servers: list[ServerInfo], owners: list[list[int]], epoch: int = 1) -> View:
+    """A view in which range r has the chain owners[r % len(owners)]."""
+    replicas = max(map(len, owners))
+    rows = [owners[r % len(owners)] for r in range(RANGES)]
+    padded = np.array([c + [-1] * (replicas - len(c)) for c in rows], np.int32)
+    return View("fake", epoch, RANGES, replicas, tuple(servers), padded, np.full(RANGES, -1, np.int32),
+                np.full(RANGES, epoch, np.int64), "test")  # fmt: skip
+
+
+class Cluster:
+    """Two servers a and b; each heads half of the ranges and is the tail of the other half."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.a, self.b = FakeServer("a"), FakeServer("b")
+        self.servers = [self.a, self.b]
+        self.before = chains([self.a.info, self.b.info], [[0, 1], [1, 0]])
+        self.after = chains([self.b.info], [[0]], epoch=2)  # a is gone
+        self.a.view = self.b.view = self.before
+        self.control = FakeControl(self.before)
+        self.clients: list[eps.Client] = []
+        patch.setattr("elasticps.client.cluster.Control", self.control)
+
+    def connect(self, timeout: float = 10.0) -> eps.Client:
+        client = eps.connect("etcd://127.0.0.1:1/fake", worker="w", timeout=timeout)
+        self.clients.append(client)
+        return client
+
+    def table(self, ps: eps.Client) -> eps.SparseTable:
+        return ps.table("t", dim=DIM, optimizer=eps.Accumulate())
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    cluster = Cluster(monkeypatch)
+    yield cluster
+    for client in cluster.clients:
+        client.timeout = 0.1
+        client.close()
+    for server in cluster.servers:
+        server.kill()
+
+
+def test_a_step_that_a_lost_head_owed_goes_to_its_successor(cluster: Cluster) -> None:
+    ps = cluster.connect()
+    table = cluster.table(ps)
+    ps.push({table: (KEYS, ONES)}).result()
+    cluster.a.silent.add(Kind.PUSH)
+    step = ps.push({table: (KEYS, ONES)})
+    cluster.b.applied = cluster.b.committed = 1 << 16
+    cluster.a.kill()
+    cluster.b.view = cluster.after  # told when it is asked
+    step.result()
+    assert ps.view.epoch == 2
+    resent = cluster.b.got(Kind.PUSH)[-1]
+    assert (resent.epoch, resent.clock, resent.flags & REPEAT) == (2, 2, 0)
+    assert ps.committed == 2
+
+
+def test_only_the_acknowledgement_is_asked_for_where_the_step_is_applied(cluster: Cluster) -> None:
+    ps = cluster.connect()
+    ps.push({}).result()
+    cluster.a.silent.add(Kind.PUSH)
+    step = ps.push({cluster.table(ps): (KEYS, ONES)})
+    cluster.b.applied, cluster.b.committed = 2 << 16, 1 << 16
+    cluster.a.kill()
+    cluster.b.tell(cluster.after)
+    step.result()
+    resent = cluster.b.got(Kind.PUSH)[-1]
+    assert (resent.clock, resent.items, bool(resent.flags & REPEAT)) == (2, 0, True)
+
+
+def test_every_connection_hears_the_base_before_any_push(cluster: Cluster) -> None:
+    ps = cluster.connect()
+    for _ in range(3):
+        ps.push({}).result()
+    for peer in list(ps._net._peers.values()):
+        assert peer.link.socket is not None
+        peer.link.socket.shutdown(socket.SHUT_RDWR)
+    ps.push({}).result()
+    for server in cluster.servers:
+        kinds = [(h.kind, h.flags & LAST) for h in server.got(Kind.HELLO, Kind.JOIN, Kind.PUSH)]
+        second = len(kinds) - 1 - kinds[::-1].index((Kind.HELLO, 0))
+        assert kinds[second + 1] == (Kind.JOIN, LAST)
+        first_push = next(i for i, k in enumerate(kinds) if k[0] == Kind.PUSH)
+        assert (Kind.JOIN, LAST) in kinds[:first_push]
+
+
+def test_pulls_are_asked_again_of_the_new_tail(cluster: Cluster) -> None:
+    ps = cluster.connect()
+    table = cluster.table(ps)
+    cluster.a.silent.add(Kind.PULL)
+    cluster.b.value = 5.0
+    read = table.pull_async(KEYS)
+    cluster.b.tell(cluster.after)
+    assert set(read.result().ravel().tolist()) == {5.0}
+
+
+def test_a_pull_that_is_told_its_view_is_old_is_planned_again(cluster: Cluster) -> None:
+    ps = cluster.connect()
+    table = cluster.table(ps)
+    cluster.a.value = cluster.b.value = 3.0
+    cluster.a.view = cluster.b.view = chains([cluster.a.info, cluster.b.info], [[1], [0]], epoch=2)
+    assert set(table.pull(KEYS).ravel().tolist()) == {3.0}
+    assert ps.view.epoch == 2
+
+
+def test_late_bytes_of_an_old_answer_do_not_overwrite_a_new_one(cluster: Cluster, eventually: Eventually) -> None:
+    ps = cluster.connect()
+    size = 300_000
+    tensor = ps.tensor("w", init=np.zeros(size, np.float32), optimizer=eps.SGD(lr=1.0))
+    assert tensor.spec.dim != DIM  # the fakes answer in rows of DIM floats
+    cluster.a.row = cluster.b.row = tensor.spec.dim
+    cluster.a.value, cluster.b.value = -1.0, 2.0
+    cluster.a.half.set()
+    out = np.full(size, np.nan, np.float32)
+    read = tensor.pull_async(out)
+    eventually(lambda: bool((out == -1.0).any()))
+    cluster.b.tell(chains([cluster.a.info, cluster.b.info], [[1]], epoch=2))  # a lives on, and is the tail no more
+    assert set(read.result().tolist()) == {2.0}
+    cluster.a.go.set()
+    time.sleep(0.2)
+    tensor.pull()
+    assert set(out.tolist()) == {2.0}
+
+
+def test_with_no_server_left_the_view_comes_from_the_store(cluster: Cluster) -> None:
+    ps = cluster.connect()
+    ps.push({}).result()
+    new = FakeServer("c")
+    cluster.servers.append(new)
+    new.view = chains([new.info], [[0]], epoch=2)
+    new.applied = new.committed = 1 << 16
+    cluster.a.kill()
+    cluster.b.kill()
+    step = ps.push({})
+    cluster.control.view = new.view
+    step.result()
+    assert cluster.control.asked >= 1
+    assert ps.view.epoch == 2
+
+
+def test_a_server_started_again_is_no_reason_to_end(cluster: Cluster) -> None:
+    cluster.a.incarnation = 2  # as the view does not know yet
+    cluster.b.view = cluster.after
+    ps = cluster.connect()
+    ps.push({}).result()
+    assert ps.view.epoch == 2
+
+
+def test_a_table_is_created_at_the_heads_of_the_newest_view(cluster: Cluster, eventually: Eventually) -> None:
+    ps = cluster.connect()
+    cluster.a.silent.add(Kind.CREATE)
+    done = threading.Event()
+
+    def create() -> None:
+        cluster.table(ps)
+        done.set()
+
+    thread = threading.Thread(target=create)
+    thread.start()
+    eventually(lambda: bool(cluster.b.got(Kind.CREATE)))
+    assert not done.is_set()
+    cluster.b.tell(cluster.after)
+    thread.join(5)
+    assert done.is_set()
+    assert [h.epoch for h in cluster.b.got(Kind.CREATE)] == [1, 2]
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_a_frozen_server_blocks_nobody_else(cluster: Cluster, accepts: bool) -> None:
+    frozen = socket.create_server(("127.0.0.1", 0), backlog=5 if accepts else 0)  # the system accepts, nobody speaks
+    waiting = [] if accepts else [socket.socket() for _ in range(3)]
+    for sock in waiting:  # with a full backlog connections neither succeed nor fail
+        sock.setblocking(False)
+        sock.connect_ex(frozen.getsockname())
+    info = ServerInfo("z", 1, f"127.0.0.1:{frozen.getsockname()[1]}")
+    cluster.control.view = chains([cluster.a.info, cluster.b.info, info], [[0, 1], [1, 0]])
+    cluster.a.view = cluster.b.view = cluster.control.view
+    ps = cluster.connect()
+    table = cluster.table(ps)
+    started = time.monotonic()
+    for _ in range(20):
+        ps.push({table: (KEYS, ONES)}).result()
+        table.pull(KEYS)
+    assert time.monotonic() - started < 2
+    for sock in (*waiting, frozen):
+        sock.close()
+
+
+def test_a_timeout_says_who_owes_what_since_when(cluster: Cluster) -> None:
+    ps = cluster.connect()
+    ps.push({}).result()
+    cluster.a.kill()
+    step = ps.push({})
+    with pytest.raises(eps.Timeout) as error:
+        step.result(timeout=0.3)
+    text = str(error.value)
+    for part in (f"server a at {cluster.a.address}, head of 4 ranges: unreachable for 0.", "(connection refused)",
+                 "owes step 2", "the cluster's view is at epoch 1"):  # fmt: skip
+        assert part in text
+    assert "server b" not in text
+
+
+def test_a_pull_given_up_stays_given_up(cluster: Cluster) -> None:
+    ps = cluster.connect()
+    table = cluster.table(ps)
+    cluster.a.silent.add(Kind.PULL)
+    read = table.pull_async(KEYS)
+    for _ in range(2):
+        with pytest.raises(eps.Timeout, match="connected, not answering"):
+            read.result(timeout=0.1)
+
+
+def test_any_replica_may_be_asked(cluster: Cluster) -> None:
+    ps = cluster.connect()
+    table = cluster.table(ps)
+    table.pull(np.arange(2000), read="any")
+    asked = [h for s in cluster.servers for h in s.got(Kind.PULL)]
+    assert len(asked) == 2
+    assert all(h.flags & ANY and 300 < h.items < 1700 for h in asked)
+    table.pull(KEYS)
+    assert not any(s.got(Kind.PULL)[-1].flags & ANY for s in cluster.servers)
+    with pytest.raises(eps.InputError, match="'tail'"):
+        table.pull(KEYS, read="head")
