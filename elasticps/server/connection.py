@@ -204,6 +204,11 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.pause_reading()
 
     @property
+    def waiting_bytes(self) -> int:
+        """What has been sent and has not left yet."""
+        return self.transport.get_write_buffer_size()
+
+    @property
     def _full(self) -> bool:
         return len(self._answers) >= MAX_WAITING_ANSWERS
 

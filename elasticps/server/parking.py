@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.view import WorkerInfo
-from elasticps.server.connection import Connection
-from elasticps.server.reads import DEFAULT_WAIT_S, MAX_PARKED, Read
-from elasticps.server.tickets import Refusal
+from elasticps.server.reads import DEFAULT_WAIT_S, MAX_PARKED, Asker, Read
+from elasticps.server.refusal import Refusal
 from elasticps.wire.frames import ANY
 from replication.progress import PART_BITS, Clocks
 
@@ -82,7 +81,7 @@ class Parking:
         wait_s = read.header.wait_ms / 1e3 or DEFAULT_WAIT_S
         self._parked.append(read._replace(keys=read.keys.copy(), deadline_s=self._clock() + wait_s))
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: Asker) -> None:
         """Nobody waits for these answers any more."""
         if self._parked:
             self._parked = [read for read in self._parked if read.connection is not connection]

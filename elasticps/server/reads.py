@@ -2,42 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.server.connection import Connection
 from elasticps.store import Table
-from elasticps.wire.frames import LAST, Buffer, Header, Kind
+from elasticps.wire.frames import LAST, Buffer, Header, Kind, json_frame
 
 CHUNK_BYTES = 512 << 10
 MAX_PARKED = 4096
 DEFAULT_WAIT_S = 30.0
 
 
+class Asker(Protocol):
+    """The connection that a pull came on."""
+
+    worker: int
+    worker_name: str
+    app: str
+    base: int
+
+    def send_all(self, buffers: Sequence[Buffer]) -> None:
+        """Sends a frame in several buffers."""
+
+    def stream(self, chunks: Iterator[list[Buffer]]) -> None:
+        """Sends an answer of several chunks, each made when there is room for it."""
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What has been sent and has not left yet."""
+
+
 class Read(NamedTuple):
     """One pull: keys int64 [n] of a table, asked for on a connection."""
 
-    connection: Connection
+    connection: Asker
     header: Header
     table: Table
     keys: NDArray[np.int64]
     deadline_s: float  # on the server's monotonic clock; meaningful once parked
 
 
-def answer(read: Read) -> None:
-    """Gathers and sends the rows as they are now."""
+def answer(read: Read, still_served: Callable[[], bool]) -> None:
+    """Gathers and sends the rows as they are now.
+
+    A large answer is gathered bit by bit; it ends as stale when its ranges are no longer served here.
+    """
     rows, dim = len(read.keys), read.table.spec.dim
     if rows * dim * 4 <= CHUNK_BYTES:
         out = np.empty((rows, dim), np.float32)
         read.connection.send_all(_chunk(read, read.keys, out, 0, last=True))
     else:
-        read.connection.stream(_chunks(read))
+        read.connection.stream(_chunks(read, still_served))
 
 
-def _chunks(read: Read) -> Iterator[list[Buffer]]:
+def _chunks(read: Read, still_served: Callable[[], bool]) -> Iterator[list[Buffer]]:
     """The answer in pieces of CHUNK_BYTES: while the peer receives one, the next is gathered.
 
     A chunk that has left is gathered over: memory in use already costs no page faults, and may still be in the cache.
@@ -47,9 +68,13 @@ def _chunks(read: Read) -> Iterator[list[Buffer]]:
     keys = read.keys.copy()
     out = np.empty((step, dim), np.float32)
     for at in range(0, rows, step):
+        if not still_served():
+            document = {"code": "stale-view", "message": "the ranges left this server in the middle of the answer"}
+            yield [json_frame(Kind.ERROR, document, request=read.header.request, epoch=read.header.epoch)]
+            return
         part = keys[at : at + step]
         yield _chunk(read, part, out[: len(part)], at, last=at + step >= rows)
-        if read.connection.transport.get_write_buffer_size():  # it is still being sent from
+        if read.connection.waiting_bytes:  # it is still being sent from
             out = np.empty((step, dim), np.float32)
 
 

@@ -12,7 +12,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,9 @@ from elasticps.server.messages import Codec
 from elasticps.server.parking import Parking
 from elasticps.server.peers import Peers
 from elasticps.server.reads import Read, answer
+from elasticps.server.refusal import Refusal
 from elasticps.server.shell import Shell
-from elasticps.server.tickets import FutureTicket, Refusal, RequestTicket
+from elasticps.server.tickets import FutureTicket, RequestTicket
 from elasticps.spec import TableSpec
 from elasticps.store import Table
 from elasticps.wire.frames import (
@@ -554,17 +555,25 @@ class Server:
         if (header.bound or header.clock) and self.parking.behind(read):
             self.parking.park(read)
         else:
-            answer(read)
+            self._answer(read)
+
+    def _answer(self, read: Read) -> None:
+        epoch = read.header.epoch
+        if read.header.flags & ANY:
+            answer(read, lambda: epoch >= self._full_since)
+        else:
+            answer(read, lambda: epoch >= self._tail_since)
 
     def judge_parked(self) -> None:
         """Answers the pulls that need not wait any more, and those that waited too long."""
         for read, refusal in self.parking.judge(self._tail_since, self._full_since):
+            connection = cast(Connection, read.connection)
             if refusal is None:
-                answer(read)
+                self._answer(read)
             else:
                 if refusal.document["code"] == "stale-view":
-                    self.tell_view(read.connection)
-                self.refuse(read.connection, read.header.request, refusal)
+                    self.tell_view(connection)
+                self.refuse(connection, read.header.request, refusal)
 
     # --- audit ------------------------------------------------------------------------------------------------------
 

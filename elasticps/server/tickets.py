@@ -6,16 +6,9 @@ import asyncio
 from typing import Any
 
 from elasticps.server.connection import Connection
+from elasticps.server.refusal import Refusal
 from elasticps.wire.frames import Header, Kind, clocks_frame, json_frame, partly_frame
 from replication.effects import ClocksReply, Reply, Status
-
-
-class Refusal(Exception):
-    """A request that this server will not do: a code for programs, a sentence for people."""
-
-    def __init__(self, code: str, message: str, **more: Any) -> None:
-        super().__init__(message)
-        self.document: dict[str, Any] = {"code": code, "message": message} | more
 
 
 class RequestTicket:
