@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Iterator
 from typing import Annotated
@@ -29,14 +30,17 @@ def _show(results: Iterator[Result], title: str, as_json: bool, unit: str) -> No
         typer.echo(json.dumps([r.to_dict() for r in lines], indent=2))
         return
     table = Table(title=title)
-    rows = ("M rows/s",) if unit == "batch" else ()
-    for name in ("op", unit, *rows, "GB/s", "p50 µs", "p99 µs", "socket pair GB/s", "ratio"):
+    rows = ("M rows/s", "CPU µs/row") if unit == "batch" else ()
+    several = len({r.replicas for r in lines}) > 1
+    replicas = ("replicas", f"of {lines[0].replicas}") if several else ()
+    for name in ("op", unit, *replicas, *rows, "GB/s", "p50 µs", "p99 µs", "socket pair GB/s", "ratio"):
         table.add_column(name, justify="left" if name == "op" else "right")
     for r in lines:
         size = f"{r.batch:,}" if unit == "batch" else f"{r.dim * 4 / 1e6:g}"
         speeds = f"{r.gb_per_s:.2f}", f"{r.p50_us:,.0f}", f"{r.p99_us:,.0f}"
-        rate = (f"{r.rows_per_s / 1e6:.2f}",) if rows else ()
-        table.add_row(r.op, size, *rate, *speeds, f"{r.loopback_gb_per_s:.2f}", f"{r.loopback_ratio:.0%}")
+        copies = (str(r.replicas), f"{r.of_first:.0%}" if r.of_first else "") if several else ()
+        rate = (f"{r.rows_per_s / 1e6:.2f}", f"{r.server_cpu_us_per_row or 0:.2f}") if rows else ()
+        table.add_row(r.op, size, *copies, *rate, *speeds, f"{r.loopback_gb_per_s:.2f}", f"{r.loopback_ratio:.0%}")
     Console().print(table)
     if lines:
         typer.echo(f"memcpy on this machine: {lines[0].memcpy_gb_per_s:.1f} GB/s")
@@ -48,6 +52,9 @@ def sparse(
     rows: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 1_000_000,
     dim: Annotated[int, typer.Option(min=1, help="Floats per row.")] = 64,
     servers: Servers = 1,
+    replicas: Annotated[
+        list[int] | None, typer.Option(min=1, help="Copies of each range; several are compared.  [default: 1]")
+    ] = None,
     window: Annotated[int, typer.Option(min=1, help="Outstanding steps in push-window.")] = 4,
     seconds: Seconds = 4.0,
     as_json: Json = False,
@@ -55,8 +62,8 @@ def sparse(
     """Pull and push rows of a sparse table with Adagrad."""
     from elasticps.bench import sparse as bench
 
-    results = bench.run(batches=batch or bench.BATCHES, rows=rows, dim=dim, servers=servers, window=window,
-                        seconds=seconds, progress=_progress)  # fmt: skip
+    results = bench.run(batches=batch or bench.BATCHES, rows=rows, dim=dim, servers=servers, replicas=replicas or [1],
+                        window=window, seconds=seconds, progress=_progress)  # fmt: skip
     _show(results, f"sparse: {rows:,} rows x {dim} float32, {servers} server(s), one worker", as_json, "batch")
 
 
@@ -72,6 +79,45 @@ def dense(
 
     results = bench.run(sizes_mb=size or bench.SIZES_MB, servers=servers, seconds=seconds, progress=_progress)
     _show(results, f"dense: {servers} server(s), one worker", as_json, "MB")
+
+
+class Signal(str, enum.Enum):
+    """What a server dies of."""
+
+    KILL = "KILL"
+    STOP = "STOP"
+
+
+@app.command()
+def failover(
+    kills: Annotated[int, typer.Option(min=1, help="How often a server dies.")] = 20,
+    signal: Annotated[Signal, typer.Option(help="STOP freezes it until the others have recovered.")] = Signal.KILL,
+    rows: Annotated[int, typer.Option(min=0, help="Rows of 64 floats stored first, 2/3 of them on each server.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Time from the death of a server to the next committed push on its ranges: 3 servers, 2 replicas, 2 workers.
+
+    The exit code is 1 if a push was lost, or two replicas differ.
+    """
+    from elasticps.bench import failover as bench
+
+    outcome = bench.run(kills=kills, stop=signal is Signal.STOP, rows=rows, progress=_progress)
+    if as_json:
+        typer.echo(json.dumps(outcome.as_dict(), indent=2))
+    else:
+        table = Table(title=f"failover: ms since {outcome.signal}, {len(outcome.kills)} times, {rows:,} rows stored")
+        for name in ("", "p50", "p99", "max"):
+            table.add_column(name, justify="right" if name else "left")
+        for part, name in (("detected", "death detected"), ("written", "view written"),
+                           ("adopted", "view adopted by all servers"), ("commits", "next push committed")):  # fmt: skip
+            table.add_row(name, *(f"{outcome.percentile(part, q):.0f}" for q in (50, 99, 100)))
+        Console().print(table)
+        verdict = "all replicas are equal" if outcome.clean else "the audit found differences"
+        typer.echo(
+            f"{outcome.updates:,} updates acknowledged, {outcome.wrong} values are not their exact sum; {verdict}"
+        )
+    if outcome.wrong or not outcome.clean:
+        raise typer.Exit(1)
 
 
 @app.command()

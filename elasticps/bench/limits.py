@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 
 import numpy as np
 
@@ -24,6 +26,12 @@ def memcpy_gb_per_s(size: int = 16 << 20, times: int = 20) -> float:
         np.copyto(target, source)
         seconds.append(time.perf_counter() - started)
     return size / float(np.median(seconds)) / 1e9
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """CPU time that these processes have used so far, in user mode and in the kernel, from /proc."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
 
 
 class SocketPair:

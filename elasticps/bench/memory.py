@@ -28,7 +28,7 @@ def run(
     `allowed_bytes_per_row` is 1.3 x (row + slots) + 32.
     """
     progress("starting a cluster")
-    with LocalCluster(servers=1) as cluster, connect(cluster.url, worker="bench", timeout=120.0) as ps:
+    with LocalCluster(servers=1, replicas=1) as cluster, connect(cluster.url, worker="bench", timeout=120.0) as ps:
         table = ps.table("bench", dim=dim, optimizer=Adagrad(lr=0.01))
         (server,) = cluster.servers
         fill(ps, table, 1000)
@@ -49,7 +49,7 @@ def run(
 def startup(*, times: int = 5, progress: Callable[[str], None] = lambda text: None) -> dict[str, object]:
     """Seconds from starting a server process to its being registered, kernels warm."""
     seconds = []
-    with LocalCluster(servers=1) as cluster:
+    with LocalCluster(servers=1, replicas=1) as cluster:
         for number in range(times):
             progress(f"start {number + 1} of {times}")
             started = time.perf_counter()

@@ -1,0 +1,270 @@
+"""Time from the death of a server to the next committed push on the ranges that it headed."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from coordinator.connect import open_store
+from coordinator.membership import VIEW
+from coordinator.view import View
+from elasticps import background
+from elasticps.admin import fetch_status
+from elasticps.audit import audit
+from elasticps.bench.pusher import COUNTED, DIM, HEAVY
+from elasticps.bench.sparse import fill
+from elasticps.client import connect
+from elasticps.errors import Error, Timeout
+from elasticps.local import LocalCluster
+from elasticps.spec import Accumulate, Adagrad
+
+SERVERS, REPLICAS, WORKERS = 3, 2, 2
+RECOVERY_TIMEOUT_S = 60.0
+REPAIR_TIMEOUT_S = 600.0
+AUDIT_TIMEOUT_S = 300.0
+STEADY_STEPS = 50  # committed by each worker between two kills, at least
+
+_FAILOVER = re.compile(r"failover epoch=(\d+) gone=(\S+) detected=([\d.]+) written=([\d.]+)")
+_ADOPTED = re.compile(r"ts=(\S+) .*adopted epoch=(\d+) ")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One death; times in ms since the signal was sent.
+
+    detected, written  by the leader: the evidence, and the view without the dead server
+    adopted            by the last of the other servers
+    commits            the first commit of each worker under that view
+    held_bytes         that the server had allocated for rows
+    """
+
+    server: str
+    ranges_headed: int
+    held_bytes: int
+    detected: float
+    written: float
+    adopted: float
+    commits: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All kills of a run.
+
+    rows     stored before
+    updates  of rows, acknowledged
+    wrong    keys whose value is not the exact number of the updates acknowledged: some lost, or applied twice
+    clean    whether the audit found every replica equal and every promise kept
+    """
+
+    signal: str
+    rows: int
+    kills: tuple[Kill, ...]
+    updates: int
+    wrong: int
+    clean: bool
+
+    def percentile(self, part: str, q: float) -> float:
+        """Over all kills; `commits`: over all kills and workers."""
+        values: list[float] = []
+        for kill in self.kills:
+            values += kill.commits if part == "commits" else (getattr(kill, part),)
+        return float(np.percentile(values, q))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        parts = ("detected", "written", "adopted", "commits")
+        summary = {
+            part: {f"p{q}" if q < 100 else "max": round(self.percentile(part, q), 1) for q in (50, 99, 100)}
+            for part in parts
+        }
+        return {
+            "servers": SERVERS,
+            "replicas": REPLICAS,
+            "workers": WORKERS,
+            "unit": "ms since the signal",
+            **summary,
+            **asdict(self),
+        }
+
+
+class _Worker:
+    """A pusher process and the pipe to it."""
+
+    def __init__(self, url: str, number: int, rows: int) -> None:
+        command = [sys.executable, "-m", "elasticps.bench.pusher", url, f"pusher{number}", str(number), str(rows)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def ask(self, request: str) -> dict[str, Any]:
+        """Sends a request; its answer. Error if the worker has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(request + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except OSError:
+            line = ""
+        if not line:
+            raise Error(f"a worker of the benchmark ended with exit code {self._process.wait()}; its error is above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def first_after(self, t: float) -> float | None:
+        """When it first got a commit later than that."""
+        first: float | None = self.ask(f"after {t}")["first"]
+        return first
+
+    def has_done(self, steps: int) -> bool:
+        """Whether so many were committed."""
+        return bool(self.ask(f"after {time.time()}")["steps"] >= steps)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def run(
+    *, kills: int = 20, stop: bool = False, rows: int = 0, progress: Callable[[str], None] = lambda text: None
+) -> Outcome:
+    """Kills, or with `stop` freezes, the server that heads most ranges, `kills` times, with a repair between them.
+
+    `rows` x 64 float32 with Adagrad are stored first. Two worker processes push all the time; at the end every replica
+    is audited, and every value compared with the pushes acknowledged. Raises Timeout where recovery does not come.
+    """
+    progress("starting a cluster")
+    with LocalCluster("failover", servers=SERVERS, replicas=REPLICAS) as cluster:
+        with connect(cluster.url, worker="filler", timeout=120.0) as ps:
+            ps.table("counted", dim=DIM, optimizer=Accumulate())
+            if rows:
+                progress(f"filling {rows:,} rows of 64 floats")
+                fill(ps, ps.table(HEAVY, dim=64, optimizer=Adagrad(lr=0.01)), rows)
+        with _workers(cluster.url, rows) as workers:
+            _steady(workers)
+            done = []
+            for number in range(kills):
+                done.append(_round(cluster, workers, stop))
+                progress(f"{number + 1} of {kills}: {max(done[-1].commits):.0f} ms")
+            counts = np.sum([worker.ask("end")["counts"] for worker in workers], axis=0)
+            progress("comparing every value with the pushes, and every replica with the others")
+            with connect(cluster.url, worker="reader", timeout=120.0) as ps:
+                found = ps.table("counted", dim=DIM, optimizer=Accumulate()).pull(np.arange(COUNTED))
+            wrong = int((found != counts[:, None]).any(axis=1).sum())
+            report = audit(cluster.url, AUDIT_TIMEOUT_S)
+    name = signal.SIGSTOP.name if stop else signal.SIGKILL.name
+    return Outcome(name, rows, tuple(done), int(counts.sum()), wrong, report.clean)
+
+
+@contextmanager
+def _workers(url: str, rows: int) -> Iterator[list[_Worker]]:
+    workers: list[_Worker] = []
+    try:
+        while len(workers) < WORKERS:
+            workers.append(_Worker(url, len(workers), rows))
+        yield workers
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def _round(cluster: LocalCluster, workers: Sequence[_Worker], stop: bool) -> Kill:
+    view = _view(cluster)
+    heads = np.bincount(view.heads, minlength=len(view.servers))
+    victim = cluster.server(view.servers[int(heads.argmax())].name)
+    held = int(background.run(fetch_status(victim.admin, 10.0))["bytes"])
+    log_from = len(cluster.log("c0"))
+    sent = time.time()
+    if stop:
+        cluster.pause(victim.name)
+    else:
+        cluster.kill(victim.name)
+    epoch, detected, written = _until(
+        lambda: _failover(cluster.log("c0")[log_from:], f"{victim.name}#{victim.incarnation}"),
+        RECOVERY_TIMEOUT_S, "the leader wrote no view without the dead server",
+    )  # fmt: skip
+    commits = [
+        _until(partial(worker.first_after, written), RECOVERY_TIMEOUT_S, "no push was committed") for worker in workers
+    ]
+    others = [server.name for server in view.servers if server.name != victim.name]
+    adopted = max(_until(partial(_adoption, cluster, name, epoch), 10.0, "no view was adopted") for name in others)
+    if stop:
+        cluster.resume(victim.name)
+    else:
+        cluster.start_server(victim.name)
+    _until(lambda: _whole(cluster, victim.incarnation, victim.name), REPAIR_TIMEOUT_S, "the repair did not end")
+    _steady(workers)
+
+    def since(t: float) -> float:
+        return round((t - sent) * 1e3, 1)
+
+    return Kill(
+        victim.name, int(heads.max()), held, since(detected), since(written), since(adopted),
+        tuple(since(t) for t in commits),
+    )  # fmt: skip
+
+
+def _failover(log: str, gone: str) -> tuple[int, float, float] | None:
+    for found in _FAILOVER.finditer(log):
+        if gone in found[2].split(","):
+            return int(found[1]), float(found[3]), float(found[4])
+    return None
+
+
+def _adoption(cluster: LocalCluster, name: str, epoch: int) -> float | None:
+    for found in _ADOPTED.finditer(cluster.log(name)):
+        if int(found[2]) >= epoch:
+            return datetime.fromisoformat(found[1].replace("Z", "+00:00")).timestamp()
+    return None
+
+
+def _whole(cluster: LocalCluster, before: int, victim: str) -> bool:
+    """Every range has all its replicas, and the victim is back as a new incarnation."""
+    view = _view(cluster)
+    back = view.index(victim)
+    listed = back >= 0 and view.servers[back].incarnation > before
+    return listed and bool((view.chains >= 0).all()) and bool((view.joining < 0).all())
+
+
+def _steady(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        goal = worker.ask(f"after {time.time()}")["steps"] + STEADY_STEPS
+        _until(partial(worker.has_done, goal), RECOVERY_TIMEOUT_S, "no push was committed")
+
+
+def _view(cluster: LocalCluster) -> View:
+    async def read() -> View:
+        store = await open_store(cluster.url, timeout_s=10.0)
+        try:
+            entry = await store.get(VIEW)
+        finally:
+            await store.close()
+        assert entry is not None
+        return View.decode(entry.value)
+
+    return background.run(read())
+
+
+def _until(look: Callable[[], Any], timeout_s: float, otherwise: str) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            raise Timeout(f"{otherwise} within {timeout_s:g} s")
+        time.sleep(0.02)
+    return found
