@@ -5,48 +5,49 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from chaos.servers import Done, Server, Update, updated
+from chaos.readings import ReadChecks
+from chaos.servers import Control, Done, Server, Update, updated
+from chaos.violation import Violation
+from coordinator.view import View
 from replication.chain import Chains, Member, Ranges, Role, unsafe_transition
-from replication.messages import Operation
+from replication.messages import Kind, Operation
+from replication.progress import touched_clock
 
 if TYPE_CHECKING:
     from chaos.simulator import World
     from chaos.workers import Trainer
 
 
-class Violation(AssertionError):
-    """An invariant does not hold: its name, and where."""
-
-    def __init__(self, invariant: str, text: str) -> None:
-        super().__init__(f"{invariant}: {text}")
-        self.invariant = invariant
-
-
 class Checks:
-    """What an observer who sees everything knows: what was sent first, what was told, who was level."""
+    """What an observer who sees everything knows: what was sent first, what was told, who was level, who is fenced."""
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.reads = ReadChecks(self)
         self.touched: list[int] = []
         self.level: dict[int, int] = {}
+        self.fenced: dict[int, int] = {}
         self.commits = 0
-        self._views: dict[int, Chains] = {}
+        self.operations = 0
+        self._views: dict[int, View] = {}
         self._first: dict[Done, dict[int, tuple[Update, ...]]] = {}
         self._parts: dict[tuple[int, int], list[Done]] = {}
         self._frames: dict[tuple[int, int], Done] = {}
         self._told: list[set[Done]] = [set() for _ in range(world.plan.ranges)]
         self._samples: dict[tuple[str, int], list[tuple[int, int]]] = {}
         self._heads: dict[tuple[int, int], Member] = {}
+        self._retired: set[int] = set()
 
     # -- one head per epoch, only the leader's views, the last full replica -------------------------------------------
 
-    def on_publish(self, old: Chains | None, new: Chains) -> None:
+    def on_publish(self, old: View | None, view: View) -> None:
         """A view was written."""
+        new = view.as_chains
         if old is not None:
-            text = unsafe_transition(old, new, self.level)
+            text = unsafe_transition(old.as_chains, new, self.level)
             if text:
                 raise Violation("safe transition", text)
-        self._views[new.epoch] = new
+        self._views[new.epoch] = view
         for r in range(new.ranges):
             if new.since[r] != new.epoch:
                 continue
@@ -54,7 +55,7 @@ class Checks:
                 raise Violation("last full replica", f"range {r} is left to the dead in epoch {new.epoch}")
             self._all_have(r, self._told[r], "under a new view")
 
-    def on_adopt(self, view: Chains) -> None:
+    def on_adopt(self, view: View) -> None:
         """A server or worker follows a view."""
         if self._views.get(view.epoch) is not view:
             raise Violation("only the leader's views", f"epoch {view.epoch} was never written so")
@@ -62,11 +63,10 @@ class Checks:
     def on_level(self, r: int, fill: int) -> None:
         """A tail reported its joiner level."""
         self.level[r] = fill
-        view = self.world.store.view
-        if view.since[r] == fill:
+        if self.world.chains.since[r] == fill:
             self._all_have(r, self._told[r], "when it was reported level")
 
-    # -- exactly once, content ---------------------------------------------------------------------------------------
+    # -- exactly once, content, fences ---------------------------------------------------------------------------------
 
     def on_first_send(
         self, trainer: Trainer, clock: int, after: int, last: bool, updates: dict[int, tuple[Update, ...]]
@@ -85,28 +85,46 @@ class Checks:
 
     def on_apply(
         self, server: Server, event: str, operation: Operation, r: int, seq: int, updates: Sequence[Update]
-    ) -> None:
-        """A replica is about to apply an operation."""
-        done = (operation.worker, operation.after)
-        where = f"{server.member} range {r} seq {seq} worker {done[0]} progress {done[1] >> 16}.{done[1] & 0xFFFF}"
-        if done in server.done[r]:
+    ) -> list[Done]:
+        """A replica is about to apply a push: the parts that it has with this."""
+        worker, after = operation.worker, operation.after
+        where = f"{server.member} range {r} seq {seq} worker {worker} progress {after >> 16}.{after & 0xFFFF}"
+        if (worker, after) in server.done[r]:
             raise Violation("exactly once", where)
+        self._in_order(server, r, seq, where)
+        before = server.reached[r].get(worker, 0)
+        parts = [d for d in self._parts[worker, touched_clock(after)] if before < d[1] and d[1] <= after]
+        first = tuple(u for done in parts for u in self._first[done].get(r, ()))
+        if tuple(updates) != first:
+            raise Violation("content", f"{where}: {updates} was first sent as {first}")
+        replica = server.replica
+        if event == "push":
+            if self._heads.setdefault((replica.epoch, r), server.member) != server.member:
+                raise Violation("one head per epoch", f"{where} epoch {replica.epoch}")
+            if server.roster >= self.fenced.get(worker, server.roster + 1):
+                raise Violation("fence", f"{where}: roster {self.fenced[worker]} fenced it, {server.roster} is here")
+        self.touched.append(r)
+        return parts
+
+    def on_control(self, server: Server, operation: Operation, r: int, seq: int) -> None:
+        """A replica is about to apply another operation."""
+        self._in_order(server, r, seq, f"{server.member} range {r} seq {seq} {operation}")
+        self.touched.append(r)
+
+    def _in_order(self, server: Server, r: int, seq: int, where: str) -> None:
         if seq != len(server.hashes[r]):
             raise Violation("prefix", f"{where} follows seq {len(server.hashes[r]) - 1}")
-        if tuple(updates) != self._first[done].get(r, ()):
-            raise Violation("content", f"{where}: {updates} was first sent as {self._first[done].get(r, ())}")
-        replica = server.replica
-        view = replica.view
-        assert view is not None
-        if event == "push" and self._heads.setdefault((replica.epoch, r), server.member) != server.member:
-            raise Violation("one head per epoch", f"{where} epoch {replica.epoch}")
-        self.touched.append(r)
 
     def on_install(self, server: Server, r: int, values: dict[int, int]) -> None:
         """A joiner is about to put a piece in place."""
         early = values.keys() & server.values[r].keys()
         if early:
             raise Violation("content", f"{server.member} has keys {sorted(early)} of range {r} before their piece")
+
+    def parts_of(self, worker: int, clock: int) -> set[Done]:
+        """The parts of the last steps of a worker up to `clock`: of those that can be outstanding."""
+        clocks = range(max(1, clock - self.world.plan.window + 1), clock + 1)
+        return {done for c in clocks for done in self._parts.get((worker, c), ())}
 
     # -- ack safety ---------------------------------------------------------------------------------------------------
 
@@ -123,13 +141,21 @@ class Checks:
             for r in range(self.world.plan.ranges):
                 self._tell(r, done)
 
+    def on_operation(self, kind: Kind, worker: int, number: int) -> None:
+        """An operation of the ranges is committed at every head of one view."""
+        self.operations += 1
+        if kind == Kind.RETIRE:
+            self._retired.add(worker)
+        for r in range(self.world.plan.ranges):
+            self._tell(r, Control(kind, number).done)
+
     def _tell(self, r: int, done: Done) -> None:
         if done not in self._told[r]:
             self._told[r].add(done)
-            self._all_have(r, {done}, "when its worker was told")
+            self._all_have(r, {done}, "when it was told to be committed")
 
     def _all_have(self, r: int, told: set[Done], when: str) -> None:
-        view = self.world.store.view
+        view = self.world.chains
         members = view.members_of(r)
         joiner = view.joiner_of(r)
         if joiner is not None and self.level.get(r) == view.since[r]:
@@ -137,9 +163,7 @@ class Checks:
         for member in members:
             missing = told - self.world.known[member].done[r].keys()
             if missing:
-                worker, after = min(missing)
-                text = f"{member} lacks {after >> 16}.{after & 0xFFFF} of worker {worker} in range {r} {when}"
-                raise Violation("ack safety", text)
+                raise Violation("ack safety", f"{member} lacks {_name(min(missing))} in range {r} {when}")
 
     # -- prefix and equal state ---------------------------------------------------------------------------------------
 
@@ -147,7 +171,7 @@ class Checks:
         """Compares what an event touched with the other replicas of the range."""
         if not self.touched:
             return
-        view = self.world.store.view
+        view = self.world.chains
         for r in self.touched:
             members = view.members_of(r)
             mine = server.member in members or (
@@ -171,17 +195,15 @@ class Checks:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def at_end(self) -> None:
-        """Everything is quiet: full replicas are equal, hold what a plain replay gives, and no sample is missing."""
-        view = self.world.store.view
+        """Everything is quiet: full replicas are equal, hold what a plain replay gives, no sample is missing, and what
+        tails have shown was part of this history."""
+        view = self.world.chains
         for r in range(view.ranges):
             servers = [self.world.known[m] for m in view.members_of(r)]
+            values = self._replay(r, servers[0])
             for server in servers:
                 if server.hashes[r] != servers[0].hashes[r]:
                     raise Violation("equal state", f"range {r}: {server.member} differs from {servers[0].member}")
-                values: dict[int, int] = {}
-                for done in server.done[r]:
-                    for key, value in self._first[done].get(r, ()):
-                        values[key] = updated(values, key, value)
                 if values != server.values[r]:
                     raise Violation("equal state", f"range {r}: {server.member} is not what its operations give")
             self._all_have(r, self._told[r], "at the end")
@@ -189,6 +211,33 @@ class Checks:
             trained = sample < self.world.trainers[name].next_sample
             if trained and not any(self._everywhere(done, view) for done in attempts):
                 raise Violation("no sample lost", f"sample {sample} of {name}")
+        for worker in self._retired:
+            for server in self.world.servers.values():
+                if server.replica.clocks.known(worker) and server.replica.clocks.row(worker).any():
+                    raise Violation("retired", f"{server.member} still has clocks of worker {worker}")
+
+    def _replay(self, r: int, server: Server) -> dict[int, int]:
+        """The values that a replica's operations give; on the way, what tails have shown is compared."""
+        values: dict[int, int] = {}
+        shown = self.reads.of(r)
+        for seq, (digest, operation) in enumerate(zip(server.hashes[r], server.history[r], strict=True)):
+            for done in operation:
+                if done[0] == -Kind.INIT:
+                    values.setdefault(*Control(Kind.INIT, done[1]).initial(r))
+                for key, value in self._first.get(done, {}).get(r, ()):
+                    values[key] = updated(values, key, value)
+            for part in shown.pop(seq, ()):
+                if part.digest != digest or any(values.get(k, 0) != v for k, v in part.values.items()):
+                    raise Violation("reads of what stays", f"{part} was shown, and is not what seq {seq} became")
+        if shown:
+            raise Violation("reads of what stays", f"range {r} ends at seq {seq}, {max(shown)} was shown")
+        return values
 
     def _everywhere(self, done: Done, view: Chains) -> bool:
         return all(done in self.world.known[view.members_of(r)[0]].done[r] for r in range(view.ranges))
+
+
+def _name(done: Done) -> str:
+    if done[0] < 0:
+        return f"{Kind(-done[0]).name} {done[1]}"
+    return f"{done[1] >> 16}.{done[1] & 0xFFFF} of worker {done[0]}"

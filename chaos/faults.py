@@ -11,10 +11,14 @@ class Kind(Enum):
     """What can go wrong. Times are virtual seconds."""
 
     CRASH_SERVER = "crash server"
+    CRASH_TWO = "crash two servers"
+    CRASH_IN_OUTAGE = "crash server while the store is down"
+    STRIKE_FILLING = "crash in a filling"
     FREEZE_SERVER = "freeze server"
     SLOW_SERVER = "slow server"
     RESET_LINK = "reset link"
     RESET_ALL_LINKS = "reset all links"
+    RESET_LINES = "reset the leader's lines"
     PARTITION = "partition"
     CRASH_LEADER = "crash leader"
     FREEZE_LEADER = "freeze leader"
@@ -39,7 +43,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole scenario: the cluster, the network's temper, the load, and the faults in order."""
+    """A whole scenario: the cluster, the network's temper, the load, and the faults in order. anywhere: the share of
+    pulls that any full replica may answer; operations: how often the operator begins one, per look."""
 
     seed: int
     servers: int
@@ -52,6 +57,8 @@ class Plan:
     delay_s: float
     one_frame: bool
     cas_trouble: float
+    anywhere: float
+    operations: float
     fills: int
     pieces: int
     faults_end_s: float
@@ -60,11 +67,15 @@ class Plan:
 
 _WEIGHTS = {
     Kind.CRASH_SERVER: 4,
+    Kind.CRASH_TWO: 1,
+    Kind.CRASH_IN_OUTAGE: 1,
+    Kind.STRIKE_FILLING: 3,
     Kind.FREEZE_SERVER: 3,
     Kind.SLOW_SERVER: 2,
     Kind.RESET_LINK: 4,
     Kind.RESET_ALL_LINKS: 1,
-    Kind.PARTITION: 2,
+    Kind.RESET_LINES: 1,
+    Kind.PARTITION: 3,
     Kind.CRASH_LEADER: 1,
     Kind.FREEZE_LEADER: 1,
     Kind.STORE_OUTAGE: 1,
@@ -101,6 +112,8 @@ def random_plan(seed: int) -> Plan:
         delay_s=rng.choice((0.0002, 0.001, 0.004)),
         one_frame=rng.random() < 0.3,
         cas_trouble=rng.choice((0.0, 0.0, 0.3)),
+        anywhere=rng.choice((0.0, 0.3)),
+        operations=rng.choice((0.0, 0.02, 0.1)),
         fills=rng.randint(1, 8),
         pieces=rng.randint(1, 4),
         faults_end_s=end,

@@ -57,6 +57,11 @@ class Process:
         self._queue: deque[Call] = deque()
         self._busy = False
 
+    @property
+    def busy(self) -> bool:
+        """Whether events wait for it, or will."""
+        return bool(self._queue) or self.drag_s > 0
+
     def run(self, call: Callable[..., None], *args: Any) -> None:
         """Runs an event now, or when the process gets to it."""
         if not self.alive:

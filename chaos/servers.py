@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from chaos.control import PACE, Leader
+from chaos.frames import AskFrame, OperationFrame, PullFrame, PushFrame, ViewFrame
 from chaos.network import Link, Process
-from replication.chain import Chains, Member, Ranges
+from chaos.reads import Reads
+from coordinator.health import Report
+from coordinator.view import View
+from replication.chain import Member, Ranges, place
 from replication.effects import (
     Apply,
     Ask,
@@ -24,6 +29,7 @@ from replication.effects import (
     Send,
     SnapshotRange,
 )
+from replication.messages import Kind, Operation
 from replication.replica import Replica
 
 if TYPE_CHECKING:
@@ -33,11 +39,13 @@ KEYS_PER_RANGE = 12
 """Keys of range r are r * 1000 + 0 … 11; the number within the range stands for the key's hash."""
 
 MODULUS = (1 << 61) - 1
+BEAT_S = 0.01
 
 Update = tuple[int, int]
 
 Done = tuple[int, int]
-"""A part of a step as replicas know it: worker, and the progress that it leaves."""
+"""An operation as observers know it. A part of a step: worker, and the progress that it leaves. Another: minus its
+kind, and its number."""
 
 
 def updated(values: dict[int, int], key: int, value: int) -> int:
@@ -56,12 +64,28 @@ class Content:
         return Content({r: list(u) for r, u in self.updates.items()})
 
     def touches(self, ranges: Ranges) -> bool:
-        """Every part goes to every head, so that each is one operation everywhere, which the checks count."""
-        return True
+        """Whether it holds anything for these ranges."""
+        return any(self.updates.get(r) for r in ranges.tolist())
 
     def cut(self, ranges: Ranges) -> Content:
         """The part that belongs to some ranges."""
         return Content({r: self.updates[r] for r in ranges.tolist() if r in self.updates})
+
+
+class Control(NamedTuple):
+    """The payload of an operation that is no push: its kind and number are all that there is to apply."""
+
+    kind: Kind
+    number: int
+
+    @property
+    def done(self) -> Done:
+        """What observers call it."""
+        return (-self.kind, self.number)
+
+    def initial(self, r: int) -> Update:
+        """An INIT puts this where nothing is yet."""
+        return (r * 1000 + self.number % KEYS_PER_RANGE, -self.number)
 
 
 class PieceContent(NamedTuple):
@@ -69,41 +93,17 @@ class PieceContent(NamedTuple):
 
     values: dict[int, int]
     hashes: list[int]
+    history: list[tuple[Done, ...]]
     done: dict[Done, None]
-
-
-class PushFrame(NamedTuple):
-    """A worker's push on the wire."""
-
-    frame: int
-    worker: int
-    epoch: int
-    clock: int
-    part: int
-    last: bool
-    ranges: Ranges | None
-    base: int
-    roster: int
-    content: Content | None
-
-
-class AskFrame(NamedTuple):
-    """A worker's question on the wire."""
-
-    ask: int
-    worker: int
-    epoch: int
-    roster: int
-
-
-class ViewFrame(NamedTuple):
-    """A server tells a worker the view."""
-
-    view: Chains
+    reached: dict[int, int]
 
 
 class Server(Process):
-    """One incarnation of a server."""
+    """One incarnation of a server.
+
+    Per range: values, the hash chain over its operations, which these were, and how far workers came in it. `roster`:
+    the version of the newest roster that it was given.
+    """
 
     def __init__(self, world: World, member: Member) -> None:
         super().__init__(world.loop)
@@ -113,17 +113,38 @@ class Server(Process):
         self.name = member.name
         plan = world.plan
         self.replica = Replica(member, plan.ranges, plan.budget_bytes)
+        self.view: View | None = None
+        self.roster = 0
+        self.reads = Reads(self, plan.ranges)
         self.values: list[dict[int, int]] = [{} for _ in range(plan.ranges)]
         self.hashes: list[list[int]] = [[0] for _ in range(plan.ranges)]
+        self.history: list[list[tuple[Done, ...]]] = [[()] for _ in range(plan.ranges)]
         self.done: list[dict[Done, None]] = [{} for _ in range(plan.ranges)]
+        self.reached: list[dict[int, int]] = [{} for _ in range(plan.ranges)]
         self.links: dict[Any, Link] = {}
+        self.leaders: dict[Any, Link] = {}
         self.was_member = False
+        self._neighbours: list[Member] = []
         self._cuts: dict[int, tuple[int, int]] = {}
+        self.loop.after(BEAT_S * self.loop.rng.random(), self.run, self._beat)
+
+    def _beat(self) -> None:
+        """Now and then: the lease is kept, the leader hears, reads that waited too long end."""
+        self.loop.after(BEAT_S, self.run, self._beat)
+        if self.world.store.up:
+            self.world.store.renew(self.member)
+        self.tell_leaders()
+        if self.reads.waiting:
+            self.reads.judge()
 
     # -- what comes in ----------------------------------------------------------------------------------------------
 
     def on_up(self, link: Link, peer: Process) -> None:
         """Accepts a connection, unless a later one to the same peer is up; an earlier one is over."""
+        if isinstance(peer, Leader):
+            self.leaders[peer.key] = link
+            self.tell_leaders()
+            return
         old = self.links.get(peer.key)
         if old is not None:
             if old.number > link.number:
@@ -133,60 +154,96 @@ class Server(Process):
         self.links[peer.key] = link
         if isinstance(peer, Server):
             self.perform("up", self.replica.peer_up(peer.member))
-        elif self.replica.view is not None:
-            link.send(self, ViewFrame(self.replica.view))
+        elif self.view is not None:
+            link.send(self, ViewFrame(self.view))
 
     def on_down(self, link: Link, peer: Process) -> None:
         """The connection is lost, unless a newer one has replaced it."""
         if self.links.get(peer.key) is link:
             self._lose(peer)
+        elif self.leaders.get(peer.key) is link:
+            del self.leaders[peer.key]
 
     def _lose(self, peer: Process) -> None:
         link = self.links.pop(peer.key)
         link.cut()
+        self.reads.forget(link)
         if isinstance(peer, Server):
             self.perform("down", self.replica.peer_down(peer.member))
 
     def on_message(self, link: Link, peer: Process, message: Any) -> None:
-        """The next message, from a peer or a worker."""
-        if self.links.get(peer.key) is not link:
+        """The next message, from a peer, a worker, an operator or a leader."""
+        if isinstance(message, ViewFrame):
+            self.adopt(message.view)
+        elif self.links.get(peer.key) is not link:
             return
-        if isinstance(peer, Server):
+        elif isinstance(peer, Server):
             self.perform(type(message).__name__, self.replica.receive(peer.member, message))
         elif isinstance(message, PushFrame):
             m = message
             push = Push(
                 (link, m.frame), m.worker, m.epoch, m.clock, m.part, m.last, m.ranges, m.content, 100, m.base,
-                m.roster, repeat=m.content is None,
+                m.roster, repeat=m.content is None, first=m.first,
             )  # fmt: skip
             self.perform("push", self.replica.push(push))
+        elif isinstance(message, PullFrame):
+            self.reads.pull(link, message)
+        elif isinstance(message, OperationFrame):
+            self._operation(link, message)
         else:
+            assert isinstance(message, AskFrame)
             ask = Ask((link, message.ask), message.worker, message.epoch, message.roster)
             self.perform("ask", self.replica.ask(ask))
 
-    def adopt(self, view: Chains) -> None:
-        """A view came, from the store or from a peer."""
+    def _operation(self, link: Link, message: OperationFrame) -> None:
+        m = message
+        payload = Control(Kind(m.kind), m.number)
+        push = Push((link, m.frame), m.worker, m.epoch, 0, 0, True, None, payload, 50, roster=m.roster, kind=m.kind)
+        self.perform("push", self.replica.push(push))
+
+    def adopt(self, view: View) -> None:
+        """A view came, from the store, a leader or a peer."""
         if view.epoch <= self.replica.epoch:
             return
         self.world.checks.on_adopt(view)
-        self.perform("adopt", self.replica.adopt(view))
-        member = view.index(self.member) >= 0
-        if self.was_member and not member:
+        self.reads.follow(self.view, view)
+        self.view = view
+        chains = view.as_chains
+        where = place(chains, self.member)
+        self._neighbours = [chains.members[i] for i in sorted({*where.up.tolist(), *where.down.tolist()} - {-1})]
+        self.perform("adopt", self.replica.adopt(chains))
+        listed = chains.index(self.member) >= 0
+        if self.was_member and not listed:
             self.world.register_again(self)
             return
-        self.was_member |= member
+        self.was_member |= listed
         for link in list(self.links.values()):
             if not isinstance(link.other(self), Server):
                 link.send(self, ViewFrame(view))
 
     def adopt_roster(self, version: int, workers: frozenset[int]) -> None:
         """A roster came."""
+        self.roster = max(self.roster, version)
         self.perform("roster", self.replica.adopt_roster(version, workers))
 
-    def tell_levels(self) -> None:
-        """A leader asks: what was reported stands until a view ends it."""
-        for level in self.replica.levels():
-            self.world.give_level(level)
+    # -- leaders ----------------------------------------------------------------------------------------------------
+
+    def tell_leaders(self) -> None:
+        """Tells every leader that is connected how things are."""
+        if not self.leaders:
+            return
+        report = Report(self.replica.epoch, tuple(self.replica.levels()), self._suspects())
+        for link in list(self.leaders.values()):
+            link.send(self, report)
+
+    def _suspects(self) -> dict[Member, float]:
+        """Neighbours that cannot be reached, and for how many seconds."""
+        suspects = {}
+        for member in self._neighbours:
+            since = self.world.unreachable_since(self, member)
+            if since is not None:
+                suspects[member] = (self.loop.now - since) * PACE
+        return suspects
 
     # -- what goes out ----------------------------------------------------------------------------------------------
 
@@ -219,26 +276,48 @@ class Server(Process):
                 self._install(effect)
             elif isinstance(effect, Erase):
                 for r in effect.ranges.tolist():
-                    self.values[r], self.hashes[r], self.done[r] = {}, [0], {}
+                    self.values[r], self.hashes[r], self.history[r] = {}, [0], [()]
+                    self.done[r], self.reached[r] = {}, {}
             else:
                 assert isinstance(effect, Level)
-                world.report_level(self, effect)
+                world.checks.on_level(effect.range, effect.fill)
+                self.loop.after(0.0, self.run, self.tell_leaders)
         world.note(self.member, event, effects)
         world.checks.after_event(self)
+        if self.reads.waiting:
+            self.reads.judge()
 
     def _apply(self, event: str, effect: Apply) -> None:
-        operation = effect.operation
-        content = operation.payload
+        operation, checks = effect.operation, self.world.checks
         for r, seq in zip(effect.ranges.tolist(), effect.seqs.tolist(), strict=True):
-            updates = content.updates.get(r, []) if isinstance(content, Content) else []
-            self.world.checks.on_apply(self, event, operation, r, seq, updates)
             bound = KEYS_PER_RANGE if effect.inside is None else effect.inside.get(r, KEYS_PER_RANGE)
-            values = self.values[r]
-            for key, value in updates:
-                if key % 1000 < bound:
-                    values[key] = updated(values, key, value)
-            self.hashes[r].append(hash((self.hashes[r][-1], operation.worker, operation.after)))
-            self.done[r][operation.worker, operation.after] = None
+            if isinstance(operation.payload, Control):
+                checks.on_control(self, operation, r, seq)
+                parts = [operation.payload.done]
+                self._control(operation.payload, r, bound)
+            else:
+                content = operation.payload
+                updates = content.updates.get(r, []) if isinstance(content, Content) else []
+                parts = checks.on_apply(self, event, operation, r, seq, updates)
+                values = self.values[r]
+                for key, value in updates:
+                    if key % 1000 < bound:
+                        values[key] = updated(values, key, value)
+                self.reached[r][operation.worker] = operation.after
+            self.done[r].update(dict.fromkeys(parts))
+            self.history[r].append(tuple(parts))
+            self.hashes[r].append(self._link_of(r, operation))
+
+    def _link_of(self, r: int, operation: Operation) -> int:
+        payload = operation.payload
+        number = payload.number if isinstance(payload, Control) else 0
+        return hash((self.hashes[r][-1], operation.kind, operation.worker, operation.after, number))
+
+    def _control(self, control: Control, r: int, bound: int) -> None:
+        if control.kind == Kind.INIT:
+            key, value = control.initial(r)
+            if key % 1000 < bound:
+                self.values[r].setdefault(key, value)
 
     def _cut(self, r: int, serial: int) -> None:
         now, low = self._cuts.get(r, (0, 0))
@@ -248,18 +327,22 @@ class Server(Process):
         high = min(low + step, KEYS_PER_RANGE)
         self._cuts[r] = (serial, high)
         values = {k: v for k, v in self.values[r].items() if low <= k % 1000 < high}
-        piece = PieceContent(values, list(self.hashes[r]), dict(self.done[r]))
+        if low == 0:
+            done, reached = dict(self.done[r]), dict(self.reached[r])
+            piece = PieceContent(values, list(self.hashes[r]), list(self.history[r]), done, reached)
+        else:
+            piece = PieceContent(values, [], [], {}, {})
         self.perform("piece", self.replica.piece(r, serial, high, high == KEYS_PER_RANGE, piece))
 
     def _install(self, effect: Install) -> None:
-        piece = effect.payload
+        piece, r = effect.payload, effect.range
         assert isinstance(piece, PieceContent)
-        self.world.checks.on_install(self, effect.range, piece.values)
-        self.values[effect.range].update(piece.values)
-        if len(self.hashes[effect.range]) == 1:  # the first piece brings the history
-            self.hashes[effect.range] = list(piece.hashes)
-            self.done[effect.range] = dict(piece.done)
-        self.world.checks.touched.append(effect.range)
+        self.world.checks.on_install(self, r, piece.values)
+        self.values[r].update(piece.values)
+        if piece.hashes:  # the first piece brings the history
+            self.hashes[r], self.history[r] = list(piece.hashes), list(piece.history)
+            self.done[r], self.reached[r] = dict(piece.done), dict(piece.reached)
+        self.world.checks.touched.append(r)
 
 
 def _link(token: object) -> Link:

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from chaos.frames import AskFrame, PullReply, PushFrame, ViewFrame
 from chaos.network import Link, Process
-from chaos.servers import KEYS_PER_RANGE, AskFrame, Content, PushFrame, Server, Update, ViewFrame
+from chaos.readers import Reader
+from chaos.servers import KEYS_PER_RANGE, Content, Server, Update
+from coordinator.view import View
 from elasticps.client.session import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
 from replication.chain import Chains, Member
 from replication.effects import ClocksReply, Reply, Status
@@ -30,13 +33,16 @@ class Trainer(Process):
         self.key = (name, worker)
         self.worker = worker
         self.roster = roster
+        self.newest: View | None = None
         self.view: Chains | None = None
+        self.reader = Reader(self)
         self.links: dict[Member, Link] = {}
         self.session: Session | None = None
         self.sample_of: dict[int, int] = {}
         self.next_sample = 0
         self.base = 0
         self._before = before
+        self._wanted: list[Member] = []
         self._parts_left = 0
         self._refreshed = 0.0
         plan = world.plan
@@ -48,8 +54,8 @@ class Trainer(Process):
 
     @property
     def finished(self) -> bool:
-        """Whether everything pushed is committed."""
-        return self.session is not None and self.session.outstanding == 0
+        """Whether everything pushed is committed, and every pull answered."""
+        return self.session is not None and self.session.outstanding == 0 and not self.reader.pulls
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -63,6 +69,8 @@ class Trainer(Process):
             more = world.training and self.session.room and self.next_sample < world.plan.steps
             if self.session.open or more:
                 self._push(self.session)
+        if world.training:
+            self.reader.tick()
         self.loop.after(TICK_S * world.loop.rng.uniform(0.2, 2.0), self.run, self._tick)
 
     def _push(self, session: Session) -> None:
@@ -76,9 +84,10 @@ class Trainer(Process):
             part = session.parts
         self._parts_left = max(self._parts_left - 1, 0) if world.training else 0
         last = self._parts_left == 0
+        density = rng.choice((0.7, 0.7, 0.15, 0.0))  # a part may have nothing for a head
         updates: dict[int, list[Update]] = {}
         for r in range(world.plan.ranges):
-            if rng.random() < 0.7:
+            if rng.random() < density:
                 keys = rng.sample(range(KEYS_PER_RANGE), rng.randint(1, 3))
                 updates[r] = [(r * 1000 + key, world.fresh()) for key in keys]
         clock = session.clock if session.open else session.clock + 1
@@ -91,11 +100,9 @@ class Trainer(Process):
     # -- links ------------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        if self.view is None:
-            return
-        for index in np.unique(self.view.heads[self.view.heads >= 0]).tolist():
-            if self.view.members[index] not in self.links:
-                self.world.connect(self, self.view.members[index])
+        for member in self._wanted:
+            if member not in self.links:
+                self.world.connect(self, member)
 
     def on_up(self, link: Link, peer: Process) -> None:
         """A server took the connection."""
@@ -107,6 +114,7 @@ class Trainer(Process):
                 return
             self.on_down(old, peer)
         self.links[peer.member] = link
+        self.reader.connected(peer.member)
         if self.session is not None:
             self._perform(self.session.connected(peer.member))
         else:
@@ -119,6 +127,7 @@ class Trainer(Process):
             return
         del self.links[peer.member]
         link.cut()
+        self.reader.disconnected(peer.member)
         if self.session is not None:
             self._perform(self.session.disconnected(peer.member))
         self.world.fetch_view(self, 0)
@@ -130,6 +139,8 @@ class Trainer(Process):
             return
         if isinstance(message, ViewFrame):
             self.adopt(message.view)
+        elif isinstance(message, PullReply):
+            self.reader.answer(message)
         elif isinstance(message, Reply):
             frame = message.token[1]  # type: ignore[index]
             if self.session is not None:
@@ -143,14 +154,17 @@ class Trainer(Process):
             self._clocks(message)
         self.world.note(self.key, type(message).__name__, ())
 
-    def adopt(self, view: Chains) -> None:
+    def adopt(self, view: View) -> None:
         """A view came."""
         if self.view is not None and view.epoch <= self.view.epoch:
             return
-        self.view = view
+        self.newest, self.view = view, view.as_chains
+        used = np.unique(view.chains if self.world.plan.anywhere else (view.heads, view.tails))
+        self._wanted = [view.servers[i].member for i in used.tolist() if i >= 0]
         if self.session is not None:
-            self._perform(self.session.adopt(view))
+            self._perform(self.session.adopt(self.view))
         self._connect()
+        self.reader.adopt()
         self._ask_again()
 
     # -- a successor asks how far its predecessor came ---------------------------------------------------------------
@@ -190,6 +204,7 @@ class Trainer(Process):
             self._perform(self.session.connected(member))
         if self.view is not None:
             self._perform(self.session.adopt(self.view))
+        self.world.resumed(self, before)
 
     @property
     def heir_of(self) -> Trainer | None:
@@ -228,6 +243,7 @@ class Trainer(Process):
                 self.worker,
                 frame.epoch,
                 frame.clock,
+                frame.first,
                 frame.part,
                 frame.last,
                 frame.ranges,

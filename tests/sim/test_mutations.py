@@ -5,7 +5,8 @@ Each mutation is something that a careful person could have written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,9 @@ import chaos.workers
 from chaos.control import Store
 from chaos.servers import Content
 from chaos.simulator import run
-from coordinator import failover
+from coordinator.planner import Health, Members, Plan, plan
+from coordinator.repair import Limits
+from coordinator.view import ClusterConfig, View
 from elasticps.client.session import Session, resume
 from replication.chain import Chains, Member
 from replication.core import Core
@@ -108,12 +111,11 @@ def _forget_to_resync_after_a_view(patch: pytest.MonkeyPatch) -> None:
 
 
 def _promote_a_half_filled_replica(patch: pytest.MonkeyPatch) -> None:
-    plan = failover.plan_failover
+    def mutant(view: View, members: Members, config: ClusterConfig, health: Health, limits: Limits) -> Plan | None:
+        level = {r: int(view.since[r]) for r in range(view.ranges)}
+        return plan(view, members, config, dataclasses.replace(health, level=level), limits)
 
-    def mutant(view: Chains, gone: Set[Member], level: Mapping[int, int]) -> Any:
-        return plan(view, gone, {r: int(view.since[r]) for r in range(view.ranges)})
-
-    patch.setattr(chaos.control, "plan_failover", mutant)
+    patch.setattr(chaos.control, "plan", mutant)
 
 
 def _accept_an_old_neighbour(patch: pytest.MonkeyPatch) -> None:
@@ -141,22 +143,18 @@ def _free_steps_that_are_applied_but_not_committed(patch: pytest.MonkeyPatch) ->
 
 
 def _give_up_the_last_replica_under_a_living_lease(patch: pytest.MonkeyPatch) -> None:
-    plan = failover.plan_failover
-
-    def mutant(view: Chains, gone: Set[Member], level: Mapping[int, int]) -> Any:
-        alive = [m for m in view.members if m not in gone]
+    def mutant(view: View, members: Members, config: ClusterConfig, health: Health, limits: Limits) -> Plan | None:
+        alive = [i for i, server in enumerate(view.servers) if server.member not in health.gone]
         for r in range(view.ranges):
-            if alive and all(m in gone for m in view.members_of(r)):
-                chains = view.chains.copy()
-                chains[r] = -1
-                chains[r, 0] = view.index(alive[0])
-                joining = np.where(view.joining == chains[r, 0], -1, view.joining).astype(np.int32)
-                since = view.since.copy()
-                since[r] = view.epoch + 1
-                return failover.Decision(Chains(view.epoch + 1, view.members, chains, joining, since), "bug")
-        return plan(view, gone, level)
+            if alive and all(m in health.gone for m in view.as_chains.members_of(r)):
+                chains, joining, since = view.chains.copy(), view.joining.copy(), view.since.copy()
+                chains[r], joining[r], since[r] = -1, -1, view.epoch + 1
+                chains[r, 0] = alive[0]
+                arrays = {"chains": chains, "joining": joining, "since": since}
+                return Plan(dataclasses.replace(view, epoch=view.epoch + 1, **arrays), "somebody has to serve it")
+        return plan(view, members, config, health, limits)
 
-    patch.setattr(chaos.control, "plan_failover", mutant)
+    patch.setattr(chaos.control, "plan", mutant)
 
 
 def _change_a_pushed_array_after_the_call(patch: pytest.MonkeyPatch) -> None:
@@ -207,7 +205,7 @@ def _forget_what_followers_know_of_clocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _write_views_without_comparing(patch: pytest.MonkeyPatch) -> None:
-    def write(self: Store, view: Chains, expect: int, term: int) -> bool | None:
+    def write(self: Store, view: View, expect: int, term: int) -> bool | None:
         if not self.up:
             return None
         old, self.view = self.view, view

@@ -1,0 +1,182 @@
+"""How a fault plan happens to a world: each kind of fault as an act on its processes, links and store. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from chaos.faults import Fault, Kind
+from chaos.network import Process
+from chaos.servers import Server
+from coordinator.view import View
+
+if TYPE_CHECKING:
+    from chaos.simulator import World
+
+PATIENCE_S = 0.001
+"""How often a fault that waits for its moment looks for it."""
+
+
+class Injector:
+    """Carries out the faults of the world's plan."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._acts: dict[Kind, Callable[[Fault], None]] = {
+            Kind.CRASH_SERVER: self._crash_server,
+            Kind.CRASH_TWO: self._crash_two,
+            Kind.CRASH_IN_OUTAGE: self._crash_in_outage,
+            Kind.STRIKE_FILLING: self._strike_filling,
+            Kind.FREEZE_SERVER: self._freeze_server,
+            Kind.SLOW_SERVER: self._slow_server,
+            Kind.RESET_LINK: self._reset_link,
+            Kind.RESET_ALL_LINKS: self._reset_all_links,
+            Kind.RESET_LINES: lambda fault: world.leader.reset_lines(),
+            Kind.PARTITION: self._partition,
+            Kind.CRASH_LEADER: lambda fault: world.replace_leader(crash=True),
+            Kind.FREEZE_LEADER: self._freeze_leader,
+            Kind.STORE_OUTAGE: self._store_outage,
+            Kind.RESTART_WORKER: self._restart_worker,
+            Kind.MOVE_RANGE: lambda fault: world.leader.run(world.leader.move, fault.a, fault.b),
+        }
+        for fault in world.plan.faults:
+            world.loop.after(fault.at_s, self._inject, fault)
+
+    def _inject(self, fault: Fault) -> None:
+        if self.world.training:
+            self.world.note("fault", str(fault), ())
+            self._acts[fault.kind](fault)
+
+    def _server(self, number: int) -> Server:
+        names = sorted(self.world.servers)
+        return self.world.servers[names[number % len(names)]]
+
+    # -- servers ------------------------------------------------------------------------------------------------------
+
+    def _crash_server(self, fault: Fault) -> None:
+        self._crash(self._server(fault.a))
+
+    def _crash(self, server: Server) -> None:
+        if server.alive and self._spare(server):
+            self.world.network.kill(server)
+            self.world.restart_later(server)
+
+    def _crash_two(self, fault: Fault) -> None:
+        self._crash(self._server(fault.a))
+        self.world.loop.after(fault.lasts_s / 10, self._crash, self._server(fault.b))
+
+    def _crash_in_outage(self, fault: Fault) -> None:
+        self._store_outage(fault)
+        self.world.loop.after(fault.lasts_s / 2, self._crash, self._server(fault.a))
+
+    def _strike_filling(self, fault: Fault) -> None:
+        """Waits for a filling and kills who is filled, who fills it, or the leader; at once, or a little later."""
+        world = self.world
+        view = world.chains
+        filling = [r for r in range(view.ranges) if view.joiner_of(r) is not None]
+        if not world.training:
+            return
+        if not filling:
+            world.loop.after(PATIENCE_S, self._strike_filling, fault)
+            return
+        r = filling[fault.a % len(filling)]
+        joiner, source = view.joiner_of(r), view.members_of(r)[-1]
+        assert joiner is not None
+        victim = (joiner, source, None)[fault.b % 3]
+        delay = fault.lasts_s / 20
+        if victim is None:
+            world.loop.after(delay, world.replace_leader, True)
+        else:
+            world.loop.after(delay, self._crash, world.known[victim])
+
+    def _freeze_server(self, fault: Fault) -> None:
+        server = self._server(fault.a)
+        server.freeze()
+        self.world.loop.after(fault.lasts_s, server.thaw)
+
+    def _slow_server(self, fault: Fault) -> None:
+        server = self._server(fault.a)
+        server.drag_s = fault.lasts_s / 100
+        self.world.loop.after(fault.lasts_s, self._hurry, server)
+
+    def _hurry(self, process: Process) -> None:
+        process.drag_s = 0.0
+
+    def _spare(self, victim: Server) -> bool:
+        """Whether every range has another full replica that nobody can suspect, in this view and any that is next.
+
+        One that is frozen or cut off may be on its way out of the view: to kill the other then is to kill both.
+        """
+        world = self.world
+        views = [world.store.view]
+        if world.leader.in_flight is not None and world.leader.in_flight.epoch > world.store.view.epoch:
+            views.append(world.leader.in_flight)
+        return all(self._survives(view, r, victim) for view in views for r in range(view.ranges))
+
+    def _survives(self, view: View, r: int, victim: Server) -> bool:
+        world, chains = self.world, view.as_chains
+        members = chains.members_of(r)
+        left = [members]
+        joiner = chains.joiner_of(r)
+        if joiner is not None and world.checks.level.get(r) == chains.since[r]:
+            left.append((*members[max(0, len(members) + 1 - world.plan.replicas) :], joiner))
+        for chain in left:
+            others = [world.known[m] for m in chain if m != victim.member]
+            if victim.member in chain and not any(map(self._sound, others)):
+                return False
+        return True
+
+    def _sound(self, server: Server) -> bool:
+        world = self.world
+        return (
+            server.alive
+            and not server.frozen
+            and not server.busy
+            and not world.network.touches_cut(server.name)
+            and not world.leader.doubts(server.member)
+        )
+
+    # -- links --------------------------------------------------------------------------------------------------------
+
+    def _reset_link(self, fault: Fault) -> None:
+        links = [k for k in self.world.network.links if k.open]
+        if links:
+            links[fault.a % len(links)].cut()
+
+    def _reset_all_links(self, fault: Fault) -> None:
+        for link in [k for k in self.world.network.links if k.open]:
+            link.cut()
+
+    def _partition(self, fault: Fault) -> None:
+        world = self.world
+        a = self._server(fault.a)
+        others = [*sorted(world.servers), *sorted(world.trainers), world.leader.name]
+        other = others[fault.b % len(others)]
+        if other != a.name:
+            world.network.cut(a.name, other)
+            world.loop.after(fault.lasts_s, world.network.heal, a.name, other)
+
+    # -- leaders, the store, workers ----------------------------------------------------------------------------------
+
+    def _freeze_leader(self, fault: Fault) -> None:
+        leader = self.world.leader
+        leader.freeze()
+        self.world.loop.after(fault.lasts_s, leader.thaw)
+        self.world.replace_leader(crash=False)
+
+    def _store_outage(self, fault: Fault) -> None:
+        self.world.store.up = False
+        self.world.loop.after(fault.lasts_s, self._store_up)
+
+    def _store_up(self) -> None:
+        self.world.store.up = True
+
+    def _restart_worker(self, fault: Fault) -> None:
+        world = self.world
+        workers = sorted(world.trainers)
+        trainer = world.trainers[workers[fault.a % len(workers)]]
+        if fault.b % 2:
+            world.network.kill(trainer)
+        else:  # the old one does not know yet that it was replaced
+            world.loop.after(fault.lasts_s, world.network.kill, trainer)
+        world.start_worker(trainer.name, trainer.heir_of)

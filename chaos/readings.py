@@ -1,0 +1,64 @@
+"""What reads promise: a worker sees its own pushes; a tail shows only what stays, and never less than before. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from chaos.frames import PullFrame, Shown
+from chaos.violation import Violation
+from replication.chain import Role
+
+if TYPE_CHECKING:
+    from chaos.checks import Checks
+    from chaos.readers import Pull
+    from chaos.servers import Server
+
+MOST_KEPT = 500
+
+
+class ReadChecks:
+    """What was shown to whom. The values that tails showed are compared at the end with those of the whole history."""
+
+    def __init__(self, checks: Checks) -> None:
+        self._checks = checks
+        self._seen: dict[tuple[int, int], int] = {}
+        self._kept: dict[int, list[Shown]] = {}
+        self.count = 0
+
+    def floor(self, worker: int, ranges: Iterable[int]) -> dict[int, int]:
+        """What a pull that begins now must show at least: range -> seq."""
+        return {r: self._seen.get((worker, r), 0) for r in ranges}
+
+    def on_gather(self, server: Server, worker: int, frame: PullFrame, shown: tuple[Shown, ...]) -> None:
+        """A server is about to answer a pull."""
+        for part in shown:
+            r = part.range
+            where = f"{server.member} shows range {r} at seq {part.seq} to worker {worker} of clock {frame.clock}"
+            if server.replica.role[r] != Role.FULL:
+                raise Violation("reads of replicas", where)
+            missing = self._checks.parts_of(worker, frame.clock) - server.done[r].keys()
+            if missing:
+                _, after = min(missing)
+                raise Violation("read your writes", f"{where}, without its {after >> 16}.{after & 0xFFFF}")
+
+    def on_shown(self, worker: int, pull: Pull, shown: Shown) -> None:
+        """A worker has the answer."""
+        self.count += 1
+        if pull.anywhere:
+            return
+        r = shown.range
+        if shown.seq < pull.floor[r]:
+            text = f"worker {worker} sees range {r} at seq {shown.seq}, and has seen {pull.floor[r]} before"
+            raise Violation("monotonic reads", text)
+        self._seen[worker, r] = max(self._seen.get((worker, r), 0), shown.seq)
+        kept = self._kept.setdefault(r, [])
+        if len(kept) < MOST_KEPT:
+            kept.append(shown)
+
+    def of(self, r: int) -> dict[int, list[Shown]]:
+        """What tails have shown of a range, by position."""
+        found: dict[int, list[Shown]] = {}
+        for shown in self._kept.get(r, ()):
+            found.setdefault(shown.seq, []).append(shown)
+        return found
