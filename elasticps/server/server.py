@@ -12,47 +12,40 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.admin.subject import MarkedRange
-from elasticps.errors import SpecError
 from elasticps.server.connection import Connection
-from elasticps.server.content import Content, Mark, NewTable, PieceRows, positions_of
+from elasticps.server.content import Mark, PieceRows
 from elasticps.server.fill import Cutter
 from elasticps.server.linger import Linger
 from elasticps.server.messages import Codec
 from elasticps.server.parking import Parking
 from elasticps.server.peers import Peers
-from elasticps.server.reads import Read, answer
+from elasticps.server.reads import Read
 from elasticps.server.refusal import Refusal
+from elasticps.server.requests import Requests
 from elasticps.server.shell import Shell
-from elasticps.server.tickets import FutureTicket, RequestTicket
-from elasticps.spec import TableSpec
-from elasticps.store import Table
+from elasticps.server.tickets import FutureTicket
 from elasticps.wire.frames import (
     ANY,
-    LAST,
-    REPEAT,
-    Block,
     FrameError,
     Header,
     Kind,
     bytes_frame,
     json_body,
     json_frame,
-    read_push,
 )
 from elasticps.wire.pool import Pool
 from replication.chain import Member, Ranges, Role
 from replication.core import NO_RANGES
-from replication.effects import Ask, Level, Push, Status
+from replication.effects import Level, Push, Status
 from replication.messages import Kind as OperationKind
 from replication.messages import Message
-from replication.progress import MAX_CLOCK
 
 log = logging.getLogger(__name__)
 
@@ -110,18 +103,9 @@ class Server:
         self._connections: set[Connection] = set()
         self._held: dict[Connection, float] = {}  # connections that wait for a view or roster, since when
         self._tail_since = self._full_since = 1 << 62  # epochs in which the ranges that we tail, or hold, last changed
-        self._order = NO_RANGES, positions_of(NO_RANGES, ranges)  # the newest answer of `_order_of`
-        self._last_request_s = -BUSY_S
         self._was_listed = False
-        self._handlers: dict[int, Handler] = {
-            Kind.PUSH: self._push,
-            Kind.PULL: self._pull,
-            Kind.JOIN: self._join,
-            Kind.ASK: self._ask,
-            Kind.CREATE: self._create,
-            Kind.INIT: self._init,
-            Kind.WANT: self._want,
-        }
+        self._requests = Requests(self, self.shell, self.parking, clock)
+        self._handlers: dict[int, Handler] = {**self._requests.handlers, Kind.WANT: self._want}
         self._peer_handlers: dict[int, Handler] = {
             **dict.fromkeys((Kind.FORWARD, Kind.ACK, Kind.RESYNC, Kind.PIECE, Kind.INSTALLED), self._message),
             Kind.WANT: self._want,
@@ -243,7 +227,7 @@ class Server:
         connection.hold(header, body)
         return True
 
-    def _wait_for_view(self, connection: Connection, header: Header, body: Body) -> bool:
+    def wait_for_view(self, connection: Connection, header: Header, body: Body) -> bool:
         """Holds a frame that speaks of a view to come. Raises `Refusal` when that does not come."""
         if header.epoch <= self.epoch:
             return False
@@ -283,7 +267,7 @@ class Server:
                 if connection.worker:
                     self.tell_view(connection)
         self._release()
-        self.judge_parked()
+        self._requests.judge_parked()
 
     def _follow_reads(self, before: View | None, view: View, me: int) -> None:
         """Notes whether the ranges that may be read here are other ones than before."""
@@ -295,6 +279,14 @@ class Server:
         if before is None or not np.array_equal(held, old_full):
             self._full_since = view.epoch
         self.parking.serve(tailed, held)
+
+    def serves(self, header: Header) -> bool:
+        """Whether the ranges that may be read here are the same as in the pull's epoch."""
+        return header.epoch >= (self._full_since if header.flags & ANY else self._tail_since)
+
+    def judged(self) -> list[tuple[Read, Refusal | None]]:
+        """The waiting pulls that need not wait any more."""
+        return self.parking.judge(self._tail_since, self._full_since)
 
     @property
     def headed(self) -> Ranges:
@@ -317,12 +309,12 @@ class Server:
                 connection.transport.close()
         self.shell.perform(self.replica.adopt_roster, roster.version, frozenset(self._workers))
         self._release()
-        self.judge_parked()
+        self._requests.judge_parked()
 
     def tick(self) -> None:
         """Called a few times a second: ends waits that took too long, beats."""
         self._release()
-        self.judge_parked()
+        self._requests.judge_parked()
         self.peers.tick()
 
     def tell_view(self, connection: Connection) -> None:
@@ -394,7 +386,7 @@ class Server:
         self.shell.perform(self.replica.piece, r, serial, upto, last, rows)
 
     def _busy(self) -> bool:
-        return self._clock() - self._last_request_s < BUSY_S
+        return self._clock() - self._requests.last_s < BUSY_S
 
     def peer_up(self, member: Member) -> None:
         log.info("peer=%s up", member)
@@ -412,168 +404,7 @@ class Server:
             message = self._codec.decode(header, connection.kept(body))
             self.shell.perform(self.replica.receive, member, message)
             if self.parking:
-                self.judge_parked()
-
-    # --- tables -----------------------------------------------------------------------------------------------------
-
-    def _table(self, table_id: int) -> Table:
-        table = self.store.tables.get(table_id)
-        if table is None:
-            raise Refusal("unknown-table", f"server {self.me.name} has no table with id {table_id}")
-        return table
-
-    def _create(self, connection: Connection, header: Header, body: Body) -> None:
-        document = json_body(body.data)
-        table_id, text = document.get("id"), document.get("spec")
-        if not isinstance(table_id, int) or not 0 < table_id < 1 << 32 or not isinstance(text, str):
-            raise FrameError("a create gives a table id above 0 and a spec")
-        try:
-            self.store.create(TableSpec.from_json(text), table_id)
-        except SpecError as error:
-            raise Refusal("spec", str(error)) from None
-        self._control(connection, header, OperationKind.CREATE, NewTable(table_id, text), len(text))
-
-    def _control(
-        self, connection: Connection, header: Header, kind: OperationKind, payload: Any, nbytes: int,
-        ranges: Ranges | None = None,
-    ) -> None:  # fmt: skip
-        """Logs an operation of the ranges themselves; answered when it is committed."""
-        ticket = RequestTicket(connection, header.request)
-        push = Push(ticket, -1, header.epoch, 0, 0, True, ranges, payload, nbytes, kind=kind)
-        self.shell.perform(self.replica.push, push)
-
-    def _init(self, connection: Connection, header: Header, body: Body) -> None:
-        if self._wait_for_view(connection, header, body):
-            return
-        named, blocks = read_push(header, connection.kept(body))
-        ranges, positions = self._order_of(header.epoch) if named is None else self._named(named)
-        for block in blocks if len(ranges) else ():
-            self._check(block, positions, values=0)
-        self._control(connection, header, OperationKind.INIT, Content(blocks, ranges, positions), len(body), ranges)
-
-    # --- pushes -----------------------------------------------------------------------------------------------------
-
-    def _join(self, connection: Connection, header: Header, body: Body) -> None:
-        if header.flags & LAST:
-            if header.clock >= MAX_CLOCK:
-                raise FrameError(f"a base clock of {header.clock} is over the limit of {MAX_CLOCK}")
-            connection.base = header.clock
-            self.parking.join(connection.worker, header.clock)
-        minimum = self.parking.minimum(connection.app)
-        connection.send(Header(Kind.OK, request=header.request, epoch=self.epoch, clock=minimum).pack())
-
-    def _ask(self, connection: Connection, header: Header, body: Body) -> None:
-        ask = Ask(RequestTicket(connection, header.request), header.worker, header.epoch)
-        self.shell.perform(self.replica.ask, ask)
-
-    def _push(self, connection: Connection, header: Header, body: Body) -> None:
-        if connection.base < 0:
-            raise Refusal("not-joined", f"worker {connection.worker_name!r} pushed before it joined")
-        if not 0 < header.clock < MAX_CLOCK or header.first > header.part:
-            raise FrameError(f"a push of step {header.clock}, parts {header.first}..{header.part}, cannot be")
-        if self._wait_for_view(connection, header, body):
-            return
-        if not self.replica.alone:  # it may stay in the log
-            body = connection.kept(body)
-        named, blocks = read_push(header, body)
-        if named is None:
-            ranges, positions = self._order_of(header.epoch)
-        else:
-            ranges, positions = self._named(named)
-        ticket = RequestTicket(connection, header.request)
-        for block in blocks:
-            try:
-                self._check(block, positions, values=None)
-            except Refusal as refusal:
-                self.counts["refused"] += 1
-                ticket.refusal, blocks = refusal, []
-                break
-        push = Push(
-            ticket, connection.worker, header.epoch, header.clock, header.part, bool(header.flags & LAST),
-            None if named is None else ranges, Content(blocks, ranges, positions), len(body), connection.base,
-            repeat=bool(header.flags & REPEAT), first=header.first,
-        )  # fmt: skip
-        self.counts["pushes"] += 1
-        self.counts["rows_pushed"] += sum([len(block.keys) for block in blocks])
-        self._last_request_s = self._clock()
-        if header.table:
-            self.told[connection.worker] = header.clock - header.table
-        self.shell.perform(self.replica.push, push)
-        if self.parking:
-            self.judge_parked()
-
-    def _order_of(self, epoch: int) -> tuple[Ranges, NDArray[np.int64]]:
-        """What a push of that epoch calls all ranges headed here, and where each stands; nothing if it is stale."""
-        ranges = self.replica.headed(epoch)
-        if ranges is None:
-            ranges = NO_RANGES
-        if ranges is not self._order[0]:
-            self._order = ranges, positions_of(ranges, self.ranges)
-        return self._order
-
-    def _named(self, named: NDArray[np.int32]) -> tuple[Ranges, NDArray[np.int64]]:
-        ranges = named.astype(np.int64)
-        if len(ranges) and (ranges.min() < 0 or ranges.max() >= self.ranges):
-            raise Refusal("foreign", f"a push names ranges outside 0..{self.ranges - 1}")
-        positions = positions_of(ranges, self.ranges)
-        if np.count_nonzero(positions >= 0) != len(ranges):
-            raise Refusal("foreign", "a push names a range twice")
-        return ranges, positions
-
-    def _check(self, block: Block, positions: NDArray[np.int64], *, values: int | None) -> None:
-        """A block fits its table and this server. `values`: step values expected (None: the optimizer's number)."""
-        table = self._table(block.table)
-        dim, expected = table.spec.dim, table.spec.optimizer.step_floats if values is None else values
-        if block.grads.shape[1] != dim:
-            raise Refusal("shape", f"table {table.spec.name!r} has dim {dim}, the push has {block.grads.shape[1]}")
-        if len(block.step_values) != expected:
-            raise Refusal(
-                "shape", f"table {table.spec.name!r} takes {expected} step values, not {len(block.step_values)}"
-            )
-        at = table.first_misplaced(block.keys, positions)
-        if at >= 0:
-            text = f"key {block.keys[at]} of table {table.spec.name!r} is not in a range that the push ticks at server "
-            raise Refusal("foreign", f"{text}{self.me.name}, or not in their order")
-
-    # --- pulls ------------------------------------------------------------------------------------------------------
-
-    def _pull(self, connection: Connection, header: Header, body: Body) -> None:
-        if self._wait_for_view(connection, header, body):
-            return
-        anywhere = bool(header.flags & ANY)
-        if header.epoch < (self._full_since if anywhere else self._tail_since):
-            self.tell_view(connection)
-            text = f"server {self.me.name} is at epoch {self.epoch}, the request at {header.epoch}"
-            raise Refusal("stale-view", text, epoch=self.epoch)
-        table = self._table(header.table)
-        if header.items * 8 != len(body):
-            raise FrameError(f"a pull of {header.items} keys has a body of {len(body)} bytes")
-        self.counts["pulls"] += 1
-        self.counts["rows_pulled"] += header.items
-        self._last_request_s = self._clock()
-        read = Read(connection, header, table, body.view(np.int64), 0.0)
-        if (header.bound or header.clock) and self.parking.behind(read):
-            self.parking.park(read)
-        else:
-            self._answer(read)
-
-    def _answer(self, read: Read) -> None:
-        epoch = read.header.epoch
-        if read.header.flags & ANY:
-            answer(read, lambda: epoch >= self._full_since)
-        else:
-            answer(read, lambda: epoch >= self._tail_since)
-
-    def judge_parked(self) -> None:
-        """Answers the pulls that need not wait any more, and those that waited too long."""
-        for read, refusal in self.parking.judge(self._tail_since, self._full_since):
-            connection = cast(Connection, read.connection)
-            if refusal is None:
-                self._answer(read)
-            else:
-                if refusal.document["code"] == "stale-view":
-                    self.tell_view(connection)
-                self.refuse(connection, read.header.request, refusal)
+                self._requests.judge_parked()
 
     # --- audit ------------------------------------------------------------------------------------------------------
 

@@ -153,7 +153,7 @@ def hello(worker: WorkerInfo, cluster: str = "local") -> bytes:
         (lambda f: f[:5] + b"\x3f" + f[6:], "malformed", "unknown frame kind"),
         (lambda f: f[:8] + (1 << 60).to_bytes(8, "little") + f[16:], "malformed", "over the limit"),
         (lambda f: Header(Kind.PUSH).pack(), "malformed", "before HELLO"),
-        (lambda f: Header(Kind.OK).pack(), "malformed", "not a request"),
+        (lambda f: Header(Kind.OK).pack(), "malformed", "came before HELLO"),
         (lambda f: Header(Kind.HELLO, 0, 8).pack() + b"[1,2,3] ", "malformed", "not an object"),
     ],
 )

@@ -1,0 +1,233 @@
+"""What workers ask for: steps, rows, tables. Each request is checked here, at the edge, before anything is changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.view import ServerInfo
+from elasticps.errors import SpecError
+from elasticps.server.connection import Connection
+from elasticps.server.content import Content, NewTable, positions_of
+from elasticps.server.parking import Parking
+from elasticps.server.reads import Read, answer
+from elasticps.server.refusal import Refusal
+from elasticps.server.shell import Shell
+from elasticps.server.tickets import RequestTicket
+from elasticps.spec import TableSpec
+from elasticps.store import Table
+from elasticps.wire.frames import LAST, REPEAT, Block, FrameError, Header, Kind, json_body, read_push
+from replication.chain import Ranges
+from replication.core import NO_RANGES
+from replication.effects import Ask, Push
+from replication.messages import Kind as OperationKind
+from replication.progress import MAX_CLOCK
+
+Body = NDArray[np.uint8]
+Handler = Callable[[Connection, Header, Body], None]
+
+
+class Host(Protocol):
+    """The server that these requests came to. `told`: worker -> the clock up to which it knows all to be committed."""
+
+    me: ServerInfo
+    ranges: int
+    epoch: int
+    counts: Counter[str]
+    told: dict[int, int]
+
+    def wait_for_view(self, connection: Connection, header: Header, body: Body) -> bool:
+        """Holds a frame that speaks of a view to come. Raises `Refusal` when that does not come."""
+
+    def tell_view(self, connection: Connection) -> None:
+        """Sends the view, once per connection and epoch."""
+
+    def refuse(self, connection: Connection, request: int, refusal: Refusal) -> None:
+        """Tells why a request was not done."""
+
+    def serves(self, header: Header) -> bool:
+        """Whether the ranges that may be read here are the same as in the pull's epoch."""
+
+    def judged(self) -> list[tuple[Read, Refusal | None]]:
+        """The waiting pulls that need not wait any more."""
+
+
+class Requests:
+    """The handlers of a worker's frames. last_s: when the last push or pull came."""
+
+    def __init__(self, host: Host, shell: Shell, parking: Parking, clock: Callable[[], float]) -> None:
+        self._host = host
+        self._shell = shell
+        self._store, self._replica = shell.store, shell.replica
+        self._parking = parking
+        self._clock = clock
+        self._order = NO_RANGES, positions_of(NO_RANGES, host.ranges)  # the newest answer of `_order_of`
+        self.last_s = -1e9
+        self.handlers: dict[int, Handler] = {
+            Kind.PUSH: self._push,
+            Kind.PULL: self._pull,
+            Kind.JOIN: self._join,
+            Kind.ASK: self._ask,
+            Kind.CREATE: self._create,
+            Kind.INIT: self._init,
+        }
+
+    # --- tables -----------------------------------------------------------------------------------------------------
+
+    def _table(self, table_id: int) -> Table:
+        table = self._store.tables.get(table_id)
+        if table is None:
+            raise Refusal("unknown-table", f"server {self._host.me.name} has no table with id {table_id}")
+        return table
+
+    def _create(self, connection: Connection, header: Header, body: Body) -> None:
+        document = json_body(body.data)
+        table_id, text = document.get("id"), document.get("spec")
+        if not isinstance(table_id, int) or not 0 < table_id < 1 << 32 or not isinstance(text, str):
+            raise FrameError("a create gives a table id above 0 and a spec")
+        try:
+            self._store.create(TableSpec.from_json(text), table_id)
+        except SpecError as error:
+            raise Refusal("spec", str(error)) from None
+        self._control(connection, header, OperationKind.CREATE, NewTable(table_id, text), len(text))
+
+    def _control(
+        self, connection: Connection, header: Header, kind: OperationKind, payload: Any, nbytes: int,
+        ranges: Ranges | None = None,
+    ) -> None:  # fmt: skip
+        """Logs an operation of the ranges themselves; answered when it is committed."""
+        ticket = RequestTicket(connection, header.request)
+        push = Push(ticket, -1, header.epoch, 0, 0, True, ranges, payload, nbytes, kind=kind)
+        self._shell.perform(self._replica.push, push)
+
+    def _init(self, connection: Connection, header: Header, body: Body) -> None:
+        if self._host.wait_for_view(connection, header, body):
+            return
+        named, blocks = read_push(header, connection.kept(body))
+        ranges, positions = self._order_of(header.epoch) if named is None else self._named(named)
+        for block in blocks if len(ranges) else ():
+            self._check(block, positions, values=0)
+        self._control(connection, header, OperationKind.INIT, Content(blocks, ranges, positions), len(body), ranges)
+
+    # --- pushes -----------------------------------------------------------------------------------------------------
+
+    def _join(self, connection: Connection, header: Header, body: Body) -> None:
+        if header.flags & LAST:
+            if header.clock >= MAX_CLOCK:
+                raise FrameError(f"a base clock of {header.clock} is over the limit of {MAX_CLOCK}")
+            connection.base = header.clock
+            self._parking.join(connection.worker, header.clock)
+        minimum = self._parking.minimum(connection.app)
+        connection.send(Header(Kind.OK, request=header.request, epoch=self._host.epoch, clock=minimum).pack())
+
+    def _ask(self, connection: Connection, header: Header, body: Body) -> None:
+        ask = Ask(RequestTicket(connection, header.request), header.worker, header.epoch)
+        self._shell.perform(self._replica.ask, ask)
+
+    def _push(self, connection: Connection, header: Header, body: Body) -> None:
+        if connection.base < 0:
+            raise Refusal("not-joined", f"worker {connection.worker_name!r} pushed before it joined")
+        if not 0 < header.clock < MAX_CLOCK or header.first > header.part:
+            raise FrameError(f"a push of step {header.clock}, parts {header.first}..{header.part}, cannot be")
+        if self._host.wait_for_view(connection, header, body):
+            return
+        if not self._replica.alone:  # it may stay in the log
+            body = connection.kept(body)
+        named, blocks = read_push(header, body)
+        if named is None:
+            ranges, positions = self._order_of(header.epoch)
+        else:
+            ranges, positions = self._named(named)
+        ticket = RequestTicket(connection, header.request)
+        for block in blocks:
+            try:
+                self._check(block, positions, values=None)
+            except Refusal as refusal:
+                self._host.counts["refused"] += 1
+                ticket.refusal, blocks = refusal, []
+                break
+        push = Push(
+            ticket, connection.worker, header.epoch, header.clock, header.part, bool(header.flags & LAST),
+            None if named is None else ranges, Content(blocks, ranges, positions), len(body), connection.base,
+            repeat=bool(header.flags & REPEAT), first=header.first,
+        )  # fmt: skip
+        self._host.counts["pushes"] += 1
+        self._host.counts["rows_pushed"] += sum([len(block.keys) for block in blocks])
+        self.last_s = self._clock()
+        if header.table:
+            self._host.told[connection.worker] = header.clock - header.table
+        self._shell.perform(self._replica.push, push)
+        if self._parking:
+            self.judge_parked()
+
+    def _order_of(self, epoch: int) -> tuple[Ranges, NDArray[np.int64]]:
+        """What a push of that epoch calls all ranges headed here, and where each stands; nothing if it is stale."""
+        ranges = self._replica.headed(epoch)
+        if ranges is None:
+            ranges = NO_RANGES
+        if ranges is not self._order[0]:
+            self._order = ranges, positions_of(ranges, self._host.ranges)
+        return self._order
+
+    def _named(self, named: NDArray[np.int32]) -> tuple[Ranges, NDArray[np.int64]]:
+        ranges = named.astype(np.int64)
+        if len(ranges) and (ranges.min() < 0 or ranges.max() >= self._host.ranges):
+            raise Refusal("foreign", f"a push names ranges outside 0..{self._host.ranges - 1}")
+        positions = positions_of(ranges, self._host.ranges)
+        if np.count_nonzero(positions >= 0) != len(ranges):
+            raise Refusal("foreign", "a push names a range twice")
+        return ranges, positions
+
+    def _check(self, block: Block, positions: NDArray[np.int64], *, values: int | None) -> None:
+        """A block fits its table and this server. `values`: step values expected (None: the optimizer's number)."""
+        table = self._table(block.table)
+        dim, expected = table.spec.dim, table.spec.optimizer.step_floats if values is None else values
+        if block.grads.shape[1] != dim:
+            raise Refusal("shape", f"table {table.spec.name!r} has dim {dim}, the push has {block.grads.shape[1]}")
+        if len(block.step_values) != expected:
+            raise Refusal(
+                "shape", f"table {table.spec.name!r} takes {expected} step values, not {len(block.step_values)}"
+            )
+        at = table.first_misplaced(block.keys, positions)
+        if at >= 0:
+            text = f"key {block.keys[at]} of table {table.spec.name!r} is not in a range that the push ticks at server "
+            raise Refusal("foreign", f"{text}{self._host.me.name}, or not in their order")
+
+    # --- pulls ------------------------------------------------------------------------------------------------------
+
+    def _pull(self, connection: Connection, header: Header, body: Body) -> None:
+        if self._host.wait_for_view(connection, header, body):
+            return
+        if not self._host.serves(header):
+            self._host.tell_view(connection)
+            text = f"server {self._host.me.name} is at epoch {self._host.epoch}, the request at {header.epoch}"
+            raise Refusal("stale-view", text, epoch=self._host.epoch)
+        table = self._table(header.table)
+        if header.items * 8 != len(body):
+            raise FrameError(f"a pull of {header.items} keys has a body of {len(body)} bytes")
+        self._host.counts["pulls"] += 1
+        self._host.counts["rows_pulled"] += header.items
+        self.last_s = self._clock()
+        read = Read(connection, header, table, body.view(np.int64), 0.0)
+        if (header.bound or header.clock) and self._parking.behind(read):
+            self._parking.park(read)
+        else:
+            self._answer(read)
+
+    def _answer(self, read: Read) -> None:
+        answer(read, lambda: self._host.serves(read.header))
+
+    def judge_parked(self) -> None:
+        """Answers the pulls that need not wait any more, and those that waited too long."""
+        for read, refusal in self._host.judged():
+            connection = cast(Connection, read.connection)
+            if refusal is None:
+                self._answer(read)
+            else:
+                if refusal.document["code"] == "stale-view":
+                    self._host.tell_view(connection)
+                self._host.refuse(connection, read.header.request, refusal)
