@@ -116,7 +116,7 @@ class Control:
             try:
                 entry = self.call(self._store.get("view"), ASK_VIEW_TIMEOUT_S)
                 view = None if entry is None else View.decode(entry.value)
-            except (Timeout, ClusterUnreachable, ValueError) as error:
+            except Exception as error:  # whatever it is, whoever wants the view asks again
                 log.debug("the view could not be read from the coordination store: %s", error)
                 view = None
             on_view(view)

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from coordinator.view import ServerInfo, View, WorkerInfo
 from elasticps.client.driver import Driver
 from elasticps.client.link import Link
+from elasticps.client.pulls import Pulls
 from elasticps.client.pushes import Pushes
-from elasticps.client.reads import Read, ReadPart
+from elasticps.client.reads import Read
 from elasticps.client.rounds import Questions, Round
-from elasticps.client.routing import Readers, Routes
+from elasticps.client.routing import Routes
 from elasticps.client.session import Session
 from elasticps.client.wanted import Wanted
 from elasticps.errors import (
@@ -87,12 +88,12 @@ class Network:
         self.routes = Routes(view)
         self.error: Error | None = None  # once set, nothing goes on
         self.pushes = Pushes(session, worker.id, requests, self._send, self._fenced)
+        self.pulls = Pulls(self.routes, worker.id, requests, self._send, self._abandon)
         self._lock = lock
         self._requests = requests
         self._ask_view = ask_view
         self._base: int | None = None  # the clock that this worker starts above, once it has joined
         self._peers: dict[Member, Peer] = {}
-        self._pulls: dict[int, ReadPart] = {}
         self._calls: dict[int, Round] = {}
         self._rounds: list[Round] = []
         self._wanted = Wanted()
@@ -141,11 +142,9 @@ class Network:
                 return
             self.error = error
             self.pushes.fail(error)
-            for part in self._pulls.values():
-                part.read.error = error
+            self.pulls.fail(error)
             for round_ in self._rounds:
                 round_.error = error
-            self._pulls.clear()
             self._calls.clear()
 
     def _serving(self) -> list[Peer]:
@@ -231,61 +230,22 @@ class Network:
         """Asks for a read's parts; `bound` and `wait_ms` as in the PULL header."""
         with self._lock:
             self.check()
-            read.bound, read.wait_ms = bound, wait_ms
-            self._ask(read.plan(self.routes, self._readers(read)))
+            self.pulls.start(read, bound, wait_ms)
         self._driver.nudge()
-
-    def _readers(self, read: Read) -> Readers:
-        return self.routes.replicas(self.worker.id) if read.any_replica else self.routes.tails
-
-    def _ask(self, parts: list[ReadPart]) -> None:
-        for part in parts:
-            part.request = next(self._requests)
-            part.read.parts[part.request] = self._pulls[part.request] = part
-        for part in parts:
-            self._send_pull(part)
-
-    def _send_pull(self, part: ReadPart) -> None:
-        part.epoch = self.routes.epoch
-        if part.member is not None:
-            self._send(part.member, part.frame(self.routes.epoch, self.worker.id))
-
-    def _ask_again(self, parts: list[ReadPart]) -> None:
-        """Asks the servers of this view for parts that others were to answer."""
-        for part in parts:
-            self._drop(part)
-            self._ask(part.read.plan_again(part, self.routes, self._readers(part.read)))
-
-    def _drop(self, part: ReadPart) -> None:
-        """Late answers are thrown away; one that is half received, into the caller's memory, ends its connection."""
-        self._pulls.pop(part.request, None)
-        part.read.parts.pop(part.request, None)
-        peer = None if part.member is None else self._peers.get(part.member)
-        if peer is not None and peer.link.sinking == part.request:
-            self._cut(peer, "its answer was no longer wanted")
 
     def forget_read(self, read: Read, error: Error) -> None:
         """Gives up what is still unanswered of a read."""
         with self._lock:
-            read.error = read.error or error
-            for part in list(read.parts.values()):
-                self._drop(part)
+            self.pulls.forget(read, error)
 
-    def _finish_part(self, request: int, error: Exception | None) -> bool:
-        part = self._pulls.pop(request, None)
-        if part is None:
-            return False
-        part.read.error = part.read.error or error
-        del part.read.parts[request]
-        return True
+    def _abandon(self, member: Member, request: int) -> None:
+        """Nobody wants an answer any more. If half of it has been received, into a caller's memory, the connection ends
+        here, so that the other half lands nowhere."""
+        peer = self._peers.get(member)
+        if peer is not None and peer.link.sinking == request:
+            self._cut(peer, "its answer was no longer wanted")
 
     # --- receiving ----------------------------------------------------------------------------------------------
-
-    def _sink(self, header: Header) -> Sequence[memoryview] | None:
-        if header.kind != Kind.ROWS:
-            return None
-        part = self._pulls.get(header.request)
-        return None if part is None else part.views(header)
 
     def _on_frame(self, link: Link, header: Header, body: NDArray[np.uint8]) -> None:
         with self._lock:
@@ -296,7 +256,7 @@ class Network:
                     round_.answered(header)
             elif header.kind == Kind.ROWS:
                 if header.flags & LAST:
-                    self._finish_part(request, None)
+                    self.pulls.finish(request, None)
             elif header.kind == Kind.PARTLY:
                 if not self.pushes.partly(request, header.epoch, *read_partly(header, body)):
                     self._stall(request, header.epoch)
@@ -326,7 +286,7 @@ class Network:
                 self._stall(request, epoch)
         elif code != "gap" or not self.pushes.not_done(request, Status.GAP, header.epoch):
             error = _server_error(code, link.server.name, text)
-            if self._finish_part(request, error) or self.pushes.refused(request, error):
+            if self.pulls.finish(request, error) or self.pushes.refused(request, error):
                 return
             if (round_ := self._calls.pop(request, None)) is not None:
                 round_.error = error
@@ -337,19 +297,15 @@ class Network:
         """A server has another view than the one that a pull or a call was planned under: plan it again, as soon as
         there is a newer one or, should it be the same, at the next turn."""
         self._wanted.epoch = max(self._wanted.epoch, epoch)
-        part, round_ = self._pulls.get(request), self._calls.get(request)
-        if part is not None:
-            part.member = None
-            if part.epoch < self.routes.epoch:
-                self._ask_again([part])
-        if round_ is not None:
+        self.pulls.stall(request)
+        if (round_ := self._calls.get(request)) is not None:
             round_.stalled = True
             if round_.routes is not self.routes:
                 self._begin(round_)
 
     def _resume(self) -> None:
         """Plans again what has nobody to answer it."""
-        self._ask_again([part for part in self._pulls.values() if part.member is None])
+        self.pulls.resume()
         for round_ in self._rounds:
             if round_.stalled:
                 self._begin(round_)
@@ -366,9 +322,7 @@ class Network:
         self.routes = Routes(view)
         self._set_peers()
         self.pushes.adopt(self.routes)
-        self._ask_again(
-            [p for p in self._pulls.values() if p.member is None or p.read.moved(p, self.routes, self._readers(p.read))]
-        )
+        self.pulls.adopt(self.routes)
         for round_ in self._rounds:
             if round_.stalled or round_.overtaken(self.routes):
                 self._begin(round_)
@@ -384,7 +338,7 @@ class Network:
                 continue
             if known is not None:
                 self._close_link(known)
-            link = Link(info, self._on_frame, self._sink)
+            link = Link(info, self._on_frame, self.pulls.sink)
             self._peers[member] = Peer(info, member, link, down_since_s=time.monotonic())
         self._driver.nudge()
 
@@ -421,9 +375,7 @@ class Network:
             for call in round_.pending.values():
                 if call.member == peer.member:
                     self._send(call.member, call.buffers)
-        for part in self._pulls.values():
-            if part.member == peer.member:
-                self._send_pull(part)
+        self.pulls.connected(peer.member)
 
     def _broken(self, link: Link, error: Exception) -> None:
         with self._lock:
@@ -456,7 +408,7 @@ class Network:
             for peer in peers:
                 self._judge_silence(peer, now)
             self._resume()
-            oldest = self.pushes.oldest, next(iter(self._pulls), 0), next(iter(self._calls), 0)
+            oldest = self.pushes.oldest, self.pulls.oldest, next(iter(self._calls), 0)
             ready = [p for p in peers if p.link.ready]
             self._wanted.epoch = max(self._wanted.epoch, self.pushes.needed_epoch)
             lost = len(ready) < len(peers)
@@ -502,11 +454,9 @@ class Network:
         with self._lock:
             now, routes = time.monotonic(), self.routes
             owing = self.pushes.session.owing()
-            asked = {p.member for p in self._pulls.values()} | {
-                c.member for r in self._rounds for c in r.pending.values()
-            }
+            asked = self.pulls.asked | {c.member for r in self._rounds for c in r.pending.values()}
             told = []
-            for member in sorted({*owing, *(m for m in asked if m is not None)}):
+            for member in sorted({*owing, *asked}):
                 peer = self._peers[member]
                 count = int((routes.view.heads == routes.index_of[member]).sum())
                 state = "connected, not answering" if peer.down_since_s is None else (

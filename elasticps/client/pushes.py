@@ -214,8 +214,8 @@ class Pushes:
 
     def _finish(self, clock: int) -> None:
         state = self._states.pop(clock)
-        state.done = True
         if state.error is not None:
             self.failures[clock] = state.error
             if len(self.failures) > MAX_FAILURES:
                 del self.failures[max(self.failures)]
+        state.done = True  # last: whoever waits for it looks at the rest without the lock

@@ -52,8 +52,8 @@ class Round:
 
     def answered(self, header: Header) -> None:
         """A server did it."""
-        del self.pending[header.request]
         self.answers.append(header)
+        del self.pending[header.request]  # not before: whoever waits takes a round without pending calls as done
 
     def done(self) -> bool:
         """Whether all have answered under one view, or one has refused."""
