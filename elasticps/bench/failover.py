@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -28,6 +26,7 @@ from elasticps.bench.sparse import fill
 from elasticps.client import connect
 from elasticps.errors import Error, Timeout
 from elasticps.local import LocalCluster
+from elasticps.local.story import Failover, adoption, failover
 from elasticps.spec import Accumulate, Adagrad
 
 SERVERS, REPLICAS, WORKERS = 3, 2, 2
@@ -35,9 +34,6 @@ RECOVERY_TIMEOUT_S = 60.0
 REPAIR_TIMEOUT_S = 600.0
 AUDIT_TIMEOUT_S = 300.0
 STEADY_STEPS = 50  # committed by each worker between two kills, at least
-
-_FAILOVER = re.compile(r"failover epoch=(\d+) gone=(\S+) detected=([\d.]+) written=([\d.]+)")
-_ADOPTED = re.compile(r"ts=(\S+) .*adopted epoch=(\d+) ")
 
 
 @dataclass(frozen=True)
@@ -195,15 +191,16 @@ def _round(cluster: LocalCluster, workers: Sequence[_Worker], stop: bool) -> Kil
         cluster.pause(victim.name)
     else:
         cluster.kill(victim.name)
-    epoch, detected, written = _until(
-        lambda: _failover(cluster.log("c0")[log_from:], f"{victim.name}#{victim.incarnation}"),
+    end: Failover = _until(
+        lambda: failover(cluster.log("c0")[log_from:], f"{victim.name}#{victim.incarnation}"),
         RECOVERY_TIMEOUT_S, "the leader wrote no view without the dead server",
     )  # fmt: skip
     commits = [
-        _until(partial(worker.first_after, written), RECOVERY_TIMEOUT_S, "no push was committed") for worker in workers
+        _until(partial(worker.first_after, end.written), RECOVERY_TIMEOUT_S, "no push was committed")
+        for worker in workers
     ]
     others = [server.name for server in view.servers if server.name != victim.name]
-    adopted = max(_until(partial(_adoption, cluster, name, epoch), 10.0, "no view was adopted") for name in others)
+    adopted = max(_until(partial(_adoption, cluster, name, end.epoch), 10.0, "no view was adopted") for name in others)
     if stop:
         cluster.resume(victim.name)
     else:
@@ -215,23 +212,13 @@ def _round(cluster: LocalCluster, workers: Sequence[_Worker], stop: bool) -> Kil
         return round((t - sent) * 1e3, 1)
 
     return Kill(
-        victim.name, int(heads.max()), held, since(detected), since(written), since(adopted),
+        victim.name, int(heads.max()), held, since(end.detected), since(end.written), since(adopted),
         tuple(since(t) for t in commits),
     )  # fmt: skip
 
 
-def _failover(log: str, gone: str) -> tuple[int, float, float] | None:
-    for found in _FAILOVER.finditer(log):
-        if gone in found[2].split(","):
-            return int(found[1]), float(found[3]), float(found[4])
-    return None
-
-
 def _adoption(cluster: LocalCluster, name: str, epoch: int) -> float | None:
-    for found in _ADOPTED.finditer(cluster.log(name)):
-        if int(found[2]) >= epoch:
-            return datetime.fromisoformat(found[1].replace("Z", "+00:00")).timestamp()
-    return None
+    return adoption(cluster.log(name), epoch)
 
 
 def _whole(cluster: LocalCluster, before: int, victim: str) -> bool:

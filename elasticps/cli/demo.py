@@ -13,17 +13,23 @@ from elasticps.errors import ConfigError
 
 def demo(
     servers: Annotated[int, typer.Option(min=1, help="How many servers.")] = 3,
+    replicas: Annotated[int, typer.Option(min=1, help="Copies of each range of parameters.")] = 2,
     workers: Annotated[int, typer.Option(min=1, help="How many worker processes.")] = 2,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the ratings.")] = 10,
     out: Annotated[Path, typer.Option(help="Folder for report.json and report.png.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="Of initial values and of the order of ratings.")] = 1,
+    kill: Annotated[
+        bool, typer.Option(help="Kill the server that heads most ranges (kill -9) a third of the way.")
+    ] = True,
 ) -> None:
-    """Train a recommender on real ratings through servers, then in one process, and compare.
+    """Train a recommender on real ratings through servers, one of which is killed, then in one process, and compare.
 
-    The exit code is 1 if the two do not agree.
+    The exit code is 1 if the two do not agree, or if the replicas differ at the end.
     """
     if missing := [name for name in ("torch", "matplotlib", "sklearn") if find_spec(name) is None]:
         raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'elasticps[demo]'")
     from elasticps.demo import main  # torch takes seconds to import: only this command waits for it
 
-    raise typer.Exit(main.run(servers=servers, workers=workers, epochs=epochs, out=out, seed=seed))
+    raise typer.Exit(
+        main.run(servers=servers, replicas=replicas, workers=workers, epochs=epochs, out=out, seed=seed, kill=kill)
+    )

@@ -11,28 +11,36 @@ from pathlib import Path
 
 from rich.console import Console
 
+from elasticps import background
+from elasticps.admin import fetch_status
+from elasticps.audit import audit
 from elasticps.demo import data
 from elasticps.demo.processes import Children, Event
-from elasticps.demo.report import AGREE, Evaluation, Moment, Report, Run
+from elasticps.demo.report import AGREE, AuditAnswer, Evaluation, Kill, Moment, Report, Run, longest_pause
 from elasticps.demo.screen import Screen
 from elasticps.errors import ConfigError, Error
 from elasticps.local import LocalCluster
+from elasticps.local.story import failover
 
 INTERRUPTED = 130  # exit code that shells give to Ctrl-C
+AUDIT_TIMEOUT_S = 30.0
 
 
 def run(
     *,
     servers: int = 3,
+    replicas: int = 2,
     workers: int = 2,
     epochs: int = 10,
     out: Path = Path("runs/demo"),
     seed: int = 1,
+    kill: bool = True,
     console: Console | None = None,
 ) -> int:
     """Trains through the servers and without them, and writes the report to `out`. Returns the exit code:
 
-    0 both AUCs agree, 1 they do not or something failed, 2 unusable arguments or no ratings, 130 interrupted.
+    0 both AUCs agree and all replicas are equal, 1 if not or something failed, 2 unusable arguments or no ratings,
+    130 interrupted. With `kill`, and a second replica, the server that heads most ranges is killed on the way.
     """
     console = console or Console()
     try:
@@ -41,7 +49,7 @@ def run(
         ratings = data.load(data.find())
         out.mkdir(parents=True, exist_ok=True)
         with _sigterm_interrupts():
-            report = _Demo(console, ratings, servers, workers, epochs, out, seed).run()
+            report = _Demo(console, ratings, servers, replicas, workers, epochs, out, seed, kill).run()
     except ConfigError as error:
         console.print(f"[red]error:[/] {error}", highlight=False)
         return 2
@@ -53,11 +61,13 @@ def run(
         return INTERRUPTED
     console.print()
     console.print(report.table())
+    for line in report.story():
+        console.print(line, highlight=False)
     files = report.write(out)
     console.print(f"written: {', '.join(str(file) for file in files)}", highlight=False)
     if not report.agrees:
         console.print(f"[red]the AUCs differ by more than {AGREE}[/]")
-    return 0 if report.agrees else 1
+    return 0 if report.agrees and report.audit.clean else 1
 
 
 @contextmanager
@@ -79,11 +89,14 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 class _Demo:
     def __init__(
-        self, console: Console, ratings: data.Ratings, servers: int, workers: int, epochs: int, out: Path, seed: int
-    ) -> None:
+        self, console: Console, ratings: data.Ratings, servers: int, replicas: int, workers: int, epochs: int,
+        out: Path, seed: int, kill: bool,
+    ) -> None:  # fmt: skip
         self._console = console
         self._training, self._test = data.split(ratings, seed)
-        self._servers, self._epochs, self._out, self._seed = servers, epochs, out, seed
+        self._servers, self._replicas, self._epochs, self._out, self._seed = servers, replicas, epochs, out, seed
+        self._kill = Kill() if kill and min(servers, replicas) > 1 else None
+        self._audit = AuditAnswer()
         self._workers = [f"w{i}" for i in range(workers)]
         self._timeline: list[tuple[float, str, str]] = []  # times of day
 
@@ -100,6 +113,7 @@ class _Demo:
             "model": "DeepFM",
             "data": "MovieLens-100K",
             "servers": self._servers,
+            "replicas": self._replicas,
             "workers": len(self._workers),
             "epochs": self._epochs,
             "batch": data.BATCH,
@@ -108,7 +122,8 @@ class _Demo:
             "test_samples": len(self._test),
         }
         timeline = [Moment(t - began, text, kind) for t, text, kind in self._timeline]
-        return Report(settings, through_servers, reference, timeline)
+        kill = self._kill if self._kill is not None and self._kill.server else None
+        return Report(settings, through_servers, reference, timeline, self._audit, kill)
 
     def _note(self, text: str, *, at: float | None = None, kind: str = "phase") -> None:
         self._timeline.append((time.time() if at is None else at, text, kind))
@@ -122,7 +137,7 @@ class _Demo:
     def _through_servers(self) -> tuple[float, Run]:
         self._note("start")
         with self._console.status("starting etcd, a coordinator and the servers (the first start compiles)") as status:
-            cluster = LocalCluster(name="demo", servers=self._servers, progress=status.update)
+            cluster = LocalCluster(name="demo", servers=self._servers, replicas=self._replicas, progress=status.update)
             cluster.start()
         try:
             names = ", ".join(server.name for server in cluster.servers)
@@ -146,6 +161,7 @@ class _Demo:
         result = Run(loss={name: [] for name in self._workers})
         finished = dict.fromkeys(self._workers, 0)  # epochs
         samples = dict.fromkeys(self._workers, 0)
+        kill_at = sum(self._samples(i, len(self._workers)) for i in range(len(self._workers))) // 3
         asked: list[tuple[int, float]] = []  # evaluations under way: epoch, and when its last worker finished it
         with Screen(self._console) as screen:
             for i, name in enumerate(self._workers):
@@ -159,6 +175,8 @@ class _Demo:
                 if event.kind == "progress":
                     self._progress(screen, result, event, began)
                     samples[event.source] = event.values["samples"]
+                    if self._kill is not None and not self._kill.server and sum(samples.values()) >= kill_at:
+                        self._kill_one(self._kill, cluster, screen, began)
                 elif event.kind == "epoch":
                     finished[event.source] = event.values["epoch"]
                     if min(finished.values()) == event.values["epoch"]:
@@ -172,7 +190,38 @@ class _Demo:
         result.seconds = result.evaluations[-1].t
         result.samples = sum(samples.values())
         self._note("training ends", at=began + result.seconds)
+        if self._kill is not None and self._kill.server:
+            self._recovery(self._kill, cluster, result, began)
+        with self._console.status("comparing the replicas"):
+            self._audit = AuditAnswer.of(audit(cluster.url, AUDIT_TIMEOUT_S))
         return began, result
+
+    def _kill_one(self, kill: Kill, cluster: LocalCluster, screen: Screen, began: float) -> None:
+        heads = {
+            server.name: background.run(fetch_status(server.admin, 5.0))["ranges_headed"] for server in cluster.servers
+        }
+        kill.server = max(heads, key=lambda name: heads[name])
+        kill.ranges = heads[kill.server]
+        kill.member = f"{kill.server}#{cluster.server(kill.server).incarnation}"
+        kill.t = time.time() - began
+        cluster.kill(kill.server)
+        text = f"kill -9 of {kill.server}, which headed {kill.ranges} of {cluster.config.ranges} ranges"
+        self._note(text, at=began + kill.t, kind="membership")
+        screen.say(f"[red]{text}[/]")
+
+    @staticmethod
+    def _recovery(kill: Kill, cluster: LocalCluster, result: Run, began: float) -> None:
+        """Batches that ended before the view without the server stood may owe nothing to it: the first later counts."""
+        found = failover(cluster.log("c0"), kill.member)
+        if found is None:
+            return
+        written = found.written - began
+        kill.detected_ms = (found.detected - began - kill.t) * 1e3
+        kill.written_ms = (written - kill.t) * 1e3
+        later = [next((t for t in ends if t > written), None) for ends in result.ends.values()]
+        if None not in later:
+            kill.recovered_ms = (max(t for t in later if t is not None) - kill.t) * 1e3
+        kill.pause_ms = max(longest_pause(ends, kill.t) for ends in result.ends.values()) * 1e3
 
     def _wait_ready(self, children: Children, names: set[str]) -> None:
         while names:
@@ -190,6 +239,7 @@ class _Demo:
     @staticmethod
     def _progress(screen: Screen, result: Run, event: Event, began: float) -> None:
         result.loss[event.source].append((event.t - began, event.values["loss"]))
+        result.ends.setdefault(event.source, []).extend(t - began for t in event.values["ends"])
         screen.update(event.source, event.values["samples"], event.values["epoch"], event.values["loss"])
 
     @staticmethod

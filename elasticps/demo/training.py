@@ -79,9 +79,12 @@ def local(ratings: Ratings, seed: int) -> Trainable:
 def train(
     what: Trainable, ratings: Ratings, plan: Plan, tell: Callable[..., None], after: Callable[[int], None]
 ) -> None:
-    """Runs the plan. `tell` gets progress several times a second, `after` each finished epoch (from 1)."""
+    """Runs the plan. `tell` gets progress several times a second, `after` each finished epoch (from 1).
+
+    Progress has the times of day at which batches ended since the last.
+    """
     torch.manual_seed(plan.seed + 1000 * plan.worker)  # dropout differs between workers
-    samples, last = 0, time.monotonic()
+    samples, last, ends = 0, time.monotonic(), list[float]()
     losses: deque[float] = deque(maxlen=REPORTED)
     what.model.train()
     for epoch in range(plan.epochs):
@@ -102,7 +105,8 @@ def train(
                     what.embeddings[1].prefetch(following[1])
             samples += len(liked)
             losses.append(loss.item())
+            ends.append(round(time.time(), 4))
             if time.monotonic() - last >= REPORT_S or (epoch + 1 == plan.epochs and i + 1 == len(todo)):
-                tell("progress", epoch=epoch + 1, samples=samples, loss=float(np.mean(losses)))
-                last = time.monotonic()
+                tell("progress", epoch=epoch + 1, samples=samples, loss=float(np.mean(losses)), ends=ends)
+                last, ends = time.monotonic(), []
         after(epoch + 1)

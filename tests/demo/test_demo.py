@@ -31,7 +31,12 @@ def test_both_trainings_agree(tmp_path: Path) -> None:
         assert report[run_of]["samples"] == 80_000
         assert [e["epoch"] for e in report[run_of]["evaluations"]] == [1]
     assert set(report["elasticps"]["loss"]) == {"w0", "w1"}
-    assert [m["event"] for m in report["timeline"]] == ["start", "2 servers ready", "training begins", "training ends"]
+    events = [m["event"] for m in report["timeline"]]
+    assert [events[i] for i in (0, 1, 2, 4)] == ["start", "2 servers ready", "training begins", "training ends"]
+    assert events[3].startswith("kill -9 of s")
+    assert report["kill"]["recovered_ms"] > report["kill"]["written_ms"] > 0
+    assert report["audit"]["clean"]
+    assert report["audit"]["short"] == 256  # one server is left
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 

@@ -7,18 +7,32 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from elasticps.demo.report import Evaluation, Moment, Report, Run, smooth
+from elasticps.demo.report import (
+    AuditAnswer,
+    Evaluation,
+    Kill,
+    Moment,
+    Report,
+    Run,
+    longest_pause,
+    smooth,
+    throughput,
+)
 
 
 def a_run(auc: float, seconds: float, *names: str) -> Run:
     loss = {name: [(seconds * i / 30, 0.7 - i / 300) for i in range(1, 31)] for name in names}
-    return Run(seconds, 1000, loss, [Evaluation(e, seconds * e / 3, auc - 0.01 * (3 - e), 0.5) for e in (1, 2, 3)])
+    ends = {name: [seconds * i / 500 for i in range(500)] for name in names}
+    evaluations = [Evaluation(e, seconds * e / 3, auc - 0.01 * (3 - e), 0.5) for e in (1, 2, 3)]
+    return Run(seconds, 1000, loss, evaluations, ends)
 
 
 def a_report(servers: float, reference: float) -> Report:
     timeline = [Moment(-2.0, "start"), Moment(3.3, "server s1 was killed by SIGKILL", "membership")]
-    settings = {"model": "DeepFM", "data": "MovieLens-100K", "servers": 3, "workers": 2}
-    return Report(settings, a_run(servers, 10.0, "w0", "w1"), a_run(reference, 4.0, "reference"), timeline)
+    settings = {"model": "DeepFM", "data": "MovieLens-100K", "servers": 3, "workers": 2, "batch": 256}
+    runs = a_run(servers, 10.0, "w0", "w1"), a_run(reference, 4.0, "reference")
+    kill = Kill("s1", "s1#1", 90, 3.3, 12.0, 15.0, 42.0, 45.0)
+    return Report(settings, *runs, timeline, AuditAnswer(True, 512), kill)
 
 
 @pytest.mark.parametrize(("servers", "reference", "agrees"), [(0.78, 0.785, True), (0.80, 0.781, False)])
@@ -36,8 +50,11 @@ def test_the_files_hold_what_was_found(tmp_path: Path) -> None:
     assert content["reference"]["evaluations"][0] == {"epoch": 1, "t": 1.33333, "auc": 0.76, "loss": 0.5}
     assert content["timeline"][1] == {"t": 3.3, "event": "server s1 was killed by SIGKILL", "kind": "membership"}
     assert content["agrees"] is True
+    assert (content["kill"]["server"], content["kill"]["recovered_ms"]) == ("s1", 42.0)
+    assert content["audit"]["clean"] is True
+    assert content["elasticps"]["throughput"][5] == [0.5, 10 * 256 / 0.1]
     with Image.open(picture) as image:
-        assert image.size == (1650, 1110)
+        assert image.size == (1650, 1560)
         assert len(image.convert("RGB").getcolors(1 << 20) or []) > 100
 
 
@@ -48,6 +65,31 @@ def test_the_table_shows_both_runs() -> None:
     text = captured.get()
     for part in ("0.7800", "0.7850", "✓ -0.0050", "10.0 s", "250"):
         assert part in text
+
+
+def test_the_story_tells_of_the_kill_and_the_audit() -> None:
+    report = a_report(0.78, 0.785)
+    assert report.story() == [
+        "s1 was killed after 3.3 s: recovered in 42 ms, longest pause of a worker 45 ms",
+        "audit: all 512 replicas of ranges are equal, no acknowledged step is missing",
+    ]
+    report.kill, report.audit = None, AuditAnswer(False, 500, 2, 1, 6, 3)
+    assert report.story() == [
+        "audit: 2 replicas differ, 1 workers miss acknowledged steps, 3 ranges could not be compared; "
+        "6 ranges are short of a replica"
+    ]
+
+
+def test_the_longest_pause_is_one_that_was_over_after_the_kill() -> None:
+    ends = [0.0, 1.0, 1.1, 1.2, 1.6, 1.7, 9.0]
+    assert longest_pause(ends, 1.25) == pytest.approx(0.4)
+    assert longest_pause(ends, 20.0) == 0.0
+
+
+def test_throughput_counts_batches_of_all_processes() -> None:
+    found = throughput({"w0": [-0.1, 0.05, 0.31], "w1": [0.06]}, 100)
+    assert [rate for _, rate in found] == pytest.approx([2000, 0, 0, 1000])
+    assert throughput({}, 100) == []
 
 
 def test_smoothing_keeps_a_constant_and_has_no_bias_at_its_start() -> None:

@@ -1,0 +1,35 @@
+"""What the logs of a cluster tell of a failover, for whoever measures one. Times are Unix time in seconds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime
+
+_FAILOVER = re.compile(r"failover epoch=(\d+) gone=(\S+) detected=([\d.]+) written=([\d.]+)")
+_ADOPTED = re.compile(r"ts=(\S+) .*adopted epoch=(\d+) ")
+
+
+@dataclass(frozen=True)
+class Failover:
+    """The view without a server that is gone: its epoch, when the leader knew, and when the view stood."""
+
+    epoch: int
+    detected: float
+    written: float
+
+
+def failover(log: str, member: str) -> Failover | None:
+    """The failover from `member` ("s1#3"), as a coordinator logged it; None if it did not."""
+    for found in _FAILOVER.finditer(log):
+        if member in found[2].split(","):
+            return Failover(int(found[1]), float(found[3]), float(found[4]))
+    return None
+
+
+def adoption(log: str, epoch: int) -> float | None:
+    """When a server adopted the view of that epoch, or a later one; None if it has not."""
+    for found in _ADOPTED.finditer(log):
+        if int(found[2]) >= epoch:
+            return datetime.fromisoformat(found[1].replace("Z", "+00:00")).timestamp()
+    return None
