@@ -13,6 +13,7 @@ class Kind(Enum):
     CRASH_SERVER = "crash server"
     CRASH_TWO = "crash two servers"
     CRASH_IN_OUTAGE = "crash server while the store is down"
+    CRASH_CUT_OFF = "crash a server that is cut off from its peers, and restart a worker"
     STRIKE_FILLING = "crash in a filling"
     FREEZE_SERVER = "freeze server"
     SLOW_SERVER = "slow server"
@@ -69,6 +70,7 @@ _WEIGHTS = {
     Kind.CRASH_SERVER: 4,
     Kind.CRASH_TWO: 1,
     Kind.CRASH_IN_OUTAGE: 1,
+    Kind.CRASH_CUT_OFF: 2,
     Kind.STRIKE_FILLING: 3,
     Kind.FREEZE_SERVER: 3,
     Kind.SLOW_SERVER: 2,
@@ -113,7 +115,7 @@ def random_plan(seed: int) -> Plan:
         one_frame=rng.random() < 0.3,
         cas_trouble=rng.choice((0.0, 0.0, 0.3)),
         anywhere=rng.choice((0.0, 0.3)),
-        operations=rng.choice((0.0, 0.02, 0.1)),
+        operations=rng.choice((0.0, 0.1, 0.4)),
         fills=rng.randint(1, 8),
         pieces=rng.randint(1, 4),
         faults_end_s=end,

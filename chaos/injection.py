@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 PATIENCE_S = 0.001
 """How often a fault that waits for its moment looks for it."""
 
+UNNOTICED_S = 0.05
+"""Two peers may be cut off from each other for so long before anybody acts on it."""
+
 
 class Injector:
     """Carries out the faults of the world's plan."""
@@ -26,6 +29,7 @@ class Injector:
             Kind.CRASH_SERVER: self._crash_server,
             Kind.CRASH_TWO: self._crash_two,
             Kind.CRASH_IN_OUTAGE: self._crash_in_outage,
+            Kind.CRASH_CUT_OFF: self._crash_cut_off,
             Kind.STRIKE_FILLING: self._strike_filling,
             Kind.FREEZE_SERVER: self._freeze_server,
             Kind.SLOW_SERVER: self._slow_server,
@@ -68,6 +72,20 @@ class Injector:
     def _crash_in_outage(self, fault: Fault) -> None:
         self._store_outage(fault)
         self.world.loop.after(fault.lasts_s / 2, self._crash, self._server(fault.a))
+
+    def _crash_cut_off(self, fault: Fault) -> None:
+        """Peers hear nothing of a server, a worker's successor still asks it for clocks, and then it dies."""
+        world, victim = self.world, self._server(fault.a)
+        for name in sorted(world.servers):
+            if name != victim.name:
+                world.network.cut(victim.name, name)
+        self._restart_worker(fault)
+        world.loop.after(min(fault.lasts_s, UNNOTICED_S), self._end_cut_off, victim)
+
+    def _end_cut_off(self, victim: Server) -> None:
+        self._crash(victim)
+        for name in sorted(self.world.servers):
+            self.world.network.heal(victim.name, name)
 
     def _strike_filling(self, fault: Fault) -> None:
         """Waits for a filling and kills who is filled, who fills it, or the leader; at once, or a little later."""
@@ -122,17 +140,20 @@ class Injector:
             left.append((*members[max(0, len(members) + 1 - world.plan.replicas) :], joiner))
         for chain in left:
             others = [world.known[m] for m in chain if m != victim.member]
-            if victim.member in chain and not any(map(self._sound, others)):
+            if victim.member in chain and not any(self._sound(other, victim) for other in others):
                 return False
         return True
 
-    def _sound(self, server: Server) -> bool:
+    def _sound(self, server: Server, victim: Server) -> bool:
         world = self.world
         return (
             server.alive
             and not server.frozen
             and not server.busy
-            and not world.network.touches_cut(server.name)
+            and all(
+                victim.name in pair and world.loop.now - since < 1.5 * UNNOTICED_S
+                for pair, since in world.network.cuts_of(server.name)
+            )
             and not world.leader.doubts(server.member)
         )
 

@@ -218,9 +218,9 @@ class Network:
         """Whether a partition separates two processes."""
         return bool(self._cuts) and _pair(a.name, b.name) in self._cuts
 
-    def touches_cut(self, name: str) -> bool:
-        """Whether a partition separates a name from any other."""
-        return any(name in pair for pair in self._cuts)
+    def cuts_of(self, name: str) -> list[tuple[tuple[str, str], float]]:
+        """The pairs of names, one of them this, that a partition separates, and since when."""
+        return [(pair, since) for pair, since in self._cuts.items() if name in pair]
 
     def cut_since(self, a: str, b: str) -> float | None:
         """When a partition began."""

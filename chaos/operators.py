@@ -17,7 +17,7 @@ from replication.messages import Kind
 if TYPE_CHECKING:
     from chaos.simulator import World
 
-TICK_S = 0.003
+TICK_S = 0.01
 MOST_OPERATIONS = 2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from chaos.frames import PullFrame, Shown
+from chaos.frames import Shown
 from chaos.violation import Violation
 from replication.chain import Role
 
@@ -30,14 +30,14 @@ class ReadChecks:
         """What a pull that begins now must show at least: range -> seq."""
         return {r: self._seen.get((worker, r), 0) for r in ranges}
 
-    def on_gather(self, server: Server, worker: int, frame: PullFrame, shown: tuple[Shown, ...]) -> None:
+    def on_gather(self, server: Server, worker: int, clock: int, shown: tuple[Shown, ...]) -> None:
         """A server is about to answer a pull."""
         for part in shown:
             r = part.range
-            where = f"{server.member} shows range {r} at seq {part.seq} to worker {worker} of clock {frame.clock}"
+            where = f"{server.member} shows range {r} at seq {part.seq} to worker {worker} of clock {clock}"
             if server.replica.role[r] != Role.FULL:
                 raise Violation("reads of replicas", where)
-            missing = self._checks.parts_of(worker, frame.clock) - server.done[r].keys()
+            missing = self._checks.parts_of(worker, clock) - server.done[r].keys()
             if missing:
                 _, after = min(missing)
                 raise Violation("read your writes", f"{where}, without its {after >> 16}.{after & 0xFFFF}")

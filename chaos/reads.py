@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
+from chaos.control import CLUSTER
 from chaos.frames import PullFrame, PullReply, Shown, ViewFrame
 from chaos.network import Link
 from coordinator.view import View
@@ -24,22 +25,22 @@ KEYS_PER_ID = 1000
 """Key k belongs to range k // 1000; the rest stands for its hash."""
 
 
-class Asker(NamedTuple):
+class Asker:
     """A worker's connection, as far as parking looks at it."""
 
-    link: Link
-    frame: PullFrame
-    worker: int
-    worker_name: str
-    base: int
-    app: str = "sim"
+    app = CLUSTER
+
+    def __init__(self, link: Link, worker: int, base: int) -> None:
+        self.link = link
+        self.worker = worker
+        self.worker_name = str(worker)
+        self.base = base
 
 
 class Unsaid(NamedTuple):
     """An answer that waits until what it shows is acknowledged."""
 
-    link: Link
-    frame: PullFrame
+    read: Read
     shown: tuple[Shown, ...]
 
 
@@ -52,6 +53,7 @@ class Reads:
         self._tail_since = self._full_since = 1 << 62
         self._early: list[tuple[Link, PullFrame]] = []
         self._unsaid: list[Unsaid] = []
+        self._askers: dict[Link, Asker] = {}
 
     @property
     def waiting(self) -> int:
@@ -66,12 +68,16 @@ class Reads:
         me = view.as_chains.index(self.server.member)
         tailed = np.flatnonzero((view.tails == me) & (me >= 0))
         held = np.flatnonzero((view.chains == me).any(axis=1) & (me >= 0))
-        skipped = before is None or view.epoch > before.epoch + 1
+        skipped = self.skipped(before, view)
         if skipped or not np.array_equal(tailed, self.parking.tailed):
             self._tail_since = view.epoch
         if skipped or not np.array_equal(held, self.parking.held):
             self._full_since = view.epoch
         self.parking.serve(tailed, held)
+
+    def skipped(self, before: View | None, view: View) -> bool:
+        """Whether there was a view in between, in which this server may have been asked for other ranges."""
+        return before is None or view.epoch > before.epoch + 1
 
     def pull(self, link: Link, frame: PullFrame) -> None:
         """A worker's pull comes."""
@@ -80,16 +86,17 @@ class Reads:
             self._early.append((link, frame))
             server.world.fetch_view(server, frame.epoch)
             return
-        if frame.epoch < (self._full_since if frame.anywhere else self._tail_since):
-            self._refuse(link, frame)
-            return
-        asker = Asker(link, frame, frame.worker, str(frame.worker), frame.base)
-        header = Header(Kind.PULL, ANY if frame.anywhere else 0, epoch=frame.epoch, clock=frame.clock)
+        asker = self._askers.get(link)
+        if asker is None:
+            asker = self._askers[link] = Asker(link, frame.worker, frame.base)
+        header = Header(Kind.PULL, ANY if frame.anywhere else 0, 0, frame.pull, frame.epoch, frame.clock)
         read = Read(cast(Any, asker), header, cast(Any, None), np.array(frame.keys), 0.0)
-        if frame.clock and self.parking.behind(read):
+        if not self._serves(header):
+            self._refuse(read)
+        elif frame.clock and self.parking.behind(read):
             self.parking.park(read)
         else:
-            self._answer(asker)
+            self._answer(read)
 
     def judge(self) -> None:
         """Something has changed: whoever need not wait any more goes on."""
@@ -98,11 +105,10 @@ class Reads:
             for link, frame in early:
                 self.pull(link, frame)
         for read, refusal in self.parking.judge(self._tail_since, self._full_since):
-            asker = cast(Asker, read.connection)
             if refusal is not None:
-                self._refuse(asker.link, asker.frame)
+                self._refuse(read)
             else:
-                self._answer(asker)
+                self._answer(read)
         if self._unsaid:
             unsaid, self._unsaid = self._unsaid, []
             for answer in unsaid:
@@ -110,39 +116,46 @@ class Reads:
 
     def forget(self, link: Link) -> None:
         """Nobody waits for these answers any more."""
-        for asker in {read.connection for read in self.parking._parked}:
-            if cast(Asker, asker).link is link:
-                self.parking.forget(asker)
+        asker = self._askers.pop(link, None)
+        if asker is not None:
+            self.parking.forget(cast(Any, asker))
         self._early = [(k, frame) for k, frame in self._early if k is not link]
-        self._unsaid = [answer for answer in self._unsaid if answer.link is not link]
+        self._unsaid = [answer for answer in self._unsaid if _link(answer.read) is not link]
 
-    def _answer(self, asker: Asker) -> None:
+    def _serves(self, header: Header) -> bool:
+        """Whether the ranges that may be read here are the same as in the pull's epoch."""
+        return header.epoch >= (self._full_since if header.flags & ANY else self._tail_since)
+
+    def _answer(self, read: Read) -> None:
         """Gathers what is there now."""
         server, by_range = self.server, dict[int, dict[int, int]]()
-        for key in asker.frame.keys:
+        for key in read.keys.tolist():
             r = key // KEYS_PER_ID
             by_range.setdefault(r, {})[key] = server.values[r].get(key, 0)
         shown = tuple(Shown(r, len(server.hashes[r]) - 1, server.hashes[r][-1], v) for r, v in by_range.items())
-        server.world.checks.reads.on_gather(server, asker.worker, asker.frame, shown)
-        self._say(Unsaid(asker.link, asker.frame, shown))
+        server.world.checks.reads.on_gather(server, read.connection.worker, read.header.clock, shown)
+        self._say(Unsaid(read, shown))
 
     def _say(self, answer: Unsaid) -> None:
-        frame = answer.frame
-        if not frame.anywhere:
-            if frame.epoch < self._tail_since:
-                self._refuse(answer.link, frame)
-                return
-            if not self.acknowledged(answer.shown):
-                self._unsaid.append(answer)
-                return
-        answer.link.send(self.server, PullReply(frame.pull, self.server.replica.epoch, answer.shown))
+        read, header = answer.read, answer.read.header
+        if not self._serves(header):
+            self._refuse(read)
+        elif header.flags & ANY or self.acknowledged(answer.shown):
+            _link(read).send(self.server, PullReply(header.request, self.server.replica.epoch, answer.shown))
+        else:
+            self._unsaid.append(answer)
 
     def acknowledged(self, shown: tuple[Shown, ...]) -> bool:
         """Whether every full and level replica has what is shown."""
         acked = self.server.replica.acked
         return all(acked[part.range] >= part.seq for part in shown)
 
-    def _refuse(self, link: Link, frame: PullFrame) -> None:
+    def _refuse(self, read: Read) -> None:
+        link = _link(read)
         if self.server.view is not None:
             link.send(self.server, ViewFrame(self.server.view))
-        link.send(self.server, PullReply(frame.pull, self.server.replica.epoch, None))
+        link.send(self.server, PullReply(read.header.request, self.server.replica.epoch, None))
+
+
+def _link(read: Read) -> Link:
+    return cast(Asker, read.connection).link

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from chaos.simulator import World
 
 TICK_S = 0.002
+IDLE_S = 0.01
 REFRESH_S = 0.05
 
 
@@ -71,7 +72,8 @@ class Trainer(Process):
                 self._push(self.session)
         if world.training:
             self.reader.tick()
-        self.loop.after(TICK_S * world.loop.rng.uniform(0.2, 2.0), self.run, self._tick)
+        pace = TICK_S if world.training or (self.session is not None and self.session.open) else IDLE_S
+        self.loop.after(pace * world.loop.rng.uniform(0.2, 2.0), self.run, self._tick)
 
     def _push(self, session: Session) -> None:
         world, rng = self.world, self.loop.rng

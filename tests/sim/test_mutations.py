@@ -54,7 +54,7 @@ def _acknowledge_before_the_tail(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: Core) -> None:
         recode(self)
         self._code &= ~np.where(self._tail, 0, 1)
-        self._headed_runs = self._runs(self._headed)
+        self._run_cache.clear()
 
     patch.setattr(Core, "_recode", mutant)
 
