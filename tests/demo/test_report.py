@@ -22,7 +22,7 @@ from elasticps.demo.report import (
 
 def a_run(auc: float, seconds: float, *names: str) -> Run:
     loss = {name: [(seconds * i / 30, 0.7 - i / 300) for i in range(1, 31)] for name in names}
-    ends = {name: [seconds * i / 500 for i in range(500)] for name in names}
+    ends = {name: [seconds * (i + 0.5) / 500 for i in range(500)] for name in names}
     evaluations = [Evaluation(e, seconds * e / 3, auc - 0.01 * (3 - e), 0.5) for e in (1, 2, 3)]
     return Run(seconds, 1000, loss, evaluations, ends)
 
