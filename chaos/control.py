@@ -21,6 +21,7 @@ PACE = 10.0
 
 SETTLE_S = 0.002
 SECOND_TRY_S = 0.0005
+AGAIN_S = 0.02
 CAS_TIMEOUT_S = 0.06
 LEASE_S = 0.3
 CLUSTER = "sim"
@@ -91,6 +92,7 @@ class Leader(Process):
         self._view: View | None = None
         self._moves: list[tuple[int, int]] = []
         self._due = True
+        self._called = 0.0
         self.loop.after(world.network.delay(), self.run, self._tick)
 
     @property
@@ -114,9 +116,10 @@ class Leader(Process):
                 link.cut()
             return
         self.loop.after(TICK_S / PACE, self.run, self._tick)
-        self._follow()
         if self.detector.tick(self._time):
             self.ring()
+        if self.loop.now - self._called > AGAIN_S:
+            self._follow()
         self._decide()
 
     # -- lines to servers -------------------------------------------------------------------------------------------
@@ -126,6 +129,7 @@ class Leader(Process):
         store = self.world.store
         if not store.up or self._view is None:
             return
+        self._called = self.loop.now
         registered = {s.member for s in store.servers.values()}
         self._watched = registered | {s.member for s in self._view.servers}
         self.detector.watch({m: m in registered for m in sorted(self._watched)}, self._time)
@@ -204,7 +208,7 @@ class Leader(Process):
                 self.deposed = True
                 return
             self._view = store.view
-            self._follow()
+        self._follow()
         view = self._plan(self._view)
         if view is not None:
             self._write(view)
@@ -274,7 +278,6 @@ class Leader(Process):
         self._view = view
         for member in sorted(self._welcomed):
             self._lines[member].send(self, ViewFrame(view))
-        self._follow()
         self.ring()
 
 

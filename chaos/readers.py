@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from chaos.workers import Trainer
 
 MOST_PULLS = 3
+PULLS_PER_TICK = 0.15
 
 
 class Pull:
@@ -40,7 +41,7 @@ class Reader:
         """Now and then a new pull."""
         trainer, rng = self.trainer, self.trainer.loop.rng
         session = trainer.session
-        if session is None or trainer.view is None or len(self.pulls) >= MOST_PULLS or rng.random() > 0.3:
+        if session is None or trainer.view is None or len(self.pulls) >= MOST_PULLS or rng.random() > PULLS_PER_TICK:
             return
         ranges = trainer.world.plan.ranges
         chosen = rng.sample(range(ranges), rng.randint(1, ranges))
