@@ -28,8 +28,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt --no-deps recbole
 	@touch $@
 
-demo: $(READY) ## Train a recommender on real ratings through three servers found through etcd
-	$(BIN)/elasticps demo
+demo: $(READY) ## Train a recommender on real ratings through three servers, one of which is killed on the way
+	$(BIN)/elasticps demo --servers 3 --replicas 2
 
 test: $(READY) ## Run the tests
 	$(BIN)/python -m pytest
@@ -47,9 +47,11 @@ format: $(READY) ## Sort imports and format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## Measure pulls and pushes against this machine's own limits
+bench: $(READY) ## Measure pulls and pushes against this machine's own limits, and recovery from killed servers
 	$(BIN)/elasticps bench sparse
+	$(BIN)/elasticps bench sparse --servers 3 --replicas 1 --replicas 2 --batch 64 --batch 8192
 	$(BIN)/elasticps bench dense
+	$(BIN)/elasticps bench failover
 
 proto: $(READY) ## Generate the gRPC stubs again
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. elasticps/admin/admin.proto
