@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import sys
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -24,6 +25,11 @@ def _progress(text: str) -> None:
     Console(stderr=True).print(f"[dim]{text}…[/dim]")
 
 
+def _out() -> Console:
+    """Standard output; 120 columns where there is no terminal that says how many it has."""
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
 def _show(results: Iterator[Result], title: str, as_json: bool, unit: str) -> None:
     lines = list(results)
     if as_json:
@@ -41,7 +47,7 @@ def _show(results: Iterator[Result], title: str, as_json: bool, unit: str) -> No
         copies = (str(r.replicas), f"{r.of_first:.0%}" if r.of_first else "") if several else ()
         rate = (f"{r.rows_per_s / 1e6:.2f}", f"{r.server_cpu_us_per_row or 0:.2f}") if rows else ()
         table.add_row(r.op, size, *copies, *rate, *speeds, f"{r.loopback_gb_per_s:.2f}", f"{r.loopback_ratio:.0%}")
-    Console().print(table)
+    _out().print(table)
     if lines:
         typer.echo(f"memcpy on this machine: {lines[0].memcpy_gb_per_s:.1f} GB/s")
 
@@ -111,7 +117,7 @@ def failover(
         for part, name in (("detected", "death detected"), ("written", "view written"),
                            ("adopted", "view adopted by all servers"), ("commits", "next push committed")):  # fmt: skip
             table.add_row(name, *(f"{outcome.percentile(part, q):.0f}" for q in (50, 99, 100)))
-        Console().print(table)
+        _out().print(table)
         verdict = "all replicas are equal" if outcome.clean else "the audit found differences"
         typer.echo(
             f"{outcome.updates:,} updates acknowledged, {outcome.wrong} values are not their exact sum; {verdict}"
@@ -159,4 +165,4 @@ def store(as_json: Json = False) -> None:
     table = Table("op", "batch", "M rows/s", "p50 µs", title="store: 1,000,000 rows x 64 float32")
     for line in lines:
         table.add_row(str(line["op"]), f"{line['batch']:,}", f"{line['rows_per_s'] / 1e6:.1f}", f"{line['p50_us']:.1f}")
-    Console().print(table)
+    _out().print(table)
