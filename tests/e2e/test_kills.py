@@ -136,6 +136,19 @@ def leader(cluster: LocalCluster) -> str:
     return max(since, key=lambda name: since[name])
 
 
+def test_the_oracle_takes_unacknowledged_pushes_once_or_not_and_nothing_else() -> None:
+    ledgers = [Ledger(1, begun=6, acknowledged=4), Ledger(2, begun=3, acknowledged=3)]
+    sums = Sums([1, 2])
+    acknowledged = sum((sums.of(1, n) for n in range(1, 5)), sums.values) + sum(sums.of(2, n) for n in range(1, 4))
+    in_flight = sums.of(1, 5)
+    half = np.arange(len(acknowledged)) % 2
+    for found in (acknowledged, acknowledged + in_flight, acknowledged + half * in_flight):
+        check_sums(found, ledgers)
+    for wrong in (acknowledged - sums.of(2, 3), acknowledged + sums.of(1, 4), acknowledged + 2 * in_flight):
+        with pytest.raises(AssertionError, match="differ from the pushes"):
+            check_sums(wrong, ledgers)
+
+
 @pytest.mark.parametrize("column", [0, 1, 2], ids=["head", "middle", "tail"])
 def test_a_server_is_killed(scene: Scene, column: int) -> None:
     trainers = scene.train()
