@@ -18,6 +18,7 @@ from elasticps.errors import (
 from elasticps.local import LocalCluster
 from elasticps.spec import (
     ASP,
+    BSP,
     FTRL,
     SGD,
     SSP,
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ASP",
+    "BSP",
     "FTRL",
     "SGD",
     "SSP",

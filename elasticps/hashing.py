@@ -7,6 +7,8 @@ dense tensor would land in one range.
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -38,6 +40,11 @@ def table_salt(table_id: int) -> np.uint64:
     z = ((z ^ (z >> 30)) * int(_M1)) & _MASK
     z = ((z ^ (z >> 27)) * int(_M2)) & _MASK
     return np.uint64(z ^ (z >> 31))
+
+
+def home_range(app: str, ranges: int) -> int:
+    """The range whose log decides about the synchronous rounds of an application."""
+    return int.from_bytes(blake2b(app.encode(), digest_size=8).digest(), "little") % ranges
 
 
 def range_shift(ranges: int) -> int:

@@ -187,14 +187,18 @@ class SSP(Checked):
 
 @dataclass(frozen=True)
 class BSP:
-    """All workers' gradients of a round are averaged in worker order and applied as one step."""
+    """Synchronous: all workers' gradients of a round are averaged, in the order of their ids, and applied as one step.
+
+    Bitwise what one process gives that averages the same gradients. A worker that joins is counted from the next round
+    on; one that leaves or dies is no longer waited for.
+    """
 
     kind: ClassVar[str] = "bsp"
 
     @property
     def bound(self) -> int | None:
-        """See `ASP.bound`."""
-        return 0
+        """See `ASP.bound`: nothing waits at a pull, because the round is closed before it."""
+        return None
 
 
 Consistency = ASP | SSP | BSP

@@ -29,6 +29,9 @@ class Kind(IntEnum):
     INIT = 2
     RETIRE = 3
     AUDIT = 4
+    ENTER = 5
+    DECIDE = 6
+    ROUND = 7
 
 
 class Payload(Protocol):

@@ -169,4 +169,4 @@ def test_a_scalar_is_one_block() -> None:
 
 
 def test_consistency_models_say_their_bound() -> None:
-    assert (spec.ASP().bound, spec.SSP(4).bound, spec.BSP().bound) == (None, 4, 0)
+    assert (spec.ASP().bound, spec.SSP(4).bound, spec.BSP().bound) == (None, 4, None)

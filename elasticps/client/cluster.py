@@ -21,10 +21,11 @@ from elasticps.client.pushes import StepState
 from elasticps.client.reads import Read
 from elasticps.client.routing import Routes
 from elasticps.client.session import Session
+from elasticps.client.synchronous import SyncRounds
 from elasticps.client.writes import Part, Write, check_size
 from elasticps.errors import ConfigError, InputError, Timeout
-from elasticps.spec import ASP, SSP, Init, Optimizer, TableSpec, Zeros
-from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, Buffer, Header, Kind, json_frame, unpack_header
+from elasticps.spec import ASP, BSP, SSP, Consistency, Init, Optimizer, TableSpec, Zeros
+from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, ROUND, Buffer, Header, Kind, json_frame, unpack_header
 from elasticps.wire.pool import Pool
 from replication.chain import Member
 from replication.progress import MAX_PARTS
@@ -98,7 +99,7 @@ class OpenStep:
 class Client:
     """A worker's connection to a cluster; made by `connect`. Threads may share it."""
 
-    def __init__(self, url: str, worker: str, consistency: ASP | SSP, window: int, timeout: float, app: str) -> None:
+    def __init__(self, url: str, worker: str, consistency: Consistency, window: int, timeout: float, app: str) -> None:
         self.consistency = consistency
         self.timeout = timeout
         self.app = app
@@ -110,6 +111,7 @@ class Client:
         self._closed = False
         self._control = Control(url, timeout)
         self._network: Network | None = None
+        self._sync: SyncRounds | None = None
         try:
             deadline_s = time.monotonic() + timeout
             view = self._control.first_view(timeout)
@@ -119,6 +121,9 @@ class Client:
                 self._control.cluster, self.worker, view, self._session, self._lock, itertools.count(1),
                 self._control.ask_view,
             )  # fmt: skip
+            if isinstance(consistency, BSP):
+                self._sync = SyncRounds(self._network, app, self.worker.id)
+                self._network.pushes.flags = ROUND
             self._network.start(deadline_s)
         except BaseException:
             self.close()
@@ -184,6 +189,7 @@ class Client:
         with self._lock:
             target = self._session.clock - self._session.open
         self._wait(lambda: self._session.committed >= target, timeout, "flush")
+        self._settle(timeout)
         with self._lock:
             failures = dict(self._net.pushes.failures)
             self._net.pushes.failures.clear()
@@ -266,6 +272,8 @@ class Client:
         network.check()
         if not self._joined:
             self._join()
+        if state is None:
+            self._settle(None)
         while True:
             if state is None and not session.room:
                 self._wait(lambda: session.room, None, "room in the window")
@@ -275,6 +283,8 @@ class Client:
                     raise InputError(f"step {session.clock} is still open; commit it before pushing another")
                 if state is not None or session.room:  # else another thread was faster
                     state = self._push(state, values, rates, last, copy)
+                    if last and self._sync is not None:
+                        self._sync.pushed(state.clock)
                     break
         network.nudge()
         return state
@@ -298,14 +308,25 @@ class Client:
         if state.error is not None:
             self._net.pushes.failures.pop(state.clock, None)
             raise state.error
+        self._settle(timeout)
+
+    def _settle(self, timeout: float | None) -> None:
+        """Under BSP: closes the round of the newest step, so that whatever comes next sees its result."""
+        if self._sync is not None:
+            timeout = self.timeout if timeout is None else timeout
+            self._sync.settle(lambda: self._wait(lambda: not self._session.outstanding, timeout, "a step"), timeout)
 
     def _join(self) -> None:
         """Before the first operation: learn the active workers' minimum clock and start there (design, section 7)."""
         with self._joining:  # not self._lock: answers need that one
             if self._joined:
                 return
+            if self._sync is not None:
+                self._net.join(self._sync.enter(self.timeout), self.timeout)
+                self._joined = True
+                return
             minimums = self._net.ask_heads(lambda routes: Header(Kind.JOIN), b"", self.timeout, "joining")
-            self._net.join(max(answer.clock for answer in minimums), self.timeout)
+            self._net.join(max(answer.header.clock for answer in minimums), self.timeout)
             self._joined = True
 
     # --- pulls --------------------------------------------------------------------------------------------------
@@ -314,6 +335,7 @@ class Client:
         self._net.check()
         if not self._joined:
             self._join()
+        self._settle(None)
         with self._lock:
             read.clock = self._session.clock - self._session.open
         bound = self.consistency.bound
@@ -362,7 +384,7 @@ def connect(
     url: str | None = None,
     *,
     worker: str = "",
-    consistency: ASP | SSP | None = None,
+    consistency: Consistency | None = None,
     window: int = 4,
     timeout: float = 30.0,
     app: str = "default",
@@ -384,6 +406,6 @@ def connect(
     if not 0 < timeout < 86_400:
         raise ConfigError(f"timeout must be between 0 and 86400 seconds, got {timeout}")
     consistency = consistency or ASP()
-    if not isinstance(consistency, ASP | SSP):
-        raise ConfigError(f"consistency must be ASP() or SSP(staleness=k), got {consistency!r}")
+    if not isinstance(consistency, ASP | SSP | BSP):
+        raise ConfigError(f"consistency must be ASP(), SSP(staleness=k) or BSP(), got {consistency!r}")
     return Client(url, worker or f"worker-{os.uname().nodename}-{os.getpid()}", consistency, window, timeout, app)

@@ -18,7 +18,7 @@ from elasticps.client.link import Link
 from elasticps.client.pulls import Pulls
 from elasticps.client.pushes import Pushes
 from elasticps.client.reads import Read
-from elasticps.client.rounds import Questions, Round
+from elasticps.client.rounds import Answer, Questions, Round
 from elasticps.client.routing import Routes
 from elasticps.client.session import Session
 from elasticps.client.wanted import Wanted
@@ -175,13 +175,13 @@ class Network:
 
     # --- rounds -------------------------------------------------------------------------------------------------
 
-    def ask_heads(self, headers: Callable[[Routes], Header], body: bytes, timeout_s: float, what: str) -> list[Header]:
+    def ask_heads(self, headers: Callable[[Routes], Header], body: bytes, timeout_s: float, what: str) -> list[Answer]:
         """Asks every head the same; returns their answers."""
         return self.ask_all(
             lambda routes: [(routes.members[s], headers(routes), [body]) for s in routes.share_of], timeout_s, what
         )
 
-    def ask_all(self, questions: Questions, timeout_s: float, what: str) -> list[Header]:
+    def ask_all(self, questions: Questions, timeout_s: float, what: str) -> list[Answer]:
         """Asks, and asks again under every view with other heads, until all have answered; returns the answers.
 
         Raises the first refusal, or `Timeout`.
@@ -253,7 +253,10 @@ class Network:
             request = header.request
             if header.kind == Kind.OK:
                 if not self.pushes.ok(request) and (round_ := self._calls.pop(request, None)) is not None:
-                    round_.answered(header)
+                    round_.answered(header, b"")
+            elif header.kind == Kind.DECIDED:
+                if (round_ := self._calls.pop(request, None)) is not None:
+                    round_.answered(header, body.tobytes())
             elif header.kind == Kind.ROWS:
                 if header.flags & LAST:
                     self.pulls.finish(request, None)

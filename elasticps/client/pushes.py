@@ -58,6 +58,7 @@ class Pushes:
         self.session = session
         self.failures: dict[int, Exception] = {}  # by clock: steps that a server refused, until somebody was told
         self.needed_epoch = 0  # somebody spoke of it
+        self.flags = 0  # of every PUSH: ROUND for a worker in synchronous rounds
         self.routes: Routes
         self._worker = worker
         self._requests = requests
@@ -191,7 +192,7 @@ class Pushes:
 
     def _send_frame(self, frame: Frame) -> None:
         sent = _Sent(frame, self._states[frame.clock])
-        flags = LAST if frame.last else 0
+        flags = self.flags | (LAST if frame.last else 0)
         told = max(1, frame.clock - self.session.committed)
         for cut in self._cuts(frame):
             request = next(self._requests)

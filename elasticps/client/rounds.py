@@ -22,12 +22,19 @@ class Call(NamedTuple):
     buffers: list[Buffer]
 
 
+class Answer(NamedTuple):
+    """What a server answered."""
+
+    header: Header
+    body: bytes
+
+
 class Round:
     """Who has been asked and who has answered, in one view."""
 
     def __init__(self, questions: Questions) -> None:
         self.pending: dict[int, Call] = {}
-        self.answers: list[Header] = []
+        self.answers: list[Answer] = []
         self.error: Exception | None = None
         self.routes: Routes | None = None
         self.stalled = False  # a server has another view than the one asked under
@@ -50,9 +57,9 @@ class Round:
             call.member not in routes.index_of for call in self.pending.values()
         )
 
-    def answered(self, header: Header) -> None:
+    def answered(self, header: Header, body: bytes) -> None:
         """A server did it."""
-        self.answers.append(header)
+        self.answers.append(Answer(header, body))
         del self.pending[header.request]  # not before: whoever waits takes a round without pending calls as done
 
     def done(self) -> bool:

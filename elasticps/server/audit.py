@@ -7,7 +7,7 @@ sequence number. So a mark travels in the log like any operation, and each repli
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 
 from elasticps.admin.subject import MarkedRange
@@ -33,9 +33,11 @@ class Marks:
         return self._marks.get(mark, {})
 
 
-def digest(tables: Mapping[int, Table], r: int) -> bytes:
-    """16 bytes that stand for every row of a range: keys, weights and slots, bit for bit."""
+def digest(tables: Mapping[int, Table], r: int, words: Iterable[int]) -> bytes:
+    """16 bytes that stand for `words` and every row of a range: keys, weights and slots, bit for bit."""
     whole = blake2b(digest_size=16)
+    for word in words:
+        whole.update(word.to_bytes(8, "little"))
     for number in sorted(tables):
         if tables[number].count_range(r):
             whole.update(number.to_bytes(4, "little") + tables[number].digest_range(r).to_bytes(8, "little"))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.server.rounds import RangeRounds
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 from elasticps.wire.frames import Block
@@ -66,6 +67,25 @@ class Content:
         return blocks
 
 
+class Contribution(Content):
+    """What a worker pushes for a synchronous round of its application: kept until the round is closed."""
+
+    __slots__ = ("app", "clock")
+
+    def __init__(self, app: str, clock: int, blocks: list[Block], ranges: Ranges, positions: NDArray[np.int64]) -> None:
+        super().__init__(blocks, ranges, positions)
+        self.app = app
+        self.clock = clock
+
+
+class RoundStep(NamedTuple):
+    """ENTER, DECIDE or ROUND: a worker becomes a member; a round is made of `workers`; it closes."""
+
+    app: str
+    clock: int
+    workers: tuple[int, ...]
+
+
 class NewTable(NamedTuple):
     """A CREATE: the table's id, and its spec as JSON."""
 
@@ -88,8 +108,12 @@ class TableRows(NamedTuple):
     rows: NDArray[np.uint8]
 
 
-PieceRows = list[TableRows]
-"""What a piece of a range carries: every table, also those without rows there, so that the joiner knows them all."""
+class PieceContent(NamedTuple):
+    """What a piece of a range carries: every table, also those without rows there, so that the joiner knows them all;
+    and what is kept for synchronous rounds."""
+
+    tables: list[TableRows]
+    rounds: RangeRounds
 
 
 def positions_of(ranges: Ranges, count: int) -> NDArray[np.int64]:

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from elasticps.server.content import PieceRows, TableRows
+from elasticps.server.content import PieceContent, TableRows
+from elasticps.server.rounds import Rounds
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 
@@ -26,19 +27,21 @@ class _Cut:
 
 
 class Cutter:
-    """Schedules pieces. `deliver(r, serial, upto, last, rows)` takes each one at the instant at which it was cut;
+    """Schedules pieces. `deliver(r, serial, upto, last, content)` takes each one at the instant at which it was cut;
     `busy()` says whether workers are being served."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         tables: Mapping[int, Table],
+        rounds: Rounds,
         ranges: int,
-        deliver: Callable[[int, int, int, bool, PieceRows], None],
+        deliver: Callable[[int, int, int, bool, PieceContent], None],
         busy: Callable[[], bool],
     ) -> None:
         self._loop = loop
         self._tables = tables
+        self._rounds = rounds
         self._width = PLACES // ranges
         self._deliver = deliver
         self._busy = busy
@@ -70,6 +73,7 @@ class Cutter:
             TableRows(number, table.spec.to_json(), *table.dump_interval(r, cut.low, upto))
             for number, table in self._tables.items()
         ]
+        content = PieceContent(rows, self._rounds.dump(r, cut.low, upto, self._tables))
         cut.low = upto
         last = upto == cut.end
         if last:
@@ -77,4 +81,4 @@ class Cutter:
         size = sum(one.keys.nbytes + one.rows.nbytes for one in rows)
         self.sent_bytes += size
         self._free_s = now + size / (BUSY_BYTES_PER_S if self._busy() else IDLE_BYTES_PER_S)
-        self._deliver(r, serial, upto, last, rows)
+        self._deliver(r, serial, upto, last, content)

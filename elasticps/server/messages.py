@@ -15,12 +15,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.server.content import Content, Mark, NewTable, PieceRows, TableRows, positions_of
+from elasticps.server.content import (
+    Content,
+    Contribution,
+    Mark,
+    NewTable,
+    PieceContent,
+    RoundStep,
+    TableRows,
+    positions_of,
+)
+from elasticps.server.rounds import Home, RangeRounds
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 from elasticps.wire.frames import (
     LAST,
+    MAX_CONTROL_BYTES,
     MAX_RANGES,
+    ROUND,
     Block,
     Buffer,
     FrameError,
@@ -28,6 +40,7 @@ from elasticps.wire.frames import (
     Kind,
     block_head,
     grads_padding,
+    json_body,
     padded,
     read_blocks,
 )
@@ -87,7 +100,11 @@ class Codec:
         operation, payload = message.operation, message.operation.payload
         parts: list[Buffer] = [self._range_bytes(message.ranges), message.seqs.tobytes()]
         blocks: list[Block] = []
+        flags = 0
         if isinstance(payload, Content):
+            if isinstance(payload, Contribution):
+                flags = ROUND
+                parts.append(_section({"app": payload.app, "clock": payload.clock}))
             blocks = payload.part(message.ranges, self._tables)
             for block in blocks:
                 parts += block_buffers(block)
@@ -95,8 +112,10 @@ class Codec:
             parts.append(_json({"id": payload.table, "spec": payload.spec}))
         elif isinstance(payload, Mark):
             parts.append(_json({"id": payload.id}))
+        elif isinstance(payload, RoundStep):
+            parts.append(_json({"id": payload.clock, "app": payload.app, "workers": payload.workers}))
         header = Header(
-            Kind.FORWARD, 0, _length(parts), 0, message.epoch, operation.after, max(operation.worker, 0),
+            Kind.FORWARD, flags, _length(parts), 0, message.epoch, operation.after, max(operation.worker, 0),
             part=operation.kind, table=len(message.ranges), items=len(blocks),
         )  # fmt: skip
         return [header.pack(), *parts]
@@ -113,15 +132,16 @@ class Codec:
     def _encode_piece(self, message: Piece) -> list[Buffer]:
         numbers = message.upto.to_bytes(8, "little") + message.workers.tobytes() + message.progress.tobytes()
         parts: list[Buffer] = [numbers]
-        rows: PieceRows = message.payload  # type: ignore[assignment]
-        for table, spec, keys, values in rows:
+        content: PieceContent = message.payload  # type: ignore[assignment]
+        for table, spec, keys, values in content.tables:
             text = spec.encode()
             parts.append(padded(_TABLE.pack(table, len(text), *values.shape) + text))
             if len(keys):
                 parts += [keys.data.cast("B"), values.data.cast("B")]
+        parts += _encode_rounds(content.rounds)
         header = Header(
             Kind.PIECE, LAST if message.last else 0, _length(parts), message.fill, message.epoch, message.seq,
-            message.range, table=len(message.workers), items=len(rows), bound=message.number,
+            message.range, table=len(message.workers), items=len(content.tables), bound=message.number,
         )  # fmt: skip
         return [header.pack(), *parts]
 
@@ -164,13 +184,20 @@ class Codec:
     def _decode_forward(self, header: Header, body: Bytes) -> Forward:
         ranges, positions, (seqs,), at = self._ranges_and(1, header, body)
         payload: Any
-        if header.part in (OperationKind.PUSH, OperationKind.INIT):
+        if header.part == OperationKind.PUSH and header.flags & ROUND:
+            document, at = _read_section(body, at)
+            blocks = read_blocks(header.items, body, at)
+            payload = Contribution(str(document.get("app")), _number(document, "clock"), blocks, ranges, positions)
+        elif header.part in (OperationKind.PUSH, OperationKind.INIT):
             payload = Content(read_blocks(header.items, body, at), ranges, positions)
         elif header.part == OperationKind.CREATE:
             document = _document(body, at)
             payload = NewTable(document["id"], str(document.get("spec")))
         elif header.part == OperationKind.AUDIT:
             payload = Mark(_document(body, at)["id"])
+        elif header.part in (OperationKind.ENTER, OperationKind.DECIDE, OperationKind.ROUND):
+            document = _document(body, at)
+            payload = RoundStep(str(document.get("app")), document["id"], _numbers(document.get("workers")))
         else:
             raise FrameError(f"a FORWARD carries an operation of unknown kind {header.part}")
         operation = Operation(header.part, header.worker or -1, header.clock, payload, len(body))
@@ -193,15 +220,14 @@ class Codec:
         if upto > PLACES:
             raise FrameError(f"a PIECE ends at place {upto}, the last is {PLACES}")
         numbers = body[8:at].view(np.int64)
-        rows: PieceRows = []
+        tables: list[TableRows] = []
         for _ in range(header.items):
             one, at = _read_rows(body, at)
-            rows.append(one)
-        if at != len(body):
-            raise FrameError(f"a PIECE of {len(body)} bytes has {len(body) - at} bytes left over")
+            tables.append(one)
+        content = PieceContent(tables, _decode_rounds(body, at))
         return Piece(
             header.epoch, header.worker, header.request, header.bound, upto, bool(header.flags & LAST), header.clock,
-            numbers[:n], numbers[n:], rows,
+            numbers[:n], numbers[n:], content,
         )  # fmt: skip
 
     def _decode_installed(self, header: Header, body: Bytes) -> Installed:
@@ -229,6 +255,62 @@ def _length(parts: list[Buffer]) -> int:
 def _json(document: dict[str, Any]) -> bytes:
     text = json.dumps(document, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)
+
+
+def _section(document: dict[str, Any]) -> bytes:
+    """JSON that is followed by something else: its padded length comes first."""
+    text = _json(document)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read_section(body: Bytes, at: int) -> tuple[dict[str, Any], int]:
+    size = int.from_bytes(body[at : at + 8].tobytes(), "little")
+    end = at + 8 + size
+    if size & 7 or size > MAX_CONTROL_BYTES or end > len(body):
+        raise FrameError(f"a section of {size} bytes at {at} does not fit in a body of {len(body)} bytes")
+    return json_body(body[at + 8 : end].data), end
+
+
+def _encode_rounds(rounds: RangeRounds) -> list[Buffer]:
+    kept = [[app, clock, worker, len(blocks)] for app, clock, worker, blocks in rounds.kept]
+    homes = {
+        app: [home.decided, list(home.workers), [list(m) for m in home.members.items()]]
+        for app, home in rounds.homes.items()
+    }
+    parts: list[Buffer] = [_section({"closed": rounds.closed, "homes": homes, "kept": kept})]
+    for _, _, _, blocks in rounds.kept:
+        for block in blocks:
+            parts += block_buffers(block)
+    return parts
+
+
+def _decode_rounds(body: Bytes, at: int) -> RangeRounds:
+    document, at = _read_section(body, at)
+    try:
+        closed = {str(app): int(clock) for app, clock in document["closed"].items()}
+        homes = {
+            str(app): Home({int(w): int(c) for w, c in members}, int(decided), _numbers(workers))
+            for app, (decided, workers, members) in document["homes"].items()
+        }
+        owners = [(str(app), int(clock), int(worker), int(n)) for app, clock, worker, n in document["kept"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FrameError(f"a PIECE's rounds cannot be read: {error}") from None
+    blocks = iter(read_blocks(sum(owner[3] for owner in owners), body, at))
+    kept = [(app, clock, worker, [next(blocks) for _ in range(n)]) for app, clock, worker, n in owners]
+    return RangeRounds(closed, homes, kept)
+
+
+def _number(document: dict[str, Any], name: str) -> int:
+    value = document.get(name)
+    if not isinstance(value, int):
+        raise FrameError(f"{name} is {value!r}, not a number")
+    return value
+
+
+def _numbers(values: object) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+        raise FrameError("a list of workers is none")
+    return tuple(values)
 
 
 def _document(body: Bytes, at: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from coordinator.view import ServerInfo
 from elasticps.errors import SpecError
 from elasticps.server.connection import Connection
-from elasticps.server.content import Content, NewTable, positions_of
+from elasticps.server.content import Content, Contribution, NewTable, positions_of
 from elasticps.server.parking import Parking
 from elasticps.server.reads import Read, answer
 from elasticps.server.refusal import Refusal
@@ -20,7 +20,7 @@ from elasticps.server.shell import Shell
 from elasticps.server.tickets import RequestTicket
 from elasticps.spec import TableSpec
 from elasticps.store import Table
-from elasticps.wire.frames import LAST, REPEAT, Block, FrameError, Header, Kind, json_body, read_push
+from elasticps.wire.frames import LAST, REPEAT, ROUND, Block, FrameError, Header, Kind, json_body, read_push
 from replication.chain import Ranges
 from replication.core import NO_RANGES
 from replication.effects import Ask, Push
@@ -150,9 +150,12 @@ class Requests:
                 self._host.counts["refused"] += 1
                 ticket.refusal, blocks = refusal, []
                 break
+        content = Content(blocks, ranges, positions)
+        if header.flags & ROUND:
+            content = Contribution(connection.app, header.clock, blocks, ranges, positions)
         push = Push(
             ticket, connection.worker, header.epoch, header.clock, header.part, bool(header.flags & LAST),
-            None if named is None else ranges, Content(blocks, ranges, positions), len(body), connection.base,
+            None if named is None else ranges, content, len(body), connection.base,
             repeat=bool(header.flags & REPEAT), first=header.first,
         )  # fmt: skip
         self._host.counts["pushes"] += 1

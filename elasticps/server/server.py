@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.admin.subject import MarkedRange
 from elasticps.server.connection import Connection
-from elasticps.server.content import Mark, PieceRows
+from elasticps.server.content import Mark, PieceContent
+from elasticps.server.decider import Decider
 from elasticps.server.fill import Cutter
 from elasticps.server.linger import Linger
 from elasticps.server.messages import Codec
@@ -96,8 +97,8 @@ class Server:
         self.store, self.replica = self.shell.store, self.shell.replica
         self._codec = Codec(self.store.tables, ranges)
         self.peers = Peers(self.member, cluster, self, loop, self.connection)
-        self._cutter = Cutter(loop, self.store.tables, ranges, self._cut, self._busy)
-        self._workers: dict[int, WorkerInfo] = {}  # the roster
+        self._cutter = Cutter(loop, self.store.tables, self.shell.rounds, ranges, self._cut, self._busy)
+        self.workers: dict[int, WorkerInfo] = {}  # the roster
         self._roster_version = 0
         self.parking = Parking(ranges, self.replica.clocks, clock)
         self._connections: set[Connection] = set()
@@ -105,7 +106,12 @@ class Server:
         self._tail_since = self._full_since = 1 << 62  # epochs in which the ranges that we tail, or hold, last changed
         self._was_listed = False
         self._requests = Requests(self, self.shell, self.parking, clock)
-        self._handlers: dict[int, Handler] = {**self._requests.handlers, Kind.WANT: self._want}
+        self._decider = Decider(self, self.shell, clock)
+        self._handlers: dict[int, Handler] = {
+            **self._requests.handlers,
+            **self._decider.handlers,
+            Kind.WANT: self._want,
+        }
         self._peer_handlers: dict[int, Handler] = {
             **dict.fromkeys((Kind.FORWARD, Kind.ACK, Kind.RESYNC, Kind.PIECE, Kind.INSTALLED), self._message),
             Kind.WANT: self._want,
@@ -199,7 +205,7 @@ class Server:
         names = isinstance(name, str) and isinstance(app, str)
         if not (isinstance(worker, int) and 0 < worker < 1 << 32 and names):
             raise FrameError("a worker's hello gives its id (above 0), its name and its app")
-        if worker not in self._workers:
+        if worker not in self.workers:
             self.behind.set()
             if self._wait(connection, header, body):
                 return
@@ -267,6 +273,7 @@ class Server:
                 if connection.worker:
                     self.tell_view(connection)
         self._release()
+        self._decider.judge()
         self._requests.judge_parked()
 
     def _follow_reads(self, before: View | None, view: View, me: int) -> None:
@@ -299,21 +306,23 @@ class Server:
         if roster.version <= self._roster_version:
             return
         self._roster_version = roster.version
-        self._workers = {w.id: w for w in roster.workers}
-        self.parking.follow(self._workers)
+        self.workers = {w.id: w for w in roster.workers}
+        self.parking.follow(self.workers)
         newest = {(w.app, w.name): w.id for w in roster.workers}
         for connection in list(self._connections):
             if newest.get((connection.app, connection.worker_name), 0) > connection.worker > 0:
                 text = f"worker {connection.worker_name!r} was started again; this is the older incarnation"
                 connection.send(json_frame(Kind.ERROR, {"code": "fenced", "message": text}))
                 connection.transport.close()
-        self.shell.perform(self.replica.adopt_roster, roster.version, frozenset(self._workers))
+        self.shell.perform(self.replica.adopt_roster, roster.version, frozenset(self.workers))
         self._release()
+        self._decider.judge()
         self._requests.judge_parked()
 
     def tick(self) -> None:
         """Called a few times a second: ends waits that took too long, beats."""
         self._release()
+        self._decider.judge()
         self._requests.judge_parked()
         self.peers.tick()
 
@@ -382,8 +391,8 @@ class Server:
         log.debug("level range=%d fill=%d joiner=%s", level.range, level.fill, level.joiner)
         self._loop.call_soon(self.tell_leaders)
 
-    def _cut(self, r: int, serial: int, upto: int, last: bool, rows: PieceRows) -> None:
-        self.shell.perform(self.replica.piece, r, serial, upto, last, rows)
+    def _cut(self, r: int, serial: int, upto: int, last: bool, content: PieceContent) -> None:
+        self.shell.perform(self.replica.piece, r, serial, upto, last, content)
 
     def _busy(self) -> bool:
         return self._clock() - self._requests.last_s < BUSY_S

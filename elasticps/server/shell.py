@@ -16,7 +16,8 @@ import numpy as np
 
 from elasticps.admin.subject import MarkedRange
 from elasticps.server.audit import Marks, digest
-from elasticps.server.content import Content, Mark, NewTable, PieceRows
+from elasticps.server.content import Content, Contribution, Mark, NewTable, PieceContent, RoundStep
+from elasticps.server.rounds import Rounds
 from elasticps.spec import TableSpec
 from elasticps.store import Store
 from elasticps.store.intervals import PLACES
@@ -90,6 +91,7 @@ class Shell:
         self.replica = Replica(me, ranges, budget_bytes)
         self.store = Store(ranges)
         self.marks = Marks()
+        self.rounds = Rounds(ranges)
         self.applied = 0  # operations, for whoever waits for a change
         self.rows_applied = 0
         self._around = around
@@ -130,6 +132,8 @@ class Shell:
             self.store.create(TableSpec.from_json(payload.spec), payload.table)
         elif isinstance(payload, Mark):
             self._mark(effect, payload)
+        elif isinstance(payload, RoundStep):
+            self._round(effect, payload)
         self.applied += 1
 
     def _apply_rows(self, effect: Apply, content: Content) -> None:
@@ -142,7 +146,9 @@ class Shell:
             for r, bound in effect.inside.items():
                 bounds[r] = bound
             blocks = content.below(bounds, tables)
-        if effect.operation.kind == Kind.INIT:
+        if isinstance(content, Contribution):
+            self.rounds.keep(content.app, content.clock, effect.operation.worker, effect.ranges, blocks)
+        elif effect.operation.kind == Kind.INIT:
             for table, keys, values, _ in blocks:
                 tables[table].put_if_absent(keys, values)
         else:
@@ -150,25 +156,40 @@ class Shell:
                 tables[table].apply(keys, grads, step_values)
                 self.rows_applied += len(keys)
 
+    def _round(self, effect: Apply, step: RoundStep) -> None:
+        if effect.operation.kind == Kind.ENTER:
+            self.rounds.enter(step.app, step.workers[0])
+        elif effect.operation.kind == Kind.DECIDE:
+            self.rounds.decide(step.app, step.clock, step.workers)
+        else:
+            tables = self.store.tables
+            for table, keys, grads, values in self.rounds.close(
+                step.app, step.clock, step.workers, effect.ranges, tables
+            ):
+                tables[table].apply(keys, grads, values)
+                self.rows_applied += len(keys)
+
     def _mark(self, effect: Apply, mark: Mark) -> None:
         unfinished = effect.inside or {}
         for r, seq in zip(effect.ranges.tolist(), effect.seqs.tolist(), strict=True):
             if r not in unfinished:
                 workers, progress = self.replica.clocks.column(r)
-                found = digest(self.store.tables, r)
+                found = digest(self.store.tables, r, self.rounds.words(r))
                 self.marks.note(mark.id, r, MarkedRange(seq, found, tuple(workers.tolist()), tuple(progress.tolist())))
 
     # --- ranges -----------------------------------------------------------------------------------------------------
 
     def _install(self, effect: Install) -> None:
-        rows: PieceRows = effect.payload  # type: ignore[assignment]
-        for number, spec, keys, values in rows:
+        content: PieceContent = effect.payload  # type: ignore[assignment]
+        for number, spec, keys, values in content.tables:
             table = self.store.create(TableSpec.from_json(spec), number)
             if len(keys):
                 table.load_range(effect.range, keys, values)
+        self.rounds.load(effect.range, content.rounds)
 
     def _erase(self, effect: Erase) -> None:
         for table in self.store.tables.values():
             for r in effect.ranges.tolist():
                 if table.count_range(r):
                     table.drop_range(r)
+        self.rounds.erase(effect.ranges)

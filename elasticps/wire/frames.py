@@ -38,6 +38,9 @@ class Kind(IntEnum):
     JOIN = 6
     ASK = 7
     WANT = 8
+    ENTER = 9
+    DONE = 10
+    CLOSE = 11
     FORWARD = 16
     ACK = 17
     RESYNC = 18
@@ -51,11 +54,13 @@ class Kind(IntEnum):
     CLOCKS = 69
     PARTLY = 70
     REPORT = 71
+    DECIDED = 72
 
 
 LAST = 1  # PUSH: the step's last part, it ticks the clock. ROWS: the answer's last chunk. JOIN: see Header
 ALL_RANGES = 2  # PUSH: every range that the receiver heads at the frame's epoch
 REPEAT = 4  # PUSH: content left out, it is applied already and only the acknowledgement is wanted
+ROUND = 16  # PUSH, FORWARD: a worker's share of a synchronous round, kept until the round is closed
 ANY = 8  # PULL: any full replica may answer, with values that may not be committed yet
 
 _KINDS = frozenset(int(k) for k in Kind)

@@ -10,8 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticps.optimizers import Accumulate
-from elasticps.server.content import Content, Mark, NewTable, TableRows, positions_of
+from elasticps.server.content import (
+    Content,
+    Contribution,
+    Mark,
+    NewTable,
+    PieceContent,
+    RoundStep,
+    TableRows,
+    positions_of,
+)
 from elasticps.server.messages import Codec
+from elasticps.server.rounds import Home, RangeRounds
 from elasticps.server.shell import Shell
 from elasticps.spec import TableSpec
 from elasticps.store import Store
@@ -73,6 +83,7 @@ def a_push(store: Store, ranges: np.ndarray, count: int = 200) -> Operation:
 
 
 SOME = numbers(3, 5, 4, 9)
+A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -83,12 +94,16 @@ SOME = numbers(3, 5, 4, 9)
         Installed(4, 3, 2, 7, True, 55),
         Forward(4, numbers(1), numbers(9), Operation(Kind.CREATE, -1, 0, NewTable(3, '{"x":1}'), 10)),
         Forward(4, numbers(1), numbers(9), Operation(Kind.AUDIT, -1, 0, Mark(1 << 61), 10)),
+        Forward(4, numbers(1), numbers(9), Operation(Kind.ROUND, -1, 0, RoundStep("a", 3, (5, 6)), 10)),
         Piece(
             4, 3, 2, 1, 1 << 61, False, 44, numbers(5, 6), numbers(1 << 16, 1 << 17),
-            [
-                TableRows(1, "{}", numbers(1, 2), np.arange(32, dtype=np.uint8).reshape(2, 16)),
-                TableRows(2, '{"no":"rows"}', numbers(), np.empty((0, 8), np.uint8)),
-            ],
+            PieceContent(
+                [
+                    TableRows(1, "{}", numbers(1, 2), np.arange(32, dtype=np.uint8).reshape(2, 16)),
+                    TableRows(2, '{"no":"rows"}', numbers(), np.empty((0, 8), np.uint8)),
+                ],
+                RangeRounds({"a": 4}, {"a": Home({5: 3}, 4, (5, 6))}, [("a", 5, 6, [A_BLOCK])]),
+            ),
         ),
     ],
     ids=lambda m: type(m).__name__,
@@ -110,6 +125,12 @@ def test_any_part_of_a_push_arrives_with_the_keys_of_its_ranges(data: st.DataObj
     assert isinstance(heard, Forward)
     content = heard.operation.payload
     assert isinstance(content, Content)
+    kept = Contribution("ads", 7, content.blocks, part, positions_of(part, P))
+    again = through_the_wire(Forward(4, part, said.seqs, Operation(Kind.PUSH, 5, 7 << 16, kept, 10)), store)
+    assert isinstance(again, Forward)
+    assert isinstance(again.operation.payload, Contribution)
+    assert (again.operation.payload.app, again.operation.payload.clock) == ("ads", 7)
+    assert same(again.operation.payload.blocks, content.blocks)
     expected = a_push(store, part).payload
     assert isinstance(expected, Content)
     assert same([b for b in content.blocks if len(b.keys)], [b for b in expected.blocks if len(b.keys)])
@@ -119,7 +140,8 @@ def test_any_part_of_a_push_arrives_with_the_keys_of_its_ranges(data: st.DataObj
 @settings(max_examples=300, deadline=None)
 def test_damaged_messages_raise_frame_errors_only(data: st.DataObject) -> None:
     store = a_store()
-    rows = [TableRows(1, "{}", numbers(1), np.zeros((1, 8), np.uint8))]
+    tables = [TableRows(1, "{}", numbers(1), np.zeros((1, 8), np.uint8))]
+    rows = PieceContent(tables, RangeRounds({"a": 4}, {"a": Home({5: 3}, 4, (5,))}, [("a", 5, 6, [A_BLOCK])]))
     messages: list[Message] = [
         Ack(4, numbers(1, 2), numbers(10, 20)),
         Resync(4, numbers(1, 2), numbers(-1, 20), numbers(0, 19)),

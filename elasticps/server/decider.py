@@ -1,0 +1,240 @@
+"""Synchronous rounds at the servers: who is in a round, and when it closes. `rounds` has the whole story.
+
+Three requests: ENTER and DONE go to the head of the application's home range, CLOSE to the heads of all. Whatever is
+answered has been logged and committed. What waits here is in memory only: after a failover the workers ask again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.view import WorkerInfo
+from elasticps.hashing import home_range
+from elasticps.server.connection import Connection
+from elasticps.server.content import RoundStep
+from elasticps.server.reads import DEFAULT_WAIT_S
+from elasticps.server.refusal import Refusal
+from elasticps.server.rounds import Home
+from elasticps.server.shell import Shell
+from elasticps.server.tickets import RequestTicket
+from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame
+from replication.chain import Ranges
+from replication.effects import Push, Reply, Status
+from replication.messages import Kind as OperationKind
+
+Body = NDArray[np.uint8]
+Handler = Callable[[Connection, Header, Body], None]
+
+
+class Host(Protocol):
+    """The server around this."""
+
+    ranges: int
+    epoch: int
+
+    @property
+    def headed(self) -> Ranges:
+        """The ranges headed here; the same array as long as they are the same."""
+
+    @property
+    def workers(self) -> dict[int, WorkerInfo]:
+        """The roster."""
+
+    def wait_for_view(self, connection: Connection, header: Header, body: Body) -> bool:
+        """Holds a frame that speaks of a view to come."""
+
+    def tell_view(self, connection: Connection) -> None:
+        """Sends the view, once per connection and epoch."""
+
+    def refuse(self, connection: Connection, request: int, refusal: Refusal) -> None:
+        """Tells why a request was not done."""
+
+
+class _Waiting(NamedTuple):
+    """A worker that is done with a round, and until when it waits for the others."""
+
+    clock: int
+    ticket: RequestTicket
+    deadline_s: float
+
+
+class _Once(RequestTicket):
+    """Answers in its own way when the operation is committed."""
+
+    __slots__ = ("_committed",)
+
+    def __init__(self, connection: Connection, request: int, committed: Callable[[], bytes]) -> None:
+        super().__init__(connection, request)
+        self._committed = committed
+
+    def reply(self, reply: Reply) -> None:
+        if reply.status is Status.COMMITTED and not len(reply.moved):
+            self.connection.send(self._committed())
+        else:
+            super().reply(reply)
+
+
+class _Several:
+    """One operation that several requests wait for. `headed`: the ranges it was logged for."""
+
+    def __init__(self, headed: Ranges, tickets: list[RequestTicket]) -> None:
+        self.headed = headed
+        self.tickets = tickets
+        self.done = False  # committed, in all of them
+
+    def reply(self, reply: Reply) -> None:
+        """Answers them all."""
+        self.done = reply.status is Status.COMMITTED and not len(reply.moved)
+        for ticket in self.tickets:
+            ticket.reply(reply)
+        self.tickets = []
+
+    def clocks(self, reply: object) -> None:
+        raise AssertionError("an operation was answered with clocks")
+
+    def hold(self) -> None:
+        """Nothing is read for it alone."""
+
+    def release(self) -> None:
+        """Nothing was held."""
+
+
+class Decider:
+    """The handlers of ENTER, DONE and CLOSE."""
+
+    def __init__(self, host: Host, shell: Shell, clock: Callable[[], float]) -> None:
+        self._host = host
+        self._clock = clock
+        self._shell = shell
+        self._waiting: dict[str, dict[int, _Waiting]] = {}  # app -> worker
+        self._closing: dict[str, tuple[int, _Several]] = {}  # app -> the newest round closed here
+        self.handlers: dict[int, Handler] = {Kind.ENTER: self._enter, Kind.DONE: self._done, Kind.CLOSE: self._close}
+
+    # --- the home range -----------------------------------------------------------------------------------------------
+
+    def _enter(self, connection: Connection, header: Header, body: Body) -> None:
+        app, worker = connection.app, connection.worker
+        home = self._home(connection, header, body)
+        if home is None:
+            return
+
+        def answer() -> bytes:
+            base = self._shell.rounds.homes[app].members.get(worker, 0)
+            return Header(Kind.OK, request=header.request, epoch=self._host.epoch, clock=base).pack()
+
+        ticket = _Once(connection, header.request, answer)
+        self._log(ticket, OperationKind.ENTER, RoundStep(app, 0, (worker,)), home)
+
+    def _done(self, connection: Connection, header: Header, body: Body) -> None:
+        app, worker = connection.app, connection.worker
+        home = self._home(connection, header, body)
+        if home is None:
+            return
+        state = self._shell.rounds.homes.get(app, Home())
+        if header.clock <= state.decided:
+            if header.clock < state.decided or worker not in state.workers:
+                raise Refusal("left-out", f"round {header.clock} of {app!r} was closed without this worker")
+            # decided, but maybe not committed yet: the answer waits for an operation behind it
+            self._log(self._decided(connection, header, app), OperationKind.DECIDE,
+                      RoundStep(app, state.decided, state.workers), home)  # fmt: skip
+            return
+        if worker not in state.members or header.clock != state.decided + 1:
+            raise Refusal("left-out", f"worker {connection.worker_name!r} is not in round {header.clock} of {app!r}")
+        ticket = self._decided(connection, header, app)
+        deadline_s = self._clock() + (header.wait_ms / 1e3 or DEFAULT_WAIT_S)
+        self._waiting.setdefault(app, {})[worker] = _Waiting(header.clock, ticket, deadline_s)
+        self._decide(app)
+
+    def _decided(self, connection: Connection, header: Header, app: str) -> RequestTicket:
+        def answer() -> bytes:
+            state = self._shell.rounds.homes[app]
+            document = {"round": state.decided, "workers": list(state.workers)}
+            return json_frame(Kind.DECIDED, document, request=header.request, epoch=self._host.epoch)
+
+        return _Once(connection, header.request, answer)
+
+    def _decide(self, app: str) -> None:
+        """Closes the list of the next round's workers, if all that are still there are done."""
+        waiting, state = self._waiting.get(app, {}), self._shell.rounds.homes.get(app)
+        if state is None or not waiting:
+            return
+        clock = state.decided + 1
+        required = {w for w, above in state.members.items() if above < clock and w in self._host.workers}
+        if not required or not all(worker in waiting and waiting[worker].clock == clock for worker in required):
+            return
+        tickets = [waiting.pop(worker).ticket for worker in sorted(required)]
+        home = np.array([home_range(app, self._host.ranges)], np.int64)
+        step = RoundStep(app, clock, tuple(sorted(required)))
+        self._log(_Several(home, tickets), OperationKind.DECIDE, step, home)
+
+    def judge(self) -> None:
+        """The roster or the view has changed, or time has passed."""
+        headed = set(self._host.headed.tolist())
+        for app in list(self._waiting):
+            if home_range(app, self._host.ranges) in headed:
+                self._decide(app)
+                self._end_waits(app)
+            else:
+                for waiting in self._waiting.pop(app).values():
+                    self._stale(waiting.ticket.connection, waiting.ticket.request)
+
+    def _end_waits(self, app: str) -> None:
+        """Tells those that have waited too long for whom they did."""
+        state, waiting = self._shell.rounds.homes.get(app, Home()), self._waiting[app]
+        late = [w for w in state.members if w in self._host.workers and w not in waiting]
+        names = sorted(self._host.workers[w].name for w in late)
+        now = self._clock()
+        for worker, one in list(waiting.items()):
+            if now >= one.deadline_s:
+                del waiting[worker]
+                text = f"round {one.clock} of {app!r} waited too long for worker {', '.join(names)}"
+                self._host.refuse(one.ticket.connection, one.ticket.request, Refusal("behind", text, behind=names))
+
+    def _home(self, connection: Connection, header: Header, body: Body) -> Ranges | None:
+        """The home range of the asker's application; None if the answer must wait, or is somebody else's to give."""
+        if self._host.wait_for_view(connection, header, body):
+            return None
+        home = home_range(connection.app, self._host.ranges)
+        if not np.count_nonzero(self._host.headed == home):
+            self._stale(connection, header.request)
+            return None
+        return np.array([home], np.int64)
+
+    def _stale(self, connection: Connection, request: int) -> None:
+        self._host.tell_view(connection)
+        text = "the application's home range has another head"
+        self._host.refuse(connection, request, Refusal("stale-view", text, epoch=self._host.epoch))
+
+    # --- all ranges ---------------------------------------------------------------------------------------------------
+
+    def _close(self, connection: Connection, header: Header, body: Body) -> None:
+        if self._host.wait_for_view(connection, header, body):
+            return
+        document = json_body(body.data)
+        match document:
+            case {"round": int(clock), "workers": [*workers]} if all(isinstance(w, int) for w in workers):
+                step = RoundStep(connection.app, clock, tuple(workers))
+            case _:
+                raise FrameError("a close gives a round and its workers")
+        ticket = RequestTicket(connection, header.request)
+        newest, several = self._closing.get(step.app, (0, None))
+        headed = self._host.headed
+        if several is not None and newest == clock and several.headed is headed and header.epoch == self._host.epoch:
+            if several.done:
+                connection.send(Header(Kind.OK, request=header.request, epoch=self._host.epoch).pack())
+                return
+            if several.tickets:
+                several.tickets.append(ticket)
+                return
+        several = _Several(headed, [ticket])
+        self._closing[step.app] = clock, several
+        push = Push(several, -1, header.epoch, 0, 0, True, None, step, 64, kind=OperationKind.ROUND)
+        self._shell.perform(self._shell.replica.push, push)
+
+    def _log(self, ticket: object, kind: OperationKind, step: RoundStep, ranges: Ranges) -> None:
+        push = Push(ticket, -1, self._host.epoch, 0, 0, True, ranges, step, 64, kind=kind)
+        self._shell.perform(self._shell.replica.push, push)

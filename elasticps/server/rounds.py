@@ -1,0 +1,198 @@
+"""Synchronous rounds (BSP): the average of all workers' gradients, one optimizer step, the same everywhere.
+
+What a worker pushes is logged and acknowledged like any push, but kept aside. When it is committed in every range the
+worker says so to the head of its application's *home range*. That head decides, in the home range's log, that round n
+is made of the workers S, once all of them have said so. The workers pass the decision on to the heads of all ranges,
+which log that the round closes: there every replica averages what it has kept of the workers in S, in the order of
+their ids, and makes one optimizer step. So all ranges agree on who is in a round, whoever dies in between: what a
+worker left behind that is not in S is dropped everywhere.
+
+All of this changes by logged operations only, and moves with its ranges. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.hashing import home_range
+from elasticps.store import Table
+from elasticps.store.intervals import PLACES
+from elasticps.wire.frames import Block
+from replication.chain import Ranges
+
+
+class Share(NamedTuple):
+    """What a worker pushed for a round: its rows in the ranges that are `live`, bool [P]."""
+
+    worker: int
+    live: NDArray[np.bool_]
+    blocks: list[Block]
+
+
+@dataclass
+class Home:
+    """What an application's home range knows: members with the round above which each is counted; the last decision."""
+
+    members: dict[int, int] = field(default_factory=dict)
+    decided: int = 0
+    workers: tuple[int, ...] = ()
+
+
+class RangeRounds(NamedTuple):
+    """What a piece of a range carries of rounds: closed rounds and homes by application, and kept shares by
+    (application, round, worker)."""
+
+    closed: dict[str, int]
+    homes: dict[str, Home]
+    kept: list[tuple[str, int, int, list[Block]]]
+
+
+class Rounds:
+    """The state of all ranges held here."""
+
+    def __init__(self, ranges: int) -> None:
+        self.homes: dict[str, Home] = {}
+        self._ranges = ranges
+        self._closed: dict[str, NDArray[np.int64]] = {}
+        self._kept: dict[tuple[str, int], list[Share]] = {}
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def closed(self, app: str) -> NDArray[np.int64]:
+        """The last round of an application that is closed, int64 [P]."""
+        if app not in self._closed:
+            self._closed[app] = np.zeros(self._ranges, np.int64)
+        return self._closed[app]
+
+    def keep(self, app: str, clock: int, worker: int, ranges: Ranges, blocks: list[Block]) -> None:
+        """A worker's share of round `clock` in `ranges`; what comes after the round has closed is dropped."""
+        live = np.zeros(self._ranges, np.bool_)
+        live[ranges] = self.closed(app)[ranges] < clock
+        if blocks and live.any():
+            own = [Block(b.table, b.keys.copy(), b.grads.copy(), b.step_values.copy()) for b in blocks]
+            self._kept.setdefault((app, clock), []).append(Share(worker, live, own))
+
+    def enter(self, app: str, worker: int) -> None:
+        """A worker is a member from the round after the last decided one on."""
+        home = self.homes.setdefault(app, Home())
+        home.members.setdefault(worker, home.decided)
+
+    def decide(self, app: str, clock: int, workers: Iterable[int]) -> None:
+        """Round `clock` is made of `workers`; members that should have been in it and are not have left."""
+        home = self.homes.setdefault(app, Home())
+        if clock != home.decided + 1:
+            return
+        home.decided, home.workers = clock, tuple(sorted(workers))
+        home.members = {w: above for w, above in home.members.items() if w in home.workers or above >= clock}
+
+    def close(
+        self, app: str, clock: int, workers: Iterable[int], ranges: Ranges, tables: Mapping[int, Table]
+    ) -> list[Block]:
+        """Closes a round in `ranges`, where it is still open; the rows to apply, one block per table."""
+        closed = self.closed(app)
+        closing = np.zeros(self._ranges, np.bool_)
+        closing[ranges] = closed[ranges] < clock
+        closed[ranges] = np.maximum(closed[ranges], clock)
+        chosen = sorted(workers)
+        shares = [s for s in self._kept.get((app, clock), ()) if s.worker in chosen]
+        shares.sort(key=lambda share: share.worker)  # stable: a worker's parts stay in order
+        average = _average([_within(s, closing, tables) for s in shares], len(chosen))
+        self._drop(closing, [key for key in self._kept if key[0] == app and key[1] <= clock])
+        return average
+
+    # --- ranges -----------------------------------------------------------------------------------------------------
+
+    def erase(self, ranges: Ranges) -> None:
+        """Forgets everything about these ranges."""
+        gone = np.zeros(self._ranges, np.bool_)
+        gone[ranges] = True
+        for closed in self._closed.values():
+            closed[ranges] = 0
+        for app in [a for a in self.homes if gone[home_range(a, self._ranges)]]:
+            del self.homes[app]
+        self._drop(gone, list(self._kept))
+
+    def dump(self, r: int, low: int, high: int, tables: Mapping[int, Table]) -> RangeRounds:
+        """What belongs to the keys of range r with places in low..high-1."""
+        inside, below = (np.zeros(self._ranges, np.int64) for _ in range(2))
+        inside[r], below[r] = high, low
+        kept = []
+        for (app, clock), shares in self._kept.items():
+            for share in shares:
+                if share.live[r]:
+                    blocks = _between(share.blocks, below, inside, tables)
+                    kept.append((app, clock, share.worker, blocks))
+        closed = {app: int(rounds[r]) for app, rounds in self._closed.items() if rounds[r]}
+        homes = {app: home for app, home in self.homes.items() if home_range(app, self._ranges) == r}
+        return RangeRounds(closed, homes, kept)
+
+    def load(self, r: int, piece: RangeRounds) -> None:
+        """Takes over what `dump` gave."""
+        for app, clock in piece.closed.items():
+            self.closed(app)[r] = max(clock, self.closed(app)[r])
+        for app, home in piece.homes.items():
+            self.homes.setdefault(app, home)
+        only = np.zeros(self._ranges, np.bool_)
+        only[r] = True
+        for app, clock, worker, blocks in piece.kept:
+            if blocks and self.closed(app)[r] < clock:
+                own = [Block(b.table, b.keys.copy(), b.grads.copy(), b.step_values.copy()) for b in blocks]
+                self._kept.setdefault((app, clock), []).append(Share(worker, only.copy(), own))
+
+    def words(self, r: int) -> list[int]:
+        """Numbers that replicas of a range must agree on, for digests."""
+        return [number for app in sorted(self._closed) for number in (len(app), int(self._closed[app][r]))]
+
+    def _drop(self, gone: NDArray[np.bool_], keys: list[tuple[str, int]]) -> None:
+        for key in keys:
+            for share in self._kept[key]:
+                share.live[gone] = False
+            left = [share for share in self._kept[key] if share.live.any()]
+            if left:
+                self._kept[key] = left
+            else:
+                del self._kept[key]
+
+
+def _within(share: Share, ranges: NDArray[np.bool_], tables: Mapping[int, Table]) -> list[Block]:
+    """A share's rows in those of `ranges`, bool [P], where it is live."""
+    bounds = np.where(share.live & ranges, PLACES, 0).astype(np.int64)
+    return _between(share.blocks, np.zeros(len(bounds), np.int64), bounds, tables)
+
+
+def _between(
+    blocks: list[Block], low: NDArray[np.int64], high: NDArray[np.int64], tables: Mapping[int, Table]
+) -> list[Block]:
+    """Rows whose places are from their range's `low` to below its `high`, int64 [P] each."""
+    found = []
+    for table, keys, grads, values in blocks:
+        chosen = tables[table].select(keys, high)
+        if low.any():
+            chosen = np.setdiff1d(chosen, tables[table].select(keys, low), assume_unique=True)
+        if len(chosen):
+            found.append(Block(table, keys[chosen], grads[chosen], values))
+    return found
+
+
+def _average(shares: list[list[Block]], count: int) -> list[Block]:
+    """((g1 + g2) + …) / count per key, in the order of the shares, in float32; a key that a share lacks counts as 0."""
+    by_table: dict[int, list[Block]] = {}
+    for blocks in shares:
+        for block in blocks:
+            by_table.setdefault(block.table, []).append(block)
+    averages = []
+    for table, blocks in by_table.items():
+        keys, place = np.unique(np.concatenate([block.keys for block in blocks]), return_inverse=True)
+        total = np.zeros((len(keys), blocks[0].grads.shape[1]), np.float32)
+        at = 0
+        for block in blocks:
+            total[place[at : at + len(block.keys)]] += block.grads  # within a block no key comes twice
+            at += len(block.keys)
+        total /= np.float32(count)
+        averages.append(Block(table, keys, total, blocks[0].step_values))
+    return averages
