@@ -25,3 +25,7 @@ class Fenced(CoordinationError):
 
 class LeaseLost(CoordinationError):
     """The store no longer knows the lease: it ran out or was revoked, and its keys are gone."""
+
+
+class UnknownServer(CoordinationError, ValueError):
+    """No server of that name is registered; the text names those that are."""

@@ -159,11 +159,14 @@ class EtcdStore:
             return int(found[0].mod_revision)
         return None
 
-    async def delete(self, key: str, *, expect: int | None = None) -> bool:
+    async def delete(self, key: str, *, expect: int | None = None, guard: Guard | None = None) -> bool:
         """See `Store.delete`."""
         name = self._key(key)
+        compare = [] if expect is None else [_compare(name, "MOD", expect)]
+        if guard is not None:
+            compare.append(_compare(self._key(guard.key), "CREATE", guard.create_revision))
         request = rpc.TxnRequest(
-            compare=[] if expect is None else [_compare(name, "MOD", expect)],
+            compare=compare,
             success=[
                 rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=k)) for k in (name, self._mark(key))
             ],

@@ -7,12 +7,14 @@ Losing the store for a while is no reason to give up a name; a newer incarnation
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable
 from contextlib import aclosing, suppress
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from coordinator.errors import Fenced, LeaseLost, StoreUnavailable
+from coordinator.errors import Fenced, LeaseLost, StoreUnavailable, UnknownServer
+from coordinator.names import check_name
 from coordinator.store import Entry, Put, Reset, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 
@@ -20,6 +22,7 @@ log = logging.getLogger(__name__)
 
 CONFIG, VIEW, ROSTER = "config", "view", "roster"
 SERVERS, WORKERS = "servers/", "workers/"
+DRAINS = "drains/"
 _INCARNATIONS = "incarnations/"
 _NEXT_WORKER_ID = "next-worker-id"
 
@@ -59,6 +62,51 @@ async def next_number(store: Store, key: str) -> int:
         expect = 0 if entry is None else entry.revision
         if await store.compare_and_set(key, str(number).encode(), expect=expect) is not None:
             return number
+
+
+async def request_drain(store: Store, name: str) -> ServerInfo:
+    """Asks for everything that a server holds to be moved to others; returns the incarnation that this is about.
+
+    Not refused where others cannot take it all, such as by the last server: it waits, and the view's reason says so.
+    When nothing is left there, a view leaves the server out. UnknownServer if none of that name is registered.
+    """
+    while True:
+        entry = await store.get(SERVERS + check_name("server", name))
+        if entry is None:
+            names = [e.key.removeprefix(SERVERS) for e in (await store.list(SERVERS)).entries]
+            there = f"there are {', '.join(names)}" if names else "there are none"
+            raise UnknownServer(f"cluster {store.cluster} has no server {name} registered; {there}")
+        server = ServerInfo.from_json(entry.value)
+        value = json.dumps({"incarnation": server.incarnation}).encode()
+        asked = await store.get(DRAINS + name)
+        if asked is not None and asked.value == value:
+            return server
+        expect = 0 if asked is None else asked.revision
+        if await store.compare_and_set(DRAINS + name, value, expect=expect) is not None:
+            return server
+
+
+async def cancel_drain(store: Store, name: str) -> bool:
+    """Takes the request back; what has moved stays where it is. False if there was none (any more)."""
+    return await store.delete(DRAINS + check_name("server", name))
+
+
+async def list_drains(store: Store) -> dict[str, int]:
+    """The servers that are asked to drain, and which incarnations of them."""
+    found = {}
+    for entry in (await store.list(DRAINS)).entries:
+        with suppress(ValueError):  # the leader logs what makes no sense
+            found[entry.key.removeprefix(DRAINS)] = drained_incarnation(entry.value)
+    return found
+
+
+def drained_incarnation(value: bytes) -> int:
+    """What is under `drains/<name>`. ValueError if it makes no sense."""
+    found = json.loads(value)
+    number = found.get("incarnation") if isinstance(found, dict) else None
+    if type(number) is not int or number < 1:
+        raise ValueError(f"not a request to drain: {value[:100]!r}")
+    return number
 
 
 class Session(Generic[Info]):

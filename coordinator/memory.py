@@ -86,17 +86,13 @@ class MemoryStore:
         entry = self._data.entries.get(key)
         if (0 if entry is None else entry.revision) != expect:
             return None
-        if guard is not None:
-            held = self._data.entries.get(check_key(guard.key))
-            if held is None or held.create_revision != guard.create_revision:
-                return None
-        return self._write(key, value, lease)
+        return self._write(key, value, lease) if self._holds(guard) else None
 
-    async def delete(self, key: str, *, expect: int | None = None) -> bool:
+    async def delete(self, key: str, *, expect: int | None = None, guard: Guard | None = None) -> bool:
         """See `Store.delete`."""
         self._check_open()
         entry = self._data.entries.get(check_key(key))
-        if entry is None or expect not in (None, entry.revision):
+        if entry is None or expect not in (None, entry.revision) or not self._holds(guard):
             return False
         self._remove([key])
         return True
@@ -193,6 +189,10 @@ class MemoryStore:
             del data.history[:kept]
         for changed in data.watchers:
             changed.set()
+
+    def _holds(self, guard: Guard | None) -> bool:
+        held = None if guard is None else self._data.entries.get(check_key(guard.key))
+        return guard is None or (held is not None and held.create_revision == guard.create_revision)
 
     def _lease(self, lease: int) -> _Lease:
         if lease not in self._data.leases:

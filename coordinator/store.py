@@ -2,8 +2,8 @@
 
 1. One revision counter: each mutation gets a revision above all before it. Reads are linearizable.
 2. Keys are relative to one cluster: non-empty text, at most KEY_MAX characters, parts separated by "/".
-3. `compare_and_set` is atomic over its key and its guard. A lost race is a value (None). A write whose outcome is
-   unknown is read back; only if that fails too, it raises `StoreUnavailable(indefinite=True)`.
+3. `compare_and_set` and `delete` are atomic over key and guard. A lost race is a value (None, False). A write whose
+   outcome is unknown is read back; only if that fails too, it raises `StoreUnavailable(indefinite=True)`.
 4. A lease takes its keys with it when it runs out. A key written again belongs to the lease of the last write.
 5. A watch yields every change after a revision, in order, once; or a `Reset` whose listing replaces all the watcher
    knew. It outlives outages of the store and ends only when the store object is closed.
@@ -111,8 +111,8 @@ class Store(Protocol):
         Raises LeaseLost if `lease` no longer exists.
         """
 
-    async def delete(self, key: str, *, expect: int | None = None) -> bool:
-        """Deletes the key, if `expect` is None or its revision. False if it was not there or at another revision.
+    async def delete(self, key: str, *, expect: int | None = None, guard: Guard | None = None) -> bool:
+        """Deletes the key, if `expect` is None or its revision, and the guard holds. False if nothing was deleted.
 
         After an outage within the call, a key that is gone counts as deleted by us.
         """

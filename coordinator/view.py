@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +27,7 @@ WORKERS_MAX = 1 << 16
 REASON_MAX = 1000
 WEIGHT_MAX = 64.0
 
-_MAGIC = b"EPSV\x01"
+_MAGIC = b"EPSV\x02"
 _FIXED = struct.Struct("<QIII")  # epoch, ranges, replicas, bytes of the JSON that follows
 _BODY_MAX = 32 << 20  # more than the largest view allowed above: a small message never inflates beyond it
 
@@ -80,6 +80,8 @@ class View:
     joining  int32 [ranges]: index of the replica being filled, -1 = none
     since    int64 [ranges]: the epoch in which the range's chain or joining replica last changed
     reason   why the leader wrote this view, for people
+    leaving  int32 [ranges]: index of the replica whose place the joining one is to take when it is level, -1 = none or
+             not decided. An intention, which the next view may change; left out, nobody leaves.
     """
 
     cluster: str
@@ -91,6 +93,7 @@ class View:
     joining: NDArray[np.int32]
     since: NDArray[np.int64]
     reason: str
+    leaving: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
     def __post_init__(self) -> None:
         check_name("cluster", self.cluster)
@@ -106,11 +109,14 @@ class View:
         object.__setattr__(self, "chains", _frozen("chains", self.chains, np.int32, (self.ranges, self.replicas)))
         object.__setattr__(self, "joining", _frozen("joining", self.joining, np.int32, (self.ranges,)))
         object.__setattr__(self, "since", _frozen("since", self.since, np.int64, (self.ranges,)))
+        leaving = self.leaving if self.leaving.size else np.full(self.ranges, -1, np.int32)
+        object.__setattr__(self, "leaving", _frozen("leaving", leaving, np.int32, (self.ranges,)))
         self._check_arrays()
 
     def _check_arrays(self) -> None:
         everyone = np.column_stack((self.chains, self.joining))
-        if everyone.min() < -1 or everyone.max() >= len(self.servers):
+        low, high = min(everyone.min(), self.leaving.min()), max(everyone.max(), self.leaving.max())
+        if low < -1 or high >= len(self.servers):
             raise ValueError(f"a view of {len(self.servers)} servers has an index outside -1..{len(self.servers) - 1}")
         ordered = np.sort(everyone, axis=1)
         if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
@@ -154,6 +160,7 @@ class View:
             and np.array_equal(self.chains, other.chains)
             and np.array_equal(self.joining, other.joining)
             and np.array_equal(self.since, other.since)
+            and np.array_equal(self.leaving, other.leaving)
         )
 
     def __hash__(self) -> int:
@@ -169,6 +176,7 @@ class View:
                 meta,
                 self.chains.astype("<i4").tobytes(),
                 self.joining.astype("<i4").tobytes(),
+                self.leaving.astype("<i4").tobytes(),
                 self.since.astype("<i8").tobytes(),
             )
         )
@@ -182,13 +190,14 @@ class View:
         check_ranges(ranges)
         _check_count("replicas", replicas, 1, REPLICAS_MAX)
         arrays_at = _FIXED.size + meta_size
-        if len(body) != arrays_at + ranges * (4 * replicas + 4 + 8):
+        if len(body) != arrays_at + ranges * (4 * replicas + 4 + 4 + 8):
             raise ValueError(f"a view of {ranges} ranges and {replicas} replicas has {len(body)} bytes: wrong length")
         cluster, reason, servers = _meta(body[_FIXED.size : arrays_at])
         chains = np.frombuffer(body, "<i4", ranges * replicas, arrays_at)
-        joining = np.frombuffer(body, "<i4", ranges, arrays_at + chains.nbytes)
-        since = np.frombuffer(body, "<i8", ranges, arrays_at + chains.nbytes + joining.nbytes)
-        return cls(cluster, epoch, ranges, replicas, servers, chains.reshape(ranges, replicas), joining, since, reason)
+        joining, leaving = np.frombuffer(body, "<i4", 2 * ranges, arrays_at + chains.nbytes).reshape(2, ranges)
+        since = np.frombuffer(body, "<i8", ranges, arrays_at + chains.nbytes + joining.nbytes + leaving.nbytes)
+        chains = chains.reshape(ranges, replicas)
+        return cls(cluster, epoch, ranges, replicas, servers, chains, joining, since, reason, leaving)
 
 
 @dataclass(frozen=True)

@@ -235,9 +235,9 @@ class FaultyStore:
             raise StoreUnavailable("the test has lost the answer", indefinite=True)
         return done
 
-    async def delete(self, key: str, *, expect: int | None = None) -> bool:
+    async def delete(self, key: str, *, expect: int | None = None, guard: Guard | None = None) -> bool:
         self._check()
-        return await self.store.delete(key, expect=expect)
+        return await self.store.delete(key, expect=expect, guard=guard)
 
     async def grant(self, ttl_s: float) -> int:
         self._check()
