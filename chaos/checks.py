@@ -61,8 +61,8 @@ class Checks:
             raise Violation("only the leader's views", f"epoch {view.epoch} was never written so")
 
     def on_level(self, r: int, fill: int) -> None:
-        """A tail reported its joiner level."""
-        self.level[r] = fill
+        """A tail reported its joiner level; one of an older view may do so late."""
+        self.level[r] = max(fill, self.level.get(r, 0))
         if self.world.chains.since[r] == fill:
             self._all_have(r, self._told[r], "when it was reported level")
 
@@ -144,10 +144,16 @@ class Checks:
     def on_operation(self, kind: Kind, worker: int, number: int) -> None:
         """An operation of the ranges is committed at every head of one view."""
         self.operations += 1
-        if kind == Kind.RETIRE:
-            self._retired.add(worker)
         for r in range(self.world.plan.ranges):
             self._tell(r, Control(kind, number).done)
+
+    def on_retire(self, worker: int) -> None:
+        """Somebody begins to retire a worker: some server may have done so already."""
+        self._retired.add(worker)
+
+    def is_retired(self, worker: int) -> bool:
+        """Whether a worker's clocks may be gone."""
+        return worker in self._retired
 
     def _tell(self, r: int, done: Done) -> None:
         if done not in self._told[r]:

@@ -22,6 +22,7 @@ PACE = 10.0
 SETTLE_S = 0.002
 SECOND_TRY_S = 0.0005
 AGAIN_S = 0.02
+JUST_NOW_S = 0.025
 CAS_TIMEOUT_S = 0.06
 LEASE_S = 0.3
 CLUSTER = "sim"
@@ -192,9 +193,11 @@ class Leader(Process):
             link.cut()
 
     def doubts(self, member: Member) -> bool:
-        """Whether a view without this member may be on its way."""
+        """Whether a view without this member may be on its way, or soon will be: it has not been heard just now."""
         health = self.detector.health(self._view)
-        return member in health.gone or any(member in pair for pair in health.cut)
+        if member in health.gone or any(member in pair for pair in health.cut) or member not in self._welcomed:
+            return True
+        return self._time - self.detector.heard_at(member) > JUST_NOW_S * PACE
 
     # -- planning ---------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,8 @@ class Fault:
 @dataclass(frozen=True)
 class Plan:
     """A whole scenario: the cluster, the network's temper, the load, and the faults in order. anywhere: the share of
-    pulls that any full replica may answer; operations: how often the operator begins one, per look."""
+    pulls that any full replica may answer; operations: how often the operator begins one, per look; roster_lag_s: how
+    long a roster may take to reach a server that does not ask for it."""
 
     seed: int
     servers: int
@@ -58,6 +59,7 @@ class Plan:
     delay_s: float
     one_frame: bool
     cas_trouble: float
+    roster_lag_s: float
     anywhere: float
     operations: float
     fills: int
@@ -114,6 +116,7 @@ def random_plan(seed: int) -> Plan:
         delay_s=rng.choice((0.0002, 0.001, 0.004)),
         one_frame=rng.random() < 0.3,
         cas_trouble=rng.choice((0.0, 0.0, 0.3)),
+        roster_lag_s=rng.choice((0.02, 0.02, 0.3)),
         anywhere=rng.choice((0.0, 0.3)),
         operations=rng.choice((0.0, 0.1, 0.4)),
         fills=rng.randint(1, 8),

@@ -51,6 +51,7 @@ class Operator(Process):
 
     def retire(self, worker: int, roster: int) -> None:
         """A worker is gone for good, and not in the roster of that version any more."""
+        self.world.checks.on_retire(worker)
         self._begin(Kind.RETIRE, worker, roster)
 
     def _tick(self) -> None:

@@ -181,7 +181,7 @@ class World:
         self.trainers[name] = Trainer(self, name, self._worker_ids, self.roster_version, before)
         self.note(name, f"starts as {self._worker_ids}", ())
         for server in self.servers.values():
-            self.loop.after(self.loop.rng.uniform(0, WATCH_S), self.fetch_roster, server)
+            self.loop.after(self.loop.rng.uniform(0, self.plan.roster_lag_s), self.fetch_roster, server)
 
     def resumed(self, trainer: Trainer, before: Trainer) -> None:
         """A successor knows where to go on: nobody needs its predecessor's clocks any more."""

@@ -180,12 +180,17 @@ class Trainer(Process):
     def _clocks(self, message: ClocksReply) -> None:
         m = message
         ask = m.token[1]  # type: ignore[index]
-        if ask >= 0:
+        if self.world.checks.is_retired(self.worker):
+            self.world.network.kill(self)  # real servers have closed its connections, and their clocks of it are gone
+        elif ask >= 0:
             if self.session is not None:
                 self._perform(self.session.clocks(ask, m.status, m.epoch, m.ranges, m.applied, m.committed))
-            return
-        if self.session is not None:
-            return
+        elif self.session is None:
+            self._learn(m)
+
+    def _learn(self, message: ClocksReply) -> None:
+        """How far the predecessor came in some ranges; when all are known, training goes on from there."""
+        m = message
         if m.status != Status.COMMITTED:
             self.world.fetch_view(self, m.epoch)
             return
@@ -228,6 +233,7 @@ class Trainer(Process):
                 self.world.fetch_view(self, effect.epoch)
             else:
                 assert isinstance(effect, Fenced)
+                self.world.network.kill(self)
 
     def _send_frame(self, frame: Frame) -> None:
         assert self.view is not None

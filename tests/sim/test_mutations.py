@@ -6,7 +6,7 @@ Each mutation is something that a careful person could have written.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,15 +15,23 @@ import pytest
 import chaos.control
 import chaos.workers
 from chaos.control import Store
+from chaos.frames import PullFrame
+from chaos.operators import Operator, Task
+from chaos.readers import Reader
+from chaos.reads import Reads
 from chaos.servers import Content
 from chaos.simulator import run
 from coordinator.planner import Health, Members, Plan, plan
 from coordinator.repair import Limits
 from coordinator.view import ClusterConfig, View
 from elasticps.client.session import Session, resume
-from replication.chain import Chains, Member
+from elasticps.server.parking import Parking
+from replication.chain import Chains, Member, Role
 from replication.core import Core
+from replication.effects import Level
 from replication.filling import Filling
+from replication.log import Log
+from replication.messages import Kind
 from replication.progress import Clocks
 from replication.replica import Replica
 
@@ -253,6 +261,128 @@ def _fence_nobody_and_share_clocks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Clocks, "row", lambda self, worker: row(self, 0))
 
 
+def _answer_a_pull_before_its_worker_s_pushes_are_applied(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Parking, "behind", lambda self, read: [])
+
+
+def _show_at_a_tail_what_its_level_joiner_lacks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Reads, "acknowledged", lambda self, shown: True)
+
+
+def _read_at_heads_what_may_not_last(patch: pytest.MonkeyPatch) -> None:
+    def tails(view: View) -> Any:
+        return view.heads
+
+    patch.setattr(View, "tails", property(tails))
+    patch.setattr(Reader, "_reader", lambda self, view, pull, r, only: view.members[int(view.heads[r])])
+    patch.setattr(Reads, "acknowledged", lambda self, shown: True)
+
+
+def _let_a_stale_tail_answer_for_a_view_it_has_not_seen(patch: pytest.MonkeyPatch) -> None:
+    pull = Reads.pull
+
+    def mutant(self: Reads, link: Any, frame: PullFrame) -> None:
+        pull(self, link, frame._replace(epoch=min(frame.epoch, self.server.replica.epoch), clock=0))
+
+    patch.setattr(Reads, "pull", mutant)
+
+
+def _answer_pulls_of_any_epoch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Reads, "_serves", lambda self, header: True)
+
+
+def _trust_pulls_of_epochs_that_were_skipped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Reads, "skipped", lambda self, before, view: before is None)
+
+
+def _ignore_which_part_a_frame_begins_with(patch: pytest.MonkeyPatch) -> None:
+    admit = Replica._admit_step
+
+    def mutant(self: Replica, push: Any, ranges: Any, out: Any) -> None:
+        push.first = push.part
+        admit(self, push, ranges, out)
+
+    patch.setattr(Replica, "_admit_step", mutant)
+
+
+def _leave_out_parts_that_have_rows_for_a_head(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Content, "touches", lambda self, ranges: False)
+
+
+def _keep_only_pushes_for_a_new_successor(patch: pytest.MonkeyPatch) -> None:
+    lane = Log.lane
+
+    def mutant(self: Log, number: int) -> Iterator[Any]:
+        return (e for e in lane(self, number) if e.frame.operation.kind == Kind.PUSH)
+
+    patch.setattr(Log, "lane", mutant)
+
+
+def _count_heads_of_different_views_together(patch: pytest.MonkeyPatch) -> None:
+    restart = Operator._restart
+
+    def mutant(self: Operator, task: Task) -> None:
+        done = set(task.done)
+        restart(self, task)
+        task.done |= done & set(self._heads)
+        task.asked = {f: m for f, m in task.asked.items() if m not in task.done}
+
+    patch.setattr(Operator, "_restart", mutant)
+
+
+def _keep_no_log_for_a_joiner_that_counts(patch: pytest.MonkeyPatch) -> None:
+    wait = Filling._wait_for_joiner
+
+    def mutant(self: Filling, r: int, seq: int, out: Any) -> None:
+        wait(self, r, seq, out)
+        for lane in self.log._lanes.values():
+            for entry in [e for e in lane if self._tail[e.ranges].all()]:
+                lane.remove(entry)
+                self.log.done(entry.frame)
+
+    patch.setattr(Filling, "_joiner_resync", _without_log(Filling._joiner_resync))
+    patch.setattr(Filling, "_wait_for_joiner", mutant)
+
+
+def _without_log(resync: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: Filling, slot: int, r: int, seq: int, out: Any) -> None:
+        self.log._lanes.pop(slot, None)
+        resync(self, slot, r, seq, out)
+
+    return mutant
+
+
+def _fence_nobody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Replica, "adopt_roster", lambda self, version, workers: [])
+
+
+def _let_every_replica_report_the_joiner_level(patch: pytest.MonkeyPatch) -> None:
+    def levels(self: Replica) -> list[Level]:
+        view = self.view
+        if view is None:
+            return []
+        mine = np.flatnonzero((self.role == Role.FULL) & (view.joining >= 0) & (self.acked == self.seq))
+        return [Level(r, int(view.since[r]), view.members[view.joining[r]]) for r in mine.tolist()]
+
+    patch.setattr(Replica, "levels", levels)
+
+
+def _tell_only_one_leader_who_is_level(patch: pytest.MonkeyPatch) -> None:
+    def levels(self: Replica) -> list[Level]:
+        told = self.__dict__.setdefault("told", set())
+        fresh = [level for level in all_levels(self) if level not in told]
+        told.update(fresh)
+        return fresh
+
+    all_levels = Replica.levels
+    patch.setattr(Replica, "levels", levels)
+
+
+def _retire_a_worker_before_its_fence_is_known(patch: pytest.MonkeyPatch) -> None:
+    retire = Operator.retire
+    patch.setattr(Operator, "retire", lambda self, worker, roster: retire(self, worker, 0))
+
+
 MUTATIONS: Sequence[Mutation] = [
     Mutation(plant.__name__[1:], plant)
     for plant in (
@@ -279,6 +409,21 @@ MUTATIONS: Sequence[Mutation] = [
         _drop_the_log_of_a_middle_replica,
         _drop_a_level_joiner_over_a_lost_link,
         _fence_nobody_and_share_clocks,
+        _answer_a_pull_before_its_worker_s_pushes_are_applied,
+        _show_at_a_tail_what_its_level_joiner_lacks,
+        _read_at_heads_what_may_not_last,
+        _let_a_stale_tail_answer_for_a_view_it_has_not_seen,
+        _answer_pulls_of_any_epoch,
+        _trust_pulls_of_epochs_that_were_skipped,
+        _ignore_which_part_a_frame_begins_with,
+        _leave_out_parts_that_have_rows_for_a_head,
+        _keep_only_pushes_for_a_new_successor,
+        _count_heads_of_different_views_together,
+        _keep_no_log_for_a_joiner_that_counts,
+        _fence_nobody,
+        _let_every_replica_report_the_joiner_level,
+        _tell_only_one_leader_who_is_level,
+        _retire_a_worker_before_its_fence_is_known,
     )
 ]
 

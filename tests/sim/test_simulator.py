@@ -40,7 +40,7 @@ def _calm(**changes: object) -> Plan:
     """Three servers, two replicas, two workers, and only the faults that a test names."""
     plan = Plan(
         seed=1, servers=3, replicas=2, ranges=8, workers=2, window=4, steps=60, budget_bytes=1 << 20, delay_s=0.0005,
-        one_frame=False, cas_trouble=0.0, anywhere=0.2, operations=0.02, fills=8, pieces=3, faults_end_s=0.6, faults=(),
+        one_frame=False, cas_trouble=0.0, roster_lag_s=0.02, anywhere=0.2, operations=0.1, fills=8, pieces=3, faults_end_s=0.6, faults=(),
     )  # fmt: skip
     return dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
 
