@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 CODE := $(patsubst %/__init__.py,%,$(wildcard */__init__.py)) tests examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench proto clean distclean
+.PHONY: help setup demo test test-all soak lint format bench proto clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ test: $(READY) ## Run the tests
 
 test-all: $(READY) ## Run the tests, slow ones too
 	$(BIN)/python -m pytest -m 'slow or not slow'
+
+soak: $(READY) ## Simulate clusters under faults, seed after seed, until stopped; SEED=N to begin elsewhere
+	$(BIN)/elasticps sim --seed $(or $(SEED),0) --runs 0
 
 lint: $(READY) ## ruff, mypy --strict, and the contracts on who imports whom
 	$(BIN)/ruff check .

@@ -3,7 +3,9 @@ because elasticps itself never imports chaos."""
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
@@ -12,10 +14,13 @@ from rich.progress import track
 
 from chaos.simulator import Result, run
 
+RUNS_PER_LINE = 200
+BROKEN_KEPT = 20
+
 
 def sim(
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
-    runs: Annotated[int, typer.Option(min=1, help="How many seeds, one after another.")] = 1,
+    runs: Annotated[int, typer.Option(min=0, help="How many seeds, one after another; 0: until stopped.")] = 1,
     trace: Annotated[bool, typer.Option("--trace", help="Print every event of each run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
@@ -23,28 +28,49 @@ def sim(
 
     The same seed gives the same events. Exit code 1 if a promise was broken, with the command that repeats that run.
     """
-    seeds = range(seed, seed + runs)
-    shown = track(seeds, "simulating", console=Console(stderr=True), disable=runs == 1 or as_json, transient=True)
-    results = [run(number, trace) for number in shown]
-    broken = [r for r in results if r.invariant]
-    if trace:
-        for result in results:
-            typer.echo("\n".join(result.trace))
+    totals, broken = dict.fromkeys(("runs", "events", "views", "commits", "pulls"), 0), list[Result]()
+    try:
+        for result in _results(seed, runs, trace, as_json):
+            _count(totals, result)
+            if trace:
+                typer.echo("\n".join(result.trace))
+            if result.invariant and len(broken) < BROKEN_KEPT:
+                broken.append(result)
+                if runs == 0:
+                    typer.echo(_story(result))
+            if runs == 0 and totals["runs"] % RUNS_PER_LINE == 0 and not as_json:
+                typer.echo(f"up to seed {result.seed}: {_summary(totals, len(broken))}")
+    except KeyboardInterrupt:  # how a soak ends
+        if runs:
+            raise
     if as_json:
-        typer.echo(json.dumps(_summary(results) | {"broken": [vars(r) | {"trace": None} for r in broken]}))
+        typer.echo(json.dumps(totals | {"broken": [vars(r) | {"trace": None} for r in broken]}))
     else:
-        figures = _summary(results)
-        typer.echo(f"{figures['runs']} runs, {figures['events']:,} events, {figures['views']:,} views, "
-                   f"{figures['commits']:,} commits: {len(broken)} broke a promise")  # fmt: skip
+        typer.echo(_summary(totals, len(broken)))
         for result in broken:
-            typer.echo(f"seed {result.seed}: {result.story}\nreplay it: elasticps sim --seed {result.seed} --trace")
+            typer.echo(_story(result))
     raise typer.Exit(1 if broken else 0)
 
 
-def _summary(results: list[Result]) -> dict[str, int]:
-    return {
-        "runs": len(results),
-        "events": sum(r.events for r in results),
-        "views": sum(r.epochs for r in results),
-        "commits": sum(r.commits for r in results),
-    }
+def _results(seed: int, runs: int, trace: bool, as_json: bool) -> Iterable[Result]:
+    seeds: Iterable[int] = range(seed, seed + runs) if runs else itertools.count(seed)
+    quiet = runs < 2 or as_json
+    for number in track(seeds, "simulating", console=Console(stderr=True), disable=quiet, transient=True):
+        yield run(number, trace)
+
+
+def _count(totals: dict[str, int], result: Result) -> None:
+    totals["runs"] += 1
+    totals["events"] += result.events
+    totals["views"] += result.epochs
+    totals["commits"] += result.commits
+    totals["pulls"] += result.pulls
+
+
+def _summary(totals: dict[str, int], broken: int) -> str:
+    counts = ", ".join(f"{count:,} {what}" for what, count in totals.items())
+    return f"{counts}: {broken} broke a promise"
+
+
+def _story(result: Result) -> str:
+    return f"seed {result.seed}: {result.story}\nreplay it: elasticps sim --seed {result.seed} --trace"

@@ -180,12 +180,14 @@ class Trainer(Process):
     def _clocks(self, message: ClocksReply) -> None:
         m = message
         ask = m.token[1]  # type: ignore[index]
-        if self.world.checks.is_retired(self.worker):
-            self.world.network.kill(self)  # real servers have closed its connections, and their clocks of it are gone
-        elif ask >= 0:
-            if self.session is not None:
+        if ask >= 0 and self.session is not None:
+            try:
                 self._perform(self.session.clocks(ask, m.status, m.epoch, m.ranges, m.applied, m.committed))
-        elif self.session is None:
+            except KeyError:  # a session is not made for clocks that fall; those of a retired worker may
+                if not self.world.checks.is_retired(self.worker):
+                    raise
+                self.world.network.kill(self)
+        elif ask < 0 and self.session is None:
             self._learn(m)
 
     def _learn(self, message: ClocksReply) -> None:

@@ -30,3 +30,21 @@ def test_a_broken_promise_ends_with_the_command_that_repeats_it(monkeypatch: pyt
     assert "elasticps sim --seed 7" in result.stdout
     result = CliRunner().invoke(app, ["--seed", "7", "--json"])
     assert json.loads(result.stdout)["broken"][0]["invariant"] == "ack-safety"
+
+
+def test_a_soak_runs_until_it_is_stopped_and_then_says_what_it_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def run(seed: int, trace: bool) -> Result:
+        seen.append(seed)
+        if len(seen) > chaos.cli.RUNS_PER_LINE + 5:
+            raise KeyboardInterrupt
+        return Result(seed, "progress" if seed == 12 else "", "it waits", 10, 2, 1, 0.1, 0)
+
+    monkeypatch.setattr(chaos.cli, "run", run)
+    result = CliRunner().invoke(app, ["--seed", "10", "--runs", "0"])
+    assert result.exit_code == 1
+    assert seen[0] == 10
+    assert "elasticps sim --seed 12" in result.stdout.splitlines()[1]
+    assert f"up to seed {9 + chaos.cli.RUNS_PER_LINE}: {chaos.cli.RUNS_PER_LINE} runs" in result.stdout
+    assert f"{chaos.cli.RUNS_PER_LINE + 5} runs" in result.stdout

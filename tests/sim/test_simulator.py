@@ -40,7 +40,8 @@ def _calm(**changes: object) -> Plan:
     """Three servers, two replicas, two workers, and only the faults that a test names."""
     plan = Plan(
         seed=1, servers=3, replicas=2, ranges=8, workers=2, window=4, steps=60, budget_bytes=1 << 20, delay_s=0.0005,
-        one_frame=False, cas_trouble=0.0, roster_lag_s=0.02, anywhere=0.2, operations=0.1, fills=8, pieces=3, faults_end_s=0.6, faults=(),
+        one_frame=False, cas_trouble=0.0, roster_lag_s=0.02, anywhere=0.2, operations=0.1, fills=8, pieces=3,
+        faults_end_s=0.6, faults=(),
     )  # fmt: skip
     return dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
 
@@ -80,6 +81,55 @@ def test_the_joining_server_its_source_or_the_leader_dies_in_a_move() -> None:
         )
         result = run(i, plan=_calm(seed=i, servers=4, faults=faults))
         assert result.ok, result
+
+
+@pytest.mark.parametrize("victim", ["joiner", "source", "leader"])
+def test_whoever_takes_part_in_a_filling_dies_in_it(victim: str) -> None:
+    role = ["joiner", "source", "leader"].index(victim)
+    for i in range(16):
+        faults = (
+            Fault(0.05, Kind.CRASH_SERVER, i, 0, 0.0),
+            Fault(0.051, Kind.STRIKE_FILLING, i, role, 0.01 * i),
+        )
+        result = run(i, plan=_calm(seed=i, servers=5, replicas=3, faults=faults))
+        assert result.ok, result
+        assert result.commits == 120
+        assert result.epochs > 2
+
+
+def test_two_servers_die_at_once_where_ranges_have_three_replicas() -> None:
+    for i in range(16):
+        faults = (Fault(0.05 + i * 0.0007, Kind.CRASH_TWO, i, i + 1 + i % 4, 0.001 * (i % 5)),)
+        result = run(i, plan=_calm(seed=i, servers=5, replicas=3, faults=faults))
+        assert result.ok, result
+        assert result.commits == 120
+
+
+def test_two_servers_cannot_reach_each_other_and_the_leader_reaches_both() -> None:
+    for i in range(12):
+        result = run(i, plan=_calm(seed=i, faults=(Fault(0.05, Kind.PARTITION, i % 3, (i + 1) % 3, 0.3),)))
+        assert result.ok, result
+        assert result.commits == 120
+        assert result.epochs > 1
+
+
+def test_a_server_dies_while_the_store_is_down_and_its_ranges_wait_for_it() -> None:
+    for i in range(12):
+        result = run(i, plan=_calm(seed=i, faults=(Fault(0.05, Kind.CRASH_IN_OUTAGE, i, 0, 0.2),)))
+        assert result.ok, result
+        assert result.commits == 120
+
+
+def test_all_lines_of_the_leader_break_at_once_and_nobody_is_taken_for_dead() -> None:
+    result = run(1, plan=_calm(faults=(Fault(0.1, Kind.RESET_LINES, 0, 0, 0.0),)))
+    assert result.ok, result
+    assert result.epochs == 1
+
+
+def test_workers_read_and_operators_operate() -> None:
+    result = run(1, plan=_calm())
+    assert result.pulls > 100
+    assert result.operations > 5
 
 
 def test_pushes_wait_for_room_in_the_log_and_go_on() -> None:
