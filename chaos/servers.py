@@ -142,8 +142,9 @@ class Server(Process):
     def on_up(self, link: Link, peer: Process) -> None:
         """Accepts a connection, unless a later one to the same peer is up; an earlier one is over."""
         if isinstance(peer, Leader):
-            self.leaders[peer.key] = link
-            self.tell_leaders()
+            if peer.key not in self.leaders or self.leaders[peer.key].number < link.number:
+                self.leaders[peer.key] = link
+                self.tell_leaders()
             return
         old = self.links.get(peer.key)
         if old is not None:
