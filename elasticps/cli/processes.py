@@ -38,9 +38,13 @@ def server(
         list[str] | None,
         typer.Option(help="A module to import first, for instance to register an optimizer. May be given again."),
     ] = None,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds after SIGTERM in which its ranges move to others; 0: it just ends."),
+    ] = 60.0,
     log_level: LogLevel = "info",
 ) -> None:
-    """Run one server until it is asked to end (SIGTERM or Ctrl-C)."""
+    """Run one server. SIGTERM: it hands everything over, then ends. SIGINT (Ctrl-C) or a second SIGTERM: it ends."""
     from elasticps.server import serve  # compiles kernels: only this command waits for that
 
     logs.configure(log_level, process=name)
@@ -54,6 +58,7 @@ def server(
             zone=zone,
             weight=weight,
             plugins=tuple(plugin or ()),
+            drain_timeout_s=drain_timeout,
         )
     )
 

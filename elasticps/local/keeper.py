@@ -67,8 +67,9 @@ def send(pid: int, moment: str, number: int) -> bool:
 
 
 def end_all(processes: list[tuple[int, str]], *, grace_s: float) -> None:
-    """Asks every process to end (SIGTERM), kills those that have not after `grace_s`; returns when all have ended."""
-    waiting = [(pid, moment) for pid, moment in processes if send(pid, moment, signal.SIGTERM)]
+    """Asks every process to end at once (SIGINT: servers take SIGTERM as a wish to hand everything over first), kills
+    those that have not after `grace_s`; returns when all have ended."""
+    waiting = [(pid, moment) for pid, moment in processes if send(pid, moment, signal.SIGINT)]
     for pid, moment in waiting:
         send(pid, moment, signal.SIGCONT)  # one that stands still would not hear
     deadline = time.monotonic() + grace_s

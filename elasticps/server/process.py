@@ -18,8 +18,16 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from coordinator.connect import open_store
-from coordinator.errors import StoreUnavailable
-from coordinator.membership import ROSTER, VIEW, ServerSession, ViewFollower, register_server
+from coordinator.errors import CoordinationError, StoreUnavailable
+from coordinator.membership import (
+    ROSTER,
+    VIEW,
+    ServerSession,
+    ViewFollower,
+    list_drains,
+    register_server,
+    request_drain,
+)
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, Roster, View
 from elasticps import store as table_store
@@ -32,6 +40,7 @@ log = logging.getLogger(__name__)
 
 STORE_TIMEOUT_S = 10.0
 REPORT_S = 0.1
+DRAIN_TIMEOUT_S = 60.0
 CONNECT_BACKLOG = 512
 GARBAGE_THRESHOLD = 20_000  # objects between collections: frames make no cycles, so little is ever found
 
@@ -46,9 +55,12 @@ async def serve(
     zone: str = "",
     weight: float = 1.0,
     plugins: Sequence[str] = (),
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
 ) -> None:
-    """Runs a server until SIGTERM or SIGINT, or until another process takes its name.
+    """Runs a server until SIGINT, until it has drained after SIGTERM, or until another process takes its name.
 
+    SIGTERM, and `elasticps drain`, have the leader move everything that this server holds to others; then it ends. It
+    ends without that after `drain_timeout_s` from SIGTERM (0: at once), and on a second SIGTERM.
     `plugins` are modules to import first; they may call `register_optimizer`. Ports of 0 are chosen by the system.
     When ready it prints one line of JSON on stdout. Raises coordinator's `StoreUnavailable` when the coordination
     store cannot be reached at start, `Fenced` when the name is lost later.
@@ -61,8 +73,9 @@ async def serve(
     gc.set_threshold(GARBAGE_THRESHOLD)
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[str] = loop.create_future()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _resolve, stop, number.name)
+    leave: asyncio.Future[str] = loop.create_future()
+    loop.add_signal_handler(signal.SIGINT, _resolve, stop, "SIGINT")
+    loop.add_signal_handler(signal.SIGTERM, lambda: _resolve(stop if leave.done() else leave, "SIGTERM"))
 
     async with AsyncExitStack() as stack:
         store = await open_store(url, timeout_s=STORE_TIMEOUT_S)
@@ -94,8 +107,12 @@ async def serve(
                 sys.stdout.write(json.dumps(ready | {"incarnation": session.info.incarnation}) + "\n")
                 sys.stdout.flush()
                 log.info("ready name=%s incarnation=%d address=%s", name, session.info.incarnation, address)
-                await asyncio.wait((stop, server.removed), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((stop, leave, server.removed), return_when=asyncio.FIRST_COMPLETED)
                 await admin.set_serving(False)
+                if leave.done() and not stop.done():
+                    await _drain(store, server, stop, drain_timeout_s)
+                if await _drained(store, session):
+                    _resolve(stop, "drained")
         log.info("stopping name=%s reason=%r", name, stop.result())
 
 
@@ -120,6 +137,29 @@ async def _life(
             task = asyncio.create_task(work)
             stack.callback(task.cancel)
         yield server
+
+
+async def _drain(store: Store, server: Server, stop: asyncio.Future[str], timeout_s: float) -> None:
+    """Asks the leader to move everything off this server, and waits until it has, or for `stop`, or too long."""
+    log.info("draining name=%s ranges_held=%d timeout_s=%g", server.me.name, server.status()["ranges_held"], timeout_s)
+    try:
+        if timeout_s > 0:
+            await request_drain(store, server.me.name)
+    except CoordinationError as error:
+        log.warning("name=%s cannot ask to be drained: %s", server.me.name, error)
+        timeout_s = 0.0
+    await asyncio.wait((stop, server.removed), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    if not server.removed.done():
+        held = server.status()["ranges_held"]
+        log.warning("name=%s ends with %d ranges still held: what has no other replica is lost", server.me.name, held)
+        _resolve(stop, "SIGTERM")
+
+
+async def _drained(store: Store, session: ServerSession) -> bool:
+    """Whether this incarnation has been asked to go, by whomever: then it does not come back as another one."""
+    with suppress(StoreUnavailable):
+        return (await list_drains(store)).get(session.info.name) == session.info.incarnation
+    return False
 
 
 def _resolve(future: asyncio.Future[str], reason: str) -> None:

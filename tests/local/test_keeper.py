@@ -13,7 +13,7 @@ from elasticps.local import keeper
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
 STUBBORN = [
     *(sys.executable, "-I", "-S", "-c"),
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)",
+    "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(60)",
 ]
 
 
@@ -50,13 +50,13 @@ def test_a_signal_never_reaches_another_process_of_the_same_id() -> None:
         assert not keeper.send(process.pid, began, signal.SIGKILL)
 
 
-def test_who_ignores_sigterm_is_killed() -> None:
+def test_who_ignores_the_request_is_killed() -> None:
     with subprocess.Popen(STUBBORN, stdout=subprocess.PIPE) as stubborn, subprocess.Popen(SLEEP) as meek:
         assert stubborn.stdout is not None
         stubborn.stdout.readline()  # it ignores the signal from now on
         keeper.end_all([(stubborn.pid, moment(stubborn)), (meek.pid, moment(meek))], grace_s=0.3)
         assert stubborn.wait() == -signal.SIGKILL
-        assert meek.wait() == -signal.SIGTERM
+        assert meek.wait() == -signal.SIGINT
 
 
 def test_the_keeper_ends_everything_when_its_owner_is_killed(tmp_path: Path) -> None:
