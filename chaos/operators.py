@@ -108,7 +108,7 @@ class Operator(Process):
             return
         self.view = chains = view.as_chains
         self._heads = [chains.members[i] for i in np.unique(chains.heads[chains.heads >= 0]).tolist()]
-        for task in self.tasks:
+        for task in list(self.tasks):
             self._restart(task)
         self._connect()
 
@@ -153,6 +153,9 @@ class Operator(Process):
                 self._send(task, member)
             return
         task.done.add(member)
+        self._end(task)
+
+    def _end(self, task: Task) -> None:
         if task.done == set(self._heads):
             self.tasks.remove(task)
             self.world.checks.on_operation(task.kind, task.worker, task.number)

@@ -323,6 +323,7 @@ def _count_heads_of_different_views_together(patch: pytest.MonkeyPatch) -> None:
         restart(self, task)
         task.done |= done & set(self._heads)
         task.asked = {f: m for f, m in task.asked.items() if m not in task.done}
+        self._end(task)
 
     patch.setattr(Operator, "_restart", mutant)
 
