@@ -226,7 +226,7 @@ class Leader(Process):
         return self._next_move(view, health)
 
     def _next_move(self, view: View, health: Health) -> View | None:
-        """The next wish of the operator that makes sense now. (The planner does not move ranges by itself yet.)"""
+        """The next wish of the operator that makes sense now: moves that the planner itself would not think of."""
         while self._moves:
             r, to = self._moves.pop()
             moved = move(view, r % view.ranges, to % len(view.servers), health)
