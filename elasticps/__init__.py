@@ -1,6 +1,6 @@
 """elasticps: an elastic, fault-tolerant parameter server for distributed training."""
 
-from elasticps.client import Client, DenseTensor, OpenStep, SparseTable, Step, connect
+from elasticps.client import Client, DenseTensor, OpenStep, Resume, Shard, Shards, SparseTable, Step, connect
 from elasticps.errors import (
     Closed,
     ClusterUnreachable,
@@ -63,8 +63,11 @@ __all__ = [
     "LocalCluster",
     "Normal",
     "OpenStep",
+    "Resume",
     "RowAdagrad",
     "ServerError",
+    "Shard",
+    "Shards",
     "SparseTable",
     "SpecError",
     "Step",

@@ -32,6 +32,8 @@ class Kind(IntEnum):
     ENTER = 5
     DECIDE = 6
     ROUND = 7
+    LEAVE = 8
+    TAKE = 9
 
 
 class Payload(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import time
@@ -16,14 +17,17 @@ from coordinator.view import View
 from elasticps.client.control import Control, Registration
 from elasticps.client.handles import DenseTensor, Handle, SparseTable
 from elasticps.client.inputs import checked_floats
+from elasticps.client.joining import Joining, Resume
 from elasticps.client.network import Network
 from elasticps.client.pushes import StepState
 from elasticps.client.reads import Read
 from elasticps.client.routing import Routes
 from elasticps.client.session import Session
+from elasticps.client.shards import Parts, Shards
 from elasticps.client.synchronous import SyncRounds
 from elasticps.client.writes import Part, Write, check_size
-from elasticps.errors import ConfigError, InputError, Timeout
+from elasticps.errors import ConfigError, Error, InputError, Timeout
+from elasticps.sharding import checked_spec
 from elasticps.spec import ASP, BSP, SSP, Consistency, Init, Optimizer, TableSpec, Zeros
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, ROUND, Buffer, Header, Kind, json_frame, unpack_header
 from elasticps.wire.pool import Pool
@@ -32,6 +36,8 @@ from replication.progress import MAX_PARTS
 
 BOUND_GRACE_S = 1.0
 KEPT_BYTES = 32 << 20
+
+log = logging.getLogger(__name__)
 
 AnyRead = TypeVar("AnyRead", bound=Read)
 Pushes = Mapping[Handle, object]
@@ -106,8 +112,8 @@ class Client:
         self._lock = threading.RLock()  # session, open step, tables: whatever must keep an order
         self.memory = Pool(KEPT_BYTES)  # for private copies of gradients; under the lock
         self._tables: dict[str, Handle] = {}
-        self._joined = False
-        self._joining = threading.Lock()
+        self._shards: list[Shards] = []
+        self._shard: tuple[int, int] | None = None  # what the next step trains
         self._closed = False
         self._control = Control(url, timeout)
         self._network: Network | None = None
@@ -124,6 +130,7 @@ class Client:
             if isinstance(consistency, BSP):
                 self._sync = SyncRounds(self._network, app, self.worker.id)
                 self._network.pushes.flags = ROUND
+            self._joining = Joining(self._network, self._control, self._session, self._sync, timeout)
             self._network.start(deadline_s)
         except BaseException:
             self.close()
@@ -181,6 +188,44 @@ class Client:
         """Begins a step that is sent in parts."""
         return OpenStep(self, lr)
 
+    def resume(self) -> Resume:
+        """Joins, and says where this worker starts: what its predecessor of the same name has trained.
+
+        Without a call the first operation does the same, so that `clock` never goes back under one name (but under
+        `BSP` clocks are rounds of the application: a step whose round was closed without its worker is pushed again).
+
+            at = ps.resume()
+            for batch in batches[at.steps:]:
+                ps.push(...)
+        """
+        self._net.check()
+        return self._joining.enter()
+
+    def shards(
+        self,
+        num_samples: int,
+        shard_size: int,
+        epochs: int = 1,
+        *,
+        name: str = "train",
+        shuffle_seed: int | None = None,
+    ) -> Shards:
+        """Hands out samples 0 … `num_samples` - 1, `epochs` times, to all workers of the application that iterate over
+        the shards of this `name`; each shard is what one step trains.
+
+        The next step that begins after `next` trains the shard. It is done when that step is committed; the shards of
+        a worker that is lost go to the others. So every sample is trained, and none twice but those of a lost worker's
+        unacknowledged step. The iterator ends when all are done. With `shuffle_seed` each epoch has an order of its
+        own, the same for all workers. `InputError` for unusable arguments, `SpecError` if the shards of that name are
+        cut differently.
+        """
+        spec = checked_spec(num_samples, shard_size, epochs, shuffle_seed)
+        parts = Parts(self._net, self._session, self._joining, self._sync, self._control, self._lock)
+        shards = Shards(self, parts, name, spec)
+        with self._lock:
+            self._shards.append(shards)
+        return shards
+
     def flush(self, timeout: float | None = None) -> None:
         """Waits until every step pushed so far is committed. `Timeout` says whom it waited for.
 
@@ -205,6 +250,8 @@ class Client:
         if network is not None:
             if network.error is None and self._session.outstanding:
                 network.wait(lambda: not self._session.outstanding, time.monotonic() + min(self.timeout, 5.0))
+            if network.error is None:
+                self._leave_shards()
             network.close()
         self._control.close()
 
@@ -270,8 +317,8 @@ class Client:
         """Sends one part of a step, beginning the step if `state` is None."""
         network, session = self._net, self._session
         network.check()
-        if not self._joined:
-            self._join()
+        if not self._joining.active:
+            self._joining.enter()
         if state is None:
             self._settle(None)
         while True:
@@ -295,7 +342,13 @@ class Client:
         clock = self._session.clock + 1 if state is None else state.clock
         writes = [self._write(h, v, clock, rates, copy) for h, v in values.items()]
         check_size(writes)
-        return self._net.pushes.push(Part(writes, self._net.routes), last)
+        shard = self._shard if state is None else None
+        found = self._net.pushes.push(Part(writes, self._net.routes), last, shard)
+        if shard is not None:
+            self._shard = None
+            for shards in self._shards:
+                shards.used(shard, clock)
+        return found
 
     def _write(self, handle: Handle, value: object, clock: int, rates: Rates, copy: bool) -> Write:
         if self._tables.get(getattr(handle, "name", "")) is not handle:
@@ -316,25 +369,32 @@ class Client:
             timeout = self.timeout if timeout is None else timeout
             self._sync.settle(lambda: self._wait(lambda: not self._session.outstanding, timeout, "a step"), timeout)
 
-    def _join(self) -> None:
-        """Before the first operation: learn the active workers' minimum clock and start there (design, section 7)."""
-        with self._joining:  # not self._lock: answers need that one
-            if self._joined:
-                return
-            if self._sync is not None:
-                self._net.join(self._sync.enter(self.timeout), self.timeout)
-                self._joined = True
-                return
-            minimums = self._net.ask_heads(lambda routes: Header(Kind.JOIN), b"", self.timeout, "joining")
-            self._net.join(max(answer.header.clock for answer in minimums), self.timeout)
-            self._joined = True
+    # --- shards -------------------------------------------------------------------------------------------------
+
+    def attach(self, shard: tuple[int, int] | None) -> None:
+        """What the next step that begins trains: (set, number) of a shard."""
+        with self._lock:
+            self._shard = shard
+
+    def settle_all(self) -> None:
+        """Waits until every step so far is committed and its round closed."""
+        self._wait(lambda: not self._session.outstanding, None, "a step")
+        self._settle(None)
+
+    def _leave_shards(self) -> None:
+        """Gives back what was not trained: others need not wait until this worker is out of the roster."""
+        for shards in self._shards:
+            try:
+                shards.leave(min(self.timeout, 5.0))
+            except Error as error:
+                log.info("worker %s leaves with shards %r in its hands: %s", self.worker.name, shards.name, error)
 
     # --- pulls --------------------------------------------------------------------------------------------------
 
     def start_read(self, read: AnyRead) -> AnyRead:
         self._net.check()
-        if not self._joined:
-            self._join()
+        if not self._joining.active:
+            self._joining.enter()
         self._settle(None)
         with self._lock:
             read.clock = self._session.clock - self._session.open

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from coordinator.connect import open_store
 from coordinator.errors import CoordinationError
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 POLL_S = 0.05
-WORKER_TTL_S = 10.0
+WORKER_TTL_S = 3.0  # so long a dead worker holds others back; renewing costs three small requests a second
 ASK_VIEW_TIMEOUT_S = 2.0
 
 
@@ -40,6 +40,18 @@ class Registration:
     spec: TableSpec
     creator: int  # worker id
     ready: bool
+    revision: int
+
+
+class Past(NamedTuple):
+    """Who took part last under a worker's name: the worker's id, the clock that it went on above last, and how far the
+    name had come by then: the last clock that need not be trained again, and the number of committed steps.
+    `revision`: of the key in the store."""
+
+    id: int
+    base: int
+    trained: int
+    steps: int
     revision: int
 
 
@@ -88,6 +100,31 @@ class Control:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return self._worker.info
+
+    def past(self, timeout_s: float) -> Past | None:
+        """Who took part last under our name, if anybody has."""
+        entry = self.call(self._store.get(self._past_key), timeout_s)
+        if entry is None:
+            return None
+        document = json.loads(entry.value)
+        worker, base, trained, steps = (int(document[field]) for field in Past._fields[:4])
+        return Past(worker, base, trained, steps, entry.revision)
+
+    def keep(self, past: Past, timeout_s: float) -> int | None:
+        """Writes it, if the key still has its revision (0: does not exist); returns the new one, or None."""
+        value = json.dumps({key: number for key, number in past._asdict().items() if key != "revision"}).encode()
+        return self.call(self._store.compare_and_set(self._past_key, value, expect=past.revision), timeout_s)
+
+    @property
+    def _past_key(self) -> str:
+        assert self._worker is not None
+        return f"last-worker/{self._worker.info.name}"
+
+    def registered(self) -> int:
+        """The lease under which this worker is registered, 0 if it has run out as far as is known here. Another lease:
+        it had run out meanwhile."""
+        assert self._worker is not None
+        return self._worker.lease if time.monotonic() < self._worker.deadline else 0
 
     def first_view(self, timeout_s: float) -> View:
         """The view; waits until the cluster has formed one in which every range has a server."""

@@ -34,6 +34,7 @@ from elasticps.errors import (
 )
 from elasticps.wire.frames import (
     LAST,
+    PAUSE,
     Buffer,
     FrameError,
     Header,
@@ -92,7 +93,7 @@ class Network:
         self._lock = lock
         self._requests = requests
         self._ask_view = ask_view
-        self._base: int | None = None  # the clock that this worker starts above, once it has joined
+        self._presence = Header(Kind.JOIN, LAST | PAUSE)  # the first word on each connection: whether we take part
         self._peers: dict[Member, Peer] = {}
         self._calls: dict[int, Round] = {}
         self._rounds: list[Round] = []
@@ -216,13 +217,20 @@ class Network:
 
     def join(self, base: int, timeout_s: float) -> None:
         """Tells every server, now and on each later connection, the clock that this worker starts above."""
-        header = Header(Kind.JOIN, LAST, clock=base)
         with self._lock:
-            self._base = base
             self.pushes.session.start_at(base)
+        self._appear(Header(Kind.JOIN, LAST, clock=base), timeout_s)
+
+    def pause(self, timeout_s: float) -> None:
+        """Tells every server that this worker holds nobody back, until it joins again."""
+        self._appear(Header(Kind.JOIN, LAST | PAUSE), timeout_s)
+
+    def _appear(self, presence: Header, timeout_s: float) -> None:
+        with self._lock:
+            self._presence = presence
             for member in self._peers:
-                self._send(member, [header.pack()])
-        self.ask_all(lambda routes: [(p.member, header, []) for p in self._serving()], timeout_s, "joining")
+                self._send(member, [presence.pack()])
+        self.ask_all(lambda routes: [(p.member, presence, []) for p in self._serving()], timeout_s, "joining")
 
     # --- reads --------------------------------------------------------------------------------------------------
 
@@ -252,11 +260,10 @@ class Network:
             self._heard += 1
             request = header.request
             if header.kind == Kind.OK:
-                if not self.pushes.ok(request) and (round_ := self._calls.pop(request, None)) is not None:
-                    round_.answered(header, b"")
-            elif header.kind == Kind.DECIDED:
-                if (round_ := self._calls.pop(request, None)) is not None:
-                    round_.answered(header, body.tobytes())
+                if not self.pushes.ok(request):
+                    self._asked(header, body)
+            elif header.kind in (Kind.DECIDED, Kind.SHARDS):
+                self._asked(header, body)
             elif header.kind == Kind.ROWS:
                 if header.flags & LAST:
                     self.pulls.finish(request, None)
@@ -264,7 +271,8 @@ class Network:
                 if not self.pushes.partly(request, header.epoch, *read_partly(header, body)):
                     self._stall(request, header.epoch)
             elif header.kind == Kind.CLOCKS:
-                self.pushes.clocks(request, header.epoch, *read_clocks(header, body))
+                if not self.pushes.clocks(request, header.epoch, *read_clocks(header, body)):
+                    self._asked(header, body)
             elif header.kind == Kind.ERROR:
                 self._on_error(link, header, json_body(body.data))
             elif header.kind == Kind.VIEW:
@@ -273,6 +281,11 @@ class Network:
                 self._welcomed(link, json_body(body.data))
             else:
                 raise FrameError(f"{Kind(header.kind).name} is not an answer")
+
+    def _asked(self, header: Header, body: NDArray[np.uint8]) -> None:
+        """An answer to something that was asked of several, if somebody still waits for it."""
+        if (round_ := self._calls.pop(header.request, None)) is not None:
+            round_.answered(header, body.tobytes())
 
     def _on_error(self, link: Link, header: Header, document: dict[str, object]) -> None:
         code, text, request = document.get("code"), str(document.get("message")), header.request
@@ -363,7 +376,7 @@ class Network:
     # --- connections --------------------------------------------------------------------------------------------
 
     def _welcomed(self, link: Link, document: dict[str, object]) -> None:
-        """A server knows us: tell it where we start, then whatever it has to do for us."""
+        """A server knows us: tell it whether, and where, we take part, then whatever it has to do for us."""
         peer = self._peers.get(link.member)
         if peer is None or peer.link is not link:
             return
@@ -371,8 +384,7 @@ class Network:
             text = f"it was started again (incarnation {document.get('incarnation')}) and has lost its ranges"
             raise ConnectionResetError(text)
         link.ready, peer.retry_in_s, peer.down_since_s, peer.trouble = True, RETRY_FIRST_S, None, ""
-        if self._base is not None:
-            self._send(peer.member, [Header(Kind.JOIN, LAST, clock=self._base).pack()])
+        self._send(peer.member, [self._presence.pack()])
         self.pushes.connected(peer.member)
         for round_ in self._rounds:
             for call in round_.pending.values():

@@ -58,6 +58,7 @@ class Pushes:
         self.session = session
         self.failures: dict[int, Exception] = {}  # by clock: steps that a server refused, until somebody was told
         self.needed_epoch = 0  # somebody spoke of it
+        self.shards: dict[int, tuple[int, int]] = {}  # by clock: (set, shard) that a step trains
         self.flags = 0  # of every PUSH: ROUND for a worker in synchronous rounds
         self.routes: Routes
         self._worker = worker
@@ -73,12 +74,15 @@ class Pushes:
         """The oldest request that has not been answered, 0 for none."""
         return next(iter(self._sent), 0) or next(iter(self._asks), 0)
 
-    def push(self, part: Part, last: bool) -> StepState:
-        """Sends a part, the first of a new step or the next of the open one."""
+    def push(self, part: Part, last: bool, shard: tuple[int, int] | None = None) -> StepState:
+        """Sends a part, the first of a new step or the next of the open one. shard: (set, number), what a new step
+        trains; its last part says so."""
         begins = not self.session.open
         clock = self.session.clock + begins
         if begins:
             self._states[clock] = StepState(clock)
+            if shard is not None:
+                self.shards[clock] = shard
         state = self._states[clock]
         self._perform(self.session.push(part, last))
         part.complete()
@@ -194,6 +198,7 @@ class Pushes:
         sent = _Sent(frame, self._states[frame.clock])
         flags = self.flags | (LAST if frame.last else 0)
         told = max(1, frame.clock - self.session.committed)
+        shards, shard = self.shards.get(frame.clock, (0, -1)) if frame.last else (0, -1)
         for cut in self._cuts(frame):
             request = next(self._requests)
             sent.left[request] = cut.ranges
@@ -201,7 +206,7 @@ class Pushes:
             mark = flags | (ALL_RANGES if cut.ranges is None else 0) | (REPEAT if frame.content is None else 0)
             header = Header(
                 Kind.PUSH, mark, sum(map(len, cut.buffers)), request, frame.epoch, frame.clock, self._worker,
-                frame.first, frame.part, told, cut.items,
+                frame.first, frame.part, told, cut.items, shard + 1, shards,
             )  # fmt: skip
             self._send(frame.head, [header.pack(), *cut.buffers])
 
@@ -215,6 +220,7 @@ class Pushes:
 
     def _finish(self, clock: int) -> None:
         state = self._states.pop(clock)
+        self.shards.pop(clock, None)
         if state.error is not None:
             self.failures[clock] = state.error
             if len(self.failures) > MAX_FAILURES:

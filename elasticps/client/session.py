@@ -153,9 +153,11 @@ class Session:
         return len(self._steps) < self._window
 
     def start_at(self, base: int) -> None:
-        """Sets the clock that the worker starts above; only before its first step."""
-        if self.clock != self.base:
-            raise RuntimeError(f"the worker has begun already, above clock {self.base}")
+        """Sets the clock that the worker goes on above; only while no step is outstanding, and never backwards."""
+        if self._steps or base < self.clock:
+            raise RuntimeError(
+                f"clock {base} cannot be a base: at {self.clock}, {len(self._steps)} steps are begun and not committed"
+            )
         self.base = self.clock = self.committed = base
 
     def push(self, content: Content, last: bool = True) -> list[Effect]:
@@ -367,7 +369,10 @@ class Session:
         self.committed = next(iter(self._steps)) - 1 if self._steps else self.clock
 
 
-def resume(applied: Progress, committed: Progress) -> tuple[int, int]:
-    """(base, trained) for the successor of a worker, from its progress in every range: the clock it starts above, and
-    the last clock whose samples need not be trained again."""
-    return touched_clock(int(applied.max())), int(committed.min()) >> PART_BITS
+def resume(applied: Progress, committed: Progress, base: int = 0) -> tuple[int, int]:
+    """(base, trained) for the successor of a worker, from its progress in every range and the clock that it started
+    above: the clock to start above, and the last clock whose samples need not be trained again.
+
+    A range that the worker has not pushed to yet knows nothing of its base, so neither can be below that.
+    """
+    return max(base, touched_clock(int(applied.max()))), max(base, int(committed.min()) >> PART_BITS)

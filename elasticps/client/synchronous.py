@@ -11,11 +11,12 @@ import threading
 from collections.abc import Callable
 
 from elasticps.client.network import Network
-from elasticps.client.rounds import Answer, Questions
+from elasticps.client.rounds import Answer
 from elasticps.client.routing import Routes
 from elasticps.errors import ServerError
 from elasticps.hashing import home_range
-from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_frame, unpack_header
+from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame, unpack_header
+from replication.chain import Member
 
 GRACE_S = 1.0  # the server, which knows whom it waits for, gives up first
 
@@ -30,11 +31,23 @@ class SyncRounds:
         self._open = 0  # the step whose round is not closed yet, 0 for none
         self._lock = threading.Lock()
 
-    def enter(self, timeout_s: float) -> int:
-        """Becomes a member; returns the last decided round, above which this worker starts."""
-        header = Header(Kind.ENTER, worker=self._worker)
+    def closed(self, clock: int) -> int:
+        """The last round up to `clock` that is closed."""
+        return min(clock, self._open - 1) if self._open else clock
+
+    def enter(self, predecessor: int, timeout_s: float) -> tuple[int, int]:
+        """Becomes a member; returns the last decided round, above which this worker starts, and the last one that its
+        predecessor (0 for none) was in."""
+        header = Header(Kind.ENTER, worker=self._worker, table=predecessor)
         (answer,) = self._ask_home(header, timeout_s, f"entering the rounds of {self._app!r}")
-        return answer.header.clock
+        decision = json.loads(answer.body)
+        # whoever was in the last round may have died before closing it; what is closed already stays as it is
+        self.close(decision["round"], decision["workers"], timeout_s)
+        return decision["base"], decision["last"]
+
+    def leave(self, timeout_s: float) -> None:
+        """Is in no further round, until it enters again."""
+        self._ask_home(Header(Kind.LEAVE, worker=self._worker), timeout_s, f"leaving the rounds of {self._app!r}")
 
     def pushed(self, clock: int) -> None:
         """A step was pushed; its round is open."""
@@ -52,18 +65,26 @@ class SyncRounds:
             decision = json.loads(answer.body)
             if decision["round"] != clock:
                 raise ServerError(f"round {clock} of {self._app!r} was closed without this worker")
-            frame = json_frame(Kind.CLOSE, {"round": clock, "workers": decision["workers"]})
+            self.close(clock, decision["workers"], timeout_s)
+            self._open = 0
+
+    def close(self, clock: int, workers: list[int], timeout_s: float) -> None:
+        """Has every head close a round that is decided."""
+        if clock:
+            frame = json_frame(Kind.CLOSE, {"round": clock, "workers": workers})
             close, body = unpack_header(frame), frame[HEADER_BYTES:]
             self._network.ask_heads(lambda routes: close._replace(epoch=routes.epoch), body, timeout_s,
                                     f"closing round {clock} of {self._app!r}")  # fmt: skip
-            self._open = 0
 
     def _ask_home(self, header: Header, timeout_s: float, what: str) -> list[Answer]:
-        return self._network.ask_all(self._at_home(header), timeout_s, what)
+        return ask_home(self._network, self._app, header, b"", timeout_s, what)
 
-    def _at_home(self, header: Header) -> Questions:
-        def questions(routes: Routes) -> list:  # type: ignore[type-arg]
-            head = int(routes.view.heads[home_range(self._app, routes.view.ranges)])
-            return [(routes.members[head], header._replace(epoch=routes.epoch), [])] if head >= 0 else []
 
-        return questions
+def ask_home(network: Network, app: str, header: Header, body: bytes, timeout_s: float, what: str) -> list[Answer]:
+    """Asks the head of an application's home range; one answer."""
+
+    def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
+        head = int(routes.view.heads[home_range(app, routes.view.ranges)])
+        return [(routes.members[head], header._replace(epoch=routes.epoch), [body])] if head >= 0 else []
+
+    return network.ask_all(questions, timeout_s, what)

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.server.rounds import RangeRounds
+from elasticps.server.shards import Mark as ShardMark
+from elasticps.server.shards import RangeShards
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 from elasticps.wire.frames import Block
@@ -21,15 +23,19 @@ from replication.chain import Ranges
 class Content:
     """Blocks of a PUSH or INIT: rows of tables, their keys in the order of `ranges`.
 
-    positions: int64 [P], where a range stands in `ranges`, -1 for those that are not in it.
+    positions: int64 [P], where a range stands in `ranges`, -1 for those that are not in it. mark: the shard that the
+    step trains.
     """
 
-    __slots__ = ("blocks", "positions", "ranges")
+    __slots__ = ("blocks", "mark", "positions", "ranges")
 
-    def __init__(self, blocks: list[Block], ranges: Ranges, positions: NDArray[np.int64]) -> None:
+    def __init__(
+        self, blocks: list[Block], ranges: Ranges, positions: NDArray[np.int64], mark: ShardMark | None = None
+    ) -> None:
         self.blocks = blocks
         self.ranges = ranges
         self.positions = positions
+        self.mark = mark
 
     @property
     def nbytes(self) -> int:
@@ -72,14 +78,18 @@ class Contribution(Content):
 
     __slots__ = ("app", "clock")
 
-    def __init__(self, app: str, clock: int, blocks: list[Block], ranges: Ranges, positions: NDArray[np.int64]) -> None:
-        super().__init__(blocks, ranges, positions)
+    def __init__(
+        self, app: str, clock: int, blocks: list[Block], ranges: Ranges, positions: NDArray[np.int64],
+        mark: ShardMark | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(blocks, ranges, positions, mark)
         self.app = app
         self.clock = clock
 
 
 class RoundStep(NamedTuple):
-    """ENTER, DECIDE or ROUND: a worker becomes a member; a round is made of `workers`; it closes."""
+    """ENTER, LEAVE, DECIDE or ROUND: a worker becomes a member, or is none any more; a round is made of `workers`; it
+    closes."""
 
     app: str
     clock: int
@@ -110,10 +120,11 @@ class TableRows(NamedTuple):
 
 class PieceContent(NamedTuple):
     """What a piece of a range carries: every table, also those without rows there, so that the joiner knows them all;
-    and what is kept for synchronous rounds."""
+    and what is kept for synchronous rounds. The first one has the range's sets of shards."""
 
     tables: list[TableRows]
     rounds: RangeRounds
+    shards: RangeShards
 
 
 def positions_of(ranges: Ranges, count: int) -> NDArray[np.int64]:

@@ -1,21 +1,21 @@
 """Synchronous rounds at the servers: who is in a round, and when it closes. `rounds` has the whole story.
 
-Three requests: ENTER and DONE go to the head of the application's home range, CLOSE to the heads of all. Whatever is
-answered has been logged and committed. What waits here is in memory only: after a failover the workers ask again.
+Four requests: ENTER, LEAVE and DONE go to the head of the application's home range, CLOSE to the heads of all.
+Whatever is answered has been logged and committed. What waits here is in memory only: after a failover the workers ask
+again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from coordinator.view import WorkerInfo
 from elasticps.hashing import home_range
 from elasticps.server.connection import Connection
 from elasticps.server.content import RoundStep
+from elasticps.server.home import AtHome, Body, Handler, Host
 from elasticps.server.reads import DEFAULT_WAIT_S
 from elasticps.server.refusal import Refusal
 from elasticps.server.rounds import Home
@@ -26,33 +26,6 @@ from replication.chain import Ranges
 from replication.effects import Push, Reply, Status
 from replication.messages import Kind as OperationKind
 
-Body = NDArray[np.uint8]
-Handler = Callable[[Connection, Header, Body], None]
-
-
-class Host(Protocol):
-    """The server around this."""
-
-    ranges: int
-    epoch: int
-
-    @property
-    def headed(self) -> Ranges:
-        """The ranges headed here; the same array as long as they are the same."""
-
-    @property
-    def workers(self) -> dict[int, WorkerInfo]:
-        """The roster."""
-
-    def wait_for_view(self, connection: Connection, header: Header, body: Body) -> bool:
-        """Holds a frame that speaks of a view to come."""
-
-    def tell_view(self, connection: Connection) -> None:
-        """Sends the view, once per connection and epoch."""
-
-    def refuse(self, connection: Connection, request: int, refusal: Refusal) -> None:
-        """Tells why a request was not done."""
-
 
 class _Waiting(NamedTuple):
     """A worker that is done with a round, and until when it waits for the others."""
@@ -60,22 +33,6 @@ class _Waiting(NamedTuple):
     clock: int
     ticket: RequestTicket
     deadline_s: float
-
-
-class _Once(RequestTicket):
-    """Answers in its own way when the operation is committed."""
-
-    __slots__ = ("_committed",)
-
-    def __init__(self, connection: Connection, request: int, committed: Callable[[], bytes]) -> None:
-        super().__init__(connection, request)
-        self._committed = committed
-
-    def reply(self, reply: Reply) -> None:
-        if reply.status is Status.COMMITTED and not len(reply.moved):
-            self.connection.send(self._committed())
-        else:
-            super().reply(reply)
 
 
 class _Several:
@@ -103,16 +60,20 @@ class _Several:
         """Nothing was held."""
 
 
-class Decider:
-    """The handlers of ENTER, DONE and CLOSE."""
+class Decider(AtHome):
+    """The handlers of ENTER, LEAVE, DONE and CLOSE."""
 
     def __init__(self, host: Host, shell: Shell, clock: Callable[[], float]) -> None:
-        self._host = host
+        super().__init__(host, shell)
         self._clock = clock
-        self._shell = shell
         self._waiting: dict[str, dict[int, _Waiting]] = {}  # app -> worker
         self._closing: dict[str, tuple[int, _Several]] = {}  # app -> the newest round closed here
-        self.handlers: dict[int, Handler] = {Kind.ENTER: self._enter, Kind.DONE: self._done, Kind.CLOSE: self._close}
+        self.handlers: dict[int, Handler] = {
+            Kind.ENTER: self._enter,
+            Kind.LEAVE: self._leave,
+            Kind.DONE: self._done,
+            Kind.CLOSE: self._close,
+        }
 
     # --- the home range -----------------------------------------------------------------------------------------------
 
@@ -123,11 +84,24 @@ class Decider:
             return
 
         def answer() -> bytes:
-            base = self._shell.rounds.homes[app].members.get(worker, 0)
-            return Header(Kind.OK, request=header.request, epoch=self._host.epoch, clock=base).pack()
+            state = self._shell.rounds.homes[app]
+            document = {
+                "round": state.decided, "workers": list(state.workers), "base": state.members.get(worker, 0),
+                "last": state.last.get(header.table, 0),
+            }  # fmt: skip
+            return json_frame(Kind.DECIDED, document, request=header.request, epoch=self._host.epoch)
 
-        ticket = _Once(connection, header.request, answer)
+        ticket = self._once(connection, header.request, answer)
         self._log(ticket, OperationKind.ENTER, RoundStep(app, 0, (worker,)), home)
+
+    def _leave(self, connection: Connection, header: Header, body: Body) -> None:
+        app, worker = connection.app, connection.worker
+        home = self._home(connection, header, body)
+        if home is None:
+            return
+        ticket = RequestTicket(connection, header.request)
+        self._log(ticket, OperationKind.LEAVE, RoundStep(app, 0, (worker,)), home)
+        self._decide(app)  # the others need not wait for it any more
 
     def _done(self, connection: Connection, header: Header, body: Body) -> None:
         app, worker = connection.app, connection.worker
@@ -155,7 +129,7 @@ class Decider:
             document = {"round": state.decided, "workers": list(state.workers)}
             return json_frame(Kind.DECIDED, document, request=header.request, epoch=self._host.epoch)
 
-        return _Once(connection, header.request, answer)
+        return self._once(connection, header.request, answer)
 
     def _decide(self, app: str) -> None:
         """Closes the list of the next round's workers, if all that are still there are done."""
@@ -194,21 +168,6 @@ class Decider:
                 text = f"round {one.clock} of {app!r} waited too long for worker {', '.join(names)}"
                 self._host.refuse(one.ticket.connection, one.ticket.request, Refusal("behind", text, behind=names))
 
-    def _home(self, connection: Connection, header: Header, body: Body) -> Ranges | None:
-        """The home range of the asker's application; None if the answer must wait, or is somebody else's to give."""
-        if self._host.wait_for_view(connection, header, body):
-            return None
-        home = home_range(connection.app, self._host.ranges)
-        if not np.count_nonzero(self._host.headed == home):
-            self._stale(connection, header.request)
-            return None
-        return np.array([home], np.int64)
-
-    def _stale(self, connection: Connection, request: int) -> None:
-        self._host.tell_view(connection)
-        text = "the application's home range has another head"
-        self._host.refuse(connection, request, Refusal("stale-view", text, epoch=self._host.epoch))
-
     # --- all ranges ---------------------------------------------------------------------------------------------------
 
     def _close(self, connection: Connection, header: Header, body: Body) -> None:
@@ -233,8 +192,4 @@ class Decider:
         several = _Several(headed, [ticket])
         self._closing[step.app] = clock, several
         push = Push(several, -1, header.epoch, 0, 0, True, None, step, 64, kind=OperationKind.ROUND)
-        self._shell.perform(self._shell.replica.push, push)
-
-    def _log(self, ticket: object, kind: OperationKind, step: RoundStep, ranges: Ranges) -> None:
-        push = Push(ticket, -1, self._host.epoch, 0, 0, True, ranges, step, 64, kind=kind)
         self._shell.perform(self._shell.replica.push, push)

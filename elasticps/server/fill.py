@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from elasticps.server.content import PieceContent, TableRows
 from elasticps.server.rounds import Rounds
+from elasticps.server.shards import Shards
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 
@@ -35,6 +36,7 @@ class Cutter:
         loop: asyncio.AbstractEventLoop,
         tables: Mapping[int, Table],
         rounds: Rounds,
+        shards: Shards,
         ranges: int,
         deliver: Callable[[int, int, int, bool, PieceContent], None],
         busy: Callable[[], bool],
@@ -42,6 +44,7 @@ class Cutter:
         self._loop = loop
         self._tables = tables
         self._rounds = rounds
+        self._shards = shards
         self._width = PLACES // ranges
         self._deliver = deliver
         self._busy = busy
@@ -73,7 +76,8 @@ class Cutter:
             TableRows(number, table.spec.to_json(), *table.dump_interval(r, cut.low, upto))
             for number, table in self._tables.items()
         ]
-        content = PieceContent(rows, self._rounds.dump(r, cut.low, upto, self._tables))
+        shards = self._shards.dump(r) if cut.low == r * self._width else {}
+        content = PieceContent(rows, self._rounds.dump(r, cut.low, upto, self._tables), shards)
         cut.low = upto
         last = upto == cut.end
         if last:

@@ -26,6 +26,9 @@ from elasticps.server.content import (
     positions_of,
 )
 from elasticps.server.rounds import Home, RangeRounds
+from elasticps.server.shards import Mark as ShardMark
+from elasticps.server.shards import RangeShards, ShardSet, Take
+from elasticps.sharding import ShardSpec
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 from elasticps.wire.frames import (
@@ -50,6 +53,7 @@ from replication.messages import Kind as OperationKind
 
 _TABLE = struct.Struct("<IIQQ")  # id, bytes of the spec, rows, stride
 _MAX_STRIDE = 1 << 26
+_ROUND_STEPS = (OperationKind.ENTER, OperationKind.LEAVE, OperationKind.DECIDE, OperationKind.ROUND)
 _KEPT = 16  # arrays of ranges that are remembered, each way
 
 Bytes = NDArray[np.uint8]
@@ -101,7 +105,9 @@ class Codec:
         parts: list[Buffer] = [self._range_bytes(message.ranges), message.seqs.tobytes()]
         blocks: list[Block] = []
         flags = 0
+        mark = None
         if isinstance(payload, Content):
+            mark = payload.mark
             if isinstance(payload, Contribution):
                 flags = ROUND
                 parts.append(_section({"app": payload.app, "clock": payload.clock}))
@@ -114,9 +120,12 @@ class Codec:
             parts.append(_json({"id": payload.id}))
         elif isinstance(payload, RoundStep):
             parts.append(_json({"id": payload.clock, "app": payload.app, "workers": payload.workers}))
+        elif isinstance(payload, Take):
+            parts.append(_json({"id": payload.worker, "take": payload}))
         header = Header(
             Kind.FORWARD, flags, _length(parts), 0, message.epoch, operation.after, max(operation.worker, 0),
             part=operation.kind, table=len(message.ranges), items=len(blocks),
+            bound=0 if mark is None else mark.shard + 1, wait_ms=0 if mark is None else mark.set,
         )  # fmt: skip
         return [header.pack(), *parts]
 
@@ -138,7 +147,7 @@ class Codec:
             parts.append(padded(_TABLE.pack(table, len(text), *values.shape) + text))
             if len(keys):
                 parts += [keys.data.cast("B"), values.data.cast("B")]
-        parts += _encode_rounds(content.rounds)
+        parts += _encode_rounds(content.rounds, content.shards)
         header = Header(
             Kind.PIECE, LAST if message.last else 0, _length(parts), message.fill, message.epoch, message.seq,
             message.range, table=len(message.workers), items=len(content.tables), bound=message.number,
@@ -184,20 +193,25 @@ class Codec:
     def _decode_forward(self, header: Header, body: Bytes) -> Forward:
         ranges, positions, (seqs,), at = self._ranges_and(1, header, body)
         payload: Any
+        mark = shard_mark(header)
         if header.part == OperationKind.PUSH and header.flags & ROUND:
             document, at = _read_section(body, at)
             blocks = read_blocks(header.items, body, at)
-            payload = Contribution(str(document.get("app")), _number(document, "clock"), blocks, ranges, positions)
+            payload = Contribution(
+                str(document.get("app")), _number(document, "clock"), blocks, ranges, positions, mark
+            )
         elif header.part in (OperationKind.PUSH, OperationKind.INIT):
-            payload = Content(read_blocks(header.items, body, at), ranges, positions)
+            payload = Content(read_blocks(header.items, body, at), ranges, positions, mark)
         elif header.part == OperationKind.CREATE:
             document = _document(body, at)
             payload = NewTable(document["id"], str(document.get("spec")))
         elif header.part == OperationKind.AUDIT:
             payload = Mark(_document(body, at)["id"])
-        elif header.part in (OperationKind.ENTER, OperationKind.DECIDE, OperationKind.ROUND):
+        elif header.part in _ROUND_STEPS:
             document = _document(body, at)
             payload = RoundStep(str(document.get("app")), document["id"], _numbers(document.get("workers")))
+        elif header.part == OperationKind.TAKE:
+            payload = _take(_document(body, at).get("take"))
         else:
             raise FrameError(f"a FORWARD carries an operation of unknown kind {header.part}")
         operation = Operation(header.part, header.worker or -1, header.clock, payload, len(body))
@@ -224,7 +238,7 @@ class Codec:
         for _ in range(header.items):
             one, at = _read_rows(body, at)
             tables.append(one)
-        content = PieceContent(tables, _decode_rounds(body, at))
+        content = PieceContent(tables, *_decode_rounds(body, at))
         return Piece(
             header.epoch, header.worker, header.request, header.bound, upto, bool(header.flags & LAST), header.clock,
             numbers[:n], numbers[n:], content,
@@ -271,33 +285,57 @@ def _read_section(body: Bytes, at: int) -> tuple[dict[str, Any], int]:
     return json_body(body[at + 8 : end].data), end
 
 
-def _encode_rounds(rounds: RangeRounds) -> list[Buffer]:
+def _encode_rounds(rounds: RangeRounds, shards: RangeShards) -> list[Buffer]:
     kept = [[app, clock, worker, len(blocks)] for app, clock, worker, blocks in rounds.kept]
     homes = {
-        app: [home.decided, list(home.workers), [list(m) for m in home.members.items()]]
+        app: [home.decided, list(home.workers), list(home.members.items()), list(home.last.items())]
         for app, home in rounds.homes.items()
     }
-    parts: list[Buffer] = [_section({"closed": rounds.closed, "homes": homes, "kept": kept})]
+    sets = {app: {name: one.document() for name, one in named.items()} for app, named in shards.items()}
+    document = {"closed": rounds.closed, "homes": homes, "kept": kept, "shards": sets}
+    parts: list[Buffer] = [_section(document)]
     for _, _, _, blocks in rounds.kept:
         for block in blocks:
             parts += block_buffers(block)
     return parts
 
 
-def _decode_rounds(body: Bytes, at: int) -> RangeRounds:
+def _decode_rounds(body: Bytes, at: int) -> tuple[RangeRounds, RangeShards]:
     document, at = _read_section(body, at)
     try:
         closed = {str(app): int(clock) for app, clock in document["closed"].items()}
         homes = {
-            str(app): Home({int(w): int(c) for w, c in members}, int(decided), _numbers(workers))
-            for app, (decided, workers, members) in document["homes"].items()
+            str(app): Home(_pairs(members), int(decided), _numbers(workers), _pairs(last))
+            for app, (decided, workers, members, last) in document["homes"].items()
+        }
+        shards = {
+            str(app): {str(name): ShardSet.of(one) for name, one in sets.items()}
+            for app, sets in document["shards"].items()
         }
         owners = [(str(app), int(clock), int(worker), int(n)) for app, clock, worker, n in document["kept"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FrameError(f"a PIECE's rounds cannot be read: {error}") from None
+        raise FrameError(f"a PIECE's rounds or shards cannot be read: {error}") from None
     blocks = iter(read_blocks(sum(owner[3] for owner in owners), body, at))
     kept = [(app, clock, worker, [next(blocks) for _ in range(n)]) for app, clock, worker, n in owners]
-    return RangeRounds(closed, homes, kept)
+    return RangeRounds(closed, homes, kept), shards
+
+
+def _pairs(pairs: Any) -> dict[int, int]:
+    return {int(key): int(value) for key, value in pairs}
+
+
+def _take(document: Any) -> Take:
+    try:
+        app, name, spec, worker, committed, want, lost, done, back = document
+        numbers = int(worker), int(committed), int(want)
+        return Take(str(app), str(name), ShardSpec(*spec), *numbers, _numbers(lost), _numbers(done), _numbers(back))
+    except (TypeError, ValueError) as error:
+        raise FrameError(f"a FORWARD's TAKE cannot be read: {error}") from None
+
+
+def shard_mark(header: Header) -> ShardMark | None:
+    """The shard that a PUSH, or a FORWARD of one, trains."""
+    return ShardMark(header.wait_ms, header.bound - 1) if header.bound else None
 
 
 def _number(document: dict[str, Any], name: str) -> int:

@@ -14,12 +14,19 @@ from elasticps.wire.frames import ANY
 from replication.progress import PART_BITS, Clocks
 
 Ranges = NDArray[np.intp]
+GRACE_S = 1.0  # workers connect to a server that gets ranges within milliseconds of the view that says so
 
 
 class Parking:
     """Pulls that wait, and what they are judged by: vector clocks, the roster, the ranges that are read here.
 
     tailed: the ranges whose tail we are; held: those of which we are a full replica.
+
+    Who holds others back? Each worker says on each of its connections whether it takes part (JOIN, with the clock that
+    it starts above, or JOIN with PAUSE). But a server may get ranges, and pulls of others, a moment before a worker has
+    connected to it. So a worker of the roster that has said nothing here yet counts as well: with its progress, which
+    came with the ranges; without any it may have joined elsewhere and not pushed, so it counts as clock 0, but only if
+    it was in the roster when the ranges came, and for GRACE_S: one that never speaks must not hold others back.
     """
 
     def __init__(self, ranges: int, clocks: Clocks, clock: Callable[[], float]) -> None:
@@ -30,27 +37,43 @@ class Parking:
         self._parked: list[Read] = []
         self._workers: Mapping[int, WorkerInfo] = {}
         self._bases: dict[int, int] = {}  # of the active workers: those that have joined and are in the roster
+        self._paused: set[int] = set()  # those that said they take no part now
+        self._awaited: dict[int, float] = {}  # those that have said nothing yet, and until when it may be news
 
     def __len__(self) -> int:
         return len(self._parked)
 
     def serve(self, tailed: Ranges, held: Ranges) -> None:
         """A view says what is read here."""
+        if len(np.setdiff1d(held, self.held)) or len(np.setdiff1d(tailed, self.tailed)):
+            until_s = self._clock() + GRACE_S
+            self._awaited = {w: until_s for w in self._workers if w not in self._bases and w not in self._paused}
         self.tailed, self.held = tailed, held
 
     def follow(self, workers: Mapping[int, WorkerInfo]) -> None:
         """The roster: whoever is not in it holds nobody back."""
         self._workers = workers
         self._bases = {worker: base for worker, base in self._bases.items() if worker in workers}
+        self._paused &= workers.keys()
+
+    def pause(self, worker: int) -> None:
+        """A worker holds nobody back until it joins again."""
+        self._bases.pop(worker, None)
+        self._awaited.pop(worker, None)
+        if worker in self._workers:
+            self._paused.add(worker)
 
     def join(self, worker: int, base: int) -> None:
         """A worker is active from now on; its clock counts as at least `base`."""
+        self._paused.discard(worker)
+        self._awaited.pop(worker, None)
         if worker in self._workers:
             self._bases[worker] = base
 
     def minimum(self, app: str) -> int:
         """The lowest clock of an application's active workers, 0 if there is none."""
-        return min(self._minimums(app, self.tailed).values(), default=0)
+        heard = {w: clock for w, clock in self._minimums(app, self.tailed).items() if w not in self._awaited}
+        return min(heard.values(), default=0)
 
     def behind(self, read: Read) -> list[str]:
         """The workers that a pull has to wait for: its own pushes (read your writes), then the bounded delay's."""
@@ -71,8 +94,18 @@ class Parking:
         return max(base, int(self._clocks.row(worker)[ranges].min()) >> PART_BITS)
 
     def _minimums(self, app: str, ranges: Ranges) -> dict[int, int]:
-        active = [(w, base) for w, base in self._bases.items() if self._workers[w].app == app]
-        return {worker: self._reached(worker, base, ranges) for worker, base in active}
+        found = {}
+        for worker, info in self._workers.items():
+            if info.app != app or worker in self._paused:
+                continue
+            if worker in self._bases:
+                found[worker] = self._reached(worker, self._bases[worker], ranges)
+            elif self._started(worker, ranges) or self._clock() < self._awaited.get(worker, 0.0):
+                found[worker] = self._reached(worker, 0, ranges)
+        return found
+
+    def _started(self, worker: int, ranges: Ranges) -> bool:
+        return self._clocks.known(worker) and bool(self._clocks.row(worker)[ranges].any())
 
     def park(self, read: Read) -> None:
         """Keeps a pull until `judge` lets it go. Raises `Refusal` when too many wait."""

@@ -13,6 +13,7 @@ from coordinator.view import ServerInfo
 from elasticps.errors import SpecError
 from elasticps.server.connection import Connection
 from elasticps.server.content import Content, Contribution, NewTable, positions_of
+from elasticps.server.messages import shard_mark
 from elasticps.server.parking import Parking
 from elasticps.server.reads import Read, answer
 from elasticps.server.refusal import Refusal
@@ -20,7 +21,7 @@ from elasticps.server.shell import Shell
 from elasticps.server.tickets import RequestTicket
 from elasticps.spec import TableSpec
 from elasticps.store import Table
-from elasticps.wire.frames import LAST, REPEAT, ROUND, Block, FrameError, Header, Kind, json_body, read_push
+from elasticps.wire.frames import LAST, PAUSE, REPEAT, ROUND, Block, FrameError, Header, Kind, json_body, read_push
 from replication.chain import Ranges
 from replication.core import NO_RANGES
 from replication.effects import Ask, Push
@@ -116,7 +117,10 @@ class Requests:
     # --- pushes -----------------------------------------------------------------------------------------------------
 
     def _join(self, connection: Connection, header: Header, body: Body) -> None:
-        if header.flags & LAST:
+        if header.flags & PAUSE:
+            self._parking.pause(connection.worker)
+            self.judge_parked()
+        elif header.flags & LAST:
             if header.clock >= MAX_CLOCK:
                 raise FrameError(f"a base clock of {header.clock} is over the limit of {MAX_CLOCK}")
             connection.base = header.clock
@@ -150,9 +154,12 @@ class Requests:
                 self._host.counts["refused"] += 1
                 ticket.refusal, blocks = refusal, []
                 break
-        content = Content(blocks, ranges, positions)
+        mark = shard_mark(header)
+        if mark is not None and not self._shell.shards.owns(connection.app, mark.set):
+            mark = None
+        content = Content(blocks, ranges, positions, mark)
         if header.flags & ROUND:
-            content = Contribution(connection.app, header.clock, blocks, ranges, positions)
+            content = Contribution(connection.app, header.clock, blocks, ranges, positions, mark)
         push = Push(
             ticket, connection.worker, header.epoch, header.clock, header.part, bool(header.flags & LAST),
             None if named is None else ranges, content, len(body), connection.base,

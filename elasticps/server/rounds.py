@@ -25,6 +25,8 @@ from elasticps.store.intervals import PLACES
 from elasticps.wire.frames import Block
 from replication.chain import Ranges
 
+MAX_REMEMBERED = 4096  # workers whose last round is known
+
 
 class Share(NamedTuple):
     """What a worker pushed for a round: its rows in the ranges that are `live`, bool [P]."""
@@ -36,11 +38,13 @@ class Share(NamedTuple):
 
 @dataclass
 class Home:
-    """What an application's home range knows: members with the round above which each is counted; the last decision."""
+    """What an application's home range knows: members with the round above which each is counted; the last decision;
+    for those who have been members, the last round that each was in."""
 
     members: dict[int, int] = field(default_factory=dict)
     decided: int = 0
     workers: tuple[int, ...] = ()
+    last: dict[int, int] = field(default_factory=dict)
 
 
 class RangeRounds(NamedTuple):
@@ -82,12 +86,21 @@ class Rounds:
         home = self.homes.setdefault(app, Home())
         home.members.setdefault(worker, home.decided)
 
+    def leave(self, app: str, worker: int) -> None:
+        """A worker is in no further round, until it enters again."""
+        home = self.homes.get(app)
+        if home is not None:
+            home.members.pop(worker, None)
+
     def decide(self, app: str, clock: int, workers: Iterable[int]) -> None:
         """Round `clock` is made of `workers`; members that should have been in it and are not have left."""
         home = self.homes.setdefault(app, Home())
         if clock != home.decided + 1:
             return
         home.decided, home.workers = clock, tuple(sorted(workers))
+        home.last.update(dict.fromkeys(home.workers, clock))
+        while len(home.last) > MAX_REMEMBERED:
+            del home.last[min(home.last)]  # the oldest incarnation
         home.members = {w: above for w, above in home.members.items() if w in home.workers or above >= clock}
 
     def close(

@@ -23,6 +23,7 @@ from elasticps.server.connection import Connection
 from elasticps.server.content import Mark, PieceContent
 from elasticps.server.decider import Decider
 from elasticps.server.fill import Cutter
+from elasticps.server.handout import HandOut
 from elasticps.server.linger import Linger
 from elasticps.server.messages import Codec
 from elasticps.server.parking import Parking
@@ -97,7 +98,9 @@ class Server:
         self.store, self.replica = self.shell.store, self.shell.replica
         self._codec = Codec(self.store.tables, ranges)
         self.peers = Peers(self.member, cluster, self, loop, self.connection)
-        self._cutter = Cutter(loop, self.store.tables, self.shell.rounds, ranges, self._cut, self._busy)
+        self._cutter = Cutter(
+            loop, self.store.tables, self.shell.rounds, self.shell.shards, ranges, self._cut, self._busy
+        )
         self.workers: dict[int, WorkerInfo] = {}  # the roster
         self._roster_version = 0
         self.parking = Parking(ranges, self.replica.clocks, clock)
@@ -110,6 +113,7 @@ class Server:
         self._handlers: dict[int, Handler] = {
             **self._requests.handlers,
             **self._decider.handlers,
+            **HandOut(self, self.shell).handlers,
             Kind.WANT: self._want,
         }
         self._peer_handlers: dict[int, Handler] = {

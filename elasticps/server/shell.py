@@ -18,6 +18,7 @@ from elasticps.admin.subject import MarkedRange
 from elasticps.server.audit import Marks, digest
 from elasticps.server.content import Content, Contribution, Mark, NewTable, PieceContent, RoundStep
 from elasticps.server.rounds import Rounds
+from elasticps.server.shards import Shards, Take, home_of
 from elasticps.spec import TableSpec
 from elasticps.store import Store
 from elasticps.store.intervals import PLACES
@@ -39,6 +40,7 @@ from replication.effects import (
     SnapshotRange,
 )
 from replication.messages import Kind, Message
+from replication.progress import PART_BITS
 from replication.replica import Replica
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ class Shell:
         self.store = Store(ranges)
         self.marks = Marks()
         self.rounds = Rounds(ranges)
+        self.shards = Shards(ranges)
         self.applied = 0  # operations, for whoever waits for a change
         self.rows_applied = 0
         self._around = around
@@ -134,10 +137,14 @@ class Shell:
             self._mark(effect, payload)
         elif isinstance(payload, RoundStep):
             self._round(effect, payload)
+        elif isinstance(payload, Take):
+            self.shards.take(payload)
         self.applied += 1
 
     def _apply_rows(self, effect: Apply, content: Content) -> None:
-        tables = self.store.tables
+        tables, operation = self.store.tables, effect.operation
+        if content.mark is not None and np.count_nonzero(effect.ranges == home_of(content.mark)):
+            self.shards.note(content.mark, operation.worker, operation.after >> PART_BITS)
         if effect.inside is None:
             blocks = content.part(effect.ranges, tables)
         else:
@@ -147,8 +154,8 @@ class Shell:
                 bounds[r] = bound
             blocks = content.below(bounds, tables)
         if isinstance(content, Contribution):
-            self.rounds.keep(content.app, content.clock, effect.operation.worker, effect.ranges, blocks)
-        elif effect.operation.kind == Kind.INIT:
+            self.rounds.keep(content.app, content.clock, operation.worker, effect.ranges, blocks)
+        elif operation.kind == Kind.INIT:
             for table, keys, values, _ in blocks:
                 tables[table].put_if_absent(keys, values)
         else:
@@ -159,6 +166,8 @@ class Shell:
     def _round(self, effect: Apply, step: RoundStep) -> None:
         if effect.operation.kind == Kind.ENTER:
             self.rounds.enter(step.app, step.workers[0])
+        elif effect.operation.kind == Kind.LEAVE:
+            self.rounds.leave(step.app, step.workers[0])
         elif effect.operation.kind == Kind.DECIDE:
             self.rounds.decide(step.app, step.clock, step.workers)
         else:
@@ -174,7 +183,7 @@ class Shell:
         for r, seq in zip(effect.ranges.tolist(), effect.seqs.tolist(), strict=True):
             if r not in unfinished:
                 workers, progress = self.replica.clocks.column(r)
-                found = digest(self.store.tables, r, self.rounds.words(r))
+                found = digest(self.store.tables, r, self.rounds.words(r) + self.shards.words(r))
                 self.marks.note(mark.id, r, MarkedRange(seq, found, tuple(workers.tolist()), tuple(progress.tolist())))
 
     # --- ranges -----------------------------------------------------------------------------------------------------
@@ -186,6 +195,7 @@ class Shell:
             if len(keys):
                 table.load_range(effect.range, keys, values)
         self.rounds.load(effect.range, content.rounds)
+        self.shards.load(content.shards)
 
     def _erase(self, effect: Erase) -> None:
         for table in self.store.tables.values():
@@ -193,3 +203,4 @@ class Shell:
                 if table.count_range(r):
                     table.drop_range(r)
         self.rounds.erase(effect.ranges)
+        self.shards.erase(effect.ranges.tolist())

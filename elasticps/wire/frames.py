@@ -41,6 +41,8 @@ class Kind(IntEnum):
     ENTER = 9
     DONE = 10
     CLOSE = 11
+    TAKE = 12
+    LEAVE = 13
     FORWARD = 16
     ACK = 17
     RESYNC = 18
@@ -55,12 +57,14 @@ class Kind(IntEnum):
     PARTLY = 70
     REPORT = 71
     DECIDED = 72
+    SHARDS = 73
 
 
 LAST = 1  # PUSH: the step's last part, it ticks the clock. ROWS: the answer's last chunk. JOIN: see Header
 ALL_RANGES = 2  # PUSH: every range that the receiver heads at the frame's epoch
 REPEAT = 4  # PUSH: content left out, it is applied already and only the acknowledgement is wanted
 ROUND = 16  # PUSH, FORWARD: a worker's share of a synchronous round, kept until the round is closed
+PAUSE = 32  # JOIN: this worker holds nobody back, until it joins again
 ANY = 8  # PULL: any full replica may answer, with values that may not be committed yet
 
 _KINDS = frozenset(int(k) for k in Kind)
@@ -83,7 +87,8 @@ class Header(NamedTuple):
     A PUSH covers the step's parts `first`..`part`; `items` is its number of blocks. In PULL and INIT, `table` and
     `items` give the table and the number of keys. `bound` is the staleness bound of a PULL plus one, 0 for none, and
     `wait_ms` how long the server may let it wait for that. JOIN asks for the active workers' minimum clock; with LAST
-    it says that the worker starts above the base `clock`, and comes before any PUSH on a connection. ASK wants the
+    it says that the worker starts above the base `clock`, and comes before any PUSH on a connection. In a PUSH that
+    trains a shard, `bound` is the shard's number plus one and `wait_ms` the id of its set. ASK wants the
     progress of `worker` in the ranges headed there, CLOCKS gives it. WANT asks for a view newer than `epoch`, if there
     is one. PARTLY answers a PUSH of which some ranges left the server before they were committed.
     """

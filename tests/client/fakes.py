@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from coordinator.view import ServerInfo, View, WorkerInfo
-from elasticps.client.control import Registration
+from elasticps.client.control import Past, Registration
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import (
     HEADER_BYTES,
@@ -140,6 +140,7 @@ class FakeControl:
     def __init__(self, view: View) -> None:
         self.view = view
         self.asked = 0
+        self.last: Past | None = None
 
     def __call__(self, url: str, timeout_s: float) -> FakeControl:
         return self
@@ -149,6 +150,18 @@ class FakeControl:
 
     def register(self, name: str, app: str, on_lost: object, timeout_s: float) -> WorkerInfo:
         return WorkerInfo(7, name, 1, app)
+
+    def past(self, timeout_s: float) -> Past | None:
+        return self.last
+
+    def keep(self, past: Past, timeout_s: float) -> int | None:
+        if past.revision != (0 if self.last is None else self.last.revision):
+            return None
+        self.last = past._replace(revision=past.revision + 1)
+        return self.last.revision
+
+    def registered(self) -> int:
+        return 1
 
     def open_table(self, app: str, spec: TableSpec, worker: int, ready: bool, timeout_s: float) -> Registration:
         return Registration(1 if spec.shape is None else 2, spec, worker, ready, 1)

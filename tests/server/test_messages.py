@@ -22,7 +22,10 @@ from elasticps.server.content import (
 )
 from elasticps.server.messages import Codec
 from elasticps.server.rounds import Home, RangeRounds
+from elasticps.server.shards import Doing, RangeShards, ShardSet, Take, Used
+from elasticps.server.shards import Mark as ShardMark
 from elasticps.server.shell import Shell
+from elasticps.sharding import ShardSpec
 from elasticps.spec import TableSpec
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Block, FrameError, unpack_header
@@ -53,7 +56,7 @@ def same(a: object, b: object) -> bool:
         return (a.kind, a.worker, a.after) == (b.kind, b.worker, b.after) and same(a.payload, b.payload)
     if isinstance(a, Content):
         assert isinstance(b, Content)
-        return same(a.blocks, b.blocks) and same(a.ranges, b.ranges)
+        return same(a.blocks, b.blocks) and same(a.ranges, b.ranges) and a.mark == b.mark
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return a == b
@@ -83,6 +86,9 @@ def a_push(store: Store, ranges: np.ndarray, count: int = 200) -> Operation:
 
 
 SOME = numbers(3, 5, 4, 9)
+A_SET = ShardSet(1 << 16 | 3, ShardSpec(100, 7, 2, None), 5, 2, {1: Used(4, 9)}, {6: {0: Doing(8, Used(0, 0))}})
+SHARDS: RangeShards = {"a": {"train": A_SET}}
+A_TAKE = Take("a", "train", ShardSpec(100, 7, 2, 5), 6, 11, 4, (1, 2), (3,), ())
 A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.float32))
 
 
@@ -95,6 +101,8 @@ A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.fl
         Forward(4, numbers(1), numbers(9), Operation(Kind.CREATE, -1, 0, NewTable(3, '{"x":1}'), 10)),
         Forward(4, numbers(1), numbers(9), Operation(Kind.AUDIT, -1, 0, Mark(1 << 61), 10)),
         Forward(4, numbers(1), numbers(9), Operation(Kind.ROUND, -1, 0, RoundStep("a", 3, (5, 6)), 10)),
+        Forward(4, numbers(1), numbers(9), Operation(Kind.LEAVE, -1, 0, RoundStep("a", 0, (5,)), 10)),
+        Forward(4, numbers(1), numbers(9), Operation(Kind.TAKE, -1, 0, A_TAKE, 10)),
         Piece(
             4, 3, 2, 1, 1 << 61, False, 44, numbers(5, 6), numbers(1 << 16, 1 << 17),
             PieceContent(
@@ -102,7 +110,8 @@ A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.fl
                     TableRows(1, "{}", numbers(1, 2), np.arange(32, dtype=np.uint8).reshape(2, 16)),
                     TableRows(2, '{"no":"rows"}', numbers(), np.empty((0, 8), np.uint8)),
                 ],
-                RangeRounds({"a": 4}, {"a": Home({5: 3}, 4, (5, 6))}, [("a", 5, 6, [A_BLOCK])]),
+                RangeRounds({"a": 4}, {"a": Home({5: 3}, 4, (5, 6), {5: 4, 2: 1})}, [("a", 5, 6, [A_BLOCK])]),
+                SHARDS,
             ),
         ),
     ],
@@ -125,11 +134,12 @@ def test_any_part_of_a_push_arrives_with_the_keys_of_its_ranges(data: st.DataObj
     assert isinstance(heard, Forward)
     content = heard.operation.payload
     assert isinstance(content, Content)
-    kept = Contribution("ads", 7, content.blocks, part, positions_of(part, P))
+    kept = Contribution("ads", 7, content.blocks, part, positions_of(part, P), ShardMark(1 << 16 | 2, 0))
     again = through_the_wire(Forward(4, part, said.seqs, Operation(Kind.PUSH, 5, 7 << 16, kept, 10)), store)
     assert isinstance(again, Forward)
     assert isinstance(again.operation.payload, Contribution)
     assert (again.operation.payload.app, again.operation.payload.clock) == ("ads", 7)
+    assert again.operation.payload.mark == kept.mark
     assert same(again.operation.payload.blocks, content.blocks)
     expected = a_push(store, part).payload
     assert isinstance(expected, Content)
@@ -141,12 +151,13 @@ def test_any_part_of_a_push_arrives_with_the_keys_of_its_ranges(data: st.DataObj
 def test_damaged_messages_raise_frame_errors_only(data: st.DataObject) -> None:
     store = a_store()
     tables = [TableRows(1, "{}", numbers(1), np.zeros((1, 8), np.uint8))]
-    rows = PieceContent(tables, RangeRounds({"a": 4}, {"a": Home({5: 3}, 4, (5,))}, [("a", 5, 6, [A_BLOCK])]))
+    rows = PieceContent(tables, RangeRounds({"a": 4}, {"a": Home({5: 3}, 4, (5,))}, [("a", 5, 6, [A_BLOCK])]), SHARDS)
     messages: list[Message] = [
         Ack(4, numbers(1, 2), numbers(10, 20)),
         Resync(4, numbers(1, 2), numbers(-1, 20), numbers(0, 19)),
         Forward(4, SOME, np.arange(4, dtype=np.int64), a_push(store, SOME, 20)),
         Forward(4, numbers(1), numbers(9), Operation(Kind.AUDIT, -1, 0, Mark(3), 10)),
+        Forward(4, numbers(1), numbers(9), Operation(Kind.TAKE, -1, 0, A_TAKE, 10)),
         Piece(4, 3, 2, 1, 9, False, 4, numbers(5), numbers(1), rows),
     ]
     codec = Codec(store.tables, P)

@@ -1,0 +1,79 @@
+"""TAKE: a worker asks for shards. `shards` has the whole story."""
+
+from __future__ import annotations
+
+from elasticps.server.connection import Connection
+from elasticps.server.home import AtHome, Body, Handler, Host
+from elasticps.server.refusal import Refusal
+from elasticps.server.rounds import Home
+from elasticps.server.shards import ShardSet, Take
+from elasticps.server.shell import Shell
+from elasticps.sharding import ShardSpec
+from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame
+from replication.messages import Kind as OperationKind
+
+MAX_HELD = 1024
+
+
+class HandOut(AtHome):
+    """The handler of TAKE."""
+
+    def __init__(self, host: Host, shell: Shell) -> None:
+        super().__init__(host, shell)
+        self.handlers: dict[int, Handler] = {Kind.TAKE: self._take}
+
+    def _take(self, connection: Connection, header: Header, body: Body) -> None:
+        asked = _read(connection, header, body)
+        home = self._home(connection, header, body)
+        if home is None:
+            return
+        found = self._shell.shards.find(asked.app, asked.name)
+        if found is not None:
+            _check(asked, found)
+            asked = asked._replace(lost=tuple(sorted(w for w in found.doing if w not in self._host.workers)))
+
+        def answer() -> bytes:
+            found = self._shell.shards.find(asked.app, asked.name)
+            if found is None:
+                raise Refusal("busy", f"there are too many sets of shards already for {asked.name!r} to be made")
+            _check(asked, found)  # another one with that name may have been on its way
+            document = self._document(found, asked)
+            return json_frame(Kind.SHARDS, document, request=header.request, epoch=self._host.epoch)
+
+        self._log(self._once(connection, header.request, answer), OperationKind.TAKE, asked, home)
+
+    def _document(self, found: ShardSet, asked: Take) -> dict[str, object]:
+        rounds = self._shell.rounds.homes.get(asked.app, Home())
+        held = [[shard, *used, rounds.last.get(used.worker, 0)] for shard, used in found.held(asked.worker)]
+        decided = [rounds.decided, list(rounds.workers)]
+        return {"set": found.id, "held": held, "done": found.done, "total": found.spec.total, "decided": decided}
+
+
+def _read(connection: Connection, header: Header, body: Body) -> Take:
+    document = json_body(body.data)
+    try:
+        samples, size, epochs = (_whole(document[name]) for name in ("samples", "size", "epochs"))
+        seed = None if document["seed"] is None else _whole(document["seed"])
+        name, want = document["name"], _whole(document["want"])
+        done, back = (tuple(map(_whole, document[name])) for name in ("done", "back"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise FrameError(f"a take cannot be read: {error!r}") from None
+    spec = ShardSpec(samples, size, epochs, seed)
+    if not isinstance(name, str) or not 0 <= want <= MAX_HELD:
+        raise FrameError(f"a take gives a name, and how many to hold, at most {MAX_HELD}")
+    if not spec.possible:
+        raise FrameError(f"a take of shards that cannot be: {spec}")
+    return Take(connection.app, name, spec, connection.worker, header.clock, want, (), done, back)
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is no whole number")
+    return value
+
+
+def _check(asked: Take, found: ShardSet) -> None:
+    if found.spec != asked.spec:
+        theirs, ours = found.spec._asdict(), asked.spec._asdict()
+        differ = ", ".join(f"{key} {ours[key]} instead of {theirs[key]}" for key in theirs if ours[key] != theirs[key])
+        raise Refusal("spec", f"shards {asked.name!r} exist with another cut: {differ}. Use the same, or another name")

@@ -1,0 +1,99 @@
+"""Requests that the head of an application's home range answers, after it has logged them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.view import WorkerInfo
+from elasticps.hashing import home_range
+from elasticps.server.connection import Connection
+from elasticps.server.refusal import Refusal
+from elasticps.server.shell import Shell
+from elasticps.server.tickets import RequestTicket
+from elasticps.wire.frames import Header
+from replication.chain import Ranges
+from replication.effects import Push, Reply, Status
+from replication.messages import Kind as OperationKind
+
+Body = NDArray[np.uint8]
+Handler = Callable[[Connection, Header, Body], None]
+
+
+class Host(Protocol):
+    """The server around this."""
+
+    ranges: int
+    epoch: int
+
+    @property
+    def headed(self) -> Ranges:
+        """The ranges headed here; the same array as long as they are the same."""
+
+    @property
+    def workers(self) -> dict[int, WorkerInfo]:
+        """The roster."""
+
+    def wait_for_view(self, connection: Connection, header: Header, body: Body) -> bool:
+        """Holds a frame that speaks of a view to come."""
+
+    def tell_view(self, connection: Connection) -> None:
+        """Sends the view, once per connection and epoch."""
+
+    def refuse(self, connection: Connection, request: int, refusal: Refusal) -> None:
+        """Tells why a request was not done."""
+
+
+class Once(RequestTicket):
+    """Answers in its own way when the operation is committed: with what it makes then, or refuses to."""
+
+    __slots__ = ("_committed", "_host")
+
+    def __init__(self, host: Host, connection: Connection, request: int, committed: Callable[[], bytes]) -> None:
+        super().__init__(connection, request)
+        self._host = host
+        self._committed = committed
+
+    def reply(self, reply: Reply) -> None:
+        if reply.status is not Status.COMMITTED or len(reply.moved):
+            super().reply(reply)
+            return
+        try:
+            self.connection.send(self._committed())
+        except Refusal as refusal:
+            self._host.refuse(self.connection, self.request, refusal)
+
+
+class AtHome:
+    """What handlers of such requests share."""
+
+    def __init__(self, host: Host, shell: Shell) -> None:
+        self._host = host
+        self._shell = shell
+
+    def _home(self, connection: Connection, header: Header, body: Body) -> Ranges | None:
+        """The home range of the asker's application; None if the answer must wait, or is somebody else's to give."""
+        if self._host.wait_for_view(connection, header, body):
+            return None
+        if connection.worker not in self._host.workers:
+            raise Refusal("fenced", f"worker {connection.worker_name!r} is no longer in the roster")
+        home = home_range(connection.app, self._host.ranges)
+        if not np.count_nonzero(self._host.headed == home):
+            self._stale(connection, header.request)
+            return None
+        return np.array([home], np.int64)
+
+    def _stale(self, connection: Connection, request: int) -> None:
+        self._host.tell_view(connection)
+        text = "the application's home range has another head"
+        self._host.refuse(connection, request, Refusal("stale-view", text, epoch=self._host.epoch))
+
+    def _once(self, connection: Connection, request: int, committed: Callable[[], bytes]) -> Once:
+        return Once(self._host, connection, request, committed)
+
+    def _log(self, ticket: object, kind: OperationKind, payload: Any, ranges: Ranges) -> None:
+        push = Push(ticket, -1, self._host.epoch, 0, 0, True, ranges, payload, 64, kind=kind)
+        self._shell.perform(self._shell.replica.push, push)

@@ -1,0 +1,227 @@
+"""Samples handed out to workers in shards: which are to do, being done, done. `elasticps.client.shards` asks for them.
+
+A shard is what one step trains. Shards are numbered through all epochs, and handed out in that order. What matters is
+noted where it cannot get lost: a worker's push says which shard it trains, so that the log of the application's *home
+range* holds 'worker w used shard i at clock c' if and only if it holds that push. A shard is done once its worker says
+that clock c is committed. The shards of a worker that has left the roster go back to the others, each with what is
+known of it: whoever gets one that was used asks all heads whether clock c is committed everywhere, and says that the
+shard is done, or trains it (again).
+
+Asking twice gives the same: a worker asks to *hold* n unused shards, and is told all that it holds.
+
+All of this changes by logged operations only, and moves with its range. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from elasticps.hashing import home_range
+from elasticps.sharding import ShardSpec
+
+HOME_BITS = 16
+MAX_SETS = (1 << 16) - 1  # of all applications with one home range
+
+
+class Used(NamedTuple):
+    """A shard was used by a step: the worker, and the step's clock; (0, 0) for one that was not."""
+
+    worker: int
+    clock: int
+
+
+UNUSED = Used(0, 0)
+
+
+class Mark(NamedTuple):
+    """What a push says of the shard that it trains: the id of the set, and the shard's number."""
+
+    set: int
+    shard: int
+
+
+class Take(NamedTuple):
+    """A TAKE: `worker` wants to hold `want` unused shards. `committed`: its steps up to there are; lost: workers that
+    hold shards and have left the roster; done: shards that somebody else had trained already; back: it gives back."""
+
+    app: str
+    name: str
+    spec: ShardSpec
+    worker: int
+    committed: int
+    want: int
+    lost: tuple[int, ...]
+    done: tuple[int, ...]
+    back: tuple[int, ...]
+
+
+@dataclass
+class Doing:
+    """A shard in a worker's hands: the clock of the step that uses it, 0 for none yet; who may have used it before."""
+
+    clock: int
+    before: Used
+
+
+@dataclass
+class ShardSet:
+    """One set of shards. `upcoming`: the next one that nobody has had; `returned`: those given back or taken from lost
+    workers, with who may have used them; `doing`: by worker, then by shard."""
+
+    id: int
+    spec: ShardSpec
+    upcoming: int = 0
+    done: int = 0
+    returned: dict[int, Used] = field(default_factory=dict)
+    doing: dict[int, dict[int, Doing]] = field(default_factory=dict)
+
+    def settle(self, worker: int, committed: int) -> None:
+        """All steps of a worker up to `committed` are: the shards that they used are done."""
+        mine = self.doing.get(worker, {})
+        for shard in [s for s, doing in mine.items() if 0 < doing.clock <= committed]:
+            del mine[shard]
+            self.done += 1
+
+    def finish(self, worker: int, shards: Iterable[int]) -> None:
+        """Shards that a worker holds turned out to be trained by who held them before."""
+        mine = self.doing.get(worker, {})
+        for shard in shards:
+            if shard in mine and not mine[shard].clock:
+                del mine[shard]
+                self.done += 1
+
+    def give_back(self, worker: int, shards: Iterable[int]) -> None:
+        """Unused shards go back to the others."""
+        mine = self.doing.get(worker, {})
+        for shard in shards:
+            if shard in mine and not mine[shard].clock:
+                self.returned[shard] = mine.pop(shard).before
+
+    def lose(self, workers: Iterable[int]) -> None:
+        """Workers are gone: all that they held goes back to the others."""
+        for worker in workers:
+            for shard, doing in self.doing.pop(worker, {}).items():
+                self.returned[shard] = Used(worker, doing.clock) if doing.clock else doing.before
+
+    def hand_out(self, worker: int, want: int) -> None:
+        """Gives a worker unused shards until it holds `want`: fewer towards the end, so that all end together."""
+        mine = self.doing.setdefault(worker, {})
+        left = self.spec.total - self.upcoming + len(self.returned)
+        want = min(want, max(1, left // (2 * len(self.doing)))) if want else 0
+        unused = sum(not doing.clock for doing in mine.values())
+        for _ in range(want - unused):
+            if self.returned:
+                shard = min(self.returned)
+                mine[shard] = Doing(0, self.returned.pop(shard))
+            elif self.upcoming < self.spec.total:
+                mine[self.upcoming] = Doing(0, UNUSED)
+                self.upcoming += 1
+        if not mine:
+            del self.doing[worker]
+
+    def held(self, worker: int) -> list[tuple[int, Used]]:
+        """The unused shards that a worker holds, in order, with who may have used them before."""
+        mine = self.doing.get(worker, {})
+        return [(shard, mine[shard].before) for shard in sorted(mine) if not mine[shard].clock]
+
+    def document(self) -> list[Any]:
+        """The set as JSON."""
+        doing = [[w, s, d.clock, *d.before] for w, mine in self.doing.items() for s, d in mine.items()]
+        returned = [[shard, *before] for shard, before in self.returned.items()]
+        return [self.id, list(self.spec), self.upcoming, self.done, returned, doing]
+
+    @classmethod
+    def of(cls, document: list[Any]) -> ShardSet:
+        """The inverse. Raises TypeError or ValueError for what is none."""
+        number, spec, upcoming, done, returned, doing = document
+        found = cls(int(number), ShardSpec(*spec), int(upcoming), int(done))
+        found.returned = {int(shard): Used(int(worker), int(clock)) for shard, worker, clock in returned}
+        for worker, shard, clock, before, at in doing:
+            found.doing.setdefault(int(worker), {})[int(shard)] = Doing(int(clock), Used(int(before), int(at)))
+        return found
+
+
+RangeShards = dict[str, dict[str, ShardSet]]
+"""What a piece of a range carries: sets by application and name."""
+
+
+class Shards:
+    """The sets of all applications whose home ranges are held here."""
+
+    def __init__(self, ranges: int) -> None:
+        self._ranges = ranges
+        self._sets: dict[str, dict[str, ShardSet]] = {}
+
+    def find(self, app: str, name: str) -> ShardSet | None:
+        """A set, if it is known here."""
+        return self._sets.get(app, {}).get(name)
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def take(self, step: Take) -> None:
+        """Carries out a TAKE; one with another spec than the set has changes nothing."""
+        found = self._open(step.app, step.name, step.spec)
+        if found is None or found.spec != step.spec:
+            return
+        found.settle(step.worker, step.committed)
+        found.finish(step.worker, step.done)
+        found.give_back(step.worker, step.back)
+        found.lose(worker for worker in step.lost if worker != step.worker)
+        found.hand_out(step.worker, step.want)
+
+    def _open(self, app: str, name: str, spec: ShardSpec) -> ShardSet | None:
+        found = self.find(app, name)
+        if found is None and spec.possible:
+            home = home_range(app, self._ranges)
+            count = sum(len(sets) for other, sets in self._sets.items() if home_range(other, self._ranges) == home)
+            if count < MAX_SETS:
+                found = ShardSet((count + 1) << HOME_BITS | home, spec)
+                self._sets.setdefault(app, {})[name] = found
+        return found
+
+    def note(self, mark: Mark, worker: int, clock: int) -> None:
+        """A worker's push of step `clock` uses a shard; no effect if the worker does not hold it any more."""
+        for sets in self._sets.values():
+            for one in sets.values():
+                if one.id == mark.set and (doing := one.doing.get(worker, {}).get(mark.shard)) is not None:
+                    doing.clock = doing.clock or clock
+
+    def owns(self, app: str, number: int) -> bool:
+        """Whether a set of that id belongs to an application."""
+        return any(one.id == number for one in self._sets.get(app, {}).values())
+
+    # --- ranges -----------------------------------------------------------------------------------------------------
+
+    def erase(self, ranges: Iterable[int]) -> None:
+        """Forgets everything about these ranges."""
+        gone = set(ranges)
+        for app in [a for a in self._sets if home_range(a, self._ranges) in gone]:
+            del self._sets[app]
+
+    def dump(self, r: int) -> RangeShards:
+        """What belongs to range r; not a copy."""
+        return {app: sets for app, sets in self._sets.items() if home_range(app, self._ranges) == r}
+
+    def load(self, piece: RangeShards) -> None:
+        """Takes over what `dump` gave."""
+        for app, sets in piece.items():
+            self._sets.setdefault(app, {}).update(sets)
+
+    def words(self, r: int) -> list[int]:
+        """Numbers that replicas of a range must agree on, for digests."""
+        words = []
+        for app, sets in sorted(self.dump(r).items()):
+            for name, one in sorted(sets.items()):
+                words += [len(app), len(name), one.id, one.upcoming, one.done, len(one.returned)]
+                words += [n for shard in sorted(one.returned) for n in (shard, *one.returned[shard])]
+                for worker in sorted(one.doing):
+                    for shard, doing in sorted(one.doing[worker].items()):
+                        words += [worker, shard, doing.clock]
+        return words
+
+
+def home_of(mark: Mark) -> int:
+    """The home range of the set that a mark names."""
+    return mark.set & ((1 << HOME_BITS) - 1)
