@@ -8,6 +8,7 @@ all gone keeps its chain, and waits for one of them to come back (or for a resto
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -41,15 +42,22 @@ class Loss(NamedTuple):
 class Draft:
     """Chains in the making, as indices into `members`: those of the view it starts from, then `others`.
 
-    chains int32 [P, R], joining int32 [P]: as in `Chains`.
+    chains int32 [P, R], joining int32 [P]: as in `Chains`; leaving int32 [P]: as in `View`.
     """
 
-    def __init__(self, view: Chains, others: Iterable[Member] = ()) -> None:
+    def __init__(self, view: Chains, others: Iterable[Member] = (), leaving: NDArray[np.int32] | None = None) -> None:
         known = set(view.members)
         self.view = view
         self.members: tuple[Member, ...] = (*view.members, *(m for m in others if m not in known))
         self.chains = view.chains.copy()
         self.joining = view.joining.copy()
+        self.leaving = np.full_like(self.joining, -1) if leaving is None else leaving.copy()
+
+    @classmethod
+    def fresh(cls, chains: NDArray[np.int32], members: Sequence[Member]) -> Draft:
+        """From chains of which nobody has heard yet."""
+        nobody = np.full(len(chains), -1, np.int32)
+        return cls(Chains(0, tuple(members), chains, nobody, np.zeros(len(chains), np.int64)))
 
     @property
     def replicas(self) -> int:
@@ -117,20 +125,49 @@ class Draft:
             np.flatnonzero(stuck).astype(np.int64),
         )
 
-    def promote(self, level: Mapping[int, int]) -> int:
-        """Makes level joiners tails; returns how many. The head of a full chain leaves: the range was moving off it.
+    def promote(self, level: Mapping[int, int], draining: Collection[Member] = ()) -> int:
+        """Makes level joiners tails; returns how many. In a full chain they take the place of one that drains, or of
+        the one that is to leave, or of the head.
 
         For a draft in which nothing was lost: a chain that changed has to be reported level anew.
         """
         ready = self._level(level) & (self.lengths > 0)
-        self.chains[ready & (self.lengths == self.replicas), 0] = -1
+        self._retire(self.chains, ready, self.flags(draining))
         self._compact(self.chains < 0)
         self._append(ready)
         return int(np.count_nonzero(ready))
 
-    def fill(self, r: int, member: int) -> None:
-        """Starts to fill a member, given as its index, with range r."""
+    def settled(self, draining: Collection[Member]) -> NDArray[np.int32]:
+        """int32 [P, R]: the chains when every filling under way is level."""
+        after = copy(self)
+        after.chains, after.joining = self.chains.copy(), self.joining.copy()
+        ready = (after.joining >= 0) & (after.lengths > 0)
+        after._retire(after.chains, ready, after.flags(draining))
+        after._compact(after.chains < 0)
+        after._append(ready)
+        chains: NDArray[np.int32] = after.chains
+        return chains
+
+    def fill(self, r: int, member: int, leaving: int = -1) -> None:
+        """Starts to fill a member with range r; another is to leave when it is level, -1 for none. Both are indices."""
         self.joining[r] = member
+        self.leaving[r] = leaving
+
+    def give_up(self, members: Collection[Member]) -> int:
+        """Ends the fillings of these members; returns how many."""
+        ended = self.flags(members)[self.joining]
+        self.joining[ended] = -1
+        return int(np.count_nonzero(ended))
+
+    def release(self, draining: Collection[Member], live: Collection[Member]) -> int:
+        """Takes those that drain out of chains for which there is nobody else, but never the last one of `live`, which
+        has the others that serve. Returns how many replicas are given up."""
+        out = self.flags(draining)[self.chains]
+        serving = np.array([*(m in live for m in self.members), False])
+        held = np.count_nonzero(serving[self.chains], axis=1)
+        out &= ((held > 0) & (held == len(live)) & (self.joining < 0))[:, None]
+        self._compact(out)
+        return int(np.count_nonzero(out))
 
     @property
     def changed(self) -> Flags:
@@ -140,10 +177,29 @@ class Draft:
 
     def build(self, members: Sequence[Member]) -> Chains:
         """The next view's chains, over `members`, which has all owners."""
-        at = {m: i for i, m in enumerate(members)}
-        index = np.array([*(at.get(m, -1) for m in self.members), -1], dtype=np.int32)  # -1 stays -1
+        index = self.indices(members)
         since = np.where(self.changed, self.view.epoch + 1, self.view.since)
         return Chains(self.view.epoch + 1, tuple(members), index[self.chains], index[self.joining], since)
+
+    def indices(self, members: Sequence[Member]) -> NDArray[np.int32]:
+        """int32 [members + 1]: where each member of the draft is in `members`; index -1 stays -1."""
+        at = {m: i for i, m in enumerate(members)}
+        return np.array([*(at.get(m, -1) for m in self.members), -1], dtype=np.int32)
+
+    @property
+    def intended(self) -> NDArray[np.int32]:
+        """int32 [P]: who is to leave when the joiner is level, -1 where that is nobody (any more)."""
+        there = (self.chains == self.leaving[:, None]).any(axis=1) & (self.joining >= 0)
+        intended: NDArray[np.int32] = np.where(there & (self.lengths == self.replicas), self.leaving, np.int32(-1))
+        return intended
+
+    def _retire(self, chains: NDArray[np.int32], ready: Flags, draining: Flags) -> None:
+        """Makes room for the joiners of full chains."""
+        rows = np.flatnonzero(ready & (self.lengths == self.replicas))
+        drains = draining[chains[rows]]
+        intended = (chains[rows] == self.leaving[rows, None]) & (self.leaving[rows, None] >= 0)
+        who = np.where(drains.any(axis=1), np.argmax(drains, axis=1), np.argmax(intended, axis=1))
+        chains[rows, who] = -1
 
     def _level(self, level: Mapping[int, int]) -> Flags:
         ready = np.zeros(len(self.joining), dtype=np.bool_)

@@ -63,7 +63,7 @@ def plan_repair(
     if replicas != draft.replicas:
         raise ValueError(f"chains of {draft.replicas} replicas cannot be planned with {replicas}")
     levelled = draft.promote(level)
-    started = start_fills(draft, {m: Node(m.name) for m in live}, Limits(fills, fills))
+    started = start_fills(draft, {m: Node(m.name) for m in live}, Limits(fills, fills)).started
     under_way = int(np.count_nonzero(draft.joining >= 0))
     return _decide(draft, f"{levelled} ranges got a level replica, {started} fillings started, {under_way} under way")
 

@@ -66,12 +66,19 @@ class Gone(NamedTuple):
     at: float
 
 
+class Load(NamedTuple):
+    """Bytes stored at a server, and requests done since it started."""
+
+    nbytes: int
+    requests: int
+
+
 @dataclass(eq=False)
 class _Peer:
     """What was heard of one member.
 
     heard    last sign of life; at first, when we began to listen
-    met      it has reported
+    met      it has reported; load: what it said last of its bytes and requests
     lost     when its connection ended, None while there is one or it was never made
     """
 
@@ -80,6 +87,7 @@ class _Peer:
     met: bool = False
     lost: float | None = None
     gone: Gone | None = None
+    load: Load | None = None
 
 
 class Detector:
@@ -111,6 +119,8 @@ class Detector:
     def heard(self, member: Member, report: Report, now: float) -> bool:
         """It told how it is."""
         changed = self._alive(member, now)
+        if member in self._peers:
+            self._peers[member].load = Load(report.nbytes, report.requests)
         for level in report.levels:
             known = self._levels.get(level.range)
             if known is None or known.fill < level.fill:
@@ -151,6 +161,11 @@ class Detector:
     def gone(self) -> dict[Member, Gone]:
         """The members that must not be counted on."""
         return {member: peer.gone for member, peer in self._peers.items() if peer.gone is not None}
+
+    @property
+    def loads(self) -> dict[Member, Load]:
+        """What each server that has reported said last."""
+        return {member: peer.load for member, peer in self._peers.items() if peer.load is not None}
 
     def heard_at(self, member: Member) -> float:
         """When it was last heard."""

@@ -11,6 +11,7 @@ each new leader again. So a standby goes on in the middle of a repair.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import time
@@ -23,8 +24,10 @@ from coordinator.health import Dial
 from coordinator.lines import Lines
 from coordinator.membership import ROSTER, VIEW
 from coordinator.names import check_name
+from coordinator.pace import Pace
 from coordinator.planner import Health, Members, Plan, UnsafePlan, plan, plan_roster
 from coordinator.store import Guard, Listing, Put, Store
+from coordinator.view import View
 from coordinator.world import ELECTION, News, World
 
 log = logging.getLogger(__name__)
@@ -141,16 +144,23 @@ class _Term:
         self._guard = guard
         self._settle_s = settle_s
         self._alarm = _Alarm()
-        self._lines = None if dial is None else Lines(dial, self._alarm.ring)
+        self._lines = None if dial is None else Lines(dial, self._heard)
+        self._pace = Pace()
+        self._timer: asyncio.TimerHandle | None = None
+        self._view: View | None = None
         self._said = ""
         self._unsure: Plan | None = None  # written or not: the next listing tells
 
     async def lead(self) -> None:
         """Plans and writes at each change until fenced."""
-        if self._lines is None:
-            await self._follow_store()
-        else:
-            await _first_of(self._lines.run(), self._follow_store())
+        try:
+            if self._lines is None:
+                await self._follow_store()
+            else:
+                await _first_of(self._lines.run(), self._follow_store())
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
 
     async def _follow_store(self) -> None:
         """After a lost race or an outage it starts from a fresh listing. The lines to servers stay."""
@@ -176,7 +186,15 @@ class _Term:
 
         await _first_of(self._write(world), world.follow(self._store, changed))
 
+    def _heard(self, death: bool) -> None:
+        """News from the lines. When all that is being filled is level there is nothing more to gather."""
+        urgent = death
+        if not urgent and self._lines is not None and self._view is not None:
+            urgent = self._pace.complete(self._lines.health(), self._view)
+        self._alarm.ring(urgent)
+
     def _look_at(self, world: World) -> None:
+        self._view = world.view
         if self._lines is not None:
             self._lines.follow(() if world.view is None else world.view.servers, world.servers.values())
             if world.view is not None:
@@ -189,6 +207,8 @@ class _Term:
             world.check_office(self._guard)
             if not (await self._write_view(world) and await self._write_roster(world)):
                 return
+            for key, revision in world.drains_done():
+                await self._store.delete(key, expect=revision, guard=self._guard)
             await self._alarm.wait(self._settle_s)
 
     async def _write_view(self, world: World) -> bool:
@@ -230,10 +250,22 @@ class _Term:
         if world.config is None:
             return Plan(None, f"cluster {cluster} has no config yet")
         try:
-            return plan(world.view, Members(cluster, tuple(world.servers.values())), world.config, self._health(world))
+            members = Members(cluster, tuple(world.servers.values()), world.draining)
+            return plan(world.view, members, world.config, self._paced(world, self._health(world)))
         except UnsafePlan:  # the view that stands may serve badly, this one would lose data
             log.exception("a plan is not carried out")
             return None
+
+    def _paced(self, world: World, health: Health) -> Health:
+        """Lets what is level wait for the rest of its batch, and looks again in time."""
+        loop = asyncio.get_running_loop()
+        left_s = 0.0 if world.view is None else self._pace.wait(health, world.view, loop.time())
+        if self._timer is not None:
+            self._timer.cancel()
+        if left_s <= 0:
+            return health
+        self._timer = loop.call_later(left_s, self._alarm.ring, True)
+        return dataclasses.replace(health, ripe=False)
 
     def _health(self, world: World) -> Health:
         if self._lines is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from coordinator.health import TICK_S, Detector, Dial, Gone, Line, Report
+from coordinator.health import TICK_S, Detector, Dial, Gone, Line, Load, Report
 from coordinator.planner import Health
 from coordinator.view import ServerInfo, View
 from replication.chain import Member
@@ -96,6 +96,10 @@ class Lines:
     def gone(self) -> dict[Member, Gone]:
         """Who is gone, why, and since when, in the time of the event loop."""
         return self._detector.gone
+
+    def loads(self) -> dict[Member, Load]:
+        """What servers said last of their bytes and requests."""
+        return self._detector.loads
 
     # -- one line ---------------------------------------------------------------------------------------------------
 

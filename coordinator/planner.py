@@ -2,23 +2,26 @@
 
 One view is one step. Deaths come first, and by themselves: who is gone leaves every chain that another full or level
 replica survives, and nothing else is decided, so that nothing delays it. Then repair: level joiners become replicas,
-and ranges that have too few get a new one, some at a time. Servers that came are listed as spares, to be filled later.
+and ranges that have too few get a new one, some at a time. Then servers that drain are emptied; then what is uneven,
+such as after a server came, is evened out. What is under way is in the view: a new leader goes on with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from coordinator.draft import Draft, Loss, Pair
+from coordinator import wording
+from coordinator.balance import even_out, missing, start_moves
+from coordinator.draft import Draft, Flags, Loss, Pair
 from coordinator.repair import Limits, start_fills
 from coordinator.ring import Node, place
-from coordinator.view import REASON_MAX, ClusterConfig, Roster, ServerInfo, View, WorkerInfo
-from replication.chain import Member, unsafe_transition
+from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
+from coordinator.wording import names
+from replication.chain import Chains, Member, unsafe_transition
 
-_NAMES_SHOWN = 5
 _LIMITS = Limits()
 
 
@@ -28,10 +31,14 @@ class UnsafePlan(AssertionError):
 
 @dataclass(frozen=True)
 class Members:
-    """The servers registered now, in the cluster called `cluster`; names are distinct."""
+    """The servers registered now, in the cluster called `cluster`; names are distinct.
+
+    draining: incarnations that were asked to hand over all they hold.
+    """
 
     cluster: str
     servers: tuple[ServerInfo, ...]
+    draining: frozenset[Member] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -42,12 +49,14 @@ class Health:
     level    range -> fill id that its tail reported level: valid while it is the view's `since` of the range
     cut      pairs of members that cannot reach each other, though both are well
     pending  members that have not been heard yet: they are given nothing to do
+    ripe     False: what is level may wait a little for the others under way, so that one view serves for all
     """
 
     gone: Mapping[Member, str] = field(default_factory=dict)
     level: Mapping[int, int] = field(default_factory=dict)
     cut: frozenset[Pair] = frozenset()
     pending: frozenset[Member] = frozenset()
+    ripe: bool = True
 
 
 _WELL = Health()
@@ -93,27 +102,30 @@ def plan_roster(roster: Roster | None, workers: Iterable[WorkerInfo]) -> RosterP
         return None
     joined = [worker.name for worker in now if worker not in before]
     left = [worker.name for worker in before if worker not in now]
-    parts = [f"{_names(names)} {verb}" for names, verb in ((joined, "joined"), (left, "left")) if names]
+    parts = [f"{names(some)} {verb}" for some, verb in ((joined, "joined"), (left, "left")) if some]
     return RosterPlan(Roster(1 if roster is None else roster.version + 1, now), "; ".join(parts))
 
 
 def _first(members: Members, config: ClusterConfig, health: Health) -> Plan:
     present = [server for server in members.servers if server.member not in health.gone]
+    present = [server for server in present if server.member not in members.draining] or present
     count = len(present)
     if count < config.min_servers:
         return Plan(None, f"waiting for servers: {count} of {config.min_servers} registered")
     servers = tuple(sorted(present, key=lambda server: server.name))
-    nodes = [Node(server.name, server.weight, server.zone) for server in servers]
+    nodes = {server.member: _node(server) for server in servers}
     reason = f"first view: {config.ranges} ranges on {count} servers, {config.replicas} replicas each"
     if count < config.replicas:
         reason += f" wanted, {count} possible"
+        reason = wording.whole_reason([reason], wording.too_few(config.ranges, config.replicas, count))
+    chains = even_out(place(list(nodes.values()), config.ranges, config.replicas), tuple(nodes), nodes)
     view = View(
         cluster=members.cluster,
         epoch=1,
         ranges=config.ranges,
         replicas=config.replicas,
         servers=servers,
-        chains=place(nodes, config.ranges, config.replicas),
+        chains=chains,
         joining=np.full(config.ranges, -1, np.int32),
         since=np.ones(config.ranges, np.int64),
         reason=reason,
@@ -124,8 +136,11 @@ def _first(members: Members, config: ClusterConfig, health: Health) -> Plan:
 class _Step:
     """One decision in progress.
 
-    present  the servers registered now, by name, less those known to be gone
-    lost     members that are listed and gone, with the evidence: health's, or that their name has a newer incarnation
+    present   the servers registered now, by name, less those known to be gone
+    lost      members that are listed and gone, with the evidence: health's, or that their name has a newer incarnation
+    known     all who may be in the next view; of them, those not lost:
+    serving   who is not asked to drain
+    draining  who is; last: one that was asked to, and cannot as there is nobody else
     """
 
     def __init__(self, view: View, members: Members, health: Health) -> None:
@@ -139,21 +154,29 @@ class _Step:
                 self.lost[server.member] = f"came back as incarnation {now.incarnation}"
             elif server.member in health.gone:
                 self.lost[server.member] = health.gone[server.member]
-        self.draft = Draft(view.as_chains, (s.member for s in self.present.values()))
+        self.draft = Draft(view.as_chains, (s.member for s in self.present.values()), view.leaving)
+        self.asked = members.draining
+        self.known: list[ServerInfo] = []
+        self.serving: dict[Member, ServerInfo] = {}
+        self.draining: frozenset[Member] = frozenset()
+        self.last: Member | None = None
 
     def decide(self, limits: Limits) -> Plan | None:
         before = self.draft.owners
         loss = self.draft.lose(self.lost, self.health.level, self.health.cut)
-        failover = bool(self.draft.changed.any())
-        servers = self._listed()
-        if failover:
-            done = self._loss_reasons(loss)
+        self._sort()
+        if self.draft.changed.any():
+            done = wording.losses(loss, self.lost, self.health.cut)
         else:
-            done = self._repair(servers, limits)
-        reasons = [*done, *self._list_reasons(servers, before), *self._waiting(loss)]
-        reason = "; ".join(reasons)[:REASON_MAX]
+            done = self._progress(limits)
+        servers = self._listed()
+        done += self._list_reasons(servers, before)
+        standing = wording.standing_part(self._standing(loss))
         if not self.draft.changed.any() and servers == self.view.servers:
-            return Plan(None, reason) if reason else None
+            if standing == wording.standing_of(self.view.reason):
+                return Plan(None, standing) if standing else None
+            done = ["nothing has changed" if standing else "nothing waits any more"]
+        reason = wording.whole_reason(done, standing)
         lost = tuple(m for m in loss.removed if m in self.lost)
         return Plan(self._checked(servers, reason), reason, lost)
 
@@ -161,68 +184,81 @@ class _Step:
         now = self.present.get(server.name)
         return now if now is not None and now.incarnation > server.incarnation else None
 
-    def _listed(self) -> tuple[ServerInfo, ...]:
-        """Owners as they are, then spares that are still here, then new spares by name. Each name once: a name whose
-        old incarnation may be the last to have some range stays with that."""
+    def _sort(self) -> None:
+        """Who may be in the next view: owners as they are, then spares that are still here, then new servers by name.
+        Each name once: a name whose old incarnation may be the last to have some range stays with that."""
         owners = self.draft.owners
-        kept = []
         for server in self.view.servers:
+            now = self._newer(server)
             if server.member in owners or server.member not in self.lost:
-                kept.append(server)
-            elif (now := self._newer(server)) is not None:
-                kept.append(now)
-        new = [self.present[name] for name in sorted(self.present) if self.view.index(name) < 0]
-        return (*kept, *new)
+                self.known.append(server)
+            elif now is not None:
+                self.known.append(now)
+        self.known += [self.present[name] for name in sorted(self.present) if self.view.index(name) < 0]
+        here = {s.member: s for s in self.known if s.member not in self.lost}
+        asked = self.asked & here.keys()
+        self.last = self._last(asked) if len(asked) == len(here) else None
+        self.draining = asked - {self.last}
+        self.serving = {m: s for m, s in here.items() if m not in self.draining}
 
-    def _repair(self, servers: Sequence[ServerInfo], limits: Limits) -> list[str]:
-        draft = self.draft
-        promoted = draft.promote(self.health.level)
-        before = draft.joining.copy()
-        live = [s for s in servers if s.member not in self.lost]
-        able = {s.member: Node(s.name, s.weight, s.zone) for s in live if s.member not in self.health.pending}
-        started = start_fills(draft, able, limits, self.health.cut)
-        waiting = int(np.count_nonzero((draft.lengths < draft.replicas) & (draft.joining < 0)))
-        if not promoted and not started:
-            if not waiting or len(live) >= draft.replicas:
-                return []
-            return [f"{waiting} ranges have fewer than {draft.replicas} replicas, with {len(live)} servers left"]
-        parts = [f"{promoted} ranges got a level replica"] if promoted else []
-        if started:
-            fresh = np.unique(draft.joining[draft.joining != before])
-            names = _names(sorted(draft.members[i].name for i in fresh))
-            parts.append(f"{started} fillings started on {names}")
-        under_way = int(np.count_nonzero(draft.joining >= 0))
-        return [f"repair: {', '.join(parts)}; {under_way} under way, {waiting} to follow"]
+    def _last(self, asked: Iterable[Member]) -> Member | None:
+        """Who stays when all are asked to go: who holds most, so that it is the same one until the others have left."""
+        chains, members = self.draft.chains, self.draft.members
+        held = np.bincount(chains[chains >= 0], minlength=len(members))
+        return min(asked, key=lambda m: (-held[members.index(m)], m), default=None)
 
-    def _loss_reasons(self, loss: Loss) -> list[str]:
-        reasons = []
-        if lost := [m for m in loss.removed if m in self.lost]:
-            text = f"{_evidence(lost, self.lost)}: {loss.heads} ranges have a new head"
-            if loss.promoted:
-                text += f", {loss.promoted} level replicas take their places"
-            text += f", {loss.restarted} fillings start again"
-            reasons.append(text + (f", {loss.ended} are given up" if loss.ended else ""))
-        if loss.parted:
-            pairs = [f"{a.name} and {b.name}" for a, b in sorted(self.health.cut)]
-            reasons.append(f"{_names(pairs)} cannot reach each other: {loss.parted} ranges go on without the second")
-        return reasons
+    def _listed(self) -> tuple[ServerInfo, ...]:
+        """Who is in the next view: without those who have drained."""
+        owners = self.draft.owners
+        return tuple(s for s in self.known if s.member in owners or s.member in self.serving)
 
-    def _list_reasons(self, servers: Sequence[ServerInfo], owners: Collection[Member]) -> list[str]:
+    # -- progress ---------------------------------------------------------------------------------------------------
+
+    def _progress(self, limits: Limits) -> list[str]:
+        """Repair, then drains, then balance; returns the reasons."""
+        draft, health = self.draft, self.health
+        draft.give_up(self.draining)
+        before, full = draft.joining.copy(), draft.lengths == draft.replicas
+        if health.ripe or self._listed() != self.view.servers:
+            draft.promote(health.level, self.draining)
+        came = (before >= 0) & (draft.joining < 0)
+        draft.release(self.draining, self.serving)
+        able = {m: _node(s) for m, s in self.serving.items() if m not in health.pending}
+        fills = start_fills(draft, able, limits, health.cut, self.draining)
+        repairs = (draft.joining >= 0) & (draft.lengths < draft.replicas)
+        # Who has not been heard yet may be well: what it holds is no reason to move anything.
+        if not fills.later and not (health.pending & draft.owners):
+            start_moves(draft, able, self.draining, limits, health.cut, even=not repairs.any())
+        if not draft.changed.any():
+            return []
+        return [
+            *wording.repairs(draft, int(np.count_nonzero(came & ~full)), repairs & (draft.joining != before)),
+            *wording.drains(draft, self.draining),
+            *wording.moves(draft, int(np.count_nonzero(came & full)), missing(draft, able, self.draining)),
+        ]
+
+    # -- reasons ----------------------------------------------------------------------------------------------------
+
+    def _list_reasons(self, servers: Collection[ServerInfo], owners: Collection[Member]) -> list[str]:
         old = {s.name: s for s in self.view.servers}
         new = {s.name: s for s in servers}
-        left = [old[name].member for name in old if name not in new and old[name].member not in owners]
+        left = [old[name].member for name in old if name not in new]
+        drained = [m.name for m in left if m in self.draining]
+        spare = [m for m in left if m not in self.draining and m not in owners]
         back = [n for n in new if n in old and new[n].incarnation != old[n].incarnation]
-        joined = [n for n in new if n not in old]
-        reasons = [f"{_names(joined)} joined as spare"] if joined else []
-        reasons += [f"{_names([m.name for m in left])} left, spare ({self.lost[left[0]]})"] if left else []
-        return reasons + ([f"{_names(back)} came back, spare"] if back else [])
+        busy = self.draft.owners
+        joined = [n for n in new if n not in old and new[n].member not in busy]
+        reasons = [f"{names(joined)} joined"] if joined else []
+        reasons += [f"{names([m.name for m in spare])} left, spare ({self.lost[spare[0]]})"] if spare else []
+        reasons += [f"{names(drained)} drained: it may stop"] if drained else []
+        return reasons + ([f"{names(back)} came back, spare"] if back else [])
 
-    def _waiting(self, loss: Loss) -> list[str]:
-        """Who is waited for, and by how many ranges."""
-        reasons = []
+    def _standing(self, loss: Loss) -> list[str]:
+        """What cannot be done as things are: who is waited for and by how many ranges, and what servers are missing."""
+        draft, reasons = self.draft, []
         for member in sorted(self.lost):
-            index = self.draft.members.index(member)
-            held = int((self.draft.chains[loss.stuck] == index).any(axis=1).sum())
+            index = draft.members.index(member)
+            held = int((draft.chains[loss.stuck] == index).any(axis=1).sum())
             if held and (now := self.present.get(member.name)) is not None:
                 reasons.append(
                     f"{member.name} came back as incarnation {now.incarnation} without the data of "
@@ -230,12 +266,19 @@ class _Step:
                 )
             elif held:
                 reasons.append(f"{member.name} is gone ({self.lost[member]}): {held} ranges wait for it")
+        short = int(np.count_nonzero(draft.lengths < draft.replicas))
+        if short and len(self.serving) < draft.replicas:
+            reasons.append(wording.too_few(short, draft.replicas, len(self.serving)))
+        if self.last is not None:
+            reasons.append(f"{self.last.name} cannot be drained: it is the last server")
         return reasons
 
+    # -- the view ---------------------------------------------------------------------------------------------------
+
     def _checked(self, servers: tuple[ServerInfo, ...], reason: str) -> View:
-        old = self.view
-        chains = self.draft.build([s.member for s in servers])
-        problem = unsafe_transition(old.as_chains, chains, self.health.level)
+        old, draft = self.view, self.draft
+        chains = draft.build([s.member for s in servers])
+        problem = _unlawful(old.as_chains, chains, self.health.level)
         if problem:
             raise UnsafePlan(f"view {chains.epoch} ({reason}) must not follow: {problem}")
         return View(
@@ -248,16 +291,24 @@ class _Step:
             joining=chains.joining,
             since=chains.since,
             reason=reason,
+            leaving=draft.indices([s.member for s in servers])[draft.intended],
         )
 
 
-def _evidence(lost: Sequence[Member], why: Mapping[Member, str]) -> str:
-    """Who is lost and how we know; said once if it is the same for all."""
-    if len({why[m] for m in lost}) == 1:
-        return f"{_names([m.name for m in lost])} lost ({why[lost[0]]})"
-    return _names([f"{m.name} ({why[m]})" for m in lost]) + " lost"
+def _node(server: ServerInfo) -> Node:
+    return Node(server.name, server.weight, server.zone)
 
 
-def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
+def _unlawful(old: Chains, new: Chains, level: Mapping[int, int]) -> str:
+    """`unsafe_transition`, asked only about the ranges that changed: it takes its time for each."""
+    at = {m: i for i, m in enumerate(new.members)}
+    index = np.array([*(at.get(m, -2) for m in old.members), -1])
+    same: Flags = (index[old.chains] == new.chains).all(axis=1) & (index[old.joining] == new.joining)
+    rows = np.flatnonzero(~same | (old.since != new.since))
+
+    def only(view: Chains) -> Chains:
+        return Chains(view.epoch, view.members, view.chains[rows], view.joining[rows], view.since[rows])
+
+    if not unsafe_transition(only(old), only(new), {i: level[r] for i, r in enumerate(rows.tolist()) if r in level}):
+        return ""
+    return unsafe_transition(old, new, level)

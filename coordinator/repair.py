@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from coordinator.ring import SLACK, SPREAD, Node
 from replication.chain import Member
 
 _Counts = NDArray[np.int64]
+_NOBODY, _LATER = -1, -2
 
 
 @dataclass(frozen=True)
@@ -28,40 +30,62 @@ class Limits:
     per_server: int = 16
 
 
-def start_fills(draft: Draft, sites: Mapping[Member, Node], limits: Limits, cut: Collection[Pair] = ()) -> int:
-    """Starts fillings of the ranges that have too few replicas, the fewest first; returns how many.
+class Fills(NamedTuple):
+    """How many fillings were started, and how many ranges wait only because as many run as may."""
 
-    sites: the live servers. Only they are filled, and only they fill others.
+    started: int
+    later: int
+
+
+def start_fills(
+    draft: Draft,
+    sites: Mapping[Member, Node],
+    limits: Limits,
+    cut: Collection[Pair] = (),
+    sources: Collection[Member] = (),
+) -> Fills:
+    """Starts fillings of the ranges that have too few replicas, the fewest first.
+
+    sites: the live servers that may be filled. Only they and those in `sources` fill others.
     """
     short = np.flatnonzero((draft.lengths > 0) & (draft.lengths < draft.replicas) & (draft.joining < 0))
     room = limits.fills - int(np.count_nonzero(draft.joining >= 0))
     if short.size == 0 or room <= 0:
-        return 0
+        return Fills(0, int(short.size))
     short = short[np.argsort(draft.lengths[short], kind="stable")]
     tails = draft.tails
-    cluster = _Cluster(draft, sites, limits, cut)
-    started = 0
-    for r in short.tolist():
+    cluster = _Cluster(draft, sites, limits, cut, sources)
+    started = later = 0
+    for done, r in enumerate(short.tolist()):
         target = cluster.choose(draft.chains[r], int(tails[r]))
         if target < 0:
+            later += target == _LATER
             continue
         draft.fill(r, target)
         cluster.count(int(tails[r]), target)
         started += 1
         if started == room:
-            break
-    return started
+            return Fills(started, later + int(short.size) - done - 1)
+    return Fills(started, later)
 
 
 class _Cluster:
     """The servers' loads, kept while fillings are added. Arrays over the draft's members."""
 
-    def __init__(self, draft: Draft, sites: Mapping[Member, Node], limits: Limits, cut: Collection[Pair]) -> None:
+    def __init__(
+        self,
+        draft: Draft,
+        sites: Mapping[Member, Node],
+        limits: Limits,
+        cut: Collection[Pair],
+        sources: Collection[Member],
+    ) -> None:
         members, n = draft.members, len(draft.members)
         nodes = [sites.get(m) for m in members]
         zones: dict[str, int] = {}
         self._limits = limits
         self._live = np.array([node is not None for node in nodes], dtype=np.bool_)
+        self._serves = self._live | draft.flags(sources)[:-1]
         self._weight = np.array([1.0 if node is None else node.weight for node in nodes])
         self._zone = np.array([zones.setdefault(n.zone, len(zones)) if n and n.zone else -1 for n in nodes])
         self._cut = draft.pairs(cut)[:-1, :-1]
@@ -75,15 +99,18 @@ class _Cluster:
         self._cap = np.ceil(SLACK * wanted * self._weight / max(1e-9, float(self._weight[self._live].sum())))
 
     def choose(self, chain: NDArray[np.int32], source: int) -> int:
-        """The best member to fill from `source`, the tail of `chain`; -1 if there is none at the moment."""
-        if not self._live[source] or self._out_of[source] >= self._limits.per_server:
-            return -1
-        free: Flags = self._live & (self._into < self._limits.per_server) & ~self._cut[source]
+        """The best member to fill from `source`, the tail of `chain`; _LATER if limits are in the way, or _NOBODY."""
         chain = chain[chain >= 0]
+        free: Flags = self._live & ~self._cut[source]
         free[chain] = False
+        if not self._serves[source] or not free.any():
+            return _NOBODY
+        free &= self._into < self._limits.per_server
         at = np.flatnonzero(free)
-        if at.size < 2:
-            return int(at[0]) if at.size else -1
+        if at.size == 0 or self._out_of[source] >= self._limits.per_server:
+            return _LATER
+        if at.size == 1:
+            return int(at[0])
         zones = self._zone[chain]
         near = self._pairs[source]
         # The ranges behind one head go to few successors, evenly: if the head dies, these share what it headed.

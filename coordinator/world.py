@@ -9,9 +9,10 @@ from enum import Enum
 from typing import TypeVar
 
 from coordinator.errors import Fenced
-from coordinator.membership import CONFIG, ROSTER, SERVERS, VIEW, WORKERS
+from coordinator.membership import CONFIG, DRAINS, ROSTER, SERVERS, VIEW, WORKERS, drained_incarnation
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
+from replication.chain import Member
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class World:
     """The cluster as of the last change seen. ValueError if the store holds a view, roster or config of another kind.
 
     revisions  of the view and the roster, to write against; servers and workers by their keys
+    drains     the requests to drain, by their keys: of whom, and the revision of the request
     """
 
     def __init__(self, cluster: str, listing: Listing) -> None:
@@ -46,6 +48,7 @@ class World:
         self.revisions = {VIEW: 0, ROSTER: 0}
         self.servers: dict[str, ServerInfo] = {}
         self.workers: dict[str, WorkerInfo] = {}
+        self.drains: dict[str, tuple[Member, int]] = {}
         self._term = 0
         for entry in listing.entries:
             self._put(entry)
@@ -62,6 +65,22 @@ class World:
         """Fenced if the office is no longer ours."""
         if self._term != guard.create_revision:
             raise Fenced("somebody else has the office" if self._term else "the office is vacant")
+
+    @property
+    def draining(self) -> frozenset[Member]:
+        """The incarnations that were asked to drain."""
+        return frozenset(member for member, _ in self.drains.values())
+
+    def drains_done(self) -> list[tuple[str, int]]:
+        """Keys and revisions of requests about incarnations that are gone: replaced, or neither registered nor
+        listed."""
+        done = []
+        for key, (member, revision) in self.drains.items():
+            server = self.servers.get(SERVERS + member.name)
+            listed = self.view is not None and self.view.as_chains.index(member) >= 0
+            if (server is None and not listed) or (server is not None and server.incarnation > member.incarnation):
+                done.append((key, revision))
+        return done
 
     def _apply(self, change: Change) -> News:
         if isinstance(change, Reset):
@@ -90,9 +109,20 @@ class World:
             return News.DEATH if self._replaces(key) else News.CHANGE
         elif key.startswith(WORKERS):
             _register(self.workers, key, lambda: WorkerInfo.from_json(entry.value))
+        elif key.startswith(DRAINS):
+            self._put_drain(entry)
         else:
             return News.NOTHING
         return News.CHANGE
+
+    def _put_drain(self, entry: Entry) -> None:
+        try:
+            member = Member(entry.key.removeprefix(DRAINS), drained_incarnation(entry.value))
+        except ValueError:
+            log.exception("the entry under %s is ignored", entry.key)
+            self.drains.pop(entry.key, None)
+        else:
+            self.drains[entry.key] = member, entry.revision
 
     def _replaces(self, key: str) -> bool:
         """Whether the view lists another incarnation of the server under this key."""
@@ -106,6 +136,8 @@ class World:
             return News.CHANGE
         if self.servers.pop(change.key, None) is not None:
             return News.DEATH
+        if self.drains.pop(change.key, None) is not None:
+            return News.CHANGE
         return News.NOTHING if self.workers.pop(change.key, None) is None else News.CHANGE
 
 
