@@ -86,7 +86,7 @@ def test_the_joining_server_its_source_or_the_leader_dies_in_a_move() -> None:
 @pytest.mark.parametrize("victim", ["joiner", "source", "leader"])
 def test_whoever_takes_part_in_a_filling_dies_in_it(victim: str) -> None:
     role = ["joiner", "source", "leader"].index(victim)
-    for i in range(16):
+    for i in range(8):
         faults = (
             Fault(0.05, Kind.CRASH_SERVER, i, 0, 0.0),
             Fault(0.051, Kind.STRIKE_FILLING, i, role, 0.01 * i),
@@ -98,7 +98,7 @@ def test_whoever_takes_part_in_a_filling_dies_in_it(victim: str) -> None:
 
 
 def test_two_servers_die_at_once_where_ranges_have_three_replicas() -> None:
-    for i in range(16):
+    for i in range(8):
         faults = (Fault(0.05 + i * 0.0007, Kind.CRASH_TWO, i, i + 1 + i % 4, 0.001 * (i % 5)),)
         result = run(i, plan=_calm(seed=i, servers=5, replicas=3, faults=faults))
         assert result.ok, result
