@@ -98,9 +98,10 @@ def even_out(chains: _Rows, members: tuple[Member, ...], nodes: Mapping[Member, 
 
 
 def missing(draft: Draft, sites: Mapping[Member, Node], draining: Collection[Member]) -> Counts:
-    """How many ranges each member holds less than its share, fillings under way not counted: int64 [members]."""
+    """How many ranges each member should get, about, fillings under way not counted: int64 [members]. Balance stops
+    somewhere between the lower bound and the share."""
     field = _Field(draft.chains, draft, sites, draining, ())
-    less: Counts = np.maximum(0, np.rint(field.held.share) - field.holds).astype(np.int64)
+    less: Counts = np.maximum(0, np.rint((field.held.share + field.held.low) / 2) - field.holds).astype(np.int64)
     return less
 
 

@@ -48,7 +48,7 @@ class Health:
     gone     members that must not be counted on, dead or suspected, each with the evidence
     level    range -> fill id that its tail reported level: valid while it is the view's `since` of the range
     cut      pairs of members that cannot reach each other, though both are well
-    pending  members that have not been heard yet: they are given nothing to do
+    pending  members that have not been heard yet: they are not listed, or if they are, given nothing to do
     ripe     False: what is level may wait a little for the others under way, so that one view serves for all
     """
 
@@ -186,15 +186,17 @@ class _Step:
 
     def _sort(self) -> None:
         """Who may be in the next view: owners as they are, then spares that are still here, then new servers by name.
-        Each name once: a name whose old incarnation may be the last to have some range stays with that."""
+        Each name once: a name whose old incarnation may be the last to have some range stays with that. New ones are
+        listed once they are heard: a key outlives its server, and a new leader does not know yet which."""
         owners = self.draft.owners
         for server in self.view.servers:
             now = self._newer(server)
             if server.member in owners or server.member not in self.lost:
                 self.known.append(server)
-            elif now is not None:
+            elif now is not None and now.member not in self.health.pending:
                 self.known.append(now)
-        self.known += [self.present[name] for name in sorted(self.present) if self.view.index(name) < 0]
+        new = [self.present[name] for name in sorted(self.present) if self.view.index(name) < 0]
+        self.known += [server for server in new if server.member not in self.health.pending]
         here = {s.member: s for s in self.known if s.member not in self.lost}
         asked = self.asked & here.keys()
         self.last = self._last(asked) if len(asked) == len(here) else None
@@ -222,7 +224,8 @@ class _Step:
         if health.ripe or self._listed() != self.view.servers:
             draft.promote(health.level, self.draining)
         came = (before >= 0) & (draft.joining < 0)
-        draft.release(self.draining, self.serving)
+        if not any(server.member in health.pending for server in self.present.values()):
+            draft.release(self.draining, self.serving)
         able = {m: _node(s) for m, s in self.serving.items() if m not in health.pending}
         fills = start_fills(draft, able, limits, health.cut, self.draining)
         repairs = (draft.joining >= 0) & (draft.lengths < draft.replicas)
