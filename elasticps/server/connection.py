@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from elasticps.server.linger import Linger
 from elasticps.wire.assembler import Assembler
 from elasticps.wire.frames import (
+    HEADER_BYTES,
     MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,
     Buffer,
@@ -32,6 +33,7 @@ HELLO_TIMEOUT_S = 10.0
 STALLED_TIMEOUT_S = 60.0  # a peer that reads nothing for so long, while answers wait for it, is cut off
 WRITE_HIGH_BYTES = 64 << 10  # above it uvloop writes at once instead of at the end of its turn
 MAX_WAITING_ANSWERS = 64
+TURN_BYTES = 1 << 20  # then others have their turn: libuv reads a socket up to 32 times in a row, and timers wait
 MAX_HELD_FRAMES = 4096
 
 Chunks = Iterator[list[Buffer]]
@@ -82,6 +84,8 @@ class Connection(asyncio.BufferedProtocol):
         self.leader = False
         self.told_epoch = 0  # the newest view sent to this peer
         self.heard_s = loop.time()
+        self._turn_bytes = 0  # handled since the loop last had its turn
+        self._resting = False
         self.tickets: set[object] = set()  # pushes from here that wait to be admitted
 
     # --- asyncio ------------------------------------------------------------------------------------------------
@@ -149,6 +153,15 @@ class Connection(asyncio.BufferedProtocol):
             self._held.append((header, body.copy()))
             return
         self._handler.handle(self, header, body)
+        self._turn_bytes += HEADER_BYTES + header.body
+        if self._turn_bytes > TURN_BYTES and not self._resting and self.known:
+            self._resting = True
+            self.transport.pause_reading()
+            self._loop.call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        self._turn_bytes, self._resting = 0, False
+        self._read_on()
 
     def hold(self, header: Header, body: NDArray[np.uint8]) -> None:
         """Keeps this frame, and all that follow, until `release`: the server lacks what it needs to judge it."""
@@ -169,7 +182,7 @@ class Connection(asyncio.BufferedProtocol):
         self._read_on()
 
     def _read_on(self) -> None:
-        if not (self.holding or self.tickets or self._full or self.transport.is_closing()):
+        if not (self.holding or self.tickets or self._resting or self._full or self.transport.is_closing()):
             self.transport.resume_reading()
 
     def refuse(self, error: FrameError) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import pytest
+import uvloop
 
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.client.routing import Routes, plan_push
 from elasticps.hashing import table_salt
 from elasticps.optimizers import Accumulate
-from elasticps.server.server import Server
+from elasticps.server.server import LOG_BUDGET_BYTES, Server
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import (
     ALL_RANGES,
@@ -31,6 +32,9 @@ RANGES = 16
 TABLE, DIM = 7, 3
 SPEC = TableSpec("t", DIM, Accumulate())
 WORKER = 5
+
+
+Answer = asyncio.Future[tuple[Header, bytes]]
 
 
 class Worker:
@@ -52,7 +56,7 @@ class Worker:
             elif header.request in self.answers:
                 self.answers.pop(header.request).set_result((header, body))
 
-    def ask(self, header: Header, *body: bytes) -> asyncio.Future[tuple[Header, bytes]]:
+    def ask(self, header: Header, *body: bytes) -> Answer:
         self.requests += 1
         content = b"".join(body)
         self.writer.write(header._replace(request=self.requests, body=len(content)).pack() + content)
@@ -60,7 +64,7 @@ class Worker:
         self.answers[self.requests] = answer
         return answer
 
-    def push(self, view: View, server: str, clock: int, keys: Sequence[int], value: float, **more: int):
+    def push(self, view: View, server: str, clock: int, keys: Sequence[int], value: float, **more: int) -> Answer:
         """Pushes `value` for those of `keys` that a server heads."""
         routes = Routes(view)
         share = next(s for s in routes.shares if view.servers[s.server].name == server)
@@ -89,13 +93,13 @@ class Group:
         self.view: View | None = None
         self.roster = Roster(1, (WorkerInfo(WORKER, "w", 1, "default"),))
 
-    async def start(self, name: str, incarnation: int = 1, **options: int) -> Server:
+    async def start(self, name: str, incarnation: int = 1, log_budget_bytes: int = LOG_BUDGET_BYTES) -> Server:
         loop = asyncio.get_running_loop()
         listener = await loop.create_server(lambda: self.servers[name].connection(), "127.0.0.1", 0)
         port = listener.sockets[0].getsockname()[1]
         self.infos[name] = ServerInfo(name, incarnation, f"127.0.0.1:{port}")
         self.listeners[name] = listener
-        server = self.servers[name] = Server(self.infos[name], "c", RANGES, loop, **options)
+        server = self.servers[name] = Server(self.infos[name], "c", RANGES, loop, log_budget_bytes=log_budget_bytes)
         server.follow(self.roster)
         return server
 
@@ -160,8 +164,11 @@ async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> Non
         await asyncio.sleep(0.002)
 
 
+Run = Callable[[Callable[[Group], Awaitable[None]]], None]
+
+
 @pytest.fixture
-def run() -> Callable[[Callable[[Group], Awaitable[None]]], None]:
+def run() -> Run:
     """Runs a coroutine function with a group of servers."""
 
     def runner(test: Callable[[Group], Awaitable[None]]) -> None:
@@ -172,6 +179,6 @@ def run() -> Callable[[Callable[[Group], Awaitable[None]]], None]:
             finally:
                 await group.close()
 
-        asyncio.run(main())
+        uvloop.run(main())
 
     return runner

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
 
 from elasticps.server.server import Server
 from elasticps.wire.frames import LAST, Header, Kind, json_body, read_clocks
-from tests.server.conftest import DIM, RANGES, TABLE, WORKER, Group, until
+from tests.server.conftest import DIM, RANGES, TABLE, WORKER, Group, Run, until
 
 KEYS = list(range(500))
 
@@ -26,7 +27,7 @@ def same_content(servers: list[Server]) -> bool:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_an_acknowledged_push_is_applied_on_every_replica(run, count: int) -> None:
+def test_an_acknowledged_push_is_applied_on_every_replica(run: Run, count: int) -> None:
     async def test(group: Group) -> None:
         names = [f"s{i}" for i in range(count)]
         for name in names:
@@ -43,7 +44,7 @@ def test_an_acknowledged_push_is_applied_on_every_replica(run, count: int) -> No
     run(test)
 
 
-def test_the_next_head_goes_on_when_the_head_dies(run) -> None:
+def test_the_next_head_goes_on_when_the_head_dies(run: Run) -> None:
     async def test(group: Group) -> None:
         for name in ("s0", "s1", "s2"):
             await group.start(name)
@@ -70,7 +71,7 @@ def test_the_next_head_goes_on_when_the_head_dies(run) -> None:
     run(test)
 
 
-def test_a_joining_replica_is_filled_while_pushes_go_on(run) -> None:
+def test_a_joining_replica_is_filled_while_pushes_go_on(run: Run) -> None:
     async def test(group: Group) -> None:
         for name in ("s0", "s1"):
             await group.start(name)
@@ -98,7 +99,7 @@ def test_a_joining_replica_is_filled_while_pushes_go_on(run) -> None:
     run(test)
 
 
-def test_a_push_waits_while_its_successor_is_away_and_commits_without_it(run) -> None:
+def test_a_push_waits_while_its_successor_is_away_and_commits_without_it(run: Run) -> None:
     async def test(group: Group) -> None:
         for name in ("s0", "s1"):
             await group.start(name)
@@ -116,7 +117,7 @@ def test_a_push_waits_while_its_successor_is_away_and_commits_without_it(run) ->
     run(test)
 
 
-def test_a_full_log_stops_reading_and_goes_on(run) -> None:
+def test_a_full_log_stops_reading_and_goes_on(run: Run) -> None:
     async def test(group: Group) -> None:
         await group.start("s0", log_budget_bytes=20_000)
         await group.start("s1")
@@ -136,7 +137,7 @@ def test_a_full_log_stops_reading_and_goes_on(run) -> None:
     run(test)
 
 
-def test_pulls_wait_at_the_tail_for_the_workers_own_pushes(run) -> None:
+def test_pulls_wait_at_the_tail_for_the_workers_own_pushes(run: Run) -> None:
     async def test(group: Group) -> None:
         for name in ("s0", "s1"):
             await group.start(name)
@@ -154,7 +155,7 @@ def test_pulls_wait_at_the_tail_for_the_workers_own_pushes(run) -> None:
     run(test)
 
 
-def test_keys_out_of_order_are_refused_and_tick_as_empty(run) -> None:
+def test_keys_out_of_order_are_refused_and_tick_as_empty(run: Run) -> None:
     async def test(group: Group) -> None:
         for name in ("s0", "s1"):
             await group.start(name)
@@ -176,7 +177,7 @@ def test_keys_out_of_order_are_refused_and_tick_as_empty(run) -> None:
     run(test)
 
 
-def test_marks_find_equal_digests_on_every_replica(run) -> None:
+def test_marks_find_equal_digests_on_every_replica(run: Run) -> None:
     async def test(group: Group) -> None:
         for name in ("s0", "s1", "s2"):
             await group.start(name)
@@ -195,5 +196,36 @@ def test_marks_find_equal_digests_on_every_replica(run) -> None:
         assert await group.servers["s0"].mark(2)
         found = [server.marked(2) for server in group.servers.values()]
         assert found[0] == found[2] != found[1]
+
+    run(test)
+
+
+def test_a_flood_of_pushes_leaves_the_loop_its_turns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elasticps.server.connection.TURN_BYTES", 10_000)
+
+    async def test(group: Group) -> None:
+        server = await group.start("s0")
+        view = group.make_view(lambda r: ["s0"])
+        group.adopt(view)
+        worker = await group.connect("s0")
+        loop, turns, handled = asyncio.get_running_loop(), 0, list[int]()
+
+        def turn() -> None:
+            nonlocal turns
+            turns += 1
+            loop.call_soon(turn)
+
+        turn()
+        handle = server._handlers[Kind.PUSH]
+
+        def counted(*arguments: Any) -> None:
+            handled.append(turns)
+            handle(*arguments)
+
+        server._handlers[Kind.PUSH] = counted
+        many = list(range(5000))
+        await asyncio.gather(*[worker.push(view, "s0", clock, many, 1.0) for clock in range(1, 61)])
+        assert len(handled) == 60  # frames of 100 kB, all sent at once
+        assert max(handled.count(turn) for turn in handled) <= 2
 
     run(test)

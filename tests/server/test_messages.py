@@ -50,7 +50,7 @@ def through_the_wire(message: Message, store: Store) -> Message:
 
 def same(a: object, b: object) -> bool:
     if isinstance(a, np.ndarray):
-        return np.array_equal(a, b)
+        return isinstance(b, np.ndarray) and np.array_equal(a, b)
     if isinstance(a, Operation):
         assert isinstance(b, Operation)
         return (a.kind, a.worker, a.after) == (b.kind, b.worker, b.after) and same(a.payload, b.payload)
