@@ -95,7 +95,8 @@ class Shards:
 
     The shard handed out last belongs to the next step that begins. One that is passed over goes back to the others
     when this worker has nothing else to do, or closes the iterator. While others still train the last shards, which
-    may yet come back, the iterator waits; nobody waits for this worker then.
+    may yet come back, the iterator waits. Nobody waits for this worker then, nor after the end: it takes part again
+    with its next operation.
     """
 
     def __init__(self, owner: Owner, parts: Parts, name: str, spec: ShardSpec) -> None:
@@ -122,6 +123,8 @@ class Shards:
             while not self._queue:
                 if not self._fetch():
                     self._end()
+                    self._owner.settle_all()
+                    self._parts.joining.pause()  # whoever goes on need not wait for those who are done
                     raise StopIteration
             number = self._queue.popleft()
             self._handed[number] = 0

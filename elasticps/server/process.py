@@ -14,7 +14,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from coordinator.connect import open_store
@@ -30,6 +30,7 @@ from coordinator.membership import (
 )
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, Roster, View
+from elasticps import logs
 from elasticps import store as table_store
 from elasticps.admin.service import start_admin
 from elasticps.errors import ConfigError
@@ -44,6 +45,8 @@ DRAIN_TIMEOUT_S = 60.0
 CONNECT_BACKLOG = 512
 GARBAGE_THRESHOLD = 20_000  # objects between collections: frames make no cycles, so little is ever found
 
+Build = Callable[[ServerSession, str, int, asyncio.AbstractEventLoop], Server]
+
 
 async def serve(
     url: str,
@@ -56,12 +59,15 @@ async def serve(
     weight: float = 1.0,
     plugins: Sequence[str] = (),
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
+    advertise: str = "",
+    metrics_port: int = 0,
 ) -> None:
     """Runs a server until SIGINT, until it has drained after SIGTERM, or until another process takes its name.
 
     SIGTERM, and `elasticps drain`, have the leader move everything that this server holds to others; then it ends. It
     ends without that after `drain_timeout_s` from SIGTERM (0: at once), and on a second SIGTERM.
     `plugins` are modules to import first; they may call `register_optimizer`. Ports of 0 are chosen by the system.
+    Others find it under `advertise`, or under `host` if that is "". It serves metrics unless `metrics_port` is 0.
     When ready it prints one line of JSON on stdout. Raises coordinator's `StoreUnavailable` when the coordination
     store cannot be reached at start, `Fenced` when the name is lost later.
     """
@@ -86,24 +92,33 @@ async def serve(
         config = ClusterConfig.from_json(entry.value)
         sock = socket.create_server((host, port), backlog=CONNECT_BACKLOG)  # connections wait there until we are ready
         stack.callback(sock.close)
-        address = f"{host}:{sock.getsockname()[1]}"
         lives: list[Server] = []
         admin = await start_admin(host, admin_port, lambda: lives[-1] if lives else None)
         stack.push_async_callback(admin.stop)
+        address = _found_under(advertise or host, sock.getsockname()[1])
+        admin_address = _found_under(advertise or host, int(admin.address.rpartition(":")[2]))
+        build: Build = _plain
+        if metrics_port:
+            from elasticps.metrics.server import ServerMetrics  # who serves none need not wait for its import
+
+            metrics = ServerMetrics()
+            await metrics.start(host, metrics_port)
+            stack.push_async_callback(metrics.close)
+            build = metrics.build
         while not stop.done():
             session = await register_server(
                 store,
                 name=name,
                 address=address,
-                admin=admin.address,
+                admin=admin_address,
                 zone=zone,
                 weight=weight,
                 on_lost=lambda reason: _resolve(stop, reason),
             )
-            async with _life(store, session, config, sock) as server:
+            async with _life(store, session, config, sock, build) as server:
                 lives[:] = [server]
                 await admin.set_serving(True)
-                ready = {"ready": True, "name": name, "address": address, "admin": admin.address}
+                ready = {"ready": True, "name": name, "address": address, "admin": admin_address}
                 sys.stdout.write(json.dumps(ready | {"incarnation": session.info.incarnation}) + "\n")
                 sys.stdout.flush()
                 log.info("ready name=%s incarnation=%d address=%s", name, session.info.incarnation, address)
@@ -118,14 +133,15 @@ async def serve(
 
 @asynccontextmanager
 async def _life(
-    store: Store, session: ServerSession, config: ClusterConfig, sock: socket.socket
+    store: Store, session: ServerSession, config: ClusterConfig, sock: socket.socket, build: Build
 ) -> AsyncIterator[Server]:
     """One incarnation: a server that listens and follows views and rosters."""
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(session.close)
-        server = Server(session.info, store.cluster, config.ranges, loop)
+        server = build(session, store.cluster, config.ranges, loop)
         stack.callback(server.close)
+        logs.bind(incarnation=session.info.incarnation, epoch=lambda: server.epoch)
         follower = ViewFollower(store)
         stack.push_async_callback(follower.close)
         follower.subscribe(server.adopt)
@@ -160,6 +176,14 @@ async def _drained(store: Store, session: ServerSession) -> bool:
     with suppress(StoreUnavailable):
         return (await list_drains(store)).get(session.info.name) == session.info.incarnation
     return False
+
+
+def _plain(session: ServerSession, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop) -> Server:
+    return Server(session.info, cluster, ranges, loop)
+
+
+def _found_under(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _resolve(future: asyncio.Future[str], reason: str) -> None:

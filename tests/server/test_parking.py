@@ -1,0 +1,103 @@
+"""Who holds a pull back: workers that take part, also those that have not connected to this server yet."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from coordinator.view import WorkerInfo
+from elasticps.server.parking import GRACE_S, Parking
+from elasticps.server.reads import Read
+from elasticps.wire.frames import Header, Kind
+from replication.progress import Clocks
+
+P = 4
+ALL = np.arange(P)
+NAMES = {1: "asker", 2: "other", 3: "elsewhere"}
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.clocks = Clocks(P)
+        self.parking = Parking(P, self.clocks, lambda: self.now)
+        self.roster = {w: WorkerInfo(w, n, 1, "b" if n == "elsewhere" else "a") for w, n in NAMES.items()}
+        self.parking.follow(self.roster)
+
+    def at(self, worker: int, clock: int) -> None:
+        self.clocks.row(worker)[:] = clock << 16
+
+    def behind(self, clock: int, bound: int = 0) -> list[str]:
+        """Whom a pull of the asker, at its clock, waits for."""
+        asker: Any = SimpleNamespace(worker=1, worker_name="asker", app="a", base=0)
+        header = Header(Kind.PULL, clock=clock, worker=1, bound=bound + 1)
+        table: Any = None
+        return self.parking.behind(Read(asker, header, table, np.empty(0, np.int64), 0.0))
+
+
+def a_scene() -> Scene:
+    scene = Scene()
+    scene.parking.serve(ALL, ALL)
+    scene.parking.join(1, 0)
+    scene.at(1, 9)
+    scene.now = 2 * GRACE_S  # nobody is awaited any more
+    return scene
+
+
+def test_own_steps_come_first_then_the_others() -> None:
+    scene = a_scene()
+    assert scene.behind(10) == ["asker"]
+    scene.parking.join(2, 4)
+    assert scene.behind(9, bound=5) == []
+    assert scene.behind(9, bound=4) == ["other"]
+    scene.at(2, 5)
+    assert scene.behind(9, bound=4) == []
+
+
+def test_a_worker_that_pauses_or_leaves_holds_nobody_back_until_it_joins_again() -> None:
+    scene = a_scene()
+    scene.parking.join(2, 4)
+    scene.parking.pause(2)
+    scene.at(2, 5)
+    assert scene.behind(9) == []
+    assert scene.parking.minimum("a") == 9
+    scene.parking.join(2, 8)
+    assert scene.behind(9) == ["other"]
+    scene.parking.follow({w: info for w, info in scene.roster.items() if w != 2})
+    assert scene.behind(9) == []
+
+
+def test_progress_counts_before_its_worker_has_connected() -> None:
+    scene = a_scene()
+    scene.at(2, 5)
+    assert scene.behind(9) == ["other"]
+    scene.at(3, 1)  # another application's
+    assert scene.behind(9, bound=4) == []
+
+
+def test_a_silent_worker_is_awaited_for_a_moment_when_ranges_come() -> None:
+    scene = a_scene()
+    assert scene.behind(9) == []
+    scene.parking.serve(ALL[:2], ALL[:2])  # fewer: nothing that somebody could have done elsewhere
+    assert scene.behind(9) == []
+    scene.parking.serve(ALL, ALL)
+    assert scene.behind(9) == ["other"]
+    assert scene.parking.minimum("a") == 9  # nobody should start at 0 because of it
+    scene.parking.join(2, 9)
+    assert scene.behind(9) == []
+    scene.parking.serve(ALL[:1], ALL[:1])
+    scene.parking.pause(2)
+    scene.parking.serve(ALL, ALL)
+    assert scene.behind(9) == []
+
+
+def test_one_that_never_speaks_is_not_awaited_for_ever() -> None:
+    scene = Scene()
+    scene.parking.serve(ALL, ALL)
+    scene.parking.join(1, 0)
+    scene.at(1, 9)
+    assert scene.behind(9) == ["other"]
+    scene.now = GRACE_S
+    assert scene.behind(9) == []
