@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from coordinator.connect import open_store
 from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
 from coordinator.names import check_name
-from coordinator.url import EXAMPLE
+from coordinator.url import EXAMPLE, parse
 from coordinator.view import ClusterConfig
 from elasticps import logs
 from elasticps.cli.output import print_json
@@ -24,12 +25,19 @@ from elasticps.errors import ConfigError
 Url = Annotated[str, typer.Option("--url", help=f"The cluster, for example {EXAMPLE}.", show_default=False)]
 Name = Annotated[str, typer.Option("--name", help="A name that no other process of its kind has.", show_default=False)]
 LogLevel = Annotated[str, typer.Option("--log-level", help=f"{', '.join(logs.LEVELS)}.")]
+LogFormat = Annotated[str, typer.Option("--log-format", help=f"{', '.join(logs.FORMATS)}.")]
+MetricsPort = Annotated[
+    int, typer.Option("--metrics-port", min=0, max=65535, help="Port of Prometheus metrics, at the host; 0: none.")
+]
 
 
 def server(
     url: Url,
     name: Name,
     host: Annotated[str, typer.Option(help="Address to listen on, and to be found under.")] = "127.0.0.1",
+    advertise: Annotated[
+        str, typer.Option(help="Host to be found under, where it listens on another, such as 0.0.0.0.")
+    ] = "",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the data plane; 0: any free one.")] = 0,
     admin_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gRPC service; 0: any free one.")] = 0,
     zone: Annotated[str, typer.Option(help="What fails together with this server: a rack, a machine.")] = "",
@@ -42,12 +50,14 @@ def server(
         float,
         typer.Option(min=0, help="Seconds after SIGTERM in which its ranges move to others; 0: it just ends."),
     ] = 60.0,
+    metrics_port: MetricsPort = 0,
     log_level: LogLevel = "info",
+    log_format: LogFormat = "logfmt",
 ) -> None:
     """Run one server. SIGTERM: it hands everything over, then ends. SIGINT (Ctrl-C) or a second SIGTERM: it ends."""
     from elasticps.server import serve  # compiles kernels: only this command waits for that
 
-    logs.configure(log_level, process=name)
+    logs.configure(log_level, log_format=log_format, cluster=_cluster(url), process=name)
     uvloop.run(
         serve(
             url,
@@ -59,6 +69,8 @@ def server(
             weight=weight,
             plugins=tuple(plugin or ()),
             drain_timeout_s=drain_timeout,
+            advertise=advertise,
+            metrics_port=metrics_port,
         )
     )
 
@@ -79,18 +91,31 @@ def coordinator(
         typer.Option(help="Servers that the first view waits for.  [default: 1]"),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd at the start.")] = 30.0,
+    host: Annotated[str, typer.Option(help="Address that metrics are served at.")] = "127.0.0.1",
+    metrics_port: MetricsPort = 0,
     log_level: LogLevel = "info",
+    log_format: LogFormat = "logfmt",
 ) -> None:
     """Run one coordinator until it is asked to end. Several stand by for each other.
 
     It creates the cluster if there is none of that name.
     """
-    logs.configure(log_level, process=name)
+    logs.configure(log_level, log_format=log_format, cluster=_cluster(url), process=name)
     chosen = {"ranges": ranges, "replicas": replicas, "min_servers": min_servers}
-    uvloop.run(_coordinate(url, name, {key: value for key, value in chosen.items() if value is not None}, timeout))
+    given = {key: value for key, value in chosen.items() if value is not None}
+    uvloop.run(_coordinate(url, name, given, timeout, (host, metrics_port)))
 
 
-async def _coordinate(url: str, name: str, chosen: dict[str, int], timeout_s: float) -> None:
+def _cluster(url: str) -> str:
+    try:
+        return parse(url).cluster
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+async def _coordinate(
+    url: str, name: str, chosen: dict[str, int], timeout_s: float, metrics_at: tuple[str, int]
+) -> None:
     from elasticps.monitor import dial_server  # brings in the data plane's wire: only this command needs it
 
     stop = asyncio.Event()
@@ -108,7 +133,14 @@ async def _coordinate(url: str, name: str, chosen: dict[str, int], timeout_s: fl
             await create_cluster(store, replace(config, **chosen))
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        print_json({"ready": True, "name": name, "pid": os.getpid()})
-        await run_coordinator(store, name=name, stop=stop, dial=dial_server(store.cluster, name))
+        async with AsyncExitStack() as stack:
+            if metrics_at[1]:
+                from elasticps.metrics.cluster import ClusterMetrics  # who serves none need not wait for its import
+
+                metrics = ClusterMetrics(store, name)
+                stack.push_async_callback(metrics.close)
+                await metrics.start(*metrics_at)
+            print_json({"ready": True, "name": name, "pid": os.getpid()})
+            await run_coordinator(store, name=name, stop=stop, dial=dial_server(store.cluster, name))
     finally:
         await store.close()

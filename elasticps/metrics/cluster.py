@@ -1,0 +1,231 @@
+"""The metrics of a coordinator, leading or standing by: what the coordination store says of its cluster.
+
+Read from the store and not from the leader's planning, so that every coordinator shows the same picture and a standby
+that cannot see etcd is noticed before it is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import aclosing, suppress
+
+import numpy as np
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from coordinator.errors import StoreUnavailable
+from coordinator.leader import ELECTION
+from coordinator.membership import DRAINS, ROSTER, SERVERS, VIEW, drained_incarnation
+from coordinator.store import Change, Delete, Entry, Put, Reset, Store
+from coordinator.view import Roster, ServerInfo, View
+from elasticps.metrics.exposition import Scrape
+from replication.chain import Member
+
+log = logging.getLogger(__name__)
+
+PROBE_S = 5.0
+RETRY_S = 0.5
+STATES = ("serving", "spare", "draining", "silent")
+
+
+class ClusterMetrics(Collector):
+    """Follows a cluster's keys from `start` to `close`; `name` is this coordinator's."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
+        self._name = name
+        self._view: View | None = None
+        self._roster: Roster | None = None
+        self._leader = ""
+        self._servers: dict[str, ServerInfo] = {}
+        self._drains: dict[str, int] = {}
+        self._counts = Counter[str]()
+        self._store_up = True
+        self._store_s = 0.0
+        self._scrape: Scrape | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, host: str, port: int) -> None:
+        """Serves /metrics. Raises ConfigError when the port cannot be had."""
+        self._scrape = await Scrape.start(host, port, [self])
+        self._tasks = [asyncio.create_task(work) for work in (self._follow(), self._probe())]
+
+    async def close(self) -> None:
+        """Stops following, closes the port."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._scrape is not None:
+            await self._scrape.close()
+
+    # --- the store --------------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        while True:
+            with suppress(StoreUnavailable):
+                listing = await self._store.list("")
+                self._note(Reset(listing))
+                async with aclosing(self._store.watch("", after=listing.revision)) as changes:
+                    async for change in changes:
+                        self._note(change)
+            await asyncio.sleep(RETRY_S)
+
+    async def _probe(self) -> None:
+        while True:
+            began = time.monotonic()
+            try:
+                await self._store.get("config")
+            except StoreUnavailable:
+                self._store_up = False
+                self._counts["store_failures"] += 1
+            else:
+                self._store_up = True
+                self._store_s = time.monotonic() - began
+            await asyncio.sleep(PROBE_S)
+
+    def _note(self, change: Change) -> None:
+        if isinstance(change, Reset):
+            self._servers, self._drains, self._leader = {}, {}, ""
+            for entry in change.listing.entries:
+                self._put(entry)
+        elif isinstance(change, Put):
+            self._put(change.entry)
+        else:
+            self._delete(change)
+
+    def _put(self, entry: Entry) -> None:
+        key = entry.key
+        try:
+            if key == VIEW:
+                self._adopt(View.decode(entry.value))
+            elif key == ROSTER:
+                self._roster = Roster.decode(entry.value)
+            elif key == ELECTION:
+                self._leader = str(json.loads(entry.value)["name"])
+            elif key.startswith(SERVERS):
+                self._servers[key.removeprefix(SERVERS)] = ServerInfo.from_json(entry.value)
+            elif key.startswith(DRAINS):
+                self._drains[key.removeprefix(DRAINS)] = drained_incarnation(entry.value)
+        except (ValueError, KeyError, TypeError):
+            log.warning("the entry under %s makes no sense and is left out of the metrics", key)
+
+    def _delete(self, change: Delete) -> None:
+        if change.key == ELECTION:
+            self._leader = ""
+        self._servers.pop(change.key.removeprefix(SERVERS), None)
+        self._drains.pop(change.key.removeprefix(DRAINS), None)
+
+    def _adopt(self, view: View) -> None:
+        before, self._view = self._view, view
+        if before is None or view.epoch <= before.epoch:
+            return
+        self._counts["views"] += 1
+        self._counts["failovers"] += len(lost(before, view))
+        self._counts["moves"] += moved(before, view)
+
+    # --- what is shown ----------------------------------------------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        """The families; those of the view once there is one."""
+        leads = self._leader == self._name
+        yield GaugeMetricFamily("elasticps_coordinator_leader", "1 on the one that leads.", value=leads)
+        yield GaugeMetricFamily("elasticps_coordinator_store_up", "Whether etcd answers.", value=self._store_up)
+        yield GaugeMetricFamily(
+            "elasticps_coordinator_store_seconds", "How long its last answer took.", value=self._store_s
+        )
+        yield _counter("elasticps_coordinator_store_failures", "Calls to etcd in vain.", self._counts["store_failures"])
+        yield _counter("elasticps_cluster_views", "Views seen.", self._counts["views"])
+        yield _counter(
+            "elasticps_cluster_failovers", "Servers that a view left out while they held ranges.",
+            self._counts["failovers"],
+        )  # fmt: skip
+        yield _counter("elasticps_cluster_moves", "Replicas filled and made full members.", self._counts["moves"])
+        workers = () if self._roster is None else self._roster.workers
+        yield GaugeMetricFamily("elasticps_cluster_workers", "Workers in the roster.", value=len(workers))
+        yield from self._of_servers()
+        if self._view is not None:
+            yield from _of_view(self._view)
+
+    def _of_servers(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "elasticps_cluster_servers",
+            "Servers by state; silent: it holds ranges and its lease has ended.",
+            labels=["state"],
+        )
+        counts = Counter(self._states())
+        for state in STATES:
+            family.add_metric([state], counts[state])
+        yield family
+
+    def _states(self) -> Iterator[str]:
+        registered = {server.member for server in self._servers.values()}
+        holding = set() if self._view is None else holders(self._view)
+        for member in registered | holding:
+            if member not in registered:
+                yield "silent"
+            elif self._drains.get(member.name) == member.incarnation:
+                yield "draining"
+            else:
+                yield "serving" if member in holding else "spare"
+
+
+def _of_view(view: View) -> Iterator[Metric]:
+    yield GaugeMetricFamily("elasticps_cluster_epoch", "The newest view.", value=view.epoch)
+    lengths = (view.chains >= 0).sum(axis=1)
+    ranges = GaugeMetricFamily(
+        "elasticps_cluster_ranges", "Ranges, by the length of their chains.", labels=["replicas"]
+    )
+    for replicas, count in enumerate(np.bincount(lengths, minlength=view.replicas + 1).tolist()):
+        ranges.add_metric([str(replicas)], count)
+    yield ranges
+    short, joining = int((lengths < view.replicas).sum()), int((view.joining >= 0).sum())
+    yield GaugeMetricFamily("elasticps_cluster_short_ranges", "Ranges with fewer replicas than asked for.", value=short)
+    yield GaugeMetricFamily(
+        "elasticps_cluster_joining_ranges", "Ranges of which a replica is being filled.", value=joining
+    )
+    yield GaugeMetricFamily(
+        "elasticps_cluster_one_zone_ranges",
+        "Ranges with several replicas, all in one zone, though the servers are in several.",
+        value=_in_one_zone(view),
+    )
+
+
+def holders(view: View) -> set[Member]:
+    """The servers that have a place in a chain, or are being filled for one."""
+    indices = np.unique(np.column_stack((view.chains, view.joining)))
+    return {view.servers[i].member for i in indices.tolist() if i >= 0}
+
+
+def lost(before: View, after: View) -> set[Member]:
+    """Who held ranges and is listed no more: it died, or was taken for dead. One that drained held nothing at last."""
+    listed = {server.member for server in after.servers}
+    full = {before.servers[i].member for i in np.unique(before.chains).tolist() if i >= 0}
+    return full - listed
+
+
+def moved(before: View, after: View) -> int:
+    """In how many ranges the replica that was joining is a full one now."""
+    index = {server.member: i for i, server in enumerate(after.servers)}
+    translated = np.array([index.get(server.member, -2) for server in before.servers] + [-2])
+    joined = translated[before.joining]  # index -1, nobody, finds the last -2
+    return int((after.chains == joined[:, None]).any(axis=1).sum())
+
+
+def _in_one_zone(view: View) -> int:
+    names = sorted({server.zone for server in view.servers})
+    if len(names) < 2 or view.replicas < 2:
+        return 0
+    zones = np.array([names.index(server.zone) for server in view.servers])
+    there = view.chains >= 0
+    of_chains = np.where(there, zones[view.chains], zones[view.chains[:, :1]])  # an empty place counts as the head's
+    several = there.sum(axis=1) > 1
+    return int((several & (of_chains == of_chains[:, :1]).all(axis=1)).sum())
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=value)

@@ -1,0 +1,157 @@
+"""The metrics of a server process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from coordinator.membership import ServerSession
+from elasticps.metrics.exposition import Scrape
+from elasticps.metrics.timing import Histogram, Meter, TimedServer
+from elasticps.server.server import Server
+from replication.progress import PART_BITS
+
+MAX_WORKERS = 500  # workers shown by name; beyond them only how far the last is behind
+
+
+class ServerMetrics(Collector):
+    """Reads a process's present `Server` when it is scraped."""
+
+    def __init__(self) -> None:
+        self.meter = Meter()
+        self._session: ServerSession | None = None
+        self._server: Server | None = None
+        self._scrape: Scrape | None = None
+
+    async def start(self, host: str, port: int) -> None:
+        """Serves /metrics. Raises ConfigError when the port cannot be had."""
+        self._scrape = await Scrape.start(host, port, [self])
+
+    async def close(self) -> None:
+        """Serves them no more."""
+        if self._scrape is not None:
+            await self._scrape.close()
+
+    def build(
+        self, session: ServerSession, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop
+    ) -> Server:  # fmt: skip
+        """A server that is measured; from now on the one that is shown."""
+        self._session = session
+        self._server = TimedServer(self.meter, session.info, cluster, ranges, loop)
+        return self._server
+
+    def collect(self) -> Iterator[Metric]:
+        """The families; those of the server once there is one."""
+        if self._server is not None and self._session is not None:
+            status = self._server.status()
+            yield from _identity(self._server, self._session)
+            yield from _content(self._server, status)
+            yield from _traffic(self._server, status)
+            yield from _workers(self._server)
+        yield from self._latencies()
+
+    def _latencies(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "elasticps_server_received_bytes", "Bodies of frames received, by kind.", labels=["kind"]
+        )
+        for kind, nbytes in self.meter.received_bytes.items():
+            family.add_metric([kind], nbytes)
+        yield family
+        yield CounterMetricFamily(
+            "elasticps_server_busy_seconds",
+            "Time that the event loop was busy with frames, estimated from those sampled; its rate is the load.",
+            value=self.meter.busy_s,
+        )
+        yield _histograms(
+            "elasticps_server_handling_seconds", "Time that a frame kept the loop busy (sampled).", self.meter.handling
+        )
+        yield _histograms(
+            "elasticps_server_request_seconds",
+            "Time from a request's arrival until its answer was handed to the socket (sampled).",
+            self.meter.waiting,
+        )
+
+
+def _identity(server: Server, session: ServerSession) -> Iterator[Metric]:
+    me = server.me
+    info = GaugeMetricFamily(
+        "elasticps_server_info", "1, with what the server is.", labels=["cluster", "server", "incarnation", "zone"]
+    )
+    info.add_metric([server.cluster, me.name, str(me.incarnation), me.zone], 1)
+    yield info
+    yield _gauge("epoch", "The view that it acts under.", server.epoch)
+    left = session.deadline - asyncio.get_running_loop().time()
+    yield _gauge("lease_seconds", "Until its lease ends unless renewed; below 0: etcd does not answer.", left)
+    yield _gauge("unreachable_peers", "Neighbours in chains that it has no link to.", len(server.peers.suspects()))
+
+
+def _content(server: Server, status: dict[str, Any]) -> Iterator[Metric]:
+    ranges = GaugeMetricFamily("elasticps_server_ranges", "Ranges, by its role in their chains.", labels=["role"])
+    ranges.add_metric(["head"], status["ranges_headed"])
+    ranges.add_metric(["held"], status["ranges_held"])
+    ranges.add_metric(["joining"], status["ranges_joining"])
+    yield ranges
+    yield _gauge("rows", "Rows in all tables.", status["rows"])
+    yield _gauge("tables", "Tables.", status["tables"])
+    yield _gauge("store_bytes", "Memory mapped for tables.", status["bytes"])
+    yield _gauge("log_bytes", "Operations not acknowledged by their tails yet.", status["log_bytes"])
+    yield _gauge("log_operations", "The same, counted.", len(server.replica.log))
+
+
+def _traffic(server: Server, status: dict[str, Any]) -> Iterator[Metric]:
+    operations = CounterMetricFamily("elasticps_server_operations", "Frames of workers, by kind.", labels=["kind"])
+    operations.add_metric(["push"], status["pushes"])
+    operations.add_metric(["pull"], status["pulls"])
+    yield operations
+    rows = CounterMetricFamily("elasticps_server_rows", "Rows that workers pushed and pulled.", labels=["kind"])
+    rows.add_metric(["push"], status["rows_pushed"])
+    rows.add_metric(["pull"], status["rows_pulled"])
+    yield rows
+    yield _counter("refused", "Frames refused with an error.", status["refused"])
+    yield _counter("applied_operations", "Operations applied, as head or follower.", server.shell.applied)
+    yield _counter("applied_rows", "Rows updated, as head or follower.", server.shell.rows_applied)
+    yield _counter("fill_sent_bytes", "Rows sent to replicas that joined.", status["sent_bytes"])
+    yield _gauge("parked_pulls", "Pulls that wait for other workers.", status["parked"])
+    yield _gauge("connections", "Open connections.", status["connections"])
+
+
+def _workers(server: Server) -> Iterator[Metric]:
+    """How far each worker's pushes have come in the ranges headed here: the range in which it is furthest behind."""
+    labels = ["worker", "app"]
+    clock = GaugeMetricFamily("elasticps_server_worker_clock", "Steps applied in every range headed.", labels=labels)
+    lag = GaugeMetricFamily("elasticps_server_worker_lag", "Steps behind the first of its app.", labels=labels)
+    most = GaugeMetricFamily("elasticps_server_worker_lag_max", "The lag of the last worker.", labels=["app"])
+    headed, clocks = server.headed, server.replica.clocks
+    if len(headed):
+        apps: dict[str, dict[str, int]] = {}
+        for worker in server.workers.values():
+            if clocks.known(worker.id):
+                at = int(np.min(clocks.row(worker.id)[headed])) >> PART_BITS
+                apps.setdefault(worker.app, {})[worker.name] = at
+        for app, found in apps.items():
+            first = max(found.values())
+            most.add_metric([app], first - min(found.values()))
+            for name, at in list(found.items())[:MAX_WORKERS]:
+                clock.add_metric([name, app], at)
+                lag.add_metric([name, app], first - at)
+    yield from (clock, lag, most)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"elasticps_server_{name}", text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"elasticps_server_{name}", text, value=value)
+
+
+def _histograms(name: str, text: str, by_kind: dict[str, Histogram]) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=["kind"])
+    for kind, histogram in by_kind.items():
+        family.add_metric([kind], histogram.cumulative(), histogram.total)
+    return family
