@@ -131,6 +131,11 @@ class Shards:
             self._owner.attach((self._number, number))
             return self._shard(number)
 
+    @property
+    def passed_over(self) -> bool:
+        """Whether the shard handed out last has no step yet."""
+        return any(not clock for clock in self._handed.values())
+
     def _shard(self, number: int) -> Shard:
         spec = self.spec
         epoch, index = divmod(number, spec.per_epoch)

@@ -7,13 +7,16 @@
         loss(model(ids), label).backward()   # gradients of a layer leave while the backward pass still runs
         optimizer.step()                     # ends the step: one tick of this worker's clock
 
+`ShardedDataset` and `ShardSampler` hand out the data: workers may come and go, and each sample is trained.
+
 What stays in the worker: buffers, such as the running statistics of a BatchNorm layer. Average them yourself if the
 workers' data differ much; evaluation in one worker uses that worker's own.
 """
 
 from __future__ import annotations
 
+from elasticps.torch.data import ShardedDataset, ShardSampler
 from elasticps.torch.embedding import Embedding, EmbeddingBag
 from elasticps.torch.optimizer import Optimizer
 
-__all__ = ["Embedding", "EmbeddingBag", "Optimizer"]
+__all__ = ["Embedding", "EmbeddingBag", "Optimizer", "ShardSampler", "ShardedDataset"]
