@@ -9,9 +9,18 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from coordinator.errors import StoreUnavailable
+from coordinator.errors import StoreUnavailable, UnknownServer
 from coordinator.etcd import EtcdStore
-from coordinator.membership import ServerSession, ViewFollower, create_cluster, register_server, register_worker
+from coordinator.membership import (
+    ServerSession,
+    ViewFollower,
+    cancel_drain,
+    create_cluster,
+    list_drains,
+    register_server,
+    register_worker,
+    request_drain,
+)
 from coordinator.memory import MemoryStore
 from coordinator.store import Entry, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
@@ -309,3 +318,40 @@ async def test_a_follower_refuses_to_start_on_a_view_of_another_kind() -> None:
     with pytest.raises(ValueError, match="not a view"):
         await follower.start()
     await follower.close()
+
+
+async def test_a_request_to_drain_names_the_incarnation_and_can_be_taken_back(clients: Clients) -> None:
+    async with clients() as store:
+        session, _ = await serve(store)
+        assert await request_drain(store, "s0") == session.info
+        assert await request_drain(store, "s0") == session.info
+        assert await list_drains(store) == {"s0": 1}
+        assert await cancel_drain(store, "s0")
+        assert not await cancel_drain(store, "s0")
+        assert await list_drains(store) == {}
+        await session.close()
+
+
+async def test_a_server_that_is_not_there_cannot_be_drained() -> None:
+    store = MemoryStore()
+    with pytest.raises(UnknownServer, match="cluster test has no server s1 registered; there are none"):
+        await request_drain(store, "s1")
+    session, _ = await serve(store)
+    with pytest.raises(UnknownServer, match="there are s0"):
+        await request_drain(store, "s1")
+    with pytest.raises(ValueError, match="no usable server name"):
+        await request_drain(store, "a/b")
+    await session.close()
+
+
+async def test_a_request_is_about_the_newest_incarnation() -> None:
+    store = MemoryStore()
+    one, _ = await serve(store)
+    await request_drain(store, "s0")
+    other, _ = await serve(store)
+    assert await request_drain(store, "s0") == other.info
+    assert await list_drains(store) == {"s0": 2}
+    await store.put("drains/bad", b"[1]")
+    assert await list_drains(store) == {"s0": 2}
+    await other.close()
+    await one.close()
