@@ -9,7 +9,7 @@ import typer
 
 from elasticps import __version__
 from elasticps.bench.cli import app as bench
-from elasticps.cli import audit, local, processes, status
+from elasticps.cli import audit, local, processes, scale, status
 from elasticps.cli.demo import demo
 from elasticps.cli.output import guarded, out
 
@@ -23,11 +23,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-LOCAL, LOOK, SHOW = "Clusters on this machine", "Look into a cluster", "See it work"
+LOCAL, LOOK, SHOW = "Clusters on this machine", "Any cluster", "See it work"
 RUN, ABOUT = "Processes of a cluster", "About"
 app.command(rich_help_panel=LOCAL)(guarded(local.up))
 app.command(rich_help_panel=LOCAL)(guarded(local.down))
+app.command(rich_help_panel=LOCAL)(guarded(scale.scale))
 app.command(rich_help_panel=LOCAL)(guarded(local.kill))
+app.command(rich_help_panel=LOOK)(guarded(scale.drain))
 app.command(rich_help_panel=LOOK)(guarded(status.status))
 app.command(rich_help_panel=LOOK)(guarded(audit.audit))
 app.command(rich_help_panel=SHOW)(guarded(demo))

@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from elasticps import audit as auditing
-from elasticps.cli.local import find
+from elasticps.cli.local import target
 from elasticps.cli.output import ExitCode, err, out, print_json
-from elasticps.errors import ConfigError
 
 _SHOWN = 10
 
@@ -29,11 +28,8 @@ def audit(
     Training goes on meanwhile. The exit code is 0 if all is equal, 1 if a replica differs or an acknowledged step is
     missing, 3 if not everything could be compared in time.
     """
-    if url is not None and name is not None:
-        raise ConfigError("--url and --name exclude each other")
-    target = url if url is not None else find(name).url
     with err.status("comparing replicas"):
-        report = auditing.audit(target, timeout)
+        report = auditing.audit(target(url, name), timeout)
     if as_json:
         print_json(report.as_dict())
     else:

@@ -152,6 +152,13 @@ def find(name: str | None) -> state.Record:
     return records[0]
 
 
+def target(url: str | None, name: str | None) -> str:
+    """The URL of the cluster that --url or --name means."""
+    if url is not None and name is not None:
+        raise ConfigError("--url and --name exclude each other")
+    return url if url is not None else find(name).url
+
+
 def _known() -> str:
     names = [record.name for record in state.records()]
     if not names:

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from coordinator.errors import CoordinationError, StoreUnavailable
+from coordinator.errors import CoordinationError, StoreUnavailable, UnknownServer
 from elasticps.errors import ClusterUnreachable, ConfigError, Error, Timeout
 
 _P = ParamSpec("_P")
@@ -42,6 +42,15 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, separators=(",", ":")), flush=True)
 
 
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
 def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
     """The same command, with what elasticps raises on purpose turned into one message and an exit code. Anything else
     is a bug of ours and keeps its traceback."""
@@ -60,7 +69,7 @@ def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def _code(error: Exception) -> ExitCode:
-    if isinstance(error, ConfigError):
+    if isinstance(error, (ConfigError, UnknownServer)):
         return ExitCode.USAGE
     if isinstance(error, (ClusterUnreachable, StoreUnavailable, Timeout)):
         return ExitCode.UNREACHABLE

@@ -50,6 +50,9 @@ def server(
         float,
         typer.Option(min=0, help="Seconds after SIGTERM in which its ranges move to others; 0: it just ends."),
     ] = 60.0,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait at the start for etcd (at least 10) and for the cluster.")
+    ] = 0.0,
     metrics_port: MetricsPort = 0,
     log_level: LogLevel = "info",
     log_format: LogFormat = "logfmt",
@@ -71,6 +74,7 @@ def server(
             drain_timeout_s=drain_timeout,
             advertise=advertise,
             metrics_port=metrics_port,
+            wait_s=wait,
         )
     )
 

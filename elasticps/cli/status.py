@@ -20,7 +20,7 @@ from coordinator.view import Roster, ServerInfo, View
 from elasticps import background
 from elasticps.admin import fetch_status
 from elasticps.cli.local import find
-from elasticps.cli.output import ExitCode, out, print_json
+from elasticps.cli.output import ExitCode, out, print_json, size
 from elasticps.errors import ClusterUnreachable, ConfigError
 
 _ASKED_AT_ONCE = 64
@@ -172,19 +172,11 @@ def _render(found: dict[str, Any]) -> Group:
             str(server["ranges_held"]),
             str(server["ranges_joining"]),
             "–" if server["rows"] is None else f"{server['rows']:,}",
-            "–" if server["bytes"] is None else _size(server["bytes"]),
-            "–" if server["log_bytes"] is None else _size(server["log_bytes"]),
+            "–" if server["bytes"] is None else size(server["bytes"]),
+            "–" if server["log_bytes"] is None else size(server["log_bytes"]),
             server["address"],
             style="red" if server["error"] else "",
         )
     workers = ", ".join(f"{worker['name']} (id {worker['id']})" for worker in found["workers"]) or "none"
     silent = [Text(f"{server['id']}: {server['error']}", style="red") for server in found["servers"] if server["error"]]
     return Group(head, table, Text(f"workers: {workers}"), *silent)
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

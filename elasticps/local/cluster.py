@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -22,11 +22,12 @@ from coordinator.names import check_name
 from coordinator.view import ClusterConfig, View
 from elasticps import background
 from elasticps.errors import ConfigError, Error
-from elasticps.local import keeper, state
+from elasticps.local import keeper, scaling, state
 from elasticps.local.etcd import EtcdPlan
+from elasticps.local.following import Following
 from elasticps.local.process import Process, stop_all
+from elasticps.local.scaling import SERVERS_MAX
 
-SERVERS_MAX = 64
 COORDINATORS_MAX = 5
 _GRACE_S = 10.0
 _LOOK_EVERY_S = 0.1  # for dead processes to start again
@@ -101,11 +102,11 @@ class LocalCluster:
             raise ConfigError(str(error)) from None
         self._first_servers = [f"s{i}" for i in range(servers)]
         self._coordinators = [f"c{i}" for i in range(coordinators)]
-        self._plugins = tuple(plugins)
         self._given_directory = directory
         self._detach = detach
         self._environment = dict(environment or {})
-        self._log_level = log_level
+        self._log_options = ("--log-level", log_level)
+        self._server_options = (*self._log_options, *(part for name in plugins for part in ("--plugin", name)))
         self._timeout_s = timeout_s
         self._progress = progress or (lambda _: None)
         self._owned = True  # by this process, until a detached cluster has started
@@ -114,6 +115,7 @@ class LocalCluster:
         self._etcd_plan: EtcdPlan | None = None
         self._etcd: Process | None = None
         self._processes: dict[str, Process] = {}
+        self._started: set[tuple[int, str]] = set()  # all that this object ever started: pid and moment
         self._options: dict[str, list[str]] = {}
         self._lock = threading.RLock()  # the table of processes
         self._news: list[str] = []  # who has ended, until `ended` tells
@@ -167,8 +169,9 @@ class LocalCluster:
             self._restarter.stop()
         processes = list(self._processes.values())
         # The coordinator first: nobody need plan for servers that are ending.
-        for role in ("coordinator", "server"):
-            stop_all([p for p in processes if p.role == role], grace_s=_GRACE_S)
+        stop_all([p for p in processes if p.role == "coordinator"], grace_s=_GRACE_S)
+        stop_all([p for p in processes if p.role == "server"], grace_s=_GRACE_S)
+        keeper.end_all([(p.pid, p.moment) for p in self._others()], grace_s=_GRACE_S)
         if self._etcd is not None:
             stop_all([self._etcd], grace_s=_GRACE_S)
         if self._folder is not None:
@@ -216,7 +219,7 @@ class LocalCluster:
         """What has ended without being asked to since the last call, a line each: "server s1 was killed by SIGKILL"."""
         with self._lock:
             for process in [p for p in self._processes.values() if not p.running]:
-                if self._restarter is None:
+                if self._restarter is None or process.left:
                     del self._processes[process.name]
                 self._tell_end(process)
             if self._etcd is not None and not self._etcd.running:
@@ -250,9 +253,40 @@ class LocalCluster:
         """Starts one more server, or one that has ended again under its name; returns when it is ready."""
         with self._lock:
             if name is None:
-                name = next(f"s{i}" for i in range(len(self._processes) + 1) if f"s{i}" not in self._processes)
-        self._start_again(name, "server", ["--zone", zone, "--weight", str(weight)])
+                taken = {*self._processes, *(other.name for other in self._others())}
+                name = next(f"s{i}" for i in range(len(taken) + 1) if f"s{i}" not in taken)
+        self._start_again(name, "server", scaling.options(zone, weight))
         return self.server(name)
+
+    def drain(self, name: str, *, timeout_s: float = 120.0) -> None:
+        """Has everything that the server called `name` holds moved to others; returns when its process has ended.
+
+        Timeout if that takes longer, such as for the last server; the drain goes on. `cancel_drain` takes it back.
+        """
+        with Following(self.url) as following:
+            following.wait_drained(following.request_drain(name), timeout_s)
+        scaling.wait_ended(self.directory, name)
+        self._forget([name])
+
+    def cancel_drain(self, name: str) -> bool:
+        """Takes a drain back: what has moved stays where it is. False if there was none, or it is done."""
+        with Following(self.url) as following:
+            return following.cancel_drain(name)
+
+    def scale(self, servers: int, *, zone: str = "", weight: float = 1.0, timeout_s: float = 600.0) -> scaling.Outcome:
+        """Starts servers, of this zone and weight, or drains those with the highest numbers, until so many serve;
+        returns when nothing moves any more."""
+        with Following(self.url) as following:
+            draining = following.draining()
+        record = state.read(self.directory)
+        running = [] if record is None else [entry.name for entry in record.servers]
+        wanted = scaling.change(running, draining, servers)
+        outcome = scaling.scale(
+            self.url, self.directory, wanted, lambda name, options: self._spawn(name, "server", options),
+            zone=zone, weight=weight, timeout_s=timeout_s,
+        )  # fmt: skip
+        self._forget(wanted.drain)
+        return outcome
 
     def start_coordinator(self, name: str = "c0") -> None:
         """Starts one more coordinator, or one that has ended; returns when it takes part in elections."""
@@ -330,19 +364,15 @@ class LocalCluster:
                 if process.running:
                     continue
                 self._tell_end(process)
+                if process.left:
+                    continue
                 deaths = 1 if now - process.started > _STEADY_S else process.deaths + 1
                 if now - process.started >= _PAUSES_S[min(deaths, len(_PAUSES_S)) - 1]:
                     self._spawn(name, process.role, self._options[name]).deaths = deaths
 
     def _spawn(self, name: str, role: str, options: list[str]) -> Process:
-        try:
-            check_name(role, name)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        command = [sys.executable, "-m", "elasticps", role, "--url", self.url, "--name", name, *options]
-        command += ["--log-level", self._log_level]
-        if role == "server":
-            command += [part for plugin in self._plugins for part in ("--plugin", plugin)]
+        more = [*options, *(self._server_options if role == "server" else self._log_options)]
+        command = scaling.server_command(role, self.url, name, more)
         process = Process.start(name, role, command, self.directory, {**os.environ, **self._environment})
         with self._lock:
             self._processes[name], self._options[name] = process, options
@@ -352,7 +382,22 @@ class LocalCluster:
     def _watched(self, process: Process) -> None:
         if self._keeper is not None and self._keeper.stdin is not None:
             self._keeper.stdin.write(f"{process.pid} {process.moment}\n".encode())
+        self._started.add((process.pid, process.moment))
         self._record()
+
+    def _forget(self, drained: Iterable[str]) -> None:
+        with self._lock:
+            for name in drained:
+                if (process := self._processes.get(name)) is not None and not process.running:
+                    process.told = True  # whoever asked for it knows
+                    del self._processes[name]
+            self._record()
+
+    def _others(self) -> list[state.Entry]:
+        """Servers of this cluster that another process has started, such as `elasticps scale`, and that run."""
+        record = None if self._folder is None else state.read(self._folder)
+        servers = () if record is None else record.servers
+        return [entry for entry in servers if (entry.pid, entry.moment) not in self._started]
 
     def _record(self) -> None:
         with self._lock:
@@ -360,7 +405,15 @@ class LocalCluster:
             entries = [state.Entry(p.name, p.role, p.pid, p.moment) for p in processes]
             if self._owned:
                 entries.insert(0, state.this_process())
-            state.write(self.directory, state.Record(self.name, self.url, tuple(entries)))
+
+            def change(record: state.Record) -> state.Record:
+                others = [entry for entry in record.servers if (entry.pid, entry.moment) not in self._started]
+                return replace(
+                    record, url=self.url, processes=(*entries, *others), server_options=self._server_options,
+                    environment=self._environment,
+                )  # fmt: skip
+
+            state.update(self.directory, change)
 
 
 def _shown(process: Process) -> ServerProcess:

@@ -3,12 +3,13 @@
 A process id is used again after its process has ended, so a process is known by its id *and* the moment it began
 (`started_at`). Run as a script, this module is the keeper: the owner of a cluster holds the other end of its standard
 input and writes one "pid moment" line per process; when that pipe closes, however the owner came to die, the keeper
-kills what is still running and removes the cluster's folder. Only the standard library is imported, so that it starts
-in a few milliseconds.
+kills what is still running, those too that only the cluster's record lists, and removes the cluster's folder. Only the
+standard library is imported, so that it starts in a few milliseconds.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import shutil
@@ -18,6 +19,8 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+
+RECORD = "cluster.json"
 
 
 def started_at(pid: int) -> str | None:
@@ -97,8 +100,17 @@ def keep(owner: int, folder: str) -> None:
                 break
             received += chunk
     lines = [line.split() for line in received.decode().splitlines()]
-    end_all([(int(pid), moment) for pid, moment in lines], grace_s=0.0)
+    known = [(int(pid), moment) for pid, moment in lines]
+    end_all(list({*known, *_recorded(Path(folder))}), grace_s=0.0)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _recorded(folder: Path) -> list[tuple[int, str]]:
+    """The processes in the cluster's record: another process than the owner may have started some (`scale`)."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        return [(entry["pid"], entry["moment"]) for entry in record["processes"] if entry["role"] != "owner"]
+    return []
 
 
 if __name__ == "__main__":

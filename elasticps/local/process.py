@@ -59,6 +59,11 @@ class Process:
     def running(self) -> bool:
         return self.popen.poll() is None
 
+    @property
+    def left(self) -> bool:
+        """Whether it is a server that has ended because it was asked to, such as by a drain."""
+        return self.role == "server" and self.popen.poll() == 0
+
     def kill(self) -> None:
         """SIGKILL, and waits until it is gone."""
         self.told = True  # whoever asked for it knows
@@ -93,6 +98,8 @@ class Process:
             return "is running"
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
+        if code == 0:
+            return "ended, as it was asked to"
         return f"ended with exit code {code}"
 
     def last_words(self) -> str:

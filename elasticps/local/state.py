@@ -8,9 +8,9 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from coordinator.names import check_name
 from elasticps.errors import ConfigError, Timeout
 from elasticps.local import keeper
 
-_FILE = "cluster.json"
+_FILE = keeper.RECORD
 _FORMAT = 1
 
 
@@ -38,11 +38,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Record:
-    """A cluster as its state file tells it. The owner of a detached cluster has ended, and is not listed."""
+    """A cluster as its state file tells it. The owner of a detached cluster has ended, and is not listed.
+
+    Servers may be listed that others than the owner have started: they end with the cluster too.
+    """
 
     name: str
     url: str  # "" while etcd is not there yet
     processes: tuple[Entry, ...]
+    server_options: tuple[str, ...] = ()  # what every server is started with
+    environment: Mapping[str, str] = field(default_factory=dict)  # for servers, beside that of who starts them
 
     @property
     def owner(self) -> Entry | None:
@@ -51,6 +56,11 @@ class Record:
     @property
     def running(self) -> bool:
         return any(p.running for p in self.processes)
+
+    @property
+    def servers(self) -> tuple[Entry, ...]:
+        """Those that run."""
+        return tuple(p for p in self.processes if p.role == "server" and p.running)
 
 
 def state_root(environment: Mapping[str, str] = os.environ) -> Path:
@@ -79,7 +89,9 @@ def read(folder: Path) -> Record | None:
         raise ConfigError(f"the state file {folder / _FILE} cannot be read: {error}") from None
     if data.get("format") != _FORMAT:
         raise ConfigError(f"the state file {folder / _FILE} was written by another version of elasticps")
-    return Record(data["name"], data["url"], tuple(Entry(**entry) for entry in data["processes"]))
+    processes = tuple(Entry(**entry) for entry in data["processes"])
+    options = tuple(data.get("server_options", ()))
+    return Record(data["name"], data["url"], processes, options, data.get("environment", {}))
 
 
 def write(folder: Path, record: Record) -> None:
@@ -87,6 +99,21 @@ def write(folder: Path, record: Record) -> None:
     new = folder / f"{_FILE}.new"
     new.write_text(json.dumps({"format": _FORMAT, **asdict(record)}, indent=1) + "\n", encoding="utf-8")
     new.replace(folder / _FILE)
+
+
+def update(folder: Path, change: Callable[[Record], Record]) -> Record:
+    """Changes the record in `folder`; nobody else's change is lost. ConfigError if the cluster has ended."""
+    gone = ConfigError(f"the local cluster of {folder} has ended")
+    try:
+        with _locked(folder):
+            record = read(folder)
+            if record is None:
+                raise gone
+            record = change(record)
+            write(folder, record)
+            return record
+    except FileNotFoundError:  # its folder was removed meanwhile
+        raise gone from None
 
 
 def records(root: Path | None = None) -> list[Record]:
@@ -131,11 +158,21 @@ def end(folder: Path, record: Record, *, grace_s: float = 10.0) -> None:
                     "end that process, then try again"
                 )
             time.sleep(0.02)
-    for role in ("coordinator", "server", "etcd"):  # the coordinator first: nobody plans for servers that are ending
-        keeper.end_all([(p.pid, p.moment) for p in record.processes if p.role == role], grace_s=grace_s)
-    with _locked(folder.parent):
-        if folder.exists() and read(folder) == record:
-            remove(folder)
+    while True:
+        for role in (
+            "coordinator",
+            "server",
+            "etcd",
+        ):  # the coordinator first: nobody plans for servers that are ending
+            keeper.end_all([(p.pid, p.moment) for p in record.processes if p.role == role], grace_s=grace_s)
+        with _locked(folder.parent):
+            now = read(folder) if folder.exists() else None
+            if now is None or now.url != record.url:
+                return
+            if not now.running:
+                remove(folder)
+                return
+        record = now  # somebody was adding servers
 
 
 def remove(folder: Path) -> None:

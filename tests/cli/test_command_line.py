@@ -24,7 +24,20 @@ def plain(text: str) -> str:
 
 def test_version_and_help() -> None:
     assert re.fullmatch(r"elasticps \d+\.\d+\.\d+ with Python 3\.\d+\.\S+\n", run("version").output)
-    for command in ("up", "down", "kill", "status", "audit", "demo", "bench", "server", "coordinator", "version"):
+    for command in (
+        "up",
+        "down",
+        "scale",
+        "drain",
+        "kill",
+        "status",
+        "audit",
+        "demo",
+        "bench",
+        "server",
+        "coordinator",
+        "version",
+    ):
         assert run(command, "--help").exit_code == ExitCode.OK
         assert command in run("--help").output
 
@@ -38,6 +51,11 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     [
         (["up", "--replicas", "17"], "16"),
         (["up", "--detach", "--restart"], "leave one out"),
+        (["scale", "3"], "no local cluster is there"),
+        (["scale", "0"], "Invalid value"),
+        (["drain", "s0"], "no local cluster is there"),
+        (["drain", "s0", "--url", "etcd://127.0.0.1:1/x", "--name", "x"], "--url and --name exclude each other"),
+        (["drain", "s0", "--url", "http://127.0.0.1:1/x"], "it must begin with etcd://"),
         (["kill", "s0"], "no local cluster is there"),
         (["audit"], "no local cluster is there"),
         (["audit", "--url", "etcd://127.0.0.1:1/x", "--name", "x"], "--url and --name exclude each other"),

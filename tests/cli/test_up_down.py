@@ -88,6 +88,43 @@ def test_a_detached_cluster_from_up_to_down(state_folder: Path, eventually: Even
     assert run("status").returncode == ExitCode.USAGE
 
 
+def test_a_detached_cluster_is_scaled_and_drained(state_folder: Path, eventually: Eventually) -> None:
+    assert run("up", "--servers", "2", "--ranges", "32", "--name", "demo", "--detach").returncode == ExitCode.OK
+    try:
+        forecast = json.loads(run("scale", "3", "--dry-run", "--json").stdout)
+        assert (forecast["start"], forecast["drain"]) == (["s2"], [])
+        assert {move["to"] for move in forecast["moves"]} == {"s2"}
+        assert "start s2" in run("scale", "3", "--dry-run").stdout
+        assert len(status()[1]["servers"]) == 2
+
+        grown = run("scale", "3", "--zone", "rack1", "--json")
+        assert grown.returncode == ExitCode.OK, grown.stderr
+        assert json.loads(grown.stdout)["servers"] == ["s0", "s1", "s2"]
+        seen = status()[1]["servers"]
+        assert [(server["id"], server["zone"]) for server in seen] == [("s0", ""), ("s1", ""), ("s2", "rack1")]
+        assert sum(server["ranges_held"] for server in seen) == 64
+
+        assert run("drain", "s9").returncode == ExitCode.USAGE
+        assert "was not asked to drain" in run("drain", "s1", "--cancel").stderr
+        drained = run("drain", "s1", "--json")
+        assert drained.returncode == ExitCode.OK, drained.stderr
+        assert json.loads(drained.stdout)["server"] == "s1"
+        eventually(lambda: [server["id"] for server in status()[1]["servers"]] == ["s0", "s2"])
+
+        assert json.loads(run("scale", "1", "--json", "--yes").stdout)["drain"] == ["s2"]
+        late = run("drain", "s0", "--timeout", "0.5")
+        assert late.returncode == ExitCode.UNREACHABLE
+        assert "last server" in late.stderr
+        assert run("drain", "s0", "--cancel").returncode == ExitCode.OK
+        record = state.read(state_folder / "demo")
+        assert record is not None
+        assert sorted(entry.name for entry in record.processes) == ["c0", "etcd", "s0", "s1"]
+    finally:
+        down = run("down")
+    assert down.returncode == ExitCode.OK, down.stderr
+    assert not any(entry.running for entry in record.processes)
+
+
 def test_a_cluster_in_the_foreground_ends_with_ctrl_c_or_down(state_folder: Path) -> None:
     for end in ("ctrl-c", "down"):
         with subprocess.Popen(

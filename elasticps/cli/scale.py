@@ -1,0 +1,171 @@
+"""`elasticps scale` and `elasticps drain`: servers come and go while training goes on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from coordinator.forecast import Forecast
+from coordinator.wording import standing_of
+from elasticps.cli.local import find, target
+from elasticps.cli.output import err, out, print_json, size
+from elasticps.errors import ConfigError
+from elasticps.local import scaling, state
+from elasticps.local.following import Following, holds
+from elasticps.local.following import Progress as News
+
+Url = Annotated[str | None, typer.Option(help="A cluster anywhere, as etcd://host:port/name.")]
+Name = Annotated[str | None, typer.Option(help="A local cluster; may be left out if there is one.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
+
+
+def drain(
+    server: Annotated[str, typer.Argument(metavar="SERVER", help="For example s1.")],
+    url: Url = None,
+    name: Name = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait; the drain goes on after that.")] = 600.0,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Take it back; what has moved stays.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Move everything off a server while training goes on; then the server ends by itself.
+
+    The exit code is 0 when the server holds nothing any more, 3 if it still does after --timeout.
+    """
+    with Following(target(url, name)) as following:
+        if cancel:
+            taken_back = following.cancel_drain(server)
+            err.print(f"{server} stays" if taken_back else f"{server} was not asked to drain", markup=False)
+            if as_json:
+                print_json({"server": server, "cancelled": taken_back})
+            return
+        began = time.monotonic()
+        asked = following.request_drain(server)
+        ranges = holds(following.view, asked) or 0
+        with _interruptible(server), _bar(f"draining {server}", ranges) as tell:
+            view = following.wait_drained(asked, timeout, tell)
+    seconds = round(time.monotonic() - began, 3)
+    if as_json:
+        print_json({"server": server, "ranges": ranges, "epoch": view.epoch, "seconds": seconds})
+    else:
+        out.print(f"{server} is out of view {view.epoch}, {ranges} ranges in {seconds:.1f} s: {view.reason}")
+
+
+def scale(
+    servers: Annotated[int, typer.Argument(metavar="N", min=1, help="How many servers are to serve.")],
+    name: Name = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would move, and do nothing.")] = False,
+    weight: Annotated[float, typer.Option(min=0.01, help="Share of the ranges of each new server.")] = 1.0,
+    zone: Annotated[str, typer.Option(help="What fails together with the new servers.")] = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before servers are drained.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait; what was begun goes on after that.")] = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Grow or shrink a local cluster while training goes on, and wait until nothing moves any more.
+
+    New servers get the lowest free names; those with the highest numbers are drained.
+    """
+    record = find(name)
+    with Following(record.url) as following:
+        change = scaling.change([entry.name for entry in record.servers], following.draining(), servers)
+        stored = following.stored()
+        try:
+            forecast = scaling.predict(following, change, zone=zone, weight=weight, nbytes=stored)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        ranges = following.view.ranges
+    figures = _figures(forecast, len(stored))
+    if dry_run and as_json:
+        print_json({"dry_run": True, "servers": servers, **asdict(change), **figures})
+        return
+    if not as_json or dry_run:
+        (out if dry_run else err).print(_render(change, forecast, figures, ranges))
+    if dry_run:
+        return
+    if change.drain and not yes and sys.stdin.isatty():
+        typer.confirm(f"drain {', '.join(change.drain)}?", abort=True, err=True)
+    folder = state.folder_of(record.name)
+    with _interruptible(), _bar(f"{servers} servers", forecast.copies) as tell:
+        outcome = scaling.scale(
+            record.url, folder, change, scaling.spawn_recorded(folder), zone=zone, weight=weight, timeout_s=timeout,
+            tell=tell,
+        )  # fmt: skip
+    if as_json:
+        print_json({"dry_run": False, "servers": outcome.servers, **asdict(change), **figures,
+                    "epoch": outcome.epoch, "seconds": round(outcome.seconds, 3)})  # fmt: skip
+    else:
+        out.print(f"{', '.join(outcome.servers)} serve under view {outcome.epoch}, after {outcome.seconds:.1f} s")
+
+
+def _figures(forecast: Forecast, sources: int) -> dict[str, Any]:
+    from elasticps.server.fill import BUSY_BYTES_PER_S  # brings in the kernels: only this command waits for that
+
+    rate = BUSY_BYTES_PER_S * max(1, sources)
+    moves = sorted(forecast.moves.items(), key=lambda move: [scaling.by_number(one) for one in move[0]])
+    return {
+        "copies": forecast.copies,
+        "bytes": forecast.nbytes,
+        "seconds": round(forecast.nbytes / rate, 1),
+        "kinds": {kind: asdict(work) for kind, work in forecast.kinds.items() if work.copies},
+        "moves": [{"from": origin, "to": to, "copies": count} for (origin, to), count in moves],
+        "waiting": forecast.waiting,
+    }
+
+
+def _render(change: scaling.Change, forecast: Forecast, figures: dict[str, Any], ranges: int) -> Group:
+    parts = [
+        f"{verb} {', '.join(some)}"
+        for verb, some in (("start", change.start), ("drain", change.drain), ("keep", change.keep))
+        if some
+    ]
+    if not parts and not forecast.copies:
+        return Group(Text("nothing is to be done"))
+    text = f"{'; '.join(parts) or 'no server comes or goes'}: "
+    text += f"{forecast.copies} copies of {ranges} ranges, about {size(forecast.nbytes)}"
+    text += f" in {max(0.1, figures['seconds']):,.1f} s, if workers are served meanwhile"
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("from", "to", "ranges", "about"):
+        table.add_column(column, justify="left" if column in ("from", "to") else "right")
+    for move in figures["moves"]:
+        share = forecast.nbytes * move["copies"] / max(1, forecast.copies)
+        table.add_row(move["from"], move["to"], str(move["copies"]), size(share))
+    lines: list[Text | Table] = [Text(text)]
+    lines += [table] if figures["moves"] else []
+    lines += [Text(f"waiting: {forecast.waiting}", "yellow")] if forecast.waiting else []
+    return Group(*lines)
+
+
+@contextmanager
+def _bar(title: str, total: int) -> Iterator[Callable[[News], None]]:
+    """A bar of copies done, and what is waited for beneath it."""
+    columns = (
+        TextColumn("[bold]{task.description}"), BarColumn(bar_width=28), TextColumn("{task.fields[left]} ranges left"),
+        TimeElapsedColumn(), TextColumn("[yellow]{task.fields[waiting]}"),
+    )  # fmt: skip
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task(title, total=max(1, total), left=total, waiting="")
+
+        def tell(news: News) -> None:
+            done = max(0, total - news.left)
+            progress.update(task, completed=done, left=news.left, waiting=standing_of(news.reason))
+
+        yield tell
+
+
+@contextmanager
+def _interruptible(server: str = "") -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        text = f"; to take it back: elasticps drain {server} --cancel" if server else ""
+        err.print(f"not waited for any more; what was begun goes on{text}", markup=False)
+        raise

@@ -1,0 +1,187 @@
+"""A cluster's newest view and what stands beside it in etcd, for whoever asks for a change and waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from coordinator import membership
+from coordinator.connect import open_store
+from coordinator.forecast import forecast
+from coordinator.planner import Members
+from coordinator.view import ClusterConfig, ServerInfo, View
+from elasticps import background
+from elasticps.admin import fetch_status
+from elasticps.errors import ClusterUnreachable, ConfigError, Error, Timeout
+
+LOOK_S = 0.05
+_ASK_S = 1.0  # between looks into etcd at what no view tells
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Copies of ranges that are not yet where they are to be, and what the newest view says."""
+
+    left: int
+    reason: str
+
+
+Tell = Callable[[Progress], None]
+
+
+class Following:
+    """The view of the cluster at `url`, from one `with` to its end. Calls block; they raise ConfigError for an unusable
+    URL, StoreUnavailable or ClusterUnreachable where etcd does not answer within `timeout_s`."""
+
+    def __init__(self, url: str, timeout_s: float = 10.0) -> None:
+        self._timeout_s = timeout_s
+        try:
+            self._store = background.run(open_store(url, timeout_s=timeout_s))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self._follower = membership.ViewFollower(self._store)
+        try:
+            self._run(self._follower.start())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Following:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops following."""
+        background.run(self._follower.close())
+        background.run(self._store.close())
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        async def limited() -> _T:
+            return await asyncio.wait_for(work, self._timeout_s)
+
+        try:
+            return background.run(limited())
+        except (TimeoutError, asyncio.TimeoutError):
+            text = f"etcd did not answer within {self._timeout_s:g} s"
+            raise ClusterUnreachable(f"cluster {self._store.cluster!r}: {text}") from None
+
+    # --- what there is ----------------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> View:
+        """The newest one. Error where none was formed yet."""
+        view = self._follower.view
+        if view is None:
+            raise Error(f"cluster {self._store.cluster!r} has no view yet: no server has served")
+        return view
+
+    def on_view(self, callback: Callable[[View], None]) -> None:
+        """Called for each newer view, and at once for the present one; in a thread of its own."""
+        background.run(self._subscribe(callback))
+
+    async def _subscribe(self, callback: Callable[[View], None]) -> None:
+        self._follower.subscribe(callback)
+
+    def registered(self) -> tuple[ServerInfo, ...]:
+        """The servers whose leases live."""
+        entries = self._run(self._store.list(membership.SERVERS)).entries
+        return tuple(ServerInfo.from_json(entry.value) for entry in entries)
+
+    def draining(self) -> frozenset[str]:
+        """Names of the registered servers that were asked to drain."""
+        return frozenset(member.name for member in self.members().draining)
+
+    def members(self) -> Members:
+        """The registered servers, as the planner sees them."""
+        servers, drains = self.registered(), self._run(membership.list_drains(self._store))
+        asked = frozenset(s.member for s in servers if drains.get(s.name) == s.incarnation)
+        return Members(self._store.cluster, servers, asked)
+
+    def config(self) -> ClusterConfig:
+        """What the cluster was created with."""
+        entry = self._run(self._store.get(membership.CONFIG))
+        if entry is None:
+            raise ConfigError(f"cluster {self._store.cluster!r} does not exist")
+        return ClusterConfig.from_json(entry.value)
+
+    def stored(self) -> dict[str, int]:
+        """Bytes that each registered server which answers has allocated for rows, by name."""
+        return background.run(_stored(self.registered(), self._timeout_s))
+
+    # --- what is asked ----------------------------------------------------------------------------------------------
+
+    def request_drain(self, name: str) -> ServerInfo:
+        """Asks for everything to be moved off the server. UnknownServer if none of that name is registered."""
+        return self._run(membership.request_drain(self._store, name))
+
+    def cancel_drain(self, name: str) -> bool:
+        """Takes that back; False if it was not asked for, or is done."""
+        return self._run(membership.cancel_drain(self._store, name))
+
+    def wait_drained(self, server: ServerInfo, timeout_s: float, tell: Tell = lambda progress: None) -> View:
+        """The first view without this incarnation of a server. Timeout says what is left and why; the drain goes on."""
+        began = asked = time.monotonic()
+        while holds(self.view, server) is not None:
+            now, left = time.monotonic(), holds(self.view, server) or 0
+            tell(Progress(left, self.view.reason))
+            if now - began > timeout_s:
+                raise Timeout(
+                    f"{server.name} has {left} ranges left after {timeout_s:g} s: {self.view.reason}. The drain goes "
+                    f"on; to take it back: elasticps drain {server.name} --cancel"
+                )
+            if now - asked > _ASK_S:
+                if server.name not in self.draining() and holds(self.view, server) is not None:
+                    raise Error(f"the drain of {server.name} was taken back with {left} ranges left")
+                asked = now
+            time.sleep(LOOK_S)
+        tell(Progress(0, self.view.reason))
+        return self.view
+
+    def settled(self) -> bool:
+        """Whether every registered server is in the view, those that were asked to drain hold nothing, nothing is under
+        way, and the planner wants nothing else."""
+        view = self.view
+        if (view.joining >= 0).any():
+            return False
+        members = self.members()
+        listed = {s.member for s in view.servers}
+        if listed != {s.member for s in members.servers} - members.draining:
+            return False
+        return forecast(view, members, self.config()).views == 0
+
+
+def holds(view: View, server: ServerInfo) -> int | None:
+    """Ranges that this incarnation of a server has or is being given; None if it is not in the view."""
+    index = view.index(server.name)
+    if index < 0 or view.servers[index].incarnation != server.incarnation:
+        return None
+    return int(((view.chains == index).any(axis=1) | (view.joining == index)).sum())
+
+
+def held(view: View | None) -> dict[str, int]:
+    """Ranges that each server of a view has, by name; being filled does not count."""
+    if view is None:
+        return {}
+    counts = np.bincount(view.chains[view.chains >= 0], minlength=len(view.servers))
+    return {s.name: int(count) for s, count in zip(view.servers, counts, strict=True)}
+
+
+async def _stored(servers: tuple[ServerInfo, ...], timeout_s: float) -> dict[str, int]:
+    answers = await asyncio.gather(*(fetch_status(s.admin, timeout_s) for s in servers), return_exceptions=True)
+    return {
+        s.name: int(answer["bytes"])
+        for s, answer in zip(servers, answers, strict=True)
+        if not isinstance(answer, BaseException)
+    }

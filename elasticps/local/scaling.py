@@ -1,0 +1,201 @@
+"""Grows and shrinks a local cluster: which servers to start and to drain, what that would move, and doing it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from coordinator import forecast as forecasts
+from coordinator.names import check_name
+from coordinator.planner import Members
+from coordinator.view import ServerInfo, View
+from elasticps.errors import ConfigError, Error, Timeout
+from elasticps.local import keeper, state
+from elasticps.local.following import LOOK_S, Following, Progress, Tell, held
+from elasticps.local.process import Process
+
+SERVERS_MAX = 64
+_END_S = 15.0  # for a drained server to end by itself
+
+Spawn = Callable[[str, list[str]], Process]  # name and options -> the server, started and recorded
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a number of servers is reached. start, drain: names; keep: who was asked to drain, and stays after all."""
+
+    start: tuple[str, ...] = ()
+    drain: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What `scale` did, and how long it took until nothing moved any more. copies: of ranges that had to be made."""
+
+    change: Change
+    servers: tuple[str, ...]
+    copies: int
+    epoch: int
+    seconds: float
+
+
+def change(running: Collection[str], draining: Collection[str], wanted: int) -> Change:
+    """Which servers come and go so that `wanted` serve: names that are free, lowest first, come; highest names go."""
+    if not 1 <= wanted <= SERVERS_MAX:
+        raise ConfigError(f"a local cluster has 1 to {SERVERS_MAX} servers, not {wanted}")
+    serving = sorted(set(running) - set(draining), key=by_number)
+    if len(serving) > wanted:
+        return Change(drain=tuple(serving[wanted:]))
+    missing = wanted - len(serving)
+    keep = sorted(set(running) & set(draining), key=by_number)[:missing]
+    free = (name for name in (f"s{i}" for i in range(SERVERS_MAX + len(running))) if name not in running)
+    return Change(start=tuple(next(free) for _ in range(missing - len(keep))), keep=tuple(keep))
+
+
+def by_number(name: str) -> tuple[str, int, str]:
+    """Sorts s2 before s10."""
+    letters = name.rstrip("0123456789")
+    return letters, int(name[len(letters) :] or 0), name
+
+
+def options(zone: str, weight: float) -> list[str]:
+    """Of the command that starts a server."""
+    return ["--zone", zone, "--weight", str(weight)]
+
+
+def predict(
+    following: Following,
+    wanted: Change,
+    *,
+    zone: str = "",
+    weight: float = 1.0,
+    nbytes: Mapping[str, int] | None = None,
+) -> forecasts.Forecast:
+    """What that change would move, without making it. ValueError for a zone or weight that cannot be."""
+    view, now = following.view, following.members()
+    new = tuple(ServerInfo(name, 1 << 40, "127.0.0.1:1", "", zone, weight) for name in wanted.start)
+    draining = {m for m in now.draining if m.name not in wanted.keep}
+    draining |= {s.member for s in now.servers if s.name in wanted.drain}
+    there = tuple(s for s in now.servers if s.name not in wanted.start)
+    members = Members(now.cluster, (*there, *new), frozenset(draining))
+    return forecasts.forecast(view, members, following.config(), nbytes=nbytes)
+
+
+def scale(
+    url: str, folder: Path, wanted: Change, spawn: Spawn, *, zone: str = "", weight: float = 1.0,
+    timeout_s: float = 600.0, tell: Tell = lambda progress: None,
+) -> Outcome:  # fmt: skip
+    """Makes the change and returns when nothing moves any more and those that drained have ended.
+
+    Error if a server that is to serve ends meanwhile, Timeout when it takes longer; what was begun goes on by itself.
+    """
+    began = time.monotonic()
+    with Following(url) as following:
+        try:
+            target = predict(following, wanted, zone=zone, weight=weight)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        goal = held(target.view)
+        for name in wanted.keep:
+            following.cancel_drain(name)
+        new = [spawn(name, options(zone, weight)) for name in wanted.start]
+        for process in new:
+            process.wait_ready(began + timeout_s)
+        gone = [following.request_drain(name) for name in wanted.drain]
+        here = {name for name in goal if name not in wanted.drain} | set(wanted.start)
+        checked = time.monotonic()
+        while True:
+            view = following.view
+            tell(Progress(_left(view, goal), view.reason))
+            _check_alive(new)
+            now = time.monotonic()
+            if now - began > timeout_s:
+                raise Timeout(f"the cluster is not settled after {timeout_s:g} s, and goes on: {view.reason}")
+            if here <= held(view).keys() and now - checked > 4 * LOOK_S:
+                if following.settled():
+                    break
+                checked = time.monotonic()
+            time.sleep(LOOK_S)
+        tell(Progress(0, view.reason))
+        for server in gone:
+            wait_ended(folder, server.name)
+        serving = tuple(sorted(held(following.view), key=by_number))
+        return Outcome(wanted, serving, target.copies, following.view.epoch, time.monotonic() - began)
+
+
+def _left(view: View, goal: Mapping[str, int]) -> int:
+    now = held(view)
+    return sum(max(0, count - now.get(name, 0)) for name, count in goal.items())
+
+
+def _check_alive(processes: Sequence[Process]) -> None:
+    for process in processes:
+        if not process.running:
+            raise Error(f"server {process.name} {process.how_it_ended()}; {process.last_words()}")
+
+
+def spawn_recorded(folder: Path) -> Spawn:
+    """Starts servers of a cluster that this process need not own: it lists them in the record, so that they end with
+    the cluster."""
+
+    def spawn(name: str, more: list[str]) -> Process:
+        record = _record(folder)
+        environment = {**os.environ, **record.environment}
+        process = Process.start(
+            name,
+            "server",
+            server_command("server", record.url, name, [*more, *record.server_options]),
+            folder,
+            environment,
+        )
+        entry = state.Entry(process.name, process.role, process.pid, process.moment)
+
+        def add(now: state.Record) -> state.Record:
+            if any(p.name == name and p.running for p in now.processes):
+                raise ConfigError(f"a server {name} was started by somebody else at the same time")
+            return replace(now, processes=(*(p for p in now.processes if p.name != name), entry))
+
+        try:
+            state.update(folder, add)
+        except BaseException:
+            keeper.send(process.pid, process.moment, signal.SIGKILL)  # nobody else knows of it
+            raise
+        return process
+
+    return spawn
+
+
+def server_command(role: str, url: str, name: str, more: Sequence[str]) -> list[str]:
+    """The command line of a server, or of a coordinator. ConfigError for a name that cannot be."""
+    try:
+        check_name(role, name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return [sys.executable, "-m", "elasticps", role, "--url", url, "--name", name, *more]
+
+
+def _record(folder: Path) -> state.Record:
+    record = state.read(folder)
+    if record is None:
+        raise ConfigError(f"the local cluster of {folder} has ended")
+    return record
+
+
+def wait_ended(folder: Path, name: str) -> None:
+    """Returns when the process of a drained server has ended, and takes it off the record. Error if it does not."""
+    deadline = time.monotonic() + _END_S
+    while entry := next((p for p in _record(folder).servers if p.name == name), None):
+        if time.monotonic() > deadline:
+            raise Error(f"server {name} (pid {entry.pid}) has drained, and still runs {_END_S:g} s later")
+        time.sleep(LOOK_S)
+
+    def drop(now: state.Record) -> state.Record:
+        return replace(now, processes=tuple(p for p in now.processes if p.name != name or p.running))
+
+    state.update(folder, drop)
