@@ -220,6 +220,9 @@ class Client:
         cut differently.
         """
         spec = checked_spec(num_samples, shard_size, epochs, shuffle_seed)
+        label: object = name
+        if not isinstance(label, str) or not 0 < len(name) <= 200:
+            raise InputError(f"shards take a name of 1 to 200 letters, got {name!r}")
         parts = Parts(self._net, self._session, self._joining, self._sync, self._control, self._lock)
         shards = Shards(self, parts, name, spec)
         with self._lock:
@@ -454,7 +457,13 @@ def connect(
     `url` is etcd://host:port[,host:port…]/cluster (default: the environment's ELASTICPS_URL). `worker` names this
     process: started again under its name, it fences its older self (default: a name of its own). `window` is how
     many steps may be outstanding before `push` waits. `timeout`, in seconds, bounds every wait that has no timeout of
-    its own. `app` separates the tables of applications that share the servers.
+    its own. `app` names one of several applications that share the servers: each has tables, rounds, bounds on
+    staleness and shards of its own, and sees nothing of the others.
+
+        with eps.connect(url, worker="w0", app="ads") as ps:             # the classic store: push and pull
+            clicks = ps.table("clicks", dim=1, optimizer=eps.Accumulate())   # or eps.Custom, an update of your own
+            ps.push({clicks: (ids, ones)}).result()
+            clicks.pull(ids)                                               # the sum over all workers of "ads"
 
     Raises `ConfigError` for unusable arguments and `ClusterUnreachable`, saying what was tried, within the timeout.
     """

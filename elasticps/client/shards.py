@@ -156,10 +156,14 @@ class Shards:
 
     def leave(self, timeout_s: float) -> None:
         """The same without waiting for steps: what is not committed yet is left to others."""
-        with self._lock:
-            if not self._closed:
+        if not self._lock.acquire(timeout=timeout_s):  # somebody waits in `next`, and has nothing to give back
+            return
+        try:
+            if not self._closed and self._number:
                 self._take(0, back=[*self._queue, *self._passed_over()], timeout_s=timeout_s)
-                self._end()
+            self._end()
+        finally:
+            self._lock.release()
 
     def _end(self) -> None:
         self._closed = True

@@ -13,6 +13,7 @@ from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_fram
 from replication.messages import Kind as OperationKind
 
 MAX_HELD = 1024
+MAX_NAME = 200
 
 
 class HandOut(AtHome):
@@ -59,8 +60,8 @@ def _read(connection: Connection, header: Header, body: Body) -> Take:
     except (KeyError, TypeError, ValueError) as error:
         raise FrameError(f"a take cannot be read: {error!r}") from None
     spec = ShardSpec(samples, size, epochs, seed)
-    if not isinstance(name, str) or not 0 <= want <= MAX_HELD:
-        raise FrameError(f"a take gives a name, and how many to hold, at most {MAX_HELD}")
+    if not isinstance(name, str) or len(name) > MAX_NAME or max(want, len(done), len(back)) > MAX_HELD or want < 0:
+        raise FrameError(f"a take gives a name of at most {MAX_NAME} letters, and speaks of at most {MAX_HELD} shards")
     if not spec.possible:
         raise FrameError(f"a take of shards that cannot be: {spec}")
     return Take(connection.app, name, spec, connection.worker, header.clock, want, (), done, back)

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 STORE_TIMEOUT_S = 10.0
 REPORT_S = 0.1
 DRAIN_TIMEOUT_S = 60.0
+CONFIG_LOOK_S = 0.2
 CONNECT_BACKLOG = 512
 GARBAGE_THRESHOLD = 20_000  # objects between collections: frames make no cycles, so little is ever found
 
@@ -61,12 +62,14 @@ async def serve(
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     advertise: str = "",
     metrics_port: int = 0,
+    wait_s: float = 0.0,
 ) -> None:
     """Runs a server until SIGINT, until it has drained after SIGTERM, or until another process takes its name.
 
     SIGTERM, and `elasticps drain`, have the leader move everything that this server holds to others; then it ends. It
     ends without that after `drain_timeout_s` from SIGTERM (0: at once), and on a second SIGTERM.
     `plugins` are modules to import first; they may call `register_optimizer`. Ports of 0 are chosen by the system.
+    For up to `wait_s` it waits for etcd, and for a coordinator to create the cluster.
     Others find it under `advertise`, or under `host` if that is "". It serves metrics unless `metrics_port` is 0.
     When ready it prints one line of JSON on stdout. Raises coordinator's `StoreUnavailable` when the coordination
     store cannot be reached at start, `Fenced` when the name is lost later.
@@ -84,12 +87,13 @@ async def serve(
     loop.add_signal_handler(signal.SIGTERM, lambda: _resolve(stop if leave.done() else leave, "SIGTERM"))
 
     async with AsyncExitStack() as stack:
-        store = await open_store(url, timeout_s=STORE_TIMEOUT_S)
-        stack.push_async_callback(store.close)
-        entry = await store.get("config")
-        if entry is None:
-            raise ConfigError(f"cluster {store.cluster!r} does not exist; `elasticps up` or a coordinator creates it")
-        config = ClusterConfig.from_json(entry.value)
+        finding = asyncio.create_task(_find_cluster(url, wait_s, stack))
+        await asyncio.wait((finding, stop, leave), return_when=asyncio.FIRST_COMPLETED)
+        if not finding.done():  # asked to end before there was anything to end
+            finding.cancel()
+            await asyncio.gather(finding, return_exceptions=True)
+            return
+        store, config = finding.result()
         sock = socket.create_server((host, port), backlog=CONNECT_BACKLOG)  # connections wait there until we are ready
         stack.callback(sock.close)
         lives: list[Server] = []
@@ -129,6 +133,19 @@ async def serve(
                 if await _drained(store, session):
                     _resolve(stop, "drained")
         log.info("stopping name=%s reason=%r", name, stop.result())
+
+
+async def _find_cluster(url: str, wait_s: float, stack: AsyncExitStack) -> tuple[Store, ClusterConfig]:
+    until = asyncio.get_running_loop().time() + wait_s
+    store = await open_store(url, timeout_s=max(wait_s, STORE_TIMEOUT_S))
+    stack.push_async_callback(store.close)
+    while True:
+        entry = await store.get("config")
+        if entry is not None:
+            return store, ClusterConfig.from_json(entry.value)
+        if asyncio.get_running_loop().time() >= until:
+            raise ConfigError(f"cluster {store.cluster!r} does not exist; `elasticps up` or a coordinator creates it")
+        await asyncio.sleep(CONFIG_LOOK_S)
 
 
 @asynccontextmanager

@@ -168,8 +168,9 @@ class Requests:
         self._host.counts["pushes"] += 1
         self._host.counts["rows_pushed"] += sum([len(block.keys) for block in blocks])
         self.last_s = self._clock()
-        if header.table:
-            self._host.told[connection.worker] = header.clock - header.table
+        told = header.clock - header.table
+        if header.table and told > connection.base:  # the base itself says nothing of ranges that are not pushed to yet
+            self._host.told[connection.worker] = told
         self._shell.perform(self._replica.push, push)
         if self._parking:
             self.judge_parked()

@@ -196,6 +196,19 @@ def test_a_successor_takes_over_from_itself(cluster: eps.LocalCluster, connect: 
     check(trained(ps), victim)
 
 
+def test_under_rounds_a_lost_workers_shards_are_trained_too(cluster: eps.LocalCluster, connect: Connect) -> None:
+    ps = connect("w0", consistency=eps.BSP())
+    with child("shards", cluster.url, ps.app, "mortal", SAMPLES, SIZE, 0.002, consistency="bsp") as victim:
+        victim.hear()
+        trainer = Trainer(ps)
+        for _ in range(10):
+            victim.hear()
+        victim.process.send_signal(signal.SIGKILL)
+        list(victim.rest())
+        trainer.end()
+    assert trained(ps).min() > 0  # the average of those who were in the round
+
+
 def test_home_state_moves_with_its_range() -> None:
     """The second server is filled in the middle of training, and the first one dies then."""
     with eps.LocalCluster(servers=1, replicas=2, ranges=16) as cluster:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps.client.joining import Resume
+from elasticps.client.synchronous import SyncRounds
 from tests.e2e.conftest import Connect
 from tests.e2e.oracle import wait_for
 from tests.e2e.worker_process import HALF, child, counts, keys_of, ones, two_parts
@@ -24,13 +24,13 @@ def push(ps: eps.Client, steps: int) -> None:
 
 def test_without_a_predecessor_a_worker_starts_at_the_active_minimum(connect: Connect) -> None:
     first = connect("a")
-    assert first.resume() == Resume(0, 0, 0, 0, predecessor=False)
+    assert first.resume() == eps.Resume(0, 0, 0, 0, predecessor=False)
     push(first, 5)
     second = connect("b")
-    assert second.resume() == Resume(5, 5, 5, 0, predecessor=False)
+    assert second.resume() == eps.Resume(5, 5, 5, 0, predecessor=False)
     assert second.clock == 5
     push(second, 1)
-    assert second.resume() == Resume(5, 5, 5, 0, predecessor=False)  # of the start, also when asked later
+    assert second.resume() == eps.Resume(5, 5, 5, 0, predecessor=False)  # of the start, also when asked later
 
 
 def test_a_clock_never_goes_back_under_one_name(connect: Connect) -> None:
@@ -53,12 +53,12 @@ def test_a_successor_does_not_hold_back_those_who_went_on(connect: Connect) -> N
     old.close()
     push(other, 20)
     new = connect("a", consistency=eps.SSP(staleness=0))
-    assert new.resume() == Resume(clock=20, trained=3, begun=3, steps=3, predecessor=True)
+    assert new.resume() == eps.Resume(clock=20, trained=3, begun=3, steps=3, predecessor=True)
     push(new, 2)
     new.close()
     other.close()
     again = connect("a")
-    assert again.resume() == Resume(clock=22, trained=22, begun=22, steps=5, predecessor=True)
+    assert again.resume() == eps.Resume(clock=22, trained=22, begun=22, steps=5, predecessor=True)
     again.close()
     push(connect("c"), 1)  # nobody is active: it begins at 0
     assert connect("a").resume().steps == 5  # the one before pushed nothing
@@ -175,3 +175,20 @@ def test_the_last_round_of_a_successor_is_the_last_it_was_in(connect: Connect) -
     resume = again.resume()
     assert (resume.clock, resume.trained, resume.steps, resume.begun) == (5, 3, 3, 4)
     assert not counts(again).pull(keys_of(0)).any()
+
+
+def test_a_round_that_was_decided_is_closed_by_whoever_comes(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = connect("a", consistency=eps.BSP())
+    first.push({counts(first): ones(keys_of(0))})
+
+    def die(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SyncRounds, "close", die)
+        with pytest.raises(ZeroDivisionError):
+            first.flush()
+    first.close()
+    second = connect("b", consistency=eps.BSP())
+    assert set(counts(second).pull(keys_of(0))[:, 0].tolist()) == {1.0}
+    assert second.clock == 1
