@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import psutil
 import pytest
 
 import elasticps as eps
@@ -99,3 +100,21 @@ def test_a_process_tells_that_it_is_alive_and_ends_for_a_port_in_use(fleet: Flee
     process = fleet.start("s9", ["server", "--url", url, "--name", "s9", "--metrics-port", str(ports[0])])
     assert process.popen.wait(60) == 2
     assert f"the metrics port 127.0.0.1:{ports[0]} cannot be had" in process.log.read_text()
+
+
+def test_a_server_waits_for_its_cluster_and_can_be_asked_to_end_meanwhile(
+    fleet: Fleet, etcd_url: NewUrl, eventually: Callable[[Callable[[], bool]], None]
+) -> None:
+    url = etcd_url()
+    patient = fleet.start("s0", ["server", "--url", url, "--name", "s0", "--wait", "60"])
+    ended = fleet.start("s1", ["server", "--url", url, "--name", "s1", "--wait", "60"])
+    hasty = fleet.start("s2", ["server", "--url", url, "--name", "s2"])
+    assert hasty.popen.wait(60) == 2
+    assert "does not exist" in hasty.log.read_text()
+    eventually(lambda: bool(psutil.Process(ended.pid).net_connections()))  # to etcd: it handles signals by then
+    ended.popen.terminate()
+    assert ended.popen.wait(30) == 0
+    del fleet.processes["s1"], fleet.processes["s2"]
+    fleet.start("c0", ["coordinator", "--url", url, "--name", "c0"])
+    fleet.wait_ready()
+    assert patient.ready["name"] == "s0"
