@@ -138,7 +138,7 @@ class _Field:
         at = np.flatnonzero(self.able)
         live = self.able | self.draining
         ranges, replicas = self.chains.shape
-        nodes = [sites[draft.members[i]] for i in at]
+        nodes = tuple(sites[draft.members[i]] for i in at)
         share = np.zeros(len(live))
         share[at] = held_shares(nodes, ranges, min(replicas, len(nodes)), int(self.holds[live].sum()))
         one = share * float(self.heads[live].sum()) / max(1.0, float(share.sum()))

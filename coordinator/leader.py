@@ -177,7 +177,7 @@ class _Term:
         self._alarm.ring(False)
         self._look_at(world)
         if self._unsure is not None and self._unsure.view == world.view:
-            self._tell(self._unsure)
+            self._tell(self._unsure, asyncio.get_running_loop().time(), time.time())
         self._unsure = None
 
         def changed(news: News) -> None:
@@ -223,9 +223,10 @@ class _Term:
                 self._unsure = decision
             raise
         if done:
+            written = asyncio.get_running_loop().time(), time.time()
             world.view = decision.view
             self._look_at(world)
-            self._tell(decision)
+            self._tell(decision, *written)
             self._alarm.ring(False)  # a view is one step; there may be a next one
         return done
 
@@ -274,11 +275,10 @@ class _Term:
         listed = () if world.view is None else world.view.servers
         return Health(gone={s.member: "its lease ended" for s in listed if s.member not in registered})
 
-    def _tell(self, decision: Plan) -> None:
-        """Logs a view that was written. `failover` lines are also for programs: times are Unix time in seconds."""
+    def _tell(self, decision: Plan, now: float, wall: float) -> None:
+        """Logs a view that was written at loop time `now`. `failover` lines are also for programs: Unix time."""
         if decision.view is None:
             return
-        now, wall = asyncio.get_running_loop().time(), time.time()
         since = now - self._alarm.since
         if decision.lost:
             gone = {} if self._lines is None else self._lines.gone()

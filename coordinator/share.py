@@ -6,7 +6,8 @@ as few times as there are zones for. What is too much for one goes to the others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +21,9 @@ Counts = NDArray[np.int64]
 _HALVINGS = 60
 
 
-def held_shares(nodes: Sequence[Node], ranges: int, replicas: int, total: int) -> Floats:
-    """How many of `total` replicas each node should hold: float64 [nodes]. They sum to `total` where that is possible.
+@lru_cache(maxsize=64)  # every plan asks, and servers rarely change
+def held_shares(nodes: tuple[Node, ...], ranges: int, replicas: int, total: int) -> Floats:
+    """How many of `total` replicas each node should hold: float64 [nodes], read-only; their sum is `total` if possible.
 
     No node holds more than `ranges`, no zone more than distinct zones require. Nodes without a zone are each their own.
     """
@@ -44,6 +46,7 @@ def held_shares(nodes: Sequence[Node], ranges: int, replicas: int, total: int) -
     for z in range(len(zones)):
         mine = np.flatnonzero(zone == z)
         shares[mine] = _poured(weight[mine], float(quota[z]), ranges)
+    shares.setflags(write=False)
     return shares
 
 

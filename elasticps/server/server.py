@@ -281,13 +281,14 @@ class Server:
         self._requests.judge_parked()
 
     def _follow_reads(self, before: View | None, view: View, me: int) -> None:
-        """Notes whether the ranges that may be read here are other ones than before."""
+        """Notes whether the ranges that may be read here are other ones than before, or were under a view left out."""
         old_tail, old_full = self.parking.tailed, self.parking.held
         tailed = np.flatnonzero((view.tails == me) & (me >= 0))
         held = np.flatnonzero((view.chains == me).any(axis=1) & (me >= 0))
-        if before is None or not np.array_equal(tailed, old_tail):
+        unknown = before is None or view.epoch > before.epoch + 1
+        if unknown or not np.array_equal(tailed, old_tail):
             self._tail_since = view.epoch
-        if before is None or not np.array_equal(held, old_full):
+        if unknown or not np.array_equal(held, old_full):
             self._full_since = view.epoch
         self.parking.serve(tailed, held)
 

@@ -396,16 +396,16 @@ def test_shares_add_up_and_no_server_gets_more_than_all_ranges(
 ) -> None:
     nodes = [Node(f"n{i}", weight, zone) for i, (weight, zone) in enumerate(sites)]
     total = 64 * min(replicas, len(nodes))
-    shares = held_shares(nodes, 64, min(replicas, len(nodes)), total)
+    shares = held_shares(tuple(nodes), 64, min(replicas, len(nodes)), total)
     assert shares.sum() == pytest.approx(total, rel=1e-6)
     assert shares.max() <= 64 + 1e-6
     assert shares.min() >= 0
 
 
 def test_shares_follow_weights_where_they_can() -> None:
-    equal = held_shares([Node("a"), Node("b"), Node("c", 2.0)], 100, 1, 100)
+    equal = held_shares((Node("a"), Node("b"), Node("c", 2.0)), 100, 1, 100)
     assert equal == pytest.approx([25, 25, 50])
-    capped = held_shares([Node("a"), Node("b"), Node("c", 10.0)], 100, 2, 200)
+    capped = held_shares((Node("a"), Node("b"), Node("c", 10.0)), 100, 2, 200)
     assert capped == pytest.approx([50, 50, 100])
 
 

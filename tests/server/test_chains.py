@@ -229,3 +229,19 @@ def test_a_flood_of_pushes_leaves_the_loop_its_turns(run: Run, monkeypatch: pyte
         assert max(handled.count(turn) for turn in handled) <= 2
 
     run(test)
+
+
+def test_a_pull_of_an_epoch_that_the_server_never_saw_is_refused(run: Run) -> None:
+    async def test(group: Group) -> None:
+        for name in ("s0", "s1"):
+            await group.start(name)
+        group.adopt(group.make_view(lambda r: ["s0"] if r % 2 else ["s1"]))
+        worker = await group.connect("s0")
+        skipped = group.make_view(lambda r: ["s0"])  # s0 tails every range for a moment, and does not hear of it
+        group.adopt(group.make_view(lambda r: ["s0"] if r % 2 else ["s1"]))
+        pull = Header(Kind.PULL, epoch=skipped.epoch, table=TABLE, items=1)
+        header, body = await worker.ask(pull, np.array([3], np.int64).tobytes())
+        assert header.kind == Kind.ERROR
+        assert json_body(body)["code"] == "stale-view"
+
+    run(test)
