@@ -33,6 +33,11 @@ class HandOut(AtHome):
             _check(asked, found)
             asked = asked._replace(lost=tuple(sorted(w for w in found.doing if w not in self._host.workers)))
 
+            if found.idle(asked):  # workers that wait ask often: that need not go down the log
+                document = self._document(found, asked)
+                connection.send(json_frame(Kind.SHARDS, document, request=header.request, epoch=self._host.epoch))
+                return
+
         def answer() -> bytes:
             found = self._shell.shards.find(asked.app, asked.name)
             if found is None:

@@ -77,6 +77,15 @@ class ShardSet:
     returned: dict[int, Used] = field(default_factory=dict)
     doing: dict[int, dict[int, Doing]] = field(default_factory=dict)
 
+    def idle(self, step: Take) -> bool:
+        """Whether a TAKE would change nothing, and there is nothing to tell but to wait, or that all is done."""
+        mine = self.doing.get(step.worker, {}).values()
+        return (
+            not (step.done or step.back or step.lost or self.returned)
+            and self.upcoming == self.spec.total
+            and all(doing.clock > step.committed for doing in mine)
+        )
+
     def settle(self, worker: int, committed: int) -> None:
         """All steps of a worker up to `committed` are: the shards that they used are done."""
         mine = self.doing.get(worker, {})

@@ -76,6 +76,26 @@ def test_orders_are_the_samples_own_without_a_seed(connect: Connect) -> None:
     assert found == [(e, list(range(a, min(a + 4, 10)))) for e in (0, 1) for a in (0, 4, 8)]
 
 
+def test_a_step_in_parts_trains_a_shard_when_its_last_part_does(connect: Connect) -> None:
+    first = connect("a")
+    for at, shard in enumerate(first.shards(40, 5, shuffle_seed=5)):
+        step = first.step()
+        step.push({counts(first): ones(shard.indices[:2])})
+        step.push({counts(first): ones(shard.indices[2:])})
+        if at == 4:
+            break  # the last part is missing: this step is none
+        step.commit()
+    first._net.close()  # it dies
+    first.close()
+    second = connect("b")
+    trainer = Trainer(second, samples=40)
+    trainer.end()
+    assert len(trainer.trained) == 4
+    times = trained(second, 40)
+    assert set(np.flatnonzero(times == 2).tolist()) <= set(shard.indices.tolist())
+    assert times.min() == 1
+
+
 def test_what_is_passed_over_or_given_back_is_trained_by_somebody(connect: Connect) -> None:
     first, second = connect("a"), connect("b")
     shards = first.shards(40, 5, shuffle_seed=5)

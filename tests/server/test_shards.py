@@ -76,8 +76,12 @@ def test_shards_are_those_of_a_twin(events: list[object]) -> None:
     home = home_range("app", P)
     for event in events:
         if isinstance(event, Take):
+            found = shards.find("app", "train")
+            assert found is not None
+            idle, before = found.idle(event), found.document()
             shards.take(event)
             twin.take(event)
+            assert not idle or (found.document() == before and not found.held(event.worker))
         elif event == "move":
             shards = moved(shards, home)
         else:
