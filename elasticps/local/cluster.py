@@ -388,9 +388,8 @@ class LocalCluster:
     def _forget(self, drained: Iterable[str]) -> None:
         with self._lock:
             for name in drained:
-                if (process := self._processes.get(name)) is not None and not process.running:
-                    process.told = True  # whoever asked for it knows
-                    del self._processes[name]
+                if (process := self._processes.pop(name, None)) is not None:
+                    process.popen.wait()  # its first thread has ended, others may be about to
             self._record()
 
     def _others(self) -> list[state.Entry]:
