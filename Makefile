@@ -31,11 +31,14 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## Train a recommender on real ratings through three servers, one of which is killed on the way
 	$(BIN)/elasticps demo --servers 3 --replicas 2
 
+# A process per core, but not more than four: many tests start clusters. A file stays in one process.
+PARALLEL = -n auto --maxprocesses 4 --dist loadfile
+
 test: $(READY) ## Run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-all: $(READY) ## Run the tests, slow ones too
-	$(BIN)/python -m pytest -m 'slow or not slow'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'slow or not slow'
 
 soak: $(READY) ## Simulate clusters under faults, seed after seed, until stopped; SEED=N to begin elsewhere
 	$(BIN)/elasticps sim --seed $(or $(SEED),0) --runs 0
