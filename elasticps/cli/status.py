@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -14,14 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.connect import open_store
+from coordinator.membership import ROSTER, SERVERS, VIEW, list_drains
 from coordinator.store import Store
 from coordinator.url import parse
 from coordinator.view import Roster, ServerInfo, View
 from elasticps import background
 from elasticps.admin import fetch_status
-from elasticps.cli.local import find
+from elasticps.cli.local import target
 from elasticps.cli.output import ExitCode, out, print_json, size
 from elasticps.errors import ClusterUnreachable, ConfigError
+from elasticps.local.scaling import by_number
 
 _ASKED_AT_ONCE = 64
 
@@ -38,41 +41,42 @@ def status(
 
     The exit code is 0 if all servers answer, 3 if etcd does not, 4 if the cluster has no view or a server is silent.
     """
-    if url is not None and name is not None:
-        raise ConfigError("--url and --name exclude each other")
-    target = url if url is not None else find(name).url
+    cluster = target(url, name)
     if not watch:
-        found = background.run(look(target, timeout))
+        found = background.run(look(cluster, timeout))
         if as_json:
             print_json(found)
         else:
             out.print(_render(found))
         raise typer.Exit(ExitCode.OK if found["healthy"] else ExitCode.DEGRADED)
     with suppress(KeyboardInterrupt):
-        _watch(target, as_json=as_json, interval_s=interval, timeout_s=timeout)
+        _watch(cluster, as_json=as_json, interval_s=interval, timeout_s=timeout)
 
 
 def _watch(url: str, *, as_json: bool, interval_s: float, timeout_s: float) -> None:
+    before: dict[str, Any] | None = None
     if as_json:
         while True:
-            print_json(background.run(look(url, timeout_s)))
+            before = background.run(look(url, timeout_s, before))
+            print_json(before)
             time.sleep(interval_s)
     with Live(console=out, auto_refresh=False, screen=out.is_terminal) as live:
         while True:
-            live.update(_render(background.run(look(url, timeout_s))), refresh=True)
+            before = background.run(look(url, timeout_s, before))
+            live.update(_render(before), refresh=True)
             time.sleep(interval_s)
 
 
-async def look(url: str, timeout_s: float) -> dict[str, Any]:
+async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None) -> dict[str, Any]:
     """The cluster at `url` as plain values. StoreUnavailable when etcd does not answer within `timeout_s`; a server
-    that does not is listed with the state "no answer"."""
+    that does not is listed with the state "no answer". Requests are counted since `before`, an earlier look."""
     try:
         cluster = parse(url)
         store = await open_store(url, timeout_s=timeout_s)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     try:
-        view, roster, registered = await asyncio.wait_for(_read(store), timeout_s)
+        view, roster, registered, drains = await asyncio.wait_for(_read(store), timeout_s)
     except asyncio.TimeoutError:
         raise ClusterUnreachable(
             f"etcd at {', '.join(cluster.endpoints)} did not answer within {timeout_s:g} s"
@@ -82,8 +86,10 @@ async def look(url: str, timeout_s: float) -> dict[str, Any]:
     limit = asyncio.Semaphore(_ASKED_AT_ONCE)
     known = {server.name: server for server in (*(view.servers if view else ()), *registered)}
     servers = await asyncio.gather(
-        *(_ask(known[name], view, limit, timeout_s) for name in sorted(known, key=_by_number))
+        *(_ask(known[name], view, limit, timeout_s) for name in sorted(known, key=by_number))
     )
+    for server in servers:
+        server["draining"] = drains.get(server["id"]) == server["incarnation"]
     return {
         "cluster": cluster.cluster,
         "url": url,
@@ -94,6 +100,8 @@ async def look(url: str, timeout_s: float) -> dict[str, Any]:
         "replicas": view.replicas if view else 0,
         "ranges_short": _short(view) if view else 0,
         "ranges_joining": int((view.joining >= 0).sum()) if view else 0,
+        "ranges_moving": int(((view.joining >= 0) & (view.chains >= 0).all(axis=1)).sum()) if view else 0,
+        "balance": balance(servers, [] if before is None else before["servers"]),
         "servers": servers,
         "workers": [
             {"id": worker.id, "name": worker.name, "incarnation": worker.incarnation, "app": worker.app}
@@ -102,13 +110,52 @@ async def look(url: str, timeout_s: float) -> dict[str, Any]:
     }
 
 
-async def _read(store: Store) -> tuple[View | None, Roster | None, list[ServerInfo]]:
-    view, roster, listing = await asyncio.gather(store.get("view"), store.get("roster"), store.list("servers/"))
+async def _read(store: Store) -> tuple[View | None, Roster | None, list[ServerInfo], dict[str, int]]:
+    view, roster, listing, drains = await asyncio.gather(
+        store.get(VIEW), store.get(ROSTER), store.list(SERVERS), list_drains(store)
+    )
     return (
         View.decode(view.value) if view else None,
         Roster.decode(roster.value) if roster else None,
         [ServerInfo.from_json(entry.value) for entry in listing.entries],
+        drains,
     )
+
+
+def balance(servers: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]] = ()) -> dict[str, float | None]:
+    """How uneven the servers' loads are: the largest over the mean, each divided by its server's weight; 1 is even.
+
+    bytes     allocated for rows
+    rows      pulled and pushed since `before`, an earlier look at the same servers, or since each server started
+    requests  the same of frames
+
+    Servers that drain, hold nothing or do not answer do not count. None where there is nothing to compare. Since the
+    start, a server's rows and requests are those of a second of its life: they have not all lived as long.
+    """
+    earlier = {(s["id"], s["incarnation"]): s for s in before if s["rows"] is not None}
+    counted = [s for s in servers if s["rows"] is not None and s["ranges_held"] and not s["draining"]]
+
+    def done(server: dict[str, Any], *names: str) -> float:
+        was = earlier.get((server["id"], server["incarnation"]))
+        if was is not None:
+            return float(sum(server[name] - was[name] for name in names))
+        span = 1.0 if before else max(server["uptime_s"], 1e-3)
+        return float(sum(server[name] for name in names)) / span
+
+    loads = {
+        "bytes": [float(s["bytes"]) for s in counted],
+        "rows": [done(s, "rows_pulled", "rows_pushed") for s in counted],
+        "requests": [done(s, "pulls", "pushes") for s in counted],
+    }
+    weights = [s["weight"] for s in counted]
+    return {name: _uneven(values, weights) for name, values in loads.items()}
+
+
+def _uneven(loads: Sequence[float], weights: Sequence[float]) -> float | None:
+    if len(loads) < 2 or sum(loads) <= 0:
+        return None
+    mean = sum(loads) / sum(weights)
+    return round(max(load / weight for load, weight in zip(loads, weights, strict=True)) / mean, 3)
 
 
 async def _ask(server: ServerInfo, view: View | None, limit: asyncio.Semaphore, timeout_s: float) -> dict[str, Any]:
@@ -145,19 +192,16 @@ def _short(view: View) -> int:
     return int((view.chains < 0).any(axis=1).sum())
 
 
-def _by_number(name: str) -> tuple[str, int, str]:
-    letters = name.rstrip("0123456789")
-    return letters, int(name[len(letters) :] or 0), name
-
-
 def _render(found: dict[str, Any]) -> Group:
     head = Text.assemble(
         (found["cluster"], "bold"),
         f"  epoch {found['epoch']}, {found['ranges']} ranges × {found['replicas']} replicas: {found['reason']}",
     )
     if found["ranges_short"]:
-        text = f"\n{found['ranges_short']} ranges have fewer replicas; {found['ranges_joining']} are being filled"
-        head.append(text, "yellow")
+        filling = found["ranges_joining"] - found["ranges_moving"]
+        head.append(f"\n{found['ranges_short']} ranges have fewer replicas; {filling} are being filled", "yellow")
+    if found["ranges_moving"]:
+        head.append(f"\n{found['ranges_moving']} ranges are on their way to another server", "cyan")
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("server", "pid", "inc", "state", "heads", "holds", "joining", "rows", "memory", "log"):
         table.add_column(column, justify="left" if column in ("server", "state") else "right", no_wrap=True)
@@ -167,7 +211,7 @@ def _render(found: dict[str, Any]) -> Group:
             server["id"],
             "–" if server["pid"] is None else str(server["pid"]),
             str(server["incarnation"]),
-            server["state"],
+            "draining" if server["draining"] else server["state"],
             str(server["ranges_headed"]),
             str(server["ranges_held"]),
             str(server["ranges_joining"]),
@@ -175,8 +219,10 @@ def _render(found: dict[str, Any]) -> Group:
             "–" if server["bytes"] is None else size(server["bytes"]),
             "–" if server["log_bytes"] is None else size(server["log_bytes"]),
             server["address"],
-            style="red" if server["error"] else "",
+            style="red" if server["error"] else "cyan" if server["draining"] else "",
         )
+    even = ", ".join(f"{name} {value:.2f}" for name, value in found["balance"].items() if value is not None)
+    lines = [Text(f"largest load over the mean: {even}")] if even else []
     workers = ", ".join(f"{worker['name']} (id {worker['id']})" for worker in found["workers"]) or "none"
     silent = [Text(f"{server['id']}: {server['error']}", style="red") for server in found["servers"] if server["error"]]
-    return Group(head, table, Text(f"workers: {workers}"), *silent)
+    return Group(head, table, *lines, Text(f"workers: {workers}"), *silent)
