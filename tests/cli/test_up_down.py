@@ -93,7 +93,7 @@ def test_a_detached_cluster_is_scaled_and_drained(state_folder: Path, eventually
     try:
         forecast = json.loads(run("scale", "3", "--dry-run", "--json").stdout)
         assert (forecast["start"], forecast["drain"]) == (["s2"], [])
-        assert {move["to"] for move in forecast["moves"]} == {"s2"}
+        assert "s2" in {move["to"] for move in forecast["moves"]}
         assert "start s2" in run("scale", "3", "--dry-run").stdout
         assert len(status()[1]["servers"]) == 2
 
