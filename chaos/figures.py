@@ -1,0 +1,107 @@
+"""What the ledgers of a run tell: how long each fault was felt, the longest stall, how much was done. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chaos.load import BEGUN, COMMITTED, FAILED, READ, READ_FAILED, STALE
+
+Records = NDArray[np.void]
+
+
+@dataclass(frozen=True)
+class Life:
+    """The records of one life of one worker; times are seconds since the start of the load."""
+
+    worker: str
+    number: int
+    records: Records
+
+
+@dataclass(frozen=True)
+class Stall:
+    """The longest time that a worker went without a commit, and when that began."""
+
+    seconds: float
+    worker: str
+    at: float
+
+
+def recovery(lives: Iterable[Life], at: float) -> dict[str, float]:
+    """For each worker that was at work, seconds from `at` until a step was committed that it began at `at` or later.
+    Every step goes to every range, so that is when all ranges served again. A worker whose life ended before it got so
+    far is left out."""
+    found: dict[str, float] = {}
+    for life in lives:
+        begun = life.records[life.records["kind"] == BEGUN]
+        later = begun["step"][begun["time"] >= at]
+        if not later.size or begun["time"][0] >= at:
+            continue
+        done = life.records[(life.records["kind"] == COMMITTED) & (life.records["step"] >= later[0])]
+        if done.size:
+            found[life.worker] = float(done["time"].min() - at)
+    return found
+
+
+def progressed(lives: Iterable[Life], at: float) -> bool:
+    """Whether anything was committed that had begun after `at`."""
+    return any(
+        np.isin(
+            life.records["step"][(life.records["kind"] == BEGUN) & (life.records["time"] >= at)],
+            life.records["step"][life.records["kind"] == COMMITTED],
+        ).any()
+        for life in lives
+    )
+
+
+def longest_stall(lives: Iterable[Life], excused: Mapping[str, Sequence[tuple[float, float]]]) -> Stall:
+    """Over all lives; `excused`: per worker, times in which the worker itself was paused or cut off."""
+    worst = Stall(0.0, "", 0.0)
+    for life in lives:
+        times = life.records["time"][life.records["kind"] == COMMITTED]
+        for index in np.argsort(np.diff(times))[::-1].tolist():
+            start, end = float(times[index]), float(times[index + 1])
+            if end - start <= worst.seconds:
+                break
+            if not any(start < last and first < end for first, last in excused.get(life.worker, ())):
+                worst = Stall(end - start, life.worker, start)
+                break
+    return worst
+
+
+def counts(lives: Iterable[Life]) -> dict[str, int]:
+    """Operations by what became of them."""
+    kinds = {"steps_begun": BEGUN, "steps_committed": COMMITTED, "steps_failed": FAILED, "pulls": READ,
+             "pulls_failed": READ_FAILED, "pulls_stale": STALE}  # fmt: skip
+    totals = dict.fromkeys(kinds, 0)
+    for life in lives:
+        for name, kind in kinds.items():
+            totals[name] += int((life.records["kind"] == kind).sum())
+    return totals
+
+
+def throughput(lives: Iterable[Life], seconds: float, bucket_s: float) -> NDArray[np.float64]:
+    """Commits per second in each bucket of the run."""
+    edges = np.arange(0.0, seconds + bucket_s, bucket_s)
+    total = np.zeros(len(edges) - 1)
+    for life in lives:
+        total += np.histogram(life.records["time"][life.records["kind"] == COMMITTED], edges)[0]
+    return total / bucket_s
+
+
+def by_kind(reports: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Recovery times in ms from reports of runs, per kind of fault and what it hit: of each fault, those of its slowest
+    worker, the one that was hit itself left out."""
+    found: dict[str, list[float]] = {}
+    for report in reports:
+        for fault in report["faults"]:
+            own = fault["target"] if fault["role"] == "worker" else ""
+            times = [ms for worker, ms in fault["recovery_ms"].items() if worker != own]
+            if fault["state"] == "over" and times:
+                found.setdefault(f"{fault['do']} {fault['role']}".strip(), []).append(max(times))
+    return dict(sorted(found.items()))

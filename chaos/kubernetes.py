@@ -1,0 +1,214 @@
+"""The same faults on a cluster that runs in Kubernetes: its pods, by the official client.
+
+Names are those of elasticps, which are those of the pods: server `elasticps-server-0` is the pod of that name. The
+workers of the audit load are processes beside the runner, which is a pod of its own when it runs as the chaos Job.
+
+    kill       delete the pod with a grace period of 0; its StatefulSet starts it again
+    terminate  delete the pod with its own grace period: SIGTERM, and the server drains
+    pause      SIGSTOP to the process in the pod, by exec; SIGCONT afterwards
+    grow       one replica more in the StatefulSet; `shrink` takes the last one away
+    cordon     while a pod is killed its node takes no new one, so that it comes back elsewhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+from chaos.plan import ClusterPlan
+from chaos.stage import Loopback, Processes
+from elasticps.errors import ConfigError, Error
+
+# A process that is number 1 of its pod gets no SIGSTOP from inside; so whatever our process is, it must not be that.
+_SIGNAL = (
+    "for p in /proc/[0-9]*; do n=${p#/proc/}; "
+    'if [ "$n" != 1 ] && tr "\\0" " " < $p/cmdline 2>/dev/null | grep -q "elasticps.* %s"; then kill -%s $n && exit 0; '
+    "fi; done; echo 'no process of elasticps but number 1 of the pod, which cannot be stopped from inside' >&2; exit 1"
+)
+_ROLES = {"server": "server_labels", "coordinator": "coordinator_labels", "etcd": "etcd_labels"}
+_COMMANDS = {"server": "server", "coordinator": "coordinator", "etcd": ""}
+
+
+class Api(Protocol):
+    """What is asked of Kubernetes. Pods are as the client gives them."""
+
+    def pods(self, labels: str) -> list[Any]: ...
+    def delete_pod(self, name: str, grace_s: int | None) -> None: ...
+    def execute(self, name: str, command: list[str]) -> str: ...
+    def cordon(self, node: str, on: bool) -> None: ...
+    def replicas(self, stateful_set: str) -> int: ...
+    def scale(self, stateful_set: str, replicas: int) -> None: ...
+
+
+class OfficialApi:
+    """`Api` by the package `kubernetes`, with the pod's own service account or the user's context."""
+
+    def __init__(self, namespace: str) -> None:
+        try:
+            from kubernetes import client, config, stream
+        except ImportError:
+            raise ConfigError(
+                "chaos on Kubernetes needs its official client: pip install 'elasticps[chaos,kubernetes]'"
+            ) from None
+        try:
+            config.load_incluster_config()
+        except config.ConfigException:
+            try:
+                config.load_kube_config()
+            except config.ConfigException as error:
+                raise ConfigError(f"no Kubernetes cluster is configured here: {error}") from None
+        self._namespace = namespace
+        self._core, self._apps, self._stream = client.CoreV1Api(), client.AppsV1Api(), stream.stream
+        self._failure = client.ApiException
+
+    def pods(self, labels: str) -> list[Any]:
+        return list(self._asked(self._core.list_namespaced_pod, self._namespace, label_selector=labels).items)
+
+    def delete_pod(self, name: str, grace_s: int | None) -> None:
+        grace = {} if grace_s is None else {"grace_period_seconds": grace_s}
+        self._asked(self._core.delete_namespaced_pod, name, self._namespace, **grace)
+
+    def execute(self, name: str, command: list[str]) -> str:
+        answer = self._asked(
+            self._stream, self._core.connect_get_namespaced_pod_exec, name, self._namespace,
+            command=command, stdout=True, stderr=True, stdin=False, tty=False,
+        )  # fmt: skip
+        return str(answer)
+
+    def cordon(self, node: str, on: bool) -> None:
+        self._asked(self._core.patch_node, node, {"spec": {"unschedulable": on}})
+
+    def replicas(self, stateful_set: str) -> int:
+        found = self._asked(self._apps.read_namespaced_stateful_set_scale, stateful_set, self._namespace)
+        return int(found.spec.replicas)
+
+    def scale(self, stateful_set: str, replicas: int) -> None:
+        body = {"spec": {"replicas": replicas}}
+        self._asked(self._apps.patch_namespaced_stateful_set_scale, stateful_set, self._namespace, body)
+
+    def _asked(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        try:
+            return call(*arguments, **options)
+        except self._failure as error:
+            raise Error(f"Kubernetes refused {call.__name__} {arguments[0]}: {error.status} {error.reason}") from None
+
+
+class KubernetesStage(Processes):
+    """A stage whose servers, coordinators and etcd members are pods, and whose workers are processes here."""
+
+    def __init__(self, plan: ClusterPlan, api: Api | None = None) -> None:
+        self._api = OfficialApi(plan.namespace) if api is None else api
+        super().__init__(Loopback())
+        self.plan = plan
+        self.url = self.own_url = plan.url
+        self._paused: set[str] = set()
+        self._uids: dict[str, str] = {}  # of pods that were told to end: one of the same name and another uid is new
+
+    def start_all(self) -> None:
+        """The cluster is there already; Error if it is not."""
+        if not self.names("server"):
+            where = f"namespace {self.plan.namespace} with {self.plan.server_labels}"
+            raise Error(f"no server runs in {where}: deploy the cluster first, or name its labels in the plan")
+
+    def names(self, role: str, *, paused: bool = True) -> list[str]:
+        if role not in _ROLES:
+            return super().names(role, paused=paused)
+        names = (pod.metadata.name for pod in self._pods(role) if _runs(pod) and not self._ending(pod))
+        return sorted(name for name in names if paused or name not in self._paused)
+
+    def running(self, name: str) -> bool:
+        return super().running(name) if name in self._jobs else self._find(name) is not None
+
+    def ready(self, name: str) -> bool:
+        if name in self._jobs:
+            return super().ready(name)
+        pod = self._find(name)
+        return pod is not None and any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or ())
+
+    def start(self, name: str) -> None:
+        """A pod is started again by whatever owns it; a worker here."""
+        if name in self._jobs:
+            super().start(name)
+
+    def kill(self, name: str) -> None:
+        if name in self._jobs:
+            super().kill(name)
+        else:
+            self._remember(name)
+            self._api.delete_pod(name, 0)
+
+    def terminate(self, name: str) -> None:
+        if name in self._jobs:
+            super().terminate(name)
+        else:
+            self._remember(name)
+            self._api.delete_pod(name, None)
+
+    def pause(self, name: str) -> None:
+        self._signal_pod(name, "STOP", super().pause)
+        self._paused.add(name)
+
+    def resume(self, name: str) -> None:
+        self._paused.discard(name)
+        self._signal_pod(name, "CONT", super().resume)
+
+    def grow(self) -> str:
+        count = self._api.replicas(self.plan.server_set)
+        self._api.scale(self.plan.server_set, count + 1)
+        return f"{self.plan.server_set}-{count}"
+
+    def shrink(self, name: str) -> str:
+        """Takes the StatefulSet's last server away, whichever was asked for; its name."""
+        count = self._api.replicas(self.plan.server_set)
+        if count <= 1:
+            raise Error(f"{self.plan.server_set} has {count} replicas: none can be taken away")
+        self._api.scale(self.plan.server_set, count - 1)
+        return f"{self.plan.server_set}-{count - 1}"
+
+    @contextmanager
+    def cordoned(self, name: str) -> Iterator[None]:
+        """No new pod comes to the node of this one meanwhile."""
+        pod = self._find(name)
+        if pod is None:
+            raise Error(f"no pod is called {name}")
+        node = pod.spec.node_name
+        self._api.cordon(node, True)
+        try:
+            yield
+        finally:
+            self._api.cordon(node, False)
+
+    def _signal_pod(self, name: str, signal: str, here: Callable[[str], None]) -> None:
+        if name in self._jobs:
+            here(name)
+            return
+        role = next((role for role in _ROLES if name in self.names(role)), "")
+        if not role:
+            raise Error(f"no pod is called {name}")
+        script = _SIGNAL % (_COMMANDS[role], signal)
+        if answer := self._api.execute(name, ["sh", "-c", script]).strip():
+            raise Error(f"SIG{signal} did not reach {name}: {answer}")
+
+    def _remember(self, name: str) -> None:
+        if (pod := self._find(name)) is not None:
+            self._uids[name] = pod.metadata.uid
+
+    def _ending(self, pod: Any) -> bool:
+        return bool(pod.metadata.deletion_timestamp) or self._uids.get(pod.metadata.name) == pod.metadata.uid
+
+    def _pods(self, role: str) -> list[Any]:
+        return self._api.pods(getattr(self.plan, _ROLES[role]))
+
+    def _find(self, name: str) -> Any:
+        """The pod of that name that is not on its way out, None if there is none."""
+        with suppress(StopIteration):
+            return next(
+                pod for role in _ROLES for pod in self._pods(role)
+                if pod.metadata.name == name and _runs(pod) and not self._ending(pod)
+            )  # fmt: skip
+        return None
+
+
+def _runs(pod: Any) -> bool:
+    return str(pod.status.phase) == "Running"

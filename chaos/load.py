@@ -1,0 +1,323 @@
+"""The audit load: workers whose every push is known by its number, and the exact sums that servers must end up with.
+
+Step n of a worker's life adds small whole numbers, drawn by (seed, worker, life, n), to rows that all share and to a
+tensor, and 1 to a row of its own *in every range*. Sums of whole numbers are exact. So afterwards the own rows tell how
+many steps of each life every range has applied: all that were acknowledged, none that was not begun. And everything
+else in that range must be exactly the sum of just those steps.
+
+Run as `python -m chaos.load` it is one worker. What it begins and what is acknowledged goes to a file, a small record
+each, before it goes on: so the story survives kill -9.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+import elasticps as eps
+from elasticps.hashing import key_ranges, range_shift
+
+DIM = 4
+TOUCHED = 40
+SHAPE = (30, 5)
+BLOCK = 0  # the tensor is one block
+OWN_FROM = 1 << 32  # keys from here on belong to one life of one worker each
+OWN_SPAN = 1 << 20
+READ_EVERY = 8  # steps between two looks at what it has written itself
+TIMEOUT_S = 60.0
+APP = "chaos"
+
+BEGUN, COMMITTED, FAILED, READ, READ_FAILED, STALE = range(1, 7)
+RECORD = np.dtype([("kind", "<u4"), ("step", "<u4"), ("time", "<f8")])
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one life of one worker does, as its process is told."""
+
+    url: str
+    seed: int
+    worker: int
+    life: int
+    keys: int
+    window: int
+    pause_s: float
+    ranges: int
+    ledger: str
+
+    @property
+    def name(self) -> str:
+        return f"w{self.worker}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one step adds, apart from the own rows: float32 [TOUCHED, DIM] to `keys`, float32 of SHAPE to the tensor."""
+
+    keys: NDArray[np.int64]
+    rows: NDArray[np.float32]
+    dense: NDArray[np.float32]
+
+
+def part(job: Job, step: int) -> Part:
+    """What step `step`, from 1, of that life adds. The lower a key the more often it is touched."""
+    random = np.random.default_rng((job.seed, job.worker, job.life, step))
+    keys = np.unique((job.keys * random.random(TOUCHED) ** 2).astype(np.int64))
+    rows = random.integers(-3, 4, (len(keys), DIM)).astype(np.float32)
+    return Part(keys, rows, random.integers(-3, 4, SHAPE).astype(np.float32))
+
+
+def own_keys(worker: int, life: int, ranges: int, salt: np.uint64) -> NDArray[np.int64]:
+    """A key in each range that only this life of this worker touches: int64 [ranges]."""
+    start = OWN_FROM + (worker * 4096 + life) * OWN_SPAN
+    chosen = np.full(ranges, -1, np.int64)
+    for begin in range(start, start + OWN_SPAN, 16 * ranges):
+        keys = np.arange(begin, begin + 16 * ranges, dtype=np.int64)
+        where = ranges_of(keys, ranges, salt)
+        chosen[where[::-1]] = np.where(chosen[where[::-1]] < 0, keys[::-1], chosen[where[::-1]])
+        if (chosen >= 0).all():
+            return chosen
+    raise AssertionError(f"no key was found for each of {ranges} ranges")
+
+
+def ranges_of(keys: NDArray[np.int64], ranges: int, salt: np.uint64) -> NDArray[np.int32]:
+    """The range of each key of the table with that salt."""
+    out = np.empty(len(keys), np.int32)
+    key_ranges(keys, salt, range_shift(ranges), out)
+    return out
+
+
+def open_tables(ps: eps.Client) -> tuple[eps.SparseTable, eps.DenseTensor]:
+    """The tables of the load."""
+    table = ps.table("counted", dim=DIM, optimizer=eps.Accumulate())
+    return table, ps.tensor("summed", init=np.zeros(SHAPE, np.float32), optimizer=eps.Accumulate())
+
+
+# ------------------------------------------------------------------------------------------------------------ ledger
+
+
+def read_ledger(path: Path) -> NDArray[np.void]:
+    """The records of a life so far; one that was being written is left out."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        data = b""
+    return np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """How far a life of a worker came: steps begun, and those up to which all are known to be committed."""
+
+    job: Job
+    begun: int
+    acknowledged: int
+
+    @classmethod
+    def of(cls, job: Job) -> Ledger:
+        """As its file tells."""
+        records = read_ledger(Path(job.ledger))
+        begun = int((records["kind"] == BEGUN).sum())
+        committed = records["step"][records["kind"] == COMMITTED]
+        return cls(job, begun, int(committed.max()) if committed.size else 0)
+
+    def __str__(self) -> str:
+        return f"{self.job.name}, life {self.job.life}"
+
+
+# ------------------------------------------------------------------------------------------------------------- oracle
+
+
+@dataclass(frozen=True)
+class Content:
+    """What the servers hold: own float64 [lives, ranges, DIM], rows float64 [keys, DIM], dense float64 [SHAPE]; and in
+    which range each row of the shared table, and the tensor, lies."""
+
+    own: NDArray[np.float64]
+    rows: NDArray[np.float64]
+    dense: NDArray[np.float64]
+    row_ranges: NDArray[np.int32]
+    dense_range: int
+
+
+def read_content(ps: eps.Client, ledgers: Sequence[Ledger]) -> Content:
+    """Pulls everything that the load has changed."""
+    table, tensor = open_tables(ps)
+    job = ledgers[0].job
+    keys = np.arange(job.keys, dtype=np.int64)
+    own = np.stack([own_keys(each.job.worker, each.job.life, job.ranges, table.salt) for each in ledgers])
+    return Content(
+        table.pull(own.ravel()).astype(np.float64).reshape(*own.shape, DIM),
+        table.pull(keys).astype(np.float64),
+        tensor.pull().astype(np.float64),
+        ranges_of(keys, job.ranges, table.salt),
+        int(ranges_of(np.array([BLOCK], dtype=np.int64), job.ranges, tensor.salt)[0]),
+    )
+
+
+def check_content(content: Content, ledgers: Sequence[Ledger]) -> list[str]:
+    """What is wrong with the content, a sentence each; empty if it is the exact sum of the acknowledged pushes and, of
+    the unacknowledged ones, of the first few of each life in each range."""
+    wrong = []
+    applied = content.own[:, :, 0]
+    for ledger, counts, own in zip(ledgers, applied, content.own, strict=True):
+        if (torn := np.flatnonzero((own != own[:, :1]).any(axis=1))).size:
+            wrong.append(f"{ledger}: its row in range {torn[0]} is {own[torn[0]].tolist()}: half a push")
+        for bad, what in ((counts < ledger.acknowledged, "lost"), (counts > ledger.begun, "applied twice")):
+            if (where := np.flatnonzero(bad)).size:
+                wrong.append(
+                    f"{ledger}: {len(where)} ranges have pushes {what}: range {where[0]} has {counts[where[0]]:g} of "
+                    f"its steps, {ledger.acknowledged} are acknowledged and {ledger.begun} were begun"
+                )
+    rows, dense = _expected(content, ledgers, applied)
+    if (where := np.flatnonzero((rows != content.rows).any(axis=1))).size:
+        key = int(where[0])
+        wrong.append(
+            f"{len(where)} of {len(rows)} shared rows are not the sum of the pushes applied, the first is key {key} in "
+            f"range {content.row_ranges[key]}: {content.rows[key].tolist()}, not {rows[key].tolist()}"
+        )
+    if differing := int((dense != content.dense).sum()):
+        wrong.append(f"{differing} elements of the tensor are not the sum of the pushes applied")
+    return wrong
+
+
+def _expected(
+    content: Content, ledgers: Sequence[Ledger], applied: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The shared rows and the tensor after the steps that each range has applied."""
+    rows, dense = np.zeros_like(content.rows), np.zeros_like(content.dense)
+    for ledger, counts in zip(ledgers, applied, strict=True):
+        for step in range(1, min(ledger.begun, int(counts.max(initial=0))) + 1):
+            added = part(ledger.job, step)
+            there = counts[content.row_ranges[added.keys]] >= step
+            rows[added.keys[there]] += added.rows[there]
+            if counts[content.dense_range] >= step:
+                dense += added.dense
+    return rows, dense
+
+
+# ------------------------------------------------------------------------------------------------------------- worker
+
+
+class Worker:
+    """One life: pushes until it is asked to end, and checks now and then that it reads what it wrote."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._ps = eps.connect(job.url, worker=job.name, app=APP, window=job.window, timeout=TIMEOUT_S)
+        self._table, self._tensor = open_tables(self._ps)
+        self._own = own_keys(job.worker, job.life, job.ranges, self._table.salt)
+        self._ones = np.ones((len(self._own), DIM), np.float32)
+        self._waiting: deque[tuple[int, eps.Step]] = deque()
+        self._begun = 0
+        self._file = os.open(job.ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def step(self) -> None:
+        """Pushes once; waits for the oldest step where the window is full."""
+        self._begun += 1
+        now = part(self.job, self._begun)
+        self._note(BEGUN, self._begun)
+        keys, rows = np.concatenate([now.keys, self._own]), np.concatenate([now.rows, self._ones])
+        self._waiting.append((self._begun, self._ps.push({self._table: (keys, rows), self._tensor: now.dense})))
+        while len(self._waiting) >= self.job.window:
+            self._confirm()
+        if self._begun % READ_EVERY == 0:
+            self._read()
+
+    def finish(self) -> None:
+        """Waits for what is outstanding, and leaves the cluster."""
+        while self._waiting:
+            self._confirm()
+        self._read()
+        self._ps.close()
+
+    def _confirm(self) -> None:
+        number, step = self._waiting.popleft()
+        try:
+            step.result()
+        except eps.Error as error:
+            self._note(FAILED, number)
+            self._say(f"step {number} failed: {error}")
+        else:
+            self._note(COMMITTED, number)
+
+    def _read(self) -> None:
+        try:
+            found = self._table.pull(self._own)
+        except eps.Error as error:
+            self._note(READ_FAILED, self._begun)
+            self._say(f"a pull failed: {error}")
+            return
+        if (found == self._begun).all():
+            self._note(READ, self._begun)
+        else:
+            self._note(STALE, self._begun)
+            self._say(f"read {sorted(set(found.ravel().tolist()))} after {self._begun} steps: not what it had written")
+
+    def _note(self, kind: int, step: int) -> None:
+        os.write(self._file, np.array((kind, step, time.time()), RECORD).tobytes())
+
+    def _say(self, text: str) -> None:
+        sys.stderr.write(f"{self.job.name} life={self.job.life} {text}\n")
+        sys.stderr.flush()
+
+
+def command_of(job: Job) -> list[str]:
+    """The command that runs a worker."""
+    return [sys.executable, "-m", "chaos.load", json.dumps(asdict(job))]
+
+
+def fill(url: str, rows: int) -> None:
+    """Stores rows that nobody touches again, so that filling a replica takes a moment."""
+    with eps.connect(url, worker="filler", app="filling", timeout=TIMEOUT_S) as ps:
+        table = ps.table("heavy", dim=16, optimizer=eps.Accumulate())
+        for keys in np.array_split(np.arange(rows), max(1, rows // 25_000)):
+            ps.push({table: (keys, np.ones((len(keys), 16), np.float32))})
+        ps.flush()
+
+
+def check_run(url: str, ledgers: Sequence[Ledger]) -> list[str]:
+    """Holds what the servers have against the ledgers of all workers."""
+    if not ledgers:
+        return []
+    with eps.connect(url, worker="reader", app=APP, timeout=TIMEOUT_S) as ps:
+        return check_content(read_content(ps, ledgers), ledgers)
+
+
+def heat(url: str, keys: int, ranges: int) -> NDArray[np.float64]:
+    """How often the load touches each range, up to a factor: float64 [ranges]."""
+    with eps.connect(url, worker="measure", app=APP, timeout=TIMEOUT_S) as ps:
+        table, _ = open_tables(ps)
+        every = np.arange(keys, dtype=np.int64)
+        weights = np.diff(np.sqrt(np.arange(keys + 1) / keys))
+        return np.bincount(ranges_of(every, ranges, table.salt), weights, ranges).astype(np.float64)
+
+
+def main(arguments: Mapping[int, str] | Sequence[str] = sys.argv) -> None:
+    """Runs one life; SIGTERM ends it when all is acknowledged."""
+    job = Job(**json.loads(arguments[1]))
+    ended: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: ended.append(number))
+    worker = Worker(job)
+    sys.stdout.write(json.dumps({"ready": True}) + "\n")
+    sys.stdout.flush()
+    while not ended:
+        worker.step()
+        if job.pause_s:
+            time.sleep(job.pause_s)
+    worker.finish()
+
+
+if __name__ == "__main__":
+    main()

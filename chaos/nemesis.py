@@ -1,0 +1,263 @@
+"""Carries a timeline out on a stage: begins each fault when its time has come and the promises allow it, ends it when
+its time is over, and keeps a record of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from chaos.plan import Action
+from chaos.stage import Network, Shape
+from chaos.targets import Scene, choose, group
+
+PATIENCE_S = 30.0  # how long a fault waits for a moment in which it may be done
+DRAINS = ("terminate", "restart", "shrink")
+ENDING = ("kill", *DRAINS)
+
+
+class Stage(Protocol):
+    """What a nemesis needs of the place; by names of processes."""
+
+    @property
+    def network(self) -> Network: ...
+    def names(self, role: str, *, paused: bool = True) -> list[str]: ...
+    def running(self, name: str) -> bool: ...
+    def ready(self, name: str) -> bool: ...
+    def start(self, name: str) -> None: ...
+    def kill(self, name: str) -> None: ...
+    def terminate(self, name: str) -> None: ...
+    def pause(self, name: str) -> None: ...
+    def resume(self, name: str) -> None: ...
+    def grow(self) -> str: ...
+    def shrink(self, name: str) -> str: ...
+    def hog(self, count: int) -> list[str]: ...
+
+
+@dataclass
+class Fault:
+    """One action and what became of it. Times are seconds since the start of the load; -1: not yet, or never.
+
+    state   waiting, running, over, or skipped
+    began   when it was done; `ended`: when its cause was gone (resumed, mended, the process ready again)
+    note    why it was put off or skipped, or what else is to be known
+    """
+
+    action: Action
+    state: str = "waiting"
+    target: str = ""
+    role: str = ""
+    began: float = -1.0
+    ended: float = -1.0
+    note: str = ""
+    stage: str = ""  # of a process that is started again: "ending", "dead", "starting"
+    until: float = -1.0
+    member: tuple[str, int] | None = None
+    pairs: list[tuple[str, str]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        action = self.action
+        return {
+            "number": action.number, "do": action.do, "target": self.target, "role": self.role, "planned_at": action.at,
+            "asked": action.target, "values": dict(action.values), "state": self.state, "began": round(self.began, 4),
+            "ended": round(self.ended, 4), "note": self.note,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        values = " ".join(f"{name} {value:g}" for name, value in self.action.values.items())
+        who = self.target or self.action.target
+        aim = f" ({self.action.target})" if self.target and self.action.target not in ("", self.target) else ""
+        return " ".join(part for part in (self.action.do, f"{who}{aim}".strip(), values) if part)
+
+
+class Nemesis:
+    """All faults of a run. `step` is to be called again and again; it never waits.
+
+    look   the scene as it is, but for `down`, which is known here
+    clock  seconds since the start of the load: doing something takes a moment, and a fault begins when it is done.
+           None: the `now` that `step` is given
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        actions: Sequence[Action],
+        look: Callable[[], Scene],
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.faults = [Fault(action) for action in actions]
+        self._stage = stage
+        self._look = look
+        self._clock = clock
+        self._dead: set[tuple[str, int]] = set()  # incarnations that were killed, or are on their way out
+        self._shapes: dict[str, list[Fault]] = {}
+        self._stopped = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether any fault is still to come, or goes on."""
+        return any(fault.state in ("waiting", "running") for fault in self.faults)
+
+    def step(self, now: float) -> list[str]:
+        """Does what is due; returns what it did, a line each."""
+        lines = []
+        for fault in self.faults:
+            if fault.state == "running":
+                lines += self._continue(fault, now)
+        for fault in self.faults:
+            if fault.state == "waiting" and fault.action.at <= now:
+                lines += self._try(fault, now)
+        return lines
+
+    def stop(self, now: float) -> list[str]:
+        """Ends every fault that goes on, and drops those that have not begun. Processes that are to come back are
+        started by the next `step`s."""
+        self._stopped = True
+        for fault in self.faults:
+            if fault.state == "waiting":
+                fault.state, fault.note = "skipped", fault.note or "the run was over"
+            elif fault.until > now:
+                fault.until = now
+        return self.step(now)
+
+    # ----------------------------------------------------------------------------------------------------------- begin
+
+    def _try(self, fault: Fault, now: float) -> list[str]:
+        action, scene = fault.action, self._scene()
+        why = ""
+        if action.target:
+            choice = choose(action, scene)
+            fault.target, why = choice.name, choice.why
+            why = why or self._too_few(action, scene)
+        if why:
+            fault.note, fault.target = why, ""
+            if now - action.at < PATIENCE_S:
+                return []
+            fault.state = "skipped"
+            return [f"skipped {fault}: {why}"]
+        fault.role = scene.role(fault.target)
+        fault.state, fault.began = "running", now
+        fault.note = f"put off by {now - action.at:.1f} s: {fault.note}" if fault.note else ""
+        self._begin(fault, scene, now)
+        if self._clock is not None and action.do == "cut":
+            fault.began = self._clock()
+        return [str(fault)]
+
+    def _too_few(self, action: Action, scene: Scene) -> str:
+        """A drain ends only where the others can hold all replicas."""
+        view = scene.view
+        if action.do not in DRAINS or view is None:
+            return ""
+        gone = {name for name, incarnation in scene.down if view.index(name) >= 0
+                and view.servers[view.index(name)].incarnation == incarnation}  # fmt: skip
+        left = len(set(scene.running.get("server", ())) - gone) - 1
+        return f"a drain needs {view.replicas} other servers, there are {left}" if left < view.replicas else ""
+
+    def _begin(self, fault: Fault, scene: Scene, now: float) -> None:
+        action, stage, name = fault.action, self._stage, fault.target
+        fault.until = now + action.value("for")
+        if action.do in ENDING:
+            if action.do == "shrink":
+                fault.target = stage.shrink(name)
+            else:
+                (stage.kill if action.do == "kill" else stage.terminate)(name)
+            self._count_out(fault, scene)
+            fault.stage = "ending"
+        elif action.do == "pause":
+            self._count_out(fault, scene)
+            stage.pause(name)
+        elif action.do == "cut":
+            self._count_out(fault, scene)
+            others = group(action.to, name, scene)
+            out, back = [(name, other) for other in others], [(other, name) for other in others]
+            fault.pairs = {"out": out, "in": back, "both": out + back}[action.way]
+            stage.network.cut(fault.pairs)
+        elif action.do in ("delay", "loss", "rate"):
+            self._shapes.setdefault(name, []).append(fault)
+            self._reshape(name)
+        elif action.do == "etcd-outage":
+            fault.names = stage.names("etcd")
+            for each in fault.names:
+                stage.kill(each)
+        elif action.do == "hog":
+            fault.names = stage.hog(int(action.value("processes", 2)))
+        elif action.do == "grow":
+            fault.names = [stage.grow() for _ in range(int(action.value("count", 1)))]
+            fault.target = ", ".join(fault.names)
+
+    # ------------------------------------------------------------------------------------------------------- go on, end
+
+    def _continue(self, fault: Fault, now: float) -> list[str]:
+        action, stage = fault.action, self._stage
+        if fault.stage:
+            return self._come_back(fault, now)
+        if action.do == "grow":
+            return self._over(fault, now) if all(stage.ready(name) for name in fault.names) else []
+        if now < fault.until:
+            return []
+        if action.do == "pause":
+            stage.resume(fault.target)
+        elif action.do == "cut":
+            stage.network.mend(fault.pairs)
+        elif action.do in ("delay", "loss", "rate"):
+            self._shapes[fault.target].remove(fault)
+            self._reshape(fault.target)
+        elif action.do == "etcd-outage":
+            for name in fault.names:
+                if not stage.running(name):
+                    stage.start(name)
+            fault.stage = "starting"
+            return []
+        elif action.do == "hog":
+            for name in fault.names:
+                stage.kill(name)
+        return self._over(fault, now)
+
+    def _come_back(self, fault: Fault, now: float) -> list[str]:
+        """A process that was killed or asked to end: dead, started again if the plan says so, ready."""
+        action, stage, name = fault.action, self._stage, fault.target
+        if fault.stage == "ending" and not stage.running(name):
+            comes_back = action.do == "restart" or "back" in action.values
+            if not comes_back:
+                return self._over(fault, now)
+            fault.stage, fault.until = "dead", now + (0.0 if self._stopped else action.value("back"))
+        if fault.stage == "dead" and now >= fault.until:
+            if not stage.running(name):
+                stage.start(name)
+            fault.stage = "starting"
+        names = fault.names or [name]
+        if fault.stage == "starting" and all(stage.ready(each) for each in names):
+            return self._over(fault, now)
+        return []
+
+    def _over(self, fault: Fault, now: float) -> list[str]:
+        fault.state, fault.ended, fault.stage = "over", now, ""
+        return [f"over: {fault}"] if now - fault.began > 0.05 else []
+
+    # --------------------------------------------------------------------------------------------------------- plumbing
+
+    def _scene(self) -> Scene:
+        scene = self._look()
+        down = self._dead | {fault.member for fault in self.faults if fault.state == "running" and fault.member}
+        return replace(scene, down=frozenset(down))
+
+    def _count_out(self, fault: Fault, scene: Scene) -> None:
+        """Nobody counts on this incarnation while the fault goes on, nor later if it has ended."""
+        if fault.role == "server" and scene.view is not None and (index := scene.view.index(fault.target)) >= 0:
+            fault.member = fault.target, scene.view.servers[index].incarnation
+            if fault.action.do in ENDING:
+                self._dead.add(fault.member)
+
+    def _reshape(self, name: str) -> None:
+        faults = [fault.action for fault in self._shapes[name]]
+        self._stage.network.shape(
+            name,
+            Shape(
+                sum(a.value("ms") for a in faults),
+                sum(a.value("jitter") for a in faults),
+                max((a.value("percent") for a in faults), default=0.0),
+                min((a.value("mbit") for a in faults if a.value("mbit")), default=0.0),
+            ),
+        )

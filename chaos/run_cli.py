@@ -1,0 +1,163 @@
+"""`elasticps chaos run PLAN`, `plans` and `summary`: faults on purpose, and whether the promises hold."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from chaos.plan import Plan, PlanError, parse
+from elasticps.cli.output import ExitCode, err, guarded, out, print_json, sigterm_interrupts
+from elasticps.errors import ConfigError
+
+
+class What(str, enum.Enum):
+    """What `elasticps chaos` can do."""
+
+    RUN = "run"
+    PLANS = "plans"
+    SUMMARY = "summary"
+
+
+def chaos(
+    what: Annotated[What, typer.Argument(help="run a plan, list the ready plans, or summarise reports of runs.")],
+    which: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PLAN]", help="A ready plan's name or a YAML file; for summary: folders."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="What the plan leaves to chance comes from this.")] = 0,
+    duration: Annotated[
+        float | None, typer.Option(min=1, help="Seconds of load, instead of the plan's; later faults are left out.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for the report and the logs.  [default: runs/chaos/PLAN-SEED]"),
+    ] = None,
+    proxy: Annotated[
+        bool, typer.Option("--proxy", help="Disturb the network by a user-space proxy instead of namespaces.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Kill, freeze and cut off processes under load, then check that nothing was lost and nothing applied twice.
+
+    Exit code 1 if a promise was broken, with the command that repeats the run.
+    """
+    names = which or []
+    if what is What.PLANS:
+        _list(as_json)
+    elif what is What.SUMMARY:
+        from chaos.report import summary
+
+        out.print(summary([Path(name) for name in names or ["runs/chaos"]]), markup=False, soft_wrap=True)
+    elif len(names) != 1:
+        raise ConfigError(f"run needs one plan: a YAML file, or one of {', '.join(ready_plans())}")
+    else:
+        _run(names[0], seed, duration, output, proxy, as_json)
+
+
+def ready_plans() -> dict[str, str]:
+    """The plans that come with elasticps: name -> YAML text."""
+    folder = resources.files("chaos") / "plans"
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
+    return {file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8") for file in files}
+
+
+def find_plan(which: str) -> Plan:
+    """A plan by the name of a ready one, or by its file. PlanError says what is wrong with it."""
+    ready = ready_plans()
+    if which in ready:
+        return parse(ready[which], which, f"plan {which}")
+    path = Path(which)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"no ready plan is called {which!r} ({', '.join(ready)}), and as a file: {error}") from None
+    return parse(text, path.stem, which)
+
+
+def _list(as_json: bool) -> None:
+    plans = [parse(text, name, f"plan {name}") for name, text in ready_plans().items()]
+    if as_json:
+        print_json([{"name": p.name, "about": p.about, "seconds": p.duration, "kind": p.cluster.kind} for p in plans])
+        return
+    table = Table("plan", "seconds", "cluster", "what happens", box=None, header_style="bold", pad_edge=False)
+    for plan in plans:
+        table.add_row(plan.name, f"{plan.duration:g}", plan.cluster.kind, Text(plan.about))
+    out.print(table)
+
+
+def _run(which: str, seed: int, duration: float | None, output: Path | None, proxy: bool, as_json: bool) -> None:
+    plan = find_plan(which)
+    from chaos import netns, runner
+
+    if proxy:
+        plan = runner.through_proxy(plan)
+    if plan.cluster.kind == "netns":
+        netns.enter()
+    from chaos.report import write
+    from chaos.screen import screen
+
+    folder = output or Path("runs") / "chaos" / f"{plan.name}-{seed}"
+    command = runner.command_line(which, seed, duration, proxy)
+    with sigterm_interrupts(), screen(err) as show:
+        run = runner.Run(
+            plan, seed, duration=duration, command=command, show=show,
+            progress=lambda text: err.print(text, style="dim", markup=False),
+        )  # fmt: skip
+        outcome = run.carry_out(folder / "logs")
+        show(run)
+        report = write(outcome, folder)
+    if as_json:
+        print_json(report)
+    else:
+        _tell(report, folder)
+    raise typer.Exit(ExitCode.OK if outcome.kept else ExitCode.FAILED)
+
+
+def _tell(report: dict[str, object], folder: Path) -> None:
+    from chaos.figures import by_kind
+    from chaos.report import recovery_rows
+
+    table = Table("fault", box=None, header_style="bold", pad_edge=False)
+    for column in ("how many", "p50 ms", "p99 ms", "most ms"):
+        table.add_column(column, justify="right")
+    for row in recovery_rows(by_kind([report])):
+        table.add_row(*map(str, row))
+    out.print(table)
+    operations, stall = json.loads(json.dumps([report["operations"], report["longest_stall"]]))
+    out.print(
+        f"{operations['steps_committed']:,} steps committed, {operations['steps_failed']} failed; longest stall "
+        f"{stall['ms']:g} ms; report in {os.path.relpath(folder)}/index.html",
+        markup=False,
+    )
+    broken, notes = report["broken"], report["notes"]
+    assert isinstance(broken, list)
+    assert isinstance(notes, list)
+    for text in notes:
+        out.print(f"note: {text}", style="dim", markup=False)
+    for text in broken:
+        out.print(Text.assemble(("broken: ", "bold red"), str(text)))
+    verdict = (
+        Text(f"{len(broken)} promises were broken", "bold red") if broken else Text("every promise kept", "bold green")
+    )
+    out.print(verdict)
+    out.print(f"again: {report['command']}", markup=False)
+
+
+def main() -> None:
+    """`python -m chaos.run_cli chaos run …`: as `elasticps chaos run …`, for a run that moves into namespaces."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(lambda: None)
+    app.command("chaos")(guarded(chaos))
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,420 @@
+"""One chaos run: a cluster under load, faults by a plan, and afterwards whether every promise was kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chaos import figures, load
+from chaos.nemesis import Fault, Nemesis
+from chaos.netns import Namespaces
+from chaos.plan import Action, Plan, PlanError, expand
+from chaos.proxy import Proxy
+from chaos.stage import LocalStage, Loopback, Network, Processes
+from chaos.targets import Scene, whole
+from coordinator.connect import open_store
+from coordinator.errors import CoordinationError
+from coordinator.leader import ELECTION
+from coordinator.membership import ViewFollower
+from coordinator.store import Store
+from coordinator.view import View
+from elasticps import background
+from elasticps.audit import AuditReport, audit
+from elasticps.errors import Error
+
+TICK_S = 0.01
+LOOK_S = 0.25  # between two looks at who leads
+START_S = 60.0
+OVERTIME_S = 120.0  # for faults that have begun, or were put off, when the time is over
+AUDIT_S = 60.0
+WORKERS_END_S = load.TIMEOUT_S + 10.0
+GIVEN_UP_S = 1.9  # a worker renews its lease of 3 s every second
+ADMIT_S = 15.0
+LINES_KEPT = 12
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A view, when it was seen (seconds since the start of the load)."""
+
+    at: float
+    epoch: int
+    short: int
+    joining: int
+    reason: str
+
+
+@dataclass
+class Outcome:
+    """Everything about a run that has ended. broken: promises that were not kept, a sentence each; empty is success.
+    notes: what is worth knowing, and no broken promise."""
+
+    plan: Plan
+    seed: int
+    seconds: float
+    command: str
+    faults: list[Fault] = field(default_factory=list)
+    lives: list[figures.Life] = field(default_factory=list)
+    views: list[Seen] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    audit: AuditReport | None = None
+    settled_s: float = 0.0
+    stall: figures.Stall = field(default_factory=lambda: figures.Stall(0.0, "", 0.0))
+
+    @property
+    def kept(self) -> bool:
+        """Whether every promise was."""
+        return not self.broken
+
+    def recovery_ms(self, fault: Fault) -> dict[str, float]:
+        """Per worker, from the fault to the next step that went through."""
+        if fault.began < 0:
+            return {}
+        return {name: round(s * 1e3, 1) for name, s in figures.recovery(self.lives, fault.began).items()}
+
+
+class Watch:
+    """The newest view and leader, as etcd tells them to somebody outside."""
+
+    def __init__(self, url: str, began: Callable[[], float]) -> None:
+        self.seen: list[Seen] = []
+        self.leader = ""
+        self._began = began
+        self._store = background.run(open_store(url, timeout_s=START_S))
+        self._follower = ViewFollower(self._store)
+        self._follower.subscribe(self._note)
+        background.run(self._follower.start())
+        self._looking = background.run(self._look_on())
+
+    @property
+    def view(self) -> View | None:
+        return self._follower.view
+
+    def close(self) -> None:
+        """Stops watching."""
+        background.run(self._close())
+
+    def _note(self, view: View) -> None:
+        short, joining = int((view.chains < 0).any(axis=1).sum()), int((view.joining >= 0).sum())
+        self.seen.append(Seen(time.time() - self._began(), view.epoch, short, joining, view.reason))
+
+    async def _look_on(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self._look(self._store))
+
+    async def _look(self, store: Store) -> None:
+        while True:
+            with suppress(CoordinationError):
+                entry = await store.get(ELECTION)
+                self.leader = "" if entry is None else str(json.loads(entry.value)["name"])
+            await asyncio.sleep(LOOK_S)
+
+    async def _close(self) -> None:
+        self._looking.cancel()
+        await self._follower.close()
+        await self._store.close()
+
+
+class Load:
+    """The workers of a run, and the files that tell what each life of them did."""
+
+    def __init__(self, plan: Plan, seed: int, stage: Processes) -> None:
+        self.jobs: list[load.Job] = []
+        self._plan = plan
+        self._seed = seed
+        self._stage = stage
+        self.names = [f"w{i}" for i in range(plan.load.workers)]
+
+    def start(self) -> None:
+        """Starts all workers; returns when each is ready."""
+        for number, name in enumerate(self.names):
+            self._stage.add_worker(name, lambda number=number: self._command(number))  # type: ignore[misc]
+        if not self._plan.load.command:
+            self._stage.wait_ready(self.names)
+
+    def _command(self, number: int) -> list[str]:
+        plan = self._plan.load
+        if plan.command:
+            values = {"url": self._stage.url, "worker": f"w{number}", "number": number}
+            return [sys.executable if word == "python" else word.format(**values) for word in plan.command]
+        life = 1 + sum(job.worker == number for job in self.jobs)
+        ledger = str(self._stage.folder / f"w{number}.{life}.ledger")
+        job = load.Job(
+            self._stage.url, self._seed, number, life, plan.keys, plan.window, plan.pause_ms / 1e3,
+            self._plan.cluster.ranges, ledger,
+        )  # fmt: skip
+        self.jobs.append(job)
+        return load.command_of(job)
+
+    def finish(self) -> list[str]:
+        """Asks the workers to end when all is acknowledged, and waits; what went wrong with that."""
+        running = [name for name in self.names if self._stage.running(name)]
+        for name in running:
+            self._stage.terminate(name)
+        deadline = time.monotonic() + WORKERS_END_S
+        while any(self._stage.running(name) for name in running) and time.monotonic() < deadline:
+            time.sleep(TICK_S)
+        hanging = [name for name in running if self._stage.running(name)]
+        wrong = [f"worker {name} did not get its last steps acknowledged in {WORKERS_END_S:g} s" for name in hanging]
+        if not self._plan.load.command:
+            codes = {name: self._stage.code(name) for name in running if name not in hanging}
+            wrong += [f"worker {name} ended with exit code {code}" for name, code in codes.items() if code]
+        return wrong
+
+    def lives(self, began: float) -> list[figures.Life]:
+        """What the files tell, in seconds since the load began."""
+        found = []
+        for job in self.jobs:
+            records = load.read_ledger(Path(job.ledger)).copy()
+            records["time"] -= began
+            found.append(figures.Life(job.name, job.life, records))
+        return found
+
+    def committed(self) -> int:
+        """Steps so far."""
+        return sum(load.Ledger.of(job).acknowledged for job in self.jobs)
+
+
+Show = Callable[["Run"], None]
+
+
+class Run:
+    """A run under way. show: called about ten times a second for whoever shows it."""
+
+    def __init__(
+        self, plan: Plan, seed: int, *, duration: float | None = None, command: str = "",
+        progress: Callable[[str], None] = lambda text: None, show: Show = lambda run: None,
+    ) -> None:  # fmt: skip
+        seconds = plan.duration if duration is None else duration
+        self.outcome = Outcome(plan, seed, seconds, command)
+        self.actions: tuple[Action, ...] = expand(plan, seed, duration)
+        self.lines: list[tuple[float, str]] = []
+        self.began = time.time()
+        self.watch: Watch | None = None
+        self.load: Load | None = None
+        self.nemesis: Nemesis | None = None
+        self._plan = plan
+        self._progress = progress
+        self._show = show
+        self._shown = 0.0
+        self._heat: NDArray[np.float64] = np.empty(0)
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start of the load."""
+        return time.time() - self.began
+
+    def carry_out(self, logs_to: Path | None = None) -> Outcome:
+        """Everything from the first process to the last check. Processes are gone and temporary files removed when
+        this returns or raises."""
+        self._progress("making the network")
+        stage = open_stage(self._plan, self.actions, self._progress)
+        try:
+            stage.start_all()
+            self._with_cluster(stage)
+        finally:
+            stage.close(logs_to)
+        return self.outcome
+
+    def _with_cluster(self, stage: Any) -> None:
+        self.watch = Watch(stage.own_url, lambda: self.began)
+        try:
+            self._settle(stage, START_S)
+            self._progress("filling rows and starting workers")
+            load.fill(stage.own_url, self._plan.load.filling)
+            self.load = Load(self._plan, self.outcome.seed, stage)
+            self.load.start()
+            if not self._plan.load.command:
+                self._heat = load.heat(stage.own_url, self._plan.load.keys, self._plan.cluster.ranges)
+            self._torment(stage)
+            self._judge(stage)
+        finally:
+            self.watch.close()
+
+    def _torment(self, stage: Any) -> None:
+        """The faults, under load."""
+        assert self.watch is not None
+        self.began = time.time()
+        self.watch.seen.clear()
+        self.nemesis = Nemesis(stage, self.actions, lambda: self._scene(stage), lambda: self.now)
+        self.outcome.faults = self.nemesis.faults
+        while self.now < self.outcome.seconds or (self._unfinished() and self.now < self.outcome.seconds + OVERTIME_S):
+            self._tell(self.nemesis.step(self.now))
+            self._look_after(stage)
+        self._tell(self.nemesis.stop(self.now))
+
+    def _unfinished(self) -> bool:
+        """Faults that were due before the end are begun, and what has begun is not cut short."""
+        return self.nemesis is not None and self.nemesis.busy
+
+    def _judge(self, stage: Any) -> None:
+        """The end: everything is to become whole, workers get their last answers, then all is checked."""
+        assert self.nemesis is not None
+        assert self.load is not None
+        outcome, started = self.outcome, time.monotonic()
+        while self.nemesis.busy and time.monotonic() - started < START_S:
+            self._tell(self.nemesis.step(self.now))
+            self._look_after(stage)
+        outcome.broken += [f"did not end: {fault}" for fault in self.nemesis.faults if fault.state == "running"]
+        outcome.settled_s, unsettled = self._settle(stage, self._plan.promises.settle_s)
+        if unsettled:
+            outcome.broken.append(f"not whole {self._plan.promises.settle_s:g} s after the last fault: {unsettled}")
+        self._progress("waiting for the last answers")
+        outcome.broken += self.load.finish()
+        outcome.lives = self.load.lives(self.began)
+        assert self.watch is not None
+        outcome.views = list(self.watch.seen)
+        self._check_ledgers()
+        self._progress("comparing every value with the pushes, and every replica with the others")
+        self._check_content(stage)
+
+    # ------------------------------------------------------------------------------------------------------ the checks
+
+    def _check_ledgers(self) -> None:
+        outcome = self.outcome
+        totals = figures.counts(outcome.lives)
+        for key, what in (
+            ("steps_failed", "pushes failed"), ("pulls_failed", "pulls failed"), ("pulls_stale", "pulls were stale"),
+        ):  # fmt: skip
+            if totals[key]:
+                outcome.broken.append(f"{totals[key]} {what}; the workers' logs say which")
+        epochs = [seen.epoch for seen in outcome.views]
+        if epochs != sorted(epochs):
+            outcome.broken.append("an epoch was followed by an older one")
+        outcome.stall = figures.longest_stall(outcome.lives, excused(outcome.faults))
+        limit = self._plan.promises.stall_s
+        if limit is not None and outcome.stall.seconds > limit:
+            stall = outcome.stall
+            outcome.broken.append(
+                f"{stall.worker} had no commit for {stall.seconds:.2f} s, at {stall.at:.1f} s; {limit:g} s is allowed"
+            )
+        if not self._plan.load.command:
+            for fault in outcome.faults:
+                if fault.began >= 0 and not figures.progressed(outcome.lives, fault.began):
+                    outcome.broken.append(f"no worker committed anything that it began after: {fault}")
+
+    def _check_content(self, stage: Any) -> None:
+        outcome = self.outcome
+        assert self.load is not None
+        try:
+            outcome.broken += load.check_run(stage.own_url, [load.Ledger.of(job) for job in self.load.jobs])
+            outcome.audit = audit(stage.own_url, AUDIT_S)
+        except (Error, CoordinationError) as error:
+            outcome.broken.append(f"the content could not be checked: {error}")
+        else:
+            outcome.broken += audit_words(outcome.audit)
+
+    # -------------------------------------------------------------------------------------------------------- plumbing
+
+    def _settle(self, stage: Any, seconds: float) -> tuple[float, str]:
+        """Waits until all ranges are whole; how long that took, and what is missing if it was too long."""
+        began, why = time.monotonic(), "no view was formed"
+        while time.monotonic() - began < seconds:
+            assert self.watch is not None
+            view = self.watch.view
+            why = "no view was formed" if view is None else whole(view, stage.names("server"))
+            if not why:
+                return time.monotonic() - began, ""
+            self._look_after(stage)
+        return time.monotonic() - began, why
+
+    def _scene(self, stage: Any) -> Scene:
+        assert self.watch is not None
+        roles = ("server", "coordinator", "worker", "etcd")
+        running = {role: stage.names(role, paused=False) for role in roles}
+        return Scene(self.watch.view, running, leader=self.watch.leader, heat=self._heat)
+
+    def _look_after(self, stage: Any) -> None:
+        for name, text in stage.poll():
+            line = f"ended by itself at {self.now:.1f} s: {text}"
+            if why := given_up(name, self.outcome.faults, self.now):
+                self.outcome.notes.append(f"{line} ({why})")
+            else:
+                self.outcome.broken.append(line)
+            self._tell([f"{'' if why else 'BROKEN: '}{line}"])
+        if time.monotonic() - self._shown > 0.1:
+            self._shown = time.monotonic()
+            self._show(self)
+        time.sleep(TICK_S)
+
+    def _tell(self, lines: list[str]) -> None:
+        self.lines += [(self.now, line) for line in lines]
+
+
+def open_stage(plan: Plan, actions: tuple[Action, ...], progress: Callable[[str], None]) -> Any:
+    """The place that a plan names; PlanError where it cannot be had here."""
+    if plan.cluster.kind == "kubernetes":
+        from chaos.kubernetes import KubernetesStage
+
+        return KubernetesStage(plan.cluster)
+    network: Network = Loopback()
+    if plan.cluster.kind == "netns":
+        if any(action.do in ("delay", "loss") for action in actions) and not Namespaces.can_shape():
+            raise PlanError(
+                f"plan {plan.name}: this kernel has no netem, so packets in network namespaces cannot be delayed or "
+                "lost; the user-space proxy can: --proxy, or cluster: {kind: local, proxy: true}"
+            )
+        network = Namespaces()
+    elif plan.cluster.proxy:
+        network = Proxy()
+    return LocalStage(plan.cluster, network, progress)
+
+
+def through_proxy(plan: Plan) -> Plan:
+    """The same plan with the user-space proxy as its network."""
+    return replace(plan, cluster=replace(plan.cluster, kind="local", proxy=True))
+
+
+def excused(faults: list[Fault]) -> dict[str, list[tuple[float, float]]]:
+    """When workers could not go on because of what was done to themselves."""
+    times: dict[str, list[tuple[float, float]]] = {}
+    for fault in faults:
+        if fault.role == "worker" and fault.began >= 0:
+            times.setdefault(fault.target, []).append((fault.began, max(fault.began, fault.ended) + 1.0))
+    return times
+
+
+def given_up(name: str, faults: list[Fault], now: float) -> str:
+    """Why a worker may have ended by itself now: others take it for dead when they do not hear of it, and it is told so
+    when it is back. "" if there is no such reason."""
+    for fault in faults:
+        lasted = (fault.ended if fault.ended >= 0 else now) - fault.began
+        cut_off = fault.role == "worker" and fault.target == name and fault.action.do in ("pause", "cut")
+        if cut_off and fault.began >= 0 and lasted >= GIVEN_UP_S and now - max(fault.ended, fault.began) < ADMIT_S:
+            return f"it had been away for {lasted:.1f} s, and counts as dead after about {GIVEN_UP_S:g}"
+    return ""
+
+
+def audit_words(report: AuditReport) -> list[str]:
+    """What an audit has found wrong, a sentence each."""
+    words = [f"range {each.range} at {each.server}: {each.text}" for each in report.differences[:10]]
+    if len(report.differences) > 10:
+        words.append(f"and {len(report.differences) - 10} more replicas differ")
+    words += [
+        f"worker {worker.name or worker.id} was told of step {worker.told}, but only {worker.applied} is everywhere"
+        for worker in report.workers if worker.broken
+    ]  # fmt: skip
+    if report.unjudged:
+        r, why = next(iter(report.unjudged.items()))
+        words.append(f"{len(report.unjudged)} ranges could not be audited: range {r}: {why}")
+    if report.short:
+        words.append(f"{report.short} ranges have fewer than {report.replicas} replicas")
+    return words
+
+
+def command_line(plan: str, seed: int, duration: float | None, proxy: bool) -> str:
+    """The command that repeats a run."""
+    words = ["elasticps", "chaos", "run", plan, "--seed", str(seed)]
+    words += [] if duration is None else ["--duration", f"{duration:g}"]
+    return shlex.join(words + (["--proxy"] if proxy else []))

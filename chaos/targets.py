@@ -1,0 +1,147 @@
+"""Whom a fault hits, and whether the promises allow it now. Pure.
+
+The promise is that up to R-1 replicas of a range may go and nothing acknowledged is lost. So a fault that can take a
+server's copies away waits until every range has another full replica: without that, a lost push would prove nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chaos.plan import VERBS, WORD_ROLES, Action
+from coordinator.view import View
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is there when a fault's time has come.
+
+    view     the newest one known; None before the first
+    running  role -> names of the processes that run and are not paused
+    down     members (name, incarnation) that are not to be counted on: killed, paused, cut off, or leaving
+    leader   the coordinator in office, "" where nobody knows
+    heat     float [ranges], how much of the load each range gets; empty: all the same
+    """
+
+    view: View | None
+    running: Mapping[str, Collection[str]]
+    down: frozenset[tuple[str, int]] = frozenset()
+    leader: str = ""
+    heat: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+
+    def role(self, name: str) -> str:
+        """The role of a process that runs, "" for any other."""
+        return next((role for role, names in self.running.items() if name in names), "")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Who is hit; or nobody, and why not yet."""
+
+    name: str = ""
+    why: str = ""
+
+
+def choose(action: Action, scene: Scene) -> Choice:
+    """The target of an action as things are now. Without a name it may be tried again later."""
+    verb = VERBS[action.do]
+    candidates = _candidates(action.target, scene, verb.roles)
+    if not candidates:
+        return Choice(why=f"{action.target}: there is none now")
+    start = int(action.draw * len(candidates))
+    why = ""
+    for name in candidates[start:] + candidates[:start]:
+        if not verb.hurts or scene.role(name) != "server":
+            return Choice(name)
+        if not (why := unsafe(name, scene)):
+            return Choice(name)
+    return Choice(why=why)
+
+
+def unsafe(name: str, scene: Scene) -> str:
+    """Why this server must not be lost now; "" if it may."""
+    view = scene.view
+    if view is None:
+        return "there is no view yet"
+    me = view.index(name)
+    if me < 0:
+        return f"{name} is in no view yet" if name in scene.running.get("server", ()) else ""
+    gone = {me} | {i for i, server in enumerate(view.servers) if (server.name, server.incarnation) in scene.down}
+    lost = np.isin(view.chains, [*gone, -1])
+    mine = (view.chains == me).any(axis=1)
+    if (alone := int((mine & lost.all(axis=1)).sum())) > 0:
+        return f"{name} has the only full replica of {alone} ranges"
+    return ""
+
+
+def heads_most(view: View, heat: NDArray[np.float64], column: str) -> str:
+    """The head (or tail) of the hottest range; among equally hot ones, of those that it heads most."""
+    members = view.heads if column == "head" else view.tails
+    warmth = heat if heat.size == view.ranges else np.ones(view.ranges)
+    hottest = np.flatnonzero(warmth == warmth.max())
+    owners = members[hottest]
+    owners = owners[owners >= 0]
+    if not owners.size:
+        return ""
+    return view.servers[int(np.bincount(owners).argmax())].name
+
+
+def _candidates(word: str, scene: Scene, roles: tuple[str, ...]) -> list[str]:
+    """Everyone that a plan's word can mean now, in a fixed order."""
+    view, servers = scene.view, set(scene.running.get("server", ()))
+    if word == "random":
+        return sorted(scene.running.get(roles[0], ())) if roles else []
+    if word in ("worker", "etcd"):
+        return sorted(scene.running.get(word, ()))
+    if word in ("leader", "standby"):
+        there = sorted(scene.running.get("coordinator", ()))
+        return [name for name in there if (name == scene.leader) == (word == "leader")]
+    if word == "joining" or word in WORD_ROLES or "-of:" in word:
+        names = [] if view is None else _in_view(word, view, scene.heat)
+        return [name for name in names if name in servers]
+    return [word] if scene.role(word) else []
+
+
+def _in_view(word: str, view: View, heat: NDArray[np.float64]) -> list[str]:
+    if word == "joining":
+        return sorted(view.servers[i].name for i in np.unique(view.joining).tolist() if i >= 0)
+    side, _, which = word.partition("-of:")
+    if which in ("", "hottest"):
+        return [name for name in (heads_most(view, heat, side),) if name]
+    if int(which) >= view.ranges:
+        return []
+    index = int((view.heads if side == "head" else view.tails)[int(which)])
+    return [view.servers[index].name] if index >= 0 else []
+
+
+def group(word: str, target: str, scene: Scene) -> list[str]:
+    """Whom a plan's `to` means, without the target itself."""
+    roles = {"others": "server", "etcd": "etcd"} | {f"{role}s": role for role in ("server", "coordinator", "worker")}
+    if word == "everyone":
+        names = sorted(name for there in scene.running.values() for name in there)
+    elif word in roles:
+        names = sorted(scene.running.get(roles[word], ()))
+    else:
+        names = [word]
+    return [name for name in names if name != target]
+
+
+def whole(view: View, servers: Collection[str]) -> str:
+    """Why the view is not what it should end as, with these servers running; "" if it is: every range has all the
+    replicas that so many servers can hold, all of them on these, and none is being filled."""
+    listed = {server.name for server in view.servers}
+    if absent := sorted(set(servers) - listed):
+        return f"{', '.join(absent)} not in the view"
+    wanted = min(view.replicas, len(servers))
+    if (short := int(((view.chains >= 0).sum(axis=1) < wanted).sum())) > 0:
+        return f"{short} ranges have fewer than {wanted} replicas"
+    if (joining := int((view.joining >= 0).sum())) > 0:
+        return f"{joining} ranges are being filled"
+    owners = {view.servers[i].name for i in np.unique(view.chains).tolist() if i >= 0}
+    if gone := sorted(owners - set(servers)):
+        return f"{', '.join(gone)} hold ranges but do not run"
+    return ""

@@ -1,0 +1,185 @@
+"""Which calls faults on pods make, on an API that only notes them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from chaos.kubernetes import KubernetesStage, OfficialApi
+from chaos.nemesis import Nemesis
+from chaos.plan import ClusterPlan
+from chaos.targets import Scene
+from elasticps.errors import ConfigError, Error
+from tests.chaos.scenes import action_of, view_of
+
+PLAN = ClusterPlan(kind="kubernetes", url="etcd://elasticps-etcd:2379/demo")
+
+
+def pod(name: str, uid: str = "1", phase: str = "Running", ready: str = "True") -> Any:
+    return SimpleNamespace(
+        metadata=SimpleNamespace(name=name, uid=uid, deletion_timestamp=None),
+        spec=SimpleNamespace(node_name=f"node-of-{name}"),
+        status=SimpleNamespace(phase=phase, conditions=[SimpleNamespace(type="Ready", status=ready)]),
+    )
+
+
+class RecordingApi:
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.found = {
+            PLAN.server_labels: [pod(f"elasticps-server-{i}") for i in range(3)],
+            PLAN.coordinator_labels: [pod("elasticps-coordinator-a"), pod("elasticps-coordinator-b")],
+            PLAN.etcd_labels: [pod("elasticps-etcd-0")],
+        }
+        self.answer = ""
+        self.count = 3
+
+    def pods(self, labels: str) -> list[Any]:
+        return self.found[labels]
+
+    def delete_pod(self, name: str, grace_s: int | None) -> None:
+        self.calls.append(("delete", name, grace_s))
+
+    def execute(self, name: str, command: list[str]) -> str:
+        self.calls.append(("exec", name, command))
+        return self.answer
+
+    def cordon(self, node: str, on: bool) -> None:
+        self.calls.append(("cordon", node, on))
+
+    def replicas(self, stateful_set: str) -> int:
+        return self.count
+
+    def scale(self, stateful_set: str, replicas: int) -> None:
+        self.calls.append(("scale", stateful_set, replicas))
+
+
+@pytest.fixture
+def api() -> RecordingApi:
+    return RecordingApi()
+
+
+@pytest.fixture
+def stage(api: RecordingApi) -> Iterator[KubernetesStage]:
+    stage = KubernetesStage(PLAN, api)
+    yield stage
+    stage.close()
+
+
+def test_a_kill_deletes_the_pod_without_grace_and_a_new_one_of_the_name_counts(
+    stage: KubernetesStage, api: RecordingApi
+) -> None:
+    stage.start_all()
+    stage.kill("elasticps-server-1")
+    assert api.calls == [("delete", "elasticps-server-1", 0)]
+    assert not stage.running("elasticps-server-1")
+    assert stage.names("server") == ["elasticps-server-0", "elasticps-server-2"]
+    api.found[PLAN.server_labels][1] = pod("elasticps-server-1", uid="2", ready="False")
+    assert stage.running("elasticps-server-1")
+    assert not stage.ready("elasticps-server-1")
+    api.found[PLAN.server_labels][1] = pod("elasticps-server-1", uid="2")
+    assert stage.ready("elasticps-server-1")
+
+
+def test_a_drain_deletes_the_pod_with_its_own_grace(stage: KubernetesStage, api: RecordingApi) -> None:
+    stage.terminate("elasticps-server-0")
+    assert api.calls == [("delete", "elasticps-server-0", None)]
+
+
+def test_a_pause_is_a_signal_by_exec(stage: KubernetesStage, api: RecordingApi) -> None:
+    stage.pause("elasticps-server-2")
+    assert stage.names("server", paused=False) == ["elasticps-server-0", "elasticps-server-1"]
+    stage.resume("elasticps-server-2")
+    assert len(stage.names("server", paused=False)) == 3
+    (stop, cont) = api.calls
+    assert stop[:2] == ("exec", "elasticps-server-2")
+    assert "kill -STOP" in stop[2][2]
+    assert "kill -CONT" in cont[2][2]
+
+
+def test_a_signal_that_does_not_arrive_is_an_error(stage: KubernetesStage, api: RecordingApi) -> None:
+    api.answer = "no process of elasticps but number 1"
+    with pytest.raises(Error, match="SIGSTOP did not reach elasticps-server-0: no process"):
+        stage.pause("elasticps-server-0")
+
+
+def test_growing_and_shrinking_scale_the_stateful_set(stage: KubernetesStage, api: RecordingApi) -> None:
+    assert stage.grow() == "elasticps-server-3"
+    assert stage.shrink("elasticps-server-0") == "elasticps-server-2"
+    assert api.calls == [("scale", "elasticps-server", 4), ("scale", "elasticps-server", 2)]
+    api.count = 1
+    with pytest.raises(Error, match="none can be taken away"):
+        stage.shrink("elasticps-server-0")
+
+
+def test_a_node_takes_no_pods_while_it_is_cordoned(stage: KubernetesStage, api: RecordingApi) -> None:
+    with stage.cordoned("elasticps-server-0"):
+        stage.kill("elasticps-server-0")
+    assert [call[0] for call in api.calls] == ["cordon", "delete", "cordon"]
+    assert api.calls[0] == ("cordon", "node-of-elasticps-server-0", True)
+    assert api.calls[2] == ("cordon", "node-of-elasticps-server-0", False)
+
+
+def test_without_servers_there_is_nothing_to_torment(stage: KubernetesStage, api: RecordingApi) -> None:
+    api.found[PLAN.server_labels] = [pod("elasticps-server-0", phase="Pending")]
+    with pytest.raises(Error, match="no server runs in namespace default"):
+        stage.start_all()
+
+
+def test_a_plan_runs_on_pods_as_on_processes(stage: KubernetesStage, api: RecordingApi) -> None:
+    names = stage.names("server")
+    view = view_of([[names[0], names[1]], [names[1], names[2]], [names[2], names[0]], [names[0], names[2]]])
+    scene = Scene(view, {role: stage.names(role) for role in ("server", "coordinator", "etcd")}, leader="?")
+    nemesis = Nemesis(stage, [action_of("kill", "head-of:hottest", back=0)], lambda: scene)
+    nemesis.step(1.0)
+    nemesis.step(1.1)
+    assert [fault.state for fault in nemesis.faults] == ["running"]
+    api.found[PLAN.server_labels][0] = pod(names[0], uid="2")
+    nemesis.step(2.0)
+    assert [fault.state for fault in nemesis.faults] == ["over"]
+    assert api.calls == [("delete", names[0], 0)]
+
+
+def test_without_the_official_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(ConfigError, match=r"pip install 'elasticps\[chaos,kubernetes\]'"):
+        OfficialApi("default")
+
+
+def test_the_official_client_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    kubernetes = pytest.importorskip("kubernetes")
+    monkeypatch.setattr(kubernetes.config, "load_incluster_config", lambda: None)
+    api = OfficialApi("there")
+    calls: list[tuple[Any, ...]] = []
+
+    class Core:
+        def __getattr__(self, name: str) -> Any:
+            assert hasattr(kubernetes.client.CoreV1Api, name) or hasattr(kubernetes.client.AppsV1Api, name)
+
+            def call(*arguments: Any, **options: Any) -> Any:
+                calls.append((name, arguments, options))
+                return SimpleNamespace(items=[1], spec=SimpleNamespace(replicas=4))
+
+            call.__name__ = name
+            return call
+
+    monkeypatch.setattr(api, "_core", Core())
+    monkeypatch.setattr(api, "_apps", Core())
+    assert api.pods("a=b") == [1]
+    api.delete_pod("p", 0)
+    api.delete_pod("p", None)
+    api.cordon("n", True)
+    assert api.replicas("set") == 4
+    api.scale("set", 5)
+    assert calls == [
+        ("list_namespaced_pod", ("there",), {"label_selector": "a=b"}),
+        ("delete_namespaced_pod", ("p", "there"), {"grace_period_seconds": 0}),
+        ("delete_namespaced_pod", ("p", "there"), {}),
+        ("patch_node", ("n", {"spec": {"unschedulable": True}}), {}),
+        ("read_namespaced_stateful_set_scale", ("set", "there"), {}),
+        ("patch_namespaced_stateful_set_scale", ("set", "there", {"spec": {"replicas": 5}}), {}),
+    ]

@@ -1,0 +1,114 @@
+"""The oracle itself: what it must accept, and what it must see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chaos.load import (
+    BEGUN,
+    COMMITTED,
+    DIM,
+    RECORD,
+    SHAPE,
+    Content,
+    Job,
+    Ledger,
+    check_content,
+    own_keys,
+    part,
+    ranges_of,
+    read_ledger,
+)  # fmt: skip
+from elasticps.hashing import table_salt
+
+RANGES = 8
+KEYS = 60
+SALT = table_salt(3)
+WHERE = ranges_of(np.arange(KEYS, dtype=np.int64), RANGES, SALT)
+DENSE_RANGE = 5
+
+
+def job(worker: int, life: int = 1) -> Job:
+    return Job("etcd://nowhere/c", 11, worker, life, KEYS, 4, 0.0, RANGES, "")
+
+
+LEDGERS = [Ledger(job(0), begun=9, acknowledged=7), Ledger(job(0, 2), begun=3, acknowledged=3), Ledger(job(1), 5, 5)]
+
+
+def content_after(applied: list[list[int]]) -> Content:
+    """What servers hold after each range has applied so many steps of each life."""
+    rows, dense = np.zeros((KEYS, DIM)), np.zeros(SHAPE)
+    for ledger, counts in zip(LEDGERS, applied, strict=True):
+        for step in range(1, ledger.begun + 1):
+            added = part(ledger.job, step)
+            there = np.array(counts)[WHERE[added.keys]] >= step
+            rows[added.keys[there]] += added.rows[there]
+            dense += added.dense * (counts[DENSE_RANGE] >= step)
+    own = np.repeat(np.array(applied, np.float64)[:, :, None], DIM, axis=2)
+    return Content(own, rows, dense, WHERE, DENSE_RANGE)
+
+
+def counts(first: int = 7) -> list[list[int]]:
+    return [[first] * RANGES, [3] * RANGES, [5] * RANGES]
+
+
+def test_the_sum_of_the_acknowledged_pushes_is_right() -> None:
+    assert check_content(content_after(counts()), LEDGERS) == []
+
+
+def test_each_range_may_have_some_of_the_unacknowledged_pushes() -> None:
+    applied = counts()
+    applied[0] = [7, 8, 9, 7, 8, 9, 7, 8]
+    assert check_content(content_after(applied), LEDGERS) == []
+
+
+def test_a_lost_push_is_seen() -> None:
+    applied = counts()
+    applied[2][4] = 4
+    (text,) = check_content(content_after(applied), LEDGERS)
+    assert text == (
+        "w1, life 1: 1 ranges have pushes lost: range 4 has 4 of its steps, 5 are acknowledged and 5 were begun"
+    )
+
+
+def test_a_push_applied_twice_is_seen() -> None:
+    content = content_after(counts())
+    content.own[1, 2] += 1
+    assert any("1 ranges have pushes applied twice: range 2 has 4" in text for text in check_content(content, LEDGERS))
+
+
+def test_half_a_push_is_seen() -> None:
+    content = content_after(counts())
+    content.own[0, 3, 1] += 1
+    assert any("half a push" in text for text in check_content(content, LEDGERS))
+
+
+def test_a_wrong_shared_row_or_tensor_is_seen() -> None:
+    content = content_after(counts())
+    content.rows[17, 2] += 1
+    content.dense[3, 3] -= 1
+    texts = check_content(content, LEDGERS)
+    assert any(
+        "1 of 60 shared rows are not the sum of the pushes applied, the first is key 17" in text for text in texts
+    )
+    assert any("1 elements of the tensor" in text for text in texts)
+
+
+@pytest.mark.parametrize("ranges", [2, 32, 256])
+def test_each_life_has_a_row_of_its_own_in_every_range(ranges: int) -> None:
+    first, second, third = own_keys(0, 1, ranges, SALT), own_keys(0, 2, ranges, SALT), own_keys(1, 1, ranges, SALT)
+    for keys in (first, second, third):
+        assert ranges_of(keys, ranges, SALT).tolist() == list(range(ranges))
+    assert len({*first.tolist(), *second.tolist(), *third.tolist()}) == 3 * ranges
+
+
+def test_a_ledger_that_was_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
+    path = tmp_path / "w0.1.ledger"
+    assert read_ledger(path).size == 0
+    records = np.array([(BEGUN, 1, 1.0), (BEGUN, 2, 1.5), (COMMITTED, 1, 2.0), (BEGUN, 3, 2.5)], RECORD)
+    path.write_bytes(records.tobytes()[:-3])
+    told = Job("", 0, 0, 1, KEYS, 4, 0.0, RANGES, str(path))
+    assert Ledger.of(told) == Ledger(told, begun=2, acknowledged=1)

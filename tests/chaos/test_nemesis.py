@@ -1,0 +1,173 @@
+"""The timeline on a stage that only notes what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chaos.nemesis import PATIENCE_S, Nemesis
+from chaos.plan import Action
+from chaos.stage import Loopback, Shape
+from chaos.targets import Scene
+from tests.chaos.scenes import action_of, scene_of, view_of
+
+VIEW = view_of([["s0", "s1"], ["s1", "s2"], ["s2", "s0"], ["s0", "s2"]])
+RING = view_of([["s0", "s1"], ["s1", "s2"], ["s2", "s3"], ["s3", "s0"]])
+ROLES = {"coordinator": ["c0"], "worker": ["w0"], "etcd": ["e0"]}
+
+
+class FakeNetwork(Loopback):
+    def __init__(self, story: list[str]) -> None:
+        self._story = story
+
+    def cut(self, pairs: Sequence[tuple[str, str]]) -> None:
+        self._story.append("cut " + " ".join(f"{a}>{b}" for a, b in pairs))
+
+    def mend(self, pairs: Sequence[tuple[str, str]]) -> None:
+        self._story.append("mend " + " ".join(f"{a}>{b}" for a, b in pairs))
+
+    def shape(self, name: str, shape: Shape) -> None:
+        self._story.append(f"shape {name} {shape.ms:g}ms {shape.percent:g}% {shape.mbit:g}mbit")
+
+
+class FakeStage:
+    """Processes that start and end at once."""
+
+    def __init__(self) -> None:
+        self.story: list[str] = []
+        self.network = FakeNetwork(self.story)
+        self.dead: set[str] = set()
+        self.draining: set[str] = set()
+
+    def names(self, role: str, *, paused: bool = True) -> list[str]:
+        return [name for name in ROLES.get(role, ["s0", "s1", "s2"]) if name not in self.dead]
+
+    def running(self, name: str) -> bool:
+        return name not in self.dead
+
+    def ready(self, name: str) -> bool:
+        return name not in self.dead
+
+    def start(self, name: str) -> None:
+        self.story.append(f"start {name}")
+        self.dead.discard(name)
+
+    def kill(self, name: str) -> None:
+        self.story.append(f"kill {name}")
+        self.dead.add(name)
+
+    def terminate(self, name: str) -> None:
+        self.story.append(f"terminate {name}")
+        self.draining.add(name)
+
+    def shrink(self, name: str) -> str:
+        self.terminate(name)
+        return name
+
+    def pause(self, name: str) -> None:
+        self.story.append(f"pause {name}")
+
+    def resume(self, name: str) -> None:
+        self.story.append(f"resume {name}")
+
+    def grow(self) -> str:
+        self.story.append("grow")
+        return "s9"
+
+    def hog(self, count: int) -> list[str]:
+        return [f"hog{i}" for i in range(count)]
+
+
+def nemesis_of(*actions: Action, scene: Scene | None = None) -> tuple[Nemesis, FakeStage]:
+    stage = FakeStage()
+    there = scene_of(VIEW, **ROLES) if scene is None else scene
+    return Nemesis(stage, actions, lambda: there), stage
+
+
+def test_a_kill_comes_at_its_time_and_what_was_killed_comes_back() -> None:
+    nemesis, stage = nemesis_of(action_of("kill", "s1", back=2))
+    nemesis.step(0.5)
+    assert stage.story == []
+    nemesis.step(1.0)
+    nemesis.step(1.1)
+    nemesis.step(3.0)
+    assert stage.story == ["kill s1"]
+    nemesis.step(3.2)
+    assert stage.story == ["kill s1", "start s1"]
+    assert [(f.state, f.began, f.ended) for f in nemesis.faults] == [("over", 1.0, 3.2)]
+
+
+def test_the_second_kill_waits_until_every_range_has_another_replica() -> None:
+    scene = scene_of(VIEW, **ROLES)
+    nemesis, stage = nemesis_of(action_of("kill", "s1"), action_of("kill", "s2", at=2.0), scene=scene)
+    nemesis.step(2.0)
+    assert stage.story == ["kill s1"]
+    assert "only full replica" in nemesis.faults[1].note
+    nemesis.step(2.0 + PATIENCE_S)
+    assert stage.story == ["kill s1"]
+    assert nemesis.faults[1].state == "skipped"
+
+
+def test_one_that_was_paused_counts_again_when_it_goes_on() -> None:
+    nemesis, stage = nemesis_of(action_of("pause", "s1", for_=3), action_of("kill", "s2", at=2.0))
+    for now in (1.0, 2.0, 4.1):
+        nemesis.step(now)
+    assert stage.story == ["pause s1", "resume s1", "kill s2"]
+    assert "put off by 2.1 s" in nemesis.faults[1].note
+
+
+def test_two_faults_on_one_server_count_until_both_are_over() -> None:
+    scene = scene_of(RING, **ROLES)
+    actions = action_of("pause", "s1", for_=3), action_of("cut", "s1", for_=10), action_of("kill", "s2", at=5.0)
+    nemesis, stage = nemesis_of(*actions, scene=scene)
+    for now in (1.0, 4.5, 5.0):
+        nemesis.step(now)
+    assert "kill s2" not in stage.story
+    nemesis.step(11.5)
+    assert "kill s2" in stage.story
+
+
+def test_cuts_go_one_way_or_both() -> None:
+    out, both = action_of("cut", "s1", for_=1), action_of("cut", "s1", for_=1)
+    out = Action(0, 1.0, "cut", "s1", 0.0, out.values, "others", "out")
+    both = Action(0, 1.0, "cut", "s1", 0.0, both.values, "c0", "both")
+    nemesis, stage = nemesis_of(out, both, scene=scene_of(VIEW, **ROLES))
+    nemesis.step(1.0)
+    nemesis.step(2.5)
+    assert stage.story == ["cut s1>s0 s1>s2", "cut s1>c0 c0>s1", "mend s1>s0 s1>s2", "mend s1>c0 c0>s1"]
+
+
+def test_shapes_add_up_and_end_one_by_one() -> None:
+    nemesis, stage = nemesis_of(
+        action_of("delay", "s1", for_=5, ms=20), action_of("loss", "s1", for_=2, percent=3, at=2.0)
+    )
+    for now in (1.0, 2.0, 4.5, 6.5):
+        nemesis.step(now)
+    assert stage.story == [
+        "shape s1 20ms 0% 0mbit", "shape s1 20ms 3% 0mbit", "shape s1 20ms 0% 0mbit", "shape s1 0ms 0% 0mbit"
+    ]  # fmt: skip
+
+
+def test_a_drain_needs_enough_others() -> None:
+    nemesis, stage = nemesis_of(action_of("terminate", "s0"), action_of("terminate", "s1", at=2.0))
+    nemesis.step(2.0)
+    assert stage.story == ["terminate s0"]
+    assert nemesis.faults[1].note
+
+
+def test_an_outage_of_etcd_ends() -> None:
+    nemesis, stage = nemesis_of(action_of("etcd-outage", for_=2))
+    nemesis.step(1.0)
+    nemesis.step(3.5)
+    nemesis.step(3.6)
+    assert stage.story == ["kill e0", "start e0"]
+    assert not nemesis.busy
+
+
+def test_the_end_of_a_run_ends_what_goes_on_and_drops_what_has_not_begun() -> None:
+    nemesis, stage = nemesis_of(
+        action_of("pause", "s1", for_=100), action_of("kill", "s0", at=50.0), action_of("kill", "w0", back=100)
+    )
+    nemesis.step(1.0)
+    nemesis.stop(10.0)
+    assert stage.story == ["pause s1", "kill w0", "resume s1", "start w0"]
+    assert [fault.state for fault in nemesis.faults] == ["over", "skipped", "over"]

@@ -1,0 +1,108 @@
+"""What ledgers tell, and what is made of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chaos import figures, report
+from chaos.figures import Life
+from chaos.load import BEGUN, COMMITTED, FAILED, RECORD
+from chaos.nemesis import Fault
+from chaos.run_cli import find_plan
+from chaos.runner import Outcome, Seen, command_line, excused, given_up
+from elasticps.errors import ConfigError
+from tests.chaos.scenes import action_of
+
+
+def life(worker: str, *records: tuple[int, int, float], number: int = 1) -> Life:
+    return Life(worker, number, np.array(list(records), RECORD))
+
+
+STEADY = [each for n in range(1, 100) for each in ((BEGUN, n, n / 10), (COMMITTED, n, n / 10 + 0.02))]
+STUCK = [
+    (BEGUN, 1, 0.1),
+    (COMMITTED, 1, 0.2),
+    (BEGUN, 2, 0.3),
+    (COMMITTED, 2, 4.0),
+    (BEGUN, 3, 4.1),
+    (COMMITTED, 3, 4.2),
+]
+
+
+def test_recovery_is_the_first_commit_of_what_began_later() -> None:
+    lives = [life("w0", *STEADY), life("w1", *STUCK)]
+    found = figures.recovery(lives, 1.0)
+    assert found == pytest.approx({"w0": 0.02, "w1": 3.2})
+
+
+def test_a_worker_that_began_later_or_ended_before_tells_nothing() -> None:
+    lives = [life("w0", (BEGUN, 1, 0.5), (BEGUN, 2, 1.5)), life("w0", (BEGUN, 1, 3.0), (COMMITTED, 1, 3.1), number=2)]
+    assert figures.recovery(lives, 1.0) == {}
+    assert figures.progressed(lives, 1.0)
+    assert not figures.progressed(lives, 3.05)
+
+
+def test_the_longest_stall_leaves_out_what_was_done_to_the_worker_itself() -> None:
+    lives = [life("w0", *STEADY), life("w1", *STUCK)]
+    assert figures.longest_stall(lives, {}) == pytest.approx(figures.Stall(3.8, "w1", 0.2), abs=1e-9)
+    assert figures.longest_stall(lives, {"w1": [(1.0, 2.0)]}).seconds == pytest.approx(0.2)
+    assert figures.longest_stall([], {}).seconds == 0.0
+
+
+def test_operations_are_counted_and_spread_over_time() -> None:
+    lives = [life("w0", *STEADY), life("w1", (BEGUN, 1, 0.1), (FAILED, 1, 0.2))]
+    counts = figures.counts(lives)
+    assert (counts["steps_begun"], counts["steps_committed"], counts["steps_failed"]) == (100, 99, 1)
+    assert figures.throughput(lives, 10.0, 1.0).tolist() == [9.0] + [10.0] * 9
+
+
+def outcome_of(*broken: str) -> Outcome:
+    fault = Fault(action_of("kill", "head-of:hottest"), "over", "s1", "server", 1.0, 3.0)
+    cut = Fault(action_of("pause", "worker", for_=3), "over", "w1", "worker", 5.0, 8.0)
+    skipped = Fault(action_of("kill", "s9"), "skipped", note="<never>")
+    plan = find_plan("kill-each-role")
+    outcome = Outcome(plan, 3, 10.0, command_line("kill-each-role", 3, 10.0, False), [fault, cut, skipped])
+    outcome.lives = [life("w0", *STEADY), life("w1", *STUCK)]
+    outcome.views = [Seen(1.1, 7, 16, 0, "s1 is <gone>"), Seen(2.0, 8, 0, 0, "repaired")]
+    outcome.broken = list(broken)
+    return outcome
+
+
+def test_a_report_has_three_files_and_the_page_needs_no_other(tmp_path: Path) -> None:
+    found = report.write(outcome_of("w0, life 1: 1 ranges have pushes lost"), tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text()) == found
+    assert not found["kept"]
+    assert found["command"] == "elasticps chaos run kill-each-role --seed 3 --duration 10"
+    assert found["faults"][0]["recovery_ms"] == {"w0": 20.0, "w1": 3200.0}
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "index.html").read_text()
+    assert "1 promises were broken" in page
+    assert "s1 is &lt;gone&gt;" in page
+    assert "&lt;never&gt;" in page
+    assert not re.search(r"(?:src|href)=\"(?!data:)", page)
+    assert "http" not in page
+
+
+def test_reports_are_summed_up_by_kind_of_fault(tmp_path: Path) -> None:
+    for seed in range(3):
+        report.write(outcome_of(*["lost"] * (seed == 2)), tmp_path / str(seed))
+    text = report.summary([tmp_path])
+    assert "| kill server | 3 | 3200 | 3200 | 3200 |" in text
+    assert "| pause worker | 3 | 20 | 20 | 20 |" in text  # of the other worker
+    assert "3 runs, 1 with a broken promise." in text
+    with pytest.raises(ConfigError, match=r"no report\.json"):
+        report.summary([tmp_path / "nothing"])
+
+
+def test_a_worker_may_end_when_it_was_away_for_longer_than_others_wait() -> None:
+    faults = outcome_of().faults
+    assert given_up("w1", faults, 9.0)
+    assert not given_up("w0", faults, 9.0)
+    assert not given_up("w1", faults, 60.0)
+    assert not given_up("s1", faults, 4.0)
+    assert excused(faults) == {"w1": [(5.0, 9.0)]}
