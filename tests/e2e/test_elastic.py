@@ -1,0 +1,155 @@
+"""Servers join and drain while workers push: nothing is lost, nothing fails, and the load ends up where it should.
+
+The oracle of `tests.e2e.oracle`: every value must be the exact sum of the acknowledged pushes, on every replica.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import elasticps as eps
+from coordinator.view import View
+from elasticps.audit import audit
+from elasticps.local import LocalCluster
+from elasticps.local.following import Following, held
+from tests.e2e.oracle import Sums, Trainers, check_sums, wait_for
+
+RANGES = 64
+REPLICAS = 2
+FILLING_ROWS = 60_000  # so that a range takes a moment to move
+
+_apps = itertools.count()
+
+
+class Scene:
+    """A cluster of three servers, and training in it."""
+
+    def __init__(self, cluster: LocalCluster, following: Following) -> None:
+        self.cluster = cluster
+        self.following = following
+        self.app = f"elastic{next(_apps)}"
+        self.trainers = Trainers(cluster.url, seeds=(1, 2), app=self.app)
+        self.trainers.progress()
+
+    def names(self) -> set[str]:
+        return {server.name for server in self.following.view.servers}
+
+    def settled(self) -> View:
+        """Waits until nothing moves any more."""
+        wait_for(
+            self.following.settled,
+            lambda: f"not settled at epoch {self.following.view.epoch}: {self.following.view.reason}",
+            40.0,
+            self.trainers.check,
+        )
+        return self.following.view
+
+    def verify(self) -> None:
+        """No operation has failed; every value is the sum of the pushes, on every replica."""
+        self.trainers.progress(steps=5)
+        self.trainers.finish()
+        view = self.settled()
+        ledgers = [trainer.ledger for trainer in self.trainers.all]
+        assert all(ledger.begun == ledger.acknowledged for ledger in ledgers)
+        with eps.connect(self.cluster.url, worker="reader", app=self.app) as ps:
+            check_sums(Sums([ledger.seed for ledger in ledgers]).read(ps), ledgers)
+        report = audit(self.cluster.url, 30.0)
+        assert report.clean, report
+        assert report.short == int((view.chains < 0).any(axis=1).sum())
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[LocalCluster]:
+    with LocalCluster("elastic", servers=3, replicas=REPLICAS, ranges=RANGES) as cluster:
+        with eps.connect(cluster.url, worker="filler", app="filler") as ps:
+            table = ps.table("heavy", dim=16, optimizer=eps.Accumulate())
+            for keys in np.array_split(np.arange(FILLING_ROWS), 4):
+                ps.push({table: (keys, np.ones((len(keys), 16), np.float32))})
+        yield cluster
+
+
+@pytest.fixture
+def scene(shared: LocalCluster) -> Iterator[Scene]:
+    with Following(shared.url) as following:
+        scene = Scene(shared, following)
+        yield scene
+        scene.trainers.close()
+        shared.scale(3)
+
+
+def test_three_servers_become_five_and_three_again(scene: Scene) -> None:
+    grown = scene.cluster.scale(5)
+    assert grown.servers == ("s0", "s1", "s2", "s3", "s4")
+    scene.trainers.progress(steps=5)
+    share = held(scene.following.view)
+    assert sum(share.values()) == RANGES * REPLICAS
+    assert max(share.values()) <= 1.25 * RANGES * REPLICAS / 5
+    assert min(share.values()) > 0
+    assert scene.cluster.scale(3).servers == ("s0", "s1", "s2")
+    scene.verify()
+
+
+def test_two_join_while_one_drains_and_one_dies(scene: Scene) -> None:
+    cluster = scene.cluster
+    drained = cluster.server("s2").pid
+    work = [threading.Thread(target=cluster.start_server, args=(name,)) for name in ("s5", "s6")]
+    for each in work:
+        each.start()
+    scene.following.request_drain("s2")
+    for each in work:
+        each.join(60)
+    cluster.kill("s1")
+    wait_for(lambda: scene.names() == {"s0", "s5", "s6"}, lambda: scene.following.view.reason, 40.0)
+    wait_for(lambda: not _running(cluster, "s2"), lambda: f"s2 (pid {drained}) runs on", 20.0)
+    scene.verify()
+
+
+def _running(cluster: LocalCluster, name: str) -> bool:
+    return any(server.running for server in cluster.servers if server.name == name)
+
+
+def test_a_server_that_gets_sigterm_hands_everything_over_and_exits_0(scene: Scene) -> None:
+    victim = max(scene.cluster.servers, key=lambda server: held(scene.following.view).get(server.name, 0))
+    process = scene.cluster._process(victim.name)
+    os.kill(victim.pid, signal.SIGTERM)
+    assert process.popen.wait(40) == 0
+    assert victim.name not in scene.names()
+    assert not (scene.following.view.chains[:, 0] < 0).any()
+    assert f"server {victim.name} (pid {victim.pid}) ended, as it was asked to" in scene.cluster.ended()
+    scene.verify()
+
+
+def test_a_server_of_twice_the_weight_gets_twice_the_ranges(scene: Scene) -> None:
+    new = scene.cluster.scale(4, weight=2.0).change.start
+    share = held(scene.following.view)
+    others = np.mean([count for name, count in share.items() if name not in new])
+    assert 1.5 <= share[new[0]] / others <= 2.5
+    scene.verify()
+
+
+def test_the_last_server_waits_and_says_so_and_replicas_are_made_when_others_come(scene: Scene) -> None:
+    cluster = scene.cluster
+    assert len(cluster.scale(1).servers) == 1
+    last = next(iter(scene.names()))
+    scene.trainers.progress(steps=5)
+    assert f"{RANGES} ranges have fewer than {REPLICAS} replicas" in scene.following.view.reason
+    scene.following.request_drain(last)
+    wait_for(
+        lambda: f"{last} cannot be drained: it is the last server" in scene.following.view.reason,
+        lambda: scene.following.view.reason,
+        20.0,
+    )
+    scene.trainers.progress(steps=5)
+    assert cluster.cancel_drain(last)
+    outcome = cluster.scale(2)
+    assert len(outcome.servers) == 2
+    assert not (scene.following.view.chains < 0).any()
+    assert "fewer" not in scene.following.view.reason
+    scene.verify()
