@@ -1,9 +1,13 @@
-"""`elasticps chaos run PLAN`, `plans` and `summary`: faults on purpose, and whether the promises hold."""
+"""`elasticps chaos run PLAN`, `plans` and `summary`: faults on purpose, and whether the promises hold.
+
+Found by the command line as an entry point: so what belongs to the command line is imported only when it runs.
+"""
 
 from __future__ import annotations
 
 import enum
 import json
+import logging
 import os
 from importlib import resources
 from pathlib import Path
@@ -14,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from chaos.plan import Plan, PlanError, parse
-from elasticps.cli.output import ExitCode, err, guarded, out, print_json, sigterm_interrupts
 from elasticps.errors import ConfigError
 
 
@@ -54,6 +57,7 @@ def chaos(
         _list(as_json)
     elif what is What.SUMMARY:
         from chaos.report import summary
+        from elasticps.cli.output import out
 
         out.print(summary([Path(name) for name in names or ["runs/chaos"]]), markup=False, soft_wrap=True)
     elif len(names) != 1:
@@ -83,6 +87,8 @@ def find_plan(which: str) -> Plan:
 
 
 def _list(as_json: bool) -> None:
+    from elasticps.cli.output import out, print_json
+
     plans = [parse(text, name, f"plan {name}") for name, text in ready_plans().items()]
     if as_json:
         print_json([{"name": p.name, "about": p.about, "seconds": p.duration, "kind": p.cluster.kind} for p in plans])
@@ -96,6 +102,7 @@ def _list(as_json: bool) -> None:
 def _run(which: str, seed: int, duration: float | None, output: Path | None, proxy: bool, as_json: bool) -> None:
     plan = find_plan(which)
     from chaos import netns, runner
+    from elasticps.cli.output import ExitCode, err, print_json, sigterm_interrupts
 
     if proxy:
         plan = runner.through_proxy(plan)
@@ -104,6 +111,7 @@ def _run(which: str, seed: int, duration: float | None, output: Path | None, pro
     from chaos.report import write
     from chaos.screen import screen
 
+    logging.getLogger("coordinator").setLevel(logging.ERROR)  # that etcd is away is what was asked for
     folder = output or Path("runs") / "chaos" / f"{plan.name}-{seed}"
     command = runner.command_line(which, seed, duration, proxy)
     with sigterm_interrupts(), screen(err) as show:
@@ -124,6 +132,7 @@ def _run(which: str, seed: int, duration: float | None, output: Path | None, pro
 def _tell(report: dict[str, object], folder: Path) -> None:
     from chaos.figures import by_kind
     from chaos.report import recovery_rows
+    from elasticps.cli.output import out
 
     table = Table("fault", box=None, header_style="bold", pad_edge=False)
     for column in ("how many", "p50 ms", "p99 ms", "most ms"):
@@ -153,6 +162,8 @@ def _tell(report: dict[str, object], folder: Path) -> None:
 
 def main() -> None:
     """`python -m chaos.run_cli chaos run …`: as `elasticps chaos run …`, for a run that moves into namespaces."""
+    from elasticps.cli.output import guarded
+
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.callback()(lambda: None)
     app.command("chaos")(guarded(chaos))

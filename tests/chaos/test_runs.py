@@ -15,10 +15,9 @@ import typer
 from typer.testing import CliRunner
 
 from chaos import netns, run_cli
-from elasticps.cli.output import guarded
 
 app = typer.Typer()
-app.command()(guarded(run_cli.chaos))
+app.command()(run_cli.chaos)
 READY = ("kill-each-role", "rolling-restart", "random-day", "partition", "zombie")
 
 SHORT = """
