@@ -51,7 +51,8 @@ class Core:
 
     seq: the last operation applied; acked: the last one that the tail (and a level joiner) is known to have.
     acked <= seq, and the log holds every operation between them that has a neighbour downstream to wait for.
-    _fed: whether I am the tail of a range that someone joins.
+    _fed: whether I am the tail of a range that someone joins. guarded: whether acknowledgements of some range wait for
+    its joiner: what I have beyond `acked` there must not be shown, because the joiner may be the next to be read.
     """
 
     def __init__(self, me: Member, ranges: int) -> None:
@@ -76,6 +77,7 @@ class Core:
         self._code: NDArray[np.int64] = np.zeros(ranges, dtype=np.int64)
         self._newest_since = 0
         self._fed = False
+        self.guarded = False
         self._headed: Ranges = NO_RANGES
         self._run_cache: deque[tuple[Ranges, list[Run]]] = deque(maxlen=_RUNS_KEPT)
         self._members: list[Member] = []
@@ -113,6 +115,7 @@ class Core:
         quiet = (self.role == Role.JOINING) & ~self.filled
         self._code = (self._down + 1) << 3 | quiet << 2 | self._synced << 1 | waits
         self._run_cache.clear()
+        self.guarded = bool(np.count_nonzero(self.waiting))
         self._fed = bool(np.count_nonzero(self._tail & (self._down >= 0)))
 
     def _runs(self, ranges: Ranges) -> list[Run]:

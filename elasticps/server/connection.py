@@ -216,6 +216,10 @@ class Connection(asyncio.BufferedProtocol):
         if self._full:
             self.transport.pause_reading()
 
+    def go_on(self) -> None:
+        """Asks the answers that had to wait whether they still have to."""
+        self._pump()
+
     @property
     def waiting_bytes(self) -> int:
         """What has been sent and has not left yet."""
@@ -231,6 +235,8 @@ class Connection(asyncio.BufferedProtocol):
             chunk = next(self._answers[0], None)
             if chunk is None:
                 self._answers.popleft()
+            elif not chunk:  # it must wait; `go_on` asks again
+                break
             else:
                 self.transport.writelines(chunk)
         if was_full:

@@ -45,37 +45,55 @@ class Read(NamedTuple):
     deadline_s: float  # on the server's monotonic clock; meaningful once parked
 
 
-def answer(read: Read, still_served: Callable[[], bool]) -> None:
+class Judge(Protocol):
+    """What decides about an answer while it is being made."""
+
+    def served(self) -> bool:
+        """Whether its ranges are still served here."""
+
+    def guarded(self) -> bool:
+        """Whether values may have to wait before they are shown."""
+
+    def shown_when(self, keys: NDArray[np.int64]) -> Callable[[], bool]:
+        """Tells when values of `keys` gathered at this instant may be shown."""
+
+
+def answer(read: Read, judge: Judge) -> None:
     """Gathers and sends the rows as they are now.
 
     A large answer is gathered bit by bit; it ends as stale when its ranges are no longer served here.
     """
     rows, dim = len(read.keys), read.table.spec.dim
-    if rows * dim * 4 <= CHUNK_BYTES:
+    if rows * dim * 4 <= CHUNK_BYTES and not judge.guarded():
         out = np.empty((rows, dim), np.float32)
         read.connection.send_all(_chunk(read, read.keys, out, 0, last=True))
     else:
-        read.connection.stream(_chunks(read, still_served))
+        read.connection.stream(_chunks(read, judge))
 
 
-def _chunks(read: Read, still_served: Callable[[], bool]) -> Iterator[list[Buffer]]:
-    """The answer in pieces of CHUNK_BYTES: while the peer receives one, the next is gathered.
+def _chunks(read: Read, judge: Judge) -> Iterator[list[Buffer]]:
+    """The answer in pieces of CHUNK_BYTES: while the peer receives one, the next is gathered. Nothing (an empty list)
+    as long as a piece must not be shown.
 
     A chunk that has left is gathered over: memory in use already costs no page faults, and may still be in the cache.
     """
     rows, dim = len(read.keys), read.table.spec.dim
     step = max(1, CHUNK_BYTES // (dim * 4))
     keys = read.keys.copy()
-    out = np.empty((step, dim), np.float32)
-    for at in range(0, rows, step):
-        if not still_served():
+    out = np.empty((min(step, rows), dim), np.float32)
+    for at in range(0, max(rows, 1), step):
+        part = keys[at : at + step]
+        chunk = _chunk(read, part, out[: len(part)], at, last=at + step >= rows) if judge.served() else []
+        may_show = judge.shown_when(part)
+        while judge.served() and not may_show():
+            yield []
+        if not judge.served():
             document = {"code": "stale-view", "message": "the ranges left this server in the middle of the answer"}
             yield [json_frame(Kind.ERROR, document, request=read.header.request, epoch=read.header.epoch)]
             return
-        part = keys[at : at + step]
-        yield _chunk(read, part, out[: len(part)], at, last=at + step >= rows)
+        yield chunk
         if read.connection.waiting_bytes:  # it is still being sent from
-            out = np.empty((step, dim), np.float32)
+            out = np.empty((min(step, rows), dim), np.float32)
 
 
 def _chunk(read: Read, keys: NDArray[np.int64], out: NDArray[np.float32], offset: int, *, last: bool) -> list[Buffer]:

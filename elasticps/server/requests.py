@@ -21,12 +21,13 @@ from elasticps.server.shell import Shell
 from elasticps.server.tickets import RequestTicket
 from elasticps.spec import TableSpec
 from elasticps.store import Table
-from elasticps.wire.frames import LAST, PAUSE, REPEAT, ROUND, Block, FrameError, Header, Kind, json_body, read_push
+from elasticps.wire.frames import ANY, LAST, PAUSE, REPEAT, ROUND, Block, FrameError, Header, Kind, json_body, read_push
 from replication.chain import Ranges
 from replication.core import NO_RANGES
 from replication.effects import Ask, Push
 from replication.messages import Kind as OperationKind
 from replication.progress import MAX_CLOCK
+from replication.replica import Replica
 
 Body = NDArray[np.uint8]
 Handler = Callable[[Connection, Header, Body], None]
@@ -67,6 +68,7 @@ class Requests:
         self._parking = parking
         self._clock = clock
         self._order = NO_RANGES, positions_of(NO_RANGES, host.ranges)  # the newest answer of `_order_of`
+        self._unshown: set[Connection] = set()  # whose answers hold values that must not be shown yet
         self.last_s = -1e9
         self.handlers: dict[int, Handler] = {
             Kind.PUSH: self._push,
@@ -230,10 +232,20 @@ class Requests:
             self._answer(read)
 
     def _answer(self, read: Read) -> None:
-        answer(read, lambda: self._host.serves(read.header))
+        answer(read, _Judge(read, self._host, self._replica, self._unshown))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether some pull waits to be judged again."""
+        return bool(self._parking or self._unshown)
 
     def judge_parked(self) -> None:
         """Answers the pulls that need not wait any more, and those that waited too long."""
+        if self._unshown:
+            connections = list(self._unshown)
+            self._unshown.clear()
+            for connection in connections:
+                connection.go_on()
         for read, refusal in self._host.judged():
             connection = cast(Connection, read.connection)
             if refusal is None:
@@ -242,3 +254,39 @@ class Requests:
                 if refusal.document["code"] == "stale-view":
                     self._host.tell_view(connection)
                 self._host.refuse(connection, read.header.request, refusal)
+
+
+def _at_once() -> bool:
+    return True
+
+
+class _Judge:
+    """Of one pull. A tail whose joiner is level does not show what the joiner may lack: it may be the next tail."""
+
+    def __init__(self, read: Read, host: Host, replica: Replica, unshown: set[Connection]) -> None:
+        self._read = read
+        self._host = host
+        self._replica = replica
+        self._unshown = unshown
+
+    def served(self) -> bool:
+        return self._host.serves(self._read.header)
+
+    def guarded(self) -> bool:
+        return self._replica.guarded and not self._read.header.flags & ANY
+
+    def shown_when(self, keys: NDArray[np.int64]) -> Callable[[], bool]:
+        if not self.guarded():
+            return _at_once
+        acked, seq = self._replica.acked, self._replica.seq
+        ranges = np.unique(self._read.table.ranges_of(keys))
+        ranges = ranges[self._replica.waiting[ranges] & (acked[ranges] < seq[ranges])]
+        seen = seq[ranges]
+
+        def shown() -> bool:
+            if not np.count_nonzero(self._replica.acked[ranges] < seen):
+                return True
+            self._unshown.add(cast(Connection, self._read.connection))
+            return False
+
+        return shown

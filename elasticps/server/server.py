@@ -417,7 +417,7 @@ class Server:
         if self.peers.link(member) is connection:
             message = self._codec.decode(header, connection.kept(body))
             self.shell.perform(self.replica.receive, member, message)
-            if self.parking:
+            if self._requests.waiting:
                 self._requests.judge_parked()
 
     # --- audit ------------------------------------------------------------------------------------------------------

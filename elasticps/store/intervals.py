@@ -61,6 +61,14 @@ def select(h: NDArray[np.int64], keys: NDArray[np.int64], bounds: NDArray[np.int
 
 
 @kernel
+def ranges_of(h: NDArray[np.int64], keys: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+    """Writes the range of every key."""
+    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
+    for i in range(keys.shape[0]):
+        out[i] = np.int64(hash_key(keys[i], salt) >> shift)
+
+
+@kernel
 def list_interval(
     h: NDArray[np.int64], r: int, low: int, high: int, keys: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> int:

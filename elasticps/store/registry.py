@@ -34,6 +34,7 @@ _SIGNATURES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (intervals.first_misplaced, (_words, _keys, _words)),
     (intervals.first_at, (_words, _keys, _words, _int)),
     (intervals.select, (_words, _keys, _words, _words)),
+    (intervals.ranges_of, (_words, _keys, _words)),
     (intervals.list_interval, (_words, _int, _int, _int, _words, _words)),
     (index.gather, (_words, _keys, types.Array(types.float32, 2, "C", aligned=False), _words)),
 )

@@ -120,6 +120,12 @@ class Table:
             raise InputError(f"{self._name}: there are {self.ranges} ranges, got flags for {len(allowed)}")
         return index.first_foreign(self._header, keys, allowed)
 
+    def ranges_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The range of each of keys [n]: int64 [n]."""
+        out = np.empty(len(keys), np.int64)
+        intervals.ranges_of(self._header, keys, out)
+        return out
+
     def first_misplaced(self, keys: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
         """Index of the first key whose range has position -1, or one before its predecessor's; -1 if there is none.
 

@@ -245,3 +245,37 @@ def test_a_pull_of_an_epoch_that_the_server_never_saw_is_refused(run: Run) -> No
         assert json_body(body)["code"] == "stale-view"
 
     run(test)
+
+
+@pytest.mark.parametrize("rows", [1, 100_000], ids=["small", "streamed"])
+def test_a_tail_does_not_show_what_its_level_joiner_may_lack(run: Run, rows: int) -> None:
+    async def test(group: Group) -> None:
+        for name in ("s0", "s1"):
+            await group.start(name)
+        view = group.make_view(lambda r: ["s0"])
+        group.adopt(view)
+        worker = await group.connect("s0")
+        await worker.push(view, "s0", 1, KEYS, 1.0)
+        view = group.make_view(lambda r: ["s0"], lambda r: "s1")
+        group.adopt(view)
+        tail = group.servers["s0"].replica
+        await until(lambda: len(tail.levels()) == RANGES)
+        joiner = group.servers["s1"]
+        heard = list[Any]()
+        receive, joiner.replica.receive = joiner.replica.receive, lambda *a: heard.append(a) or []  # type: ignore[func-returns-value, method-assign, redundant-expr]
+        pushed = worker.push(view, "s0", 2, KEYS, 1.0)
+        await until(lambda: (tail.seq > tail.acked).any())
+        keys = np.array([*KEYS[:1], *range(1000, 1000 + rows - 1)], np.int64)
+        pull = worker.ask(Header(Kind.PULL, epoch=view.epoch, clock=2, table=TABLE, items=len(keys)), keys.tobytes())
+        settled = worker.ask(Header(Kind.JOIN))  # behind the pull on the same connection
+        await settled
+        assert not pull.done()
+        joiner.replica.receive = receive  # type: ignore[method-assign]
+        for arguments in heard:
+            joiner.shell.perform(receive, *arguments)
+        header, body = await asyncio.wait_for(pull, 10)
+        assert header.kind == Kind.ROWS
+        assert np.frombuffer(body[: 4 * DIM], np.float32).tolist() == [2.0] * DIM
+        await pushed
+
+    run(test)
