@@ -127,6 +127,67 @@ def failover(
 
 
 @app.command()
+def elastic(
+    rows: Annotated[int, typer.Option(min=1, help="Rows of 64 floats, with Adagrad.")] = 1_000_000,
+    as_json: Json = False,
+) -> None:
+    """What workers notice when 3 servers become 5 and 3 again: 2 replicas, 2 workers that pull and push all the time.
+
+    The exit code is 1 if an operation failed, a push was lost, or two replicas differ.
+    """
+    from elasticps.bench import elastic as bench
+
+    outcome = bench.run(rows=rows, progress=_progress)
+    if as_json:
+        typer.echo(json.dumps(outcome.as_dict(), indent=2))
+    else:
+        table = Table(title=f"elastic: {rows:,} rows, ms that an operation took")
+        for name in ("", "operations", "p50", "p99", "max"):
+            table.add_column(name, justify="right" if name else "left")
+        for found, name in ((outcome.before, "before"), (outcome.during, "while ranges move"),
+                            (outcome.pulls, "  pulls"), (outcome.pushes, "  pushes"),
+                            (outcome.heads, "pushes as heads move")):  # fmt: skip
+            if found:
+                table.add_row(name, f"{found['count']:,}", *(f"{found[key]:.1f}" for key in ("p50", "p99", "max")))
+        _out().print(table)
+        for phase, how in (*((phase, "") for phase in outcome.phases), (outcome.idle, " without work")):
+            typer.echo(
+                f"to {phase.to} servers{how}: {phase.moved_bytes / 1e6:,.0f} MB, {phase.ratio:.2f} of the least "
+                f"possible, in {phase.seconds:.1f} s: {phase.mb_per_s:,.0f} MB/s"
+            )
+        typer.echo(f"throughput while ranges move: {outcome.throughput:.0%} of before")
+        verdict = "all replicas are equal" if outcome.clean else "the audit found differences"
+        typer.echo(
+            f"{outcome.failed} operations failed; {outcome.updates:,} updates acknowledged, {outcome.wrong} values are "
+            f"not their exact sum; {verdict}"
+        )
+    if outcome.failed or outcome.wrong or not outcome.clean:
+        raise typer.Exit(1)
+
+
+@app.command()
+def control(as_json: Json = False) -> None:
+    """What a view of 1,024 ranges, 100 servers and 1,000 workers costs to send, to adopt and to plan."""
+    from elasticps.bench import control as bench
+
+    _progress("planning")
+    outcome = bench.run()
+    if as_json:
+        typer.echo(json.dumps(outcome.as_dict(), indent=2))
+        return
+    table = Table("", "p50 ms", "max ms", title="control: 1,024 ranges, 100 servers, 1,000 workers")
+    lines = [("a worker adopts a view", outcome.adopt), ("the leader encodes it", outcome.encode)]
+    lines += [(f"planned when a server {change}", times) for change, times in outcome.plan.items()]
+    for name, times in (*lines, ("planned when a worker joins", outcome.roster_plan)):
+        table.add_row(name, f"{times['p50']:.2f}", f"{times['max']:.2f}")
+    _out().print(table)
+    typer.echo(
+        f"a view has {outcome.view_bytes:,} bytes, the roster {outcome.roster_bytes:,}; ten workers that came and went "
+        f"changed {outcome.views_for_workers} views and {outcome.rosters_for_workers} rosters"
+    )
+
+
+@app.command()
 def memory(
     rows: Annotated[int, typer.Option(min=1000, help="Rows of the table.")] = 5_000_000,
     dim: Annotated[int, typer.Option(min=1, help="Floats per row.")] = 64,

@@ -96,13 +96,16 @@ class Outcome:
         }
 
 
-class _Worker:
-    """A pusher process and the pipe to it."""
+class Worker:
+    """A process of a benchmark, `python -m MODULE ARGUMENTS`, that answers each line with a line of JSON."""
 
-    def __init__(self, url: str, number: int, rows: int) -> None:
-        command = [sys.executable, "-m", "elasticps.bench.pusher", url, f"pusher{number}", str(number), str(rows)]
+    def __init__(self, module: str, *arguments: str) -> None:
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
     def ask(self, request: str) -> dict[str, Any]:
@@ -169,18 +172,19 @@ def run(
 
 
 @contextmanager
-def _workers(url: str, rows: int) -> Iterator[list[_Worker]]:
-    workers: list[_Worker] = []
+def _workers(url: str, rows: int) -> Iterator[list[Worker]]:
+    workers: list[Worker] = []
     try:
         while len(workers) < WORKERS:
-            workers.append(_Worker(url, len(workers), rows))
+            number = str(len(workers))
+            workers.append(Worker("elasticps.bench.pusher", url, f"pusher{number}", number, str(rows)))
         yield workers
     finally:
         for worker in workers:
             worker.close()
 
 
-def _round(cluster: LocalCluster, workers: Sequence[_Worker], stop: bool) -> Kill:
+def _round(cluster: LocalCluster, workers: Sequence[Worker], stop: bool) -> Kill:
     # Also a server that was only suspected, wrongly, leaves ranges with one copy for a while: that is not the time.
     view: View = _until(partial(_whole, cluster), REPAIR_TIMEOUT_S, "the repair did not end")
     heads = np.bincount(view.heads, minlength=len(view.servers))
@@ -231,7 +235,7 @@ def _whole(cluster: LocalCluster) -> View | None:
     return view if all_listed and bool((view.chains >= 0).all()) and bool((view.joining < 0).all()) else None
 
 
-def _steady(workers: Sequence[_Worker]) -> None:
+def _steady(workers: Sequence[Worker]) -> None:
     for worker in workers:
         goal = worker.ask(f"after {time.time()}")["steps"] + STEADY_STEPS
         _until(partial(worker.has_done, goal), RECOVERY_TIMEOUT_S, "no push was committed")

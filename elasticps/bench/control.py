@@ -1,0 +1,145 @@
+"""What a view costs: its size, how long workers take to adopt it, how long the planner thinks, who is told of workers.
+
+No process is started: the leader runs here, on a coordination store in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from coordinator.leader import run_coordinator
+from coordinator.membership import ROSTER, VIEW, create_cluster, register_server, register_worker
+from coordinator.memory import MemoryStore
+from coordinator.planner import Health, Members, Plan, plan, plan_roster
+from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
+from elasticps import background
+from elasticps.client.routing import Routes
+from elasticps.errors import Error, Timeout
+
+RANGES, SERVERS, WORKERS, REPLICAS = 1024, 100, 1000, 2
+ROUNDS = 200
+_ROSTER_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Sizes in bytes, times in ms, each as {"p50", "max"} over ROUNDS.
+
+    adopt               a worker decodes a view and makes its routes
+    plan                by change: a server dies, joins, drains
+    roster_plan         one worker joins
+    views_for_workers   views written while ten workers join and leave: must be 0
+    rosters_for_workers versions of the roster meanwhile
+    """
+
+    view_bytes: int
+    roster_bytes: int
+    encode: dict[str, float]
+    adopt: dict[str, float]
+    plan: dict[str, dict[str, float]]
+    roster_plan: dict[str, float]
+    views_for_workers: int
+    rosters_for_workers: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return {"ranges": RANGES, "servers": SERVERS, "workers": WORKERS, "replicas": REPLICAS, **asdict(self)}
+
+
+def run(*, rounds: int = ROUNDS) -> Outcome:
+    """Measures with 1,024 ranges, 100 servers and 1,000 workers. Error if a worker's coming writes a view."""
+    config = ClusterConfig(RANGES, REPLICAS)
+    servers = tuple(
+        ServerInfo(
+            f"server-{i}", 1 + i % 7, f"10.0.{i // 250}.{i % 250}:70{i % 100:02}", f"10.0.0.{i}:8000", f"z{i % 3}"
+        )
+        for i in range(SERVERS + 1)
+    )
+    here = Members("bench", servers[:SERVERS])
+    view = _view(plan(None, here, config))
+    # As after a long life: ranges changed at different times, many are being filled.
+    since = np.random.default_rng(1).integers(1, 100_000, RANGES)
+    view = replace(view, epoch=100_000, since=since, reason="repair: " + "ranges " * 60)
+    encoded = view.encode()
+    roster = Roster(9, tuple(WorkerInfo(i + 1, f"worker-{i}", 1, "default") for i in range(WORKERS)))
+    more = (*roster.workers, WorkerInfo(WORKERS + 1, "worker-new", 1, "default"))
+    dead = Health({servers[3].member: "its connection was reset"})
+    draining = replace(here, draining=frozenset([servers[3].member]))
+    plans = {
+        "dies": _timed(lambda: plan(view, here, config, dead), rounds),
+        "joins": _timed(lambda: plan(view, replace(here, servers=servers), config), rounds),
+        "drains": _timed(lambda: plan(view, draining, config), rounds),
+    }
+    views, rosters = background.run(_workers_come_and_go())
+    if views:
+        raise Error(f"{views} views were written because workers came and went: none should be")
+    return Outcome(
+        len(encoded), len(roster.encode()), _timed(view.encode, rounds), _timed(lambda: _adopt(encoded), rounds), plans,
+        _timed(lambda: plan_roster(roster, more), rounds), views, rosters,
+    )  # fmt: skip
+
+
+def _adopt(encoded: bytes) -> Routes:
+    view = View.decode(encoded)
+    assert view.as_chains.epoch == view.epoch
+    return Routes(view)
+
+
+def _view(decided: Plan | None) -> View:
+    assert decided is not None
+    assert decided.view is not None
+    return decided.view
+
+
+def _timed(work: Callable[[], object], rounds: int) -> dict[str, float]:
+    for _ in range(3):
+        work()
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return {"p50": round(float(np.median(times)) * 1e3, 3), "max": round(max(times) * 1e3, 3)}
+
+
+async def _workers_come_and_go() -> tuple[int, int]:
+    """How many views and rosters a leader writes while ten workers join and leave again."""
+    store, stop = MemoryStore("bench"), asyncio.Event()
+    await create_cluster(store, ClusterConfig(64, REPLICAS, min_servers=3))
+    leader = asyncio.create_task(run_coordinator(store, name="c0", stop=stop))
+    members = [
+        await register_server(store, name=f"s{i}", address=f"127.0.0.1:{i + 1}", on_lost=lambda reason: None)
+        for i in range(3)
+    ]
+    try:
+        before = await _decoded(store, VIEW)
+        workers = [await register_worker(store, name=f"w{i}", app="default") for i in range(10)]
+        await _decoded(store, ROSTER, lambda roster: len(roster.workers) == 10)
+        for worker in workers:
+            await worker.close()
+        empty = await _decoded(store, ROSTER, lambda roster: not roster.workers)
+        after = await _decoded(store, VIEW)
+        return after.epoch - before.epoch, empty.version
+    finally:
+        stop.set()
+        await leader
+        for member in members:
+            await member.close()
+
+
+async def _decoded(store: MemoryStore, key: str, wanted: Callable[[Any], bool] = lambda found: True) -> Any:
+    deadline = time.monotonic() + _ROSTER_TIMEOUT_S
+    while time.monotonic() < deadline:
+        entry = await store.get(key)
+        if entry is not None:
+            found = View.decode(entry.value) if key == VIEW else Roster.decode(entry.value)
+            if wanted(found):
+                return found
+        await asyncio.sleep(0.01)
+    raise Timeout(f"the leader wrote no such {key} within {_ROSTER_TIMEOUT_S:g} s")

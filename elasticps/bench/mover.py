@@ -1,0 +1,89 @@
+"""One worker of `elasticps bench elastic`: `python -m elasticps.bench.mover URL NAME SEED ROWS`.
+
+Pulls rows and pushes a step, each waited for, without pause; steps are counted by key as `elasticps.bench.pusher` does.
+A line on standard input asks for something, a line of JSON on standard output answers:
+
+    done        how many operations have ended, and whether one has failed
+    end         no more operations; all that ended, as lists [Unix time of the start, seconds], and how often each key
+                was pushed, all of them acknowledged
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import threading
+import time
+
+import numpy as np
+
+import elasticps as eps
+from elasticps.bench.pusher import COUNTED, DIM, HEAVY
+from elasticps.bench.sparse import keys_of
+
+BATCH = 256
+
+
+class Mover:
+    """Works in the thread that calls `run`, answers in another."""
+
+    def __init__(self, url: str, name: str, seed: int, rows: int) -> None:
+        self._ps = eps.connect(url, worker=name, timeout=120.0)
+        self._counted = self._ps.table("counted", dim=DIM, optimizer=eps.Accumulate())
+        self._heavy = self._ps.table(HEAVY, dim=64, optimizer=eps.Adagrad(lr=0.01))
+        self._keys = keys_of(rows)
+        self._random = np.random.default_rng(seed)
+        self._counts = np.zeros(COUNTED, np.int64)
+        self._pulls: list[tuple[float, float]] = []
+        self._pushes: list[tuple[float, float]] = []
+        self._failed: list[str] = []
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Pulls and pushes until told to end."""
+        ones, grads = np.ones((BATCH, DIM), np.float32), np.full((BATCH, 64), 0.1, np.float32)
+        gc.disable()  # a collection of this loop's garbage is not the system's latency
+        with self._ps as ps:
+            while not self._ended.is_set():
+                rows = self._random.choice(self._keys, BATCH)
+                counted = self._random.choice(COUNTED, BATCH, replace=False)
+                try:
+                    began = time.time()
+                    self._heavy.pull(rows)
+                    pulled = time.time()
+                    ps.push({self._counted: (counted, ones), self._heavy: (rows, grads)}).result()
+                    pushed = time.time()
+                except eps.Error as error:
+                    self._failed.append(str(error))
+                    break
+                self._pulls.append((began, round(pulled - began, 6)))
+                self._pushes.append((pulled, round(pushed - pulled, 6)))
+                self._counts[counted] += 1
+            self._ended.wait()
+            self._tell(pulls=self._pulls, pushes=self._pushes, failed=self._failed, counts=self._counts.tolist())
+
+    def answer(self) -> None:
+        """Answers requests until standard input ends; then the process does."""
+        for line in sys.stdin:
+            if line.strip() == "done":
+                self._tell(done=len(self._pushes), failed=self._failed[:1])
+            else:
+                self._ended.set()
+        self._ended.set()
+
+    @staticmethod
+    def _tell(**values: object) -> None:
+        print(json.dumps(values), flush=True)
+
+
+def main() -> None:
+    """Runs the worker that the command line describes."""
+    url, name, seed, rows = sys.argv[1:]
+    mover = Mover(url, name, int(seed), int(rows))
+    threading.Thread(target=mover.answer, name="answers", daemon=True).start()
+    mover.run()
+
+
+if __name__ == "__main__":
+    main()
