@@ -7,13 +7,14 @@ workers of the audit load are processes beside the runner, which is a pod of its
     terminate  delete the pod with its own grace period: SIGTERM, and the server drains
     pause      SIGSTOP to the process in the pod, by exec; SIGCONT afterwards
     grow       one replica more in the StatefulSet; `shrink` takes the last one away
-    cordon     while a pod is killed its node takes no new one, so that it comes back elsewhere
+    cordon     the node of a pod takes no new ones for a while, so that what is killed there comes back elsewhere
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 from chaos.plan import ClusterPlan
@@ -103,6 +104,7 @@ class KubernetesStage(Processes):
         self.plan = plan
         self.url = self.own_url = plan.url
         self._paused: set[str] = set()
+        self._cordoned: set[str] = set()
         self._uids: dict[str, str] = {}  # of pods that were told to end: one of the same name and another uid is new
 
     def start_all(self) -> None:
@@ -166,18 +168,28 @@ class KubernetesStage(Processes):
         self._api.scale(self.plan.server_set, count - 1)
         return f"{self.plan.server_set}-{count - 1}"
 
-    @contextmanager
-    def cordoned(self, name: str) -> Iterator[None]:
-        """No new pod comes to the node of this one meanwhile."""
+    def cordon(self, name: str) -> str:
+        """The node of this pod takes no new ones until `uncordon`; the node's name."""
         pod = self._find(name)
         if pod is None:
             raise Error(f"no pod is called {name}")
-        node = pod.spec.node_name
+        node = str(pod.spec.node_name)
         self._api.cordon(node, True)
-        try:
-            yield
-        finally:
+        self._cordoned.add(node)
+        return node
+
+    def uncordon(self, node: str) -> None:
+        self._api.cordon(node, False)
+        self._cordoned.discard(node)
+
+    def close(self, logs_to: Path | None = None) -> None:
+        """Ends the workers, and whatever was done to pods and nodes and can be undone."""
+        for node in sorted(self._cordoned):
             self._api.cordon(node, False)
+        for name in sorted(self._paused):
+            with suppress(Error):
+                self.resume(name)
+        super().close(logs_to)
 
     def _signal_pod(self, name: str, signal: str, here: Callable[[str], None]) -> None:
         if name in self._jobs:

@@ -32,6 +32,8 @@ class Stage(Protocol):
     def grow(self) -> str: ...
     def shrink(self, name: str) -> str: ...
     def hog(self, count: int) -> list[str]: ...
+    def cordon(self, name: str) -> str: ...
+    def uncordon(self, node: str) -> None: ...
 
 
 @dataclass
@@ -183,6 +185,8 @@ class Nemesis:
                 stage.kill(each)
         elif action.do == "hog":
             fault.names = stage.hog(int(action.value("processes", 2)))
+        elif action.do == "cordon":
+            fault.names = [stage.cordon(name)]
         elif action.do == "grow":
             fault.names = [stage.grow() for _ in range(int(action.value("count", 1)))]
             fault.target = ", ".join(fault.names)
@@ -210,6 +214,8 @@ class Nemesis:
                     stage.start(name)
             fault.stage = "starting"
             return []
+        elif action.do == "cordon":
+            stage.uncordon(fault.names[0])
         elif action.do == "hog":
             for name in fault.names:
                 stage.kill(name)

@@ -58,6 +58,7 @@ VERBS: Mapping[str, Verb] = {
     "etcd-outage": Verb("every etcd member is killed, and started again after `for`", (), ("for",)),
     "hog": Verb("`processes` that use all the CPU they get", (), ("for",), ("processes",)),
     "grow": Verb("`count` more servers", (), (), ("count",)),
+    "cordon": Verb("the node of the target takes no new pods; Kubernetes only", ("server", "coordinator"), ("for",)),
     "shrink": Verb("SIGTERM to a server that does not come back", ("server",), (), (), hurts=True),
 }
 REFUSED: Mapping[str, str] = {
@@ -418,5 +419,7 @@ def _check_network(place: _Place, fault: FaultPlan, cluster: ClusterPlan) -> Non
             f"{fault.do} needs a network that can be disturbed: cluster.kind netns (as root, or with user namespaces), "
             "or kind local with proxy: true"
         )
+    if cluster.kind != "kubernetes" and fault.do == "cordon":
+        raise place.error("cordon needs nodes: it is possible only with cluster.kind kubernetes")
     if cluster.kind == "kubernetes" and (VERBS[fault.do].network or fault.do in ("hog", "etcd-outage")):
         raise place.error(f"{fault.do} is not possible on Kubernetes")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,9 @@ class Load:
     def start(self) -> None:
         """Starts all workers; returns when each is ready."""
         for number, name in enumerate(self.names):
-            self._stage.add_worker(name, lambda number=number: self._command(number))  # type: ignore[misc]
-        if not self._plan.load.command:
-            self._stage.wait_ready(self.names)
+            says_ready = not self._plan.load.command
+            self._stage.add_worker(name, partial(self._command, number), says_ready=says_ready)
+        self._stage.wait_ready(self.names)
 
     def _command(self, number: int) -> list[str]:
         plan = self._plan.load
@@ -246,7 +247,7 @@ class Run:
         """The faults, under load."""
         assert self.watch is not None
         self.began = time.time()
-        self.watch.seen.clear()
+        self.watch.seen[:] = [replace(seen, at=0.0) for seen in self.watch.seen[-1:]]
         self.nemesis = Nemesis(stage, self.actions, lambda: self._scene(stage), lambda: self.now)
         self.outcome.faults = self.nemesis.faults
         while self.now < self.outcome.seconds or (self._unfinished() and self.now < self.outcome.seconds + OVERTIME_S):

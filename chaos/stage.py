@@ -202,7 +202,10 @@ class Processes:
         for job in self._jobs.values():
             if not job.wanted or _runs(job) or job.process is None:
                 continue
-            if job.process.newest_ready() and not job.process.told:
+            if job.role == "worker" and job.process.popen.returncode == 0:
+                job.wanted = False  # a training command that is done
+                continue
+            if (job.healthy is not None or job.process.newest_ready()) and not job.process.told:
                 job.process.told = True
                 words = job.process.last_words().splitlines()
                 last = f": {words[-1]}" if len(words) > 1 else ""
@@ -244,10 +247,20 @@ class Processes:
             self.start(name)
         return names
 
-    def add_worker(self, name: str, command: Callable[[], list[str]]) -> None:
-        """Starts a worker; `command` is asked at each start."""
+    def cordon(self, name: str) -> str:
+        """Refused: processes of one machine have no nodes."""
+        raise Error(f"{name} has no node that could be cordoned")
+
+    def uncordon(self, node: str) -> None:
+        """Refused as well."""
+        raise Error(f"there is no node {node}")
+
+    def add_worker(self, name: str, command: Callable[[], list[str]], *, says_ready: bool = True) -> None:
+        """Starts a worker; `command` is asked at each start. One that does not say when it is ready is taken to be."""
         self.network.join(name)
-        self._add(name, "worker", command, {**os.environ, "ELASTICPS_URL": self.url})
+        job = self._add(name, "worker", command, {**os.environ, "ELASTICPS_URL": self.url})
+        if not says_ready:
+            job.healthy = lambda: True
         self.start(name)
 
     def _signal(self, name: str, number: signal.Signals, *, wanted: bool) -> None:

@@ -116,12 +116,15 @@ def test_growing_and_shrinking_scale_the_stateful_set(stage: KubernetesStage, ap
         stage.shrink("elasticps-server-0")
 
 
-def test_a_node_takes_no_pods_while_it_is_cordoned(stage: KubernetesStage, api: RecordingApi) -> None:
-    with stage.cordoned("elasticps-server-0"):
-        stage.kill("elasticps-server-0")
-    assert [call[0] for call in api.calls] == ["cordon", "delete", "cordon"]
-    assert api.calls[0] == ("cordon", "node-of-elasticps-server-0", True)
-    assert api.calls[2] == ("cordon", "node-of-elasticps-server-0", False)
+def test_a_node_takes_no_pods_while_it_is_cordoned_and_never_stays_so(api: RecordingApi) -> None:
+    stage = KubernetesStage(PLAN, api)
+    node = stage.cordon("elasticps-server-0")
+    stage.uncordon(node)
+    stage.cordon("elasticps-server-1")
+    stage.close()
+    assert api.calls == [
+        ("cordon", f"node-of-elasticps-server-{i}", on) for i, on in ((0, True), (0, False), (1, True), (1, False))
+    ]
 
 
 def test_without_servers_there_is_nothing_to_torment(stage: KubernetesStage, api: RecordingApi) -> None:

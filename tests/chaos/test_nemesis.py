@@ -73,6 +73,13 @@ class FakeStage:
         self.story.append("grow")
         return "s9"
 
+    def cordon(self, name: str) -> str:
+        self.story.append(f"cordon {name}")
+        return f"node of {name}"
+
+    def uncordon(self, node: str) -> None:
+        self.story.append(f"uncordon {node}")
+
     def hog(self, count: int) -> list[str]:
         return [f"hog{i}" for i in range(count)]
 
@@ -171,3 +178,10 @@ def test_the_end_of_a_run_ends_what_goes_on_and_drops_what_has_not_begun() -> No
     nemesis.stop(10.0)
     assert stage.story == ["pause s1", "kill w0", "resume s1", "start w0"]
     assert [fault.state for fault in nemesis.faults] == ["over", "skipped", "over"]
+
+
+def test_a_node_is_cordoned_for_a_while() -> None:
+    nemesis, stage = nemesis_of(action_of("cordon", "s1", for_=2))
+    nemesis.step(1.0)
+    nemesis.step(3.5)
+    assert stage.story == ["cordon s1", "uncordon node of s1"]

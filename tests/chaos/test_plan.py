@@ -42,7 +42,8 @@ def test_every_fault_can_be_named_in_a_plan() -> None:
         fault = {"at": 1, "do": do, **{key: values[key] for key in verb.needs}}
         if verb.roles:
             fault["target"] = "random"
-        plan = plan_of(fault, cluster={"kind": "local", "proxy": True})
+        pods = {"kind": "kubernetes", "url": "etcd://e/c"}
+        plan = plan_of(fault, cluster=pods if do == "cordon" else {"kind": "local", "proxy": True})
         assert [action.do for action in expand(plan, 0)] == [do]
 
 
@@ -89,6 +90,7 @@ def test_every_fault_can_be_named_in_a_plan() -> None:
         ("{about: x, duration: 5, faults: [{at: 1, do: shrink, target: leader}]}", "leader is a coordinator"),
         ("{about: x, duration: 5, faults: [{at: [3, 1], do: kill, target: s1}]}", "faults[0].at: must be [low, high]"),
         ("{about: x, duration: 5, faults: [{at: 1, do: cut, target: s1, for: 1}]}", "cut needs a network"),
+        ("{about: x, duration: 5, faults: [{at: 1, do: cordon, target: s1, for: 1}]}", "cordon needs nodes"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_place_and_what_is_allowed(document: str, words: str) -> None:
