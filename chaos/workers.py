@@ -181,12 +181,7 @@ class Trainer(Process):
         m = message
         ask = m.token[1]  # type: ignore[index]
         if ask >= 0 and self.session is not None:
-            try:
-                self._perform(self.session.clocks(ask, m.status, m.epoch, m.ranges, m.applied, m.committed))
-            except KeyError:  # a session is not made for clocks that fall; those of a retired worker may
-                if not self.world.checks.is_retired(self.worker):
-                    raise
-                self.world.network.kill(self)
+            self._perform(self.session.clocks(ask, m.status, m.epoch, m.ranges, m.applied, m.committed))
         elif ask < 0 and self.session is None:
             self._learn(m)
 

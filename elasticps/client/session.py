@@ -302,6 +302,8 @@ class Session:
                 after = after_part(clock, part, last)
                 if last:
                     self._mark(clock, ranges[committed >= after], out)
+                    if clock not in self._steps:  # committed everywhere, also where this head has forgotten us since
+                        break
                     again = ranges[(applied >= after) & ~step.by_range(self._ranges)[ranges]]
                     if again.shape[0]:
                         self._send(member, clock, part, part, again, None, out)

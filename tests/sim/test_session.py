@@ -155,6 +155,22 @@ def test_a_new_head_is_asked_first_and_then_gets_what_it_lacks_in_clock_order() 
     assert session.clocks(ask.ask, Status.COMMITTED, 2, ranges, applied, applied) == []
 
 
+def test_a_head_that_has_forgotten_a_committed_step_is_not_sent_it_again() -> None:
+    session, view = _connected()
+    first, second = session.push(_content())
+    assert isinstance(first, Frame)
+    assert isinstance(second, Frame)
+    assert _committed(session, view, second) == []
+    session.disconnected(A)
+    (ask,) = session.connected(A)
+    assert isinstance(ask, Ask)
+    ranges = view.headed_by(view.index(A))
+    forgotten, committed = np.zeros(len(ranges), np.int64), np.full(len(ranges), 1 << 16, np.int64)
+    effects = session.clocks(ask.ask, Status.COMMITTED, 1, ranges, forgotten, committed)
+    assert effects == [Committed(1)]
+    assert session.outstanding == 0
+
+
 def test_replies_to_forgotten_frames_are_not_heard() -> None:
     session, view = _connected()
     frame = session.push(_content())[0]
