@@ -47,12 +47,18 @@ def echo(command: Callable[[list[str]], list[str]], host: str, port: int) -> Ite
 
 
 def hears(connection: socket.socket, data: bytes) -> bool:
-    """Sends, and tells whether it came back soon."""
+    """Sends, and tells whether it came back."""
     connection.sendall(data)
     return receives(connection, data)
 
 
-def receives(connection: socket.socket, data: bytes, seconds: float = QUIET_S) -> bool:
+def is_silent(connection: socket.socket, data: bytes) -> bool:
+    """Sends, and tells whether nothing comes back for a while."""
+    connection.sendall(data)
+    return not receives(connection, data, QUIET_S)
+
+
+def receives(connection: socket.socket, data: bytes, seconds: float = PATIENCE_S) -> bool:
     connection.settimeout(seconds)
     found = b""
     try:
@@ -93,9 +99,9 @@ def test_a_proxy_carries_cuts_and_mends_each_direction(proxy: Proxy) -> None:
         assert hears(connection, b"1" * 100_000)
         for pair in (("me", "s0"), ("s0", "me")):
             proxy.cut([pair])
-            assert not hears(connection, b"2")
+            assert is_silent(connection, b"2")
             proxy.mend([pair])
-            assert receives(connection, b"2", PATIENCE_S)  # nothing is lost
+            assert receives(connection, b"2")  # nothing is lost
         proxy.cut([("s1", "s0"), ("s0", "s1")])
         assert hears(connection, b"3")  # we are not s1
 
@@ -103,16 +109,11 @@ def test_a_proxy_carries_cuts_and_mends_each_direction(proxy: Proxy) -> None:
 def test_a_proxy_delays(proxy: Proxy) -> None:
     port = free_port()
     with echo(lambda words: words, "127.0.0.1", port), dial(proxy.publish("s0", "127.0.0.1", port)) as connection:
-        proxy.shape("s0", Shape(ms=QUIET_S * 1e3))
-        assert not hears(connection, b"1")
-        assert receives(connection, b"1", PATIENCE_S)
+        proxy.shape("s0", Shape(ms=2000))
+        assert is_silent(connection, b"1")
+        assert receives(connection, b"1")
         proxy.shape("s0", Shape())
-        assert receives_after_sending(connection, b"2")
-
-
-def receives_after_sending(connection: socket.socket, data: bytes) -> bool:
-    connection.sendall(data)
-    return receives(connection, data, PATIENCE_S)
+        assert hears(connection, b"2")
 
 
 def test_the_port_of_a_dead_process_is_refused_until_it_is_back(proxy: Proxy) -> None:
@@ -194,13 +195,15 @@ def inside() -> None:
     with echo(lambda words: network.command("s1", words), hosts["s1"], 7000):
         for pairs in ([("s0", "s1")], [("s1", "s0")], [("s0", "s1"), ("s1", "s0")]):
             with Client(command) as client:
-                assert client.ask("a") == "a"
+                while client.ask("a") == "silence":
+                    pass
                 network.cut(pairs)
-                assert client.ask("b") == "silence", pairs
+                while (answer := client.ask("b")) != "silence":
+                    assert answer[0] == "a", pairs  # an answer that was late
                 network.mend(pairs)
                 while (answer := client.ask("c")) == "silence":
                     pass
-                assert answer[0] == "b"  # TCP has sent it again
+                assert answer[0] in "ab"  # TCP has sent it again
     sys.stdout.write("all is well\n")
 
 
