@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import aclosing, suppress
 
 import numpy as np
@@ -125,7 +125,7 @@ class ClusterMetrics(Collector):
         if before is None or view.epoch <= before.epoch:
             return
         self._counts["views"] += 1
-        self._counts["failovers"] += len(lost(before, view))
+        self._counts["failovers"] += sum(self._drains.get(m.name) != m.incarnation for m in lost(before, view))
         self._counts["moves"] += moved(before, view)
 
     # --- what is shown ----------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class ClusterMetrics(Collector):
         yield _counter("elasticps_coordinator_store_failures", "Calls to etcd in vain.", self._counts["store_failures"])
         yield _counter("elasticps_cluster_views", "Views seen.", self._counts["views"])
         yield _counter(
-            "elasticps_cluster_failovers", "Servers that a view left out while they held ranges.",
+            "elasticps_cluster_failovers", "Servers that a view left out while they held ranges, unasked.",
             self._counts["failovers"],
         )  # fmt: skip
         yield _counter("elasticps_cluster_moves", "Replicas filled and made full members.", self._counts["moves"])
@@ -150,6 +150,12 @@ class ClusterMetrics(Collector):
         yield from self._of_servers()
         if self._view is not None:
             yield from _of_view(self._view)
+            registered = {server.member for server in self._servers.values()}
+            yield GaugeMetricFamily(
+                "elasticps_cluster_waiting_ranges",
+                "Ranges whose every replica has lost its lease: the last one stays in the view, and they wait for it.",
+                value=waiting(self._view, registered),
+            )
 
     def _of_servers(self) -> Iterator[Metric]:
         family = GaugeMetricFamily(
@@ -202,7 +208,7 @@ def holders(view: View) -> set[Member]:
 
 
 def lost(before: View, after: View) -> set[Member]:
-    """Who held ranges and is listed no more: it died, or was taken for dead. One that drained held nothing at last."""
+    """Who held ranges and is listed no more: it died, was taken for dead, or its last range has just moved off."""
     listed = {server.member for server in after.servers}
     full = {before.servers[i].member for i in np.unique(before.chains).tolist() if i >= 0}
     return full - listed
@@ -214,6 +220,12 @@ def moved(before: View, after: View) -> int:
     translated = np.array([index.get(server.member, -2) for server in before.servers] + [-2])
     joined = translated[before.joining]  # index -1, nobody, finds the last -2
     return int((after.chains == joined[:, None]).any(axis=1).sum())
+
+
+def waiting(view: View, registered: Set[Member]) -> int:
+    """How many ranges have no replica whose server is registered."""
+    there = np.array([server.member in registered for server in view.servers] + [False])
+    return int((~there[view.chains].any(axis=1)).sum())  # index -1, nobody, finds the last
 
 
 def _in_one_zone(view: View) -> int:

@@ -93,6 +93,10 @@ def test_processes_show_what_they_have_done(
     after = scrape(ports[0])
     assert after["elasticps_cluster_failovers_total"] == {(): before["elasticps_cluster_failovers_total"][()] + 1}
     assert after["elasticps_cluster_short_ranges"] == {(): 8}
+    assert after["elasticps_cluster_waiting_ranges"] == {(): 0}
+    fleet.processes["s0"].kill()
+    eventually(lambda: scrape(ports[0])["elasticps_cluster_waiting_ranges"] == {(): 8})
+    assert by_label(scrape(ports[0])["elasticps_cluster_servers"], "state")["silent"] == 1
 
 
 def test_a_process_tells_that_it_is_alive_and_ends_for_a_port_in_use(fleet: Fleet, url: str, ports: list[int]) -> None:

@@ -1,0 +1,314 @@
+"""Names, ports, labels, probes and times of the manifests against each other and against the command line."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from coordinator.url import parse
+from coordinator.view import ClusterConfig
+from elasticps.cli.app import app
+from tests.deploy.manifests import (
+    BUILDS,
+    CLUSTERS,
+    COMPONENT,
+    Workload,
+    environment,
+    expanded,
+    manifests,
+    mentions,
+    named,
+    of_kind,
+    selects,
+    workload,
+    workloads,
+)
+
+POD = {
+    "POD_NAME": "elasticps-x-0", "POD_IP": "10.0.0.1", "ZONE": "", "WEIGHT": "1.0", "INDEX": "3",
+    "ELASTICPS_URL": "etcd://elasticps-etcd-client:2379/train",
+}  # fmt: skip
+_ALL = [(build, each) for build in BUILDS for each in workloads(build)]
+ANY_WORKLOAD = [pytest.param(b, w, id=f"{b}-{w.name}") for b, w in _ALL]
+OWN_COMMAND = [pytest.param(b, w, id=f"{b}-{w.name}") for b, w in _ALL if "command" not in w.container]
+EVERYWHERE = {each.labels[COMPONENT]: each for build in (CLUSTERS[1], "workers", "chaos") for each in workloads(build)}
+
+
+# --------------------------------------------------------------------------------------------------- command lines
+
+
+@pytest.mark.parametrize(("build", "each"), OWN_COMMAND)
+def test_each_flag_and_value_is_one_that_the_command_takes(build: str, each: Workload) -> None:
+    name, *arguments = [expanded(arg, environment(each, POD)) for arg in each.args]
+    context = command(name).make_context(name, arguments)  # parses and checks everything, runs nothing
+    given = {arg.partition("=")[0] for arg in arguments if arg.startswith("--")}
+    assert len(given) == sum(arg.startswith("--") for arg in arguments), "a flag is given twice"
+    assert context.params
+
+
+def test_a_flag_that_there_is_not_would_be_found() -> None:
+    with pytest.raises(Exception, match="No such option"):
+        command("server").make_context("server", ["--url=x", "--name=x", "--prot=1"])
+
+
+def command(name: str) -> TyperCommand:
+    """A command of `elasticps`; `chaos` also where the package was installed before it had that entry point."""
+    commands = typer.main.get_command(app)
+    assert isinstance(commands, TyperGroup)
+    found = commands.commands.get(name)
+    if found is None and name == "chaos":
+        alone = typer.Typer()
+        alone.command(name)(pytest.importorskip("chaos.run_cli").chaos)
+        found = typer.main.get_command(alone)
+    assert isinstance(found, TyperCommand), f"there is no command {name}"
+    return found
+
+
+@pytest.mark.parametrize(("build", "each"), ANY_WORKLOAD)
+def test_each_variable_is_defined_before_it_is_used(build: str, each: Workload) -> None:
+    variables = environment(each, POD)
+    for text in mentions([each.container.get("args", []), each.container.get("command", [])]):
+        expanded(text, variables)
+
+
+@pytest.mark.parametrize("build", CLUSTERS)
+def test_numbers_of_servers_fit_each_other(build: str) -> None:
+    coordinator, server = workload(build, "coordinator"), workload(build, "server")
+    config = ClusterConfig(*(int(coordinator.flag(name)) for name in ("ranges", "replicas", "min-servers")))
+    scalers = of_kind(build, "HorizontalPodAutoscaler")
+    assert len(scalers) == (0 if "replicas" in server.manifest["spec"] else 1)
+    least = scalers[0]["spec"]["minReplicas"] if scalers else server.manifest["spec"]["replicas"]
+    assert config.replicas < config.min_servers <= least  # one may drain, or die, and every chain stays whole
+
+
+@pytest.mark.parametrize("build", CLUSTERS)
+def test_times_fit_each_other(build: str) -> None:
+    server, coordinator = workload(build, "server"), workload(build, "coordinator")
+    drain_s = float(server.flag("drain-timeout"))
+    assert server.spec["terminationGracePeriodSeconds"] >= drain_s + 30
+    for each, wait_s in ((server, server.flag("wait")), (coordinator, coordinator.flag("timeout"))):
+        startup, liveness = each.container["startupProbe"], each.container["livenessProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= float(wait_s) + 30
+        assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 60
+    for scaler in of_kind(build, "HorizontalPodAutoscaler"):
+        down = scaler["spec"]["behavior"]["scaleDown"]
+        assert down["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 900}]
+        assert down["policies"][0]["periodSeconds"] >= drain_s
+        assert down["stabilizationWindowSeconds"] >= drain_s
+
+
+# --------------------------------------------------------------------------------------------------- ports and probes
+
+
+@pytest.mark.parametrize("build", CLUSTERS)
+def test_ports_are_those_of_the_flags(build: str) -> None:
+    server, coordinator, etcd = (workload(build, name) for name in ("server", "coordinator", "etcd"))
+    flags = {"data": "port", "admin": "admin-port", "metrics": "metrics-port"}
+    assert server.ports == {name: int(server.flag(flag)) for name, flag in flags.items()}
+    assert coordinator.ports == {"metrics": int(coordinator.flag("metrics-port"))}
+    urls = {"client": "listen-client-urls", "peer": "listen-peer-urls", "metrics": "listen-metrics-urls"}
+    assert etcd.ports == {name: int(etcd.flag(flag).rpartition(":")[2]) for name, flag in urls.items()}
+    for each in (server, coordinator):
+        assert each.flag("host") == "0.0.0.0"
+    assert server.flag("advertise") == "$(POD_IP)"
+
+
+@pytest.mark.parametrize(("build", "each"), ANY_WORKLOAD)
+def test_probes_ask_ports_that_there_are(build: str, each: Workload) -> None:
+    probes = {name: each.container[name] for name in ("startupProbe", "readinessProbe", "livenessProbe")
+              if name in each.container}  # fmt: skip
+    for probe in probes.values():
+        if "grpc" in probe:
+            assert probe["grpc"] == {"port": each.ports["admin"]}  # service "": the process as a whole
+        else:
+            assert probe["httpGet"]["port"] in each.ports
+    assert len(probes) == (0 if each.manifest["kind"] == "Job" else 3)
+
+
+def test_servers_are_probed_by_grpc_and_no_probe_asks_etcd_on_behalf_of_others() -> None:
+    for build in CLUSTERS:
+        assert all(
+            "grpc" in workload(build, "server").container[f"{p}Probe"] for p in ("startup", "readiness", "liveness")
+        )
+        etcd = workload(build, "etcd").container["livenessProbe"]["httpGet"]["path"]
+        assert "serializable=true" in etcd  # answered by the member alone, without a quorum
+
+
+@pytest.mark.parametrize("build", CLUSTERS)
+def test_services_find_their_pods_and_ports(build: str) -> None:
+    services = {m["metadata"]["name"]: m["spec"] for m in of_kind(build, "Service")}
+    for spec in services.values():
+        (target,) = (each for each in workloads(build) if selects(spec["selector"], each.labels))
+        for port in spec["ports"]:
+            assert target.ports[port["targetPort"]] == port["port"]
+    for each in workloads(build):
+        if each.manifest["kind"] == "StatefulSet":
+            spec = services[each.manifest["spec"]["serviceName"]]
+            assert spec["clusterIP"] == "None"
+            assert spec["publishNotReadyAddresses"] is True
+            assert selects(spec["selector"], each.labels)
+
+
+@pytest.mark.parametrize(("build", "each"), ANY_WORKLOAD)
+def test_workloads_select_their_own_pods(build: str, each: Workload) -> None:
+    if each.manifest["kind"] != "Job":
+        assert selects(each.manifest["spec"]["selector"], each.labels)
+    constraints: list[Any] = list(each.spec.get("topologySpreadConstraints", ()))
+    anti = each.spec.get("affinity", {}).get("podAntiAffinity", {})
+    constraints += anti.get("requiredDuringSchedulingIgnoredDuringExecution", ())
+    constraints += [t["podAffinityTerm"] for t in anti.get("preferredDuringSchedulingIgnoredDuringExecution", ())]
+    for constraint in constraints:
+        assert selects(constraint["labelSelector"], each.labels)
+        assert sum(selects(constraint["labelSelector"], other.labels) for other in EVERYWHERE.values()) == 1
+
+
+# ------------------------------------------------------------------------------------------------------- production
+
+
+def test_budgets_cover_each_kind_of_process() -> None:
+    budgets = of_kind("overlays/production", "PodDisruptionBudget")
+    for each in workloads("overlays/production"):
+        (budget,) = (b for b in budgets if selects(b["spec"]["selector"], each.labels))
+        assert budget["spec"]["maxUnavailable"] == 1
+
+
+def test_policies_speak_of_pods_and_ports_that_there_are() -> None:
+    for policy in of_kind("overlays/production", "NetworkPolicy"):
+        spec = policy["spec"]
+        subjects = [each for each in EVERYWHERE.values() if selects(spec["podSelector"], each.labels)]
+        assert subjects
+        for rule in spec.get("ingress", ()):
+            for port in rule["ports"]:
+                assert any(port["port"] in each.ports for each in subjects)
+        for rule in spec.get("egress", ()):
+            peers = [p["podSelector"] for p in rule.get("to", ())]
+            assert peers or {port["port"] for port in rule["ports"]} == {53}
+            for peer in peers:
+                (target,) = (each for each in EVERYWHERE.values() if selects(peer, each.labels))
+                assert {port["port"] for port in rule["ports"]} <= set(target.ports.values())
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "port"),
+    [
+        *((who, "etcd", "client") for who in ("coordinator", "server", "worker", "chaos")),
+        *((who, "server", "data") for who in ("coordinator", "server", "worker", "chaos")),
+        ("worker", "server", "admin"),
+        ("chaos", "server", "admin"),
+        ("etcd", "etcd", "peer"),
+    ],
+)
+def test_policies_let_through_what_the_processes_do(source: str, target: str, port: str) -> None:
+    assert _allowed(source, target, port)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "port"),
+    [("worker", "etcd", "peer"), ("coordinator", "server", "admin"), ("worker", "coordinator", "metrics")],
+)
+def test_policies_keep_out_what_they_do_not(source: str, target: str, port: str) -> None:
+    assert not _allowed(source, target, port)
+
+
+def _allowed(source: str, target: str, port: str) -> bool:
+    """What the policies of production say of a connection between pods of two components."""
+    policies = [p["spec"] for p in of_kind("overlays/production", "NetworkPolicy")]
+    one, other = EVERYWHERE[source], EVERYWHERE[target]
+    wanted = (port, other.ports[port])
+    for direction, subject, peer in (("Ingress", other, one), ("Egress", one, other)):
+        mine = [p for p in policies if direction in p["policyTypes"] and selects(p["podSelector"], subject.labels)]
+        rules = [rule for p in mine for rule in p.get(direction.lower(), ())]
+        key = "from" if direction == "Ingress" else "to"
+        let_through = any(
+            any("podSelector" in each and selects(each["podSelector"], peer.labels) for each in rule.get(key, ()))
+            and any(p["port"] in wanted for p in rule["ports"])
+            for rule in rules
+        )
+        if mine and not let_through:
+            return False
+    return True
+
+
+def test_monitors_and_the_autoscaler_find_their_targets() -> None:
+    build = "overlays/production"
+    monitor = named(build, "ServiceMonitor", "elasticps")["spec"]
+    services = [m for m in of_kind(build, "Service") if selects(monitor["selector"], m["metadata"]["labels"])]
+    assert {m["metadata"]["name"] for m in services} == {"elasticps-etcd", "elasticps-coordinator", "elasticps-server"}
+    for service in services:
+        assert {e["port"] for e in monitor["endpoints"]} <= {port["name"] for port in service["spec"]["ports"]}
+    workers = named(build, "PodMonitor", "elasticps-worker")["spec"]
+    assert selects(workers["selector"], EVERYWHERE["worker"].labels)
+    assert workers["podMetricsEndpoints"][0]["port"] in EVERYWHERE["worker"].ports
+    target = named(build, "HorizontalPodAutoscaler", "elasticps-server")["spec"]["scaleTargetRef"]
+    assert named(build, target["kind"], target["name"])["apiVersion"] == target["apiVersion"]
+
+
+# --------------------------------------------------------------------------------------------------------- etcd, TLS
+
+
+@pytest.mark.parametrize("build", CLUSTERS)
+def test_the_url_leads_to_etcd(build: str) -> None:
+    url = parse(named(build, "ConfigMap", "elasticps")["data"]["url"])
+    etcd = workload(build, "etcd")
+    count = etcd.manifest["spec"]["replicas"]
+    members = [f"{etcd.name}-{i}.{etcd.manifest['spec']['serviceName']}" for i in range(count)]
+    secure = url.tls is not None
+    assert etcd.flag("initial-cluster") == ",".join(
+        f"{etcd.name}-{i}={'https' if secure else 'http'}://{member}:2380" for i, member in enumerate(members)
+    )
+    assert all(etcd.flag(f"listen-{which}-urls").startswith("https:") == secure for which in ("client", "peer"))
+    if url.tls is None:
+        assert url.endpoints == ("elasticps-etcd-client:2379",)
+        named(build, "Service", "elasticps-etcd-client")
+        return
+    assert url.endpoints == tuple(f"{member}:2379" for member in members)
+    certificates = {m["spec"]["secretName"]: m["spec"] for m in of_kind(build, "Certificate")}
+    for role in ("server", "peer"):
+        assert set(members) <= set(certificates[f"elasticps-etcd-{role}"]["dnsNames"])
+    assert "dnsNames" not in certificates["elasticps-etcd-client"]
+    for name in ("coordinator", "server", "worker", "chaos"):
+        (mount,) = (m for m in EVERYWHERE[name].container["volumeMounts"] if m["name"] == "etcd-tls")
+        files = {f"{mount['mountPath']}/{file}" for file in ("ca.crt", "tls.crt", "tls.key")}
+        assert {url.tls.ca, url.tls.cert, url.tls.key} == files
+
+
+@pytest.mark.parametrize(("build", "each"), ANY_WORKLOAD)
+def test_what_a_pod_refers_to_is_there(build: str, each: Workload) -> None:
+    cluster = manifests(build) + (manifests("base") if build in ("workers", "chaos") else [])
+    there = {(m["kind"], m["metadata"]["name"]) for m in cluster}
+    there |= {("Secret", m["spec"]["secretName"]) for m in cluster if m["kind"] == "Certificate"}
+    assert ("ServiceAccount", each.spec["serviceAccountName"]) in there
+    for volume in each.spec.get("volumes", ()):
+        if "secret" in volume and not volume["secret"].get("optional"):
+            assert ("Secret", volume["secret"]["secretName"]) in there
+        if "configMap" in volume:
+            assert ("ConfigMap", volume["configMap"]["name"]) in there
+    for variable in each.container.get("env", ()):
+        if "configMapKeyRef" in variable.get("valueFrom", {}):
+            assert ("ConfigMap", variable["valueFrom"]["configMapKeyRef"]["name"]) in there
+    claims = {claim["metadata"]["name"] for claim in each.manifest["spec"].get("volumeClaimTemplates", ())}
+    volumes = {volume["name"] for volume in each.spec.get("volumes", ())} | claims
+    assert {mount["name"] for mount in each.container.get("volumeMounts", ())} <= volumes
+
+
+# ----------------------------------------------------------------------------------------------------- least rights
+
+
+@pytest.mark.parametrize(("build", "each"), ANY_WORKLOAD)
+def test_pods_are_allowed_little(build: str, each: Workload) -> None:
+    pod, container = each.spec["securityContext"], each.container["securityContext"]
+    assert pod["runAsNonRoot"] is True
+    assert pod["runAsUser"] > 0
+    assert pod["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["readOnlyRootFilesystem"] is True
+    assert container["allowPrivilegeEscalation"] is False
+    assert container["capabilities"] == {"drop": ["ALL"]}
+    resources = each.container["resources"]
+    assert {"cpu", "memory"} <= set(resources["requests"])
+    assert "memory" in resources["limits"]
+    assert each.spec.get("automountServiceAccountToken", True) is (each.labels[COMPONENT] == "chaos")
+    assert re.search(r":v?\d+\.\d+\.\d+$", each.container["image"])  # what runs is said exactly

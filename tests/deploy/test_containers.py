@@ -1,0 +1,254 @@
+"""The image's file, and its entry points run as the manifests call them: real processes, only addresses are others."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tomli
+
+from elasticps import background
+from elasticps.admin import fetch_health
+from elasticps.local.etcd import EtcdPlan, etcd_binary, free_ports
+from elasticps.local.process import Process, stop_all
+from tests.deploy.manifests import DEPLOY, ROOT, Workload, environment, expanded, named, workload
+from tests.metrics.fleet import Fleet, get, scrape
+
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+
+
+# ----------------------------------------------------------------------------------------------------------- the image
+
+
+def instructions(stage: str) -> list[str]:
+    """The instructions of one stage, lines joined."""
+    text = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.M))
+    stages = re.split(r"^FROM ", text, flags=re.M)[1:]
+    (found,) = (each for each in stages if each.splitlines()[0].endswith(f" AS {stage}"))
+    return [line for line in found.splitlines()[1:] if line]
+
+
+def variables(stage: str) -> dict[str, str]:
+    """What ENV sets there."""
+    words = [word for line in instructions(stage) if line.startswith("ENV ") for word in shlex.split(line[4:])]
+    return {name: value.replace("${CPU}", "x86-64-v3") for name, _, value in (word.partition("=") for word in words)}
+
+
+def test_what_is_copied_is_there_and_let_through() -> None:
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
+    copied = [p for line in instructions("build") if line.startswith("COPY ") for p in line.split()[1:-1]]
+    assert {"pyproject.toml", "elasticps", "coordinator", "replication", "chaos"} <= set(copied)
+    for path in copied:
+        assert (ROOT / path).exists()
+        assert f"!{path}" in ignored
+
+
+def test_it_runs_elasticps_as_nobody_in_particular() -> None:
+    base = instructions("base")
+    assert 'ENTRYPOINT ["elasticps"]' in base
+    assert "USER 10001:10001" in base
+    assert DOCKERFILE.rstrip().splitlines()[-2].endswith("AS server")  # what is built unless another is asked for
+    assert "torch" not in DOCKERFILE
+    project = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert not any("torch" in requirement for requirement in project["dependencies"])
+    assert workload("base", "server").spec["securityContext"]["runAsUser"] == 10001
+
+
+def test_the_kernels_are_looked_for_where_they_were_compiled() -> None:
+    def numba(stage: str) -> dict[str, str]:
+        return {name: value for name, value in variables(stage).items() if name.startswith("NUMBA_")}
+
+    assert numba("build") == numba("base")
+    assert len(numba("base")) == 4
+
+
+@pytest.mark.slow
+def test_kernels_of_the_image_serve_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (step,) = (line for line in instructions("build") if "store.warm()" in line)
+    code = shlex.split(step.rpartition(" -c ")[2])[0]
+    tree = tmp_path / "code"  # of its own, so that no kernels lie beside it
+    for package in ("replication", "coordinator", "elasticps"):
+        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def run(stage: str, code: str) -> None:
+        settings = {**variables(stage), "NUMBA_CACHE_DIR": str(tmp_path / "kernels"), "PYTHONDONTWRITEBYTECODE": "1"}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA")}
+        path = {"PYTHONPATH": str(tree), "PATH": os.environ["PATH"]}
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=kept | settings | path, check=True)
+
+    def files() -> dict[str, float]:
+        return {str(p): p.stat().st_mtime for p in (tmp_path / "kernels").rglob("*") if p.is_file()}
+
+    run("build", code)
+    before = files()
+    assert len(before) > 50
+    read_only = (  # numba finds out by a temporary file whether it may write; tests may run as root, who always may
+        "import os, tempfile, numba.core.compiler as c\n"
+        "def no(*a, **k): raise OSError(30, 'Read-only file system')\n"
+        "tempfile.TemporaryFile = os.replace = c.compile_extra = no\n"
+    )
+    run("base", read_only + code)
+    assert files() == before
+
+
+# ------------------------------------------------------------------------------------------------------- entry points
+
+
+class Pods:
+    """Starts the workloads of an overlay as processes of this machine. Only addresses and folders are others."""
+
+    def __init__(self, build: str, folder: Path, mounts: dict[str, str] | None = None) -> None:
+        self.build = build
+        self.mounts = mounts or {}  # folders of the container -> where they are here
+        self.fleet = Fleet(folder)
+        self.etcd: list[Process] = []
+        self.ports: dict[str, dict[str, int]] = {}
+        self.url = named(build, "ConfigMap", "elasticps")["data"]["url"]
+
+    def start_etcd(self) -> None:
+        each = workload(self.build, "etcd")
+        assert each.container["command"] == ["/usr/local/bin/etcd"]
+        members = [f"{each.name}-{i}" for i in range(each.manifest["spec"]["replicas"])]
+        ports = {name: dict(zip(each.ports, free_ports(3), strict=True)) for name in members}
+        for name in members:
+            arguments = [expanded(arg, environment(each, {"POD_NAME": name})) for arg in each.args]
+            local = [self._mounted(self._local(arg, ports, ports[name], each)) for arg in arguments]
+            folder = self.fleet.folder
+            command = [str(etcd_binary()), *local, f"--data-dir={folder / name}"]
+            self.etcd.append(Process.start(name, "etcd", command, folder, EtcdPlan.environment()))
+        deadline = time.monotonic() + 60
+        for process in self.etcd:
+            metrics = ports[process.name]["metrics"]
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                path = each.container[probe]["httpGet"]["path"]
+                process.wait_until(lambda at=metrics, path=path: _healthy(at, path), deadline)  # type: ignore[misc]
+        self.url = self._mounted(self.url)
+        first = f"127.0.0.1:{ports[members[0]]['client']}"
+        self.url = self.url.replace("elasticps-etcd-client:2379", first)
+        for name in members:
+            self.url = self.url.replace(f"{name}.elasticps-etcd:2379", f"127.0.0.1:{ports[name]['client']}")
+
+    def _mounted(self, text: str) -> str:
+        for there, here in self.mounts.items():
+            text = text.replace(there, here)
+        return text
+
+    @staticmethod
+    def _local(argument: str, every: dict[str, dict[str, int]], own: dict[str, int], each: Workload) -> str:
+        for kind, port in each.ports.items():
+            argument = argument.replace(f"0.0.0.0:{port}", f"127.0.0.1:{own[kind]}")
+            for name, ports in every.items():
+                argument = argument.replace(f"{name}.elasticps-etcd:{port}", f"127.0.0.1:{ports[kind]}")
+        return argument
+
+    def start(self, component: str, number: int) -> Process:
+        each = workload(self.build, component)
+        name = f"{each.name}-{number}"
+        values = {"POD_NAME": name, "POD_IP": "127.0.0.1", "ELASTICPS_URL": self.url, "ZONE": "", "WEIGHT": "1.0"}
+        ports = self.ports[name] = dict(zip(each.ports, free_ports(len(each.ports)), strict=True))
+        arguments = []
+        for arg in each.args:
+            for kind, port in each.ports.items():
+                arg = re.sub(rf"port={port}$", f"port={ports[kind]}", arg)
+            arguments.append(expanded(arg, environment(each, values)).replace("0.0.0.0", "127.0.0.1"))
+        return self.fleet.start(name, arguments)
+
+    def stop(self) -> None:
+        self.fleet.stop()
+        stop_all(self.etcd, grace_s=5)
+
+
+def _healthy(port: int, path: str) -> bool:
+    try:
+        return bool(json.loads(get(port, path))["health"] == "true")
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[Pods]:
+    found = Pods("overlays/dev", tmp_path)
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+def test_the_containers_make_a_cluster_that_trains(pods: Pods) -> None:
+    pods.start_etcd()
+    server, *_ = [pods.start("server", number) for number in range(3)]
+    pods.start("coordinator", 0)
+    pods.fleet.wait_ready()
+    for number in range(3):
+        admin = pods.ports[f"elasticps-server-{number}"]["admin"]
+        assert background.run(fetch_health(f"127.0.0.1:{admin}", 10)) == "SERVING"  # what the kubelet's probe asks
+    path = workload(pods.build, "coordinator").container["readinessProbe"]["httpGet"]["path"]
+    assert get(pods.ports["elasticps-coordinator-0"]["metrics"], path) == "ok\n"
+
+    job = workload("workers", "worker")
+    command, script = job.container["command"]
+    assert command == "python"
+    source = named("workers", "ConfigMap", "elasticps-train")["data"][Path(script).name]
+    (port,) = free_ports(1)
+    mine = environment(job, {"ELASTICPS_URL": pods.url, "INDEX": "3"})
+    settings = mine | {"METRICS_PORT": str(port), "SAMPLES": "20000"}
+    text = source.replace("0.0.0.0", "127.0.0.1")
+    done = subprocess.run([sys.executable, "-c", text], env={**os.environ, **settings, "PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, timeout=100, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "done after 40 steps" in done.stderr
+    assert mine["WORKER"] == "w3"
+
+    server.popen.terminate()  # what the kubelet does first
+    assert server.popen.wait(90) == 0
+    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    assert {"cluster", "process", "incarnation", "epoch", "event", "level", "ts"} <= lines[-1].keys()
+    assert any("drained" in line["event"] for line in lines)
+    found = scrape(pods.ports["elasticps-coordinator-0"]["metrics"])
+    assert found["elasticps_cluster_short_ranges"] == {(): 0}
+    assert found["elasticps_cluster_failovers_total"] == {(): 0}
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Path:
+    """What cert-manager would put into the three secrets: one folder with files of their names, for 127.0.0.1."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make certificates with")
+    folder = tmp_path / "tls"
+    folder.mkdir()
+    (folder / "extensions").write_text("subjectAltName=IP:127.0.0.1\n")
+    key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+    for arguments in (
+        f"req -x509 {key} -keyout ca.key -out ca.crt -days 2 -subj /CN=test-ca",
+        f"req {key} -keyout tls.key -out tls.csr -subj /CN=elasticps",
+        "x509 -req -in tls.csr -CA ca.crt -CAkey ca.key -CAcreateserial -out tls.crt -days 2 -extfile extensions",
+    ):
+        subprocess.run(["openssl", *arguments.split()], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def test_three_members_with_tls_serve_coordinators_also_when_one_is_lost(
+    tmp_path: Path, certificates: Path, eventually: Callable[[Callable[[], bool]], None]
+) -> None:
+    mounts = dict.fromkeys(("/etc/elasticps/etcd", "/etc/etcd/server", "/etc/etcd/peer"), str(certificates))
+    found = Pods("overlays/production", tmp_path, mounts)
+    try:
+        found.start_etcd()
+        found.start("coordinator", 0)
+        found.fleet.wait_ready()
+        port = found.ports["elasticps-coordinator-0"]["metrics"]
+        eventually(lambda: scrape(port)["elasticps_coordinator_leader"] == {(): 1})
+        found.etcd[0].kill()
+        found.start("coordinator", 1)  # is ready only with an answer of etcd
+        found.fleet.wait_ready()
+    finally:
+        found.stop()

@@ -1,0 +1,48 @@
+"""Every manifest of every build against Kubernetes' own schemas, unknown fields refused."""
+
+from __future__ import annotations
+
+import kubernetes_validate
+import pytest
+
+from tests.deploy.manifests import BUILDS, DEPLOY, manifests
+
+VERSIONS = ("1.35", "1.36", "1.37")
+CUSTOM = {  # kinds that operators bring, whose schemas Kubernetes has not
+    ("cert-manager.io/v1", "Certificate"),
+    ("cert-manager.io/v1", "Issuer"),
+    ("monitoring.coreos.com/v1", "PodMonitor"),
+    ("monitoring.coreos.com/v1", "PrometheusRule"),
+    ("monitoring.coreos.com/v1", "ServiceMonitor"),
+}
+
+
+def test_every_kustomization_is_tested() -> None:
+    folder = DEPLOY / "kubernetes"
+    assert {str(path.parent.relative_to(folder)) for path in folder.rglob("kustomization.yaml")} == set(BUILDS)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("build", BUILDS)
+def test_every_manifest_fits_its_schema(build: str, version: str) -> None:
+    for manifest in manifests(build):
+        if (manifest["apiVersion"], manifest["kind"]) not in CUSTOM:
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_names_are_unique_and_everything_is_in_the_namespace(build: str) -> None:
+    found = manifests(build)
+    names = [(m["kind"], m["metadata"]["name"]) for m in found]
+    assert len(names) == len(set(names))
+    if build != "base":
+        cluster_wide = {"Namespace", "ClusterRole", "ClusterRoleBinding"}
+        assert {m["metadata"].get("namespace") for m in found if m["kind"] not in cluster_wide} == {"elasticps"}
+
+
+def test_the_schemas_do_refuse_what_is_wrong() -> None:
+    service = next(m for m in manifests("base") if m["kind"] == "Service")
+    mistakes: tuple[dict[str, object], ...] = ({"selektor": {}}, {"ports": [{"port": "many"}]})
+    for wrong in mistakes:
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate({**service, "spec": {**service["spec"], **wrong}}, VERSIONS[-1], strict=True)
