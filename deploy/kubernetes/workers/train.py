@@ -1,8 +1,8 @@
 """An example worker: learns the weights of 10,000 items from samples that the servers hand out.
 
 Takes its place from the environment: ELASTICPS_URL, WORKER (a name that it keeps when it is started again) and
-METRICS_PORT. When this process dies, the next one of the same name takes its place, and the samples that it was training
-are handed out again.
+METRICS_PORT. When this process dies, the next one of the same name takes its place, and the samples that it was
+training are handed out again.
 """
 
 import logging
