@@ -165,13 +165,15 @@ def test_workers_join_and_leave_between_rounds(cluster: eps.LocalCluster) -> Non
 
 def test_a_wait_says_for_whom(cluster: eps.LocalCluster) -> None:
     options = {"app": "slow", "consistency": eps.BSP()}
-    with eps.connect(cluster.url, worker="quick", timeout=2, **options) as quick:  # type: ignore[arg-type]
-        with eps.connect(cluster.url, worker="dawdler", timeout=20, **options) as dawdler:  # type: ignore[arg-type]
-            table = dawdler.table("t", dim=1, optimizer=eps.Accumulate())
-            table.pull(np.array([1]))
-            step = quick.push({})
-            with pytest.raises(eps.Timeout, match="waited too long for worker slow.dawdler"):
-                step.result()
-            dawdler.push({})
-            threading.Thread(target=dawdler.flush).start()
-            step.result(20)
+    with (
+        eps.connect(cluster.url, worker="quick", timeout=2, **options) as quick,  # type: ignore[arg-type]
+        eps.connect(cluster.url, worker="dawdler", timeout=20, **options) as dawdler,  # type: ignore[arg-type]
+    ):
+        table = dawdler.table("t", dim=1, optimizer=eps.Accumulate())
+        table.pull(np.array([1]))
+        step = quick.push({})
+        with pytest.raises(eps.Timeout, match=r"waited too long for worker slow\.dawdler"):
+            step.result()
+        dawdler.push({})
+        threading.Thread(target=dawdler.flush).start()
+        step.result(20)

@@ -22,7 +22,7 @@ def test_a_slice_of_another_type_keeps_it_in_use() -> None:
     pool = Pool(10 << 20)
     body = pool.take(1 << 20)
     address = body.ctypes.data
-    view = memoryview(body[64:128].view(np.float32)).cast("B")
+    view = body[64:128].view(np.float32).data.cast("B")
     del body
     assert pool.take(1 << 20).ctypes.data != address
     del view
