@@ -28,7 +28,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt --no-deps recbole
 	@touch $@
 
-demo: $(READY) ## Train a recommender on real ratings through three servers, one of which is killed on the way
+demo: $(READY) ## Train a recommender on real ratings while servers die, come and go, and a worker starts again
 	$(BIN)/elasticps demo --servers 3 --replicas 2
 
 # A process per core, but not more than four: many tests start clusters. A file stays in one process.

@@ -21,8 +21,11 @@ def demo(
     kill: Annotated[
         bool, typer.Option(help="Kill the server that heads most ranges (kill -9) a third of the way.")
     ] = True,
+    elastic: Annotated[
+        bool, typer.Option(help="Then add two servers, drain them again, kill a worker and start it again.")
+    ] = True,
 ) -> None:
-    """Train a recommender on real ratings through servers, one of which is killed, then in one process, and compare.
+    """Train a recommender on real ratings through servers that die, come and go, then in one process, and compare.
 
     The exit code is 1 if the two do not agree, or if the replicas differ at the end.
     """
@@ -31,5 +34,14 @@ def demo(
     from elasticps.demo import main  # torch takes seconds to import: only this command waits for it
 
     raise typer.Exit(
-        main.run(servers=servers, replicas=replicas, workers=workers, epochs=epochs, out=out, seed=seed, kill=kill)
+        main.run(
+            servers=servers,
+            replicas=replicas,
+            workers=workers,
+            epochs=epochs,
+            out=out,
+            seed=seed,
+            kill=kill,
+            elastic=elastic,
+        )
     )

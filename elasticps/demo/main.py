@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
+from coordinator.errors import CoordinationError
 from elasticps import background
 from elasticps.admin import fetch_status
 from elasticps.audit import audit
@@ -20,10 +23,14 @@ from elasticps.demo.report import AGREE, AuditAnswer, Evaluation, Kill, Moment, 
 from elasticps.demo.screen import Screen
 from elasticps.errors import ConfigError, Error
 from elasticps.local import LocalCluster
+from elasticps.local.following import Following, held
 from elasticps.local.story import failover
 
 INTERRUPTED = 130  # exit code that shells give to Ctrl-C
 AUDIT_TIMEOUT_S = 30.0
+SCALE_TIMEOUT_S = 60.0
+MORE = 2  # servers that come and go
+QUIET_S = 2.0  # between one change and the next, to be seen
 
 
 def run(
@@ -35,12 +42,14 @@ def run(
     out: Path = Path("runs/demo"),
     seed: int = 1,
     kill: bool = True,
+    elastic: bool = True,
     console: Console | None = None,
 ) -> int:
     """Trains through the servers and without them, and writes the report to `out`. Returns the exit code:
 
     0 both AUCs agree and all replicas are equal, 1 if not or something failed, 2 unusable arguments or no ratings,
     130 interrupted. With `kill`, and a second replica, the server that heads most ranges is killed on the way.
+    With `elastic`, two servers are added later and drained again, and a worker is killed and goes on.
     """
     console = console or Console()
     try:
@@ -49,7 +58,7 @@ def run(
         ratings = data.load(data.find())
         out.mkdir(parents=True, exist_ok=True)
         with _sigterm_interrupts():
-            report = _Demo(console, ratings, servers, replicas, workers, epochs, out, seed, kill).run()
+            report = _Demo(console, ratings, servers, replicas, workers, epochs, out, seed, kill, elastic).run()
     except ConfigError as error:
         console.print(f"[red]error:[/] {error}", highlight=False)
         return 2
@@ -90,12 +99,18 @@ def _sigterm_interrupts() -> Iterator[None]:
 class _Demo:
     def __init__(
         self, console: Console, ratings: data.Ratings, servers: int, replicas: int, workers: int, epochs: int,
-        out: Path, seed: int, kill: bool,
+        out: Path, seed: int, kill: bool, elastic: bool,
     ) -> None:  # fmt: skip
         self._console = console
         self._training, self._test = data.split(ratings, seed)
         self._servers, self._replicas, self._epochs, self._out, self._seed = servers, replicas, epochs, out, seed
         self._kill = Kill() if kill and min(servers, replicas) > 1 else None
+        self._elastic = elastic
+        self._due: deque[tuple[float, str]] = deque()  # what is still to be done at which share of the samples
+        self._scaling: threading.Thread | None = None
+        self._quiet_from = 0.0  # time of day
+        self._news: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()  # text and kind, from other threads
+        self._ranges: list[tuple[float, dict[str, int]]] = []  # time of day
         self._audit = AuditAnswer()
         self._workers = [f"w{i}" for i in range(workers)]
         self._timeline: list[tuple[float, str, str]] = []  # times of day
@@ -123,7 +138,8 @@ class _Demo:
         }
         timeline = [Moment(t - began, text, kind) for t, text, kind in self._timeline]
         kill = self._kill if self._kill is not None and self._kill.server else None
-        return Report(settings, through_servers, reference, timeline, self._audit, kill)
+        ranges = [(max(0.0, t - began), held) for t, held in self._ranges]
+        return Report(settings, through_servers, reference, timeline, self._audit, kill, ranges)
 
     def _note(self, text: str, *, at: float | None = None, kind: str = "phase") -> None:
         self._timeline.append((time.time() if at is None else at, text, kind))
@@ -143,7 +159,8 @@ class _Demo:
             names = ", ".join(server.name for server in cluster.servers)
             self._note(f"{self._servers} servers ready")
             self._console.print(f"servers {names} found through [bold]{cluster.url}[/]", highlight=False)
-            with Children(self._out) as children:
+            with Following(cluster.url) as following, Children(self._out) as children:
+                following.on_view(lambda view: self._ranges.append((time.time(), held(view))))
                 return self._train_and_evaluate(cluster, children)
         finally:
             cluster.stop()
@@ -151,9 +168,12 @@ class _Demo:
     def _train_and_evaluate(self, cluster: LocalCluster, children: Children) -> tuple[float, Run]:
         common = {"url": cluster.url, "epochs": self._epochs, "seed": self._seed}
         with self._console.status("starting the workers"):
-            for i, name in enumerate(self._workers):
-                job = {"role": "train", "name": name, "worker": i, "workers": len(self._workers)}
-                children.start(name, {**common, **job})
+            jobs = {
+                name: {**common, "role": "train", "name": name, "worker": i, "workers": len(self._workers)}
+                for i, name in enumerate(self._workers)
+            }
+            for name, job in jobs.items():
+                children.start(name, job)
             children.start("evaluator", {**common, "role": "evaluate", "name": "evaluator"})
             self._wait_ready(children, {*self._workers, "evaluator"})
         began = time.time()
@@ -161,7 +181,10 @@ class _Demo:
         result = Run(loss={name: [] for name in self._workers})
         finished = dict.fromkeys(self._workers, 0)  # epochs
         samples = dict.fromkeys(self._workers, 0)
-        kill_at = sum(self._samples(i, len(self._workers)) for i in range(len(self._workers))) // 3
+        total = sum(self._samples(i, len(self._workers)) for i in range(len(self._workers)))
+        self._due.extend([(1 / 3, "kill")] if self._kill is not None else [])
+        self._due.extend([(0.45, "grow"), (0.6, "shrink"), (0.75, "worker")] if self._elastic else [])
+        asked_last = 0
         asked: list[tuple[int, float]] = []  # evaluations under way: epoch, and when its last worker finished it
         with Screen(self._console) as screen:
             for i, name in enumerate(self._workers):
@@ -175,12 +198,18 @@ class _Demo:
                 if event.kind == "progress":
                     self._progress(screen, result, event, began)
                     samples[event.source] = event.values["samples"]
-                    if self._kill is not None and not self._kill.server and sum(samples.values()) >= kill_at:
-                        self._kill_one(self._kill, cluster, screen, began)
+                    if self._due and sum(samples.values()) >= self._due[0][0] * total and self._free():
+                        self._act(self._due.popleft()[1], cluster, children, jobs, screen, began)
+                elif event.kind == "ready":  # a worker is back
+                    self._tell(
+                        f"{event.source} goes on at its step {event.values['steps'] + 1:,}", "membership", screen
+                    )
+                    children.say(event.source, "go")
                 elif event.kind == "epoch":
-                    finished[event.source] = event.values["epoch"]
-                    if min(finished.values()) == event.values["epoch"]:
-                        asked.append((event.values["epoch"], event.t))
+                    finished[event.source] = max(finished[event.source], event.values["epoch"])
+                    while asked_last < min(finished.values()):
+                        asked_last += 1
+                        asked.append((asked_last, event.t))
                         children.say("evaluator", "evaluate")
                 elif event.kind == "evaluated":
                     epoch, at = asked.pop(0)
@@ -190,11 +219,56 @@ class _Demo:
         result.seconds = result.evaluations[-1].t
         result.samples = sum(samples.values())
         self._note("training ends", at=began + result.seconds)
+        if self._scaling is not None:
+            with self._console.status("waiting until no range moves any more"):
+                self._scaling.join()
+                self._hear(None)
         if self._kill is not None and self._kill.server:
             self._recovery(self._kill, cluster, result, began)
         with self._console.status("comparing the replicas"):
             self._audit = AuditAnswer.of(audit(cluster.url, AUDIT_TIMEOUT_S))
         return began, result
+
+    # -- what happens on the way
+
+    def _free(self) -> bool:
+        """Whether no change of the number of servers is under way, nor was a moment ago."""
+        return time.time() >= self._quiet_from and (self._scaling is None or not self._scaling.is_alive())
+
+    def _act(
+        self, what: str, cluster: LocalCluster, children: Children, jobs: Mapping[str, dict[str, object]],
+        screen: Screen, began: float,
+    ) -> None:  # fmt: skip
+        if what == "kill" and self._kill is not None:
+            self._kill_one(self._kill, cluster, screen, began)
+        elif what == "worker":
+            name = self._workers[-1]
+            self._tell(f"kill -9 of worker {name}", "membership", screen)
+            children.kill(name)
+            children.start(name, jobs[name], again=True)
+        else:
+            wanted = self._servers + (MORE if what == "grow" else 0)
+            self._tell(f"scale to {wanted} servers", "change", screen)
+            self._scaling = threading.Thread(target=self._scale, args=(cluster, wanted), name="scaling", daemon=True)
+            self._scaling.start()
+
+    def _scale(self, cluster: LocalCluster, wanted: int) -> None:
+        try:
+            outcome = cluster.scale(wanted, timeout_s=SCALE_TIMEOUT_S)
+        except (Error, CoordinationError) as error:
+            self._news.put((f"scaling failed: {error}", "change"))
+        else:
+            self._news.put((f"{len(outcome.servers)} servers, nothing moves", "change"))
+        self._quiet_from = time.time() + QUIET_S
+
+    def _tell(self, text: str, kind: str, screen: Screen | None) -> None:
+        self._note(text, kind=kind)
+        if screen is not None:
+            screen.say(f"[{'red' if kind == 'membership' else 'cyan'}]{text}[/]")
+
+    def _hear(self, screen: Screen | None) -> None:
+        while not self._news.empty():
+            self._tell(*self._news.get(), screen)
 
     def _kill_one(self, kill: Kill, cluster: LocalCluster, screen: Screen, began: float) -> None:
         heads = {
@@ -205,7 +279,7 @@ class _Demo:
         kill.member = f"{kill.server}#{cluster.server(kill.server).incarnation}"
         kill.t = time.time() - began
         cluster.kill(kill.server)
-        text = f"kill -9 of {kill.server}, which headed {kill.ranges} of {cluster.config.ranges} ranges"
+        text = f"kill -9 of {kill.server}, head of {kill.ranges} ranges"
         self._note(text, at=began + kill.t, kind="membership")
         screen.say(f"[red]{text}[/]")
 
@@ -232,8 +306,10 @@ class _Demo:
                 names.remove(event.source)
 
     def _watch(self, cluster: LocalCluster, screen: Screen) -> None:
+        self._hear(screen)
         for text in cluster.ended():
-            self._note(text, kind="membership")
+            if "as it was asked to" not in text:
+                self._note(text, kind="membership")
             screen.say(f"[yellow]{text}[/]")
 
     @staticmethod

@@ -40,6 +40,7 @@ class Children:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._running: dict[str, subprocess.Popen[str]] = {}
+        self._killed: set[int] = set()  # ids of processes whose end is no news
         self._readers: list[threading.Thread] = []
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
@@ -51,9 +52,9 @@ class Children:
     ) -> None:
         self.end()
 
-    def start(self, name: str, job: dict[str, object]) -> None:
-        """Starts `elasticps.demo.worker`; what it writes to stderr goes to `<name>.log`."""
-        with (self._logs / f"{name}.log").open("wb") as log:
+    def start(self, name: str, job: dict[str, object], *, again: bool = False) -> None:
+        """Starts `elasticps.demo.worker`; what it writes to stderr goes to `<name>.log`, `again`: to its end."""
+        with (self._logs / f"{name}.log").open("ab" if again else "wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "elasticps.demo.worker", json.dumps(job)],
                 stdin=subprocess.PIPE,
@@ -72,9 +73,23 @@ class Children:
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
+                if not line.endswith("\n"):
+                    break  # it was killed in the middle of a line
                 values = json.loads(line)
                 self._events.put(Event(name, values.pop("event"), values.pop("t"), values))
-        self._events.put(Event(name, "exit", time.time(), {"code": process.wait()}))
+        code = process.wait()
+        if process.pid not in self._killed:
+            self._events.put(Event(name, "exit", time.time(), {"code": code}))
+
+    def kill(self, name: str) -> None:
+        """kill -9; returns when the child is gone and everything that it told is in the queue."""
+        process = self._running[name]
+        self._killed.add(process.pid)
+        process.kill()
+        self._close(name)
+        for reader in self._readers:
+            if reader.name == f"reader of {name}":
+                reader.join()
 
     def say(self, name: str, word: str) -> None:
         """Sends a word to a child; one that has ended is heard of as an event."""

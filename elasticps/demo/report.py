@@ -14,23 +14,18 @@ import numpy as np
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from elasticps.audit import AuditReport
 
 AGREE = 0.01  # largest difference between the two AUCs
 BIN_S = 0.1  # of throughput
-ZOOM_S = (-0.3, 0.7)  # around the kill
-
-_SERVERS, _WORKERS, _REFERENCE = "#1f5fbf", ("#1f5fbf", "#12a0a0", "#7a4fc9", "#c2408f"), "#e07b1a"
-_INK, _QUIET, _RED = "#22262b", "#8a929c", "#c0392b"
 
 
 @dataclass
 class Moment:
     """Something worth knowing about when: `t` in seconds since training began (before it: negative).
 
-    kind: "phase" for what the demo does, "membership" for processes that come or go while it trains.
+    kind: "phase" for what the demo does; "membership" for processes that die or come back while it trains,
+    "change" for servers that are asked to come or go, and for when that is done.
     """
 
     t: float
@@ -122,6 +117,7 @@ class Report:
     timeline: list[Moment]
     audit: AuditAnswer
     kill: Kill | None = None
+    ranges: list[tuple[float, dict[str, int]]] = field(default_factory=list)  # (t, ranges that each server holds)
 
     @property
     def difference(self) -> float:
@@ -148,6 +144,7 @@ class Report:
             "kill": None if self.kill is None else asdict(self.kill),
             "audit": asdict(self.audit),
             "timeline": [asdict(moment) for moment in self.timeline],
+            "ranges": self.ranges,
             "elasticps": run(self.servers),
             "reference": run(self.reference),
         }
@@ -158,6 +155,8 @@ class Report:
         """Writes report.json and report.png."""
         data, picture = folder / "report.json", folder / "report.png"
         data.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+        from elasticps.demo.picture import draw  # only here: matplotlib takes half a second
+
         draw(self, picture)
         return data, picture
 
@@ -217,118 +216,3 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
         total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
         out.append(total / weight)
     return out
-
-
-def draw(report: Report, path: Path) -> None:
-    """Loss, AUC and throughput over time, both runs starting at 0, and each batch around the kill."""
-    from matplotlib.figure import Figure  # only here: it takes half a second
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    figure = Figure(
-        figsize=(11, 10.4), dpi=150, facecolor="white", layout=ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.12)
-    )
-    zoomed = report.kill is not None
-    grid = figure.add_gridspec(3, 3, height_ratios=(1, 1, 0.72))
-    upper = figure.add_subplot(grid[0, :])
-    lower = figure.add_subplot(grid[1, :], sharex=upper)
-    speed = figure.add_subplot(grid[2, :2] if zoomed else grid[2, :])
-    s = report.settings
-    figure.suptitle(
-        f"{s['model']} on {s['data']}: {s['servers']} parameter servers, {s['workers']} workers",
-        x=0.016, ha="left", fontsize=16, fontweight="bold", color=_INK,
-    )  # fmt: skip
-    _prepare(upper, "Training loss (binary cross-entropy)")
-    _prepare(lower, "Test AUC after each epoch")
-    _prepare(speed, f"Samples/s through the servers, in steps of {BIN_S:g} s")
-    end = max(report.servers.seconds, report.reference.seconds)
-    _losses(upper, report)
-    _aucs(lower, report, end)
-    _speeds(speed, report)
-    for axes in (upper, lower):
-        axes.set_xlim(0, end * 1.03)
-    for moment in report.timeline:
-        if moment.kind == "membership":
-            for axes in (upper, lower, speed):
-                axes.axvline(moment.t, color=_RED, linewidth=1, linestyle=(0, (4, 3)))
-            text = moment.event if report.kill is None else f"{moment.event}\n{recovery(report.kill)}"
-            upper.annotate(
-                text, (moment.t, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
-                textcoords="offset points", va="top", fontsize=9, color=_RED,
-            )  # fmt: skip
-    if report.kill is not None:
-        zoom = figure.add_subplot(grid[2, 2])
-        _prepare(zoom, "Each batch around the kill")
-        _batches(zoom, report, report.kill)
-    figure.supxlabel(f"Audit at the end: {report.audit}.", x=0.016, ha="left", fontsize=10,
-                     color=_INK if report.audit.clean else _RED)  # fmt: skip
-    figure.savefig(path)
-
-
-def _prepare(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=12, color=_INK, pad=10)
-    axes.grid(axis="y", color="#e6e9ed")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_QUIET)
-    axes.tick_params(colors=_INK, length=0, labelsize=10)
-
-
-def _losses(axes: Axes, report: Report) -> None:
-    for i, (name, points) in enumerate(report.servers.loss.items()):
-        _loss_line(axes, points, _WORKERS[i % len(_WORKERS)], f"worker {name}, through the servers")
-    for points in report.reference.loss.values():
-        _loss_line(axes, points, _REFERENCE, "one torch process")
-    axes.legend(frameon=False, fontsize=10, labelcolor=_INK)
-
-
-def _aucs(axes: Axes, report: Report, end: float) -> None:
-    crowded = abs(report.servers.seconds - report.reference.seconds) < 0.1 * end
-    _auc_line(axes, report.servers, _SERVERS, "through the servers", below=crowded and report.difference < 0)
-    _auc_line(axes, report.reference, _REFERENCE, "one torch process", below=crowded and report.difference >= 0)
-    axes.legend(frameon=False, fontsize=10, labelcolor=_INK, loc="lower right")
-    axes.set_xlabel("seconds of training", color=_INK, fontsize=11)
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high + 0.12 * (high - low))  # room for the figures over the lines' ends
-
-
-def _speeds(axes: Axes, report: Report) -> None:
-    """The last step is left out: training ended somewhere in it."""
-    points = throughput(report.servers.ends, report.settings["batch"])[:-1]
-    if points:
-        times, speeds = np.array(points).T
-        axes.step(times, speeds, where="post", color=_SERVERS, linewidth=1.2)
-        axes.fill_between(times, speeds, step="post", color=_SERVERS, alpha=0.12, linewidth=0)
-        axes.set_xlim(0, times[-1] + BIN_S)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("seconds of training", color=_INK, fontsize=11)
-
-
-def _batches(axes: Axes, report: Report, kill: Kill) -> None:
-    names = list(report.servers.ends)
-    for i, name in enumerate(names):
-        ends = np.asarray(report.servers.ends[name]) - kill.t
-        ends = ends[(ends >= ZOOM_S[0]) & (ends <= ZOOM_S[1])] * 1e3
-        axes.vlines(ends, i - 0.32, i + 0.32, color=_WORKERS[i % len(_WORKERS)], linewidth=1.2)
-    axes.axvline(0, color=_RED, linewidth=1, linestyle=(0, (4, 3)))
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlim(ZOOM_S[0] * 1e3, ZOOM_S[1] * 1e3)
-    axes.grid(False)
-    axes.set_xlabel("ms since the kill", color=_INK, fontsize=11)
-
-
-def _loss_line(axes: Axes, points: Sequence[tuple[float, float]], colour: str, label: str) -> None:
-    times, values = np.array(points).T
-    axes.plot(times, values, color=colour, alpha=0.16, linewidth=0.8)
-    axes.plot(times, smooth(values.tolist(), max(5, len(values) // 20)), color=colour, linewidth=1.9, label=label)
-
-
-def _auc_line(axes: Axes, run: Run, colour: str, label: str, *, below: bool) -> None:
-    times, aucs = [e.t for e in run.evaluations], [e.auc for e in run.evaluations]
-    axes.plot(times, aucs, color=colour, linewidth=1.9, marker="o", markersize=6, markeredgecolor="white", label=label)
-    axes.annotate(
-        f"{run.auc:.4f}", (times[-1], aucs[-1]), xytext=(0, -17 if below else 9), textcoords="offset points",
-        ha="center", fontsize=11, fontweight="bold", color=colour,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
-    )  # fmt: skip

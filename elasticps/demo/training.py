@@ -32,12 +32,13 @@ class Trainable:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one process trains: its batches of each epoch."""
+    """What one process trains: its batches of each epoch, without the first `skip`, which a predecessor trained."""
 
     epochs: int
     seed: int
     worker: int = 0
     workers: int = 1
+    skip: int = 0
 
 
 def remote(ps: eps.Client, ratings: Ratings, seed: int, *, overlap: bool = True) -> Trainable:
@@ -84,13 +85,17 @@ def train(
     Progress has the times of day at which batches ended since the last.
     """
     torch.manual_seed(plan.seed + 1000 * plan.worker)  # dropout differs between workers
-    samples, last, ends = 0, time.monotonic(), list[float]()
+    samples, last, ends, skip = 0, time.monotonic(), list[float](), plan.skip
     losses: deque[float] = deque(maxlen=REPORTED)
     what.model.train()
     for epoch in range(plan.epochs):
         todo: list[np.ndarray] = batches(len(ratings), plan.seed, epoch, plan.worker, plan.workers)
-        following = tensors(ratings, todo[0])
+        skipped, skip = todo[:skip], max(0, skip - len(todo))
+        todo = todo[len(skipped) :]
+        samples += sum(len(batch) for batch in skipped)
+        following = tensors(ratings, todo[0]) if todo else None
         for i in range(len(todo)):
+            assert following is not None
             features, genres, liked = following
             for optimizer in what.optimizers:
                 optimizer.zero_grad()

@@ -24,10 +24,11 @@ from elasticps.torch import Optimizer
 
 def _train(job: dict[str, Any], pipe: Pipe, training: data.Ratings) -> None:
     with eps.connect(job["url"], worker=job["name"]) as ps:
+        begin = ps.resume()
         what = remote(ps, training, job["seed"])
-        pipe.tell("ready")
+        pipe.tell("ready", steps=begin.steps, clock=begin.clock)
         pipe.next_word()
-        plan = Plan(job["epochs"], job["seed"], job["worker"], job["workers"])
+        plan = Plan(job["epochs"], job["seed"], job["worker"], job["workers"], skip=begin.steps)
 
         def after(epoch: int) -> None:
             ps.flush()

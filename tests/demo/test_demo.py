@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def test_both_trainings_agree(tmp_path: Path) -> None:
     console = Console(width=120)
     with console.capture() as captured:
-        code = run(servers=2, workers=2, epochs=1, out=tmp_path, console=console)
+        code = run(servers=2, workers=2, epochs=1, out=tmp_path, elastic=False, console=console)
     assert code == 0, captured.get()
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["agrees"] is True
@@ -39,6 +39,22 @@ def test_both_trainings_agree(tmp_path: Path) -> None:
     assert report["audit"]["clean"]
     assert report["audit"]["short"] == 256  # one server is left
     assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow  # the parts have faster tests
+def test_servers_come_and_go_and_a_worker_goes_on_where_it_was(tmp_path: Path) -> None:
+    console = Console(width=120)
+    with console.capture() as captured:
+        code = run(epochs=6, out=tmp_path, console=console)
+    assert code == 0, captured.get()
+    report = json.loads((tmp_path / "report.json").read_text())
+    events = [m["event"] for m in report["timeline"] if m["kind"] != "phase"]
+    assert any(event.startswith("w1 goes on at step") for event in events)
+    assert {"scale to 5 servers", "5 servers, nothing moves", "3 servers, nothing moves"} <= set(events)
+    assert {len(held) for _, held in report["ranges"]} >= {2, 3, 5}
+    assert sum(report["ranges"][-1][1].values()) == 512
+    assert report["elasticps"]["samples"] == 6 * 80_000
+    assert report["audit"]["clean"]
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])

@@ -57,6 +57,18 @@ def test_a_child_that_is_killed_is_told(children: Children) -> None:
             wait(children, "exit")
 
 
+def test_a_child_that_we_kill_is_no_failure_and_may_start_again(children: Children) -> None:
+    with children:
+        children.start("a", {"code": PIPE + "pipe.tell('up'); import time; time.sleep(60)"})
+        wait(children, "up")
+        children.kill("a")
+        assert children.next_event(timeout_s=0.01) is None
+        children.start("a", {"code": PIPE + "pipe.tell('back', word=pipe.next_word())"}, again=True)
+        children.say("a", "go")
+        assert wait(children, "back").values == {"word": "go"}
+        assert wait(children, "exit").values == {"code": 0}
+
+
 def test_leaving_ends_children_that_would_go_on(children: Children) -> None:
     started = time.monotonic()
     with children:

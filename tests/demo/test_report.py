@@ -29,10 +29,12 @@ def a_run(auc: float, seconds: float, *names: str) -> Run:
 
 def a_report(servers: float, reference: float) -> Report:
     timeline = [Moment(-2.0, "start"), Moment(3.3, "server s1 was killed by SIGKILL", "membership")]
+    timeline += [Moment(4.0 + i / 2, f"scale to {i} servers", "change") for i in range(6)]
+    ranges = [(0.0, {"s0": 256, "s1": 256}), (3.3, {"s0": 256}), (5.0, {"s0": 256, "s2": 200})]
     settings = {"model": "DeepFM", "data": "MovieLens-100K", "servers": 3, "workers": 2, "batch": 256}
     runs = a_run(servers, 10.0, "w0", "w1"), a_run(reference, 4.0, "reference")
     kill = Kill("s1", "s1#1", 90, 3.3, 12.0, 15.0, 42.0, 45.0)
-    return Report(settings, *runs, timeline, AuditAnswer(True, 512), kill)
+    return Report(settings, *runs, timeline, AuditAnswer(True, 512), kill, ranges)
 
 
 @pytest.mark.parametrize(("servers", "reference", "agrees"), [(0.78, 0.785, True), (0.80, 0.781, False)])
@@ -52,6 +54,7 @@ def test_the_files_hold_what_was_found(tmp_path: Path) -> None:
     assert content["agrees"] is True
     assert (content["kill"]["server"], content["kill"]["recovered_ms"]) == ("s1", 42.0)
     assert content["audit"]["clean"] is True
+    assert content["ranges"][1] == [3.3, {"s0": 256}]
     assert content["elasticps"]["throughput"][5] == [0.5, 10 * 256 / 0.1]
     with Image.open(picture) as image:
         assert image.size == (1650, 1560)
