@@ -13,6 +13,9 @@ from chaos.load import BEGUN, COMMITTED, FAILED, READ, READ_FAILED, STALE
 
 Records = NDArray[np.void]
 
+AFTERMATH_S = 3.0  # a silent leader's office is free after so long
+ALONE = ", leader or etcd away"
+
 
 @dataclass(frozen=True)
 class Life:
@@ -96,12 +99,34 @@ def throughput(lives: Iterable[Life], seconds: float, bucket_s: float) -> NDArra
 
 def by_kind(reports: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Recovery times in ms from reports of runs, per kind of fault and what it hit: of each fault, those of its slowest
-    worker, the one that was hit itself left out."""
+    worker. Workers that were hit themselves meanwhile are left out, and servers that were hit when nobody could decide
+    on it, because etcd or the leader was away, are a kind of their own."""
     found: dict[str, list[float]] = {}
     for report in reports:
-        for fault in report["faults"]:
-            own = fault["target"] if fault["role"] == "worker" else ""
-            times = [ms for worker, ms in fault["recovery_ms"].items() if worker != own]
-            if fault["state"] == "over" and times:
-                found.setdefault(f"{fault['do']} {fault['role']}".strip(), []).append(max(times))
+        faults = [fault for fault in report["faults"] if fault["began"] >= 0]
+        for fault in faults:
+            began = fault["began"]
+            times = [
+                ms for worker, ms in fault["recovery_ms"].items()
+                if not any(_hit(each, worker) and _goes_on(each, began, began + ms / 1e3) for each in faults)
+            ]  # fmt: skip
+            alone = any(_decides(each) and _goes_on(each, began, began + 0.1) for each in faults if each is not fault)
+            if times:
+                kind = f"{fault['do']} {fault['role']}".strip() + (ALONE if alone and fault["role"] == "server" else "")
+                found.setdefault(kind, []).append(max(times))
     return dict(sorted(found.items()))
+
+
+def _hit(fault: Mapping[str, Any], worker: str) -> bool:
+    return bool(fault["role"] == "worker" and fault["target"] == worker)
+
+
+def _decides(fault: Mapping[str, Any]) -> bool:
+    """Whether it hit somebody without whom no view is written."""
+    return bool(fault["do"] == "etcd-outage" or fault["role"] in ("coordinator", "etcd")) and fault["do"] != "restart"
+
+
+def _goes_on(fault: Mapping[str, Any], first: float, last: float) -> bool:
+    """Whether a fault, or what follows from it, touches this time."""
+    ended = fault["ended"] if fault["ended"] >= 0 else fault["began"]
+    return bool(fault["began"] <= last and first <= ended + AFTERMATH_S)

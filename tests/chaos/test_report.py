@@ -106,3 +106,24 @@ def test_a_worker_may_end_when_it_was_away_for_longer_than_others_wait() -> None
     assert not given_up("w1", faults, 60.0)
     assert not given_up("s1", faults, 4.0)
     assert excused(faults) == {"w1": [(5.0, 9.0)]}
+
+
+def told(do: str, role: str, target: str, began: float, ended: float, **ms: float) -> dict[str, object]:
+    return {"do": do, "role": role, "target": target, "began": began, "ended": ended, "recovery_ms": ms}
+
+
+def test_figures_leave_out_workers_that_were_hit_and_tell_faults_apart_that_nobody_could_decide_on() -> None:
+    faults = [
+        told("kill", "server", "s0", 10.0, 12.0, w0=50.0, w1=70.0),
+        told("pause", "worker", "w1", 20.0, 25.0, w0=20.0, w1=5020.0),
+        told("kill", "server", "s1", 21.0, 22.0, w0=80.0, w1=4000.0),
+        told("kill", "coordinator", "c0", 40.0, 41.0, w0=10.0),
+        told("pause", "server", "s2", 42.0, 44.0, w0=2000.0),
+        told("kill", "server", "s3", -1.0, -1.0),
+    ]
+    assert figures.by_kind([{"faults": faults}]) == {
+        "kill coordinator": [10.0],
+        "kill server": [70.0, 80.0],
+        "pause server, leader or etcd away": [2000.0],
+        "pause worker": [20.0],
+    }
