@@ -38,6 +38,7 @@ TIMEOUT_S = 60.0
 APP = "chaos"
 
 BEGUN, COMMITTED, FAILED, READ, READ_FAILED, STALE = range(1, 7)
+_NEWEST = 256  # records that are read to see how far a worker is
 RECORD = np.dtype([("kind", "<u4"), ("step", "<u4"), ("time", "<f8")])
 
 
@@ -113,6 +114,19 @@ def read_ledger(path: Path) -> NDArray[np.void]:
     except FileNotFoundError:
         data = b""
     return np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
+
+
+def newest_commit(path: Path) -> int:
+    """The step of the newest commit among the last records of a life, 0 if there is none; reads no more than these."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size // RECORD.itemsize
+            first = max(0, size - _NEWEST)
+            file.seek(first * RECORD.itemsize)
+            records = np.frombuffer(file.read((size - first) * RECORD.itemsize), RECORD)
+    except FileNotFoundError:
+        return 0
+    return int(records["step"][records["kind"] == COMMITTED].max(initial=0))
 
 
 @dataclass(frozen=True)

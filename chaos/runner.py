@@ -184,7 +184,7 @@ class Load:
 
     def committed(self) -> int:
         """Steps so far."""
-        return sum(load.Ledger.of(job).acknowledged for job in self.jobs)
+        return sum(load.newest_commit(Path(job.ledger)) for job in self.jobs)
 
 
 Show = Callable[["Run"], None]
@@ -205,6 +205,7 @@ class Run:
         self.watch: Watch | None = None
         self.load: Load | None = None
         self.nemesis: Nemesis | None = None
+        self.over = False
         self._plan = plan
         self._progress = progress
         self._show = show
@@ -241,6 +242,7 @@ class Run:
             self._torment(stage)
             self._judge(stage)
         finally:
+            self.over = True
             self.watch.close()
 
     def _torment(self, stage: Any) -> None:

@@ -44,7 +44,7 @@ class _Picture:
         self._counts: deque[tuple[float, int]] = deque(maxlen=int(_RATE_OVER_S / _REFRESH_S) + 1)
 
     def __call__(self, run: Run) -> None:
-        if run.load is None or (self._counts and run.now - self._counts[-1][0] < _REFRESH_S):
+        if run.load is None or run.over or (self._counts and run.now - self._counts[-1][0] < _REFRESH_S):
             return
         self._counts.append((run.now, run.load.committed()))
         self._live.update(_render(run, self._rate()), refresh=True)
