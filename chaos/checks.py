@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from chaos.moves import MoveChecks
 from chaos.readings import ReadChecks
 from chaos.servers import Control, Done, Server, Update, updated
 from chaos.violation import Violation
@@ -24,6 +25,7 @@ class Checks:
     def __init__(self, world: World) -> None:
         self.world = world
         self.reads = ReadChecks(self)
+        self.moves = MoveChecks(world)
         self.touched: list[int] = []
         self.level: dict[int, int] = {}
         self.fenced: dict[int, int] = {}
@@ -47,6 +49,7 @@ class Checks:
             text = unsafe_transition(old.as_chains, new, self.level)
             if text:
                 raise Violation("safe transition", text)
+            self.moves.on_publish(old, view)
         self._views[new.epoch] = view
         for r in range(new.ranges):
             if new.since[r] != new.epoch:
@@ -213,12 +216,13 @@ class Checks:
                 if values != server.values[r]:
                     raise Violation("equal state", f"range {r}: {server.member} is not what its operations give")
             self._all_have(r, self._told[r], "at the end")
+        self.moves.at_end()
         for (name, sample), attempts in self._samples.items():
             trained = sample < self.world.trainers[name].next_sample
             if trained and not any(self._everywhere(done, view) for done in attempts):
                 raise Violation("no sample lost", f"sample {sample} of {name}")
         for worker in self._retired:
-            for server in self.world.servers.values():
+            for server in self.world.staying:
                 if server.replica.clocks.known(worker) and server.replica.clocks.row(worker).any():
                     raise Violation("retired", f"{server.member} still has clocks of worker {worker}")
 

@@ -4,6 +4,7 @@ links, compare-and-set with trouble. Pure."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from chaos.frames import ViewFrame
@@ -43,7 +44,13 @@ class Store:
         self.term = 0
         self.up = True
         self.servers: dict[str, ServerInfo] = {}
+        self.draining: set[Member] = set()
         self._renewed: dict[str, float] = {}
+
+    @property
+    def members(self) -> Members:
+        """What the planner is told."""
+        return Members(CLUSTER, tuple(self.servers.values()), frozenset(self.draining))
 
     def compare_and_set(self, view: View, expect: int, term: int) -> bool | None:
         """True: written; False: lost; None: no answer."""
@@ -63,6 +70,17 @@ class Store:
         self._renewed[member.name] = self.world.loop.now
         if known is None or known.member != member:
             self.servers[member.name] = info_of(member)
+            self.world.news()
+
+    def drain(self, member: Member) -> None:
+        """An operator wants an incarnation of a server to hand over what it has, and end."""
+        self.draining.add(member)
+        self.world.news()
+
+    def withdraw(self, member: Member) -> None:
+        """A server ends and gives up its key."""
+        if member.name in self.servers and self.servers[member.name].member == member:
+            del self.servers[member.name]
             self.world.news()
 
     def expire(self) -> None:
@@ -219,9 +237,10 @@ class Leader(Process):
     def _plan(self, view: View) -> View | None:
         world = self.world
         health = self.detector.health(view)
-        members = Members(CLUSTER, tuple(world.store.servers.values()))
+        members = world.store.members
         decision = plan(view, members, world.config, health, world.limits)
         if decision is not None and decision.view is not None:
+            world.checks.moves.on_plan(view, decision.view, members)
             return decision.view
         return self._next_move(view, health)
 
@@ -229,7 +248,7 @@ class Leader(Process):
         """The next wish of the operator that makes sense now: moves that the planner itself would not think of."""
         while self._moves:
             r, to = self._moves.pop()
-            moved = move(view, r % view.ranges, to % len(view.servers), health)
+            moved = move(view, r % view.ranges, to % len(view.servers), health, self.world.store.draining)
             if moved is not None:
                 return moved
         return None
@@ -284,13 +303,15 @@ class Leader(Process):
         self.ring()
 
 
-def move(view: View, r: int, to: int, health: Health) -> View | None:
+def move(view: View, r: int, to: int, health: Health, draining: Collection[Member]) -> View | None:
     """Starts to move range r to the server of index `to`: once it is level it takes the place of the oldest replica."""
     target, chain = view.servers[to].member, view.as_chains
     full = chain.members_of(r)
     if view.joining[r] >= 0 or target in full or not full or len(full) < view.replicas:
         return None
-    if target in health.gone or target in health.pending or any(target in pair for pair in health.cut):
+    if target in health.gone or target in health.pending or target in draining:
+        return None
+    if any(target in pair for pair in health.cut):
         return None
     joining, since = view.joining.copy(), view.since.copy()
     joining[r], since[r] = to, view.epoch + 1

@@ -13,6 +13,8 @@ from coordinator.view import View
 if TYPE_CHECKING:
     from chaos.simulator import World
 
+MOST_SERVERS = 7
+
 PATIENCE_S = 0.001
 """How often a fault that waits for its moment looks for it."""
 
@@ -42,6 +44,8 @@ class Injector:
             Kind.STORE_OUTAGE: self._store_outage,
             Kind.RESTART_WORKER: self._restart_worker,
             Kind.MOVE_RANGE: lambda fault: world.leader.run(world.leader.move, fault.a, fault.b),
+            Kind.JOIN_SERVER: self._join_server,
+            Kind.DRAIN_SERVER: self._drain_server,
         }
         for fault in world.plan.faults:
             world.loop.after(fault.at_s, self._inject, fault)
@@ -137,7 +141,11 @@ class Injector:
         left = [members]
         joiner = chains.joiner_of(r)
         if joiner is not None and world.checks.level.get(r) == chains.since[r]:
-            left.append((*members[max(0, len(members) + 1 - world.plan.replicas) :], joiner))
+            leavers = members if len(members) == world.plan.replicas else (joiner,)
+            left += [(*(m for m in members if m != leaver), joiner) for leaver in leavers]
+        stays = tuple(m for m in members if m not in world.store.draining)
+        if joiner is None and stays:
+            left.append(stays)
         for chain in left:
             others = [world.known[m] for m in chain if m != victim.member]
             if victim.member in chain and not any(self._sound(other, victim) for other in others):
@@ -156,6 +164,25 @@ class Injector:
             )
             and not world.leader.doubts(server.member)
         )
+
+    def _join_server(self, fault: Fault) -> None:
+        """A new server, or one that has left comes back."""
+        world = self.world
+        if len(world.staying) < MOST_SERVERS:
+            back = sorted(name for name, server in world.servers.items() if server.left)
+            name = back[fault.a % len(back)] if back and fault.b % 2 else f"s{len(world.servers)}"
+            world.checks.moves.on_join()
+            world.start_server(name)
+
+    def _drain_server(self, fault: Fault) -> None:
+        """One that is listed; seldom so that there are fewer than replicas, and never all."""
+        world, server = self.world, self._server(fault.a)
+        others = [s for s in world.staying if s is not server and s.member not in world.store.draining]
+        if not world.store.up or not server.alive or world.chains.index(server.member) < 0:
+            return
+        if len(others) >= (1 if fault.b % 4 == 0 else world.plan.replicas):
+            world.checks.moves.on_drain(server.member)
+            world.store.drain(server.member)
 
     # -- links --------------------------------------------------------------------------------------------------------
 

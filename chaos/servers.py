@@ -102,7 +102,7 @@ class Server(Process):
     """One incarnation of a server.
 
     Per range: values, the hash chain over its operations, which these were, and how far workers came in it. `roster`:
-    the version of the newest roster that it was given.
+    the version of the newest roster that it was given; `left`: it has drained and ended.
     """
 
     def __init__(self, world: World, member: Member) -> None:
@@ -124,6 +124,7 @@ class Server(Process):
         self.links: dict[Any, Link] = {}
         self.leaders: dict[Any, Link] = {}
         self.was_member = False
+        self.left = False
         self._neighbours: list[Member] = []
         self._cuts: dict[int, tuple[int, int]] = {}
         self.loop.after(BEAT_S * self.loop.rng.random(), self.run, self._beat)
@@ -215,7 +216,7 @@ class Server(Process):
         self.perform("adopt", self.replica.adopt(chains))
         listed = chains.index(self.member) >= 0
         if self.was_member and not listed:
-            self.world.register_again(self)
+            self.world.left_out(self)
             return
         self.was_member |= listed
         for link in list(self.links.values()):

@@ -21,7 +21,7 @@ from chaos.operators import Operator
 from chaos.servers import Server
 from chaos.violation import Violation
 from chaos.workers import Trainer
-from coordinator.planner import Members, plan
+from coordinator.planner import Health, Members, plan
 from coordinator.repair import Limits
 from coordinator.view import ClusterConfig, View
 from replication.chain import Chains, Member
@@ -131,16 +131,32 @@ class World:
         self.loop.after(self.network.delay(), self._watch, server)
         self.fetch_roster(server)
 
-    def register_again(self, server: Server) -> None:
-        """A server that is out of the view starts afresh under its name."""
-        if server.alive:
-            self.network.kill(server)
+    def left_out(self, server: Server) -> None:
+        """A server that is out of the view starts afresh under its name, or ends if it was asked to."""
+        if not server.alive:
+            return
+        self.network.kill(server)
+        if self.store.up and server.member in self.store.draining:
+            server.left = True
+            self.note(server.member, "has drained", ())
+            self.store.withdraw(server.member)
+        else:
             self.restart_later(server)
 
     def restart_later(self, server: Server) -> None:
         """A server that died comes back under its name, empty."""
         member = Member(server.name, server.member.incarnation + 1)
         self.loop.after(REGISTER_S * self.loop.rng.uniform(0.5, 3), self._start_server, member)
+
+    def start_server(self, name: str) -> None:
+        """A server joins: a new one, or one that has left before."""
+        before = self.servers.get(name)
+        self._start_server(Member(name, 1 if before is None else before.member.incarnation + 1))
+
+    @property
+    def staying(self) -> list[Server]:
+        """Every server that has not left for good."""
+        return [server for server in self.servers.values() if not server.left]
 
     def _on_cut(self, link: Link) -> None:
         a, b = link.ends
@@ -272,15 +288,19 @@ class World:
                 return f"{trainer.name} has steps or pulls outstanding, or never learned where to start"
         if self.operator.tasks:
             return f"operation {self.operator.tasks[0].number} is not committed everywhere"
+        replicas = min(self.plan.replicas, sum(s.member not in self.store.draining for s in self.staying) or 1)
         for r in range(view.ranges):
-            if len(view.members_of(r)) < self.plan.replicas or view.joiner_of(r) is not None:
+            if len(view.members_of(r)) < replicas or view.joiner_of(r) is not None:
                 return f"range {r} is not repaired: {view.members_of(r)} + {view.joiner_of(r)}"
-        for server in self.servers.values():
+        for server in self.staying:
             replica = server.replica
             if replica.epoch < view.epoch:
                 return f"{server.member} is at epoch {replica.epoch} of {view.epoch}"
             if len(replica.log) or replica.log.nbytes or replica.parked:
                 return f"{server.member} keeps {len(replica.log)} entries, {replica.log.nbytes} bytes"
+        wanted = plan(self.store.view, self.store.members, self.config, Health(), self.limits)
+        if wanted is not None and wanted.view is not None:
+            return f"the planner has not come to an end: {wanted.reason}"
         return ""
 
 
@@ -295,6 +315,7 @@ def run(seed: int, trace: bool = False, plan: Plan | None = None) -> Result:
             if world.loop.now > world.plan.faults_end_s + BOUND_S:
                 raise Violation("progress", world.unfinished())
             world.loop.run(world.loop.now + 0.02)
+            world.checks.moves.watch()
         world.checks.at_end()
     except Violation as violation:
         invariant, story = violation.invariant, f"at {world.loop.now:.6f} s {violation}"

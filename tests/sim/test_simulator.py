@@ -148,3 +148,27 @@ def test_without_the_store_training_goes_on_under_the_frozen_view() -> None:
 def test_a_plan_depends_on_its_seed_alone() -> None:
     assert random_plan(11) == random_plan(11)
     assert random_plan(11) != random_plan(12)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_servers_join_drain_and_come_back_and_only_what_must_move_is_copied(replicas: int) -> None:
+    for i in range(6):
+        kinds = (Kind.JOIN_SERVER, Kind.JOIN_SERVER, Kind.DRAIN_SERVER, Kind.DRAIN_SERVER, Kind.JOIN_SERVER)
+        faults = tuple(Fault(0.05 + k * 0.03 * (1 + i % 3), kind, i + k, 1, 0.0) for k, kind in enumerate(kinds))
+        result = run(i, plan=_calm(seed=i, servers=4, replicas=replicas, faults=faults))
+        assert result.ok, result
+        assert result.commits == 120
+        assert result.epochs > 4
+
+
+@pytest.mark.parametrize("second", [Kind.CRASH_SERVER, Kind.STRIKE_FILLING, Kind.CRASH_LEADER, Kind.FREEZE_SERVER])
+def test_a_server_drains_while_another_joins_and_one_dies(second: Kind) -> None:
+    for i in range(6):
+        faults = (
+            Fault(0.05, Kind.JOIN_SERVER, i, 0, 0.0),
+            Fault(0.05 + i * 0.001, Kind.DRAIN_SERVER, i, 1, 0.0),
+            Fault(0.055 + i * 0.002, second, i, i, 0.1),
+        )
+        result = run(i, plan=_calm(seed=i, servers=4, faults=faults, fills=2))
+        assert result.ok, result
+        assert result.commits == 120
