@@ -177,23 +177,10 @@ class Processes:
             return False
         return job.healthy() if job.healthy is not None else bool(job.process.newest_ready())
 
-    def incarnation(self, name: str) -> int:
-        """The newest one that a server has told of, 0 before that."""
-        process = self._jobs[name].process
-        return 0 if process is None else int(process.newest_ready().get("incarnation", 0))
-
-    def pid(self, name: str) -> int:
-        process = self._jobs[name].process
-        assert process is not None
-        return process.pid
-
     def code(self, name: str) -> int | None:
         """The exit code of a process that has ended."""
         process = self._jobs[name].process
         return None if process is None else process.popen.poll()
-
-    def log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
 
     def poll(self) -> list[tuple[str, str]]:
         """What has ended though nobody asked it to, since the last call, and in which words; it is started again. One
