@@ -14,6 +14,7 @@ from chaos.run_cli import find_plan, ready_plans
 
 READY = (
     "etcd-outage",
+    "frozen-without-leader",
     "grow-and-shrink-under-fire",
     "kill-each-role",
     "partition",
