@@ -48,7 +48,8 @@ class Fault:
 class Plan:
     """A whole scenario: the cluster, the network's temper, the load, and the faults in order. anywhere: the share of
     pulls that any full replica may answer; operations: how often the operator begins one, per look; roster_lag_s: how
-    long a roster may take to reach a server that does not ask for it."""
+    long a roster may take to reach a server that does not ask for it; bound: of pulls, as in frames; rests: how often a
+    worker takes no part for a while, per look."""
 
     seed: int
     servers: int
@@ -68,6 +69,8 @@ class Plan:
     pieces: int
     faults_end_s: float
     faults: tuple[Fault, ...]
+    bound: int = 0
+    rests: float = 0.0
 
     @property
     def gentle(self) -> bool:
@@ -137,4 +140,6 @@ def random_plan(seed: int) -> Plan:
         pieces=rng.randint(1, 4),
         faults_end_s=end,
         faults=tuple(sorted(faults, key=lambda f: f.at_s)),
+        bound=rng.choice((0, 1, 2, 3)),
+        rests=rng.choice((0.0, 0.02)),
     )

@@ -38,7 +38,7 @@ class AskFrame(NamedTuple):
 
 class PullFrame(NamedTuple):
     """A worker's pull of keys. `clock`: its own, whose effects it must see; `base`: the one that it started above.
-    anywhere: any full replica may answer."""
+    anywhere: any full replica may answer. bound: 0, or one more than how many steps others may be behind."""
 
     pull: int
     worker: int
@@ -47,6 +47,22 @@ class PullFrame(NamedTuple):
     base: int
     anywhere: bool
     keys: tuple[int, ...]
+    bound: int = 0
+
+
+class JoinFrame(NamedTuple):
+    """A worker takes part from now on, starting above `base`, or (pause) holds nobody back any more."""
+
+    serial: int
+    worker: int
+    base: int
+    pause: bool
+
+
+class JoinReply(NamedTuple):
+    """The answer to a `JoinFrame`."""
+
+    serial: int
 
 
 class Shown(NamedTuple):

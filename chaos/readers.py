@@ -18,14 +18,17 @@ PULLS_PER_TICK = 0.15
 
 class Pull:
     """A pull in flight. keys: those still missing, by range; floor: per range the position that it must not be
-    behind, because an earlier pull has shown that."""
+    behind, because an earlier pull has shown that; bound: as in frames."""
 
-    def __init__(self, clock: int, committed: int, anywhere: bool, keys: dict[int, list[int]], floor: dict[int, int]):
+    def __init__(
+        self, clock: int, committed: int, anywhere: bool, keys: dict[int, list[int]], floor: dict[int, int], bound: int
+    ) -> None:
         self.clock = clock
         self.committed = committed
         self.anywhere = anywhere
         self.keys = keys
         self.floor = floor
+        self.bound = bound
 
 
 class Reader:
@@ -47,8 +50,9 @@ class Reader:
         chosen = rng.sample(range(ranges), rng.randint(1, ranges))
         keys = {r: [r * KEYS_PER_ID + k for k in rng.sample(range(KEYS_PER_RANGE), 2)] for r in sorted(chosen)}
         clock = session.clock - session.open
+        bound = trainer.world.plan.bound if trainer.part.active else 0
         floor = trainer.world.checks.reads.floor(trainer.worker, chosen)
-        pull = Pull(clock, session.committed, rng.random() < trainer.world.plan.anywhere, keys, floor)
+        pull = Pull(clock, session.committed, rng.random() < trainer.world.plan.anywhere, keys, floor, bound)
         self.pulls.append(pull)
         self._ask(pull, None)
 
@@ -106,7 +110,9 @@ class Reader:
             self._number += 1
             self._asked[self._number] = (pull, member, tuple(ranges))
             keys = tuple(key for r in ranges for key in pull.keys[r])
-            frame = PullFrame(self._number, trainer.worker, view.epoch, pull.clock, trainer.base, pull.anywhere, keys)
+            frame = PullFrame(
+                self._number, trainer.worker, view.epoch, pull.clock, trainer.base, pull.anywhere, keys, pull.bound
+            )
             link.send(trainer, frame)
 
     def _reader(self, view: Chains, pull: Pull, r: int, only: Member | None) -> Member:

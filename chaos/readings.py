@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from chaos.frames import Shown
+from chaos.taking_part import PartChecks
 from chaos.violation import Violation
+from elasticps.wire.frames import Header
 from replication.chain import Role
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ class ReadChecks:
 
     def __init__(self, checks: Checks) -> None:
         self._checks = checks
+        self.parts = PartChecks()
         self._seen: dict[tuple[int, int], int] = {}
         self._kept: dict[int, list[Shown]] = {}
         self.count = 0
@@ -30,8 +33,11 @@ class ReadChecks:
         """What a pull that begins now must show at least: range -> seq."""
         return {r: self._seen.get((worker, r), 0) for r in ranges}
 
-    def on_gather(self, server: Server, worker: int, clock: int, shown: tuple[Shown, ...]) -> None:
+    def on_gather(self, server: Server, worker: int, header: Header, shown: tuple[Shown, ...]) -> None:
         """A server is about to answer a pull."""
+        clock = header.clock
+        if header.bound:
+            self.parts.on_gather(server, worker, clock - (header.bound - 1), shown)
         for part in shown:
             r = part.range
             where = f"{server.member} shows range {r} at seq {part.seq} to worker {worker} of clock {clock}"

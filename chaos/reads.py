@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from chaos.control import CLUSTER
-from chaos.frames import PullFrame, PullReply, Shown, ViewFrame
+from chaos.frames import JoinFrame, JoinReply, PullFrame, PullReply, Shown, ViewFrame
 from chaos.network import Link
-from coordinator.view import View
+from coordinator.view import View, WorkerInfo
 from elasticps.server.parking import Parking
 from elasticps.server.reads import Read
 from elasticps.wire.frames import ANY, Header, Kind
@@ -54,6 +54,7 @@ class Reads:
         self._early: list[tuple[Link, PullFrame]] = []
         self._unsaid: list[Unsaid] = []
         self._askers: dict[Link, Asker] = {}
+        self._joining: dict[Link, JoinFrame] = {}
 
     @property
     def waiting(self) -> int:
@@ -79,6 +80,28 @@ class Reads:
         """Whether there was a view in between, in which this server may have been asked for other ranges."""
         return before is None or view.epoch > before.epoch + 1
 
+    def roster(self, workers: frozenset[int]) -> None:
+        """Who takes part, or may."""
+        self.parking.follow({w: WorkerInfo(w, str(w), 1, CLUSTER) for w in sorted(workers)})
+        for link, frame in list(self._joining.items()):
+            if frame.worker in workers:
+                self.join(link, frame)
+
+    def join(self, link: Link, frame: JoinFrame) -> None:
+        """A worker takes part, or pauses; it is let in only when the roster has it."""
+        server = self.server
+        if frame.worker not in server.workers:
+            self._joining[link] = frame
+            server.world.fetch_roster(server)
+            return
+        self._joining.pop(link, None)
+        if frame.pause:
+            self.parking.pause(frame.worker)
+            self.judge()
+        else:
+            self.parking.join(frame.worker, frame.base)
+        link.send(server, JoinReply(frame.serial))
+
     def pull(self, link: Link, frame: PullFrame) -> None:
         """A worker's pull comes."""
         server = self.server
@@ -89,11 +112,13 @@ class Reads:
         asker = self._askers.get(link)
         if asker is None:
             asker = self._askers[link] = Asker(link, frame.worker, frame.base)
-        header = Header(Kind.PULL, ANY if frame.anywhere else 0, 0, frame.pull, frame.epoch, frame.clock)
+        header = Header(
+            Kind.PULL, ANY if frame.anywhere else 0, 0, frame.pull, frame.epoch, frame.clock, bound=frame.bound
+        )
         read = Read(cast(Any, asker), header, cast(Any, None), np.array(frame.keys), 0.0)
         if not self._serves(header):
             self._refuse(read)
-        elif frame.clock and self.parking.behind(read):
+        elif (frame.bound or frame.clock) and self.parking.behind(read):
             self.parking.park(read)
         else:
             self._answer(read)
@@ -116,6 +141,7 @@ class Reads:
 
     def forget(self, link: Link) -> None:
         """Nobody waits for these answers any more."""
+        self._joining.pop(link, None)
         asker = self._askers.pop(link, None)
         if asker is not None:
             self.parking.forget(cast(Any, asker))
@@ -133,7 +159,7 @@ class Reads:
             r = key // KEYS_PER_ID
             by_range.setdefault(r, {})[key] = server.values[r].get(key, 0)
         shown = tuple(Shown(r, len(server.hashes[r]) - 1, server.hashes[r][-1], v) for r, v in by_range.items())
-        server.world.checks.reads.on_gather(server, read.connection.worker, read.header.clock, shown)
+        server.world.checks.reads.on_gather(server, read.connection.worker, read.header, shown)
         self._say(Unsaid(read, shown))
 
     def _say(self, answer: Unsaid) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chaos.control import PACE, Leader
-from chaos.frames import AskFrame, OperationFrame, PullFrame, PushFrame, ViewFrame
+from chaos.frames import AskFrame, JoinFrame, OperationFrame, PullFrame, PushFrame, ViewFrame
 from chaos.network import Link, Process
 from chaos.reads import Reads
 from coordinator.health import Report
@@ -115,6 +115,7 @@ class Server(Process):
         self.replica = Replica(member, plan.ranges, plan.budget_bytes)
         self.view: View | None = None
         self.roster = 0
+        self.workers: frozenset[int] = frozenset()
         self.reads = Reads(self, plan.ranges)
         self.values: list[dict[int, int]] = [{} for _ in range(plan.ranges)]
         self.hashes: list[list[int]] = [[0] for _ in range(plan.ranges)]
@@ -190,6 +191,8 @@ class Server(Process):
             self.perform("push", self.replica.push(push))
         elif isinstance(message, PullFrame):
             self.reads.pull(link, message)
+        elif isinstance(message, JoinFrame):
+            self.reads.join(link, message)
         elif isinstance(message, OperationFrame):
             self._operation(link, message)
         else:
@@ -225,7 +228,9 @@ class Server(Process):
 
     def adopt_roster(self, version: int, workers: frozenset[int]) -> None:
         """A roster came."""
-        self.roster = max(self.roster, version)
+        if version >= self.roster:
+            self.roster, self.workers = version, workers
+            self.reads.roster(workers)
         self.perform("roster", self.replica.adopt_roster(version, workers))
 
     # -- leaders ----------------------------------------------------------------------------------------------------

@@ -195,6 +195,7 @@ class World:
         if name in self.trainers:
             self.checks.fenced[self.trainers[name].worker] = self.roster_version
         self.trainers[name] = Trainer(self, name, self._worker_ids, self.roster_version, before)
+        self.checks.reads.parts.on_start(self.trainers[name])
         self.note(name, f"starts as {self._worker_ids}", ())
         for server in self.servers.values():
             self.loop.after(self.loop.rng.uniform(0, self.plan.roster_lag_s), self.fetch_roster, server)

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chaos.frames import AskFrame, PullReply, PushFrame, ViewFrame
+from chaos.frames import AskFrame, JoinReply, PullReply, PushFrame, ViewFrame
 from chaos.network import Link, Process
 from chaos.readers import Reader
 from chaos.servers import KEYS_PER_RANGE, Content, Server, Update
+from chaos.taking_part import Part
 from coordinator.view import View
 from elasticps.client.session import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
 from replication.chain import Chains, Member
@@ -37,6 +38,7 @@ class Trainer(Process):
         self.newest: View | None = None
         self.view: Chains | None = None
         self.reader = Reader(self)
+        self.part = Part(self)
         self.links: dict[Member, Link] = {}
         self.session: Session | None = None
         self.sample_of: dict[int, int] = {}
@@ -67,7 +69,8 @@ class Trainer(Process):
             world.fetch_view(self, 0)
         self._connect()
         if self.session is not None:
-            more = world.training and self.session.room and self.next_sample < world.plan.steps
+            self.part.look(self.session)
+            more = self.part.active and self.session.room and self.next_sample < world.plan.steps
             if self.session.open or more:
                 self._push(self.session)
         if world.training:
@@ -116,6 +119,7 @@ class Trainer(Process):
                 return
             self.on_down(old, peer)
         self.links[peer.member] = link
+        self.part.connected(link)
         self.reader.connected(peer.member)
         if self.session is not None:
             self._perform(self.session.connected(peer.member))
@@ -141,6 +145,8 @@ class Trainer(Process):
             return
         if isinstance(message, ViewFrame):
             self.adopt(message.view)
+        elif isinstance(message, JoinReply):
+            self.part.answered(peer.member, message.serial)
         elif isinstance(message, PullReply):
             self.reader.answer(message)
         elif isinstance(message, Reply):

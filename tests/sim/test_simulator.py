@@ -9,7 +9,7 @@ import pytest
 from chaos.faults import Fault, Kind, Plan, random_plan
 from chaos.simulator import run
 
-SEEDS = 320
+SEEDS = 200
 BATCH = 40
 
 
