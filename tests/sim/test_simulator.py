@@ -127,7 +127,7 @@ def test_all_lines_of_the_leader_break_at_once_and_nobody_is_taken_for_dead() ->
 
 
 def test_workers_read_and_operators_operate() -> None:
-    result = run(1, plan=_calm())
+    result = run(1, plan=_calm(operations=0.4))
     assert result.pulls > 100
     assert result.operations > 5
 
