@@ -19,6 +19,8 @@ from collections.abc import Coroutine
 from contextlib import aclosing, suppress
 from typing import Any
 
+import numpy as np
+
 from coordinator.errors import Fenced, LeaseLost, StoreUnavailable
 from coordinator.health import Dial
 from coordinator.lines import Lines
@@ -26,6 +28,7 @@ from coordinator.membership import ROSTER, VIEW
 from coordinator.names import check_name
 from coordinator.pace import Pace
 from coordinator.planner import Health, Members, Plan, UnsafePlan, plan, plan_roster
+from coordinator.repair import Limits
 from coordinator.store import Guard, Listing, Put, Store
 from coordinator.view import View
 from coordinator.world import ELECTION, News, World
@@ -252,10 +255,17 @@ class _Term:
             return Plan(None, f"cluster {cluster} has no config yet")
         try:
             members = Members(cluster, tuple(world.servers.values()), world.draining)
-            return plan(world.view, members, world.config, self._paced(world, self._health(world)))
+            return plan(world.view, members, world.config, self._paced(world, self._health(world)), self._limits(world))
         except UnsafePlan:  # the view that stands may serve badly, this one would lose data
             log.exception("a plan is not carried out")
             return None
+
+    def _limits(self, world: World) -> Limits:
+        """How much may move at once, by what servers report of their size."""
+        if self._lines is None or world.view is None:
+            return Limits()
+        held = int(np.count_nonzero(world.view.chains >= 0))
+        return Limits.by_bytes(sum(load.nbytes for load in self._lines.loads().values()) / max(1, held))
 
     def _paced(self, world: World, health: Health) -> Health:
         """Lets what is level wait for the rest of its batch, and looks again in time."""

@@ -11,7 +11,7 @@ import numpy as np
 from coordinator.planner import Health
 from coordinator.view import View
 
-PATIENCE_S = 0.05
+PATIENCE_S = 0.25
 
 
 class Pace:

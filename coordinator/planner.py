@@ -100,8 +100,9 @@ def plan_roster(roster: Roster | None, workers: Iterable[WorkerInfo]) -> RosterP
     before = () if roster is None else roster.workers
     if now == before:
         return None
-    joined = [worker.name for worker in now if worker not in before]
-    left = [worker.name for worker in before if worker not in now]
+    known, present = {worker.id for worker in before}, {worker.id for worker in now}  # an id is never used again
+    joined = [worker.name for worker in now if worker.id not in known]
+    left = [worker.name for worker in before if worker.id not in present]
     parts = [f"{names(some)} {verb}" for some, verb in ((joined, "joined"), (left, "left")) if some]
     return RosterPlan(Roster(1 if roster is None else roster.version + 1, now), "; ".join(parts))
 

@@ -20,6 +20,8 @@ from replication.chain import Member
 
 _Counts = NDArray[np.int64]
 _NOBODY, _LATER = -1, -2
+_FLIGHT_BYTES = 128 << 20
+_FILLS_LEAST, _FILLS_MOST = 4, 64
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,13 @@ class Limits:
 
     fills: int = 64
     per_server: int = 16
+
+    @classmethod
+    def by_bytes(cls, nbytes: float) -> Limits:
+        """For ranges of that many bytes on average: a view costs every range of it a pause, so small ranges go many at
+        a time; large ones a few, which keep a link busy."""
+        per_server = int(min(_FILLS_MOST, max(_FILLS_LEAST, _FLIGHT_BYTES / max(1.0, nbytes))))
+        return cls(4 * per_server, per_server)
 
 
 class Fills(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -26,11 +25,10 @@ class ProtocolError(RuntimeError):
 
 
 class Run(NamedTuple):
-    """Neighbouring ranges of a frame, `start` to `stop`, that are treated alike. lane: the neighbour downstream, -1 for
-    none."""
+    """Ranges of a frame that are treated alike. chosen: which of its ranges, a slice where they are neighbours; lane:
+    the neighbour downstream, -1 for none."""
 
-    start: int
-    stop: int
+    chosen: slice | NDArray[np.int64]
     ranges: Ranges
     lane: int
     sending: bool
@@ -119,7 +117,7 @@ class Core:
         self._fed = bool(np.count_nonzero(self._tail & (self._down >= 0)))
 
     def _runs(self, ranges: Ranges) -> list[Run]:
-        """Cuts a frame's ranges where their treatment changes. What is cut often is remembered, by identity."""
+        """Groups a frame's ranges by their treatment. What is grouped often is remembered, by identity."""
         for known, runs in self._run_cache:
             if known is ranges:
                 return runs
@@ -127,15 +125,13 @@ class Core:
         if n == 0:
             return []
         codes = self._code[ranges]
-        if np.count_nonzero(codes != codes[0]) == 0:
-            cuts = [0, n]
-        else:
-            cuts = [0, *(np.flatnonzero(codes[1:] != codes[:-1]) + 1).tolist(), n]
         runs = list[Run]()
-        for start, stop in pairwise(cuts):
-            code = int(codes[start])
-            lane, flags = (code >> 3) - 1, (bool(code & 2), bool(code & 1), bool(code & 4))
-            runs.append(Run(start, stop, ranges if stop - start == n else ranges[start:stop], lane, *flags))
+        # One run per treatment, not per stretch: while ranges move, every other one may be treated in another way.
+        for code in [int(codes[0])] if np.count_nonzero(codes != codes[0]) == 0 else np.unique(codes).tolist():
+            index = _neighbours(np.flatnonzero(codes == code))
+            part = ranges[index]
+            flags = bool(code & 2), bool(code & 1), bool(code & 4)
+            runs.append(Run(index, ranges if part.shape[0] == n else part, (code >> 3) - 1, *flags))
         self._run_cache.append((ranges, runs))
         return runs
 
@@ -151,11 +147,11 @@ class Core:
         operation = frame.operation
         inside: dict[int, int] | None = None
         final = False
-        for start, stop, part, lane, sending, waits, quiet in runs:
+        for index, part, lane, sending, waits, quiet in runs:
             if sending:
-                self._send(lane, Forward(self.epoch, part, seqs[start:stop], operation), out)
+                self._send(lane, Forward(self.epoch, part, seqs[index], operation), out)
             if waits:
-                self.log.add(lane, frame, part, seqs[start:stop], before_of(before, start, stop))
+                self.log.add(lane, frame, part, seqs[index], before if isinstance(before, int) else before[index])
             else:
                 final = True
                 if quiet:
@@ -163,11 +159,11 @@ class Core:
                     inside.update((r, self._bounds[r]) for r in part.tolist())
         out.append(Apply(operation, ranges, seqs, inside))
         if final:
-            for start, stop, part, _, _, waits, quiet in runs:
+            for index, part, _, _, waits, quiet in runs:
                 if not waits:
-                    self.acked[part] = seqs[start:stop]
+                    self.acked[part] = seqs[index]
                     if not quiet:
-                        self._vouch(part, seqs[start:stop], out)
+                        self._vouch(part, seqs[index], out)
 
     def _vouch(self, ranges: Ranges, seqs: Seqs, out: Effects) -> None:
         """Tells the predecessors that everything up to `seqs` is committed."""
@@ -216,6 +212,7 @@ class Core:
         return Frame(operation, token, ranges)
 
 
-def before_of(before: int | Progress, start: int, stop: int) -> int | Progress:
-    """The slice of a frame's earlier progress that belongs to a run."""
-    return before if isinstance(before, int) else before[start:stop]
+def _neighbours(index: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """The same positions, as a slice if there is no gap between them."""
+    first, last = int(index[0]), int(index[-1])
+    return slice(first, last + 1) if last - first + 1 == index.shape[0] else index

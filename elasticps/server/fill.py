@@ -11,16 +11,20 @@ from elasticps.server.rounds import Rounds
 from elasticps.server.shards import Shards
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
+from replication.chain import Member
 
-PIECE_BYTES = 1 << 20  # cutting one stops the server for about a millisecond
-BUSY_BYTES_PER_S = 100e6  # while workers are served: what is left is theirs
+PIECE_BYTES = 256 << 10  # cutting one stops the server for a fraction of a millisecond
+BUSY_BYTES_PER_S = 40e6  # while workers are served: what is left is theirs
 IDLE_BYTES_PER_S = 2e9
+BACKLOG_BYTES = 256 << 10  # on a link: what workers push goes behind it, and may have to be acknowledged from there
+RETRY_S = 0.002
 
 
 @dataclass
 class _Cut:
     """A snapshot in progress: the next piece begins at place `low`, the range ends at `end`."""
 
+    peer: Member
     serial: int
     low: int
     end: int
@@ -29,7 +33,7 @@ class _Cut:
 
 class Cutter:
     """Schedules pieces. `deliver(r, serial, upto, last, content)` takes each one at the instant at which it was cut;
-    `busy()` says whether workers are being served."""
+    `busy()` says whether workers are being served, `backlog(peer)` how many bytes wait on the link to a peer."""
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class Cutter:
         ranges: int,
         deliver: Callable[[int, int, int, bool, PieceContent], None],
         busy: Callable[[], bool],
+        backlog: Callable[[Member], int],
     ) -> None:
         self._loop = loop
         self._tables = tables
@@ -48,15 +53,16 @@ class Cutter:
         self._width = PLACES // ranges
         self._deliver = deliver
         self._busy = busy
+        self._backlog = backlog
         self._cuts: dict[int, _Cut] = {}
         self._free_s = 0.0  # loop time at which the next piece may be cut
         self.sent_bytes = 0
 
-    def start(self, r: int, serial: int) -> None:
-        """Snapshot `serial` of range r begins; an earlier one of the range is void."""
+    def start(self, peer: Member, r: int, serial: int) -> None:
+        """Snapshot `serial` of range r for `peer` begins; an earlier one of the range is void."""
         size = sum(table.count_range(r) * (table.stride + 8) for table in self._tables.values())
         step = -(-self._width // max(1, -(-size // PIECE_BYTES)))
-        self._cuts[r] = _Cut(serial, r * self._width, (r + 1) * self._width, step)
+        self._cuts[r] = _Cut(peer, serial, r * self._width, (r + 1) * self._width, step)
         self.next(r, serial)
 
     def next(self, r: int, serial: int) -> None:
@@ -70,6 +76,9 @@ class Cutter:
         now = self._loop.time()
         if now < self._free_s:  # another range's piece was faster
             self._loop.call_at(self._free_s, self._piece, r, serial)
+            return
+        if self._backlog(cut.peer) > BACKLOG_BYTES:
+            self._loop.call_later(RETRY_S, self._piece, r, serial)
             return
         upto = min(cut.low + cut.step, cut.end)
         rows = [

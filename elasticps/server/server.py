@@ -99,7 +99,7 @@ class Server:
         self._codec = Codec(self.store.tables, ranges)
         self.peers = Peers(self.member, cluster, self, loop, self.connection)
         self._cutter = Cutter(
-            loop, self.store.tables, self.shell.rounds, self.shell.shards, ranges, self._cut, self._busy
+            loop, self.store.tables, self.shell.rounds, self.shell.shards, ranges, self._cut, self._busy, self._backlog
         )
         self.workers: dict[int, WorkerInfo] = {}  # the roster
         self._roster_version = 0
@@ -386,8 +386,8 @@ class Server:
     def need_roster(self, version: int) -> None:
         self.behind.set()
 
-    def start_fill(self, r: int, serial: int) -> None:
-        self._cutter.start(r, serial)
+    def start_fill(self, peer: Member, r: int, serial: int) -> None:
+        self._cutter.start(peer, r, serial)
 
     def next_piece(self, r: int, serial: int) -> None:
         self._cutter.next(r, serial)
@@ -398,6 +398,10 @@ class Server:
 
     def _cut(self, r: int, serial: int, upto: int, last: bool, content: PieceContent) -> None:
         self.shell.perform(self.replica.piece, r, serial, upto, last, content)
+
+    def _backlog(self, peer: Member) -> int:
+        link = self.peers.link(peer)
+        return 0 if link is None else link.waiting_bytes
 
     def _busy(self) -> bool:
         return self._clock() - self._requests.last_s < BUSY_S

@@ -76,7 +76,7 @@ class Surroundings(Protocol):
     def need_roster(self, version: int) -> None:
         """The same for the roster."""
 
-    def start_fill(self, r: int, serial: int) -> None:
+    def start_fill(self, peer: Member, r: int, serial: int) -> None:
         """Cut the range into pieces for its joining replica."""
 
     def next_piece(self, r: int, serial: int) -> None:
@@ -108,7 +108,7 @@ class Shell:
             Release: lambda e: e.token.release(),
             NeedView: lambda e: around.need_view(e.epoch),
             NeedRoster: lambda e: around.need_roster(e.version),
-            SnapshotRange: lambda e: around.start_fill(e.range, e.serial),
+            SnapshotRange: lambda e: around.start_fill(e.peer, e.range, e.serial),
             NextPiece: lambda e: around.next_piece(e.range, e.serial),
             Install: self._install,
             Erase: self._erase,
