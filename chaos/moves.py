@@ -38,6 +38,8 @@ class MoveChecks:
         before, after = old.as_chains, new.as_chains
         for r in range(after.ranges):
             joiner = after.joiner_of(r)
+            if joiner is None or f"{joiner.name} cannot be drained" in new.reason:
+                continue
             if joiner in members.draining and joiner != before.joiner_of(r):
                 raise Violation("drain", f"range {r} is given to {joiner}, which drains, in epoch {after.epoch}")
 

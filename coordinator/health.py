@@ -21,6 +21,7 @@ from replication.effects import Level
 SILENCE_S = 0.7  # without a word: suspect
 TOGETHER_S = 0.3  # silences that begin within this time have one cause
 UNREGISTERED_S = 0.1  # without a connection and without a key: gone; the connection may just be made again
+WELL_S = 0.25  # reports come ten times a second
 SUSPECTED_S = 1.0  # a peer has not been reached by another for so long: the two are cut off from each other
 CUT_S = 10.0  # a cut is remembered after it was last reported: nobody reports on a peer that is no neighbour any more
 TICK_S = 0.05  # how often `tick` is to be called
@@ -203,9 +204,12 @@ class Detector:
         return changed
 
     def _suspected(self, by: Member, suspect: Member, now: float) -> bool:
-        """Only where both are well: who is silent towards us too is judged by that."""
+        """Only where both are well: who is silent towards us too is judged by that, a little later. Else a frozen server
+        that we have not known for long would cost its healthy neighbours their ranges."""
         peer = self._peers.get(suspect)
         if peer is None or by not in self._peers or peer.gone is not None or peer.lost is not None or by == suspect:
+            return False
+        if not peer.met or now - peer.heard > WELL_S:
             return False
         pair = (min(by, suspect), max(by, suspect))
         fresh = pair not in self._cuts

@@ -245,6 +245,13 @@ def test_nobody_is_cut_off_from_one_that_is_gone_or_unknown() -> None:
     assert not story.detector.health(None).cut
 
 
+def test_nobody_is_cut_off_from_one_that_we_have_not_heard_of_late_ourselves() -> None:
+    story = Story(A, B)
+    story.run(0.4, A)  # B is frozen, and not silent for long enough to say so
+    assert not story.detector.heard(A, Report(1, suspects={B: SUSPECTED_S * 1.5}), story.now)
+    assert not story.detector.health(None).cut
+
+
 def filling() -> View:
     """Range by range, a holds what b is being filled with."""
     config = ClusterConfig(ranges=2, replicas=2)
