@@ -204,8 +204,8 @@ class Detector:
         return changed
 
     def _suspected(self, by: Member, suspect: Member, now: float) -> bool:
-        """Only where both are well: who is silent towards us too is judged by that, a little later. Else a frozen server
-        that we have not known for long would cost its healthy neighbours their ranges."""
+        """Only where both are well: who is silent towards us too is judged by that, a little later. Else a frozen
+        server that we have not known for long would cost its healthy neighbours their ranges."""
         peer = self._peers.get(suspect)
         if peer is None or by not in self._peers or peer.gone is not None or peer.lost is not None or by == suspect:
             return False
