@@ -24,7 +24,8 @@ from elasticps.errors import ConfigError, Error
 # A process that is number 1 of its pod gets no SIGSTOP from inside; so whatever our process is, it must not be that.
 _SIGNAL = (
     "for p in /proc/[0-9]*; do n=${p#/proc/}; "
-    'if [ "$n" != 1 ] && tr "\\0" " " < $p/cmdline 2>/dev/null | grep -q "elasticps.* %s"; then kill -%s $n && exit 0; '
+    'if [ "$n" != 1 ] && [ "$n" != $$ ] && tr "\\0" " " < $p/cmdline 2>/dev/null | grep -q "elasticps.* %s"; '
+    "then kill -%s $n && exit 0; "
     "fi; done; echo 'no process of elasticps but number 1 of the pod, which cannot be stopped from inside' >&2; exit 1"
 )
 _ROLES = {"server": "server_labels", "coordinator": "coordinator_labels", "etcd": "etcd_labels"}

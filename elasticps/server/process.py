@@ -175,6 +175,9 @@ async def _life(
 async def _drain(store: Store, server: Server, stop: asyncio.Future[str], timeout_s: float) -> None:
     """Asks the leader to move everything off this server, and waits until it has, or for `stop`, or too long."""
     log.info("draining name=%s ranges_held=%d timeout_s=%g", server.me.name, server.status()["ranges_held"], timeout_s)
+    if not server.listed:
+        _resolve(stop, "SIGTERM, before any view knew it")
+        return
     try:
         if timeout_s > 0:
             await request_drain(store, server.me.name)

@@ -107,7 +107,7 @@ class Server:
         self._connections: set[Connection] = set()
         self._held: dict[Connection, float] = {}  # connections that wait for a view or roster, since when
         self._tail_since = self._full_since = 1 << 62  # epochs in which the ranges that we tail, or hold, last changed
-        self._was_listed = False
+        self.listed = False  # in the view that we have
         self._requests = Requests(self, self.shell, self.parking, clock)
         self._decider = Decider(self, self.shell, clock)
         self._handlers: dict[int, Handler] = {
@@ -261,12 +261,12 @@ class Server:
             return
         me = view.as_chains.index(self.member)
         before, self.view, self.epoch = self.view, view, view.epoch
-        if me < 0 and self._was_listed:
+        if me < 0 and self.listed:
             log.warning("left out of epoch=%d reason=%r", view.epoch, view.reason)
-            self._was_listed = False
+            self.listed = False
             self.removed.set_result(None)
             return
-        self._was_listed = self._was_listed or me >= 0
+        self.listed = self.listed or me >= 0
         headed, tailed = self.headed, self.parking.tailed
         self._follow_reads(before, view, me)
         self.peers.adopt(view)

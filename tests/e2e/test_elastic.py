@@ -153,3 +153,11 @@ def test_the_last_server_waits_and_says_so_and_replicas_are_made_when_others_com
     assert not (scene.following.view.chains < 0).any()
     assert "fewer" not in scene.following.view.reason
     scene.verify()
+
+
+def test_a_server_that_no_view_knows_ends_at_once_when_asked_to_drain() -> None:
+    with LocalCluster(servers=2) as cluster:
+        cluster.kill("c0")  # so that nobody lists it
+        late = cluster.start_server("late")
+        os.kill(late.pid, signal.SIGTERM)
+        assert cluster._processes["late"].popen.wait(20) == 0
