@@ -126,11 +126,11 @@ def test_a_server_that_gets_sigterm_hands_everything_over_and_exits_0(scene: Sce
     scene.verify()
 
 
-def test_a_server_of_twice_the_weight_gets_twice_the_ranges(scene: Scene) -> None:
-    new = scene.cluster.scale(4, weight=2.0).change.start
-    share = held(scene.following.view)
-    others = np.mean([count for name, count in share.items() if name not in new])
-    assert 1.5 <= share[new[0]] / others <= 2.5
+def test_a_server_of_twice_the_weight_gets_twice_the_share(scene: Scene) -> None:
+    (new,) = scene.cluster.scale(4, weight=2.0).change.start
+    fair = RANGES * REPLICAS * 2.0 / (3 + 2.0)
+    # A newcomer may stop short of its share where more would move more than must (tests/coordinator/test_balance.py).
+    assert 0.75 * fair <= held(scene.following.view)[new] <= 1.25 * fair
     scene.verify()
 
 
