@@ -154,10 +154,6 @@ class Checks:
         """Somebody begins to retire a worker: some server may have done so already."""
         self._retired.add(worker)
 
-    def is_retired(self, worker: int) -> bool:
-        """Whether a worker's clocks may be gone."""
-        return worker in self._retired
-
     def _tell(self, r: int, done: Done) -> None:
         if done not in self._told[r]:
             self._told[r].add(done)
