@@ -18,7 +18,7 @@ from elasticps.client.link import Link
 from elasticps.client.pulls import Pulls
 from elasticps.client.pushes import Pushes
 from elasticps.client.reads import Read
-from elasticps.client.rounds import Answer, Questions, Round
+from elasticps.client.rounds import Answer, Calls, Questions, Round
 from elasticps.client.routing import Routes
 from elasticps.client.session import Session
 from elasticps.client.wanted import Wanted
@@ -91,12 +91,10 @@ class Network:
         self.pushes = Pushes(session, worker.id, requests, self._send, self._fenced)
         self.pulls = Pulls(self.routes, worker.id, requests, self._send, self._abandon)
         self._lock = lock
-        self._requests = requests
         self._ask_view = ask_view
         self._presence = Header(Kind.JOIN, LAST | PAUSE)  # the first word on each connection: whether we take part
         self._peers: dict[Member, Peer] = {}
-        self._calls: dict[int, Round] = {}
-        self._rounds: list[Round] = []
+        self._calls = Calls(requests, self._send)
         self._wanted = Wanted()
         self._heard = 0  # frames received
         hello = {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
@@ -144,9 +142,7 @@ class Network:
             self.error = error
             self.pushes.fail(error)
             self.pulls.fail(error)
-            for round_ in self._rounds:
-                round_.error = error
-            self._calls.clear()
+            self._calls.fail(error)
 
     def _serving(self) -> list[Peer]:
         """Servers that head or answer for some range."""
@@ -190,8 +186,7 @@ class Network:
         round_ = Round(questions)
         with self._lock:
             self.check()
-            self._rounds.append(round_)
-            self._begin(round_)
+            self._calls.begin(round_, self.routes)
         self._driver.nudge()
         try:
             if not self.wait(round_.done, time.monotonic() + timeout_s):
@@ -199,21 +194,10 @@ class Network:
                 raise Timeout(f"{what} took longer than {timeout_s:.1f} s: {self.explain()}")
         finally:
             with self._lock:
-                self._rounds.remove(round_)
-                self._drop_calls(round_)
+                self._calls.end(round_)
         if round_.error is not None:
             raise round_.error
         return round_.answers
-
-    def _begin(self, round_: Round) -> None:
-        self._drop_calls(round_)
-        for call in round_.begin(self.routes, self._requests):
-            self._calls[call.request] = round_
-            self._send(call.member, call.buffers)
-
-    def _drop_calls(self, round_: Round) -> None:
-        for request in round_.pending:
-            self._calls.pop(request, None)
 
     def join(self, base: int, timeout_s: float) -> None:
         """Tells every server, now and on each later connection, the clock that this worker starts above."""
@@ -261,9 +245,9 @@ class Network:
             request = header.request
             if header.kind == Kind.OK:
                 if not self.pushes.ok(request):
-                    self._asked(header, body)
+                    self._calls.answered(header, body.tobytes())
             elif header.kind in (Kind.DECIDED, Kind.SHARDS):
-                self._asked(header, body)
+                self._calls.answered(header, body.tobytes())
             elif header.kind == Kind.ROWS:
                 if header.flags & LAST:
                     self.pulls.finish(request, None)
@@ -272,7 +256,7 @@ class Network:
                     self._stall(request, header.epoch)
             elif header.kind == Kind.CLOCKS:
                 if not self.pushes.clocks(request, header.epoch, *read_clocks(header, body)):
-                    self._asked(header, body)
+                    self._calls.answered(header, body.tobytes())
             elif header.kind == Kind.ERROR:
                 self._on_error(link, header, json_body(body.data))
             elif header.kind == Kind.VIEW:
@@ -281,11 +265,6 @@ class Network:
                 self._welcomed(link, json_body(body.data))
             else:
                 raise FrameError(f"{Kind(header.kind).name} is not an answer")
-
-    def _asked(self, header: Header, body: NDArray[np.uint8]) -> None:
-        """An answer to something that was asked of several, if somebody still waits for it."""
-        if (round_ := self._calls.pop(header.request, None)) is not None:
-            round_.answered(header, body.tobytes())
 
     def _on_error(self, link: Link, header: Header, document: dict[str, object]) -> None:
         code, text, request = document.get("code"), str(document.get("message")), header.request
@@ -304,9 +283,7 @@ class Network:
             error = _server_error(code, link.server.name, text)
             if self.pulls.finish(request, error) or self.pushes.refused(request, error):
                 return
-            if (round_ := self._calls.pop(request, None)) is not None:
-                round_.error = error
-            elif request:
+            if not self._calls.refused(request, error) and request:
                 log.debug("server %s, to a request that is forgotten: %s", link.server.name, text)
 
     def _stall(self, request: int, epoch: int) -> None:
@@ -314,17 +291,12 @@ class Network:
         there is a newer one or, should it be the same, at the next turn."""
         self._wanted.epoch = max(self._wanted.epoch, epoch)
         self.pulls.stall(request)
-        if (round_ := self._calls.get(request)) is not None:
-            round_.stalled = True
-            if round_.routes is not self.routes:
-                self._begin(round_)
+        self._calls.stall(request, self.routes)
 
     def _resume(self) -> None:
         """Plans again what has nobody to answer it."""
         self.pulls.resume()
-        for round_ in self._rounds:
-            if round_.stalled:
-                self._begin(round_)
+        self._calls.resume(self.routes)
 
     # --- views --------------------------------------------------------------------------------------------------
 
@@ -339,9 +311,7 @@ class Network:
         self._set_peers()
         self.pushes.adopt(self.routes)
         self.pulls.adopt(self.routes)
-        for round_ in self._rounds:
-            if round_.stalled or round_.overtaken(self.routes):
-                self._begin(round_)
+        self._calls.adopt(self.routes)
 
     def _set_peers(self) -> None:
         for member, peer in list(self._peers.items()):
@@ -386,10 +356,7 @@ class Network:
         link.ready, peer.retry_in_s, peer.down_since_s, peer.trouble = True, RETRY_FIRST_S, None, ""
         self._send(peer.member, [self._presence.pack()])
         self.pushes.connected(peer.member)
-        for round_ in self._rounds:
-            for call in round_.pending.values():
-                if call.member == peer.member:
-                    self._send(call.member, call.buffers)
+        self._calls.connected(peer.member)
         self.pulls.connected(peer.member)
 
     def _broken(self, link: Link, error: Exception) -> None:
@@ -423,7 +390,7 @@ class Network:
             for peer in peers:
                 self._judge_silence(peer, now)
             self._resume()
-            oldest = self.pushes.oldest, self.pulls.oldest, next(iter(self._calls), 0)
+            oldest = self.pushes.oldest, self.pulls.oldest, self._calls.oldest
             ready = [p for p in peers if p.link.ready]
             self._wanted.epoch = max(self._wanted.epoch, self.pushes.needed_epoch)
             lost = len(ready) < len(peers)
@@ -435,7 +402,7 @@ class Network:
             if want.ask_store:
                 self._wanted.reading = True
                 self._ask_view(self._from_store)
-            waiting = any(oldest) or bool(self._rounds or self.pushes.session.outstanding)
+            waiting = any(oldest) or bool(self._calls or self.pushes.session.outstanding)
             busy = lost or waiting or any(p.link.unsent for p in peers)
         for peer in due:
             self._open(peer)
@@ -469,7 +436,7 @@ class Network:
         with self._lock:
             now, routes = time.monotonic(), self.routes
             owing = self.pushes.session.owing()
-            asked = self.pulls.asked | {c.member for r in self._rounds for c in r.pending.values()}
+            asked = self.pulls.asked | self._calls.asked
             told = []
             for member in sorted({*owing, *asked}):
                 peer = self._peers[member]

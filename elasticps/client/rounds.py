@@ -1,17 +1,26 @@
-"""A request that must be answered by several servers of one view: CREATE, INIT, JOIN. It begins afresh with each view
-that has other heads, so whoever asks must be content to have asked twice."""
+"""Requests that must be answered by several servers of one view: CREATE, INIT, JOIN, CLOSE. Such a round begins afresh
+with each view that has other heads, so whoever asks must be content to have asked twice. Pure.
+
+What takes several rounds is a `Script`: a generator that yields what is to be asked and is sent the answers. So the
+rules of a protocol stand apart from threads and sockets, and the simulator follows the same ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from elasticps.client.routing import Routes
 from elasticps.wire.frames import Buffer, Header
 from replication.chain import Member
 
+T = TypeVar("T")
+
 Questions = Callable[[Routes], Iterable[tuple[Member, Header, list[Buffer]]]]
 """What a round asks of whom under a view: headers without a request number, and bodies."""
+
+Send = Callable[[Member, Sequence[Buffer]], None]
+"""Queues a frame for a server, if it is connected."""
 
 
 class Call(NamedTuple):
@@ -27,6 +36,18 @@ class Answer(NamedTuple):
 
     header: Header
     body: bytes
+
+
+class Request(NamedTuple):
+    """What a script wants to be asked: of whom, for how long, and what for (to be told if it takes longer)."""
+
+    questions: Questions
+    timeout_s: float
+    what: str
+
+
+Script = Generator[Request, list[Answer], T]
+"""Rounds one after another; what it returns is what came of them."""
 
 
 class Round:
@@ -65,3 +86,107 @@ class Round:
     def done(self) -> bool:
         """Whether all have answered under one view, or one has refused."""
         return self.error is not None or (bool(self.answers) and not self.pending and not self.stalled)
+
+
+class Calls:
+    """The rounds that somebody waits for, and which of them each request belongs to."""
+
+    def __init__(self, requests: Iterator[int], send: Send) -> None:
+        self._requests = requests
+        self._send = send
+        self._of: dict[int, Round] = {}
+        self._rounds: list[Round] = []
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    @property
+    def oldest(self) -> int:
+        """The oldest request that has not been answered, 0 for none."""
+        return next(iter(self._of), 0)
+
+    @property
+    def asked(self) -> set[Member]:
+        """The servers that owe answers."""
+        return {call.member for round_ in self._rounds for call in round_.pending.values()}
+
+    def begin(self, round_: Round, routes: Routes) -> None:
+        """Asks, and asks again under every view with other heads, until `end`."""
+        self._rounds.append(round_)
+        self._ask(round_, routes)
+
+    def end(self, round_: Round) -> None:
+        """Nobody waits for it any more."""
+        self._rounds.remove(round_)
+        self._drop(round_)
+
+    def fail(self, error: Exception) -> None:
+        """Ends every round."""
+        for round_ in self._rounds:
+            round_.error = error
+        self._of.clear()
+
+    def answered(self, header: Header, body: bytes) -> None:
+        """An answer, if somebody still waits for it."""
+        if (round_ := self._of.pop(header.request, None)) is not None:
+            round_.answered(header, body)
+
+    def refused(self, request: int, error: Exception) -> bool:
+        """A refusal; False if nobody waits for this."""
+        round_ = self._of.pop(request, None)
+        if round_ is not None:
+            round_.error = error
+        return round_ is not None
+
+    def stall(self, request: int, routes: Routes) -> None:
+        """A server has another view than the one that a round was asked under: it is asked again under a newer one,
+        or, should there be none, with the next `resume`."""
+        if (round_ := self._of.get(request)) is not None:
+            round_.stalled = True
+            if round_.routes is not routes:
+                self._ask(round_, routes)
+
+    def resume(self, routes: Routes) -> None:
+        """Asks again what was stalled."""
+        for round_ in self._rounds:
+            if round_.stalled:
+                self._ask(round_, routes)
+
+    def adopt(self, routes: Routes) -> None:
+        """Follows a view."""
+        for round_ in self._rounds:
+            if round_.stalled or round_.overtaken(routes):
+                self._ask(round_, routes)
+
+    def connected(self, member: Member) -> None:
+        """A new connection to a server: what it may not have heard is asked again."""
+        for round_ in self._rounds:
+            for call in round_.pending.values():
+                if call.member == member:
+                    self._send(call.member, call.buffers)
+
+    def _ask(self, round_: Round, routes: Routes) -> None:
+        self._drop(round_)
+        for call in round_.begin(routes, self._requests):
+            self._of[call.request] = round_
+            self._send(call.member, call.buffers)
+
+    def _drop(self, round_: Round) -> None:
+        for request in round_.pending:
+            self._of.pop(request, None)
+
+
+def of_heads(header: Header, body: bytes = b"") -> Questions:
+    """The same question to every head."""
+    return lambda routes: [(routes.members[s], header._replace(epoch=routes.epoch), [body]) for s in routes.share_of]
+
+
+def carry_out(script: Script[T], ask: Callable[[Questions, float, str], list[Answer]]) -> T:
+    """Runs a script to its end; `ask` waits for a round's answers."""
+    try:
+        request = next(script)
+        while True:
+            request = script.send(ask(*request))
+    except StopIteration as end:
+        result: T = end.value
+        return result

@@ -8,37 +8,37 @@ again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 
 from elasticps.hashing import home_range
-from elasticps.server.connection import Connection
 from elasticps.server.content import RoundStep
-from elasticps.server.home import AtHome, Body, Handler, Host
+from elasticps.server.home import AtHome, Body, Host, Log
 from elasticps.server.reads import DEFAULT_WAIT_S
 from elasticps.server.refusal import Refusal
 from elasticps.server.rounds import Home
-from elasticps.server.shell import Shell
-from elasticps.server.tickets import RequestTicket
+from elasticps.server.tickets import R, RequestTicket
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame
 from replication.chain import Ranges
 from replication.effects import Push, Reply, Status
 from replication.messages import Kind as OperationKind
 
 
-class _Waiting(NamedTuple):
+@dataclass(frozen=True)
+class _Waiting(Generic[R]):
     """A worker that is done with a round, and until when it waits for the others."""
 
     clock: int
-    ticket: RequestTicket
+    ticket: RequestTicket[R]
     deadline_s: float
 
 
-class _Several:
+class _Several(Generic[R]):
     """One operation that several requests wait for. `headed`: the ranges it was logged for."""
 
-    def __init__(self, headed: Ranges, tickets: list[RequestTicket]) -> None:
+    def __init__(self, headed: Ranges, tickets: list[RequestTicket[R]]) -> None:
         self.headed = headed
         self.tickets = tickets
         self.done = False  # committed, in all of them
@@ -60,15 +60,15 @@ class _Several:
         """Nothing was held."""
 
 
-class Decider(AtHome):
+class Decider(AtHome[R]):
     """The handlers of ENTER, LEAVE, DONE and CLOSE."""
 
-    def __init__(self, host: Host, shell: Shell, clock: Callable[[], float]) -> None:
+    def __init__(self, host: Host[R], shell: Log, clock: Callable[[], float]) -> None:
         super().__init__(host, shell)
         self._clock = clock
-        self._waiting: dict[str, dict[int, _Waiting]] = {}  # app -> worker
-        self._closing: dict[str, tuple[int, _Several]] = {}  # app -> the newest round closed here
-        self.handlers: dict[int, Handler] = {
+        self._waiting: dict[str, dict[int, _Waiting[R]]] = {}  # app -> worker
+        self._closing: dict[str, tuple[int, _Several[R]]] = {}  # app -> the newest round closed here
+        self.handlers: dict[int, Callable[[R, Header, Body], None]] = {
             Kind.ENTER: self._enter,
             Kind.LEAVE: self._leave,
             Kind.DONE: self._done,
@@ -77,7 +77,7 @@ class Decider(AtHome):
 
     # --- the home range -----------------------------------------------------------------------------------------------
 
-    def _enter(self, connection: Connection, header: Header, body: Body) -> None:
+    def _enter(self, connection: R, header: Header, body: Body) -> None:
         app, worker = connection.app, connection.worker
         home = self._home(connection, header, body)
         if home is None:
@@ -94,7 +94,7 @@ class Decider(AtHome):
         ticket = self._once(connection, header.request, answer)
         self._log(ticket, OperationKind.ENTER, RoundStep(app, 0, (worker,)), home)
 
-    def _leave(self, connection: Connection, header: Header, body: Body) -> None:
+    def _leave(self, connection: R, header: Header, body: Body) -> None:
         app, worker = connection.app, connection.worker
         home = self._home(connection, header, body)
         if home is None:
@@ -103,7 +103,7 @@ class Decider(AtHome):
         self._log(ticket, OperationKind.LEAVE, RoundStep(app, 0, (worker,)), home)
         self._decide(app)  # the others need not wait for it any more
 
-    def _done(self, connection: Connection, header: Header, body: Body) -> None:
+    def _done(self, connection: R, header: Header, body: Body) -> None:
         app, worker = connection.app, connection.worker
         home = self._home(connection, header, body)
         if home is None:
@@ -123,7 +123,7 @@ class Decider(AtHome):
         self._waiting.setdefault(app, {})[worker] = _Waiting(header.clock, ticket, deadline_s)
         self._decide(app)
 
-    def _decided(self, connection: Connection, header: Header, app: str) -> RequestTicket:
+    def _decided(self, connection: R, header: Header, app: str) -> RequestTicket[R]:
         def answer() -> bytes:
             state = self._shell.rounds.homes[app]
             document = {"round": state.decided, "workers": list(state.workers)}
@@ -170,7 +170,7 @@ class Decider(AtHome):
 
     # --- all ranges ---------------------------------------------------------------------------------------------------
 
-    def _close(self, connection: Connection, header: Header, body: Body) -> None:
+    def _close(self, connection: R, header: Header, body: Body) -> None:
         if self._host.wait_for_view(connection, header, body):
             return
         document = json_body(body.data)

@@ -1,13 +1,14 @@
-"""TAKE: a worker asks for shards. `shards` has the whole story."""
+"""TAKE: a worker asks for shards. `shards` has the whole story. Pure."""
 
 from __future__ import annotations
 
-from elasticps.server.connection import Connection
-from elasticps.server.home import AtHome, Body, Handler, Host
+from collections.abc import Callable
+
+from elasticps.server.home import AtHome, Body, Host, Log
 from elasticps.server.refusal import Refusal
 from elasticps.server.rounds import Home
 from elasticps.server.shards import ShardSet, Take
-from elasticps.server.shell import Shell
+from elasticps.server.tickets import R, Requester
 from elasticps.sharding import ShardSpec
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame
 from replication.messages import Kind as OperationKind
@@ -16,14 +17,14 @@ MAX_HELD = 1024
 MAX_NAME = 200
 
 
-class HandOut(AtHome):
+class HandOut(AtHome[R]):
     """The handler of TAKE."""
 
-    def __init__(self, host: Host, shell: Shell) -> None:
+    def __init__(self, host: Host[R], shell: Log) -> None:
         super().__init__(host, shell)
-        self.handlers: dict[int, Handler] = {Kind.TAKE: self._take}
+        self.handlers: dict[int, Callable[[R, Header, Body], None]] = {Kind.TAKE: self._take}
 
-    def _take(self, connection: Connection, header: Header, body: Body) -> None:
+    def _take(self, connection: R, header: Header, body: Body) -> None:
         asked = _read(connection, header, body)
         home = self._home(connection, header, body)
         if home is None:
@@ -55,7 +56,7 @@ class HandOut(AtHome):
         return {"set": found.id, "held": held, "done": found.done, "total": found.spec.total, "decided": decided}
 
 
-def _read(connection: Connection, header: Header, body: Body) -> Take:
+def _read(connection: Requester, header: Header, body: Body) -> Take:
     document = json_body(body.data)
     try:
         samples, size, epochs = (_whole(document[name]) for name in ("samples", "size", "epochs"))

@@ -1,29 +1,42 @@
-"""Requests that the head of an application's home range answers, after it has logged them there."""
+"""Requests that the head of an application's home range answers, after it has logged them there. Pure: connections, the
+log and the server around are given."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.view import WorkerInfo
 from elasticps.hashing import home_range
-from elasticps.server.connection import Connection
 from elasticps.server.refusal import Refusal
-from elasticps.server.shell import Shell
-from elasticps.server.tickets import RequestTicket
+from elasticps.server.rounds import Rounds
+from elasticps.server.shards import Shards
+from elasticps.server.tickets import R, Requester, RequestTicket
 from elasticps.wire.frames import Header
 from replication.chain import Ranges
-from replication.effects import Push, Reply, Status
+from replication.effects import Effects, Push, Reply, Status
 from replication.messages import Kind as OperationKind
+from replication.replica import Replica
 
 Body = NDArray[np.uint8]
-Handler = Callable[[Connection, Header, Body], None]
+Asker = TypeVar("Asker", bound=Requester, contravariant=True)
 
 
-class Host(Protocol):
+class Log(Protocol):
+    """What logs and applies operations: the server's shell."""
+
+    replica: Replica
+    rounds: Rounds
+    shards: Shards
+
+    def perform(self, event: Callable[..., Effects], *arguments: Any) -> None:
+        """Gives the replica an event and carries out its effects."""
+
+
+class Host(Protocol[Asker]):
     """The server around this."""
 
     ranges: int
@@ -37,22 +50,22 @@ class Host(Protocol):
     def workers(self) -> dict[int, WorkerInfo]:
         """The roster."""
 
-    def wait_for_view(self, connection: Connection, header: Header, body: Body) -> bool:
+    def wait_for_view(self, connection: Asker, header: Header, body: Body) -> bool:
         """Holds a frame that speaks of a view to come."""
 
-    def tell_view(self, connection: Connection) -> None:
+    def tell_view(self, connection: Asker) -> None:
         """Sends the view, once per connection and epoch."""
 
-    def refuse(self, connection: Connection, request: int, refusal: Refusal) -> None:
+    def refuse(self, connection: Asker, request: int, refusal: Refusal) -> None:
         """Tells why a request was not done."""
 
 
-class Once(RequestTicket):
+class Once(RequestTicket[R]):
     """Answers in its own way when the operation is committed: with what it makes then, or refuses to."""
 
     __slots__ = ("_committed", "_host")
 
-    def __init__(self, host: Host, connection: Connection, request: int, committed: Callable[[], bytes]) -> None:
+    def __init__(self, host: Host[R], connection: R, request: int, committed: Callable[[], bytes]) -> None:
         super().__init__(connection, request)
         self._host = host
         self._committed = committed
@@ -67,14 +80,14 @@ class Once(RequestTicket):
             self._host.refuse(self.connection, self.request, refusal)
 
 
-class AtHome:
+class AtHome(Generic[R]):
     """What handlers of such requests share."""
 
-    def __init__(self, host: Host, shell: Shell) -> None:
+    def __init__(self, host: Host[R], shell: Log) -> None:
         self._host = host
         self._shell = shell
 
-    def _home(self, connection: Connection, header: Header, body: Body) -> Ranges | None:
+    def _home(self, connection: R, header: Header, body: Body) -> Ranges | None:
         """The home range of the asker's application; None if the answer must wait, or is somebody else's to give."""
         if self._host.wait_for_view(connection, header, body):
             return None
@@ -86,12 +99,12 @@ class AtHome:
             return None
         return np.array([home], np.int64)
 
-    def _stale(self, connection: Connection, request: int) -> None:
+    def _stale(self, connection: R, request: int) -> None:
         self._host.tell_view(connection)
         text = "the application's home range has another head"
         self._host.refuse(connection, request, Refusal("stale-view", text, epoch=self._host.epoch))
 
-    def _once(self, connection: Connection, request: int, committed: Callable[[], bytes]) -> Once:
+    def _once(self, connection: R, request: int, committed: Callable[[], bytes]) -> Once[R]:
         return Once(self._host, connection, request, committed)
 
     def _log(self, ticket: object, kind: OperationKind, payload: Any, ranges: Ranges) -> None:

@@ -14,18 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.hashing import home_range
-from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 from elasticps.wire.frames import Block
 from replication.chain import Ranges
 
 MAX_REMEMBERED = 4096  # workers whose last round is known
+
+
+class Selecting(Protocol):
+    """A table, as far as its keys are concerned."""
+
+    def select(self, keys: NDArray[np.int64], bounds: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Indices of the keys whose place is below their range's bound; bounds: int64 [ranges]."""
 
 
 class Share(NamedTuple):
@@ -104,7 +110,7 @@ class Rounds:
         home.members = {w: above for w, above in home.members.items() if w in home.workers or above >= clock}
 
     def close(
-        self, app: str, clock: int, workers: Iterable[int], ranges: Ranges, tables: Mapping[int, Table]
+        self, app: str, clock: int, workers: Iterable[int], ranges: Ranges, tables: Mapping[int, Selecting]
     ) -> list[Block]:
         """Closes a round in `ranges`, where it is still open; the rows to apply, one block per table."""
         closed = self.closed(app)
@@ -130,7 +136,7 @@ class Rounds:
             del self.homes[app]
         self._drop(gone, list(self._kept))
 
-    def dump(self, r: int, low: int, high: int, tables: Mapping[int, Table]) -> RangeRounds:
+    def dump(self, r: int, low: int, high: int, tables: Mapping[int, Selecting]) -> RangeRounds:
         """What belongs to the keys of range r with places in low..high-1."""
         inside, below = (np.zeros(self._ranges, np.int64) for _ in range(2))
         inside[r], below[r] = high, low
@@ -172,14 +178,14 @@ class Rounds:
                 del self._kept[key]
 
 
-def _within(share: Share, ranges: NDArray[np.bool_], tables: Mapping[int, Table]) -> list[Block]:
+def _within(share: Share, ranges: NDArray[np.bool_], tables: Mapping[int, Selecting]) -> list[Block]:
     """A share's rows in those of `ranges`, bool [P], where it is live."""
     bounds = np.where(share.live & ranges, PLACES, 0).astype(np.int64)
     return _between(share.blocks, np.zeros(len(bounds), np.int64), bounds, tables)
 
 
 def _between(
-    blocks: list[Block], low: NDArray[np.int64], high: NDArray[np.int64], tables: Mapping[int, Table]
+    blocks: list[Block], low: NDArray[np.int64], high: NDArray[np.int64], tables: Mapping[int, Selecting]
 ) -> list[Block]:
     """Rows whose places are from their range's `low` to below its `high`, int64 [P] each."""
     found = []

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.admin.subject import MarkedRange
+from elasticps.server.awaited import FutureTicket
 from elasticps.server.connection import Connection
 from elasticps.server.content import Mark, PieceContent
 from elasticps.server.decider import Decider
@@ -32,7 +33,6 @@ from elasticps.server.reads import Read
 from elasticps.server.refusal import Refusal
 from elasticps.server.requests import Requests
 from elasticps.server.shell import Shell
-from elasticps.server.tickets import FutureTicket
 from elasticps.wire.frames import (
     ANY,
     FrameError,

@@ -1,22 +1,43 @@
-"""Who waits for an answer of the replica, and how the answer is told."""
+"""Who waits for an answer of the replica, and how the answer is told. Pure."""
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from elasticps.server.connection import Connection
 from elasticps.server.refusal import Refusal
 from elasticps.wire.frames import Header, Kind, clocks_frame, json_frame, partly_frame
 from replication.effects import ClocksReply, Reply, Status
 
 
-class RequestTicket:
+class Requester(Protocol):
+    """A worker's connection, as far as its requests are concerned."""
+
+    worker: int
+    worker_name: str
+    app: str
+
+    def send(self, frame: bytes) -> None:
+        """Queues an answer."""
+
+    def tell_view(self) -> None:
+        """Sends the view, once per connection and epoch."""
+
+    def wait_for(self, ticket: object) -> None:
+        """Reads nothing more until this request, and every other that waits, has been admitted."""
+
+    def admitted(self, ticket: object) -> None:
+        """It has been."""
+
+
+R = TypeVar("R", bound=Requester)
+
+
+class RequestTicket(Generic[R]):
     """A frame of a worker. `refusal`: what was wrong with its content, told when the step has ticked without it."""
 
     __slots__ = ("connection", "refusal", "request")
 
-    def __init__(self, connection: Connection, request: int, refusal: Refusal | None = None) -> None:
+    def __init__(self, connection: R, request: int, refusal: Refusal | None = None) -> None:
         self.connection = connection
         self.request = request
         self.refusal = refusal
@@ -61,24 +82,3 @@ _REFUSALS = {
     Status.GAP: ("gap", "an earlier part of the worker's steps is missing here"),
     Status.FENCED: ("fenced", "the worker is no longer in the roster: it left, or a newer incarnation has its name"),
 }
-
-
-class FutureTicket:
-    """An operation of this server's own, awaited: resolves to the Reply."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.future: asyncio.Future[Reply] = loop.create_future()
-
-    def reply(self, reply: Reply) -> None:
-        """Resolves."""
-        if not self.future.done():
-            self.future.set_result(reply)
-
-    def clocks(self, reply: ClocksReply) -> None:
-        raise AssertionError("an operation was answered with clocks")
-
-    def hold(self) -> None:
-        """Nothing is read for it."""
-
-    def release(self) -> None:
-        """Nothing was held."""
