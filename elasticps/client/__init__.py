@@ -2,7 +2,7 @@
 
 from elasticps.client.cluster import Client, OpenStep, Step, connect
 from elasticps.client.handles import DenseTensor, SparseTable
-from elasticps.client.joining import Resume
 from elasticps.client.shards import Shard, Shards
+from elasticps.client.starting import Resume
 
 __all__ = ["Client", "DenseTensor", "OpenStep", "Resume", "Shard", "Shards", "SparseTable", "Step", "connect"]

@@ -17,13 +17,14 @@ from coordinator.view import View
 from elasticps.client.control import Control, Registration
 from elasticps.client.handles import DenseTensor, Handle, SparseTable
 from elasticps.client.inputs import checked_floats
-from elasticps.client.joining import Joining, Resume
+from elasticps.client.joining import Joining
 from elasticps.client.network import Network
 from elasticps.client.pushes import StepState
 from elasticps.client.reads import Read
 from elasticps.client.routing import Routes
 from elasticps.client.session import Session
 from elasticps.client.shards import Parts, Shards
+from elasticps.client.starting import Resume
 from elasticps.client.synchronous import SyncRounds
 from elasticps.client.writes import Part, Write, check_size
 from elasticps.errors import ConfigError, Error, InputError, Timeout

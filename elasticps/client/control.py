@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from coordinator.connect import open_store
 from coordinator.errors import CoordinationError
@@ -21,6 +21,7 @@ from coordinator.membership import WorkerSession, next_number, register_worker
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, View, WorkerInfo
 from elasticps import background
+from elasticps.client.starting import Past
 from elasticps.errors import ClusterUnreachable, ConfigError, SpecError, Timeout
 from elasticps.spec import TableSpec
 
@@ -40,18 +41,6 @@ class Registration:
     spec: TableSpec
     creator: int  # worker id
     ready: bool
-    revision: int
-
-
-class Past(NamedTuple):
-    """Who took part last under a worker's name: the worker's id, the clock that it went on above last, and how far the
-    name had come by then: the last clock that need not be trained again, and the number of committed steps.
-    `revision`: of the key in the store."""
-
-    id: int
-    base: int
-    trained: int
-    steps: int
     revision: int
 
 

@@ -12,41 +12,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
 
-import numpy as np
-
-from elasticps.client.control import Control, Past
+from elasticps.client.control import Control
 from elasticps.client.network import Network
-from elasticps.client.routing import Routes
-from elasticps.client.session import Session, resume
+from elasticps.client.session import Session
+from elasticps.client.starting import Past, Resume, Starting, first_past, past_again
 from elasticps.client.synchronous import SyncRounds
 from elasticps.errors import Closed, ClusterUnreachable, Timeout
-from elasticps.wire.frames import Buffer, Header, Kind, read_clocks
-from replication.chain import Member
-from replication.progress import Progress
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Where a worker starts.
-
-    clock        it starts above this one
-    trained      the last clock whose samples need not be trained again: everything up to it is committed, once
-    begun        the last clock of which any server has seen anything. The samples of steps `trained` + 1 … `begun`
-                 are to be trained again: what came of them is in each range by itself, once or not
-    steps        how many steps of all incarnations of this name are committed: where each step trains the next batch
-                 of a fixed order, the next batch is number `steps`, counted from 0
-    predecessor  whether there was one; without, `trained` and `begun` are `clock`
-    """
-
-    clock: int
-    trained: int
-    begun: int
-    steps: int
-    predecessor: bool
 
 
 class Joining:
@@ -61,6 +35,7 @@ class Joining:
         self._session = session
         self._sync = sync
         self._timeout_s = timeout_s
+        self._starting = Starting(network.worker.id, "" if sync is None else sync.app, timeout_s)
         self._lock = threading.Lock()
         self._resume: Resume | None = None
         self._past = Past(0, 0, 0, 0, 0)
@@ -94,30 +69,11 @@ class Joining:
             past = self._control.past(self._timeout_s)
             if past is not None and past.id > me:
                 raise Closed(f"worker {self._network.worker.name!r} was started again; this is the older incarnation")
-            found = self._after(past)
-            new = Past(me, found.clock, found.trained, found.steps, 0 if past is None else past.revision)
-            if self._keep(new):
+            found = self._network.carry_out(self._starting.first(past))
+            if self._keep(first_past(me, found, past)):
                 break
         self._network.join(found.clock, self._timeout_s)
         return found
-
-    def _after(self, past: Past | None) -> Resume:
-        if past is None:
-            start = self._least() if self._sync is None else self._sync.enter(0, self._timeout_s)[0]
-            return Resume(start, start, start, 0, False)
-        begun, trained = resume(*clocks_of(self._network, past.id, self._timeout_s), past.base)
-        if self._sync is None:
-            start = max(begun, self._least())
-        else:  # what counts is the round, not that its share has arrived
-            start, last = self._sync.enter(past.id, self._timeout_s)
-            trained = max(past.base, last)
-        steps = past.steps + trained - past.base
-        return Resume(start, trained if trained > past.base else past.trained, begun, steps, True)
-
-    def _least(self) -> int:
-        """The lowest clock of the active workers, 0 if there is none."""
-        answers = self._network.ask_heads(lambda routes: Header(Kind.JOIN), b"", self._timeout_s, "joining")
-        return max(answer.header.clock for answer in answers)
 
     def _keep(self, past: Past) -> bool:
         revision = self._control.keep(past, self._timeout_s)
@@ -130,11 +86,10 @@ class Joining:
 
     def _again(self) -> None:
         own, past = self._session.clock, self._past
-        start = max(own, self._least()) if self._sync is None else self._sync.enter(0, self._timeout_s)[0]
+        start = max(own, self._network.carry_out(self._starting.lowest()))
         if start > own:
-            new = past._replace(base=start, trained=own, steps=past.steps + own - past.base)
             try:
-                if not self._keep(new):
+                if not self._keep(past_again(past, own, start)):
                     raise Closed(f"worker {self._network.worker.name!r} was started again; this is the older one")
             except (Timeout, ClusterUnreachable) as error:
                 if self._sync is not None:
@@ -142,20 +97,3 @@ class Joining:
                 log.warning("this worker goes on at clock %d instead of %d: %s", own, start, error)
                 start = own
         self._network.join(start, self._timeout_s)
-
-
-def clocks_of(network: Network, worker: int, timeout_s: float) -> tuple[Progress, Progress]:
-    """How far a worker's pushes are in every range, as their heads say: (applied, committed), int64 [P] each."""
-    head = Header(Kind.ASK, worker=worker)
-
-    def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
-        if (routes.view.heads < 0).any():  # nobody can say it for all ranges now
-            return []
-        return [(routes.members[s], head._replace(epoch=routes.epoch), []) for s in routes.share_of]
-
-    answers = network.ask_all(questions, timeout_s, f"asking for the clocks of worker {worker}")
-    applied, committed = (np.zeros(network.routes.view.ranges, np.int64) for _ in range(2))
-    for answer in answers:
-        ranges, has, safe = read_clocks(answer.header, np.frombuffer(answer.body, np.uint8))
-        applied[ranges], committed[ranges] = has, safe
-    return applied, committed

@@ -18,7 +18,7 @@ from elasticps.client.link import Link
 from elasticps.client.pulls import Pulls
 from elasticps.client.pushes import Pushes
 from elasticps.client.reads import Read
-from elasticps.client.rounds import Answer, Calls, Questions, Round
+from elasticps.client.rounds import Answer, Calls, Questions, Round, Script, T, carry_out
 from elasticps.client.routing import Routes
 from elasticps.client.session import Session
 from elasticps.client.wanted import Wanted
@@ -198,6 +198,10 @@ class Network:
         if round_.error is not None:
             raise round_.error
         return round_.answers
+
+    def carry_out(self, script: Script[T]) -> T:
+        """Asks whatever a script wants to know, and returns what came of it."""
+        return carry_out(script, self.ask_all)
 
     def join(self, base: int, timeout_s: float) -> None:
         """Tells every server, now and on each later connection, the clock that this worker starts above."""

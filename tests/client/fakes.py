@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from coordinator.view import ServerInfo, View, WorkerInfo
-from elasticps.client.control import Past, Registration
+from elasticps.client.control import Registration
+from elasticps.client.starting import Past
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import (
     HEADER_BYTES,
