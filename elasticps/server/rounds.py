@@ -199,7 +199,11 @@ def _between(
 
 
 def _average(shares: list[list[Block]], count: int) -> list[Block]:
-    """((g1 + g2) + …) / count per key, in the order of the shares, in float32; a key that a share lacks counts as 0."""
+    """((g1 + g2) + …) / count per key, in the order of the shares, in float32; a key that a share lacks counts as 0.
+
+    Workers may differ in what else a step carries (their learning rates): for each key the first share that has it
+    counts. It must depend on nothing but the key, because replicas hold, and close, different sets of ranges at once.
+    """
     by_table: dict[int, list[Block]] = {}
     for blocks in shares:
         for block in blocks:
@@ -213,5 +217,21 @@ def _average(shares: list[list[Block]], count: int) -> list[Block]:
             total[place[at : at + len(block.keys)]] += block.grads  # within a block no key comes twice
             at += len(block.keys)
         total /= np.float32(count)
-        averages.append(Block(table, keys, total, blocks[0].step_values))
+        averages += [Block(table, keys[of], total[of], values) for of, values in _by_values(blocks, place, len(keys))]
     return averages
+
+
+def _by_values(
+    blocks: list[Block], place: NDArray[np.int64], count: int
+) -> list[tuple[slice | NDArray[np.int64], NDArray[np.float32]]]:
+    """Which of `count` keys are applied with which step values. place: where each of the blocks' keys stands."""
+    distinct = {block.step_values.tobytes(): block.step_values for block in blocks}
+    if len(distinct) == 1:
+        return [(slice(None), blocks[0].step_values)]
+    numbers = {text: number for number, text in enumerate(distinct)}
+    chosen = np.empty(count, np.int64)
+    at = len(place)
+    for block in reversed(blocks):  # so that the first one that has a key writes last
+        at -= len(block.keys)
+        chosen[place[at : at + len(block.keys)]] = numbers[block.step_values.tobytes()]
+    return [(np.flatnonzero(chosen == number), distinct[text]) for text, number in numbers.items()]
