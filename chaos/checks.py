@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from chaos.contents import Content, Control, Done, Update, updated
+from chaos.decisions import DecisionChecks
 from chaos.moves import MoveChecks
 from chaos.readings import ReadChecks
-from chaos.servers import Control, Done, Server, Update, updated
+from chaos.servers import Server
+from chaos.shard_checks import ShardChecks
 from chaos.violation import Violation
 from coordinator.view import View
 from replication.chain import Chains, Member, Ranges, Role, unsafe_transition
 from replication.messages import Kind, Operation
-from replication.progress import touched_clock
+from replication.progress import after_part, touched_clock
 
 if TYPE_CHECKING:
     from chaos.simulator import World
@@ -26,13 +29,15 @@ class Checks:
         self.world = world
         self.reads = ReadChecks(self)
         self.moves = MoveChecks(world)
+        self.decisions = DecisionChecks(self)
+        self.shards = ShardChecks(self)
         self.touched: list[int] = []
         self.level: dict[int, int] = {}
         self.fenced: dict[int, int] = {}
         self.commits = 0
         self.operations = 0
         self._views: dict[int, View] = {}
-        self._first: dict[Done, dict[int, tuple[Update, ...]]] = {}
+        self._first: dict[Done, Content] = {}
         self._parts: dict[tuple[int, int], list[Done]] = {}
         self._frames: dict[tuple[int, int], Done] = {}
         self._told: list[set[Done]] = [set() for _ in range(world.plan.ranges)]
@@ -71,12 +76,10 @@ class Checks:
 
     # -- exactly once, content, fences ---------------------------------------------------------------------------------
 
-    def on_first_send(
-        self, trainer: Trainer, clock: int, after: int, last: bool, updates: dict[int, tuple[Update, ...]]
-    ) -> None:
+    def on_first_send(self, trainer: Trainer, clock: int, after: int, last: bool, content: Content) -> None:
         """A worker's program pushes a part for the first time."""
         done = (trainer.worker, after)
-        self._first[done] = updates
+        self._first[done] = content
         self._parts.setdefault((trainer.worker, clock), []).append(done)
         if last:
             sample = trainer.sample_of[clock]
@@ -97,7 +100,7 @@ class Checks:
         self._in_order(server, r, seq, where)
         before = server.reached[r].get(worker, 0)
         parts = [d for d in self._parts[worker, touched_clock(after)] if before < d[1] and d[1] <= after]
-        first = tuple(u for done in parts for u in self._first[done].get(r, ()))
+        first = tuple(u for done in parts for u in self._first[done].updates.get(r, ()))
         if tuple(updates) != first:
             raise Violation("content", f"{where}: {updates} was first sent as {first}")
         replica = server.replica
@@ -140,6 +143,8 @@ class Checks:
     def on_committed(self, trainer: Trainer, clock: int) -> None:
         """A worker's session says that a step is committed."""
         self.commits += 1
+        if not self.world.plan.rounds:
+            self.shards.on_acknowledged(trainer, clock)
         for done in self._parts[trainer.worker, clock]:
             for r in range(self.world.plan.ranges):
                 self._tell(r, done)
@@ -160,15 +165,45 @@ class Checks:
             self._all_have(r, {done}, "when it was told to be committed")
 
     def _all_have(self, r: int, told: set[Done], when: str) -> None:
+        for server in self.holders(r):
+            missing = told - server.done[r].keys()
+            if missing:
+                raise Violation("ack safety", f"{server.member} lacks {_name(min(missing))} in range {r} {when}")
+
+    def holders(self, r: int) -> list[Server]:
+        """The full and level replicas of a range."""
         view = self.world.chains
         members = view.members_of(r)
         joiner = view.joiner_of(r)
         if joiner is not None and self.level.get(r) == view.since[r]:
             members = (*members, joiner)
-        for member in members:
-            missing = told - self.world.known[member].done[r].keys()
-            if missing:
-                raise Violation("ack safety", f"{member} lacks {_name(min(missing))} in range {r} {when}")
+        return [self.world.known[member] for member in members]
+
+    # -- steps of rounds and shards -----------------------------------------------------------------------------------
+
+    def contents(self, worker: int, clock: int) -> list[Content]:
+        """What a worker pushed in a step, part by part."""
+        return [self._first[done] for done in self._parts.get((worker, clock), ())]
+
+    def on_settled(self, trainer: Trainer, clock: int) -> None:
+        """A worker goes on after a round."""
+        self.decisions.on_settled(trainer, clock)
+        self.shards.on_acknowledged(trainer, clock)
+
+    def lasting(self, worker: int, clock: int) -> bool:
+        """Whether a step counts, and has come to everybody who must have it."""
+        parts = {*self._parts.get((worker, clock), ())}
+        if after_part(clock, 0, True) not in {after for _, after in parts} or not self._counts(worker, clock):
+            return False
+        return all(
+            server.done[r].keys() >= parts and (not self.world.plan.rounds or server.closed[r] >= clock)
+            for r in range(self.world.plan.ranges)
+            for server in self.holders(r)
+        )
+
+    def _counts(self, worker: int, clock: int) -> bool:
+        """Whether a committed step counts: under rounds, if its round was made with it."""
+        return not self.world.plan.rounds or worker in self.decisions.made.get(clock, ())
 
     # -- prefix and equal state ---------------------------------------------------------------------------------------
 
@@ -196,6 +231,10 @@ class Checks:
             raise Violation("prefix", f"range {r}: {a.member} and {b.member} differ at seq {shorter - 1}")
         if len(a.hashes[r]) == len(b.hashes[r]) and a.values[r] != b.values[r]:
             raise Violation("equal state", f"range {r}: {a.member} and {b.member} at seq {shorter - 1}")
+        alike = not self.world.plan.scripted or a is b or len(a.hashes[r]) != len(b.hashes[r])
+        if not alike and self.decisions.state(a, r) != self.decisions.state(b, r):
+            text = f"range {r}: {a.member} and {b.member} know different things of rounds or shards at seq"
+            raise Violation("equal state", f"{text} {shorter - 1}")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -213,25 +252,37 @@ class Checks:
                     raise Violation("equal state", f"range {r}: {server.member} is not what its operations give")
             self._all_have(r, self._told[r], "at the end")
         self.moves.at_end()
-        for (name, sample), attempts in self._samples.items():
-            trained = sample < self.world.trainers[name].next_sample
-            if trained and not any(self._everywhere(done, view) for done in attempts):
-                raise Violation("no sample lost", f"sample {sample} of {name}")
+        self.shards.at_end()
+        if not self.world.plan.shards:
+            self._check_samples(view)
         for worker in self._retired:
             for server in self.world.staying:
                 if server.replica.clocks.known(worker) and server.replica.clocks.row(worker).any():
                     raise Violation("retired", f"{server.member} still has clocks of worker {worker}")
 
+    def _check_samples(self, view: Chains) -> None:
+        for (name, sample), attempts in self._samples.items():
+            trainer = self.world.trainers[name]
+            good = [d for d in attempts if self._counts(d[0], touched_clock(d[1])) and self._everywhere(d, view)]
+            if not good and trainer.alive and sample < trainer.next_sample:
+                raise Violation("no sample lost", f"sample {sample} of {name}")
+            if len(good) > 1 and self.world.plan.rounds:
+                raise Violation("no sample twice", f"sample {sample} of {name}: {good}")
+
     def _replay(self, r: int, server: Server) -> dict[int, int]:
         """The values that a replica's operations give; on the way, what tails have shown is compared."""
         values: dict[int, int] = {}
-        shown = self.reads.of(r)
+        shown, closed = self.reads.of(r), 0
         for seq, (digest, operation) in enumerate(zip(server.hashes[r], server.history[r], strict=True)):
             for done in operation:
                 if done[0] == -Kind.INIT:
                     values.setdefault(*Control(Kind.INIT, done[1]).initial(r))
-                for key, value in self._first.get(done, {}).get(r, ()):
-                    values[key] = updated(values, key, value)
+                elif done[0] == -Kind.ROUND:
+                    closed = self.decisions.replay(r, done, closed, values)
+                content = self._first.get(done)
+                if content is not None and not content.round:
+                    for key, value in content.updates.get(r, ()):
+                        values[key] = updated(values, key, value)
             for part in shown.pop(seq, ()):
                 if part.digest != digest or any(values.get(k, 0) != v for k, v in part.values.items()):
                     raise Violation("reads of what stays", f"{part} was shown, and is not what seq {seq} became")

@@ -26,9 +26,15 @@ def sim(
 ) -> None:
     """Run the chain-replication protocol through crashes, partitions and outages, in virtual time.
 
+    Workers push steps and pull under no bound or bounded delay, train in synchronous rounds, or on shards that are
+    handed out; servers and workers die, freeze, come and go meanwhile.
+
     The same seed gives the same events. Exit code 1 if a promise was broken, with the command that repeats that run.
     """
-    totals, broken = dict.fromkeys(("runs", "events", "views", "commits", "pulls"), 0), list[Result]()
+    totals, broken = (
+        dict.fromkeys(("runs", "events", "views", "commits", "pulls", "rounds", "shards"), 0),
+        list[Result](),
+    )
     try:
         for result in _results(seed, runs, trace, as_json):
             _count(totals, result)
@@ -65,6 +71,8 @@ def _count(totals: dict[str, int], result: Result) -> None:
     totals["views"] += result.epochs
     totals["commits"] += result.commits
     totals["pulls"] += result.pulls
+    totals["rounds"] += result.rounds
+    totals["shards"] += result.shards
 
 
 def _summary(totals: dict[str, int], broken: int) -> str:

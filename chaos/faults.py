@@ -28,6 +28,8 @@ class Kind(Enum):
     MOVE_RANGE = "move range"
     JOIN_SERVER = "start a server"
     DRAIN_SERVER = "drain server"
+    KILL_WORKER = "kill worker"
+    FREEZE_WORKER = "freeze worker"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Plan:
     """A whole scenario: the cluster, the network's temper, the load, and the faults in order. anywhere: the share of
     pulls that any full replica may answer; operations: how often the operator begins one, per look; roster_lag_s: how
     long a roster may take to reach a server that does not ask for it; bound: of pulls, as in frames; rests: how often a
-    worker takes no part for a while, per look."""
+    worker takes no part for a while, per look; rounds: whether training is synchronous; shards: how many there are in
+    each of `epochs`, 0 for workers with samples of their own."""
 
     seed: int
     servers: int
@@ -71,6 +74,14 @@ class Plan:
     faults: tuple[Fault, ...]
     bound: int = 0
     rests: float = 0.0
+    rounds: bool = False
+    shards: int = 0
+    epochs: int = 1
+
+    @property
+    def scripted(self) -> bool:
+        """Whether workers train in rounds or on shards, and not just one sample after another."""
+        return self.rounds or self.shards > 0
 
     @property
     def gentle(self) -> bool:
@@ -121,6 +132,13 @@ def random_plan(seed: int) -> Plan:
         )
         for _ in range(rng.choice((rng.randint(2, 12), rng.randint(15, 30))))
     ]
+    training = random.Random(f"training {seed}")
+    rounds, shards = (
+        training.random() < 0.4,
+        training.choice((0, 0, 0, training.randint(5, 15), training.randint(15, 30))),
+    )
+    if not gentle and (rounds or shards):
+        faults += [_lost_worker(training, end) for _ in range(training.choice((0, 1, 2, 4)))]
     return Plan(
         seed=seed,
         servers=rng.randint(max(2, replicas), 5),
@@ -142,4 +160,18 @@ def random_plan(seed: int) -> Plan:
         faults=tuple(sorted(faults, key=lambda f: f.at_s)),
         bound=rng.choice((0, 1, 2, 3)),
         rests=rng.choice((0.0, 0.02)),
+        rounds=rounds,
+        shards=shards,
+        epochs=training.choice((1, 1, 2)) if shards else 1,
+    )
+
+
+def _lost_worker(rng: random.Random, end_s: float) -> Fault:
+    """A worker that dies, or that nobody hears for a while."""
+    return Fault(
+        at_s=rng.uniform(0.0, end_s),
+        kind=rng.choice((Kind.KILL_WORKER, Kind.KILL_WORKER, Kind.FREEZE_WORKER)),
+        a=rng.randrange(1 << 16),
+        b=rng.randrange(1 << 16),
+        lasts_s=rng.uniform(0.01, 0.3),
     )

@@ -8,7 +8,7 @@ from coordinator.view import View
 from replication.chain import Ranges
 
 if TYPE_CHECKING:
-    from chaos.servers import Content
+    from chaos.contents import Content
 
 
 class PushFrame(NamedTuple):
@@ -91,6 +91,18 @@ class OperationFrame(NamedTuple):
     kind: int
     worker: int
     number: int
+
+
+class RequestFrame(NamedTuple):
+    """A worker's request that is no push and no pull, as bytes: rounds, shards, clocks, where to start."""
+
+    frame: bytes
+
+
+class AnswerFrame(NamedTuple):
+    """The answer to it."""
+
+    frame: bytes
 
 
 class ViewFrame(NamedTuple):

@@ -12,6 +12,7 @@ from coordinator.view import View
 
 if TYPE_CHECKING:
     from chaos.simulator import World
+    from chaos.workers import Trainer
 
 MOST_SERVERS = 7
 
@@ -46,6 +47,8 @@ class Injector:
             Kind.MOVE_RANGE: lambda fault: world.leader.run(world.leader.move, fault.a, fault.b),
             Kind.JOIN_SERVER: self._join_server,
             Kind.DRAIN_SERVER: self._drain_server,
+            Kind.KILL_WORKER: self._kill_worker,
+            Kind.FREEZE_WORKER: self._freeze_worker,
         }
         for fault in world.plan.faults:
             world.loop.after(fault.at_s, self._inject, fault)
@@ -228,3 +231,33 @@ class Injector:
         else:  # the old one does not know yet that it was replaced
             world.loop.after(fault.lasts_s, world.network.kill, trainer)
         world.start_worker(trainer.name, trainer.heir_of)
+
+    def _kill_worker(self, fault: Fault) -> None:
+        """A worker dies; it is started again under its name, or its lease runs out and nobody comes in its place."""
+        world = self.world
+        workers = sorted(world.trainers)
+        trainer = world.trainers[workers[fault.a % len(workers)]]
+        again = fault.b % 2 == 1
+        if world.counts(trainer) and (again or self._others(trainer)):
+            world.network.kill(trainer)
+            trainer.returns = again
+            if again:
+                world.loop.after(fault.lasts_s, self._come_back, trainer)
+
+    def _come_back(self, trainer: Trainer) -> None:
+        if self.world.trainers[trainer.name] is trainer:
+            self.world.start_worker(trainer.name, trainer)
+
+    def _freeze_worker(self, fault: Fault) -> None:
+        """A worker stands still, perhaps for longer than its lease."""
+        world = self.world
+        workers = sorted(world.trainers)
+        trainer = world.trainers[workers[fault.a % len(workers)]]
+        if world.counts(trainer) and self._others(trainer):
+            trainer.freeze()
+            world.loop.after(fault.lasts_s, trainer.thaw)
+
+    def _others(self, trainer: Trainer) -> bool:
+        """Whether training goes on without this worker."""
+        world = self.world
+        return any(world.counts(t) and not t.frozen for t in world.trainers.values() if t is not trainer)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from chaos.contents import KEYS_PER_ID, KEYS_PER_RANGE
 from chaos.frames import PullFrame, PullReply
-from chaos.reads import KEYS_PER_ID
-from chaos.servers import KEYS_PER_RANGE
 from replication.chain import Chains, Member
 
 if TYPE_CHECKING:
@@ -46,11 +45,18 @@ class Reader:
         session = trainer.session
         if session is None or trainer.view is None or len(self.pulls) >= MOST_PULLS or rng.random() > PULLS_PER_TICK:
             return
+        self.begin()
+
+    def begin(self) -> None:
+        """A new pull."""
+        trainer, rng = self.trainer, self.trainer.loop.rng
+        session = trainer.session
+        assert session is not None
         ranges = trainer.world.plan.ranges
         chosen = rng.sample(range(ranges), rng.randint(1, ranges))
         keys = {r: [r * KEYS_PER_ID + k for k in rng.sample(range(KEYS_PER_RANGE), 2)] for r in sorted(chosen)}
         clock = session.clock - session.open
-        bound = trainer.world.plan.bound if trainer.part.active else 0
+        bound = trainer.world.plan.bound if trainer.part.active and not trainer.world.plan.rounds else 0
         floor = trainer.world.checks.reads.floor(trainer.worker, chosen)
         pull = Pull(clock, session.committed, rng.random() < trainer.world.plan.anywhere, keys, floor, bound)
         self.pulls.append(pull)

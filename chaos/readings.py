@@ -38,6 +38,7 @@ class ReadChecks:
         clock = header.clock
         if header.bound:
             self.parts.on_gather(server, worker, clock - (header.bound - 1), shown)
+        self._checks.decisions.on_gather(server, worker, clock, shown)
         for part in shown:
             r = part.range
             where = f"{server.member} shows range {r} at seq {part.seq} to worker {worker} of clock {clock}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
+from chaos.contents import KEYS_PER_ID
 from chaos.control import CLUSTER
 from chaos.frames import JoinFrame, JoinReply, PullFrame, PullReply, Shown, ViewFrame
 from chaos.network import Link
@@ -20,9 +21,6 @@ from elasticps.wire.frames import ANY, Header, Kind
 
 if TYPE_CHECKING:
     from chaos.servers import Server
-
-KEYS_PER_ID = 1000
-"""Key k belongs to range k // 1000; the rest stands for its hash."""
 
 
 class Asker:
@@ -112,6 +110,7 @@ class Reads:
         asker = self._askers.get(link)
         if asker is None:
             asker = self._askers[link] = Asker(link, frame.worker, frame.base)
+        asker.base = frame.base  # which its worker has told before
         header = Header(
             Kind.PULL, ANY if frame.anywhere else 0, 0, frame.pull, frame.epoch, frame.clock, bound=frame.bound
         )

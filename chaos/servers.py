@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import copy
+from typing import TYPE_CHECKING, Any, cast
 
-from chaos.control import PACE, Leader
-from chaos.frames import AskFrame, JoinFrame, OperationFrame, PullFrame, PushFrame, ViewFrame
+import numpy as np
+
+from chaos.contents import (
+    KEYS_PER_ID,
+    KEYS_PER_RANGE,
+    TABLES,
+    Content,
+    Control,
+    Done,
+    PieceContent,
+    averaged,
+    means_of,
+    updated,
+)
+from chaos.control import CLUSTER, PACE, Leader
+from chaos.frames import AskFrame, JoinFrame, OperationFrame, PullFrame, PushFrame, RequestFrame, ViewFrame
+from chaos.home import Home
 from chaos.network import Link, Process
 from chaos.reads import Reads
 from coordinator.health import Report
 from coordinator.view import View
+from elasticps.server.content import RoundStep
+from elasticps.server.rounds import Rounds
+from elasticps.server.shards import Shards, Take, home_of
+from elasticps.server.shell import Ticket
 from replication.chain import Member, Ranges, place
 from replication.effects import (
     Apply,
@@ -30,79 +50,21 @@ from replication.effects import (
     SnapshotRange,
 )
 from replication.messages import Kind, Operation
+from replication.progress import PART_BITS
 from replication.replica import Replica
 
 if TYPE_CHECKING:
     from chaos.simulator import World
 
-KEYS_PER_RANGE = 12
-"""Keys of range r are r * 1000 + 0 … 11; the number within the range stands for the key's hash."""
-
-MODULUS = (1 << 61) - 1
 BEAT_S = 0.01
-
-Update = tuple[int, int]
-
-Done = tuple[int, int]
-"""An operation as observers know it. A part of a step: worker, and the progress that it leaves. Another: minus its
-kind, and its number."""
-
-
-def updated(values: dict[int, int], key: int, value: int) -> int:
-    """The tiny store's optimizer: the order of updates shows in the value."""
-    return (values.get(key, 0) * 3 + value) % MODULUS
-
-
-class Content:
-    """Updates (key, value) per range, as lists that belong to the caller or as a private copy."""
-
-    def __init__(self, updates: dict[int, list[Update]]) -> None:
-        self.updates = updates
-
-    def private_copy(self) -> Content:
-        """What the session keeps."""
-        return Content({r: list(u) for r, u in self.updates.items()})
-
-    def touches(self, ranges: Ranges) -> bool:
-        """Whether it holds anything for these ranges."""
-        return any(self.updates.get(r) for r in ranges.tolist())
-
-    def cut(self, ranges: Ranges) -> Content:
-        """The part that belongs to some ranges."""
-        return Content({r: self.updates[r] for r in ranges.tolist() if r in self.updates})
-
-
-class Control(NamedTuple):
-    """The payload of an operation that is no push: its kind and number are all that there is to apply."""
-
-    kind: Kind
-    number: int
-
-    @property
-    def done(self) -> Done:
-        """What observers call it."""
-        return (-self.kind, self.number)
-
-    def initial(self, r: int) -> Update:
-        """An INIT puts this where nothing is yet."""
-        return (r * 1000 + self.number % KEYS_PER_RANGE, -self.number)
-
-
-class PieceContent(NamedTuple):
-    """What a piece of a range carries: values, and the history that the checks follow."""
-
-    values: dict[int, int]
-    hashes: list[int]
-    history: list[tuple[Done, ...]]
-    done: dict[Done, None]
-    reached: dict[int, int]
 
 
 class Server(Process):
     """One incarnation of a server.
 
-    Per range: values, the hash chain over its operations, which these were, and how far workers came in it. `roster`:
-    the version of the newest roster that it was given; `left`: it has drained and ended.
+    Per range: values, the hash chain over its operations, which these were, how far workers came in it, and the last
+    round that was closed there. `roster`: the version of the newest roster that it was given; `left`: it has drained
+    and ended.
     """
 
     def __init__(self, world: World, member: Member) -> None:
@@ -117,11 +79,15 @@ class Server(Process):
         self.roster = 0
         self.workers: frozenset[int] = frozenset()
         self.reads = Reads(self, plan.ranges)
+        self.rounds = Rounds(plan.ranges)
+        self.shards = Shards(plan.ranges)
+        self.home = Home(self)
         self.values: list[dict[int, int]] = [{} for _ in range(plan.ranges)]
         self.hashes: list[list[int]] = [[0] for _ in range(plan.ranges)]
         self.history: list[list[tuple[Done, ...]]] = [[()] for _ in range(plan.ranges)]
         self.done: list[dict[Done, None]] = [{} for _ in range(plan.ranges)]
         self.reached: list[dict[int, int]] = [{} for _ in range(plan.ranges)]
+        self.closed = [0] * plan.ranges
         self.links: dict[Any, Link] = {}
         self.leaders: dict[Any, Link] = {}
         self.was_member = False
@@ -136,6 +102,7 @@ class Server(Process):
         if self.world.store.up:
             self.world.store.renew(self.member)
         self.tell_leaders()
+        self.home.judge()
         if self.reads.waiting:
             self.reads.judge()
 
@@ -171,6 +138,7 @@ class Server(Process):
         link = self.links.pop(peer.key)
         link.cut()
         self.reads.forget(link)
+        self.home.forget(link)
         if isinstance(peer, Server):
             self.perform("down", self.replica.peer_down(peer.member))
 
@@ -193,6 +161,8 @@ class Server(Process):
             self.reads.pull(link, message)
         elif isinstance(message, JoinFrame):
             self.reads.join(link, message)
+        elif isinstance(message, RequestFrame):
+            self.home.request(link, cast(Any, peer), message.frame)
         elif isinstance(message, OperationFrame):
             self._operation(link, message)
         else:
@@ -225,13 +195,16 @@ class Server(Process):
         for link in list(self.links.values()):
             if not isinstance(link.other(self), Server):
                 link.send(self, ViewFrame(view))
+        self.home.judge()
 
     def adopt_roster(self, version: int, workers: frozenset[int]) -> None:
         """A roster came."""
         if version >= self.roster:
             self.roster, self.workers = version, workers
             self.reads.roster(workers)
+            self.home.roster(workers)
         self.perform("roster", self.replica.adopt_roster(version, workers))
+        self.home.judge()
 
     # -- leaders ----------------------------------------------------------------------------------------------------
 
@@ -264,12 +237,8 @@ class Server(Process):
                     link.send(self, effect.message)
             elif isinstance(effect, Apply):
                 self._apply(event, effect)
-            elif isinstance(effect, (Reply, ClocksReply)):
-                link = _link(effect.token)
-                if self.links.get(link.other(self).key) is link:
-                    link.send(self, effect)
-            elif isinstance(effect, (Hold, Release)):
-                _link(effect.token).pause(self, isinstance(effect, Hold))
+            elif isinstance(effect, (Reply, ClocksReply, Hold, Release)):
+                self._answer(effect)
             elif isinstance(effect, NeedView):
                 world.fetch_view(self, effect.epoch)
             elif isinstance(effect, NeedRoster):
@@ -284,7 +253,9 @@ class Server(Process):
             elif isinstance(effect, Erase):
                 for r in effect.ranges.tolist():
                     self.values[r], self.hashes[r], self.history[r] = {}, [0], [()]
-                    self.done[r], self.reached[r] = {}, {}
+                    self.done[r], self.reached[r], self.closed[r] = {}, {}, 0
+                self.rounds.erase(effect.ranges)
+                self.shards.erase(effect.ranges.tolist())
             else:
                 assert isinstance(effect, Level)
                 world.checks.on_level(effect.range, effect.fill)
@@ -294,36 +265,88 @@ class Server(Process):
         if self.reads.waiting:
             self.reads.judge()
 
-    def _apply(self, event: str, effect: Apply) -> None:
-        operation, checks = effect.operation, self.world.checks
-        for r, seq in zip(effect.ranges.tolist(), effect.seqs.tolist(), strict=True):
-            bound = KEYS_PER_RANGE if effect.inside is None else effect.inside.get(r, KEYS_PER_RANGE)
-            if isinstance(operation.payload, Control):
-                checks.on_control(self, operation, r, seq)
-                parts = [operation.payload.done]
-                self._control(operation.payload, r, bound)
+    def _answer(self, effect: Reply | ClocksReply | Hold | Release) -> None:
+        token = effect.token
+        if not isinstance(token, tuple):
+            ticket = cast(Ticket, token)
+            if isinstance(effect, Reply):
+                ticket.reply(effect)
+            elif isinstance(effect, ClocksReply):
+                ticket.clocks(effect)
+            elif isinstance(effect, Hold):
+                ticket.hold()
             else:
-                content = operation.payload
-                updates = content.updates.get(r, []) if isinstance(content, Content) else []
-                parts = checks.on_apply(self, event, operation, r, seq, updates)
-                values = self.values[r]
-                for key, value in updates:
-                    if key % 1000 < bound:
-                        values[key] = updated(values, key, value)
+                ticket.release()
+            return
+        link = token[0]
+        assert isinstance(link, Link)
+        if isinstance(effect, (Hold, Release)):
+            link.pause(self, isinstance(effect, Hold))
+        elif self.links.get(link.other(self).key) is link:
+            link.send(self, effect)
+
+    # -- operations -------------------------------------------------------------------------------------------------
+
+    def _apply(self, event: str, effect: Apply) -> None:
+        operation, payload, checks = effect.operation, effect.operation.payload, self.world.checks
+        inside = effect.inside or {}
+        bounds = {r: inside.get(r, KEYS_PER_RANGE) for r in effect.ranges.tolist()}
+        for r, seq in zip(effect.ranges.tolist(), effect.seqs.tolist(), strict=True):
+            if isinstance(payload, Control):
+                checks.on_control(self, operation, r, seq)
+                parts = [payload.done]
+                self._control(payload, r, bounds[r])
+            elif isinstance(payload, (RoundStep, Take)):
+                checks.on_control(self, operation, r, seq)
+                parts = [(-operation.kind, checks.decisions.number(payload))]
+            else:
+                content = payload if isinstance(payload, Content) else Content({})
+                parts = checks.on_apply(self, event, operation, r, seq, content.updates.get(r, []))
+                if not content.round:
+                    for key, value in content.updates.get(r, []):
+                        if key % KEYS_PER_ID < bounds[r]:
+                            self.values[r][key] = updated(self.values[r], key, value)
                 self.reached[r][operation.worker] = operation.after
             self.done[r].update(dict.fromkeys(parts))
             self.history[r].append(tuple(parts))
             self.hashes[r].append(self._link_of(r, operation))
+        if isinstance(payload, RoundStep):
+            self._round(operation.kind, payload, effect.ranges, bounds)
+        elif isinstance(payload, Take):
+            before = checks.shards.done_at(self)
+            self.shards.take(payload)
+            checks.shards.on_change(self, before)
+        elif isinstance(payload, Content):
+            if payload.mark is not None and np.count_nonzero(effect.ranges == home_of(payload.mark)):
+                self.shards.note(payload.mark, operation.worker, operation.after >> PART_BITS)
+            if payload.round:
+                self.rounds.keep(CLUSTER, payload.round, operation.worker, effect.ranges, payload.blocks(bounds))
+
+    def _round(self, kind: int, step: RoundStep, ranges: Ranges, bounds: dict[int, int]) -> None:
+        if kind == Kind.ENTER:
+            self.rounds.enter(step.app, step.workers[0])
+        elif kind == Kind.LEAVE:
+            self.rounds.leave(step.app, step.workers[0])
+        elif kind == Kind.DECIDE:
+            self.rounds.decide(step.app, step.clock, step.workers)
+        else:
+            means = means_of(self.rounds.close(step.app, step.clock, step.workers, ranges, TABLES))
+            self.world.checks.decisions.on_close(self, step, bounds, means)
+            for key, (mean, rate) in means.items():
+                values = self.values[key // KEYS_PER_ID]
+                values[key] = averaged(values, key, mean, rate)
 
     def _link_of(self, r: int, operation: Operation) -> int:
         payload = operation.payload
         number = payload.number if isinstance(payload, Control) else 0
+        if isinstance(payload, (RoundStep, Take)):
+            number = self.world.checks.decisions.number(payload)
         return hash((self.hashes[r][-1], operation.kind, operation.worker, operation.after, number))
 
     def _control(self, control: Control, r: int, bound: int) -> None:
         if control.kind == Kind.INIT:
             key, value = control.initial(r)
-            if key % 1000 < bound:
+            if key % KEYS_PER_ID < bound:
                 self.values[r].setdefault(key, value)
 
     def _cut(self, r: int, serial: int) -> None:
@@ -333,12 +356,14 @@ class Server(Process):
         step = -(-KEYS_PER_RANGE // self.world.plan.pieces)
         high = min(low + step, KEYS_PER_RANGE)
         self._cuts[r] = (serial, high)
-        values = {k: v for k, v in self.values[r].items() if low <= k % 1000 < high}
+        values = {k: v for k, v in self.values[r].items() if low <= k % KEYS_PER_ID < high}
+        kept = copy.deepcopy(self.rounds.dump(r, low, high, TABLES))
         if low == 0:
-            done, reached = dict(self.done[r]), dict(self.reached[r])
-            piece = PieceContent(values, list(self.hashes[r]), list(self.history[r]), done, reached)
+            done, reached, shards = dict(self.done[r]), dict(self.reached[r]), copy.deepcopy(self.shards.dump(r))
+            hashes, history, closed = list(self.hashes[r]), list(self.history[r]), self.closed[r]
+            piece = PieceContent(values, kept, shards, hashes, history, done, reached, closed)
         else:
-            piece = PieceContent(values, [], [], {}, {})
+            piece = PieceContent(values, kept, {}, [], [], {}, {}, 0)
         self.perform("piece", self.replica.piece(r, serial, high, high == KEYS_PER_RANGE, piece))
 
     def _install(self, effect: Install) -> None:
@@ -348,12 +373,7 @@ class Server(Process):
         self.values[r].update(piece.values)
         if piece.hashes:  # the first piece brings the history
             self.hashes[r], self.history[r] = list(piece.hashes), list(piece.history)
-            self.done[r], self.reached[r] = dict(piece.done), dict(piece.reached)
+            self.done[r], self.reached[r], self.closed[r] = dict(piece.done), dict(piece.reached), piece.closed
+        self.rounds.load(r, copy.deepcopy(piece.rounds))
+        self.shards.load(copy.deepcopy(piece.shards))
         self.world.checks.touched.append(r)
-
-
-def _link(token: object) -> Link:
-    assert isinstance(token, tuple)
-    link = token[0]
-    assert isinstance(link, Link)
-    return link

@@ -1,5 +1,5 @@
-"""A whole cluster under one seed, in virtual time: real replicas, sessions, parking, planning and failure detection, a
-simulated everything else.
+"""A whole cluster under one seed, in virtual time: real replicas, sessions, parking, rounds, shards, planning and
+failure detection, a simulated everything else.
 
 The same seed gives the same trace, byte for byte. Invariants are checked after every event; when the faults have ended,
 everything outstanding must finish within a bound, with no new pushes to help it along. Pure.
@@ -24,6 +24,8 @@ from chaos.workers import Trainer
 from coordinator.planner import Health, Members, plan
 from coordinator.repair import Limits
 from coordinator.view import ClusterConfig, View
+from elasticps.client.starting import Past
+from elasticps.sharding import ShardSpec
 from replication.chain import Chains, Member
 
 WATCH_S = 0.02
@@ -31,13 +33,15 @@ RECONNECT_S = 0.004
 REGISTER_S = 0.02
 OFFICE_S = 0.08
 BOUND_S = 4.0
+WORKER_LEASE_S = 0.1
 
 _MOMENT = struct.Struct("<dI")
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a seed went. trace: lines, if they were asked for; digest: CRC-32 of when what had how many effects."""
+    """How a seed went. rounds: how many were decided; shards: how many were trained and acknowledged; trace: lines, if
+    they were asked for; digest: CRC-32 of when what had how many effects."""
 
     seed: int
     invariant: str
@@ -50,6 +54,8 @@ class Result:
     trace: tuple[str, ...] = ()
     pulls: int = 0
     operations: int = 0
+    rounds: int = 0
+    shards: int = 0
 
     @property
     def ok(self) -> bool:
@@ -58,7 +64,8 @@ class Result:
 
     def __str__(self) -> str:
         if self.ok:
-            return f"seed {self.seed}: {self.commits} steps committed, {self.epochs} views, {self.events} events"
+            trained = f"{self.commits} steps, {self.rounds} rounds, {self.shards} shards"
+            return f"seed {self.seed}: {trained} committed, {self.epochs} views, {self.events} events"
         return f"seed {self.seed}: {self.story}\nreplay it: elasticps sim --seed {self.seed}"
 
 
@@ -79,7 +86,12 @@ class World:
         self.known: dict[Member, Server] = {}
         self.servers: dict[str, Server] = {}
         self.trainers: dict[str, Trainer] = {}
+        self.incarnations: dict[int, Trainer] = {}
         self.roster_version = 0
+        self.dropped: set[int] = set()
+        self._down_s = 0.0  # when the store was last seen to be down: leases count from then
+        self.pasts: dict[str, Past] = {}
+        self.spec = ShardSpec(max(1, plan.shards), 1, plan.epochs, None)
         self._values = 0
         self._worker_ids = 0
         self.leader = self._elect()
@@ -87,6 +99,8 @@ class World:
         self.operator = Operator(self, "operator")
         for i in range(plan.workers):
             self.start_worker(f"w{i}", None)
+        if plan.scripted:
+            self._expire_workers()
         self.injector = Injector(self)
 
     def _begin(self) -> None:
@@ -193,12 +207,65 @@ class World:
         self._worker_ids += 1
         self.roster_version += 1
         if name in self.trainers:
-            self.checks.fenced[self.trainers[name].worker] = self.roster_version
-        self.trainers[name] = Trainer(self, name, self._worker_ids, self.roster_version, before)
+            self.checks.fenced.setdefault(self.trainers[name].worker, self.roster_version)
+        trainer = Trainer(self, name, self._worker_ids, self.roster_version, before)
+        self.trainers[name] = self.incarnations[self._worker_ids] = trainer
         self.checks.reads.parts.on_start(self.trainers[name])
         self.note(name, f"starts as {self._worker_ids}", ())
         for server in self.servers.values():
             self.loop.after(self.loop.rng.uniform(0, self.plan.roster_lag_s), self.fetch_roster, server)
+
+    def renew(self, trainer: Trainer) -> None:
+        """A worker keeps its place, as long as it has one."""
+        if self.store.up and self.counted(trainer.worker):
+            trainer.renewed_s = self.loop.now
+
+    def fences(self, trainer: Trainer) -> bool:
+        """Whether a worker learns from the store that it has no place any more, and ends."""
+        if not self.plan.scripted or not self.store.up or self.counted(trainer.worker):
+            return False
+        self.network.kill(trainer)
+        return True
+
+    def registered(self, trainer: Trainer) -> bool:
+        """Whether a worker's lease lives, as far as it knows."""
+        return self.loop.now < trainer.renewed_s + WORKER_LEASE_S
+
+    def _expire_workers(self) -> None:
+        """Workers whose leases have run out are in the roster no more."""
+        self.loop.after(WORKER_LEASE_S / 4, self._expire_workers)
+        if not self.store.up:
+            self._down_s = self.loop.now
+        for trainer in self.trainers.values():
+            if trainer.worker not in self.dropped and self.loop.now > WORKER_LEASE_S + max(
+                trainer.renewed_s, self._down_s
+            ):
+                self.roster_version += 1
+                self.dropped.add(trainer.worker)
+                self.checks.fenced.setdefault(trainer.worker, self.roster_version)
+                self.note(trainer.name, "is dropped from the roster", ())
+                for server in self.servers.values():
+                    self.loop.after(self.loop.rng.uniform(0, self.plan.roster_lag_s), self.fetch_roster, server)
+
+    def counts(self, trainer: Trainer) -> bool:
+        """Whether a worker lives, and the roster has it."""
+        return trainer.alive and self.counted(trainer.worker)
+
+    def counted(self, worker: int) -> bool:
+        """Whether the newest roster has a worker, which it then always had."""
+        return worker not in self.checks.fenced
+
+    def of_worker(self, worker: int) -> Trainer:
+        """A worker incarnation."""
+        return self.incarnations[worker]
+
+    def keep(self, name: str, past: Past) -> Past | None:
+        """Writes who took part last under a name, if nobody else has since it was read."""
+        known = self.pasts.get(name)
+        if (0 if known is None else known.revision) != past.revision:
+            return None
+        self.pasts[name] = past._replace(revision=past.revision + 1)
+        return self.pasts[name]
 
     def resumed(self, trainer: Trainer, before: Trainer) -> None:
         """A successor knows where to go on: nobody needs its predecessor's clocks any more."""
@@ -209,7 +276,7 @@ class World:
         self.loop.after(self.network.delay(), self._give_roster, server)
 
     def _give_roster(self, server: Server) -> None:
-        workers = frozenset(t.worker for t in self.trainers.values())
+        workers = frozenset(t.worker for t in self.trainers.values()) - self.dropped
         server.run(server.adopt_roster, self.roster_version, workers)
 
     # -- views --------------------------------------------------------------------------------------------------------
@@ -279,6 +346,8 @@ class World:
         for server in self.servers.values():
             server.drag_s = 0.0
             server.thaw()
+        for trainer in self.trainers.values():
+            trainer.thaw()
         self.leader.thaw()
 
     def unfinished(self) -> str:
@@ -336,4 +405,6 @@ def run(seed: int, trace: bool = False, plan: Plan | None = None) -> Result:
         tuple(world.trace or ()),
         world.checks.reads.count,
         world.checks.operations,
+        len(world.checks.decisions.made),
+        len(world.checks.shards.acknowledged),
     )

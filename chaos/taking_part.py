@@ -27,6 +27,7 @@ class Part:
         self.active = False
         self._serial = 0
         self._until_s = 0.0
+        self._answered: set[Member] = set()
 
     def look(self, session: Session) -> None:
         """Joins, or pauses when there is nothing to do or it feels like it, and nothing is outstanding."""
@@ -36,13 +37,15 @@ class Part:
             self._until_s = trainer.loop.now + REST_S * rng.random()
         wanted = world.training and trainer.next_sample < world.plan.steps and trainer.loop.now >= self._until_s
         if wanted and not self.active:
-            self._change(True)
+            self.change(True)
         elif not wanted and session.outstanding == 0 and not session.open and (self.active or not self._serial):
-            self._change(False)
+            self.change(False)
 
-    def _change(self, active: bool) -> None:
+    def change(self, active: bool) -> None:
+        """Says everywhere that the worker takes part from now on, or holds nobody back."""
         self.active = active
         self._serial += 1
+        self._answered.clear()
         if not active:
             self.trainer.world.checks.reads.parts.on_pause(self.trainer.worker)
         for link in self.trainer.links.values():
@@ -54,8 +57,14 @@ class Part:
         if self._serial:
             link.send(trainer, JoinFrame(self._serial, trainer.worker, trainer.base, not self.active))
 
+    def known(self) -> bool:
+        """Whether every server that the worker needs has answered."""
+        return self._answered >= set(self.trainer.wanted)
+
     def answered(self, member: Member, serial: int) -> None:
         """A server knows."""
+        if serial == self._serial:
+            self._answered.add(member)
         if serial == self._serial and self.active:
             self.trainer.world.checks.reads.parts.on_joined(self.trainer.worker, member)
 

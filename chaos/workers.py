@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chaos.frames import AskFrame, JoinReply, PullReply, PushFrame, ViewFrame
+from chaos.contents import KEYS_PER_ID, KEYS_PER_RANGE, Content, Update
+from chaos.frames import AnswerFrame, AskFrame, JoinReply, PullReply, PushFrame, ViewFrame
 from chaos.network import Link, Process
+from chaos.programs import Training
 from chaos.readers import Reader
-from chaos.servers import KEYS_PER_RANGE, Content, Server, Update
+from chaos.servers import Server
 from chaos.taking_part import Part
 from coordinator.view import View
 from elasticps.client.session import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
@@ -26,7 +28,8 @@ REFRESH_S = 0.05
 
 
 class Trainer(Process):
-    """One incarnation of a worker. It trains samples in order; its successor goes on from what is committed."""
+    """One incarnation of a worker. It trains samples in order; its successor goes on from what is committed. `returns`:
+    it has died, and will be started again."""
 
     def __init__(self, world: World, name: str, worker: int, roster: int, before: Trainer | None) -> None:
         super().__init__(world.loop)
@@ -41,23 +44,31 @@ class Trainer(Process):
         self.part = Part(self)
         self.links: dict[Member, Link] = {}
         self.session: Session | None = None
+        self.wanted: list[Member] = []
         self.sample_of: dict[int, int] = {}
         self.next_sample = 0
         self.base = 0
         self._before = before
-        self._wanted: list[Member] = []
         self._parts_left = 0
+        self._rate = 0
         self._refreshed = 0.0
         plan = world.plan
         self._applied = np.full(plan.ranges, -1, dtype=np.int64)
         self._committed = np.full(plan.ranges, -1, dtype=np.int64)
-        if before is None:
+        self.training: Training | None = None
+        self.renewed_s = self.loop.now
+        self.returns = False
+        if before is None or plan.scripted:
             self.session = Session(worker, plan.ranges, plan.window)
+            if plan.scripted:
+                self.training = Training(self, self.session)
         self.loop.after(0.0, self.run, self._tick)
 
     @property
     def finished(self) -> bool:
-        """Whether everything pushed is committed, and every pull answered."""
+        """Whether everything pushed is committed, and every pull answered; or nobody counts on it."""
+        if self.training is not None and not self.training.finished:
+            return not self.alive and not self.returns and self.worker in self.world.dropped
         return self.session is not None and self.session.outstanding == 0 and not self.reader.pulls
 
     # -- training ---------------------------------------------------------------------------------------------------
@@ -67,23 +78,32 @@ class Trainer(Process):
         if self.loop.now - self._refreshed > REFRESH_S or self.view is None:
             self._refreshed = self.loop.now
             world.fetch_view(self, 0)
+            if world.fences(self):
+                return
         self._connect()
-        if self.session is not None:
+        world.renew(self)
+        if self.training is not None:
+            self.training.tick()
+        elif self.session is not None:
             self.part.look(self.session)
             more = self.part.active and self.session.room and self.next_sample < world.plan.steps
             if self.session.open or more:
-                self._push(self.session)
-        if world.training:
+                self.push(self.session)
+        if world.training and not world.plan.rounds and (self.training is None or self.part.active):
             self.reader.tick()
         pace = TICK_S if world.training or (self.session is not None and self.session.open) else IDLE_S
         self.loop.after(pace * world.loop.rng.uniform(0.2, 2.0), self.run, self._tick)
 
-    def _push(self, session: Session) -> None:
+    def push(self, session: Session) -> None:
+        """Pushes the next part of the step under way, or the first one of the next sample."""
         world, rng = self.world, self.loop.rng
         if not session.open:
             self._parts_left = rng.choice((1, 1, 1, 2, 3))
             self.sample_of[session.clock + 1] = self.next_sample
+            if world.plan.shards:
+                world.checks.shards.on_step(self, session.clock + 1, self.next_sample)
             self.next_sample += 1
+            self._rate = rng.randint(1, 3)
             part = 0
         else:
             part = session.parts
@@ -94,18 +114,23 @@ class Trainer(Process):
         for r in range(world.plan.ranges):
             if rng.random() < density:
                 keys = rng.sample(range(KEYS_PER_RANGE), rng.randint(1, 3))
-                updates[r] = [(r * 1000 + key, world.fresh()) for key in keys]
+                updates[r] = [(r * KEYS_PER_ID + key, world.fresh()) for key in keys]
         clock = session.clock if session.open else session.clock + 1
         after = after_part(clock, part, last)
-        world.checks.on_first_send(self, clock, after, last, {r: tuple(u) for r, u in updates.items()})
-        self._perform(session.push(Content(updates).private_copy(), last))
+        content = Content(updates)
+        if self.training is not None:
+            content.round, content.rate = (clock, self._rate) if world.plan.rounds else (0, 0)
+            if last:
+                content.mark, self.training.next_mark = self.training.next_mark, None
+        world.checks.on_first_send(self, clock, after, last, content.exact_copy())
+        self._perform(session.push(content.private_copy(), last))
         for mine in updates.values():  # the caller may change its arrays at once
             mine[0] = (mine[0][0], -1)
 
     # -- links ------------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        for member in self._wanted:
+        for member in self.wanted:
             if member not in self.links:
                 self.world.connect(self, member)
 
@@ -121,6 +146,8 @@ class Trainer(Process):
         self.links[peer.member] = link
         self.part.connected(link)
         self.reader.connected(peer.member)
+        if self.training is not None:
+            self.training.connected(peer.member)
         if self.session is not None:
             self._perform(self.session.connected(peer.member))
         else:
@@ -145,6 +172,9 @@ class Trainer(Process):
             return
         if isinstance(message, ViewFrame):
             self.adopt(message.view)
+        elif isinstance(message, AnswerFrame):
+            assert self.training is not None
+            self.training.answer(message.frame)
         elif isinstance(message, JoinReply):
             self.part.answered(peer.member, message.serial)
         elif isinstance(message, PullReply):
@@ -160,6 +190,8 @@ class Trainer(Process):
         else:
             assert isinstance(message, ClocksReply)
             self._clocks(message)
+        if self.training is not None:
+            self.training.advance()
         self.world.note(self.key, type(message).__name__, ())
 
     def adopt(self, view: View) -> None:
@@ -167,8 +199,10 @@ class Trainer(Process):
         if self.view is not None and view.epoch <= self.view.epoch:
             return
         self.newest, self.view = view, view.as_chains
+        if self.training is not None:
+            self.training.adopt(view)
         used = np.unique(view.chains if self.world.plan.anywhere else (view.heads, view.tails))
-        self._wanted = [view.servers[i].member for i in used.tolist() if i >= 0]
+        self.wanted = [view.servers[i].member for i in used.tolist() if i >= 0]
         if self.session is not None:
             self._perform(self.session.adopt(self.view))
         self._connect()

@@ -111,6 +111,8 @@ class Shards:
                     self._owner.settle_all()
                     self._parts.joining.pause()  # whoever goes on need not wait for those who are done
                     raise StopIteration
+                if self._parts.control.registered() != self._lease:  # while we asked
+                    taking.queue.clear()
             shard = taking.hand_over()
             self._owner.attach((taking.number, shard))
             return self._shard(shard)

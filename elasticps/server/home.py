@@ -40,7 +40,10 @@ class Host(Protocol[Asker]):
     """The server around this."""
 
     ranges: int
-    epoch: int
+
+    @property
+    def epoch(self) -> int:
+        """Of the view that is followed."""
 
     @property
     def headed(self) -> Ranges:

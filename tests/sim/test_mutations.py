@@ -14,12 +14,12 @@ import pytest
 
 import chaos.control
 import chaos.workers
+from chaos.contents import Content
 from chaos.control import Store
 from chaos.frames import PullFrame
 from chaos.operators import Operator, Task
 from chaos.readers import Reader
 from chaos.reads import Reads
-from chaos.servers import Content
 from chaos.simulator import run
 from coordinator.planner import Health, Members, Plan, plan
 from coordinator.repair import Limits

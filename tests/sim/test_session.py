@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from chaos.servers import Content
+from chaos.contents import Content
 from coordinator.failover import form, plan_failover
 from elasticps.client.session import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
 from replication.chain import Chains, Member, Ranges

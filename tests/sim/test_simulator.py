@@ -28,7 +28,7 @@ def test_the_same_seed_gives_the_same_trace() -> None:
 
 
 def test_a_failure_names_the_invariant_and_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from chaos.servers import Content
+    from chaos.contents import Content
 
     monkeypatch.setattr(Content, "private_copy", lambda self: self)
     result = run(0)
