@@ -14,7 +14,7 @@ from replication.log import Frame, Log
 from replication.messages import Ack, Forward, Message, Operation, Seqs
 from replication.progress import Clocks, Progress
 
-_RUNS_KEPT = 8
+_TREATMENTS_KEPT = 8
 
 NO_RANGES: Ranges = np.empty(0, dtype=np.int64)
 NO_RANGES.setflags(write=False)
@@ -24,16 +24,28 @@ class ProtocolError(RuntimeError):
     """What a correct peer or leader cannot say. The process must end: it may no longer vouch for its copy."""
 
 
-class Run(NamedTuple):
-    """Ranges of a frame that are treated alike. chosen: which of its ranges, a slice where they are neighbours; lane:
-    the neighbour downstream, -1 for none."""
+class Part(NamedTuple):
+    """Some ranges of a frame. chosen: which of them, a slice where they are neighbours; lane: the neighbour downstream
+    that they have to do with, -1 for none."""
 
+    lane: int
     chosen: slice | NDArray[np.int64]
     ranges: Ranges
-    lane: int
-    sending: bool
-    waits: bool
-    quiet: bool
+
+
+class Treatment(NamedTuple):
+    """What is done with the ranges of a frame.
+
+    sent: forwarded, one message per neighbour, whatever else is done; kept: logged until a neighbour acknowledges
+    final: acknowledged at once; vouched: of these, what the predecessors are told
+    quiet: at a joiner that is being filled: applied in the part that it has
+    """
+
+    sent: list[Part]
+    kept: list[Part]
+    final: Part | None
+    vouched: Part | None
+    quiet: Ranges
 
 
 class Waiter(NamedTuple):
@@ -77,7 +89,7 @@ class Core:
         self._fed = False
         self.guarded = False
         self._headed: Ranges = NO_RANGES
-        self._run_cache: deque[tuple[Ranges, list[Run]]] = deque(maxlen=_RUNS_KEPT)
+        self._treatments: deque[tuple[Ranges, Treatment]] = deque(maxlen=_TREATMENTS_KEPT)
         self._members: list[Member] = []
         self._slots: dict[Member, int] = {}
         self._linked: list[bool] = []
@@ -105,65 +117,54 @@ class Core:
             ok &= self._since[ranges] <= epoch
         return ok
 
-    # -- runs -------------------------------------------------------------------------------------------------------
+    # -- treatments ---------------------------------------------------------------------------------------------------
 
     def _recode(self) -> None:
         """Follows a change of neighbours, links or fillings: what is done with an operation, per range, as one int."""
         waits = self.waiting | (self._down >= 0) & ~self._tail
         quiet = (self.role == Role.JOINING) & ~self.filled
         self._code = (self._down + 1) << 3 | quiet << 2 | self._synced << 1 | waits
-        self._run_cache.clear()
+        self._treatments.clear()
         self.guarded = bool(np.count_nonzero(self.waiting))
         self._fed = bool(np.count_nonzero(self._tail & (self._down >= 0)))
 
-    def _runs(self, ranges: Ranges) -> list[Run]:
-        """Groups a frame's ranges by their treatment. What is grouped often is remembered, by identity."""
-        for known, runs in self._run_cache:
+    def _treatment(self, ranges: Ranges) -> Treatment:
+        """What is done with a frame of these ranges. What comes often is remembered, by identity."""
+        for known, treatment in self._treatments:
             if known is ranges:
-                return runs
-        n = ranges.shape[0]
-        if n == 0:
-            return []
+                return treatment
         codes = self._code[ranges]
-        runs = list[Run]()
-        # One run per treatment, not per stretch: while ranges move, every other one may be treated in another way.
-        for code in [int(codes[0])] if np.count_nonzero(codes != codes[0]) == 0 else np.unique(codes).tolist():
-            index = _neighbours(np.flatnonzero(codes == code))
-            part = ranges[index]
-            flags = bool(code & 2), bool(code & 1), bool(code & 4)
-            runs.append(Run(index, ranges if part.shape[0] == n else part, (code >> 3) - 1, *flags))
-        self._run_cache.append((ranges, runs))
-        return runs
+        lanes = (codes >> 3) - 1
+        final = codes & 1 == 0
+        treatment = Treatment(
+            _by_lane(ranges, lanes, codes & 2 != 0),
+            _by_lane(ranges, lanes, ~final),
+            _part(ranges, -1, final),
+            _part(ranges, -1, final & (codes & 4 == 0)),
+            ranges[final & (codes & 4 != 0)],
+        )
+        self._treatments.append((ranges, treatment))
+        return treatment
 
     # -- the steps --------------------------------------------------------------------------------------------------
 
-    def _perform(
-        self, frame: Frame, ranges: Ranges, seqs: Seqs, before: int | Progress, runs: list[Run], out: Effects
-    ) -> None:
+    def _perform(self, frame: Frame, ranges: Ranges, seqs: Seqs, before: int | Progress, out: Effects) -> None:
         """One operation at one replica: forward it, log it, apply it; where nobody downstream is waited for, commit.
 
         The caller has set seq and the worker's progress.
         """
         operation = frame.operation
-        inside: dict[int, int] | None = None
-        final = False
-        for index, part, lane, sending, waits, quiet in runs:
-            if sending:
-                self._send(lane, Forward(self.epoch, part, seqs[index], operation), out)
-            if waits:
-                self.log.add(lane, frame, part, seqs[index], before if isinstance(before, int) else before[index])
-            else:
-                final = True
-                if quiet:
-                    inside = inside or {}
-                    inside.update((r, self._bounds[r]) for r in part.tolist())
+        sent, kept, final, vouched, quiet = self._treatment(ranges)
+        for lane, chosen, part in sent:
+            self._send(lane, Forward(self.epoch, part, seqs[chosen], operation), out)
+        for lane, chosen, part in kept:
+            self.log.add(lane, frame, part, seqs[chosen], before if isinstance(before, int) else before[chosen])
+        inside = {r: self._bounds[r] for r in quiet.tolist()} if quiet.shape[0] else None
         out.append(Apply(operation, ranges, seqs, inside))
-        if final:
-            for index, part, _, _, waits, quiet in runs:
-                if not waits:
-                    self.acked[part] = seqs[index]
-                    if not quiet:
-                        self._vouch(part, seqs[index], out)
+        if final is not None:
+            self.acked[final.ranges] = seqs[final.chosen]
+            if vouched is not None:
+                self._vouch(vouched.ranges, seqs[vouched.chosen], out)
 
     def _vouch(self, ranges: Ranges, seqs: Seqs, out: Effects) -> None:
         """Tells the predecessors that everything up to `seqs` is committed."""
@@ -212,7 +213,24 @@ class Core:
         return Frame(operation, token, ranges)
 
 
-def _neighbours(index: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """The same positions, as a slice if there is no gap between them."""
+def _by_lane(ranges: Ranges, lanes: NDArray[np.int64], mask: NDArray[np.bool_]) -> list[Part]:
+    """One part per lane of those ranges in the mask: while ranges move, every other one may be treated in another way,
+    and a message costs much more than a range of it."""
+    chosen = lanes[mask]
+    if chosen.shape[0] == 0:
+        return []
+    every = [int(chosen[0])] if np.count_nonzero(chosen != chosen[0]) == 0 else np.unique(chosen).tolist()
+    parts = [_part(ranges, lane, mask & (lanes == lane)) for lane in every]
+    return [part for part in parts if part is not None]
+
+
+def _part(ranges: Ranges, lane: int, mask: NDArray[np.bool_]) -> Part | None:
+    """The ranges in the mask, None if there are none."""
+    index = np.flatnonzero(mask)
+    if index.shape[0] == 0:
+        return None
+    if index.shape[0] == ranges.shape[0]:
+        return Part(lane, slice(0, index.shape[0]), ranges)
     first, last = int(index[0]), int(index[-1])
-    return slice(first, last + 1) if last - first + 1 == index.shape[0] else index
+    chosen = slice(first, last + 1) if last - first + 1 == index.shape[0] else index
+    return Part(lane, chosen, ranges[chosen])

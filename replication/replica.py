@@ -265,7 +265,7 @@ class Replica(Filling):
             row[ranges] = operation.after
         self.seq[ranges] = seqs
         frame = self._frame(operation, None, ranges)
-        self._perform(frame, ranges, seqs, before, self._runs(ranges), out)
+        self._perform(frame, ranges, seqs, before, out)
         if operation.after == 0:
             self.clocks.forget(operation.worker)
 
@@ -447,7 +447,7 @@ class Replica(Filling):
         seqs = self.seq[ranges]
         seqs += 1
         self.seq[ranges] = seqs
-        self._perform(frame, ranges, seqs, before, self._runs(ranges), out)
+        self._perform(frame, ranges, seqs, before, out)
 
     def _tell_clocks(self, ask: Ask, out: Effects) -> None:
         ranges = self._orders.get(ask.epoch)

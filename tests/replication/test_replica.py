@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,11 @@ P = 4
 class Cluster:
     """Replicas, their links as queues, and what they asked of their shells."""
 
-    def __init__(self, servers: int = 3, replicas: int = 2, budget_bytes: int = 1 << 20) -> None:
+    def __init__(self, servers: int = 3, replicas: int = 2, budget_bytes: int = 1 << 20, alike: bool = False) -> None:
         self.members = [Member(f"s{i}", 1) for i in range(servers)]
         self.view = form(self.members[: max(replicas, servers - 1)], P, replicas)
+        if alike:  # all ranges have the same chain
+            self.view = replace(self.view, chains=np.repeat(self.view.chains[:1], P, axis=0))
         self.replicas = {m: Replica(m, P, budget_bytes) for m in self.members}
         self.queues: dict[tuple[Member, Member], deque[Any]] = {}
         self.effects: list[tuple[Member, Any]] = []
@@ -331,3 +334,22 @@ def test_ranges_that_leave_go_back_to_the_worker() -> None:
     assert reply.epoch == 2
     assert reply.committed.tolist() == []
     assert 0 in reply.moved.tolist()
+
+
+def test_a_neighbour_gets_one_message_per_operation_and_answers_with_one_whatever_its_ranges_are_to_it() -> None:
+    c = Cluster(servers=3, replicas=3, alike=True)
+    head, middle, tail = c.view.members_of(0)
+    chains, joining, since = c.view.chains.copy(), c.view.joining.copy(), c.view.since.copy()
+    chains[3, 2], joining[3], since[3] = -1, c.view.members.index(tail), c.view.epoch + 1
+    c.adopt(Chains(c.view.epoch + 1, c.view.members, chains, joining, since))
+    c.settle()
+    begun = next(e for _, e in c.effects if isinstance(e, SnapshotRange))
+    c.take(middle, c.replicas[middle].piece(3, begun.serial, 1, last=False, payload="first piece"))
+    c.settle()
+    c.push(head, 1)
+    c.deliver(head, middle)
+    assert [sorted(m.ranges.tolist()) for m in c.queues[middle, tail]] == [[0, 1, 2, 3]]
+    c.deliver(middle, tail)
+    assert [m.ranges.tolist() for m in c.queues[tail, middle]] == [[0, 1, 2]]
+    c.settle()
+    assert c.replies() == [(("t", 1), Status.COMMITTED)]
