@@ -129,6 +129,7 @@ def failover(
 @app.command()
 def elastic(
     rows: Annotated[int, typer.Option(min=1, help="Rows of 64 floats, with Adagrad.")] = 1_000_000,
+    batch: Annotated[int, typer.Option(min=1, help="Rows in each pull and each push.")] = 256,
     as_json: Json = False,
 ) -> None:
     """What workers notice when 3 servers become 5 and 3 again: 2 replicas, 2 workers that pull and push all the time.
@@ -137,11 +138,11 @@ def elastic(
     """
     from elasticps.bench import elastic as bench
 
-    outcome = bench.run(rows=rows, progress=_progress)
+    outcome = bench.run(rows=rows, batch=batch, progress=_progress)
     if as_json:
         typer.echo(json.dumps(outcome.as_dict(), indent=2))
     else:
-        table = Table(title=f"elastic: {rows:,} rows, ms that an operation took")
+        table = Table(title=f"elastic: {rows:,} rows, {batch:,} at a time, ms that an operation took")
         for name in ("", "operations", "p50", "p99", "max"):
             table.add_column(name, justify="right" if name else "left")
         for found, name in ((outcome.before, "before"), (outcome.during, "while ranges move"),
@@ -155,7 +156,12 @@ def elastic(
                 f"to {phase.to} servers{how}: {phase.moved_bytes / 1e6:,.0f} MB, {phase.ratio:.2f} of the least "
                 f"possible, in {phase.seconds:.1f} s: {phase.mb_per_s:,.0f} MB/s"
             )
-        typer.echo(f"throughput while ranges move: {outcome.throughput:.0%} of before")
+        (three, five), (growing, shrinking) = outcome.operations_per_s, outcome.of_steady
+        typer.echo(
+            f"{three:,.0f} operations/s with 3 servers, {five:,.0f} with 5; while ranges move "
+            f"{outcome.throughput:.0%} of the first: {growing:.0%} of what it was before as it grows, {shrinking:.0%} "
+            "as it shrinks"
+        )
         verdict = "all replicas are equal" if outcome.clean else "the audit found differences"
         typer.echo(
             f"{outcome.failed} operations failed; {outcome.updates:,} updates acknowledged, {outcome.wrong} values are "

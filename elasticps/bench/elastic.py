@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,11 @@ from elasticps.spec import Accumulate, Adagrad
 SERVERS, MORE, REPLICAS, WORKERS = 3, 5, 2, 2
 AUDIT_TIMEOUT_S = 300.0
 STEADY_S = 5.0
+BATCH = 256
 _SAMPLE_S = 0.05
 _HEAD_S = 0.02  # a push that is under way, or begins, so long after a view was seen may have met it
+
+Spans: TypeAlias = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,15 @@ class Outcome:
 
     before, during     operations that ended when nothing moved, and when something did
     heads              pushes under way when a view took heads off living servers
-    throughput         operations per second during moves, as a part of those before
+    operations_per_s   with 3 servers, and with 5, while nothing moves: where cores are few, more servers are slower
+    throughput         operations per second during moves, as a part of those with 3 servers
+    of_steady          the same for each change, as a part of those just before it
     idle               the change to more servers without workers
     failed, wrong      operations that failed; keys whose value is not the exact number of acknowledged updates
     """
 
     rows: int
+    batch: int
     load: float
     failed: int
     wrong: int
@@ -78,8 +84,9 @@ class Outcome:
     pulls: dict[str, float]
     pushes: dict[str, float]
     heads: dict[str, float]
+    operations_per_s: tuple[float, ...]
     throughput: float
-    operations_per_s: float
+    of_steady: tuple[float, ...]
     phases: tuple[Phase, ...]
     idle: Phase
 
@@ -160,9 +167,9 @@ class _Observer:
         self._thread.join()
 
 
-def run(*, rows: int = 1_000_000, progress: Callable[[str], None] = lambda text: None) -> Outcome:
-    """Stores `rows` x 64 float32 with Adagrad, works on them with two processes while the cluster grows and shrinks,
-    checks every value and replica, and lets the cluster grow again without work."""
+def run(*, rows: int = 1_000_000, batch: int = BATCH, progress: Callable[[str], None] = lambda text: None) -> Outcome:
+    """Stores `rows` x 64 float32 with Adagrad, works on `batch` of them at a time with two processes while the cluster
+    grows and shrinks, checks every value and replica, and lets the cluster grow again without work."""
     load = os.getloadavg()[0]
     progress("starting a cluster")
     with LocalCluster("elastic", servers=SERVERS, replicas=REPLICAS) as cluster, ExitStack() as stack:
@@ -174,14 +181,19 @@ def run(*, rows: int = 1_000_000, progress: Callable[[str], None] = lambda text:
         stack.callback(observer.close)
         workers = []
         for number in range(WORKERS):
-            workers.append(Worker("elasticps.bench.mover", cluster.url, f"mover{number}", str(number), str(rows)))
+            workers.append(Worker("elasticps.bench.mover", cluster.url, f"mover{number}", str(number), str(rows),
+                                  str(batch)))  # fmt: skip
             stack.callback(workers[-1].close)
-        progress("working with 3 servers")
-        _work(workers)
-        calm = time.time()
-        time.sleep(STEADY_S)
-        began = time.time()
-        phases = [_change(cluster, observer, size, rows, progress) for size in (MORE, SERVERS)]
+        phases, calm, moves = list[Phase](), list[Spans](), list[Spans]()
+        for size, now in ((MORE, SERVERS), (SERVERS, MORE)):
+            progress(f"working with {now} servers")
+            _work(workers)
+            steady = time.time()
+            time.sleep(STEADY_S)
+            began = time.time()
+            phases.append(_change(cluster, observer, size, rows, progress))
+            calm.append([(steady, began)])
+            moves.append(observer.spans(began, time.time()))
         ended = time.time()
         _work(workers)
         answers = [worker.ask("end") for worker in workers]
@@ -192,20 +204,21 @@ def run(*, rows: int = 1_000_000, progress: Callable[[str], None] = lambda text:
         wrong = int((found != counts[:, None]).any(axis=1).sum())
         clean = audit(cluster.url, AUDIT_TIMEOUT_S).clean
         idle = _change(cluster, observer, MORE, rows, progress)
-        spans = observer.spans(began, ended)
-        head_moves = [t for t in observer.head_moves if began <= t <= ended]
+        head_moves = [t for t in observer.head_moves if t <= ended]
     pulls, pushes = (
         np.concatenate([np.array(a[kind]).reshape(-1, 2) for a in answers]) for kind in ("pulls", "pushes")
     )
     both = np.concatenate([pulls, pushes])
-    before, during = _within(both, [(calm, began)]), _within(both, spans)
-    moving_s = sum(b - a for a, b in spans)
-    rate = len(before) / (began - calm)
+    rates = [_rate(both, spans) for spans in calm]
+    moving = [_rate(both, spans) for spans in moves]
+    spans = [span for some in moves for span in some]
     heads = _within(pushes, [(t - _HEAD_S, t + _HEAD_S) for t in head_moves])
     return Outcome(
-        rows, round(load, 2), sum(len(a["failed"]) for a in answers), wrong, clean, int(counts.sum()), _figures(before),
-        _figures(during), _figures(_within(pulls, spans)), _figures(_within(pushes, spans)), _figures(heads),
-        round(len(during) / moving_s / rate, 3), round(rate, 1), tuple(phases), idle,
+        rows, batch, round(load, 2), sum(len(a["failed"]) for a in answers), wrong, clean, int(counts.sum()),
+        _figures(_within(both, calm[0])), _figures(_within(both, spans)), _figures(_within(pulls, spans)),
+        _figures(_within(pushes, spans)), _figures(heads), tuple(round(rate, 1) for rate in rates),
+        round(_rate(both, spans) / rates[0], 3),
+        tuple(round(now / before, 3) for now, before in zip(moving, rates, strict=True)), tuple(phases), idle,
     )  # fmt: skip
 
 
@@ -224,11 +237,6 @@ def _change(cluster: LocalCluster, observer: _Observer, size: int, rows: int, pr
     return phase
 
 
-def cluster_servers(observer: _Observer) -> tuple[str, ...]:
-    """Names in the newest view seen."""
-    return () if observer._last is None else tuple(s.name for s in observer._last.servers)
-
-
 def _work(workers: Sequence[Worker], steps: int = 200) -> None:
     """Waits until each has done so many more steps."""
     goals = [worker.ask("done")["done"] + steps for worker in workers]
@@ -239,13 +247,18 @@ def _work(workers: Sequence[Worker], steps: int = 200) -> None:
             time.sleep(0.05)
 
 
-def _within(operations: NDArray[np.float64], spans: Sequence[tuple[float, float]]) -> NDArray[np.float64]:
+def _within(operations: NDArray[np.float64], spans: Spans) -> NDArray[np.float64]:
     """The operations that were under way at some time in one of the spans."""
     start, end = operations[:, 0], operations.sum(axis=1)
     hit = np.zeros(len(operations), bool)
     for a, b in spans:
         hit |= (end >= a) & (start <= b)
     return operations[hit]
+
+
+def _rate(operations: NDArray[np.float64], spans: Spans) -> float:
+    """Operations per second in the spans."""
+    return len(_within(operations, spans)) / max(1e-9, sum(b - a for a, b in spans))
 
 
 def _figures(operations: NDArray[np.float64]) -> dict[str, float]:

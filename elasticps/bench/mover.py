@@ -1,4 +1,4 @@
-"""One worker of `elasticps bench elastic`: `python -m elasticps.bench.mover URL NAME SEED ROWS`.
+"""One worker of `elasticps bench elastic`: `python -m elasticps.bench.mover URL NAME SEED ROWS BATCH`.
 
 Pulls rows and pushes a step, each waited for, without pause; steps are counted by key as `elasticps.bench.pusher` does.
 A line on standard input asks for something, a line of JSON on standard output answers:
@@ -22,17 +22,16 @@ import elasticps as eps
 from elasticps.bench.pusher import COUNTED, DIM, HEAVY
 from elasticps.bench.sparse import keys_of
 
-BATCH = 256
-
 
 class Mover:
     """Works in the thread that calls `run`, answers in another."""
 
-    def __init__(self, url: str, name: str, seed: int, rows: int) -> None:
+    def __init__(self, url: str, name: str, seed: int, rows: int, batch: int) -> None:
         self._ps = eps.connect(url, worker=name, timeout=120.0)
         self._counted = self._ps.table("counted", dim=DIM, optimizer=eps.Accumulate())
         self._heavy = self._ps.table(HEAVY, dim=64, optimizer=eps.Adagrad(lr=0.01))
         self._keys = keys_of(rows)
+        self._batch = batch
         self._random = np.random.default_rng(seed)
         self._counts = np.zeros(COUNTED, np.int64)
         self._pulls: list[tuple[float, float]] = []
@@ -42,12 +41,13 @@ class Mover:
 
     def run(self) -> None:
         """Pulls and pushes until told to end."""
-        ones, grads = np.ones((BATCH, DIM), np.float32), np.full((BATCH, 64), 0.1, np.float32)
+        batch, counted_batch = self._batch, min(self._batch, COUNTED)
+        ones, grads = np.ones((counted_batch, DIM), np.float32), np.full((batch, 64), 0.1, np.float32)
         gc.disable()  # a collection of this loop's garbage is not the system's latency
         with self._ps as ps:
             while not self._ended.is_set():
-                rows = self._random.choice(self._keys, BATCH)
-                counted = self._random.choice(COUNTED, BATCH, replace=False)
+                rows = self._random.choice(self._keys, batch)
+                counted = self._random.choice(COUNTED, counted_batch, replace=False)
                 try:
                     began = time.time()
                     self._heavy.pull(rows)
@@ -79,8 +79,8 @@ class Mover:
 
 def main() -> None:
     """Runs the worker that the command line describes."""
-    url, name, seed, rows = sys.argv[1:]
-    mover = Mover(url, name, int(seed), int(rows))
+    url, name, seed, rows, batch = sys.argv[1:]
+    mover = Mover(url, name, int(seed), int(rows), int(batch))
     threading.Thread(target=mover.answer, name="answers", daemon=True).start()
     mover.run()
 

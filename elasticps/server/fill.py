@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,8 +15,10 @@ from elasticps.store.intervals import PLACES
 from replication.chain import Member
 
 PIECE_BYTES = 256 << 10  # cutting one stops the server for a fraction of a millisecond
-BUSY_BYTES_PER_S = 40e6  # while workers are served: what is left is theirs
-IDLE_BYTES_PER_S = 2e9
+BUSY_SHARE = 1 / 40  # of this thread's time goes into cutting and sending while workers are served. A piece costs its
+# receiver, and the steps that also go to the joiner, several times as much.
+BUSY_BYTES_PER_S = 100e6  # and at most: faster than that it is the network that is shared
+USUAL_BYTES_PER_S = 20e6  # what this comes to with several servers on two cores; for forecasts
 BACKLOG_BYTES = 256 << 10  # on a link: what workers push goes behind it, and may have to be acknowledged from there
 RETRY_S = 0.002
 
@@ -73,7 +76,7 @@ class Cutter:
         cut = self._cuts.get(r)
         if cut is None or cut.serial != serial:
             return
-        now = self._loop.time()
+        now, began = self._loop.time(), time.thread_time()
         if now < self._free_s:  # another range's piece was faster
             self._loop.call_at(self._free_s, self._piece, r, serial)
             return
@@ -93,5 +96,6 @@ class Cutter:
             del self._cuts[r]
         size = sum(one.keys.nbytes + one.rows.nbytes for one in rows)
         self.sent_bytes += size
-        self._free_s = now + size / (BUSY_BYTES_PER_S if self._busy() else IDLE_BYTES_PER_S)
         self._deliver(r, serial, upto, last, content)
+        if self._busy():
+            self._free_s = now + max((time.thread_time() - began) / BUSY_SHARE, size / BUSY_BYTES_PER_S)
