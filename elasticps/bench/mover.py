@@ -11,22 +11,22 @@ A line on standard input asks for something, a line of JSON on standard output a
 from __future__ import annotations
 
 import gc
-import json
 import sys
-import threading
 import time
 
 import numpy as np
 
 import elasticps as eps
+from elasticps.bench.asked import Asked
 from elasticps.bench.pusher import COUNTED, DIM, HEAVY
 from elasticps.bench.sparse import keys_of
 
 
-class Mover:
-    """Works in the thread that calls `run`, answers in another."""
+class Mover(Asked):
+    """Pulls and pushes, and tells how long each took."""
 
     def __init__(self, url: str, name: str, seed: int, rows: int, batch: int) -> None:
+        super().__init__()
         self._ps = eps.connect(url, worker=name, timeout=120.0)
         self._counted = self._ps.table("counted", dim=DIM, optimizer=eps.Accumulate())
         self._heavy = self._ps.table(HEAVY, dim=64, optimizer=eps.Adagrad(lr=0.01))
@@ -37,7 +37,6 @@ class Mover:
         self._pulls: list[tuple[float, float]] = []
         self._pushes: list[tuple[float, float]] = []
         self._failed: list[str] = []
-        self._ended = threading.Event()
 
     def run(self) -> None:
         """Pulls and pushes until told to end."""
@@ -45,7 +44,7 @@ class Mover:
         ones, grads = np.ones((counted_batch, DIM), np.float32), np.full((batch, 64), 0.1, np.float32)
         gc.disable()  # a collection of this loop's garbage is not the system's latency
         with self._ps as ps:
-            while not self._ended.is_set():
+            while not self.ended.is_set():
                 rows = self._random.choice(self._keys, batch)
                 counted = self._random.choice(COUNTED, counted_batch, replace=False)
                 try:
@@ -60,29 +59,18 @@ class Mover:
                 self._pulls.append((began, round(pulled - began, 6)))
                 self._pushes.append((pulled, round(pushed - pulled, 6)))
                 self._counts[counted] += 1
-            self._ended.wait()
-            self._tell(pulls=self._pulls, pushes=self._pushes, failed=self._failed, counts=self._counts.tolist())
+            self.ended.wait()
+            self.tell(pulls=self._pulls, pushes=self._pushes, failed=self._failed, counts=self._counts.tolist())
 
-    def answer(self) -> None:
-        """Answers requests until standard input ends; then the process does."""
-        for line in sys.stdin:
-            if line.strip() == "done":
-                self._tell(done=len(self._pushes), failed=self._failed[:1])
-            else:
-                self._ended.set()
-        self._ended.set()
-
-    @staticmethod
-    def _tell(**values: object) -> None:
-        print(json.dumps(values), flush=True)
+    def answer(self, word: str, rest: str) -> dict[str, object]:
+        """To `done`."""
+        return {"done": len(self._pushes), "failed": self._failed[:1]}
 
 
 def main() -> None:
     """Runs the worker that the command line describes."""
     url, name, seed, rows, batch = sys.argv[1:]
-    mover = Mover(url, name, int(seed), int(rows), int(batch))
-    threading.Thread(target=mover.answer, name="answers", daemon=True).start()
-    mover.run()
+    Mover(url, name, int(seed), int(rows), int(batch)).serve()
 
 
 if __name__ == "__main__":

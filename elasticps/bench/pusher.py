@@ -9,15 +9,14 @@ are served. A line on standard input asks for something, a line of JSON on stand
 
 from __future__ import annotations
 
-import json
 import sys
-import threading
 import time
 from collections import deque
 
 import numpy as np
 
 import elasticps as eps
+from elasticps.bench.asked import Asked
 from elasticps.bench.sparse import keys_of
 
 COUNTED = 4096  # keys of the table whose values are counts of pushes
@@ -27,10 +26,11 @@ KEPT = 1 << 16  # commits remembered
 HEAVY = "heavy"
 
 
-class Pusher:
-    """Pushes in the thread that calls `run`, answers in another."""
+class Pusher(Asked):
+    """Pushes, and tells when what was committed."""
 
     def __init__(self, url: str, name: str, seed: int, heavy_rows: int) -> None:
+        super().__init__()
         self._ps = eps.connect(url, worker=name, timeout=120.0)
         self._table = self._ps.table("counted", dim=DIM, optimizer=eps.Accumulate())
         self._heavy = self._ps.table(HEAVY, dim=64, optimizer=eps.Adagrad(lr=0.01)) if heavy_rows else None
@@ -39,13 +39,12 @@ class Pusher:
         self._counts = np.zeros(COUNTED, np.int64)
         self._commits: deque[float] = deque(maxlen=KEPT)
         self._steps = 0
-        self._ended = threading.Event()
 
     def run(self) -> None:
         """Pushes until told to end."""
         ones, grads = np.ones((BATCH, DIM), np.float32), np.full((BATCH, 64), 0.1, np.float32)
         with self._ps as ps:
-            while not self._ended.is_set():
+            while not self.ended.is_set():
                 keys = self._random.choice(COUNTED, BATCH, replace=False)
                 step: dict[eps.SparseTable | eps.DenseTensor, object] = {self._table: (keys, ones)}
                 if self._heavy is not None:
@@ -54,30 +53,18 @@ class Pusher:
                 self._commits.append(time.time())
                 self._counts[keys] += 1
                 self._steps += 1
-            self._tell(counts=self._counts.tolist())
+            self.tell(counts=self._counts.tolist())
 
-    def answer(self) -> None:
-        """Answers requests until standard input ends; then the process does."""
-        for line in sys.stdin:
-            word, _, rest = line.strip().partition(" ")
-            if word == "after":
-                later = [t for t in self._commits.copy() if t > float(rest)]
-                self._tell(first=later[0] if later else None, steps=self._steps)
-            elif word == "end":
-                self._ended.set()
-        self._ended.set()
-
-    @staticmethod
-    def _tell(**values: object) -> None:
-        print(json.dumps(values), flush=True)
+    def answer(self, word: str, rest: str) -> dict[str, object]:
+        """To `after T`."""
+        later = [t for t in self._commits.copy() if t > float(rest)]
+        return {"first": later[0] if later else None, "steps": self._steps}
 
 
 def main() -> None:
     """Runs the worker that the command line describes."""
     url, name, seed, heavy_rows = sys.argv[1:]
-    pusher = Pusher(url, name, int(seed), int(heavy_rows))
-    threading.Thread(target=pusher.answer, name="answers", daemon=True).start()
-    pusher.run()
+    Pusher(url, name, int(seed), int(heavy_rows)).serve()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.failover import form, plan_failover, plan_move, plan_repair
 from replication.chain import Chains, Member
 from replication.core import ProtocolError
 from replication.effects import (
@@ -31,6 +30,7 @@ from replication.effects import (
 )
 from replication.messages import Forward, Kind, Resync
 from replication.replica import Replica
+from tests.replication.views import form, plan_failover, plan_move, plan_repair
 
 P = 4
 

@@ -63,7 +63,7 @@ def _acknowledge_before_the_tail(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: Core) -> None:
         recode(self)
         self._code &= ~np.where(self._tail, 0, 1)
-        self._run_cache.clear()
+        self._treatments.clear()
 
     patch.setattr(Core, "_recode", mutant)
 
@@ -190,8 +190,8 @@ def _accept_pushes_of_old_epochs(patch: pytest.MonkeyPatch) -> None:
 def _apply_outside_the_intervals_received(patch: pytest.MonkeyPatch) -> None:
     perform = Core._perform
 
-    def mutant(self: Core, frame: Any, ranges: Any, seqs: Any, before: Any, runs: Any, out: Any) -> None:
-        perform(self, frame, ranges, seqs, before, runs, out)
+    def mutant(self: Core, frame: Any, ranges: Any, seqs: Any, before: Any, out: Any) -> None:
+        perform(self, frame, ranges, seqs, before, out)
         out[:] = [e._replace(inside=None) if hasattr(e, "inside") else e for e in out]
 
     patch.setattr(Core, "_perform", mutant)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from chaos.contents import Content
-from coordinator.failover import form, plan_failover
 from elasticps.client.session import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
 from replication.chain import Chains, Member, Ranges
 from replication.effects import Status
+from tests.replication.views import form, plan_failover
 
 P = 4
 A, B, C = (Member(name, 1) for name in "abc")

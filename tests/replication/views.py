@@ -1,6 +1,6 @@
-"""Views that follow a loss, a repair or a move, as functions of chains alone; the simulator plans with these. Pure.
+"""Views that follow a loss, a repair or a move, as functions of chains alone: what tests of the replica plan with.
 
-The rules are in `draft` and `repair`, where the leader's planner has them from too.
+The rules are those of `coordinator.draft` and `coordinator.repair`, which the planner has them from too.
 """
 
 from __future__ import annotations
