@@ -22,6 +22,7 @@ class ShardChecks:
 
     def __init__(self, checks: Checks) -> None:
         self.acknowledged: dict[int, tuple[int, int]] = {}
+        self.count = 0  # that are done for good
         self._checks = checks
         self._steps: dict[int, list[tuple[int, int]]] = {}
         self._shard_of: dict[tuple[int, int], int] = {}
@@ -92,6 +93,7 @@ class ShardChecks:
             return
         for server in self._checks.holders(home_range(CLUSTER, world.plan.ranges)):
             missing = set(range(world.spec.total)) - self.done_at(server)
+            self.count = world.spec.total - len(missing)
             if missing:
                 raise Violation("every shard", f"shards {sorted(missing)} are not done at {server.member}")
         for shard in range(world.spec.total):

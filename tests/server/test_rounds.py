@@ -36,8 +36,8 @@ def closed(held: list[int], groups: list[list[int]]) -> dict[int, tuple[float, f
         rounds.keep(APP, 1, worker, np.array(held), share(mine, float(worker), rate) if mine else [])
     found: dict[int, tuple[float, float]] = {}
     for group in groups:
-        for _, keys, grads, rates in rounds.close(APP, 1, (5, 6, 7), np.array(group), TABLES):
-            found |= {k: (float(g), float(rates[0])) for k, g in zip(keys.tolist(), grads[:, 0], strict=True)}
+        for _, of, grads, rates in rounds.close(APP, 1, (5, 6, 7), np.array(group), TABLES):
+            found |= {k: (float(g), float(rates[0])) for k, g in zip(of.tolist(), grads[:, 0], strict=True)}
     return found
 
 

@@ -34,6 +34,7 @@ from replication.log import Log
 from replication.messages import Kind
 from replication.progress import Clocks
 from replication.replica import Replica
+from tests.sim.planted import PLANTED
 from tests.sim.stories import FIRST
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -478,11 +479,12 @@ MUTATIONS: Sequence[Mutation] = [
         _count_only_workers_that_have_pushed,
         _wait_for_workers_that_pause,
         _wait_for_workers_that_are_gone,
+        *PLANTED,
     )
 ]
 
 
-SEEDS = 250
+SEEDS = 350
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
