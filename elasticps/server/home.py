@@ -64,23 +64,43 @@ class Host(Protocol[Asker]):
 
 
 class Once(RequestTicket[R]):
-    """Answers in its own way when the operation is committed: with what it makes then, or refuses to."""
+    """Answers in its own way when the operation is committed, with what there was when it was applied: what was logged
+    behind it may yet be lost, and whoever is told of it would act on it."""
 
-    __slots__ = ("_committed", "_host")
+    __slots__ = ("_answer", "_host", "_made", "_open")
 
-    def __init__(self, host: Host[R], connection: R, request: int, committed: Callable[[], bytes]) -> None:
+    def __init__(self, host: Host[R], connection: R, request: int, answer: Callable[[], bytes]) -> None:
         super().__init__(connection, request)
         self._host = host
-        self._committed = committed
+        self._answer = answer
+        self._made: bytes | Refusal | None = None
+        self._open = True  # nothing is settled yet: neither answered, nor does it wait for admission
+
+    def applied(self) -> None:
+        """The operation has been logged and applied just now, unless it waits for room in the log or was refused."""
+        if self._open:
+            self._made = self._make()
+
+    def _make(self) -> bytes | Refusal:
+        try:
+            return self._answer()
+        except Refusal as refusal:
+            return refusal
+
+    def hold(self) -> None:
+        self._open = False
+        super().hold()
 
     def reply(self, reply: Reply) -> None:
+        self._open = False
         if reply.status is not Status.COMMITTED or len(reply.moved):
             super().reply(reply)
             return
-        try:
-            self.connection.send(self._committed())
-        except Refusal as refusal:
-            self._host.refuse(self.connection, self.request, refusal)
+        made = self._made or self._make()
+        if isinstance(made, Refusal):
+            self._host.refuse(self.connection, self.request, made)
+        else:
+            self.connection.send(made)
 
 
 class AtHome(Generic[R]):
@@ -107,9 +127,11 @@ class AtHome(Generic[R]):
         text = "the application's home range has another head"
         self._host.refuse(connection, request, Refusal("stale-view", text, epoch=self._host.epoch))
 
-    def _once(self, connection: R, request: int, committed: Callable[[], bytes]) -> Once[R]:
-        return Once(self._host, connection, request, committed)
+    def _once(self, connection: R, request: int, answer: Callable[[], bytes]) -> Once[R]:
+        return Once(self._host, connection, request, answer)
 
     def _log(self, ticket: object, kind: OperationKind, payload: Any, ranges: Ranges) -> None:
         push = Push(ticket, -1, self._host.epoch, 0, 0, True, ranges, payload, 64, kind=kind)
         self._shell.perform(self._shell.replica.push, push)
+        if isinstance(ticket, Once):
+            ticket.applied()

@@ -69,7 +69,7 @@ def _tell_a_decision_before_it_is_committed(patch: pytest.MonkeyPatch) -> None:
         log(self, ticket, kind, payload, ranges)
         if kind == Kind.DECIDE:
             for one in getattr(ticket, "tickets", []):
-                one.connection.send(one._committed())
+                one.connection.send(one._answer())
             if hasattr(ticket, "tickets"):
                 ticket.tickets = []
 
