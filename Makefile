@@ -18,8 +18,8 @@ setup: $(READY) ## Make .venv and install everything that is pinned
 
 # recbole is taken for the ratings in its wheel and never imported: without its dependencies, which nobody needs.
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-		|| { echo "elasticps needs Python 3.10 or later: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "elasticps needs Python 3.11 or later: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 		|| { echo "this Python cannot make a virtual environment; on Debian and Ubuntu its package is python3-venv"; exit 1; }
 	@echo "installing into $(VENV); this takes a few minutes the first time"

@@ -21,7 +21,7 @@ from chaos.plan import Plan, PlanError, parse
 from elasticps.errors import ConfigError
 
 
-class What(str, enum.Enum):
+class What(enum.StrEnum):
     """What `elasticps chaos` can do."""
 
     RUN = "run"

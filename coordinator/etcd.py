@@ -18,7 +18,7 @@ import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,14 @@ class EtcdStore:
         return int(response.header.revision)
 
     async def compare_and_set(
-        self, key: str, value: bytes, *, expect: int, lease: int | None = None, guard: Guard | None = None
+        self,
+        key: str,
+        value: bytes,
+        *,
+        expect: int,
+        lease: int | None = None,
+        guard: Guard | None = None,
+        timeout_s: float = 0.0,
     ) -> int | None:
         """See `Store.compare_and_set`."""
         name, mark, nonce = self._key(key), self._mark(key), secrets.token_bytes(12)
@@ -151,7 +158,7 @@ class EtcdStore:
         )
         # Trying again after an unknown outcome is safe: if the first try did it, this one compares false, and the
         # mark that comes back shows whose write it was.
-        response, _ = await self._call(lambda m: m.kv.Txn, request, writes=True)
+        response, _ = await self._call(lambda m: m.kv.Txn, request, writes=True, timeout_s=timeout_s)
         if response.succeeded:
             return int(response.header.revision)
         found, marked = (part.response_range.kvs for part in response.responses)
@@ -328,10 +335,9 @@ class EtcdStore:
             self._at = (failed + 1) % len(self._url.endpoints)
 
     async def _pause(self, seconds: float) -> None:
-        try:
-            await asyncio.wait_for(self._closed.wait(), seconds)
-        except asyncio.TimeoutError:
-            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closed.wait()
 
     def _key(self, key: str) -> bytes:
         return (self._keys + check_key(key)).encode()
@@ -350,9 +356,10 @@ class EtcdStore:
 async def _opened(call: Any, create: Any) -> Any:
     """Sends a watch's request and returns the first answer."""
     try:
-        await asyncio.wait_for(call.write(rpc.WatchRequest(create_request=create)), ATTEMPT_S)
-        return await asyncio.wait_for(call.read(), ATTEMPT_S)
-    except asyncio.TimeoutError:
+        async with asyncio.timeout(ATTEMPT_S):
+            await call.write(rpc.WatchRequest(create_request=create))
+            return await call.read()
+    except TimeoutError:
         raise _TryNext(f"no answer in {ATTEMPT_S:g} s") from None
     except asyncio.InvalidStateError:  # the stream broke before the request was on its way
         raise _TryNext("the stream broke") from None

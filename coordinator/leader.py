@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 __all__ = ["ELECTION", "run_coordinator"]
 
 _RETRY_S = 0.2  # pause after an outage; each attempt waits for the store's time-out as well
+_JUDGED_S = 1.0  # a view that could not be written for so long is planned anew: who was silent may have spoken since,
+# and who was to stand in for it may be gone
 
 
 async def run_coordinator(
@@ -135,8 +137,9 @@ class _Alarm:
     async def wait(self, settle_s: float) -> None:
         """Until it rings; then `settle_s` more for whatever comes with it, unless it is urgent."""
         await self._rung.wait()
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._urgent.wait(), settle_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(settle_s):  # `wait_for` may swallow a cancellation before Python 3.12
+                await self._urgent.wait()
 
 
 class _Term:
@@ -220,7 +223,7 @@ class _Term:
             self._say("" if decision is None else decision.reason)
             return True
         try:
-            done = await self._put(world, VIEW, decision.view.encode())
+            done = await self._put(world, VIEW, decision.view.encode(), _JUDGED_S)
         except StoreUnavailable as error:
             if error.indefinite:
                 self._unsure = decision
@@ -243,8 +246,10 @@ class _Term:
             log.info("roster version=%d reason=%s", decision.roster.version, decision.reason)
         return done
 
-    async def _put(self, world: World, key: str, value: bytes) -> bool:
-        revision = await self._store.compare_and_set(key, value, expect=world.revisions[key], guard=self._guard)
+    async def _put(self, world: World, key: str, value: bytes, timeout_s: float = 0.0) -> bool:
+        revision = await self._store.compare_and_set(
+            key, value, expect=world.revisions[key], guard=self._guard, timeout_s=timeout_s
+        )
         if revision is not None:
             world.revisions[key] = revision
         return revision is not None

@@ -136,7 +136,7 @@ class Lines:
                 pause = _SECOND_TRY_S if refusals == 1 else _RETRY_S
                 if refusals > 1:
                     self._refused(member, "connection refused")
-            except (OSError, asyncio.TimeoutError) as error:
+            except (TimeoutError, OSError) as error:
                 log.debug("the line to %s: %s", member, error)
                 failures = 0 if _now() - began > _LASTING_S else failures + 1
                 pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10)) if failures else 0.0

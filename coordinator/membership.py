@@ -282,15 +282,12 @@ class ViewFollower:
     async def wait_for(self, predicate: Callable[[View], bool], timeout_s: float) -> View:
         """The first view seen, from the present one on, that satisfies `predicate`. TimeoutError says where we are."""
 
-        async def wait() -> View:
-            async with self._changed:
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
                 while self.view is None or not predicate(self.view):
                     await self._changed.wait()
                 return self.view
-
-        try:
-            return await asyncio.wait_for(wait(), timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             at = "no view yet" if self.view is None else f"at epoch {self.view.epoch}: {self.view.reason}"
             raise TimeoutError(f"cluster {self._store.cluster} did not get there in {timeout_s:g} s; {at}") from None
 

@@ -78,7 +78,14 @@ class MemoryStore:
         return self._write(check_key(key), check_value(key, value), lease)
 
     async def compare_and_set(
-        self, key: str, value: bytes, *, expect: int, lease: int | None = None, guard: Guard | None = None
+        self,
+        key: str,
+        value: bytes,
+        *,
+        expect: int,
+        lease: int | None = None,
+        guard: Guard | None = None,
+        timeout_s: float = 0.0,
     ) -> int | None:
         """See `Store.compare_and_set`."""
         self._check_open()

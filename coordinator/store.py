@@ -103,9 +103,18 @@ class Store(Protocol):
         """
 
     async def compare_and_set(
-        self, key: str, value: bytes, *, expect: int, lease: int | None = None, guard: Guard | None = None
+        self,
+        key: str,
+        value: bytes,
+        *,
+        expect: int,
+        lease: int | None = None,
+        guard: Guard | None = None,
+        timeout_s: float = 0.0,
     ) -> int | None:
         """Writes if the key's revision is `expect` (0: absent) and the guard holds. The new revision, or None if lost.
+
+        `timeout_s` bounds this call, for what must not be written late; 0: the store's time-out.
 
         None can also mean that our write did happen, during an outage, and somebody has replaced it since.
         Raises LeaseLost if `lease` no longer exists.

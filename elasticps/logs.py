@@ -17,7 +17,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from elasticps.errors import ConfigError
@@ -45,7 +45,7 @@ class KeyValueFormatter(logging.Formatter):
 
     def pairs(self, record: logging.LogRecord) -> dict[str, Any]:
         """What the line says."""
-        when = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         pairs: dict[str, Any] = {
             "ts": when.replace("+00:00", "Z"),
             "level": record.levelname.lower(),

@@ -40,11 +40,12 @@ def dial_server(cluster: str, leader: str) -> Dial:
         try:
             hello = {"cluster": cluster, "leader": leader, "to": [server.name, server.incarnation]}
             writer.write(json_frame(Kind.HELLO, hello))
-            header, body = await asyncio.wait_for(_read(reader), HELLO_TIMEOUT_S)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                header, body = await _read(reader)
             if header.kind != Kind.WELCOME:
                 raise PermissionError(str(json_body(body).get("message")))
             yield _Line(reader, writer)
-        except (asyncio.IncompleteReadError, asyncio.TimeoutError, FrameError) as error:
+        except (TimeoutError, asyncio.IncompleteReadError, FrameError) as error:
             raise ConnectionResetError(str(error) or type(error).__name__) from None
         finally:
             writer.transport.abort()

@@ -87,7 +87,7 @@ def dense(
     _show(results, f"dense: {servers} server(s), one worker", as_json, "MB")
 
 
-class Signal(str, enum.Enum):
+class Signal(enum.StrEnum):
     """What a server dies of."""
 
     KILL = "KILL"

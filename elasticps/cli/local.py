@@ -111,7 +111,7 @@ def down(
     raise typer.Exit(ExitCode.OK)
 
 
-class Signal(str, enum.Enum):
+class Signal(enum.StrEnum):
     """What `kill` can send."""
 
     KILL = "KILL"

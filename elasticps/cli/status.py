@@ -76,8 +76,9 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     try:
-        view, roster, registered, drains = await asyncio.wait_for(_read(store), timeout_s)
-    except asyncio.TimeoutError:
+        async with asyncio.timeout(timeout_s):
+            view, roster, registered, drains = await _read(store)
+    except TimeoutError:
         raise ClusterUnreachable(
             f"etcd at {', '.join(cluster.endpoints)} did not answer within {timeout_s:g} s"
         ) from None

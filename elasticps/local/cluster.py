@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
@@ -463,7 +462,7 @@ async def _wait_for_servers(url: str, names: list[str], replicas: int, deadline:
         await follower.start()
         try:
             await follower.wait_for(complete, timeout_s=deadline - time.monotonic())
-        except (TimeoutError, asyncio.TimeoutError):
+        except TimeoutError:
             raise Error(f"no view with the servers {', '.join(names)} was formed in time") from None
         finally:
             await follower.close()

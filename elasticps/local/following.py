@@ -69,11 +69,12 @@ class Following:
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         async def limited() -> _T:
-            return await asyncio.wait_for(work, self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                return await work
 
         try:
             return background.run(limited())
-        except (TimeoutError, asyncio.TimeoutError):
+        except TimeoutError:
             text = f"etcd did not answer within {self._timeout_s:g} s"
             raise ClusterUnreachable(f"cluster {self._store.cluster!r}: {text}") from None
 

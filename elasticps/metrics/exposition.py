@@ -64,10 +64,11 @@ class Scrape:
         self._under_way.add(writer)
         try:
             if len(self._under_way) <= MAX_SCRAPES_AT_ONCE:
-                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), TIMEOUT_S)
-                writer.write(self._response(head.decode("latin-1")))
-                await asyncio.wait_for(writer.drain(), TIMEOUT_S)
-        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+                async with asyncio.timeout(TIMEOUT_S):
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    writer.write(self._response(head.decode("latin-1")))
+                    await writer.drain()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             writer.transport.abort()
         finally:
             self._under_way.discard(writer)

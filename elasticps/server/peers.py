@@ -163,8 +163,9 @@ class Peers:
         connection.number = self._number
         connecting = self._loop.create_connection(lambda: connection, host.strip("[]"), int(port))
         try:
-            await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
-        except (OSError, asyncio.TimeoutError):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await connecting
+        except OSError:  # TimeoutError is one
             return
         connection.member = member
         document = {

@@ -68,7 +68,7 @@ def row_limit(capacity: int) -> int:
 
 
 @kernel
-def _first_entry(hashed: np.uint64, range_bits: np.uint64, base: int, capacity: int) -> int:
+def _first_entry(hashed: np.uint64, range_bits: np.uint64, base: int, capacity: int) -> np.int64:
     """Address of the entry where the probe for a hash starts."""
     cap = np.uint64(capacity)
     spread = (((hashed << range_bits) >> _S32) * ((cap * _ODD) | _ONE)) & _LOW32
@@ -76,7 +76,7 @@ def _first_entry(hashed: np.uint64, range_bits: np.uint64, base: int, capacity: 
 
 
 @kernel
-def _start(key: int, salt: np.uint64, shift: np.uint64, descriptors: NDArray[np.int64]) -> int:
+def _start(key: int, salt: np.uint64, shift: np.uint64, descriptors: NDArray[np.int64]) -> np.int64:
     hashed = hash_key(key, salt)
     at = np.int64(hashed >> shift) * 2
     return _first_entry(hashed, _S64 - shift, descriptors[at], descriptors[at + 1])

@@ -107,7 +107,7 @@ def float16_of(x: np.float32) -> int:
 
 
 @kernel
-def float16_value(bits: int) -> np.float32:
+def float16_value(bits: int | np.int64) -> np.float32:
     """The value of float16 bits, exactly."""
     sign = (bits & 0x8000) << 16
     exponent = bits & 0x7C00

@@ -203,6 +203,8 @@ class FaultyStore:
         self.out = False
         self.refused = 0
         self.lose_next_write = ""  # the next compare-and-set on this key happens, and its answer is lost
+        self.stuck = ""  # compare-and-sets on this key get no answer before their time-out
+        self.waiting = self.given_up = 0  # how many did wait, and did so in vain
 
     @property
     def cluster(self) -> str:
@@ -226,14 +228,31 @@ class FaultyStore:
         return await self.store.put(key, value, lease=lease)
 
     async def compare_and_set(
-        self, key: str, value: bytes, *, expect: int, lease: int | None = None, guard: Guard | None = None
+        self,
+        key: str,
+        value: bytes,
+        *,
+        expect: int,
+        lease: int | None = None,
+        guard: Guard | None = None,
+        timeout_s: float = 0.0,
     ) -> int | None:
         self._check()
-        done = await self.store.compare_and_set(key, value, expect=expect, lease=lease, guard=guard)
+        if key == self.stuck:
+            await self._hang(timeout_s)
+        done = await self.store.compare_and_set(
+            key, value, expect=expect, lease=lease, guard=guard, timeout_s=timeout_s
+        )
         if key == self.lose_next_write:
             self.lose_next_write = ""
             raise StoreUnavailable("the test has lost the answer", indefinite=True)
         return done
+
+    async def _hang(self, timeout_s: float) -> None:
+        self.waiting += 1
+        await asyncio.sleep(timeout_s or 3600)
+        self.given_up += 1
+        raise StoreUnavailable("the test lets nothing through", indefinite=True)
 
     async def delete(self, key: str, *, expect: int | None = None, guard: Guard | None = None) -> bool:
         self._check()

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.errors import StoreUnavailable
 from coordinator.etcd import EtcdStore
-from coordinator.leader import ELECTION, run_coordinator
+from coordinator.leader import ELECTION, _Alarm, run_coordinator
 from coordinator.membership import ViewFollower, create_cluster, register_server, register_worker
 from coordinator.memory import MemoryStore
 from coordinator.store import Entry, Guard, Store
@@ -119,13 +119,24 @@ class Held(FaultyStore):
         self.outcomes: list[int | None] = []
 
     async def compare_and_set(
-        self, key: str, value: bytes, *, expect: int, lease: int | None = None, guard: Guard | None = None
+        self,
+        key: str,
+        value: bytes,
+        *,
+        expect: int,
+        lease: int | None = None,
+        guard: Guard | None = None,
+        timeout_s: float = 0.0,
     ) -> int | None:
         if key != "view":
-            return await super().compare_and_set(key, value, expect=expect, lease=lease, guard=guard)
+            return await super().compare_and_set(
+                key, value, expect=expect, lease=lease, guard=guard, timeout_s=timeout_s
+            )
         self.waiting = True
         await self.gate.wait()
-        self.outcomes.append(await super().compare_and_set(key, value, expect=expect, lease=lease, guard=guard))
+        self.outcomes.append(
+            await super().compare_and_set(key, value, expect=expect, lease=lease, guard=guard, timeout_s=timeout_s)
+        )
         return self.outcomes[-1]
 
 
@@ -293,3 +304,17 @@ async def test_leader_servers_and_followers_outlive_a_restart_of_etcd(new_etcd: 
         await worker.close()
     await mine.close()
     await leading.close()
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_leader_that_is_told_to_end_as_the_alarm_rings_ends(turns: int) -> None:
+    alarm = _Alarm()
+    alarm.ring(False)
+    waiting = asyncio.create_task(alarm.wait(3600))
+    await asyncio.sleep(0.01)
+    alarm.ring(True)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if waiting.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await waiting

@@ -114,6 +114,19 @@ async def test_a_killed_server_is_replaced_and_every_server_told(caplog: pytest.
     assert re.search(r"view epoch=3 after_ms=[\d.]+ reason=repair: ", caplog.text)
 
 
+async def test_a_verdict_that_could_not_be_written_is_not_kept() -> None:
+    async with cluster("a", "b", "c") as it:
+        it.faulty.stuck = "view"
+        it.rack.freeze("a")
+        await until(lambda: it.faulty.waiting)  # the leader has found a silent, and the store does not answer
+        it.rack.freeze("a", frozen=False)
+        it.rack.kill("b")  # whoever left a out now would leave what a and b hold with nobody
+        await until(lambda: it.faulty.given_up)
+        it.faulty.stuck = ""
+        view = await it.reach("whole without b")
+        assert it.rack.servers["a"].info in view.servers
+
+
 async def test_two_killed_at_once_of_three_copies() -> None:
     async with cluster("a", "b", "c", "d", replicas=3) as it:
         it.rack.kill("b", "c")

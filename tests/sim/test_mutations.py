@@ -160,8 +160,8 @@ def _give_up_the_last_replica_under_a_living_lease(patch: pytest.MonkeyPatch) ->
                 chains, joining, since = view.chains.copy(), view.joining.copy(), view.since.copy()
                 chains[r], joining[r], since[r] = -1, -1, view.epoch + 1
                 chains[r, 0] = alive[0]
-                arrays = {"chains": chains, "joining": joining, "since": since}
-                return Plan(dataclasses.replace(view, epoch=view.epoch + 1, **arrays), "somebody has to serve it")
+                made = dataclasses.replace(view, epoch=view.epoch + 1, chains=chains, joining=joining, since=since)
+                return Plan(made, "somebody has to serve it")
         return plan(view, members, config, health, limits)
 
     patch.setattr(chaos.control, "plan", mutant)
