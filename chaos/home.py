@@ -99,6 +99,15 @@ class Home:
         self.server.world.fetch_view(self.server, header.epoch)
         return True
 
+    @property
+    def roster_version(self) -> int:
+        """Of the roster that is followed."""
+        return self.server.roster
+
+    def need_roster(self, version: int) -> None:
+        """Gets a newer roster."""
+        self.server.world.fetch_roster(self.server)
+
     def tell_view(self, connection: Caller) -> None:
         """Sends the view."""
         connection.tell_view()

@@ -324,7 +324,7 @@ class Server(Process):
 
     def _round(self, kind: int, step: RoundStep, ranges: Ranges, bounds: dict[int, int]) -> None:
         if kind == Kind.ENTER:
-            self.rounds.enter(step.app, step.workers[0])
+            self.rounds.enter(step.app, step.clock, step.workers)
         elif kind == Kind.LEAVE:
             self.rounds.leave(step.app, step.workers[0])
         elif kind == Kind.DECIDE:

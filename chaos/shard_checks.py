@@ -31,19 +31,23 @@ class ShardChecks:
     # -- at workers ---------------------------------------------------------------------------------------------------
 
     def on_handed(self, trainer: Trainer, shard: int) -> None:
-        """A worker's program is given a shard to train."""
+        """A worker's program is given a shard to train. One that is lost need not know that yet; its steps do not
+        count, unless they come to servers that do not know it either."""
+        world = self._checks.world
+        if not world.counts(trainer):
+            return
         if shard in self.acknowledged:
             text = f"shard {shard} goes to worker {trainer.worker}, worker {self.acknowledged[shard][0]} has trained it"
             raise Violation("every shard once", text)
         other = self._hands.get(shard)
-        if other is not None and other is not trainer and self._checks.world.counts(other):
+        if other is not None and other is not trainer and world.counts(other):
             text = f"shard {shard} goes to worker {trainer.worker}, while worker {other.worker} trains it"
             raise Violation("one hand", text)
         self._hands[shard] = trainer
 
     def on_passed_over(self, shard: int) -> None:
         """It will not train it."""
-        del self._hands[shard]
+        self._hands.pop(shard, None)
 
     def on_step(self, trainer: Trainer, clock: int, shard: int) -> None:
         """A step that trains a shard begins."""

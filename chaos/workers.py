@@ -67,8 +67,10 @@ class Trainer(Process):
     @property
     def finished(self) -> bool:
         """Whether everything pushed is committed, and every pull answered; or nobody counts on it."""
+        if self.training is not None and not self.alive:
+            return not self.returns and self.worker in self.world.dropped
         if self.training is not None and not self.training.finished:
-            return not self.alive and not self.returns and self.worker in self.world.dropped
+            return False
         return self.session is not None and self.session.outstanding == 0 and not self.reader.pulls
 
     # -- training ---------------------------------------------------------------------------------------------------

@@ -324,6 +324,10 @@ class Replica(Filling):
             self._tell_clocks(ask, out)
         return out
 
+    def waits(self, token: object) -> bool:
+        """Whether a push with that token waits for admission."""
+        return any(event.token is token for event in self._parked)
+
     def forget(self, token: object) -> Effects:
         """Whoever waits for this answer is gone: a push that still waits for admission is dropped."""
         self._parked = deque(p for p in self._parked if p.token is not token)

@@ -88,8 +88,8 @@ class Contribution(Content):
 
 
 class RoundStep(NamedTuple):
-    """ENTER, LEAVE, DECIDE or ROUND: a worker becomes a member, or is none any more; a round is made of `workers`; it
-    closes."""
+    """ENTER, LEAVE, DECIDE or ROUND: workers become members, judged by the roster of version `clock`; one is none any
+    more; a round is made of `workers`; it closes."""
 
     app: str
     clock: int

@@ -15,7 +15,7 @@ import numpy as np
 
 from elasticps.hashing import home_range
 from elasticps.server.content import RoundStep
-from elasticps.server.home import AtHome, Body, Host, Log
+from elasticps.server.home import AtHome, Body, Host, Log, Nobody
 from elasticps.server.reads import DEFAULT_WAIT_S
 from elasticps.server.refusal import Refusal
 from elasticps.server.rounds import Home
@@ -35,7 +35,7 @@ class _Waiting(Generic[R]):
     deadline_s: float
 
 
-class _Several(Generic[R]):
+class _Several(Nobody, Generic[R]):
     """One operation that several requests wait for. `headed`: the ranges it was logged for."""
 
     def __init__(self, headed: Ranges, tickets: list[RequestTicket[R]]) -> None:
@@ -50,15 +50,6 @@ class _Several(Generic[R]):
             ticket.reply(reply)
         self.tickets = []
 
-    def clocks(self, reply: object) -> None:
-        raise AssertionError("an operation was answered with clocks")
-
-    def hold(self) -> None:
-        """Nothing is read for it alone."""
-
-    def release(self) -> None:
-        """Nothing was held."""
-
 
 class Decider(AtHome[R]):
     """The handlers of ENTER, LEAVE, DONE and CLOSE."""
@@ -67,6 +58,7 @@ class Decider(AtHome[R]):
         super().__init__(host, shell)
         self._clock = clock
         self._waiting: dict[str, dict[int, _Waiting[R]]] = {}  # app -> worker
+        self._entering: dict[str, list[RequestTicket[R]]] = {}  # app -> those that wait for room in the log
         self._closing: dict[str, tuple[int, _Several[R]]] = {}  # app -> the newest round closed here
         self.handlers: dict[int, Callable[[R, Header, Body], None]] = {
             Kind.ENTER: self._enter,
@@ -92,7 +84,9 @@ class Decider(AtHome[R]):
             return json_frame(Kind.DECIDED, document, request=header.request, epoch=self._host.epoch)
 
         ticket = self._once(connection, header.request, answer)
-        self._log(ticket, OperationKind.ENTER, RoundStep(app, 0, (worker,)), home)
+        self._log(ticket, OperationKind.ENTER, RoundStep(app, self._host.roster_version, (worker,)), home)
+        if self._shell.replica.waits(ticket):
+            self._entering.setdefault(app, []).append(ticket)
 
     def _leave(self, connection: R, header: Header, body: Body) -> None:
         app, worker = connection.app, connection.worker
@@ -134,8 +128,13 @@ class Decider(AtHome[R]):
     def _decide(self, app: str) -> None:
         """Closes the list of the next round's workers, if all that are still there are done."""
         waiting, state = self._waiting.get(app, {}), self._shell.rounds.homes.get(app)
-        if state is None or not waiting:
+        if state is None or not waiting or not self._knows_the_lost(app):
             return
+        if app in self._entering:  # what we decide now would be logged behind members that we do not see yet
+            still = [ticket for ticket in self._entering.pop(app) if self._shell.replica.waits(ticket)]
+            if still:
+                self._entering[app] = still
+                return
         clock = state.decided + 1
         required = {w for w, above in state.members.items() if above < clock and w in self._host.workers}
         if not required or not all(worker in waiting and waiting[worker].clock == clock for worker in required):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elasticps.server.home import AtHome, Body, Host, Log
+from elasticps.server.content import RoundStep
+from elasticps.server.home import AtHome, Body, Host, Log, Nobody
 from elasticps.server.refusal import Refusal
 from elasticps.server.rounds import Home
 from elasticps.server.shards import ShardSet, Take
@@ -32,8 +33,8 @@ class HandOut(AtHome[R]):
         found = self._shell.shards.find(asked.app, asked.name)
         if found is not None:
             _check(asked, found)
-            asked = asked._replace(lost=tuple(sorted(w for w in found.doing if w not in self._host.workers)))
-
+            if self._knows_the_lost(asked.app):
+                asked = asked._replace(lost=tuple(sorted(w for w in found.doing if w not in self._host.workers)))
             if found.idle(asked):  # workers that wait ask often: that need not go down the log
                 document = self._document(found, asked)
                 connection.send(json_frame(Kind.SHARDS, document, request=header.request, epoch=self._host.epoch))
@@ -47,6 +48,9 @@ class HandOut(AtHome[R]):
             document = self._document(found, asked)
             return json_frame(Kind.SHARDS, document, request=header.request, epoch=self._host.epoch)
 
+        version = self._host.roster_version
+        if self._shell.rounds.homes.get(asked.app, Home()).roster < version:  # by which whoever asks is known
+            self._log(Nobody(), OperationKind.ENTER, RoundStep(asked.app, version, ()), home)
         self._log(self._once(connection, header.request, answer), OperationKind.TAKE, asked, home)
 
     def _document(self, found: ShardSet, asked: Take) -> dict[str, object]:

@@ -46,6 +46,10 @@ class Host(Protocol[Asker]):
         """Of the view that is followed."""
 
     @property
+    def roster_version(self) -> int:
+        """Of the roster that is followed."""
+
+    @property
     def headed(self) -> Ranges:
         """The ranges headed here; the same array as long as they are the same."""
 
@@ -55,6 +59,9 @@ class Host(Protocol[Asker]):
 
     def wait_for_view(self, connection: Asker, header: Header, body: Body) -> bool:
         """Holds a frame that speaks of a view to come."""
+
+    def need_roster(self, version: int) -> None:
+        """Somebody has judged by a newer roster: get it."""
 
     def tell_view(self, connection: Asker) -> None:
         """Sends the view, once per connection and epoch."""
@@ -103,6 +110,22 @@ class Once(RequestTicket[R]):
             self.connection.send(made)
 
 
+class Nobody:
+    """Who waits for an operation that was logged for no request."""
+
+    def reply(self, reply: Reply) -> None:
+        """Nobody hears it."""
+
+    def clocks(self, reply: object) -> None:
+        raise AssertionError("an operation was answered with clocks")
+
+    def hold(self) -> None:
+        """Nothing is read for it alone."""
+
+    def release(self) -> None:
+        """Nothing was held."""
+
+
 class AtHome(Generic[R]):
     """What handlers of such requests share."""
 
@@ -121,6 +144,14 @@ class AtHome(Generic[R]):
             self._stale(connection, header.request)
             return None
         return np.array([home], np.int64)
+
+    def _knows_the_lost(self, app: str) -> bool:
+        """Whether whoever is not in our roster is gone. It may only be new, as long as the last head knew more."""
+        home = self._shell.rounds.homes.get(app)
+        if home is None or home.roster <= self._host.roster_version:
+            return True
+        self._host.need_roster(home.roster)
+        return False
 
     def _stale(self, connection: R, request: int) -> None:
         self._host.tell_view(connection)

@@ -288,7 +288,7 @@ def _read_section(body: Bytes, at: int) -> tuple[dict[str, Any], int]:
 def _encode_rounds(rounds: RangeRounds, shards: RangeShards) -> list[Buffer]:
     kept = [[app, clock, worker, len(blocks)] for app, clock, worker, blocks in rounds.kept]
     homes = {
-        app: [home.decided, list(home.workers), list(home.members.items()), list(home.last.items())]
+        app: [home.decided, list(home.workers), list(home.members.items()), list(home.last.items()), home.roster]
         for app, home in rounds.homes.items()
     }
     sets = {app: {name: one.document() for name, one in named.items()} for app, named in shards.items()}
@@ -305,8 +305,8 @@ def _decode_rounds(body: Bytes, at: int) -> tuple[RangeRounds, RangeShards]:
     try:
         closed = {str(app): int(clock) for app, clock in document["closed"].items()}
         homes = {
-            str(app): Home(_pairs(members), int(decided), _numbers(workers), _pairs(last))
-            for app, (decided, workers, members, last) in document["homes"].items()
+            str(app): Home(_pairs(members), int(decided), _numbers(workers), _pairs(last), int(roster))
+            for app, (decided, workers, members, last, roster) in document["homes"].items()
         }
         shards = {
             str(app): {str(name): ShardSet.of(one) for name, one in sets.items()}

@@ -45,12 +45,16 @@ class Share(NamedTuple):
 @dataclass
 class Home:
     """What an application's home range knows: members with the round above which each is counted; the last decision;
-    for those who have been members, the last round that each was in."""
+    for those who have been members, the last round that each was in; the newest roster that any of this was judged by.
+
+    A head that knows only an older roster cannot tell who is gone from who is new, and takes nobody for lost.
+    """
 
     members: dict[int, int] = field(default_factory=dict)
     decided: int = 0
     workers: tuple[int, ...] = ()
     last: dict[int, int] = field(default_factory=dict)
+    roster: int = 0
 
 
 class RangeRounds(NamedTuple):
@@ -87,10 +91,12 @@ class Rounds:
             own = [Block(b.table, b.keys.copy(), b.grads.copy(), b.step_values.copy()) for b in blocks]
             self._kept.setdefault((app, clock), []).append(Share(worker, live, own))
 
-    def enter(self, app: str, worker: int) -> None:
-        """A worker is a member from the round after the last decided one on."""
+    def enter(self, app: str, roster: int, workers: Iterable[int]) -> None:
+        """Workers, all in the roster of that version, are members from the round after the last decided one on."""
         home = self.homes.setdefault(app, Home())
-        home.members.setdefault(worker, home.decided)
+        home.roster = max(roster, home.roster)
+        for worker in workers:
+            home.members.setdefault(worker, home.decided)
 
     def leave(self, app: str, worker: int) -> None:
         """A worker is in no further round, until it enters again."""

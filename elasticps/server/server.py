@@ -383,6 +383,11 @@ class Server:
         self.behind.set()
         self.peers.broadcast(Header(Kind.WANT, epoch=self.epoch).pack())
 
+    @property
+    def roster_version(self) -> int:
+        """Of the roster that is followed."""
+        return self._roster_version
+
     def need_roster(self, version: int) -> None:
         self.behind.set()
 

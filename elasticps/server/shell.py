@@ -165,7 +165,7 @@ class Shell:
 
     def _round(self, effect: Apply, step: RoundStep) -> None:
         if effect.operation.kind == Kind.ENTER:
-            self.rounds.enter(step.app, step.workers[0])
+            self.rounds.enter(step.app, step.clock, step.workers)
         elif effect.operation.kind == Kind.LEAVE:
             self.rounds.leave(step.app, step.workers[0])
         elif effect.operation.kind == Kind.DECIDE:

@@ -52,25 +52,37 @@ class Head:
     """The host and the log of the handlers: applies at once, commits when told to. full: admission waits."""
 
     def __init__(self) -> None:
-        self.ranges, self.epoch = P, 1
+        self.ranges, self.epoch, self.roster_version = P, 1, 3
         self.headed = np.arange(P)
-        self.workers = {1: None, 2: None}
+        self.workers = {w: SimpleNamespace(name=f"w{w}") for w in (1, 2)}
         self.rounds, self.shards = Rounds(P), Shards(P)
-        self.replica = SimpleNamespace(push=None)
+        self.replica = SimpleNamespace(push=None, waits=lambda ticket: ticket in self.waiting)
+        self.waiting: list[object] = []
         self.logged: list[Push] = []
+        self.full = False
 
     def wait_for_view(self, *_: object) -> bool:
         return False
 
     def perform(self, event: Callable[..., Any], push: Push) -> None:
+        self.logged.append(push)
+        if self.full:
+            self.waiting.append(push.token)
+            cast(Any, push.token).hold()
+        else:
+            self.apply(push)
+
+    def apply(self, push: Push) -> None:
         step = cast(Any, push.payload)
         if push.kind == OperationKind.ENTER:
-            self.rounds.enter(step.app, step.workers[0])
+            self.rounds.enter(step.app, step.clock, step.workers)
         elif push.kind == OperationKind.DECIDE:
             self.rounds.decide(step.app, step.clock, step.workers)
         else:
             self.shards.take(step)
-        self.logged.append(push)
+
+    def need_roster(self, version: int) -> None:
+        self.wanted = version
 
     def commit(self, push: Push) -> None:
         cast(Any, push.token).reply(Reply(push.token, Status.COMMITTED, 1, np.array([HOME]), NO_RANGES))
@@ -85,6 +97,55 @@ def test_a_decision_that_may_yet_be_lost_is_not_told(kind: Kind) -> None:
     body = np.frombuffer(json_frame(kind, document)[HEADER_BYTES:], np.uint8)
     handlers[kind](worker, Header(kind, epoch=1), body)
     head.rounds.decide(APP, 1, (2,))  # logged behind the request, by another worker's word, and not committed
-    head.commit(head.logged[0])
+    head.commit(head.logged[-1])
     (answer,) = worker.answers
     assert (answer["round"] if kind == Kind.ENTER else answer["decided"][0]) == 0
+
+
+def test_a_head_with_an_older_roster_takes_nobody_for_lost() -> None:
+    head, known, new = Head(), Worker(1), Worker(3)
+    fakes = cast(Any, head)
+    decider, hand_out = Decider[Worker](fakes, fakes, lambda: 0.0), HandOut[Worker](fakes, fakes)
+    document = {"name": "train", "samples": 9, "size": 1, "epochs": 1, "seed": None, "want": 1, "done": [], "back": []}
+    take = np.frombuffer(json_frame(Kind.TAKE, document)[HEADER_BYTES:], np.uint8)
+    empty = np.empty(0, np.uint8)
+
+    def ask(worker: Worker, kind: Kind, body: Any = empty, clock: int = 0) -> None:
+        (decider.handlers | hand_out.handlers)[kind](worker, Header(kind, epoch=1, clock=clock), body)
+
+    roster = head.workers
+    head.roster_version, head.workers = 4, roster | {3: SimpleNamespace(name="w3")}
+    for worker in (known, new):
+        ask(worker, Kind.ENTER)
+        ask(worker, Kind.TAKE, take)
+    head.roster_version, head.workers = 3, roster  # as the next head has it
+    ask(known, Kind.TAKE, take)
+    ask(known, Kind.DONE, clock=1)
+    assert head.rounds.homes[APP].decided == 0
+    assert head.wanted == 4
+    found = head.shards.find(APP, "train")
+    assert found is not None
+    assert sorted(found.doing) == [1, 3]
+    head.roster_version = 5  # and it is gone
+    decider.judge()
+    assert head.rounds.homes[APP].workers == (1,)
+    ask(known, Kind.TAKE, take)
+    assert sorted(found.doing) == [1]
+
+
+def test_nothing_is_decided_while_a_member_waits_for_room_in_the_log() -> None:
+    head, first, second = Head(), Worker(1), Worker(2)
+    fakes = cast(Any, head)
+    decider = Decider[Worker](fakes, fakes, lambda: 0.0)
+    decider.handlers[Kind.ENTER](first, Header(Kind.ENTER, epoch=1), np.empty(0, np.uint8))
+    head.full = True
+    decider.handlers[Kind.ENTER](second, Header(Kind.ENTER, epoch=1), np.empty(0, np.uint8))
+    head.full = False
+    decider.handlers[Kind.DONE](first, Header(Kind.DONE, epoch=1, clock=1), np.empty(0, np.uint8))
+    assert head.rounds.homes[APP].decided == 0
+    head.apply(head.logged[1])
+    head.waiting.clear()
+    decider.judge()
+    assert head.rounds.homes[APP].decided == 0  # the second one is in it
+    decider.handlers[Kind.DONE](second, Header(Kind.DONE, epoch=1, clock=1), np.empty(0, np.uint8))
+    assert head.rounds.homes[APP].workers == (1, 2)

@@ -110,7 +110,7 @@ A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.fl
                     TableRows(1, "{}", numbers(1, 2), np.arange(32, dtype=np.uint8).reshape(2, 16)),
                     TableRows(2, '{"no":"rows"}', numbers(), np.empty((0, 8), np.uint8)),
                 ],
-                RangeRounds({"a": 4}, {"a": Home({5: 3}, 4, (5, 6), {5: 4, 2: 1})}, [("a", 5, 6, [A_BLOCK])]),
+                RangeRounds({"a": 4}, {"a": Home({5: 3}, 4, (5, 6), {5: 4, 2: 1}, 9)}, [("a", 5, 6, [A_BLOCK])]),
                 SHARDS,
             ),
         ),

@@ -14,7 +14,6 @@ import elasticps.client.taking
 from chaos.control import CLUSTER
 from chaos.programs import Training
 from chaos.servers import Server
-from chaos.simulator import World
 from elasticps.client import scripts
 from elasticps.client.rounds import Round
 from elasticps.client.taking import Taking, Told
@@ -175,9 +174,9 @@ def _ignore_that_a_worker_leaves(patch: pytest.MonkeyPatch) -> None:
 
 
 def _count_a_worker_from_the_round_under_way(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: Rounds, app: str, worker: int) -> None:
+    def mutant(self: Rounds, app: str, roster: int, workers: Iterable[int]) -> None:
         home = self.homes.setdefault(app, Home())
-        home.members.setdefault(worker, max(0, home.decided - 1))
+        home.members |= {worker: max(0, home.decided - 1) for worker in workers if worker not in home.members}
 
     patch.setattr(Rounds, "enter", mutant)
 
@@ -311,10 +310,6 @@ def _take_a_share_that_arrived_for_a_round_that_was_made(patch: pytest.MonkeyPat
     patch.setattr(Taking, "_was_trained", mutant)
 
 
-def _hand_out_what_was_held_under_a_lost_lease(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(World, "registered", lambda self, trainer: True)
-
-
 def _end_when_nothing_is_left_to_hand_out(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: Any, found: ShardSet, asked: Take) -> Any:
         document_ = document(self, found, asked)
@@ -367,7 +362,6 @@ PLANTED = (
     _believe_one_head_that_a_step_is_committed,
     _train_again_whatever_a_lost_worker_had,
     _take_a_share_that_arrived_for_a_round_that_was_made,
-    _hand_out_what_was_held_under_a_lost_lease,
     _end_when_nothing_is_left_to_hand_out,
     _hand_out_to_the_next_without_taking_from_the_last,
 )

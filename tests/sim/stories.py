@@ -38,7 +38,6 @@ FIRST = {
     "believe_one_head_that_a_step_is_committed": 90,
     "train_again_whatever_a_lost_worker_had": 3,
     "take_a_share_that_arrived_for_a_round_that_was_made": 79,
-    "hand_out_what_was_held_under_a_lost_lease": 193,
     "hand_out_to_the_next_without_taking_from_the_last": 20,
 }
 """Seeds that are tried first, before all others: stories that have found a bug soon."""
