@@ -26,6 +26,7 @@ SUSPECTED_S = 1.0  # a peer has not been reached by another for so long: the two
 CUT_S = 10.0  # a cut is remembered after it was last reported: nobody reports on a peer that is no neighbour any more
 TICK_S = 0.05  # how often `tick` is to be called
 LATE_S = 0.2  # a tick that comes this much later than planned: the leader was suspended, and heard nobody
+STALE_S = 0.5  # so long after that a report may be an old one, which waited to be read
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Detector:
         self._levels: dict[int, Level] = {}
         self._cuts: dict[tuple[Member, Member], float] = {}
         self._ticked: float | None = None
+        self._late = -STALE_S  # when the leader was last found to have been suspended
 
     # -- events -----------------------------------------------------------------------------------------------------
 
@@ -147,9 +149,10 @@ class Detector:
 
     def tick(self, now: float) -> bool:
         """Time has passed. To be called every TICK_S, and late only if nothing could be heard meanwhile."""
-        late = self._ticked is not None and now - self._ticked > TICK_S + LATE_S
+        late = self._is_late(now)
         self._ticked = now
         if late:
+            self._late = now
             self._listen_afresh(now)
         expired = [pair for pair, until in self._cuts.items() if until <= now]
         for pair in expired:
@@ -205,7 +208,10 @@ class Detector:
 
     def _suspected(self, by: Member, suspect: Member, now: float) -> bool:
         """Only where both are well: who is silent towards us too is judged by that, a little later. Else a frozen
-        server that we have not known for long would cost its healthy neighbours their ranges."""
+        server that we have not known for long would cost its healthy neighbours their ranges; so would one that died
+        while we were suspended, and whose last reports we read only now."""
+        if self._is_late(now) or now - self._late < STALE_S:
+            return False
         peer = self._peers.get(suspect)
         if peer is None or by not in self._peers or peer.gone is not None or peer.lost is not None or by == suspect:
             return False
@@ -215,6 +221,9 @@ class Detector:
         fresh = pair not in self._cuts
         self._cuts[pair] = now + CUT_S
         return fresh
+
+    def _is_late(self, now: float) -> bool:
+        return self._ticked is not None and now - self._ticked > TICK_S + LATE_S
 
     def _give_up(self, peer: _Peer, why: str, now: float) -> bool:
         if peer.gone is not None:

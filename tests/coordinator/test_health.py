@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from coordinator.health import (
     CUT_S,
     LATE_S,
     SILENCE_S,
+    STALE_S,
     SUSPECTED_S,
     TICK_S,
     TOGETHER_S,
@@ -311,3 +313,19 @@ def test_who_is_never_refused_and_speaks_in_the_end_is_well(events: Sequence[tup
     story.run(1, A, B, C)
     assert not story.gone
     assert not story.ill()
+
+
+@pytest.mark.parametrize("ticked", [False, True], ids=["read before the tick", "read after it"])
+def test_what_waited_to_be_read_while_the_leader_was_stopped_cuts_nobody_off(ticked: bool) -> None:
+    story = Story(A, B, C)
+    story.run(1.0, A, B, C)
+    story.now += 6.0  # B's last report has waited; then it died, and A says since when
+    if ticked:
+        story.detector.tick(story.now)
+    story.detector.heard(B, FINE, story.now)
+    assert not story.detector.heard(A, Report(1, suspects={B: SUSPECTED_S * 3}), story.now)
+    story.run(STALE_S - TICK_S, A, C)
+    story.detector.heard(A, Report(1, suspects={B: SUSPECTED_S * 3}), story.now)
+    assert not story.detector.health(None).cut
+    story.run(SILENCE_S, A, C)
+    assert story.gone == {B}
