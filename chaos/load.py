@@ -259,6 +259,8 @@ class Worker:
         number, step = self._waiting.popleft()
         try:
             step.result()
+        except eps.Closed:  # this life is over, and whoever runs us judges why
+            raise
         except eps.Error as error:
             self._note(FAILED, number)
             self._say(f"step {number} failed: {error}")
@@ -268,6 +270,8 @@ class Worker:
     def _read(self) -> None:
         try:
             found = self._table.pull(self._own)
+        except eps.Closed:
+            raise
         except eps.Error as error:
             self._note(READ_FAILED, self._begun)
             self._say(f"a pull failed: {error}")

@@ -40,7 +40,7 @@ START_S = 60.0
 OVERTIME_S = 120.0  # for faults that have begun, or were put off, when the time is over
 AUDIT_S = 60.0
 WORKERS_END_S = load.TIMEOUT_S + 10.0
-GIVEN_UP_S = 1.9  # a worker renews its lease of 3 s every second
+GIVEN_UP_S = 3.2  # a worker renews its lease of 5 s three times in that
 ADMIT_S = 15.0
 LINES_KEPT = 12
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 POLL_S = 0.05
-WORKER_TTL_S = 3.0  # so long a dead worker holds others back; renewing costs three small requests a second
+WORKER_TTL_S = 5.0  # so long a dead worker holds others back; one that is frozen for less goes on
 ASK_VIEW_TIMEOUT_S = 2.0
 
 
