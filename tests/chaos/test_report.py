@@ -63,7 +63,7 @@ def test_operations_are_counted_and_spread_over_time() -> None:
 
 def outcome_of(*broken: str) -> Outcome:
     fault = Fault(action_of("kill", "head-of:hottest"), "over", "s1", "server", 1.0, 3.0)
-    cut = Fault(action_of("pause", "worker", for_=3), "over", "w1", "worker", 5.0, 8.0)
+    cut = Fault(action_of("pause", "worker", for_=4), "over", "w1", "worker", 5.0, 9.0)
     skipped = Fault(action_of("kill", "s9"), "skipped", note="<never>")
     plan = find_plan("kill-each-role")
     outcome = Outcome(plan, 3, 10.0, command_line("kill-each-role", 3, 10.0, False), [fault, cut, skipped])
@@ -101,11 +101,11 @@ def test_reports_are_summed_up_by_kind_of_fault(tmp_path: Path) -> None:
 
 def test_a_worker_may_end_when_it_was_away_for_longer_than_others_wait() -> None:
     faults = outcome_of().faults
-    assert given_up("w1", faults, 9.0)
-    assert not given_up("w0", faults, 9.0)
+    assert given_up("w1", faults, 10.0)
+    assert not given_up("w0", faults, 10.0)
     assert not given_up("w1", faults, 60.0)
     assert not given_up("s1", faults, 4.0)
-    assert excused(faults) == {"w1": [(5.0, 9.0)]}
+    assert excused(faults) == {"w1": [(5.0, 10.0)]}
 
 
 def told(do: str, role: str, target: str, began: float, ended: float, **ms: float) -> dict[str, object]:
