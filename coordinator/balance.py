@@ -59,6 +59,8 @@ def start_moves(
 
     sites: the live servers that may hold ranges. draining: live servers whose ranges are to go to those. Without
     `even`, nothing else is moved.
+
+    A tail fills one server at a time: what reaches it goes on to everyone that it fills, as a message to each.
     """
     room = limits.fills - int(np.count_nonzero(draft.joining >= 0))
     if room <= 0 or not sites:
@@ -68,19 +70,22 @@ def start_moves(
     tails, filling = draft.tails, draft.joining >= 0
     into = np.bincount(draft.joining[filling], minlength=n)
     out_of = np.bincount(tails[filling], minlength=n)
+    fills = np.full(n, -1, np.int32)  # whom each tail fills
+    fills[tails[filling]] = draft.joining[filling]
     live = field.able | field.draining
     movable = ~filling & live[tails] & (draft.lengths == draft.replicas)
     if not even:
         movable &= field.draining[field.chains].any(axis=1)
     moves: list[Move] = []
     while len(moves) < room:
-        move = field.best(movable, out_of[tails] < limits.per_server, into >= limits.per_server)
+        move = field.best(movable, out_of[tails] < limits.per_server, fills[tails], into >= limits.per_server)
         if move is None:
             break
         draft.fill(move.r, move.target, move.leaver)
         movable[move.r] = False
         into[move.target] += 1
         out_of[tails[move.r]] += 1
+        fills[tails[move.r]] = move.target
         field.apply(move)
         moves.append(move)
     return moves
@@ -91,8 +96,8 @@ def even_out(chains: _Rows, members: tuple[Member, ...], nodes: Mapping[Member, 
     draft = Draft.fresh(chains, members)
     field = _Field(draft.settled(()), draft, nodes, (), (), _WORTH_FRESH)
     movable = draft.lengths == draft.replicas
-    nobody = np.zeros(len(members), np.bool_)
-    while (move := field.best(movable, movable, nobody)) is not None:
+    anyone, nobody = np.full(len(chains), -1, np.int32), np.zeros(len(members), np.bool_)
+    while (move := field.best(movable, movable, anyone, nobody)) is not None:
         field.apply(move)
     return field.chains
 
@@ -165,8 +170,10 @@ class _Field:
         self.tails[row[-1]] += sign
         self._pairs[row[:-1], row[1:]] += sign
 
-    def best(self, movable: Flags, startable: Flags, full: Flags) -> Move | None:
+    def best(self, movable: Flags, startable: Flags, only: NDArray[np.int32], full: Flags) -> Move | None:
         """The best move that may start now, of a range both movable and startable, to a server that is not full.
+
+        only: per range, the one server that it may go to, or -1.
 
         None if there is none worth it, or if one that is better has to wait its turn: what the neediest are to get is
         not given to others meanwhile.
@@ -181,7 +188,7 @@ class _Field:
             free = [i for i in self._neediest(order, gain_in) if not full[i]]
             if rows.size == 0 or not free:
                 return None
-            move, waits = self._choose(free, rows, startable[rows], gain_in, gain_out[rows])
+            move, waits = self._choose(free, rows, startable[rows], only[rows], gain_in, gain_out[rows])
             if move is not None or waits:
                 return move
             order = [i for i in order if i not in free]
@@ -202,7 +209,13 @@ class _Field:
         return chosen
 
     def _choose(
-        self, targets: list[int], rows: Counts, startable: Flags, gain_in: Floats, gain_out: Floats
+        self,
+        targets: list[int],
+        rows: Counts,
+        startable: Flags,
+        only: NDArray[np.int32],
+        gain_in: Floats,
+        gain_out: Floats,
     ) -> tuple[Move | None, bool]:
         """The best move to one of the targets, and whether there is one worth it that cannot start yet."""
         found: tuple[float, Move] | None = None
@@ -214,9 +227,10 @@ class _Field:
             gains = self._scores(target, rows, chains, base, many)
             best = gains.max(axis=0) + gain_in[target]
             worth = best >= self._worth
-            waits |= bool((worth & ~startable).any())
-            at = int(np.argmax(np.where(startable, best, -np.inf)))
-            if worth[at] and startable[at] and (found is None or best[at] > found[0]):
+            may = startable & ((only < 0) | (only == target))
+            waits |= bool((worth & ~may).any())
+            at = int(np.argmax(np.where(may, best, -np.inf)))
+            if worth[at] and may[at] and (found is None or best[at] > found[0]):
                 leaver = chains[int(np.argmax(gains[:, at])), at]
                 found = float(best[at]), Move(int(rows[at]), target, int(leaver))
         return (None if found is None else found[1]), waits

@@ -20,7 +20,7 @@ from replication.chain import Member
 
 _Counts = NDArray[np.int64]
 _NOBODY, _LATER = -1, -2
-_FLIGHT_BYTES = 128 << 20
+_FLIGHT_BYTES = 96 << 20
 _FILLS_LEAST, _FILLS_MOST = 4, 64
 
 

@@ -130,6 +130,9 @@ def failover(
 def elastic(
     rows: Annotated[int, typer.Option(min=1, help="Rows of 64 floats, with Adagrad.")] = 1_000_000,
     batch: Annotated[int, typer.Option(min=1, help="Rows in each pull and each push.")] = 256,
+    rate: Annotated[
+        float, typer.Option(min=0, help="Pulls and pushes per second of each worker; 0: as many as there can be.")
+    ] = 0.0,
     as_json: Json = False,
 ) -> None:
     """What workers notice when 3 servers become 5 and 3 again: 2 replicas, 2 workers that pull and push all the time.
@@ -138,7 +141,7 @@ def elastic(
     """
     from elasticps.bench import elastic as bench
 
-    outcome = bench.run(rows=rows, batch=batch, progress=_progress)
+    outcome = bench.run(rows=rows, batch=batch, rate=rate, progress=_progress)
     if as_json:
         typer.echo(json.dumps(outcome.as_dict(), indent=2))
     else:

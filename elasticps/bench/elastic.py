@@ -30,7 +30,7 @@ SERVERS, MORE, REPLICAS, WORKERS = 3, 5, 2, 2
 AUDIT_TIMEOUT_S = 300.0
 STEADY_S = 5.0
 BATCH = 256
-_SAMPLE_S = 0.05
+_SAMPLE_S = 0.2  # asking costs the servers time, too
 _HEAD_S = 0.02  # a push that is under way, or begins, so long after a view was seen may have met it
 
 Spans: TypeAlias = Sequence[tuple[float, float]]
@@ -74,6 +74,7 @@ class Outcome:
 
     rows: int
     batch: int
+    rate: float
     load: float
     failed: int
     wrong: int
@@ -167,9 +168,14 @@ class _Observer:
         self._thread.join()
 
 
-def run(*, rows: int = 1_000_000, batch: int = BATCH, progress: Callable[[str], None] = lambda text: None) -> Outcome:
+def run(
+    *, rows: int = 1_000_000, batch: int = BATCH, rate: float = 0.0, progress: Callable[[str], None] = lambda text: None
+) -> Outcome:
     """Stores `rows` x 64 float32 with Adagrad, works on `batch` of them at a time with two processes while the cluster
-    grows and shrinks, checks every value and replica, and lets the cluster grow again without work."""
+    grows and shrinks, checks every value and replica, and lets the cluster grow again without work.
+
+    rate: pulls and pushes of each process per second; 0: without pause.
+    """
     load = os.getloadavg()[0]
     progress("starting a cluster")
     with LocalCluster("elastic", servers=SERVERS, replicas=REPLICAS) as cluster, ExitStack() as stack:
@@ -182,7 +188,7 @@ def run(*, rows: int = 1_000_000, batch: int = BATCH, progress: Callable[[str], 
         workers = []
         for number in range(WORKERS):
             workers.append(Worker("elasticps.bench.mover", cluster.url, f"mover{number}", str(number), str(rows),
-                                  str(batch)))  # fmt: skip
+                                  str(batch), str(rate)))  # fmt: skip
             stack.callback(workers[-1].close)
         phases, calm, moves = list[Phase](), list[Spans](), list[Spans]()
         for size, now in ((MORE, SERVERS), (SERVERS, MORE)):
@@ -214,7 +220,7 @@ def run(*, rows: int = 1_000_000, batch: int = BATCH, progress: Callable[[str], 
     spans = [span for some in moves for span in some]
     heads = _within(pushes, [(t - _HEAD_S, t + _HEAD_S) for t in head_moves])
     return Outcome(
-        rows, batch, round(load, 2), sum(len(a["failed"]) for a in answers), wrong, clean, int(counts.sum()),
+        rows, batch, rate, round(load, 2), sum(len(a["failed"]) for a in answers), wrong, clean, int(counts.sum()),
         _figures(_within(both, calm[0])), _figures(_within(both, spans)), _figures(_within(pulls, spans)),
         _figures(_within(pushes, spans)), _figures(heads), tuple(round(rate, 1) for rate in rates),
         round(_rate(both, spans) / rates[0], 3),

@@ -1,6 +1,8 @@
-"""One worker of `elasticps bench elastic`: `python -m elasticps.bench.mover URL NAME SEED ROWS BATCH`.
+"""One worker of `elasticps bench elastic`: `python -m elasticps.bench.mover URL NAME SEED ROWS BATCH RATE`.
 
-Pulls rows and pushes a step, each waited for, without pause; steps are counted by key as `elasticps.bench.pusher` does.
+Pulls rows and pushes a step, each waited for, RATE times a second, or without pause if it is 0. Steps are counted by
+key as `elasticps.bench.pusher` does.
+
 A line on standard input asks for something, a line of JSON on standard output answers:
 
     done        how many operations have ended, and whether one has failed
@@ -25,13 +27,14 @@ from elasticps.bench.sparse import keys_of
 class Mover(Asked):
     """Pulls and pushes, and tells how long each took."""
 
-    def __init__(self, url: str, name: str, seed: int, rows: int, batch: int) -> None:
+    def __init__(self, url: str, name: str, seed: int, rows: int, batch: int, rate: float) -> None:
         super().__init__()
         self._ps = eps.connect(url, worker=name, timeout=120.0)
         self._counted = self._ps.table("counted", dim=DIM, optimizer=eps.Accumulate())
         self._heavy = self._ps.table(HEAVY, dim=64, optimizer=eps.Adagrad(lr=0.01))
         self._keys = keys_of(rows)
         self._batch = batch
+        self._pause = 1 / rate if rate else 0.0
         self._random = np.random.default_rng(seed)
         self._counts = np.zeros(COUNTED, np.int64)
         self._pulls: list[tuple[float, float]] = []
@@ -43,8 +46,10 @@ class Mover(Asked):
         batch, counted_batch = self._batch, min(self._batch, COUNTED)
         ones, grads = np.ones((counted_batch, DIM), np.float32), np.full((batch, 64), 0.1, np.float32)
         gc.disable()  # a collection of this loop's garbage is not the system's latency
+        due = time.monotonic()
         with self._ps as ps:
-            while not self.ended.is_set():
+            while not self.ended.wait(max(0.0, due - time.monotonic())):
+                due = max(due + self._pause, time.monotonic())  # what was late is not made up for
                 rows = self._random.choice(self._keys, batch)
                 counted = self._random.choice(COUNTED, counted_batch, replace=False)
                 try:
@@ -69,8 +74,8 @@ class Mover(Asked):
 
 def main() -> None:
     """Runs the worker that the command line describes."""
-    url, name, seed, rows, batch = sys.argv[1:]
-    Mover(url, name, int(seed), int(rows), int(batch)).serve()
+    url, name, seed, rows, batch, rate = sys.argv[1:]
+    Mover(url, name, int(seed), int(rows), int(batch), float(rate)).serve()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
 STALLED_TIMEOUT_S = 60.0  # a peer that reads nothing for so long, while answers wait for it, is cut off
-WRITE_HIGH_BYTES = 64 << 10  # above it uvloop writes at once instead of at the end of its turn
+WRITE_HIGH_BYTES = 64 << 10  # so much may wait for a peer before the next part of an answer is made
 MAX_WAITING_ANSWERS = 64
 TURN_BYTES = 1 << 20  # then others have their turn: libuv reads a socket up to 32 times in a row, and timers wait
 MAX_HELD_FRAMES = 4096

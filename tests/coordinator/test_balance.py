@@ -155,6 +155,25 @@ def test_servers_that_come_together_get_heads_from_each_other() -> None:
     assert heads.min() >= 0.75 * 256 / 5
 
 
+@pytest.mark.parametrize(("before", "after"), [(3, 5), (5, 3), (8, 12)])
+def test_a_tail_fills_one_server_at_a_time(before: int, after: int) -> None:
+    config = ClusterConfig(256, 2)
+    servers = [server(i) for i in range(max(before, after))]
+    view, of = first(servers[:before], config), members(servers, *servers[after:])
+    steps = 0
+    while True:
+        filling = np.flatnonzero(view.joining >= 0)
+        pairs = set(zip(view.tails[filling].tolist(), view.joining[filling].tolist(), strict=True))
+        assert len(pairs) == len({tail for tail, _ in pairs})
+        level = {r: int(view.since[r]) for r in filling[steps % 2 :: 2].tolist() or filling.tolist()}
+        new = step(view, of, config, health=Health(level=level))
+        if new is view:
+            break
+        view, steps = new, steps + 1
+    assert len(view.servers) == after
+    assert steps > 2
+
+
 def test_weights_are_honoured() -> None:
     config = ClusterConfig(256, 2)
     servers = [server(0), server(1), server(2), server(3, weight=2.0)]
