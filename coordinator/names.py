@@ -19,6 +19,12 @@ def check_name(what: str, name: object) -> str:
     return name
 
 
+def check_worker(name: object) -> None:
+    """ValueError if `name` cannot be a worker's: a name, or an application's and a name with "/" between."""
+    for part in name.split("/", 1) if isinstance(name, str) else [name]:
+        check_name("worker", part)
+
+
 def check_address(what: str, address: object) -> str:
     """Returns `address` if it has the form "host:port" ("[v6]:port"); ValueError otherwise."""
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) and len(address) <= 300 else None

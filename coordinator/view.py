@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.names import check_address, check_name
+from coordinator.names import check_address, check_name, check_worker
 from replication.chain import Chains, Member
 
 RANGES_MAX = 1 << 16
@@ -202,7 +202,10 @@ class View:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """One incarnation of a worker. `id` is unique to the incarnation and never used again; `app` is its table space."""
+    """One incarnation of a worker. `id` is unique to the incarnation and never used again; `app` is its table space.
+
+    `name` is unique in the cluster: `<app>/<name>` for workers of other applications than the default one.
+    """
 
     id: int
     name: str
@@ -211,7 +214,7 @@ class WorkerInfo:
 
     def __post_init__(self) -> None:
         _check_count("worker id", self.id, 1, 1 << 31)
-        check_name("worker", self.name)
+        check_worker(self.name)
         _check_count("incarnation", self.incarnation, 1, 1 << 62)
         check_name("app", self.app)
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from coordinator.connect import open_store
 from coordinator.errors import CoordinationError
 from coordinator.membership import WorkerSession, next_number, register_worker
+from coordinator.names import check_name
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, View, WorkerInfo
 from elasticps import background
@@ -82,9 +83,10 @@ class Control:
 
     def register(self, name: str, app: str, on_lost: Callable[[str], None], timeout_s: float) -> WorkerInfo:
         """Takes the name under a lease; an older incarnation of it is fenced."""
-        unique = name if app == "default" else f"{app}.{name}"
-        registering = register_worker(self._store, name=unique, app=app, ttl_s=WORKER_TTL_S, on_lost=on_lost)
         try:
+            check_name("worker", name)
+            unique = name if app == "default" else f"{app}/{name}"
+            registering = register_worker(self._store, name=unique, app=app, ttl_s=WORKER_TTL_S, on_lost=on_lost)
             self._worker = self.call(registering, timeout_s)
         except ValueError as error:
             raise ConfigError(str(error)) from None

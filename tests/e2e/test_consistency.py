@@ -174,7 +174,7 @@ def test_a_wait_says_for_whom(connect: Connect) -> None:
         quick.push({})
     counts(quick).pull(np.array([1]))
     quick.push({})
-    with pytest.raises(eps.Timeout, match=f"waited too long for worker {quick.app}.idle"):
+    with pytest.raises(eps.Timeout, match=f"waited too long for worker {quick.app}/idle"):
         counts(quick).pull(np.array([1]))
 
 
@@ -251,6 +251,18 @@ def test_applications_do_not_wait_for_each_other(apps: Apps) -> None:
         apps.ads.push({counts(apps.ads): ones(np.array([1]))})
         counts(apps.ads).pull([1])
     assert (apps.ads.clock, apps.feed.clock) == (5, 0)
+
+
+def test_workers_of_two_applications_may_have_like_names(cluster: eps.LocalCluster) -> None:
+    with (
+        eps.connect(cluster.url, worker="likely.w") as one,
+        eps.connect(cluster.url, worker="w", app="likely") as other,
+    ):
+        for ps in (one, other):
+            ps.push({counts(ps): ones(np.array([1]))}).result()
+        assert (one.committed, other.committed) == (1, 1)  # neither has fenced the other
+    with pytest.raises(eps.ConfigError, match="no usable worker name"):
+        eps.connect(cluster.url, worker="likely/w")
 
 
 def test_applications_have_shards_of_their_own(apps: Apps) -> None:
