@@ -27,11 +27,13 @@ Spawn = Callable[[str, list[str]], Process]  # name and options -> the server, s
 
 @dataclass(frozen=True)
 class Change:
-    """How a number of servers is reached. start, drain: names; keep: who was asked to drain, and stays after all."""
+    """How a number of servers is reached. start, drain: names; keep: who was asked to drain, and stays after all; stay:
+    who serves before and after, or has been started and will."""
 
     start: tuple[str, ...] = ()
     drain: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
+    stay: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,12 @@ def change(running: Collection[str], draining: Collection[str], wanted: int) -> 
         raise ConfigError(f"a local cluster has 1 to {SERVERS_MAX} servers, not {wanted}")
     serving = sorted(set(running) - set(draining), key=by_number)
     if len(serving) > wanted:
-        return Change(drain=tuple(serving[wanted:]))
+        return Change(drain=tuple(serving[wanted:]), stay=tuple(serving[:wanted]))
     missing = wanted - len(serving)
     keep = sorted(set(running) & set(draining), key=by_number)[:missing]
     free = (name for name in (f"s{i}" for i in range(SERVERS_MAX + len(running))) if name not in running)
-    return Change(start=tuple(next(free) for _ in range(missing - len(keep))), keep=tuple(keep))
+    start = tuple(next(free) for _ in range(missing - len(keep)))
+    return Change(start, keep=tuple(keep), stay=tuple(serving))
 
 
 def by_number(name: str) -> tuple[str, int, str]:
@@ -108,7 +111,7 @@ def scale(
         for process in new:
             process.wait_ready(began + timeout_s)
         gone = [following.request_drain(name) for name in wanted.drain]
-        here = {name for name in goal if name not in wanted.drain} | set(wanted.start)
+        here = {*goal, *wanted.start, *wanted.keep, *wanted.stay} - set(wanted.drain)
         checked = time.monotonic()
         while True:
             view = following.view

@@ -197,7 +197,7 @@ def test_a_healthy_cluster_is_clean_while_workers_push(cluster: eps.LocalCluster
         assert done.returncode == 0, done.stderr
         document = json.loads(done.stdout)
         assert document["clean"]
-        assert {worker["name"] for worker in document["workers"]} >= {"audited.audited-w1", "audited.audited-w2"}
+        assert {worker["name"] for worker in document["workers"]} >= {"audited/audited-w1", "audited/audited-w2"}
         trainers.finish()
     finally:
         trainers.close()

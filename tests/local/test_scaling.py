@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,15 +26,15 @@ Eventually = Callable[[Callable[[], bool]], None]
 @pytest.mark.parametrize(
     ("running", "draining", "wanted", "expected"),
     [
-        ("s0 s1 s2", "", 3, Change()),
-        ("s0 s1 s2", "", 5, Change(start=("s3", "s4"))),
-        ("s0 s2 s10", "", 4, Change(start=("s1",))),  # a name that is free is taken again
-        ("s0 s9 s10", "", 1, Change(drain=("s9", "s10"))),
-        ("s0 s1 s2", "s2", 2, Change()),
-        ("s0 s1 s2", "s2", 1, Change(drain=("s1",))),
-        ("s0 s1 s2", "s1 s2", 2, Change(keep=("s1",))),
-        ("s0 s1", "s1", 4, Change(start=("s2", "s3"), keep=("s1",))),
-        ("mine s0", "", 1, Change(drain=("s0",))),
+        ("s0 s1 s2", "", 3, Change(stay=("s0", "s1", "s2"))),
+        ("s0 s1 s2", "", 5, Change(start=("s3", "s4"), stay=("s0", "s1", "s2"))),
+        ("s0 s2 s10", "", 4, Change(start=("s1",), stay=("s0", "s2", "s10"))),  # a name that is free is taken again
+        ("s0 s9 s10", "", 1, Change(drain=("s9", "s10"), stay=("s0",))),
+        ("s0 s1 s2", "s2", 2, Change(stay=("s0", "s1"))),
+        ("s0 s1 s2", "s2", 1, Change(drain=("s1",), stay=("s0",))),
+        ("s0 s1 s2", "s1 s2", 2, Change(keep=("s1",), stay=("s0",))),
+        ("s0 s1", "s1", 4, Change(start=("s2", "s3"), keep=("s1",), stay=("s0",))),
+        ("mine s0", "", 1, Change(drain=("s0",), stay=("mine",))),
         ("", "", 2, Change(start=("s0", "s1"))),
     ],
 )
@@ -94,10 +96,17 @@ def _sleeper() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"])
 
 
-def test_a_cluster_grows_shrinks_and_ends_with_servers_that_others_started(local_cluster: NewCluster) -> None:
+def test_a_cluster_grows_shrinks_and_ends_with_servers_that_others_started(
+    local_cluster: NewCluster, eventually: Eventually
+) -> None:
     cluster = local_cluster(servers=1, ranges=32)
     stranger = spawn_recorded(cluster.directory)("s1", ["--weight", "1"])
-    outcome = cluster.scale(3)
+    stranger.popen.send_signal(signal.SIGSTOP)  # slow to start: it counts, and is waited for
+    with ThreadPoolExecutor(1) as pool, Following(cluster.url) as following:
+        scaled = pool.submit(cluster.scale, 3)
+        eventually(lambda: len(following.view.servers) == 2 and following.settled())
+        stranger.popen.send_signal(signal.SIGCONT)
+        outcome = scaled.result(60)
     assert (outcome.change.start, outcome.servers) == (("s2",), ("s0", "s1", "s2"))
     with Following(cluster.url) as following:
         assert following.settled()

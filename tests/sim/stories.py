@@ -34,7 +34,7 @@ FIRST = {
     "keep_the_shards_of_workers_that_died": 3,
     "lose_the_shards_of_workers_that_died": 4,
     "take_for_lost_who_only_waits": 4,
-    "take_what_is_applied_for_committed": 333,
+    "take_what_is_applied_for_committed": 710,
     "believe_one_head_that_a_step_is_committed": 90,
     "train_again_whatever_a_lost_worker_had": 3,
     "take_a_share_that_arrived_for_a_round_that_was_made": 79,

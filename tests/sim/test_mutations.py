@@ -484,7 +484,7 @@ MUTATIONS: Sequence[Mutation] = [
 ]
 
 
-SEEDS = 350
+SEEDS = 1000
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
