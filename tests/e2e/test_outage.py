@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -31,3 +32,14 @@ def test_training_goes_on_while_etcd_is_away_and_everything_recovers(local_clust
             other.push({again: (keys, grads)}).result()
         assert set(table.pull(keys).ravel().tolist()) == {steps + 2.0}
         assert set(later.pull(keys).ravel().tolist()) == {1.0}
+
+
+def test_a_worker_waits_for_an_etcd_that_stands_still_as_long_as_its_timeout(local_cluster: NewCluster) -> None:
+    cluster = local_cluster(servers=1)
+    with eps.connect(cluster.url, worker="w0", timeout=30.0) as ps, ThreadPoolExecutor(1) as threads:
+        cluster.pause("etcd")
+        opening = threads.submit(ps.table, "t", dim=2, optimizer=eps.Accumulate())
+        done, _ = wait([opening], timeout=5.5)  # a call of the store gave up after 5 s
+        cluster.resume("etcd")
+        assert not done
+        assert opening.result(30.0).pull(np.arange(1)).shape == (1, 2)
