@@ -109,7 +109,7 @@ class Etcd:
         client, peer = f"{scheme}://{self.endpoint}", f"http://127.0.0.1:{self.peer_port}"
         return [
             binary,
-            *("--data-dir", str(self.folder), "--log-level", "error", "--unsafe-no-fsync"),
+            *("--data-dir", str(self.folder), "--log-level", "error"),
             *("--listen-client-urls", client, "--advertise-client-urls", client),
             *(
                 "--listen-peer-urls",
