@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import tenacity
+
+from coordinator.errors import StoreUnavailable
 from coordinator.etcd import EtcdStore
 from coordinator.store import Store
 from coordinator.url import parse
+
+T = TypeVar("T")
+_AGAIN_S = 0.1
 
 
 async def open_store(url: str, timeout_s: float = 10.0, *, call_timeout_s: float = 5.0) -> Store:
@@ -20,3 +29,18 @@ async def open_store(url: str, timeout_s: float = 10.0, *, call_timeout_s: float
         await store.close()
         raise
     return store
+
+
+async def insist(call: Callable[[], Awaitable[T]], timeout_s: float) -> T:
+    """What `call` returns; made again while the store gives no answer. StoreUnavailable after `timeout_s` seconds."""
+    again = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception_type(StoreUnavailable),
+        stop=tenacity.stop_after_delay(timeout_s),
+        wait=tenacity.wait_fixed(_AGAIN_S),
+        reraise=True,
+    )
+
+    async def attempt() -> T:  # tenacity awaits only what is declared so
+        return await call()
+
+    return await again(attempt)

@@ -100,8 +100,8 @@ class EtcdStore:
     """
 
     def __init__(self, url: ClusterUrl, *, timeout_s: float = 5.0) -> None:
-        if not 0 < timeout_s < 3600:
-            raise ValueError(f"a time-out is a positive number of seconds, not {timeout_s!r}")
+        if not 0 < timeout_s <= 86_400:
+            raise ValueError(f"a time-out is a positive number of seconds, at most a day, not {timeout_s!r}")
         self._url = url
         self._timeout_s = timeout_s
         self._keys = f"elasticps/{url.cluster}/keys/"

@@ -12,10 +12,11 @@ from typing import Annotated
 import typer
 import uvloop
 
-from coordinator.connect import open_store
+from coordinator.connect import insist, open_store
 from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
 from coordinator.names import check_name
+from coordinator.store import Store
 from coordinator.url import EXAMPLE, parse
 from coordinator.view import ClusterConfig
 from elasticps import logs
@@ -131,10 +132,8 @@ async def _coordinate(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     try:
-        existing = await store.get("config")
         try:
-            config = ClusterConfig.from_json(existing.value) if existing else ClusterConfig()
-            await create_cluster(store, replace(config, **chosen))
+            await insist(lambda: _create(store, chosen), timeout_s)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         async with AsyncExitStack() as stack:
@@ -148,3 +147,10 @@ async def _coordinate(
             await run_coordinator(store, name=name, stop=stop, dial=dial_server(store.cluster, name))
     finally:
         await store.close()
+
+
+async def _create(store: Store, chosen: dict[str, int]) -> None:
+    """Makes sure that there is a cluster, and that it is as `chosen`."""
+    existing = await store.get("config")
+    config = ClusterConfig.from_json(existing.value) if existing else ClusterConfig()
+    await create_cluster(store, replace(config, **chosen))

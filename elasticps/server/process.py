@@ -17,7 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
-from coordinator.connect import open_store
+from coordinator.connect import insist, open_store
 from coordinator.errors import CoordinationError, StoreUnavailable
 from coordinator.membership import (
     ROSTER,
@@ -29,7 +29,7 @@ from coordinator.membership import (
     request_drain,
 )
 from coordinator.store import Store
-from coordinator.view import ClusterConfig, Roster, View
+from coordinator.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps import logs
 from elasticps import store as table_store
 from elasticps.admin.service import start_admin
@@ -43,6 +43,7 @@ STORE_TIMEOUT_S = 10.0
 REPORT_S = 0.1
 DRAIN_TIMEOUT_S = 60.0
 CONFIG_LOOK_S = 0.2
+REGISTER_AGAIN_S = 0.2
 CONNECT_BACKLOG = 512
 GARBAGE_THRESHOLD = 20_000  # objects between collections: frames make no cycles, so little is ever found
 
@@ -69,7 +70,8 @@ async def serve(
     SIGTERM, and `elasticps drain`, have the leader move everything that this server holds to others; then it ends. It
     ends without that after `drain_timeout_s` from SIGTERM (0: at once), and on a second SIGTERM.
     `plugins` are modules to import first; they may call `register_optimizer`. Ports of 0 are chosen by the system.
-    For up to `wait_s` it waits for etcd, and for a coordinator to create the cluster.
+    For up to `wait_s` it waits for etcd, and for a coordinator to create the cluster; once it has served, for etcd as
+    long as it takes.
     Others find it under `advertise`, or under `host` if that is "". It serves metrics unless `metrics_port` is 0.
     When ready it prints one line of JSON on stdout. Raises coordinator's `StoreUnavailable` when the coordination
     store cannot be reached at start, `Fenced` when the name is lost later.
@@ -109,30 +111,43 @@ async def serve(
             await metrics.start(host, metrics_port)
             stack.push_async_callback(metrics.close)
             build = metrics.build
+        registered_by = loop.time() + max(wait_s, STORE_TIMEOUT_S)
         while not stop.done():
-            session = await register_server(
-                store,
-                name=name,
-                address=address,
-                admin=admin_address,
-                zone=zone,
-                weight=weight,
-                on_lost=lambda reason: _resolve(stop, reason),
-            )
-            async with _life(store, session, config, sock, build) as server:
-                lives[:] = [server]
-                await admin.set_serving(True)
-                ready = {"ready": True, "name": name, "address": address, "admin": admin_address}
-                sys.stdout.write(json.dumps(ready | {"incarnation": session.info.incarnation}) + "\n")
-                sys.stdout.flush()
-                log.info("ready name=%s incarnation=%d address=%s", name, session.info.incarnation, address)
-                await asyncio.wait((stop, leave, server.removed), return_when=asyncio.FIRST_COMPLETED)
-                await admin.set_serving(False)
-                if leave.done() and not stop.done():
-                    await _drain(store, server, stop, drain_timeout_s)
-                if await _drained(store, session):
-                    _resolve(stop, "drained")
+            try:
+                session = await register_server(
+                    store,
+                    name=name,
+                    address=address,
+                    admin=admin_address,
+                    zone=zone,
+                    weight=weight,
+                    on_lost=lambda reason: _resolve(stop, reason),
+                )
+                async with _life(store, session, config, sock, build) as server:
+                    lives[:] = [server]
+                    await admin.set_serving(True)
+                    _say_ready(session.info)
+                    await asyncio.wait((stop, leave, server.removed), return_when=asyncio.FIRST_COMPLETED)
+                    await admin.set_serving(False)
+                    if leave.done() and not stop.done():
+                        await _drain(store, server, stop, drain_timeout_s)
+                    if await _drained(store, session):
+                        _resolve(stop, "drained")
+            except StoreUnavailable as error:  # only before it serves: from then on it does without the store
+                if not lives and loop.time() > registered_by:
+                    raise
+                log.warning("name=%s cannot register, trying on: %s", name, error)
+                await asyncio.wait((stop, leave), timeout=REGISTER_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
+                if leave.done():
+                    _resolve(stop, "SIGTERM, before it was registered")
         log.info("stopping name=%s reason=%r", name, stop.result())
+
+
+def _say_ready(me: ServerInfo) -> None:
+    ready = {"ready": True, "name": me.name, "address": me.address, "admin": me.admin, "incarnation": me.incarnation}
+    sys.stdout.write(json.dumps(ready) + "\n")
+    sys.stdout.flush()
+    log.info("ready name=%s incarnation=%d address=%s", me.name, me.incarnation, me.address)
 
 
 async def _find_cluster(url: str, wait_s: float, stack: AsyncExitStack) -> tuple[Store, ClusterConfig]:
@@ -140,7 +155,7 @@ async def _find_cluster(url: str, wait_s: float, stack: AsyncExitStack) -> tuple
     store = await open_store(url, timeout_s=max(wait_s, STORE_TIMEOUT_S))
     stack.push_async_callback(store.close)
     while True:
-        entry = await store.get("config")
+        entry = await insist(lambda: store.get("config"), max(wait_s, STORE_TIMEOUT_S))
         if entry is not None:
             return store, ClusterConfig.from_json(entry.value)
         if asyncio.get_running_loop().time() >= until:

@@ -227,6 +227,12 @@ class Watcher:
         background.run(self._store.close())
 
 
+def owners(view: View) -> set[tuple[str, int]]:
+    """(name, incarnation) of the servers that hold something, or are being filled."""
+    used = set(np.unique(view.chains).tolist()) | set(np.unique(view.joining).tolist())
+    return {(view.servers[i].name, view.servers[i].incarnation) for i in used - {-1}}
+
+
 def wait_for(
     condition: Callable[[], bool],
     story: Callable[[], str],

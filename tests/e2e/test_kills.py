@@ -22,7 +22,7 @@ import elasticps as eps
 from coordinator.view import View
 from elasticps.audit import audit
 from elasticps.local import LocalCluster
-from tests.e2e.oracle import Ledger, Sums, Trainers, Watcher, check_sums, wait_for
+from tests.e2e.oracle import Ledger, Sums, Trainers, Watcher, check_sums, owners, wait_for
 
 REPLICAS = 3
 RANGES = 32
@@ -87,11 +87,6 @@ class Scene:
         """Ends the training of one test."""
         if self.trainers is not None:
             self.trainers.close()
-
-
-def owners(view: View) -> set[tuple[str, int]]:
-    used = set(np.unique(view.chains).tolist()) | set(np.unique(view.joining).tolist())
-    return {(view.servers[i].name, view.servers[i].incarnation) for i in used - {-1}}
 
 
 def short(view: View) -> bool:

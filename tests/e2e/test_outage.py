@@ -9,6 +9,7 @@ import numpy as np
 
 import elasticps as eps
 from tests.conftest import NewCluster
+from tests.e2e.oracle import Watcher, owners, wait_for
 
 
 def test_training_goes_on_while_etcd_is_away_and_everything_recovers(local_cluster: NewCluster) -> None:
@@ -43,3 +44,20 @@ def test_a_worker_waits_for_an_etcd_that_stands_still_as_long_as_its_timeout(loc
         cluster.resume("etcd")
         assert not done
         assert opening.result(30.0).pull(np.arange(1)).shape == (1, 2)
+
+
+def test_a_server_that_was_left_out_waits_for_etcd_to_register_again(local_cluster: NewCluster) -> None:
+    cluster = local_cluster(servers=2)
+    watcher = Watcher(cluster.url)
+    try:
+        old = cluster.server("s0").incarnation
+        cluster.pause("s0")
+        watcher.wait(lambda view: ("s0", old) not in owners(view), "without s0")
+        cluster.stop_etcd()
+        cluster.resume("s0")
+        wait_for(lambda: "cannot register, trying on" in cluster.log("s0"), lambda: cluster.log("s0"), 30.0)
+        cluster.start_etcd()
+        view = watcher.wait(lambda view: {name for name, _ in owners(view)} == {"s0", "s1"}, "s0 to be back")
+        assert ("s0", old) not in owners(view)
+    finally:
+        watcher.close()

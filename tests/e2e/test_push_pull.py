@@ -202,6 +202,11 @@ def test_applications_do_not_see_each_others_tables(connect: Connect) -> None:
     assert [t.pull([1]).tolist() for t in tables] == [[[1.0]], [[1.0, 1.0]]]
 
 
+def test_a_time_out_of_hours_is_taken(connect: Connect) -> None:
+    table = connect("patient", timeout=12 * 3600.0).table("t", dim=1, optimizer=eps.Accumulate())
+    assert table.pull(np.arange(3)).shape == (3, 1)
+
+
 def test_a_worker_started_again_fences_its_older_self(
     connect: Connect, eventually: Callable[[Callable[[], bool]], None]
 ) -> None:
