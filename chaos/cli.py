@@ -6,13 +6,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import track
 
-from chaos.simulator import Result, run
+if TYPE_CHECKING:
+    from chaos.simulator import Result
 
 RUNS_PER_LINE = 200
 BROKEN_KEPT = 20
@@ -33,7 +34,7 @@ def sim(
     """
     totals, broken = (
         dict.fromkeys(("runs", "events", "views", "commits", "pulls", "rounds", "shards"), 0),
-        list[Result](),
+        list["Result"](),
     )
     try:
         for result in _results(seed, runs, trace, as_json):
@@ -60,6 +61,8 @@ def sim(
 
 def _results(seed: int, runs: int, trace: bool, as_json: bool) -> Iterable[Result]:
     seeds: Iterable[int] = range(seed, seed + runs) if runs else itertools.count(seed)
+    from chaos.simulator import run  # brings in the servers' code: only this command needs it
+
     quiet = runs < 2 or as_json
     for number in track(seeds, "simulating", console=Console(stderr=True), disable=quiet, transient=True):
         yield run(number, trace)

@@ -24,7 +24,7 @@ import numpy as np
 from coordinator.errors import Fenced, LeaseLost, StoreUnavailable
 from coordinator.health import Dial
 from coordinator.lines import Lines
-from coordinator.membership import ROSTER, VIEW
+from coordinator.membership import ROSTER, VIEW, farewell
 from coordinator.names import check_name
 from coordinator.pace import Pace
 from coordinator.planner import Health, Members, Plan, UnsafePlan, plan, plan_roster
@@ -69,7 +69,7 @@ async def _serve(store: Store, name: str, ttl_s: float, settle_s: float, dial: D
                 log.info("%s leads cluster %s", name, store.cluster)
                 await _first_of(_keep_office(store, lease, ttl_s), _Term(store, guard, settle_s, dial).lead())
             finally:
-                await _resign(store, lease)
+                await farewell(store, lease)
         except Fenced as error:
             log.warning("%s steps down: %s", name, error)
         except StoreUnavailable as error:
@@ -108,11 +108,6 @@ async def _keep_office(store: Store, lease: int, ttl_s: float) -> None:
             raise Fenced(f"the office ran out: {error}") from error
         except StoreUnavailable as error:
             log.warning("the office cannot be renewed, trying on: %s", error)
-
-
-async def _resign(store: Store, lease: int) -> None:
-    with suppress(StoreUnavailable):  # then the lease runs out by itself
-        await store.revoke(lease)
 
 
 class _Alarm:

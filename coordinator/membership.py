@@ -26,6 +26,7 @@ DRAINS = "drains/"
 _INCARNATIONS = "incarnations/"
 _NEXT_WORKER_ID = "next-worker-id"
 
+FAREWELL_S = 1.0  # a lease that the store does not take back by then runs out by itself
 _RETRY_S = 0.2  # pause between attempts while the store is out; each attempt waits for the store's time-out as well
 
 
@@ -38,6 +39,13 @@ class _Info(Protocol):
 
 
 Info = TypeVar("Info", bound=_Info)
+
+
+async def farewell(store: Store, lease: int) -> None:
+    """Gives a lease back, if the store takes it within `FAREWELL_S`: who ends does not wait for longer."""
+    with suppress(StoreUnavailable, TimeoutError):
+        async with asyncio.timeout(FAREWELL_S):
+            await store.revoke(lease)
 
 
 async def create_cluster(store: Store, config: ClusterConfig) -> ClusterConfig:
@@ -138,8 +146,7 @@ class Session(Generic[Info]):
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        with suppress(StoreUnavailable):
-            await self._store.revoke(self.lease)
+        await farewell(self._store, self.lease)
 
     async def _take(self) -> None:
         sent = asyncio.get_running_loop().time()

@@ -1,6 +1,8 @@
 """elasticps: an elastic, fault-tolerant parameter server for distributed training."""
 
-from elasticps.client import Client, DenseTensor, OpenStep, Resume, Shard, Shards, SparseTable, Step, connect
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from elasticps.errors import (
     Closed,
     ClusterUnreachable,
@@ -15,7 +17,6 @@ from elasticps.errors import (
     UnknownTable,
     VersionMismatch,
 )
-from elasticps.local import LocalCluster
 from elasticps.spec import (
     ASP,
     BSP,
@@ -35,6 +36,10 @@ from elasticps.spec import (
     Uniform,
     Zeros,
 )
+
+if TYPE_CHECKING:
+    from elasticps.client import Client, DenseTensor, OpenStep, Resume, Shard, Shards, SparseTable, Step, connect
+    from elasticps.local import LocalCluster
 
 __version__ = "0.1.0"
 
@@ -79,3 +84,18 @@ __all__ = [
     "Zeros",
     "connect",
 ]
+
+# Imported when first asked for: half a second of kernels and gRPC, which most commands and processes do without.
+_CLIENT = ("Client", "DenseTensor", "OpenStep", "Resume", "Shard", "Shards", "SparseTable", "Step", "connect")
+_HOMES = {"LocalCluster": "elasticps.local"} | dict.fromkeys(_CLIENT, "elasticps.client")
+
+if not TYPE_CHECKING:  # for type checkers a name that is not here stays an error
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -131,7 +131,7 @@ async def serve(
                     await admin.set_serving(False)
                     if leave.done() and not stop.done():
                         await _drain(store, server, stop, drain_timeout_s)
-                    if await _drained(store, session):
+                    if not stop.done() and await _drained(store, session):
                         _resolve(stop, "drained")
             except StoreUnavailable as error:  # only before it serves: from then on it does without the store
                 if not lives and loop.time() > registered_by:

@@ -203,7 +203,7 @@ class FaultyStore:
         self.out = False
         self.refused = 0
         self.lose_next_write = ""  # the next compare-and-set on this key happens, and its answer is lost
-        self.stuck = ""  # compare-and-sets on this key get no answer before their time-out
+        self.stuck = ""  # compare-and-sets on this key, or "revoke", get no answer before their time-out
         self.waiting = self.given_up = 0  # how many did wait, and did so in vain
 
     @property
@@ -268,6 +268,8 @@ class FaultyStore:
 
     async def revoke(self, lease: int) -> None:
         self._check()
+        if self.stuck == "revoke":
+            await self._hang(0.0)
         await self.store.revoke(lease)
 
     def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:

@@ -25,7 +25,7 @@ from coordinator.memory import MemoryStore
 from coordinator.store import Entry, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from tests.coordinator.conftest import Clients
-from tests.coordinator.support import Etcd, FaultyStore, fresh_url, until, until_key
+from tests.coordinator.support import WAIT_S, Etcd, FaultyStore, fresh_url, until, until_key
 
 
 async def serve(store: Store, name: str = "s0", ttl_s: float = 0.3) -> tuple[ServerSession, list[str]]:
@@ -71,6 +71,16 @@ async def test_a_server_is_registered_until_it_closes(clients: Clients) -> None:
         again, _ = await serve(store)
         assert again.info.incarnation == 2
         await again.close()
+
+
+async def test_a_server_ends_though_the_store_stands_still(clients: Clients) -> None:
+    async with clients() as store:
+        faulty = FaultyStore(store)
+        session, _ = await serve(faulty)
+        faulty.stuck = "revoke"
+        async with asyncio.timeout(WAIT_S):
+            await session.close()
+        assert faulty.waiting == 1
 
 
 async def test_renewing_keeps_the_name(clients: Clients) -> None:

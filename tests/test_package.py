@@ -1,0 +1,27 @@
+"""What `import elasticps` gives, and what it leaves for later."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import elasticps
+
+
+def test_everything_that_is_listed_is_there() -> None:
+    assert set(elasticps.__all__) <= set(dir(elasticps))
+    for name in elasticps.__all__:
+        assert getattr(elasticps, name) is not None
+
+
+def test_a_name_that_is_not_there_is_named() -> None:
+    with pytest.raises(AttributeError, match="'elasticps' has no attribute 'Servr'"):
+        _ = elasticps.Servr  # type: ignore[attr-defined]
+
+
+def test_commands_that_need_no_kernels_do_not_wait_for_them() -> None:
+    code = "import sys, elasticps.cli.app; print(*(heavy for heavy in ('numba', 'torch') if heavy in sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == ""
