@@ -206,7 +206,7 @@ async def test_a_bug_while_renewing_is_a_loss_not_a_silence() -> None:
 
 async def test_leases_and_names_outlive_a_restart_of_etcd(new_etcd: Callable[..., Etcd]) -> None:
     etcd = new_etcd()
-    store = EtcdStore(fresh_url(etcd), timeout_s=1.0)
+    store = EtcdStore(fresh_url(etcd))
     session, lost = await serve(store, ttl_s=2)
     worker = await register_worker(store, name="w", app="default", ttl_s=2, on_lost=lost.append)
     etcd.kill()

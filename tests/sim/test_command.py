@@ -9,6 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 import chaos.cli
+import chaos.simulator
 from chaos.simulator import Result
 
 app = typer.Typer()
@@ -24,7 +25,7 @@ def test_a_seed_gives_the_same_events_each_time() -> None:
 
 def test_a_broken_promise_ends_with_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Result(7, "ack-safety", "at 0.1 s s1 lacks step 3", 10, 2, 1, 0.1, 0)
-    monkeypatch.setattr(chaos.cli, "run", lambda seed, trace: broken)
+    monkeypatch.setattr(chaos.simulator, "run", lambda seed, trace: broken)
     result = CliRunner().invoke(app, ["--seed", "7"])
     assert result.exit_code == 1
     assert "elasticps sim --seed 7" in result.stdout
@@ -41,7 +42,7 @@ def test_a_soak_runs_until_it_is_stopped_and_then_says_what_it_saw(monkeypatch: 
             raise KeyboardInterrupt
         return Result(seed, "progress" if seed == 12 else "", "it waits", 10, 2, 1, 0.1, 0)
 
-    monkeypatch.setattr(chaos.cli, "run", run)
+    monkeypatch.setattr(chaos.simulator, "run", run)
     result = CliRunner().invoke(app, ["--seed", "10", "--runs", "0"])
     assert result.exit_code == 1
     assert seen[0] == 10
