@@ -111,7 +111,7 @@ async def test_a_watch_that_was_cut_off_over_a_compaction_is_reset(shared_etcd: 
 
 async def test_a_watch_is_reset_when_etcd_has_lost_what_was_seen(new_etcd: NewEtcd) -> None:
     etcd = new_etcd()
-    store = EtcdStore(fresh_url(etcd), timeout_s=2.0)
+    store = EtcdStore(fresh_url(etcd))
     for _ in range(5):
         last = await store.put("a", b"old")
     async with aclosing(store.watch("a", after=last - 1)) as changes:
