@@ -182,8 +182,8 @@ class _Demo:
         finished = dict.fromkeys(self._workers, 0)  # epochs
         samples = dict.fromkeys(self._workers, 0)
         total = sum(self._samples(i, len(self._workers)) for i in range(len(self._workers)))
-        self._due.extend([(1 / 3, "kill")] if self._kill is not None else [])
-        self._due.extend([(0.45, "grow"), (0.6, "shrink"), (0.75, "worker")] if self._elastic else [])
+        self._due.extend([(0.2, "kill")] if self._kill is not None else [])
+        self._due.extend([(0.3, "grow"), (0.5, "worker"), (0.6, "shrink")] if self._elastic else [])
         asked_last = 0
         asked: list[tuple[int, float]] = []  # evaluations under way: epoch, and when its last worker finished it
         with Screen(self._console) as screen:
@@ -198,7 +198,7 @@ class _Demo:
                 if event.kind == "progress":
                     self._progress(screen, result, event, began)
                     samples[event.source] = event.values["samples"]
-                    if self._due and sum(samples.values()) >= self._due[0][0] * total and self._free():
+                    if self._is_due(sum(samples.values()) / total):
                         self._act(self._due.popleft()[1], cluster, children, jobs, screen, began)
                 elif event.kind == "ready":  # a worker is back
                     self._tell(
@@ -230,6 +230,13 @@ class _Demo:
         return began, result
 
     # -- what happens on the way
+
+    def _is_due(self, trained: float) -> bool:
+        """Whether it is time for the next event. Servers wait for their last change to be over; a worker for nothing,
+        so that training does not end before its turn."""
+        if not self._due or trained < self._due[0][0]:
+            return False
+        return self._due[0][1] == "worker" or self._free()
 
     def _free(self) -> bool:
         """Whether no change of the number of servers is under way, nor was a moment ago."""
