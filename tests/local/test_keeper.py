@@ -15,6 +15,10 @@ STUBBORN = [
     *(sys.executable, "-I", "-S", "-c"),
     "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(60)",
 ]
+MEEK = [
+    *(sys.executable, "-I", "-S", "-c"),
+    "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); print(flush=True); time.sleep(60)",
+]
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -51,9 +55,13 @@ def test_a_signal_never_reaches_another_process_of_the_same_id() -> None:
 
 
 def test_who_ignores_the_request_is_killed() -> None:
-    with subprocess.Popen(STUBBORN, stdout=subprocess.PIPE) as stubborn, subprocess.Popen(SLEEP) as meek:
-        assert stubborn.stdout is not None
-        stubborn.stdout.readline()  # it ignores the signal from now on
+    def start(code: list[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(code, stdout=subprocess.PIPE)
+
+    with start(STUBBORN) as stubborn, start(MEEK) as meek:
+        for each in (stubborn, meek):
+            assert each.stdout is not None
+            each.stdout.readline()  # it treats the signal as it wants to from now on
         keeper.end_all([(stubborn.pid, moment(stubborn)), (meek.pid, moment(meek))], grace_s=0.3)
         assert stubborn.wait() == -signal.SIGKILL
         assert meek.wait() == -signal.SIGINT
