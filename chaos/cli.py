@@ -32,10 +32,8 @@ def sim(
 
     The same seed gives the same events. Exit code 1 if a promise was broken, with the command that repeats that run.
     """
-    totals, broken = (
-        dict.fromkeys(("runs", "events", "views", "commits", "pulls", "rounds", "shards"), 0),
-        list["Result"](),
-    )
+    totals = dict.fromkeys(("runs", "events", "views", "commits", "pulls", "rounds", "shards"), 0)
+    broken: list[Result] = []
     try:
         for result in _results(seed, runs, trace, as_json):
             _count(totals, result)
@@ -60,9 +58,9 @@ def sim(
 
 
 def _results(seed: int, runs: int, trace: bool, as_json: bool) -> Iterable[Result]:
-    seeds: Iterable[int] = range(seed, seed + runs) if runs else itertools.count(seed)
     from chaos.simulator import run  # brings in the servers' code: only this command needs it
 
+    seeds: Iterable[int] = range(seed, seed + runs) if runs else itertools.count(seed)
     quiet = runs < 2 or as_json
     for number in track(seeds, "simulating", console=Console(stderr=True), disable=quiet, transient=True):
         yield run(number, trace)

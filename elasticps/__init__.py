@@ -85,16 +85,15 @@ __all__ = [
     "connect",
 ]
 
-# Imported when first asked for: half a second of kernels and gRPC, which most commands and processes do without.
-_CLIENT = ("Client", "DenseTensor", "OpenStep", "Resume", "Shard", "Shards", "SparseTable", "Step", "connect")
-_HOMES = {"LocalCluster": "elasticps.local"} | dict.fromkeys(_CLIENT, "elasticps.client")
-
 if not TYPE_CHECKING:  # for type checkers a name that is not here stays an error
 
     def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
+        """Imports the client when it is first asked for: half a second of kernels and gRPC, which most commands and
+        processes do without."""
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        home = import_module("elasticps.local" if name == "LocalCluster" else "elasticps.client")
+        value = globals()[name] = getattr(home, name)
         return value
 
     def __dir__() -> list[str]:

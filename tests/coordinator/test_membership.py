@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from coordinator.connect import insist
 from coordinator.errors import StoreUnavailable, UnknownServer
 from coordinator.etcd import EtcdStore
 from coordinator.membership import (
@@ -81,6 +82,18 @@ async def test_a_server_ends_though_the_store_stands_still(clients: Clients) -> 
         async with asyncio.timeout(WAIT_S):
             await session.close()
         assert faulty.waiting == 1
+
+
+async def test_a_call_is_insisted_on_until_the_store_answers() -> None:
+    faulty = FaultyStore(MemoryStore())
+    faulty.out = True
+    with pytest.raises(StoreUnavailable):
+        await insist(lambda: faulty.get("config"), 0.05)
+    asking = asyncio.create_task(insist(lambda: faulty.get("config"), WAIT_S))
+    refused = faulty.refused
+    await until(lambda: faulty.refused > refused + 1)
+    faulty.out = False
+    assert await asking is None
 
 
 async def test_renewing_keeps_the_name(clients: Clients) -> None:

@@ -11,14 +11,6 @@ from pathlib import Path
 from elasticps.local import keeper
 
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
-STUBBORN = [
-    *(sys.executable, "-I", "-S", "-c"),
-    "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(60)",
-]
-MEEK = [
-    *(sys.executable, "-I", "-S", "-c"),
-    "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); print(flush=True); time.sleep(60)",
-]
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -55,10 +47,11 @@ def test_a_signal_never_reaches_another_process_of_the_same_id() -> None:
 
 
 def test_who_ignores_the_request_is_killed() -> None:
-    def start(code: list[str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(code, stdout=subprocess.PIPE)
+    def start(handler: str) -> subprocess.Popen[bytes]:
+        code = f"import signal, time; signal.signal(signal.SIGINT, signal.{handler}); print(flush=True); time.sleep(60)"
+        return subprocess.Popen([sys.executable, "-I", "-S", "-c", code], stdout=subprocess.PIPE)
 
-    with start(STUBBORN) as stubborn, start(MEEK) as meek:
+    with start("SIG_IGN") as stubborn, start("SIG_DFL") as meek:
         for each in (stubborn, meek):
             assert each.stdout is not None
             each.stdout.readline()  # it treats the signal as it wants to from now on
