@@ -67,8 +67,8 @@ def answer(read: Read, judge: Judge) -> None:
     if rows * dim * 4 <= CHUNK_BYTES and not judge.guarded():
         out = np.empty((rows, dim), np.float32)
         read.connection.send_all(_chunk(read, read.keys, out, 0, last=True))
-    else:
-        read.connection.stream(_chunks(read, judge))
+    else:  # it is made later, chunk by chunk, and the frame that the keys are a view of is gone by then
+        read.connection.stream(_chunks(read._replace(keys=read.keys.copy()), judge))
 
 
 def _chunks(read: Read, judge: Judge) -> Iterator[list[Buffer]]:
@@ -79,7 +79,7 @@ def _chunks(read: Read, judge: Judge) -> Iterator[list[Buffer]]:
     """
     rows, dim = len(read.keys), read.table.spec.dim
     step = max(1, CHUNK_BYTES // (dim * 4))
-    keys = read.keys.copy()
+    keys = read.keys
     out = np.empty((min(step, rows), dim), np.float32)
     for at in range(0, max(rows, 1), step):
         part = keys[at : at + step]

@@ -1,0 +1,58 @@
+"""Pulls over real sockets: every row of every answer is compared with what the table holds for that key."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.optimizers import SGD
+from elasticps.spec import Normal, TableSpec
+from elasticps.store import initial_rows
+from elasticps.wire.frames import HEADER_BYTES, LAST, Header, Kind, json_frame, unpack_header
+from tests.server.conftest import Group, Run, Worker
+
+WIDE, DIM = 8, 256
+INIT = Normal(std=1.0, seed=3)
+
+
+async def create_wide(worker: Worker, epoch: int) -> None:
+    spec = TableSpec("wide", DIM, SGD(lr=0.1), INIT).to_json()
+    body = json_frame(Kind.CREATE, {"id": WIDE, "spec": spec})[HEADER_BYTES:]
+    header, _ = await worker.ask(Header(Kind.CREATE, epoch=epoch), body)
+    assert header.kind == Kind.OK
+
+
+async def read_rows(reader: asyncio.StreamReader, requests: int) -> dict[int, NDArray[np.float32]]:
+    """The whole answers of so many pulls."""
+    chunks: dict[int, list[bytes]] = {}
+    left = requests
+    while left:
+        raw = await asyncio.wait_for(reader.readexactly(HEADER_BYTES), 20)
+        header = unpack_header(raw)
+        content = await reader.readexactly(header.body)
+        assert header.kind == Kind.ROWS, content
+        chunks.setdefault(header.request, []).append(content)
+        left -= header.flags & LAST
+    return {request: np.frombuffer(b"".join(parts), np.float32).reshape(-1, DIM) for request, parts in chunks.items()}
+
+
+def test_large_answers_that_wait_have_the_rows_that_were_asked_for(run: Run) -> None:
+    async def story(group: Group) -> None:
+        await group.start("a")
+        view = group.make_view(lambda r: ["a"])
+        group.adopt(view)
+        worker = await group.connect("a", create=False)
+        await create_wide(worker, view.epoch)
+        worker.task.cancel()  # from here on nothing is read until all is asked
+        await asyncio.gather(worker.task, return_exceptions=True)
+        asked = {100 + i: np.arange(4_000, dtype=np.int64) * 7 + i * 1_000_000 for i in range(6)}
+        for request, keys in asked.items():
+            header = Header(Kind.PULL, 0, keys.nbytes, request, view.epoch, table=WIDE, items=len(keys))
+            worker.writer.write(header.pack() + keys.tobytes())
+        answers = await read_rows(worker.reader, len(asked))
+        for request, keys in asked.items():
+            np.testing.assert_array_equal(answers[request], initial_rows(INIT, keys, DIM))
+
+    run(story)
