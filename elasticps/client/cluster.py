@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TypeVar, cast
@@ -22,6 +20,7 @@ from elasticps.client.network import Network
 from elasticps.client.pushes import StepState
 from elasticps.client.reads import Read
 from elasticps.client.routing import Routes
+from elasticps.client.runtime import Runtime
 from elasticps.client.session import Session
 from elasticps.client.shards import Parts, Shards
 from elasticps.client.starting import Resume
@@ -106,26 +105,29 @@ class OpenStep:
 class Client:
     """A worker's connection to a cluster; made by `connect`. Threads may share it."""
 
-    def __init__(self, url: str, worker: str, consistency: Consistency, window: int, timeout: float, app: str) -> None:
+    def __init__(
+        self, control: Control, worker: str, consistency: Consistency, window: int, timeout: float, app: str
+    ) -> None:
         self.consistency = consistency
         self.timeout = timeout
         self.app = app
-        self._lock = threading.RLock()  # session, open step, tables: whatever must keep an order
+        self._runtime = control.runtime
+        self._lock = self._runtime.rlock()  # session, open step, tables: whatever must keep an order
         self.memory = Pool(KEPT_BYTES)  # for private copies of gradients; under the lock
         self._tables: dict[str, Handle] = {}
         self._shards: list[Shards] = []
         self._shard: tuple[int, int] | None = None  # what the next step trains
         self._closed = False
-        self._control = Control(url, timeout)
+        self._control = control
         self._network: Network | None = None
         self._sync: SyncRounds | None = None
         try:
-            deadline_s = time.monotonic() + timeout
+            deadline_s = self._runtime.monotonic() + timeout
             view = self._control.first_view(timeout)
             self.worker = self._control.register(worker, app, self._lost, timeout)
             self._session = Session(self.worker.id, view.ranges, window)
             self._network = Network(
-                self._control.cluster, self.worker, view, self._session, self._lock, itertools.count(1),
+                self._runtime, self._control.cluster, self.worker, view, self._session, self._lock, itertools.count(1),
                 self._control.ask_view,
             )  # fmt: skip
             if isinstance(consistency, BSP):
@@ -224,7 +226,7 @@ class Client:
         label: object = name
         if not isinstance(label, str) or not 0 < len(name) <= 200:
             raise InputError(f"shards take a name of 1 to 200 letters, got {name!r}")
-        parts = Parts(self._net, self._session, self._joining, self._sync, self._control, self._lock)
+        parts = Parts(self._runtime, self._net, self._session, self._joining, self._sync, self._control, self._lock)
         shards = Shards(self, parts, name, spec)
         with self._lock:
             self._shards.append(shards)
@@ -253,7 +255,7 @@ class Client:
         network = self._network
         if network is not None:
             if network.error is None and self._session.outstanding:
-                network.wait(lambda: not self._session.outstanding, time.monotonic() + min(self.timeout, 5.0))
+                network.wait(lambda: not self._session.outstanding, self._runtime.monotonic() + min(self.timeout, 5.0))
             if network.error is None:
                 self._leave_shards()
             network.close()
@@ -428,7 +430,7 @@ class Client:
         if done():
             return
         timeout = self.timeout if timeout is None else timeout
-        started = time.monotonic()
+        started = self._runtime.monotonic()
         if not self._net.wait(done, started + timeout):
             self._net.check()
             raise Timeout(f"{what} took longer than {timeout:.1f} s: {self._net.explain()}")
@@ -478,4 +480,5 @@ def connect(
     consistency = consistency or ASP()
     if not isinstance(consistency, ASP | SSP | BSP):
         raise ConfigError(f"consistency must be ASP(), SSP(staleness=k) or BSP(), got {consistency!r}")
-    return Client(url, worker or f"worker-{os.uname().nodename}-{os.getpid()}", consistency, window, timeout, app)
+    name = worker or f"worker-{os.uname().nodename}-{os.getpid()}"
+    return Client(Control.open(url, timeout, Runtime()), name, consistency, window, timeout, app)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,7 +19,7 @@ from coordinator.membership import WorkerSession, next_number, register_worker
 from coordinator.names import check_name
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, View, WorkerInfo
-from elasticps import background
+from elasticps.client.runtime import Runtime
 from elasticps.client.starting import Past
 from elasticps.errors import ClusterUnreachable, ConfigError, SpecError, Timeout
 from elasticps.spec import TableSpec
@@ -46,18 +44,22 @@ class Registration:
 
 
 class Control:
-    """Synchronous face of the coordination store. Every call has a deadline and raises `elasticps.errors`.
+    """Synchronous face of a coordination store. Every call has a deadline and raises `elasticps.errors`. `url` is how
+    errors name the store."""
 
-    `timeout_s` bounds connecting, and each call of the store: one that stands still for less is waited for.
-    """
-
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, store: Store, runtime: Runtime, url: str) -> None:
+        self.runtime = runtime
         self._url = url
-        self._store: Store
+        self._store = store
         self._worker: WorkerSession | None = None
+
+    @classmethod
+    def open(cls, url: str, timeout_s: float, runtime: Runtime) -> Control:
+        """Connects to the store that `url` names. `timeout_s` bounds that, and each later call of the store: one that
+        stands still for less is waited for."""
         try:
             opening = open_store(url, timeout_s=timeout_s, call_timeout_s=timeout_s)
-            self._store = self.call(opening, timeout_s + 1.0)
+            return cls(_run(opening, runtime, timeout_s + 1.0, url), runtime, url)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -67,12 +69,7 @@ class Control:
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Runs a coroutine in the control loop and waits for it."""
-        try:
-            return background.run(coroutine, timeout_s)
-        except TimeoutError:
-            raise Timeout(f"the coordination store at {self._url} did not answer within {timeout_s:.1f} s") from None
-        except CoordinationError as error:
-            raise ClusterUnreachable(str(error)) from error
+        return _run(coroutine, self.runtime, timeout_s, self._url)
 
     def close(self) -> None:
         """Gives the worker's registration back."""
@@ -119,19 +116,19 @@ class Control:
         """The lease under which this worker is registered, 0 if it has run out as far as is known here. Another lease:
         it had run out meanwhile."""
         assert self._worker is not None
-        return self._worker.lease if time.monotonic() < self._worker.deadline else 0
+        return self._worker.lease if self.runtime.monotonic() < self._worker.deadline else 0
 
     def first_view(self, timeout_s: float) -> View:
         """The view; waits until the cluster has formed one in which every range has a server."""
         return self.call(self._first_view(timeout_s), timeout_s + 5.0)
 
     async def _first_view(self, timeout_s: float) -> View:
-        deadline = time.monotonic() + timeout_s
+        deadline = self.runtime.monotonic() + timeout_s
         while True:
             entry = await self._store.get("view")
             if entry is not None:
                 return View.decode(entry.value)
-            if time.monotonic() > deadline:
+            if self.runtime.monotonic() > deadline:
                 config = await self._store.get("config")
                 wanted = ClusterConfig.from_json(config.value).min_servers if config else "a configuration and"
                 servers = [e.key.partition("/")[2] for e in (await self._store.list("servers/")).entries]
@@ -153,7 +150,7 @@ class Control:
                 view = None
             on_view(view)
 
-        threading.Thread(target=read, name="elasticps-view", daemon=True).start()
+        self.runtime.spawn("elasticps-view", read)
 
     # --- the registry of tables ---------------------------------------------------------------------------------
 
@@ -187,7 +184,7 @@ class Control:
         return self.call(self._wait_ready(f"tables/{app}/{name}", creator, timeout_s), timeout_s + 5.0)
 
     async def _wait_ready(self, key: str, creator: int, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
+        deadline = self.runtime.monotonic() + timeout_s
         while True:
             entry = await self._store.get(key)
             if entry is not None and _registration(entry.value, entry.revision).ready:
@@ -195,7 +192,7 @@ class Control:
             workers = (await self._store.list("workers/")).entries
             if creator not in {WorkerInfo.from_json(e.value).id for e in workers}:
                 return False
-            if time.monotonic() > deadline:
+            if self.runtime.monotonic() > deadline:
                 raise Timeout(f"{key.rpartition('/')[2]!r}: its creator, worker {creator}, has not filled it within "
                               f"{timeout_s:.1f} s")  # fmt: skip
             await asyncio.sleep(POLL_S)
@@ -209,3 +206,12 @@ def _registration(value: bytes, revision: int) -> Registration:
     document = json.loads(value)
     spec = TableSpec.from_json(document["spec"])
     return Registration(document["id"], spec, document["creator"], document["ready"], revision)
+
+
+def _run(coroutine: Coroutine[Any, Any, T], runtime: Runtime, timeout_s: float, url: str) -> T:
+    try:
+        return runtime.run(coroutine, timeout_s)
+    except TimeoutError:
+        raise Timeout(f"the coordination store at {url} did not answer within {timeout_s:.1f} s") from None
+    except CoordinationError as error:
+        raise ClusterUnreachable(str(error)) from error

@@ -8,56 +8,56 @@ else does: acknowledgements of pushes that nobody waits for, new views, broken c
 from __future__ import annotations
 
 import contextlib
-import select
-import threading
-import time
 from collections.abc import Callable
 
 from elasticps.client.link import Link
+from elasticps.client.runtime import READABLE, WRITABLE, Runtime
 
 CALLER_RECENT_S = 0.005  # a caller that has just read will be back; keep out of its way for so long
 BACKGROUND_NAP_S = 0.002
 POLL_S = 0.05
 TURN_S = 0.02
 IDLE_S = 0.25
-SPIN_S = 60e-6
 
 
 class Driver:
     """Polls the links. `on_broken(link, error)` hears of each connection that ended; `on_turn()` runs about every
     TURN_S in the background thread, while it does not read, and returns whether anything is outstanding."""
 
-    def __init__(self, on_broken: Callable[[Link, Exception], None], on_turn: Callable[[], bool]) -> None:
+    def __init__(
+        self, runtime: Runtime, on_broken: Callable[[Link, Exception], None], on_turn: Callable[[], bool]
+    ) -> None:
+        self._runtime = runtime
         self._on_broken = on_broken
         self._on_turn = on_turn
-        self._epoll = select.epoll()
+        self._poller = runtime.poller()
         self._links: dict[int, Link] = {}
-        self._role = threading.Lock()  # held by the thread that reads
-        self._changed = threading.Condition()  # something finished, or the role is free
+        self._role = runtime.lock()  # held by the thread that reads
+        self._reading = False  # some thread does
+        self._changed = runtime.condition()  # something finished, or the role is free
         self._waiters = 0
         self._last_caller_s = 0.0
-        self._short = False  # the last wait was
-        self._wake = threading.Event()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._background, name="elasticps-io", daemon=True)
+        self._wake = runtime.event()
+        self._closing = runtime.event()
+        self._thread: object | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        self._thread = self._runtime.spawn("elasticps-io", self._background)
 
     def close(self) -> None:
         """Stops the background thread. Links stay open."""
         self._closing.set()
         self._wake.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
-        self._epoll.close()
+        if self._thread is not None:
+            self._runtime.join(self._thread, 5.0)
+        self._poller.close()
 
     def add(self, link: Link) -> None:
         """Starts reading a link that connects, or is connected."""
         assert link.socket is not None
         fd = link.socket.fileno()
         self._links[fd] = link
-        self._epoll.register(fd, select.EPOLLIN | select.EPOLLOUT)
+        self._poller.register(fd, READABLE | WRITABLE)
         self._wake.set()
 
     def remove(self, link: Link) -> None:
@@ -66,14 +66,14 @@ class Driver:
             if other is link:
                 del self._links[fd]
                 with contextlib.suppress(OSError, ValueError):  # closed under us
-                    self._epoll.unregister(fd)
+                    self._poller.unregister(fd)
 
     def want_write(self, link: Link) -> None:
         """The link has more to send than its socket takes."""
         sock = link.socket
         if sock is not None and sock.fileno() in self._links:
             with contextlib.suppress(OSError, ValueError):  # it broke just now; whoever reads it will see that
-                self._epoll.modify(sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+                self._poller.modify(sock.fileno(), READABLE | WRITABLE)
         self._wake.set()
 
     def nudge(self) -> None:
@@ -84,24 +84,38 @@ class Driver:
     def wait(self, done: Callable[[], bool], deadline_s: float) -> bool:
         """Reads, or waits for the thread that does, until `done()` or the monotonic deadline; returns `done()`."""
         while not done():
-            left = deadline_s - time.monotonic()
+            left = deadline_s - self._runtime.monotonic()
             if left <= 0 or self._closing.is_set():
                 return done()
-            if self._role.acquire(blocking=False):
+            if self._take_role():
                 try:
-                    while not done() and (left := deadline_s - time.monotonic()) > 0 and not self._closing.is_set():
+                    while (
+                        not done()
+                        and (left := deadline_s - self._runtime.monotonic()) > 0
+                        and not self._closing.is_set()
+                    ):
                         self._poll(min(left, POLL_S))
                 finally:
-                    self._last_caller_s = time.monotonic()
-                    self._role.release()
-                    self._announce()
+                    self._last_caller_s = self._runtime.monotonic()
+                    self._give_role()
             else:
                 with self._changed:
                     self._waiters += 1
-                    if not done() and self._role.locked():
+                    if not done() and self._reading:
                         self._changed.wait(min(left, POLL_S))
                     self._waiters -= 1
         return True
+
+    def _take_role(self) -> bool:
+        if self._role.acquire(blocking=False):
+            self._reading = True
+            return True
+        return False
+
+    def _give_role(self) -> None:
+        self._reading = False
+        self._role.release()
+        self._announce()
 
     def _announce(self) -> None:
         if self._waiters:
@@ -110,48 +124,35 @@ class Driver:
 
     def _poll(self, timeout_s: float) -> None:
         """One turn of reading; only with the role."""
-        for fd, event in self._events(timeout_s):
+        for fd, event in self._poller.poll(timeout_s):
             link = self._links.get(fd)
             if link is None:
                 continue
             try:
-                if event & select.EPOLLOUT and link.flush():
-                    self._epoll.modify(fd, select.EPOLLIN)
-                if event & ~select.EPOLLOUT:
+                if event & WRITABLE and link.flush():
+                    self._poller.modify(fd, READABLE)
+                if event & ~WRITABLE:
                     link.receive()
             except (OSError, ValueError) as error:  # ValueError: bytes that are no frame
                 self.remove(link)
                 self._on_broken(link, error)
         self._announce()
 
-    def _events(self, timeout_s: float) -> list[tuple[int, int]]:
-        """What epoll has. A sleep and its wake-up cost about 30 µs, as much as a small request takes at the server;
-        so when the last wait was about that short, this one begins by asking again and again."""
-        started_s = time.monotonic()
-        if self._short:
-            while time.monotonic() - started_s < SPIN_S:
-                if events := self._epoll.poll(0, 64):
-                    return events
-        events = self._epoll.poll(timeout_s, 64)
-        self._short = time.monotonic() - started_s < 2 * SPIN_S
-        return events
-
     def _glance(self) -> None:
         """Reads what has come unasked: a fencing, a connection that ended."""
-        if self._role.acquire(blocking=False):
+        if self._take_role():
             try:
                 self._poll(0)
             finally:
-                self._role.release()
-                self._announce()
+                self._give_role()
 
     def _background(self) -> None:
         turned_s = 0.0
         while not self._closing.is_set():
-            now = time.monotonic()
+            now = self._runtime.monotonic()
             called = now - self._last_caller_s < CALLER_RECENT_S
             if called and now - turned_s < TURN_S:
-                time.sleep(BACKGROUND_NAP_S)  # not on the event, or each push of a busy caller would wake us
+                self._runtime.sleep(BACKGROUND_NAP_S)  # not on the event, or each push of a busy caller would wake us
                 continue
             turned_s = now
             self._wake.clear()
@@ -160,17 +161,16 @@ class Driver:
                     self._glance()
                     self._wake.wait(timeout=IDLE_S)
                 continue
-            if called or not self._role.acquire(blocking=False):
-                time.sleep(BACKGROUND_NAP_S)
+            if called or not self._take_role():
+                self._runtime.sleep(BACKGROUND_NAP_S)
                 continue
             try:
                 while not (self._closing.is_set() or self._waiters):
-                    left = turned_s + TURN_S - time.monotonic()
+                    left = turned_s + TURN_S - self._runtime.monotonic()
                     if left <= 0:
                         break
                     self._poll(left)
             finally:
-                self._role.release()
-                self._announce()
+                self._give_role()
                 if self._waiters:  # let a caller take over; it will be back
-                    self._last_caller_s = time.monotonic()
+                    self._last_caller_s = self._runtime.monotonic()

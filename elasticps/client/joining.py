@@ -11,7 +11,6 @@ its first push has left nothing at the servers. It is written before the worker 
 from __future__ import annotations
 
 import logging
-import threading
 
 from elasticps.client.control import Control
 from elasticps.client.network import Network
@@ -36,7 +35,7 @@ class Joining:
         self._sync = sync
         self._timeout_s = timeout_s
         self._starting = Starting(network.worker.id, "" if sync is None else sync.app, timeout_s)
-        self._lock = threading.Lock()
+        self._lock = network.runtime.lock()
         self._resume: Resume | None = None
         self._past = Past(0, 0, 0, 0, 0)
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
-import os
-import socket
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -14,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.view import ServerInfo
+from elasticps.client.runtime import Runtime, Stream
 from elasticps.wire.assembler import Assembler
 from elasticps.wire.frames import MAX_BODY_BYTES, Buffer, Header
 from replication.chain import Member
@@ -31,20 +28,22 @@ class Link:
 
     def __init__(
         self,
+        runtime: Runtime,
         server: ServerInfo,
         on_frame: Callable[[Link, Header, NDArray[np.uint8]], None],
         sink: Callable[[Header], Sequence[memoryview] | None],
     ) -> None:
+        self._runtime = runtime
         self.server = server
         self.member = Member(server.name, server.incarnation)
         self.ready = False
         self.sinking = 0
-        self.socket: socket.socket | None = None
+        self.socket: Stream | None = None
         self._on_frame = on_frame
         self._sink = sink
         self._assembler: Assembler | None = None
         self._queue: deque[memoryview] = deque()
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._attempts = 0
 
     def connect(self, hello: bytes) -> None:
@@ -53,16 +52,8 @@ class Link:
         Blocks for as long as it takes to resolve a host's name. OSError if that, or the connection, fails at once.
         """
         host, _, port = self.server.address.rpartition(":")
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = found[self._attempts % len(found)]
         self._attempts += 1
-        sock = socket.socket(family, kind, protocol)
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        code = sock.connect_ex(address)
-        if code not in (0, errno.EINPROGRESS):
-            sock.close()
-            raise OSError(code, os.strerror(code))
+        sock = self._runtime.connect(host.strip("[]"), int(port), self._attempts - 1)
         with self._lock:
             self._assembler = Assembler(self._frame, MAX_BODY_BYTES, self._target)
             self._queue.clear()
@@ -100,7 +91,7 @@ class Link:
         with self._lock:
             return self.socket is None or self._flush(self.socket)
 
-    def _flush(self, sock: socket.socket) -> bool:
+    def _flush(self, sock: Stream) -> bool:
         queue = self._queue
         while queue:
             batch = list(itertools.islice(queue, MAX_BUFFERS_PER_CALL))

@@ -4,8 +4,6 @@ asked again of whoever is to answer them now."""
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +18,7 @@ from elasticps.client.pushes import Pushes
 from elasticps.client.reads import Read
 from elasticps.client.rounds import Answer, Calls, Questions, Round, Script, T, carry_out
 from elasticps.client.routing import Routes
+from elasticps.client.runtime import Lock, Runtime
 from elasticps.client.session import Session
 from elasticps.client.wanted import Wanted
 from elasticps.errors import (
@@ -76,14 +75,16 @@ class Network:
 
     def __init__(
         self,
+        runtime: Runtime,
         cluster: str,
         worker: WorkerInfo,
         view: View,
         session: Session,
-        lock: threading.RLock,
+        lock: Lock,
         requests: Iterator[int],
         ask_view: Callable[[Callable[[View | None], None]], None],
     ) -> None:
+        self.runtime = runtime
         self.cluster = cluster
         self.worker = worker
         self.routes = Routes(view)
@@ -99,7 +100,7 @@ class Network:
         self._heard = 0  # frames received
         hello = {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
         self._hello = json_frame(Kind.HELLO, hello)
-        self._driver = Driver(self._broken, self._turn)
+        self._driver = Driver(runtime, self._broken, self._turn)
         self._set_peers()
         self.pushes.adopt(self.routes)
 
@@ -189,7 +190,7 @@ class Network:
             self._calls.begin(round_, self.routes)
         self._driver.nudge()
         try:
-            if not self.wait(round_.done, time.monotonic() + timeout_s):
+            if not self.wait(round_.done, self.runtime.monotonic() + timeout_s):
                 self.check()
                 raise Timeout(f"{what} took longer than {timeout_s:.1f} s: {self.explain()}")
         finally:
@@ -328,8 +329,8 @@ class Network:
                 continue
             if known is not None:
                 self._close_link(known)
-            link = Link(info, self._on_frame, self.pulls.sink)
-            self._peers[member] = Peer(info, member, link, down_since_s=time.monotonic())
+            link = Link(self.runtime, info, self._on_frame, self.pulls.sink)
+            self._peers[member] = Peer(info, member, link, down_since_s=self.runtime.monotonic())
         self._driver.nudge()
 
     def _close_link(self, peer: Peer) -> None:
@@ -371,7 +372,7 @@ class Network:
             self._close_link(peer)
             if isinstance(error, VersionError):
                 self._end(VersionMismatch(f"server {link.server.name}: {error}"))
-            now = time.monotonic()
+            now = self.runtime.monotonic()
             peer.down_since_s = peer.down_since_s or now
             reason = error.strerror if isinstance(error, OSError) else None
             peer.trouble = reason.lower() if reason else str(error) or type(error).__name__
@@ -388,7 +389,7 @@ class Network:
         if self.error is not None:
             return False
         with self._lock:
-            now = time.monotonic()
+            now = self.runtime.monotonic()
             peers = list(self._peers.values())
             due = [p for p in peers if p.link.socket is None and now >= p.retry_at_s]
             for peer in peers:
@@ -423,7 +424,7 @@ class Network:
 
     def _open(self, peer: Peer) -> None:
         """Not under the lock: a name may take long to resolve."""
-        peer.hello_at_s = time.monotonic()
+        peer.hello_at_s = self.runtime.monotonic()
         try:
             peer.link.connect(self._hello)
         except OSError as error:
@@ -438,7 +439,7 @@ class Network:
     def explain(self) -> str:
         """Who is being waited for, for people."""
         with self._lock:
-            now, routes = time.monotonic(), self.routes
+            now, routes = self.runtime.monotonic(), self.routes
             owing = self.pushes.session.owing()
             asked = self.pulls.asked | self._calls.asked
             told = []

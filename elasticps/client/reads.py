@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -110,7 +109,6 @@ class Read(ABC):
         self.any_replica = read == "any"
         self.parts: dict[int, ReadPart] = {}  # by request, those still unanswered
         self.error: Exception | None = None
-        self.started_s = time.monotonic()
         self.clock = self.bound = self.wait_ms = 0  # as in the PULL header
         self.value: NDArray[np.float32]
         self._keys = keys

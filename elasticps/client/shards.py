@@ -6,8 +6,6 @@ for shard in ps.shards(len(data), 64, epochs=3, shuffle_seed=1):
 
 from __future__ import annotations
 
-import threading
-import time
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -18,6 +16,7 @@ from numpy.typing import NDArray
 from elasticps.client.joining import Joining
 from elasticps.client.network import Network
 from elasticps.client.rounds import Answer, Request
+from elasticps.client.runtime import Lock, Runtime
 from elasticps.client.session import Session
 from elasticps.client.synchronous import SyncRounds
 from elasticps.client.taking import Need, T, TakeScript, Taking
@@ -55,12 +54,13 @@ class Lease(Protocol):
 class Parts(NamedTuple):
     """The parts of a client that shards need."""
 
+    runtime: Runtime
     network: Network
     session: Session
     joining: Joining
     sync: SyncRounds | None
     control: Lease
-    lock: threading.RLock
+    lock: Lock
 
 
 class Owner(Protocol):
@@ -90,7 +90,7 @@ class Shards:
         self.spec = spec
         self._owner = owner
         self._parts = parts
-        self._lock = threading.Lock()
+        self._lock = parts.runtime.lock()
         self._taking = Taking(owner.app, name, spec, parts.sync is not None, owner.timeout, self._report)
         self._lease = 0
         self._closed = False
@@ -176,7 +176,7 @@ class Shards:
                 elif wish is Need.PAUSE:
                     parts.joining.pause()
                 else:
-                    time.sleep(wish)
+                    parts.runtime.sleep(wish)
                 wish = script.send(answers)
         except StopIteration as end:
             result: T = end.value

@@ -6,7 +6,6 @@ has averaged what it was given. That happens before anything that could see the 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 from elasticps.client import scripts
@@ -21,7 +20,7 @@ class SyncRounds:
         self._network = network
         self._worker = worker
         self._open = 0  # the step whose round is not closed yet, 0 for none
-        self._lock = threading.Lock()
+        self._lock = network.runtime.lock()
 
     def closed(self, clock: int) -> int:
         """The last round up to `clock` that is closed."""

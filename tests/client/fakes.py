@@ -11,6 +11,7 @@ import numpy as np
 
 from coordinator.view import ServerInfo, View, WorkerInfo
 from elasticps.client.control import Registration
+from elasticps.client.runtime import Runtime
 from elasticps.client.starting import Past
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import (
@@ -137,13 +138,14 @@ class FakeControl:
     """The coordination store of one test: a view, and tables as they come."""
 
     cluster = "fake"
+    runtime = Runtime()
 
     def __init__(self, view: View) -> None:
         self.view = view
         self.asked = 0
         self.last: Past | None = None
 
-    def __call__(self, url: str, timeout_s: float) -> FakeControl:
+    def open(self, url: str, timeout_s: float, runtime: Runtime) -> FakeControl:
         return self
 
     def first_view(self, timeout_s: float) -> View:

@@ -97,7 +97,7 @@ def test_every_connection_hears_the_base_before_any_push(cluster: Cluster) -> No
     for _ in range(3):
         ps.push({}).result()
     for peer in list(ps._net._peers.values()):
-        assert peer.link.socket is not None
+        assert isinstance(peer.link.socket, socket.socket)
         peer.link.socket.shutdown(socket.SHUT_RDWR)
     ps.push({}).result()
     for server in cluster.servers:

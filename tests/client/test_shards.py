@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from elasticps.client.rounds import Answer
+from elasticps.client.runtime import Runtime
 from elasticps.client.shards import Parts, Shards
 from elasticps.sharding import ShardSpec
 from elasticps.wire.frames import Header, Kind
@@ -40,7 +41,7 @@ class Owner:
 
 def shards_of(owner: Owner) -> Shards:
     session = SimpleNamespace(committed=0)
-    parts = Parts(cast(Any, owner), cast(Any, session), cast(Any, None), None, owner, threading.RLock())
+    parts = Parts(Runtime(), cast(Any, owner), cast(Any, session), cast(Any, None), None, owner, threading.RLock())
     return Shards(owner, parts, "train", ShardSpec(9, 1, 1, None))
 
 

@@ -1,0 +1,63 @@
+"""A client on a runtime that is not the machine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+import elasticps as eps
+from coordinator.memory import MemoryStore
+from elasticps.client.cluster import Client
+from elasticps.client.control import Control
+from elasticps.client.runtime import Runtime, Stream
+from tests.client.fakes import FakeServer
+from tests.client.test_failover import chains
+
+T = TypeVar("T")
+
+
+class Counted(Runtime):
+    """Notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def connect(self, host: str, port: int, attempt: int) -> Stream:
+        self.asked.append("connect")
+        return super().connect(host, port, attempt)
+
+    def spawn(self, name: str, target: Callable[[], None]) -> object:
+        self.asked.append(name)
+        return super().spawn(name, target)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        self.asked.append("run")
+        return super().run(coroutine, timeout_s)
+
+
+def test_a_client_can_be_built_on_another_runtime_and_another_store() -> None:
+    server = FakeServer("a")
+    view = server.view = chains([server.info], [[0]])
+    runtime = Counted()
+    store = MemoryStore("fake")
+    runtime.run(store.put("view", view.encode()), 5.0)
+    try:
+        control = Control(store, runtime, "memory")
+        with Client(control, "w", eps.ASP(), window=4, timeout=5.0, app="default") as ps:
+            table = ps.table("t", dim=4, optimizer=eps.Accumulate())
+            assert table.pull([1, 2]).shape == (2, 4)
+    finally:
+        server.kill()
+    assert {"connect", "elasticps-io", "run"} <= set(runtime.asked)
+
+
+def test_a_store_that_does_not_answer_is_a_timeout() -> None:
+    class Slow(Runtime):
+        def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+            coroutine.close()
+            raise TimeoutError
+
+    with pytest.raises(eps.Timeout, match="memory did not answer within 1"):
+        Control(MemoryStore("fake"), Slow(), "memory").first_view(-4.0)
