@@ -36,7 +36,7 @@ class _Data:
     leases: dict[int, _Lease] = field(default_factory=dict)
     last_lease: int = 0
     history: list[Put | Delete] = field(default_factory=list)
-    watchers: set[asyncio.Event] = field(default_factory=set)
+    watchers: dict[asyncio.Event, None] = field(default_factory=dict)  # woken in the order in which they came
 
 
 class MemoryStore:
@@ -46,7 +46,7 @@ class MemoryStore:
         self._cluster = check_name("cluster", cluster)
         self._data = _Data() if shared is None else shared
         self._closed = False
-        self._watching: set[asyncio.Event] = set()
+        self._watching: dict[asyncio.Event, None] = {}
 
     def client(self) -> MemoryStore:
         """Another client of the same data."""
@@ -130,8 +130,8 @@ class MemoryStore:
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
         """See `Store.watch`."""
         changed = asyncio.Event()
-        self._watching.add(changed)
-        self._data.watchers.add(changed)
+        self._watching[changed] = None
+        self._data.watchers[changed] = None
         seen = after
         try:
             while not self._closed:
@@ -143,13 +143,13 @@ class MemoryStore:
                 if not changes:
                     await changed.wait()
         finally:
-            self._watching.discard(changed)
-            self._data.watchers.discard(changed)
+            self._watching.pop(changed)
+            self._data.watchers.pop(changed)
 
     async def close(self) -> None:
         """See `Store.close`."""
         self._closed = True
-        for changed in self._watching:
+        for changed in list(self._watching):
             changed.set()
 
     def _check_open(self) -> None:
@@ -194,7 +194,7 @@ class MemoryStore:
             data.compacted = data.history[-HISTORY_MAX - 1].revision
             kept = bisect_right(data.history, data.compacted, key=lambda change: change.revision)
             del data.history[:kept]
-        for changed in data.watchers:
+        for changed in list(data.watchers):
             changed.set()
 
     def _holds(self, guard: Guard | None) -> bool:

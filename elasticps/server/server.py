@@ -78,6 +78,7 @@ class Server:
         *,
         log_budget_bytes: int = LOG_BUDGET_BYTES,
         clock: Callable[[], float] = time.monotonic,
+        linger: Linger | None = None,
     ) -> None:
         self.me = me
         self.member = Member(me.name, me.incarnation)
@@ -93,7 +94,7 @@ class Server:
         self.behind = asyncio.Event()
         self.removed: asyncio.Future[None] = loop.create_future()
         self._pool = Pool(POOL_BYTES)
-        self._linger = Linger(loop)
+        self._linger = linger or Linger(loop)
         self.shell = Shell(self.member, ranges, self, log_budget_bytes)
         self.store, self.replica = self.shell.store, self.shell.replica
         self._codec = Codec(self.store.tables, ranges)

@@ -1,0 +1,190 @@
+"""One `Server` after another in one process: registered, listening, following views, until it is asked to end.
+
+A server that a view has left out gives its copy up and begins another life under a new incarnation, on the same port.
+Knows no signals and opens no socket, so that the simulator runs exactly this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from coordinator.errors import CoordinationError, StoreUnavailable
+from coordinator.membership import (
+    ROSTER,
+    VIEW,
+    ServerSession,
+    ViewFollower,
+    list_drains,
+    register_server,
+    request_drain,
+)
+from coordinator.store import Store
+from coordinator.view import ClusterConfig, Roster, View
+from elasticps import logs
+from elasticps.server.peers import BEAT_S
+from elasticps.server.server import Server
+
+log = logging.getLogger(__name__)
+
+REPORT_S = 0.1
+REGISTER_AGAIN_S = 0.2
+
+Build = Callable[[ServerSession, str, int, asyncio.AbstractEventLoop], Server]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a server registers of itself; addresses are "host:port"."""
+
+    name: str
+    address: str
+    admin: str = ""
+    zone: str = ""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where a server lives. `sock` listens all the time; `show` hears which life serves now, None between two."""
+
+    store: Store
+    config: ClusterConfig
+    sock: socket.socket
+    build: Build
+    show: Callable[[Server | None], Awaitable[None]]
+
+
+async def live(
+    around: Surroundings,
+    me: Identity,
+    stop: asyncio.Future[str],
+    leave: asyncio.Future[str],
+    *,
+    wait_s: float,
+    drain_timeout_s: float,
+) -> None:
+    """Serves until `stop` is done, or until all has moved elsewhere once `leave` is, or `drain_timeout_s` have passed.
+
+    Waits `wait_s` for the store before its first life, and as long as it takes before each other. Raises
+    coordinator's `StoreUnavailable` when that was not enough, `Fenced` when the name is lost.
+    """
+    loop = asyncio.get_running_loop()
+    served = False
+    registered_by = loop.time() + wait_s
+    while not stop.done():
+        try:
+            session = await register_server(
+                around.store,
+                name=me.name,
+                address=me.address,
+                admin=me.admin,
+                zone=me.zone,
+                weight=me.weight,
+                on_lost=lambda reason: resolve(stop, reason),
+            )
+            async with _life(around, session) as server:
+                served = True
+                await around.show(server)
+                await asyncio.wait((stop, leave, server.removed), return_when=asyncio.FIRST_COMPLETED)
+                await around.show(None)
+                if leave.done() and not stop.done():
+                    await _drain(around.store, server, stop, drain_timeout_s)
+                if not stop.done() and await _drained(around.store, session):
+                    resolve(stop, "drained")
+        except StoreUnavailable as error:  # only before it serves: from then on it does without the store
+            if not served and loop.time() > registered_by:
+                raise
+            log.warning("name=%s cannot register, trying on: %s", me.name, error)
+            await asyncio.wait((stop, leave), timeout=REGISTER_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
+            if leave.done():
+                resolve(stop, "SIGTERM, before it was registered")
+
+
+@asynccontextmanager
+async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[Server]:
+    """One incarnation: a server that listens and follows views and rosters."""
+    loop, store = asyncio.get_running_loop(), around.store
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(session.close)
+        server = around.build(session, store.cluster, around.config.ranges, loop)
+        stack.callback(server.close)
+        logs.bind(incarnation=session.info.incarnation, epoch=lambda: server.epoch)
+        follower = ViewFollower(store)
+        stack.push_async_callback(follower.close)
+        follower.subscribe(server.adopt)
+        follower.subscribe_roster(server.follow)
+        await follower.start()
+        listener = await loop.create_server(server.connection, sock=around.sock.dup())
+        stack.callback(listener.close)
+        for work in (_beat(server), _report(server), _refresh(store, server)):
+            task = asyncio.create_task(work)
+            stack.callback(task.cancel)
+        yield server
+
+
+async def _drain(store: Store, server: Server, stop: asyncio.Future[str], timeout_s: float) -> None:
+    """Asks the leader to move everything off this server, and waits until it has, or for `stop`, or too long."""
+    log.info("draining name=%s ranges_held=%d timeout_s=%g", server.me.name, server.status()["ranges_held"], timeout_s)
+    if not server.listed:
+        resolve(stop, "SIGTERM, before any view knew it")
+        return
+    try:
+        if timeout_s > 0:
+            await request_drain(store, server.me.name)
+    except CoordinationError as error:
+        log.warning("name=%s cannot ask to be drained: %s", server.me.name, error)
+        timeout_s = 0.0
+    await asyncio.wait((stop, server.removed), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    if not server.removed.done():
+        held = server.status()["ranges_held"]
+        log.warning("name=%s ends with %d ranges still held: what has no other replica is lost", server.me.name, held)
+        resolve(stop, "SIGTERM")
+
+
+async def _drained(store: Store, session: ServerSession) -> bool:
+    """Whether this incarnation has been asked to go, by whomever: then it does not come back as another one."""
+    with suppress(StoreUnavailable):
+        return (await list_drains(store)).get(session.info.name) == session.info.incarnation
+    return False
+
+
+def plain(session: ServerSession, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop) -> Server:
+    """A server that measures nothing."""
+    return Server(session.info, cluster, ranges, loop)
+
+
+def resolve(future: asyncio.Future[str], reason: str) -> None:
+    """Gives the reason, unless there is one already."""
+    if not future.done():
+        future.set_result(reason)
+
+
+async def _beat(server: Server) -> None:
+    while True:
+        await asyncio.sleep(BEAT_S)
+        server.tick()
+
+
+async def _report(server: Server) -> None:
+    while True:
+        await asyncio.sleep(REPORT_S)
+        server.tell_leaders()
+
+
+async def _refresh(store: Store, server: Server) -> None:
+    """Reads the view and the roster when somebody speaks of newer ones, without waiting for the watch to bring them."""
+    while True:
+        await server.behind.wait()
+        server.behind.clear()
+        with suppress(StoreUnavailable):
+            view, roster = await store.get(VIEW), await store.get(ROSTER)
+            if view is not None:
+                server.adopt(View.decode(view.value))
+            if roster is not None:
+                server.follow(Roster.decode(roster.value))
+        await asyncio.sleep(0.02)
