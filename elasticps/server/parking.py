@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,11 +11,32 @@ from numpy.typing import NDArray
 from coordinator.view import WorkerInfo
 from elasticps.server.reads import DEFAULT_WAIT_S, MAX_PARKED, Asker, Read
 from elasticps.server.refusal import Refusal
+from elasticps.server.slowest import Reached, Slowest
 from elasticps.wire.frames import ANY
-from replication.progress import PART_BITS, Clocks
+from replication.progress import Clocks
 
 Ranges = NDArray[np.intp]
+Numbers = list[tuple[int, int]]  # a heap of (clock waited for, number of the pull)
 GRACE_S = 1.0  # workers connect to a server that gets ranges within milliseconds of the view that says so
+
+
+class Company:
+    """An application's workers that may hold pulls back, in the ranges that are read. heard: those that have joined
+    here, or that nobody awaits and whose steps are seen here; awaited: those of `Parking._awaited` whose steps are
+    seen; unseen: those that have said nothing here, and of which nothing is seen."""
+
+    __slots__ = ("awaited", "heard", "unseen")
+
+    def __init__(self, clocks: Clocks, ranges: Ranges) -> None:
+        self.heard = Slowest(clocks, ranges)
+        self.awaited = Slowest(clocks, ranges)
+        self.unseen: set[int] = set()
+
+    def remove(self, worker: int) -> None:
+        """A worker holds nobody back."""
+        self.heard.remove(worker)
+        self.awaited.remove(worker)
+        self.unseen.discard(worker)
 
 
 class Parking:
@@ -27,6 +49,10 @@ class Parking:
     connected to it. So a worker of the roster that has said nothing here yet counts as well: with its progress, which
     came with the ranges; without any it may have joined elsewhere and not pushed, so it counts as clock 0, but only if
     it was in the roster when the ranges came, and for GRACE_S: one that never speaks must not hold others back.
+
+    What it costs does not grow with the workers. In the ranges that are read progress only grows, so of each
+    application only the slowest worker is looked at; and a pull that waits is looked at when that one has come to where
+    the pull waits for it, or its own worker has, or its time is up. A view with other ranges has all judged anew.
     """
 
     def __init__(self, ranges: int, clocks: Clocks, clock: Callable[[], float]) -> None:
@@ -34,11 +60,19 @@ class Parking:
         self.held: Ranges = np.empty(0, np.intp)
         self._clocks = clocks
         self._clock = clock
-        self._parked: list[Read] = []
         self._workers: Mapping[int, WorkerInfo] = {}
         self._bases: dict[int, int] = {}  # of the active workers: those that have joined and are in the roster
         self._paused: set[int] = set()  # those that said they take no part now
-        self._awaited: dict[int, float] = {}  # those that have said nothing yet, and until when it may be news
+        self._awaited: set[int] = set()  # those that have said nothing yet, and
+        self._awaited_until_s = 0.0  # until when it may be news
+        self._companies: dict[tuple[str, int], Company] = {}  # by application and whether `held` is read
+        self._parked: dict[int, Read] = {}  # by number, as they came
+        self._count = 0
+        self._of_asker: dict[int, set[int]] = {}  # the numbers of a connection's pulls, by its id()
+        self._own: dict[tuple[int, int], tuple[Reached, Numbers]] = {}  # wait for their worker's own steps
+        self._bound: dict[tuple[str, int], Numbers] = {}  # wait for the slowest of their application
+        self._deadlines: list[tuple[float, int]] = []
+        self._judged_by: tuple[int, int] | None = None  # the epochs that `judge` was told; None: judge all anew
 
     def __len__(self) -> int:
         return len(self._parked)
@@ -46,98 +80,236 @@ class Parking:
     def serve(self, tailed: Ranges, held: Ranges) -> None:
         """A view says what is read here."""
         if len(np.setdiff1d(held, self.held)) or len(np.setdiff1d(tailed, self.tailed)):
-            until_s = self._clock() + GRACE_S
-            self._awaited = {w: until_s for w in self._workers if w not in self._bases and w not in self._paused}
+            self._awaited_until_s = self._clock() + GRACE_S
+            self._awaited = {w for w in self._workers if w not in self._bases and w not in self._paused}
+        if not np.array_equal(tailed, self.tailed) or not np.array_equal(held, self.held):
+            self._companies.clear()
+            self._judged_by = None
         self.tailed, self.held = tailed, held
+
+    # --- who holds others back --------------------------------------------------------------------------------------
 
     def follow(self, workers: Mapping[int, WorkerInfo]) -> None:
         """The roster: whoever is not in it holds nobody back."""
-        self._workers = workers
+        before, self._workers = self._workers, workers
         self._bases = {worker: base for worker, base in self._bases.items() if worker in workers}
         self._paused &= workers.keys()
+        for worker in before.keys() - workers.keys():
+            for company in self._companies_of(before[worker].app):
+                company.remove(worker)
+        for worker in workers.keys() - before.keys():
+            for company in self._companies_of(workers[worker].app):
+                company.unseen.add(worker)
 
     def pause(self, worker: int) -> None:
         """A worker holds nobody back until it joins again."""
         self._bases.pop(worker, None)
-        self._awaited.pop(worker, None)
+        self._awaited.discard(worker)
         if worker in self._workers:
             self._paused.add(worker)
+            for company in self._companies_of(self._workers[worker].app):
+                company.remove(worker)
 
     def join(self, worker: int, base: int) -> None:
         """A worker is active from now on; its clock counts as at least `base`."""
         self._paused.discard(worker)
-        self._awaited.pop(worker, None)
+        self._awaited.discard(worker)
         if worker in self._workers:
             self._bases[worker] = base
+            for company in self._companies_of(self._workers[worker].app):
+                company.remove(worker)
+                company.heard.add(worker, base)
 
     def minimum(self, app: str) -> int:
         """The lowest clock of an application's active workers, 0 if there is none."""
-        heard = {w: clock for w, clock in self._minimums(app, self.tailed).items() if w not in self._awaited}
-        return min(heard.values(), default=0)
+        first = self._company(app, 0).heard.first()
+        return 0 if first is None else first[0]
 
-    def behind(self, read: Read) -> list[str]:
-        """The workers that a pull has to wait for: its own pushes (read your writes), then the bounded delay's."""
-        header, own = read.header, read.connection.worker
-        ranges = self.held if header.flags & ANY else self.tailed
-        if self._reached(own, read.connection.base, ranges) < header.clock:
-            return [read.connection.worker_name]
-        if not header.bound:
-            return []
-        floor = header.clock - (header.bound - 1)
-        minimums = self._minimums(read.connection.app, ranges)
-        return [self._workers[w].name for w, clock in minimums.items() if clock < floor]
+    def _companies_of(self, app: str) -> list[Company]:
+        return [company for key in ((app, 0), (app, ANY)) if (company := self._companies.get(key)) is not None]
 
-    def _reached(self, worker: int, base: int, ranges: Ranges) -> int:
-        """The clock up to which all steps of a worker are applied here, in all of `ranges`."""
-        if not len(ranges) or not self._clocks.known(worker):
-            return base
-        return max(base, int(self._clocks.row(worker)[ranges].min()) >> PART_BITS)
-
-    def _minimums(self, app: str, ranges: Ranges) -> dict[int, int]:
-        found = {}
-        for worker, info in self._workers.items():
-            if info.app != app or worker in self._paused:
-                continue
-            if worker in self._bases:
-                found[worker] = self._reached(worker, self._bases[worker], ranges)
-            elif self._started(worker, ranges) or self._clock() < self._awaited.get(worker, 0.0):
-                found[worker] = self._reached(worker, 0, ranges)
-        return found
+    def _company(self, app: str, anywhere: int) -> Company:
+        """An application's workers as they are now. anywhere: ANY if what is held is read, else 0."""
+        company = self._companies.get((app, anywhere))
+        ranges = self.held if anywhere else self.tailed
+        if company is None:
+            company = self._companies[app, anywhere] = Company(self._clocks, ranges)
+            for worker, info in self._workers.items():
+                if info.app == app and worker in self._bases:
+                    company.heard.add(worker, self._bases[worker])
+                elif info.app == app and worker not in self._paused:
+                    company.unseen.add(worker)
+        for worker in [w for w in company.unseen if self._started(w, ranges)]:
+            company.unseen.remove(worker)
+            (company.awaited if worker in self._awaited else company.heard).add(worker, 0)
+        return company
 
     def _started(self, worker: int, ranges: Ranges) -> bool:
         return self._clocks.known(worker) and bool(self._clocks.row(worker)[ranges].any())
+
+    # --- whom a pull waits for --------------------------------------------------------------------------------------
+
+    def behind(self, read: Read) -> list[str]:
+        """A worker that a pull has to wait for: its own, until it can read its writes, else one that the bounded delay
+        waits for. Nobody: it can be answered."""
+        header, connection = read.header, read.connection
+        anywhere = header.flags & ANY
+        own = Reached(self._clocks, self.held if anywhere else self.tailed, connection.worker, connection.base)
+        if own.now() < header.clock:
+            return [connection.worker_name]
+        worker = self._before(connection.app, anywhere, _floor(read)) if header.bound else None
+        return [] if worker is None else [self._workers[worker].name]
+
+    def _before(self, app: str, anywhere: int, floor: int) -> int | None:
+        """One of the workers that hold back a pull that wants all to have reached `floor`."""
+        company = self._company(app, anywhere)
+        first = company.heard.before(floor) or company.awaited.before(floor)
+        if first is not None:
+            return first[1]
+        if floor > 0 and company.unseen and self._clock() < self._awaited_until_s:
+            return next(iter(company.unseen & self._awaited), None)
+        return None
+
+    def _late(self, app: str, anywhere: int, floor: int) -> list[str]:
+        """All of them, sorted by name."""
+        company, ranges = self._company(app, anywhere), self.held if anywhere else self.tailed
+        news = company.unseen & self._awaited if floor > 0 and self._clock() < self._awaited_until_s else ()
+        return sorted(
+            info.name
+            for worker, info in self._workers.items()
+            if info.app == app and worker not in self._paused
+            and (worker in news if worker in company.unseen
+                 else Reached(self._clocks, ranges, worker, self._bases.get(worker, 0)).now() < floor)
+        )  # fmt: skip
+
+    # --- pulls that wait --------------------------------------------------------------------------------------------
 
     def park(self, read: Read) -> None:
         """Keeps a pull until `judge` lets it go. Raises `Refusal` when too many wait."""
         if len(self._parked) >= MAX_PARKED:
             raise Refusal("busy", f"this server already has {MAX_PARKED} pulls waiting; try again later")
         wait_s = read.header.wait_ms / 1e3 or DEFAULT_WAIT_S
-        self._parked.append(read._replace(keys=read.keys.copy(), deadline_s=self._clock() + wait_s))
+        read = read._replace(keys=read.keys.copy(), deadline_s=self._clock() + wait_s)
+        self._count += 1
+        self._parked[self._count] = read
+        self._of_asker.setdefault(id(read.connection), set()).add(self._count)
+        heappush(self._deadlines, (read.deadline_s, self._count))
+        if len(self._deadlines) > 2 * MAX_PARKED:
+            self._judged_by = None  # most of these were forgotten
+        if not self._wait(self._count, read):
+            self._judged_by = None  # time has passed
+
+    def _wait(self, number: int, read: Read) -> bool:
+        """Notes what a pull waits for first; False if it need not wait."""
+        header, connection = read.header, read.connection
+        anywhere = header.flags & ANY
+        key = connection.worker, anywhere
+        if key not in self._own:
+            ranges = self.held if anywhere else self.tailed
+            self._own[key] = Reached(self._clocks, ranges, connection.worker, 0), []
+        reached, numbers = self._own[key]
+        if max(reached.now(), connection.base) < header.clock:
+            heappush(numbers, (header.clock, number))
+            return True
+        if not numbers:
+            del self._own[key]
+        if header.bound and self._before(connection.app, anywhere, _floor(read)) is not None:
+            heappush(self._bound.setdefault((connection.app, anywhere), []), (_floor(read), number))
+            return True
+        return False
 
     def forget(self, connection: Asker) -> None:
         """Nobody waits for these answers any more."""
-        if self._parked:
-            self._parked = [read for read in self._parked if read.connection is not connection]
+        for number in self._of_asker.pop(id(connection), ()):
+            del self._parked[number]
 
     def judge(self, tail_since: int, full_since: int) -> list[tuple[Read, Refusal | None]]:
-        """The pulls that need not wait any more, with the reason why if they cannot be answered."""
+        """The pulls that need not wait any more, as they came, with the reason why if they cannot be answered.
+
+        tail_since, full_since: the epochs in which the ranges that are tailed, or held, last changed.
+        """
         if not self._parked:
             return []
-        parked, self._parked = self._parked, []
-        now = self._clock()
-        done: list[tuple[Read, Refusal | None]] = []
-        for read in parked:
+        done: dict[int, Refusal | None] = {}
+        if self._judged_by != (tail_since, full_since):
+            self._judged_by = tail_since, full_since
+            self._judge_all(done)
+        else:
+            self._judge_own(done)
+            self._judge_bounds(done)
+        self._judge_deadlines(done)
+        return [(self._leave(number), done[number]) for number in sorted(done)]
+
+    def _leave(self, number: int) -> Read:
+        read = self._parked.pop(number)
+        numbers = self._of_asker[id(read.connection)]
+        numbers.remove(number)
+        if not numbers:
+            del self._of_asker[id(read.connection)]
+        return read
+
+    def _judge_all(self, done: dict[int, Refusal | None]) -> None:
+        assert self._judged_by is not None
+        tail_since, full_since = self._judged_by
+        self._own, self._bound = {}, {}
+        self._deadlines = sorted((read.deadline_s, number) for number, read in self._parked.items())
+        for number, read in self._parked.items():
             if read.header.epoch < (full_since if read.header.flags & ANY else tail_since):
-                done.append((read, Refusal("stale-view", "the ranges that may be read here have changed")))
-            elif not (behind := self.behind(read)):
-                done.append((read, None))
-            elif now >= read.deadline_s:
-                done.append((read, _too_long(read, behind)))
-            else:
-                self._parked.append(read)
-        return done
+                done[number] = Refusal("stale-view", "the ranges that may be read here have changed")
+            elif not self._wait(number, read):
+                done[number] = None
+
+    def _judge_own(self, done: dict[int, Refusal | None]) -> None:
+        """Those that wait for their worker's own steps; they may have to wait for others' then."""
+        for key, (reached, numbers) in list(self._own.items()):
+            clock = reached.now()
+            while numbers:
+                want, number = numbers[0]
+                read = self._parked.get(number)
+                if read is not None and max(clock, read.connection.base) < want:
+                    break
+                heappop(numbers)
+                if read is not None and not self._wait(number, read):
+                    done[number] = None
+            if not numbers:
+                self._own.pop(key, None)
+
+    def _judge_bounds(self, done: dict[int, Refusal | None]) -> None:
+        """Those that wait for the slowest of their application."""
+        for (app, anywhere), numbers in list(self._bound.items()):
+            while numbers:
+                floor, number = numbers[0]
+                if number in self._parked and self._before(app, anywhere, floor) is not None:
+                    break
+                heappop(numbers)
+                if number in self._parked:
+                    done[number] = None
+            if not numbers:
+                del self._bound[app, anywhere]
+
+    def _judge_deadlines(self, done: dict[int, Refusal | None]) -> None:
+        now = self._clock()
+        late: dict[tuple[str, int, int], list[str]] = {}  # many end at once that wait for the same workers
+        while self._deadlines and self._deadlines[0][0] <= now:
+            number = heappop(self._deadlines)[1]
+            read = self._parked.get(number)
+            if read is None or number in done:
+                continue
+            connection, anywhere, floor = read.connection, read.header.flags & ANY, _floor(read)
+            ranges = self.held if anywhere else self.tailed
+            if Reached(self._clocks, ranges, connection.worker, connection.base).now() < read.header.clock:
+                done[number] = _too_long(read, [connection.worker_name])
+                continue
+            if (connection.app, anywhere, floor) not in late:
+                late[connection.app, anywhere, floor] = self._late(connection.app, anywhere, floor)
+            done[number] = _too_long(read, late[connection.app, anywhere, floor])
+
+
+def _floor(read: Read) -> int:
+    """The clock that the slowest worker must have reached; the bound is that of the pull plus one."""
+    return read.header.clock - (read.header.bound - 1)
 
 
 def _too_long(read: Read, behind: list[str]) -> Refusal:
     text = f"a pull of table {read.table.spec.name!r} at clock {read.header.clock} waited too long for worker "
-    return Refusal("behind", text + ", ".join(sorted(behind)), behind=sorted(behind))
+    return Refusal("behind", text + ", ".join(behind), behind=behind)

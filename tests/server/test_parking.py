@@ -31,10 +31,17 @@ class Scene:
 
     def behind(self, clock: int, bound: int = 0) -> list[str]:
         """Whom a pull of the asker, at its clock, waits for."""
+        return self.parking.behind(self._pull(clock, bound, 0.0))
+
+    def park(self, clock: int, wait_s: float) -> None:
+        """A pull of the asker waits for so long at most."""
+        self.parking.park(self._pull(clock, 0, wait_s))
+
+    def _pull(self, clock: int, bound: int, wait_s: float) -> Read:
         asker: Any = SimpleNamespace(worker=1, worker_name="asker", app="a", base=0)
-        header = Header(Kind.PULL, clock=clock, worker=1, bound=bound + 1)
-        table: Any = None
-        return self.parking.behind(Read(asker, header, table, np.empty(0, np.int64), 0.0))
+        header = Header(Kind.PULL, clock=clock, worker=1, bound=bound + 1, wait_ms=int(wait_s * 1e3))
+        table: Any = SimpleNamespace(spec=SimpleNamespace(name="t"))
+        return Read(asker, header, table, np.empty(0, np.int64), 0.0)
 
 
 def a_scene() -> Scene:
@@ -101,3 +108,22 @@ def test_one_that_never_speaks_is_not_awaited_for_ever() -> None:
     assert scene.behind(9) == ["other"]
     scene.now = GRACE_S
     assert scene.behind(9) == []
+
+
+def test_a_pull_that_waited_too_long_names_everybody_that_it_waits_for_and_nobody_else() -> None:
+    scene = Scene()
+    scene.parking.serve(ALL, ALL)
+    scene.parking.join(1, 9)
+    scene.at(1, 9)
+    roster = scene.roster | {w: WorkerInfo(w, n, 1, "a") for w, n in ((4, "slow"), (5, "silent"), (6, "ahead"))}
+    scene.parking.follow(roster)
+    scene.parking.serve(ALL[:2], ALL[:2])
+    scene.parking.serve(ALL, ALL)  # the silent one is awaited for a moment, no longer
+    for worker, base in ((2, 0), (4, 8), (6, 9)):
+        scene.parking.join(worker, base)
+    scene.park(9, GRACE_S + 1)
+    scene.now = GRACE_S + 1
+    ((_, refusal),) = scene.parking.judge(0, 0)
+    assert refusal is not None
+    assert refusal.document["behind"] == ["other", "slow"]
+    assert not len(scene.parking)

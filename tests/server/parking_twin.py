@@ -1,0 +1,134 @@
+"""Parking as a list of pulls and a loop over all workers: slow, and easy to believe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.view import WorkerInfo
+from elasticps.server.parking import GRACE_S
+from elasticps.server.reads import DEFAULT_WAIT_S, MAX_PARKED, Asker, Read
+from elasticps.server.refusal import Refusal
+from elasticps.wire.frames import ANY
+from replication.progress import PART_BITS, Clocks
+
+Ranges = NDArray[np.intp]
+
+
+class ParkingTwin:
+    """Pulls that wait, and what they are judged by: vector clocks, the roster, the ranges that are read here."""
+
+    def __init__(self, ranges: int, clocks: Clocks, clock: Callable[[], float]) -> None:
+        self.tailed: Ranges = np.empty(0, np.intp)
+        self.held: Ranges = np.empty(0, np.intp)
+        self._clocks = clocks
+        self._clock = clock
+        self._parked: list[Read] = []
+        self._workers: Mapping[int, WorkerInfo] = {}
+        self._bases: dict[int, int] = {}  # of the active workers: those that have joined and are in the roster
+        self._paused: set[int] = set()  # those that said they take no part now
+        self._awaited: dict[int, float] = {}  # those that have said nothing yet, and until when it may be news
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    def serve(self, tailed: Ranges, held: Ranges) -> None:
+        """A view says what is read here."""
+        if len(np.setdiff1d(held, self.held)) or len(np.setdiff1d(tailed, self.tailed)):
+            until_s = self._clock() + GRACE_S
+            self._awaited = {w: until_s for w in self._workers if w not in self._bases and w not in self._paused}
+        self.tailed, self.held = tailed, held
+
+    def follow(self, workers: Mapping[int, WorkerInfo]) -> None:
+        """The roster: whoever is not in it holds nobody back."""
+        self._workers = workers
+        self._bases = {worker: base for worker, base in self._bases.items() if worker in workers}
+        self._paused &= workers.keys()
+
+    def pause(self, worker: int) -> None:
+        """A worker holds nobody back until it joins again."""
+        self._bases.pop(worker, None)
+        self._awaited.pop(worker, None)
+        if worker in self._workers:
+            self._paused.add(worker)
+
+    def join(self, worker: int, base: int) -> None:
+        """A worker is active from now on; its clock counts as at least `base`."""
+        self._paused.discard(worker)
+        self._awaited.pop(worker, None)
+        if worker in self._workers:
+            self._bases[worker] = base
+
+    def minimum(self, app: str) -> int:
+        """The lowest clock of an application's active workers, 0 if there is none."""
+        heard = {w: clock for w, clock in self._minimums(app, self.tailed).items() if w not in self._awaited}
+        return min(heard.values(), default=0)
+
+    def behind(self, read: Read) -> list[str]:
+        """The workers that a pull has to wait for: its own pushes (read your writes), then the bounded delay's."""
+        header, own = read.header, read.connection.worker
+        ranges = self.held if header.flags & ANY else self.tailed
+        if self._reached(own, read.connection.base, ranges) < header.clock:
+            return [read.connection.worker_name]
+        if not header.bound:
+            return []
+        floor = header.clock - (header.bound - 1)
+        minimums = self._minimums(read.connection.app, ranges)
+        return [self._workers[w].name for w, clock in minimums.items() if clock < floor]
+
+    def _reached(self, worker: int, base: int, ranges: Ranges) -> int:
+        """The clock up to which all steps of a worker are applied here, in all of `ranges`."""
+        if not len(ranges) or not self._clocks.known(worker):
+            return base
+        return max(base, int(self._clocks.row(worker)[ranges].min()) >> PART_BITS)
+
+    def _minimums(self, app: str, ranges: Ranges) -> dict[int, int]:
+        found = {}
+        for worker, info in self._workers.items():
+            if info.app != app or worker in self._paused:
+                continue
+            if worker in self._bases:
+                found[worker] = self._reached(worker, self._bases[worker], ranges)
+            elif self._started(worker, ranges) or self._clock() < self._awaited.get(worker, 0.0):
+                found[worker] = self._reached(worker, 0, ranges)
+        return found
+
+    def _started(self, worker: int, ranges: Ranges) -> bool:
+        return self._clocks.known(worker) and bool(self._clocks.row(worker)[ranges].any())
+
+    def park(self, read: Read) -> None:
+        """Keeps a pull until `judge` lets it go. Raises `Refusal` when too many wait."""
+        if len(self._parked) >= MAX_PARKED:
+            raise Refusal("busy", f"this server already has {MAX_PARKED} pulls waiting; try again later")
+        wait_s = read.header.wait_ms / 1e3 or DEFAULT_WAIT_S
+        self._parked.append(read._replace(keys=read.keys.copy(), deadline_s=self._clock() + wait_s))
+
+    def forget(self, connection: Asker) -> None:
+        """Nobody waits for these answers any more."""
+        if self._parked:
+            self._parked = [read for read in self._parked if read.connection is not connection]
+
+    def judge(self, tail_since: int, full_since: int) -> list[tuple[Read, Refusal | None]]:
+        """The pulls that need not wait any more, with the reason why if they cannot be answered."""
+        if not self._parked:
+            return []
+        parked, self._parked = self._parked, []
+        now = self._clock()
+        done: list[tuple[Read, Refusal | None]] = []
+        for read in parked:
+            if read.header.epoch < (full_since if read.header.flags & ANY else tail_since):
+                done.append((read, Refusal("stale-view", "the ranges that may be read here have changed")))
+            elif not (behind := self.behind(read)):
+                done.append((read, None))
+            elif now >= read.deadline_s:
+                done.append((read, _too_long(read, behind)))
+            else:
+                self._parked.append(read)
+        return done
+
+
+def _too_long(read: Read, behind: list[str]) -> Refusal:
+    text = f"a pull of table {read.table.spec.name!r} at clock {read.header.clock} waited too long for worker "
+    return Refusal("behind", text + ", ".join(sorted(behind)), behind=sorted(behind))

@@ -1,0 +1,126 @@
+"""Parking that looks at what has changed only lets the same pulls go as one that asks everybody every time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.view import WorkerInfo
+from elasticps.server.parking import Parking
+from elasticps.server.reads import Read
+from elasticps.wire.frames import ANY, Header, Kind
+from replication.progress import Clocks
+from tests.server.parking_twin import ParkingTwin
+
+P = 4
+WORKERS = {w: WorkerInfo(w, f"w{w}", 1, "b" if w == 5 else "a") for w in range(1, 6)}
+
+workers = st.sampled_from(sorted(WORKERS))
+some_ranges = st.sets(st.integers(0, P - 1)).map(lambda found: np.array(sorted(found), np.intp))
+events = st.one_of(
+    st.tuples(st.just("serve"), some_ranges, some_ranges),
+    st.tuples(st.just("follow"), st.sets(workers, min_size=2)),
+    st.tuples(st.just("join"), workers, st.integers(0, 4)),
+    st.tuples(st.just("pause"), workers),
+    st.tuples(st.just("push"), workers, some_ranges, st.integers(1, 2)),
+    st.tuples(st.just("push"), workers, st.just(np.arange(P)), st.integers(1, 2)),
+    st.tuples(st.just("time"), st.sampled_from([0.3, 1.0])),
+    st.tuples(st.just("pull"), workers, st.integers(0, 5), st.integers(0, 3), st.booleans()),
+    st.tuples(st.just("pull"), workers, st.integers(0, 5), st.integers(0, 3), st.booleans()),
+    st.tuples(st.just("gone"), workers),
+    st.tuples(st.just("epoch"), st.booleans()),
+)
+
+
+class Asking:
+    """A worker's connection."""
+
+    def __init__(self, worker: int) -> None:
+        self.worker, self.worker_name, self.app, self.base = worker, WORKERS[worker].name, WORKERS[worker].app, 0
+
+
+class Table:
+    class spec:  # noqa: N801
+        name = "t"
+
+
+class Both:
+    """The two, with the same clocks."""
+
+    def __init__(self, awaited: bool) -> None:
+        self.now = 0.0
+        clocks = self.clocks = Clocks(P)
+        self.fast = Parking(P, clocks, lambda: self.now)
+        self.slow = ParkingTwin(P, clocks, lambda: self.now)
+        self.askers = {w: Asking(w) for w in WORKERS}
+        self.epochs = [0, 0]
+        self.pulls = 0
+        for parking in (self.fast, self.slow):
+            if awaited:
+                parking.follow(WORKERS)
+            parking.serve(np.arange(P), np.arange(P))
+            parking.follow(WORKERS)
+
+    def do(self, event: tuple[Any, ...]) -> None:
+        match event:
+            case "serve", tailed, held:
+                self.fast.serve(tailed, held)
+                self.slow.serve(tailed, held)
+            case "follow", left:
+                roster = {w: WORKERS[w] for w in left}
+                self.fast.follow(roster)
+                self.slow.follow(roster)
+            case "join", worker, base:
+                self.askers[worker].base = base
+                self.fast.join(worker, base)
+                self.slow.join(worker, base)
+            case "pause", worker:
+                self.fast.pause(worker)
+                self.slow.pause(worker)
+            case "push", worker, ranges, steps:
+                self.clocks.row(worker)[ranges] += (steps << 16) - 1
+            case "time", passed_s:
+                self.now += passed_s
+            case "pull", worker, clock, bound, anywhere:
+                self.pull(worker, clock, bound, anywhere)
+            case "gone", worker:
+                self.fast.forget(self.askers[worker])  # type: ignore[arg-type]
+                self.slow.forget(self.askers[worker])  # type: ignore[arg-type]
+                self.askers[worker] = Asking(worker)
+            case "epoch", anywhere:
+                self.epochs[anywhere] += 1
+
+    def pull(self, worker: int, clock: int, bound: int, anywhere: bool) -> None:
+        self.pulls += 1
+        header = Header(Kind.PULL, ANY * anywhere, 0, self.pulls, max(self.epochs), clock, bound=bound, wait_ms=1500)
+        asker: Any = self.askers[worker]
+        table: Any = Table()
+        read = Read(asker, header, table, np.empty(0, np.int64), 0.0)
+        expected = self.slow.behind(read)
+        found = self.fast.behind(read)
+        assert set(found) <= set(expected)
+        assert bool(found) == bool(expected)
+        if expected:
+            self.fast.park(read)
+            self.slow.park(read)
+
+    def check(self) -> None:
+        for app in ("a", "b"):
+            assert self.fast.minimum(app) == self.slow.minimum(app)
+        fast, slow = self.fast.judge(*self.epochs), self.slow.judge(*self.epochs)
+        assert [read.header.request for read, _ in fast] == [read.header.request for read, _ in slow]
+        assert [r and r.document for _, r in fast] == [r and r.document for _, r in slow]
+        assert len(self.fast) == len(self.slow)
+
+
+@given(st.lists(st.lists(events, max_size=4), max_size=25), st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_both_let_the_same_pulls_go(story: list[list[tuple[Any, ...]]], awaited: bool) -> None:
+    both = Both(awaited)
+    for moment in story:
+        for event in moment:
+            both.do(event)
+        both.check()
