@@ -40,7 +40,8 @@ test: $(READY) ## Run the tests
 test-all: $(READY) ## Run the tests, slow ones too
 	$(BIN)/python -m pytest $(PARALLEL) -m 'slow or not slow'
 
-soak: $(READY) ## Simulate clusters under faults, seed after seed, until stopped; SEED=N to begin elsewhere
+soak: $(READY) ## Property tests on random examples; then clusters under faults, until stopped; SEED=N to begin elsewhere
+	$(BIN)/python -m pytest $(PARALLEL) -m 'hypothesis and not slow' --hypothesis-profile=random
 	$(BIN)/elasticps sim --seed $(or $(SEED),0) --runs 0
 
 lint: $(READY) ## ruff, mypy --strict, and the contracts on who imports whom

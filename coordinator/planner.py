@@ -138,7 +138,8 @@ class _Step:
     """One decision in progress.
 
     present   the servers registered now, by name, less those known to be gone
-    lost      members that are listed and gone, with the evidence: health's, or that their name has a newer incarnation
+    lost      members that are listed and gone, with the evidence: health's, or that their name has a newer incarnation,
+              which proves it even when that one is gone too
     known     all who may be in the next view; of them, those not lost:
     serving   who is not asked to drain
     draining  who is; last: one that was asked to, and cannot as there is nobody else
@@ -149,10 +150,11 @@ class _Step:
         self.health = health
         self.present = {s.name: s for s in members.servers if s.member not in health.gone}
         self.lost: dict[Member, str] = {}
+        newest = {s.name: s.incarnation for s in members.servers}
         for server in view.servers:
-            now = self._newer(server)
-            if now is not None:
-                self.lost[server.member] = f"came back as incarnation {now.incarnation}"
+            if newest.get(server.name, 0) > server.incarnation:
+                too = "" if server.name in self.present else ", which is gone too"
+                self.lost[server.member] = f"came back as incarnation {newest[server.name]}{too}"
             elif server.member in health.gone:
                 self.lost[server.member] = health.gone[server.member]
         self.draft = Draft(view.as_chains, (s.member for s in self.present.values()), view.leaving)

@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from elasticps.local import LocalCluster
+
+# `make test` tries the same examples every time; `--hypothesis-profile=random` (`make soak`) more, and others in each
+# run. How long an example takes says something about the machine, not about the code.
+settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+_FIXED = settings.get_profile("fixed")
+settings.register_profile("random", _FIXED, derandomize=False, max_examples=1000, print_blob=True)
+settings.load_profile("fixed")
 
 _MARK = "ELASTICPS_TEST_RUN"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coordinator.draft import Draft, Loss
@@ -334,7 +334,10 @@ def test_reasons_stay_short() -> None:
 
 
 class Cluster:
-    """A cluster under a random history, with the checks that every view must pass."""
+    """A cluster under a random history, with the checks that every view must pass.
+
+    present  who is registered, by name; lost: who is known to be gone
+    """
 
     def __init__(self, replicas: int, limits: Limits) -> None:
         self.config = ClusterConfig(ranges=8, replicas=replicas)
@@ -350,9 +353,15 @@ class Cluster:
         self.incarnations[name] += 1
         self.present[name] = server(name, self.incarnations[name])
 
-    def stop(self, name: str) -> None:
+    def kill(self, name: str) -> None:
+        """It ends; its key stays until the lease runs out."""
         if name in self.present:
-            self.lost.add(self.present.pop(name).member)
+            self.lost.add(self.present[name].member)
+
+    def stop(self, name: str) -> None:
+        """The same, and the key goes."""
+        self.kill(name)
+        self.present.pop(name, None)
 
     def step(self, level: Callable[[int], bool] = lambda r: True) -> Plan | None:
         """One decision, with every range level that is being filled and that `level` picks."""
@@ -361,13 +370,18 @@ class Cluster:
         if view is not None:
             filling = np.flatnonzero(view.joining >= 0).tolist()
             ready = {r: int(view.since[r]) for r in filling if level(r) and not self._impossible(view, r)}
-        health = Health(dict.fromkeys(self.lost, "killed"), ready, frozenset(self.cut))
+        health = Health(dict.fromkeys(self.lost | self._unheard(), "killed"), ready, frozenset(self.cut))
         members = Members("demo", tuple(self.present.values()))
         decision = plan(view, members, self.config, health, self.limits)
         if decision is not None and decision.view is not None:
             self._check(view, decision.view, ready)
             self.view = decision.view
         return decision
+
+    def _unheard(self) -> set[Member]:
+        """Listed, and of a name that nobody has registered: the detector finds such a one gone, also one whose
+        successor came and went before anybody planned."""
+        return set() if self.view is None else {s.member for s in self.view.servers if s.name not in self.present}
 
     def _impossible(self, view: View, r: int) -> bool:
         """Who is gone becomes level no more."""
@@ -415,7 +429,7 @@ class Cluster:
 
 EVENTS = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["start", "stop", "restart"]), st.sampled_from("abcde")),
+        st.tuples(st.sampled_from(["start", "stop", "kill", "restart"]), st.sampled_from("abcde")),
         st.tuples(st.just("plan"), st.sampled_from(["all", "none", "odd"])),
         st.tuples(st.just("cut"), st.sampled_from(["ab", "bc", "ad"])),
         st.tuples(st.just("mend"), st.just("")),
@@ -429,8 +443,20 @@ LEVELS: dict[str, Callable[[int], bool]] = {
 }
 
 
+def plays(events: str) -> list[tuple[str, str]]:
+    """ "start c, plan all" as events."""
+    return [(what, argument) for what, argument in (event.split() for event in events.split(", "))]
+
+
 @settings(deadline=None)
 @given(EVENTS, st.integers(1, 3), st.integers(1, 6), st.integers(1, 3))
+# A name starts twice, and goes for good before the second plan, or after it; with its key, or without.
+@example(plays("start c, plan all, start a, start c, stop c"), 2, 6, 3)
+@example(plays("start b, plan all, start b, stop b"), 1, 6, 3)
+@example(plays("start c, plan all, start a, start c, kill c"), 2, 6, 3)
+@example(plays("start b, plan all, start b, kill b"), 1, 6, 3)
+@example(plays("start c, plan all, start a, start c, plan all, kill c"), 2, 6, 3)
+@example(plays("start c, plan all, start a, start c, plan all, stop c"), 2, 6, 3)
 def test_every_step_is_safe_and_chains_become_full(
     events: Sequence[tuple[str, str]], replicas: int, fills: int, per_server: int
 ) -> None:
@@ -443,6 +469,8 @@ def test_every_step_is_safe_and_chains_become_full(
             cluster.cut.add((pair[0], pair[1]))
         elif what == "mend":
             cluster.cut.clear()
+        elif what == "kill":
+            cluster.kill(argument)
         else:
             if what != "start":
                 cluster.stop(argument)

@@ -135,6 +135,17 @@ async def test_two_killed_at_once_of_three_copies() -> None:
         await it.follower.wait_for(lambda view: whole(view) and len(view.servers) == 3, WAIT_S)
 
 
+async def test_a_server_that_starts_again_and_goes_at_once_stays_lost() -> None:
+    async with cluster("a", "b", replicas=1) as it:
+        await it.rack.start("b")
+        it.rack.kill("b")
+        await it.rack.expire("b")
+        await it.follower.wait_for(lambda view: " wait" in view.reason, WAIT_S)
+        await it.settle()
+        assert " wait" in it.view.reason, "who is lost stays lost when the next one of its name goes, too"
+        assert [str(server.member) for server in it.view.servers] == ["a#1", "b#1"]
+
+
 async def test_a_restarted_server_is_a_fresh_one() -> None:
     async with cluster("a", "b") as it:
         await it.rack.start("b")
