@@ -18,12 +18,14 @@ from coordinator.view import ClusterConfig, View
 from tests.coordinator.conftest import Clients
 from tests.coordinator.support import Etcd, FaultyStore, fresh_url, until, until_key
 
+SHORT_S = 0.6  # a term of office that is to run out
+
 
 @asynccontextmanager
 async def coordinator(
-    store: Store, name: str = "c0", *, ttl_s: float = 0.6, settle_s: float = 0.02
+    store: Store, name: str = "c0", *, ttl_s: float = 60, settle_s: float = 0.02
 ) -> AsyncIterator[None]:
-    """A coordinator that runs while the context lasts."""
+    """A coordinator that runs while the context lasts. Its office outlasts the test, however busy the machine is."""
     stop = asyncio.Event()
     task = asyncio.create_task(run_coordinator(store, name=name, ttl_s=ttl_s, settle_s=settle_s, stop=stop))
     try:
@@ -164,7 +166,8 @@ async def test_a_deposed_leader_cannot_write(clients: Clients) -> None:
             async with servers(other, "c"):
                 view = await follower.wait_for(lambda view: view.index("c") >= 0, 20)
             assert view.epoch > second.epoch
-            assert held.outcomes[-1] is not None
+            # Others may see what is written before its writer has the answer.
+            await until(lambda: held.outcomes[-1] is not None)
 
 
 async def test_a_write_with_the_old_token_is_refused_even_at_the_right_revision(clients: Clients) -> None:
@@ -184,7 +187,7 @@ async def test_a_write_of_unknown_outcome_is_read_back(key: str) -> None:
     faulty = FaultyStore(memory.client())
     await create_cluster(memory, ClusterConfig(ranges=4, min_servers=1))
     faulty.lose_next_write = key
-    async with coordinator(faulty), following(memory) as follower, servers(memory, "a"):
+    async with coordinator(faulty, ttl_s=SHORT_S), following(memory) as follower, servers(memory, "a"):
         worker = await register_worker(memory, name="w", app="default")
         await follower.wait_for(lambda view: True, 20)
         await until(lambda: follower.roster is not None)
@@ -200,7 +203,7 @@ async def test_an_outage_is_ridden_out_in_office() -> None:
     memory = MemoryStore()
     faulty = FaultyStore(memory.client())
     await create_cluster(memory, ClusterConfig(ranges=4, min_servers=1))
-    async with coordinator(faulty, ttl_s=60), following(memory) as follower, servers(memory, "a"):
+    async with coordinator(faulty), following(memory) as follower, servers(memory, "a"):
         first = await follower.wait_for(lambda view: True, 20)
         term = await office(memory)
         faulty.out = True
@@ -216,7 +219,7 @@ async def test_an_office_lost_in_an_outage_is_sought_again() -> None:
     memory = MemoryStore()
     faulty = FaultyStore(memory.client())
     await create_cluster(memory, ClusterConfig(ranges=4, min_servers=1))
-    async with coordinator(faulty), following(memory) as follower, servers(memory, "a"):
+    async with coordinator(faulty, ttl_s=SHORT_S), following(memory) as follower, servers(memory, "a"):
         await follower.wait_for(lambda view: True, 20)
         faulty.out = True
         before = await office(memory)
