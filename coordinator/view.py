@@ -11,7 +11,7 @@ import json
 import struct
 import zlib
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -167,7 +167,14 @@ class View:
         return hash((self.cluster, self.epoch))
 
     def encode(self) -> bytes:
-        """The view as bytes: magic and version, then zlib of the fixed fields, JSON for the servers, the arrays."""
+        """The view as bytes: magic and version, then zlib of the fixed fields, JSON for the servers, the arrays.
+
+        Made once; a view that was decoded gives the bytes that it came from.
+        """
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> bytes:
         servers = [[s.name, s.incarnation, s.address, s.admin, s.zone, s.weight] for s in self.servers]
         meta = json.dumps([self.cluster, self.reason, servers], separators=(",", ":")).encode()
         body = b"".join(
@@ -197,7 +204,9 @@ class View:
         joining, leaving = np.frombuffer(body, "<i4", 2 * ranges, arrays_at + chains.nbytes).reshape(2, ranges)
         since = np.frombuffer(body, "<i8", ranges, arrays_at + chains.nbytes + joining.nbytes + leaving.nbytes)
         chains = chains.reshape(ranges, replicas)
-        return cls(cluster, epoch, ranges, replicas, servers, chains, joining, since, reason, leaving)
+        view = cls(cluster, epoch, ranges, replicas, servers, chains, joining, since, reason, leaving)
+        view.__dict__["_encoded"] = bytes(data)
+        return view
 
 
 @dataclass(frozen=True)
@@ -367,4 +376,13 @@ def _meta(data: bytes) -> tuple[str, str, tuple[ServerInfo, ...]]:
     if not isinstance(meta, list) or len(meta) != 3:
         raise ValueError("not a view: expected cluster, reason and servers")
     rows = _rows("view", meta[2], 6)
-    return meta[0], meta[1], tuple(ServerInfo(*row) for row in rows)
+    try:
+        return meta[0], meta[1], tuple(_server(*row) for row in rows)
+    except TypeError as error:  # a list or an object in place of a name
+        raise ValueError(f"not a view: {error}") from None
+
+
+@lru_cache(maxsize=2 * SERVERS_MAX, typed=True)
+def _server(*row: Any) -> ServerInfo:
+    """One view after the other lists mostly the same servers, and to check one costs more than to read it."""
+    return ServerInfo(*row)

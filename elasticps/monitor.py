@@ -18,11 +18,11 @@ from elasticps.wire.frames import (
     FrameError,
     Header,
     Kind,
-    bytes_frame,
     json_body,
     json_frame,
     unpack_header,
 )
+from elasticps.wire.views import view_frame
 from replication.chain import Member
 from replication.effects import Level
 
@@ -69,7 +69,7 @@ class _Line:
 
     def send_view(self, view: View) -> None:
         if self._writer.transport.get_write_buffer_size() < MAX_WAITING_BYTES:
-            self._writer.write(bytes_frame(Kind.VIEW, view.encode(), epoch=view.epoch))
+            self._writer.write(view_frame(view))
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[Header, bytes]:

@@ -44,6 +44,7 @@ from elasticps.wire.frames import (
     read_clocks,
     read_partly,
 )
+from elasticps.wire.views import read_view
 from replication.chain import Member
 from replication.effects import Status
 
@@ -265,7 +266,9 @@ class Network:
             elif header.kind == Kind.ERROR:
                 self._on_error(link, header, json_body(body.data))
             elif header.kind == Kind.VIEW:
-                self._adopt(View.decode(body[: header.items].tobytes()))
+                view = read_view(header, body, self.routes.epoch)
+                if view is not None:
+                    self._adopt(view)
             elif header.kind == Kind.WELCOME:
                 self._welcomed(link, json_body(body.data))
             else:

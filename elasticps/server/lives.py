@@ -181,10 +181,14 @@ async def _refresh(store: Store, server: Server) -> None:
     while True:
         await server.behind.wait()
         server.behind.clear()
-        with suppress(StoreUnavailable):
+        try:
             view, roster = await store.get(VIEW), await store.get(ROSTER)
             if view is not None:
                 server.adopt(View.decode(view.value))
             if roster is not None:
                 server.follow(Roster.decode(roster.value))
+        except StoreUnavailable:
+            pass
+        except ValueError:  # the view and the roster that are followed stay as they are
+            log.exception("the store's view or roster cannot be read")
         await asyncio.sleep(0.02)

@@ -25,6 +25,7 @@ from elasticps.server.content import Mark, PieceContent
 from elasticps.server.decider import Decider
 from elasticps.server.fill import Cutter
 from elasticps.server.handout import HandOut
+from elasticps.server.herald import Herald
 from elasticps.server.linger import Linger
 from elasticps.server.messages import Codec
 from elasticps.server.parking import Parking
@@ -38,11 +39,11 @@ from elasticps.wire.frames import (
     FrameError,
     Header,
     Kind,
-    bytes_frame,
     json_body,
     json_frame,
 )
 from elasticps.wire.pool import Pool
+from elasticps.wire.views import read_view
 from replication.chain import Member, Ranges, Role
 from replication.core import NO_RANGES
 from replication.effects import Level, Push, Status
@@ -105,6 +106,7 @@ class Server:
         self.workers: dict[int, WorkerInfo] = {}  # the roster
         self._roster_version = 0
         self.parking = Parking(ranges, self.replica.clocks, clock)
+        self._herald = Herald(loop.call_soon)
         self._connections: set[Connection] = set()
         self._held: dict[Connection, float] = {}  # connections that wait for a view or roster, since when
         self._tail_since = self._full_since = 1 << 62  # epochs in which the ranges that we tail, or hold, last changed
@@ -262,6 +264,7 @@ class Server:
             return
         me = view.as_chains.index(self.member)
         before, self.view, self.epoch = self.view, view, view.epoch
+        self._herald.adopt(view)
         if me < 0 and self.listed:
             log.warning("left out of epoch=%d reason=%r", view.epoch, view.reason)
             self.listed = False
@@ -274,9 +277,8 @@ class Server:
         self.shell.perform(self.replica.adopt, view.as_chains)
         log.info("adopted epoch=%d headed=%d reason=%r", view.epoch, len(self.headed), view.reason)
         if len(np.setdiff1d(self.headed, headed)) or len(np.setdiff1d(self.parking.tailed, tailed)):
-            for connection in self._connections:  # nobody else can tell them as early as who has ranges now
-                if connection.worker:
-                    self.tell_view(connection)
+            # nobody else can tell them as early as who has ranges now
+            self._herald.tell_all(connection for connection in self._connections if connection.worker)
         self._release()
         self._decider.judge()
         self._requests.judge_parked()
@@ -334,9 +336,7 @@ class Server:
 
     def tell_view(self, connection: Connection) -> None:
         """Sends the view, once per connection and epoch."""
-        if self.view is not None and connection.told_epoch < self.epoch:
-            connection.told_epoch = self.epoch
-            connection.send(bytes_frame(Kind.VIEW, self.view.encode(), epoch=self.epoch))
+        self._herald.tell(connection)
 
     def _want(self, connection: Connection, header: Header, body: Body) -> None:
         if header.epoch < self.epoch:
@@ -346,11 +346,8 @@ class Server:
             self.need_view(header.epoch)
 
     def _view(self, connection: Connection, header: Header, body: Body) -> None:
-        try:
-            view = View.decode(body[: header.items].tobytes())
-        except ValueError as error:
-            raise FrameError(f"a VIEW that is none: {error}") from None
-        if view.cluster == self.cluster and view.ranges == self.ranges:
+        view = read_view(header, body, self.epoch)
+        if view is not None and view.cluster == self.cluster and view.ranges == self.ranges:
             self.adopt(view)
 
     # --- leaders ----------------------------------------------------------------------------------------------------

@@ -161,6 +161,39 @@ def test_damaged_bytes_are_refused_or_mean_a_valid_view(view: View, data: st.Dat
             assert View.decode(bad).ranges >= 2
 
 
+@given(views(), st.data())
+def test_damage_inside_is_refused_or_means_a_valid_view(view: View, data: st.DataObject) -> None:
+    encoded = view.encode()
+    damaged = bytearray(zlib.decompress(encoded[5:]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(damaged) - 1))
+        damaged[at] = data.draw(st.sampled_from([*b'[]{}",0\\9-e.', 255, 128, damaged[at] ^ 1]))
+    with suppress(ValueError):
+        assert View.decode(encoded[:5] + zlib.compress(bytes(damaged))).ranges >= 2
+
+
+@pytest.mark.parametrize("row", [[[], 1, "h:1", "", "", 1.0], ["a", 1, {}, "", "", 1.0], ["a", True, "h:1", "", "", 1]])
+def test_servers_that_are_none_are_refused_also_when_a_like_one_is_known(row: list[object]) -> None:
+    view = small(servers=(ServerInfo("a", 1, "h:1"), ServerInfo("b", 1, "h:2")))
+    body = zlib.decompress(view.encode()[5:])
+    assert View.decode(view.encode()) == view
+    meta_size = int.from_bytes(body[16:20], "little")
+    meta = json.loads(body[20 : 20 + meta_size])
+    meta[2][0] = row
+    text = json.dumps(meta).encode()
+    other = body[:16] + len(text).to_bytes(4, "little") + text + body[20 + meta_size :]
+    with pytest.raises(ValueError, match=r".+"):
+        View.decode(view.encode()[:5] + zlib.compress(other))
+
+
+def test_a_view_is_encoded_once_also_by_those_who_read_it() -> None:
+    view = small()
+    assert view.encode() is view.encode()
+    data = view.encode()
+    assert View.decode(data).encode() == data
+    assert replace(view, reason="another").encode() != data
+
+
 @given(st.binary(max_size=200))
 def test_bytes_that_inflate_to_nonsense_are_refused(body: bytes) -> None:
     for data in (body, small().encode()[:5] + zlib.compress(body)):

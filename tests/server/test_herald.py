@@ -1,0 +1,139 @@
+"""Telling views: encoded once, once per connection and epoch, in turns, and nothing to who reads nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from coordinator.view import ServerInfo, View
+from elasticps.server.herald import MAX_WAITING_BYTES, TOLD_IN_A_TURN, Herald
+from elasticps.wire.frames import HEADER_BYTES, Kind, bytes_frame, json_frame, unpack_header
+from tests.server.conftest import Group, Run, until
+
+SERVERS = (ServerInfo("a", 1, "h:1"),)
+VIEW = View("c", 1, 2, 1, SERVERS, np.zeros((2, 1)).astype(int), np.array([-1, -1]), np.ones(2, int), "first")
+
+
+class Listener:
+    def __init__(self, waiting_bytes: int = 0) -> None:
+        self.told_epoch = 0
+        self.waiting_bytes = waiting_bytes
+        self.frames: list[bytes] = []
+
+    def send(self, frame: bytes) -> None:
+        self.frames.append(frame)
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.next: list[Callable[[], None]] = []
+
+    def soon(self, call: Callable[[], None]) -> None:
+        self.next.append(call)
+
+    def turn(self) -> None:
+        now, self.next = self.next, []
+        for call in now:
+            call()
+
+
+def told(listeners: list[Listener]) -> int:
+    return sum(len(listener.frames) for listener in listeners)
+
+
+def test_everybody_gets_the_same_frame_some_in_each_turn() -> None:
+    loop, listeners = Loop(), [Listener() for _ in range(3 * TOLD_IN_A_TURN)]
+    herald = Herald(loop.soon)
+    herald.adopt(VIEW)
+    herald.tell_all(listeners)
+    herald.tell(listeners[-1])  # it asks before its turn has come
+    for turn in (1, 2, 3):
+        assert told(listeners[:-1]) == turn * TOLD_IN_A_TURN - (turn == 3)
+        loop.turn()
+    assert not loop.next
+    assert {id(frame) for listener in listeners for frame in listener.frames} == {id(listeners[0].frames[0])}
+    assert all(len(listener.frames) == 1 for listener in listeners)
+
+
+def test_a_view_that_comes_in_between_is_told_to_those_who_have_not_heard_and_the_newcomers() -> None:
+    loop, listeners = Loop(), [Listener() for _ in range(2 * TOLD_IN_A_TURN)]
+    herald = Herald(loop.soon)
+    herald.adopt(VIEW)
+    herald.tell_all(listeners)
+    herald.adopt(replace(VIEW, epoch=2))
+    herald.tell_all(listeners[:1])
+    loop.turn()
+    loop.turn()
+    assert not loop.next
+    epochs = [[unpack_header(frame).epoch for frame in listener.frames] for listener in listeners]
+    assert epochs == [[1, 2]] + [[1]] * (TOLD_IN_A_TURN - 1) + [[2]] * TOLD_IN_A_TURN
+
+
+def test_who_reads_nothing_is_told_when_it_asks() -> None:
+    herald, listener = Herald(Loop().soon), Listener(MAX_WAITING_BYTES)
+    herald.adopt(VIEW)
+    herald.tell_all([listener])
+    assert not listener.frames
+    herald.tell(listener)
+    assert len(listener.frames) == 1
+
+
+async def a_peer(group: Group, of: str, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A link that says it is another server's."""
+    host, _, port = group.infos[of].address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    document = {"cluster": "c", "peer": [name, 1], "to": [of, 1], "number": 1 << 20}
+    writer.write(json_frame(Kind.HELLO, document))
+    header = unpack_header(await reader.readexactly(HEADER_BYTES))
+    assert header.kind == Kind.WELCOME
+    await reader.readexactly(header.body)
+    return reader, writer
+
+
+async def all_kinds(reader: asyncio.StreamReader) -> list[Kind]:
+    """What comes until the connection ends."""
+    kinds = []
+    while head := await reader.read(HEADER_BYTES):
+        header = unpack_header(head)
+        await reader.readexactly(header.body)
+        kinds.append(Kind(header.kind))
+    return kinds
+
+
+def test_a_view_that_cannot_be_read_ends_its_link_and_nothing_else(run: Run) -> None:
+    async def test(group: Group) -> None:
+        for name in ("a", "b"):
+            await group.start(name)
+        view = group.make_view(lambda r: ["a"])
+        group.adopt(view)
+        worker = await group.connect("a")
+        group.stop("b")
+        for nonsense in (b"nonsense", view.encode(), view.encode()[:-4]):
+            reader, writer = await a_peer(group, "a", "b")
+            writer.write(bytes_frame(Kind.VIEW, b"not looked at", epoch=view.epoch))
+            writer.write(bytes_frame(Kind.VIEW, nonsense, epoch=view.epoch + 1))
+            kinds = await asyncio.wait_for(all_kinds(reader), 10)
+            assert kinds[-1] == Kind.ERROR
+            writer.close()
+        header, _ = await asyncio.wait_for(worker.push(view, "a", 1, [1, 2, 3], 1.0), 10)
+        assert header.kind == Kind.OK
+        assert group.servers["a"].epoch == view.epoch
+
+    run(test)
+
+
+def test_a_server_that_gets_ranges_tells_its_workers_once(run: Run) -> None:
+    async def test(group: Group) -> None:
+        for name in ("a", "b"):
+            await group.start(name)
+        group.adopt(group.make_view(lambda r: ["a", "b"]))
+        workers = [await group.connect("b", create=False) for _ in range(3)]
+        view = View.decode(group.make_view(lambda r: ["b", "a"]).encode())
+        group.adopt(view)
+        await until(lambda: all(worker.views and worker.views[-1] == view for worker in workers))
+        assert [len(worker.views) for worker in workers] == [1, 1, 1]
+
+    run(test)
