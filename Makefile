@@ -54,13 +54,14 @@ format: $(READY) ## Sort imports and format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## Measure pulls and pushes against this machine's own limits, recovery, and servers coming and going
+bench: $(READY) ## Measure pulls and pushes against this machine's own limits, recovery, training, servers coming and going
 	$(BIN)/elasticps bench sparse
 	$(BIN)/elasticps bench sparse --servers 3 --replicas 1 --replicas 2 --batch 64 --batch 8192
 	$(BIN)/elasticps bench dense
 	$(BIN)/elasticps bench failover
 	$(BIN)/elasticps bench elastic
 	$(BIN)/elasticps bench control
+	$(BIN)/elasticps bench train
 
 proto: $(READY) ## Generate the gRPC stubs again
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. elasticps/admin/admin.proto

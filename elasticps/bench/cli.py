@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elasticps.bench.measure import Result
+from elasticps.bench.train import Line
 
 app = typer.Typer(help="Measure this machine, and elasticps on it.", no_args_is_help=True)
 
@@ -85,6 +86,67 @@ def dense(
 
     results = bench.run(sizes_mb=size or bench.SIZES_MB, servers=servers, seconds=seconds, progress=_progress)
     _show(results, f"dense: {servers} server(s), one worker", as_json, "MB")
+
+
+class Model(enum.StrEnum):
+    """What is trained."""
+
+    DEEPFM = "deepfm"
+    DLRM = "dlrm"
+
+
+@app.command()
+def train(
+    model: Annotated[
+        list[Model] | None,
+        typer.Option(help="The demo's DeepFM on MovieLens, or DLRM on clicks that are made up.  [default: both]"),
+    ] = None,
+    workers: Annotated[
+        list[int] | None, typer.Option(min=1, max=64, help="May be given several times.  [default: 1, 2, 4]")
+    ] = None,
+    replicas: Annotated[list[int] | None, typer.Option(min=1, help="Copies of each range.  [default: 1, 2]")] = None,
+    servers: Servers = 3,
+    batch: Annotated[int, typer.Option(min=1, help="Samples in each step of each worker.")] = 256,
+    seconds: Seconds = 6.0,
+    line: Annotated[
+        bool, typer.Option("--line", help="One line: DeepFM, 3 servers, 2 replicas, 1 worker, 256 samples.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model through the servers, in one torch process, and by all-reduce between as many processes."""
+    from elasticps.bench import train as bench
+
+    if line:
+        model, workers, replicas, servers, batch = [Model.DEEPFM], [1], [2], 3, 256
+    lines = list(bench.run(models=model or list(Model), workers=workers or bench.WORKERS, batch=batch, servers=servers,
+                           replicas=replicas or bench.REPLICAS, seconds=seconds, progress=_progress))  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps([each.to_dict() for each in lines], indent=2))
+        return
+    for name in dict.fromkeys(each.model for each in lines):
+        _show_training([each for each in lines if each.model == name])
+
+
+def _show_training(lines: list[Line]) -> None:
+    first = lines[0]
+    table = Table(title=f"train {first.model}: {first.batch:,} samples a step, {first.servers} server(s)")
+    for name in ("way", "workers", "replicas", "samples/s", "of alone", "worker CPU µs/sample", "of alone",
+                 "each server CPU µs/sample", "ms/step"):  # fmt: skip
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for each in lines:
+        servers = [
+            _spread(list(found.values())) for found in (each.server_cpu_us_per_sample, each.server_cpu_ms_per_step)
+        ]
+        table.add_row(
+            each.way, str(each.workers), str(each.replicas or ""), f"{each.samples_per_s:,.0f}", f"{each.of_alone:.2f}",
+            f"{each.worker_cpu_us_per_sample:.1f}", f"{each.worker_cpu_of_alone:.2f}", *servers,
+        )  # fmt: skip
+    _out().print(table)
+
+
+def _spread(values: list[float]) -> str:
+    """The least and the greatest."""
+    return f"{min(values):.2f}–{max(values):.2f}" if values else ""
 
 
 class Signal(enum.StrEnum):

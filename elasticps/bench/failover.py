@@ -108,6 +108,10 @@ class Worker:
             start_new_session=True,
         )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def ask(self, request: str) -> dict[str, Any]:
         """Sends a request; its answer. Error if the worker has ended."""
         assert self._process.stdin is not None
