@@ -53,9 +53,11 @@ def test_a_server_that_was_left_out_waits_for_etcd_to_register_again(local_clust
         old = cluster.server("s0").incarnation
         cluster.pause("s0")
         watcher.wait(lambda view: ("s0", old) not in owners(view), "without s0")
+        # We may see the view before the leader has its answer. Without that it tells s0 nothing until etcd is back.
+        wait_for(lambda: f"gone=s0#{old}" in cluster.log("c0"), lambda: cluster.log("c0"), 40.0)
         cluster.stop_etcd()
         cluster.resume("s0")
-        wait_for(lambda: "cannot register, trying on" in cluster.log("s0"), lambda: cluster.log("s0"), 30.0)
+        wait_for(lambda: "cannot register, trying on" in cluster.log("s0"), lambda: cluster.log("s0"), 60.0)
         cluster.start_etcd()
         view = watcher.wait(lambda view: {name for name, _ in owners(view)} == {"s0", "s1"}, "s0 to be back")
         assert ("s0", old) not in owners(view)
