@@ -1,0 +1,218 @@
+"""What must hold: the contents of every pull, and what is left at the end. Knows what workers pushed, and nothing else.
+
+Each incarnation of a worker adds to a column of its own in the rows of an application's table: with each step, a key's
+unit. So a value says how many of whose steps it holds, and a row that belongs to another key says so too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chaos.violation import Violation
+
+Keys = NDArray[np.int64]
+Rows = NDArray[np.float32]
+Counts = NDArray[np.int64]
+
+COLUMNS = 24
+KEYS = 96  # of an application's table
+SLACK_S = 1.0  # a view reaches everybody within this while nothing is wrong with links
+SHARE = 12  # a round's gradients are multiples of it: exact means of up to four workers
+SHARE_UNITS = 128  # the sum of a BSP column stays exact: SHARE * unit * rounds < 2 ** 24
+
+
+def units(keys: Keys, most: int = 1 << 30) -> Counts:
+    """A key's own amount; no two keys below KEYS have the same, nor sums of few."""
+    return (2 * keys + 1) % most
+
+
+@dataclass
+class Column:
+    """One worker incarnation's steps. counts: how often each key was pushed, by step; ended: it was killed or fenced."""
+
+    index: int
+    name: str
+    joined_s: float = float("inf")
+    clocks: list[int] = field(default_factory=lambda: [-(1 << 62)])
+    counts: list[Counts] = field(default_factory=lambda: [np.zeros(KEYS, np.int64)])
+    told: list[tuple[float, int]] = field(default_factory=lambda: [(-1e9, 0)])  # when it knew which clock committed
+    ended: bool = False
+
+    def begin(self, clock: int, keys: Keys) -> None:
+        """A step, or one more part of it, is about to be pushed."""
+        total = self.counts[-1].copy()
+        np.add.at(total, keys, 1)
+        self.clocks.append(clock)
+        self.counts.append(total)
+
+    def commit(self, now: float, clock: int) -> None:
+        """It knows that its steps up to `clock` are committed."""
+        if clock > self.told[-1][1]:
+            self.told.append((now, clock))
+
+    def upto(self, clock: int) -> Counts:
+        """Pushes of the steps up to a clock."""
+        at = len(self.clocks)
+        while self.clocks[at - 1] > clock:
+            at -= 1
+        return self.counts[at - 1]
+
+    def committed(self, before_s: float) -> Counts:
+        """Pushes that it knew to be committed before a moment."""
+        clock = next(clock for when, clock in reversed(self.told) if when <= before_s)
+        return self.upto(clock)
+
+
+@dataclass
+class Asked:
+    """A pull under way: what it must show at least, [columns, keys of the table]."""
+
+    column: Column
+    keys: Keys
+    least: Counts
+    tail: bool
+
+
+class Sums:
+    """The table of an application whose workers push when they like."""
+
+    def __init__(self, app: str, bound: int | None) -> None:
+        self.app = app
+        self.bound = bound
+        self.columns: list[Column] = []
+        self.calm = False  # no link and no process is slow: what was committed a while ago is seen by everybody
+        self._shown = np.zeros((COLUMNS, KEYS), np.int64)  # by any tail
+        self._seen: dict[int, Counts] = {}  # by each incarnation, at tails
+
+    def start(self, name: str) -> Column:
+        """A worker's incarnation begins; the one before it of that name has ended."""
+        for column in self.columns:
+            column.ended |= column.name == name
+        column = Column(len(self.columns), name)
+        self.columns.append(column)
+        self._seen[column.index] = np.zeros((COLUMNS, KEYS), np.int64)
+        return column
+
+    def grads(self, column: Column, keys: Keys) -> Rows:
+        """What a step pushes: float32 [n, COLUMNS]."""
+        grads = np.zeros((len(keys), COLUMNS), np.float32)
+        grads[:, column.index] = units(keys)
+        return grads
+
+    def ask(self, column: Column, keys: Keys, clock: int, now: float, *, tail: bool) -> Asked:
+        """A pull is about to begin, under the clock of its worker."""
+        least = np.zeros((COLUMNS, KEYS), np.int64)
+        least[column.index] = column.upto(clock)
+        if tail:
+            least = np.maximum(least, self._seen[column.index])
+            for other in self.columns if self.calm else ():
+                least[other.index] = np.maximum(least[other.index], other.committed(now - SLACK_S))
+        if self.bound is not None:
+            for other in self.columns:
+                if not other.ended and other.joined_s < now - SLACK_S:
+                    least[other.index] = np.maximum(least[other.index], other.upto(clock - self.bound))
+        return Asked(column, keys, least, tail)
+
+    def check(self, asked: Asked, rows: Rows) -> None:
+        """The pull has come back."""
+        keys = asked.keys
+        where = f"{self.app}: {asked.column.name} (column {asked.column.index})"
+        if rows.shape != (len(keys), COLUMNS):
+            raise Violation("pulls", f"{where} got rows of shape {rows.shape} for {len(keys)} keys")
+        counts = rows.astype(np.int64).T // units(keys)
+        if not np.array_equal((counts * units(keys)).T, rows):
+            at = int(np.flatnonzero((rows != (counts * units(keys)).T).any(axis=1))[0])
+            raise Violation("pulls", f"{where} pulled key {keys[at]} and got {rows[at].tolist()}, no sum of its pushes")
+        most = np.zeros((COLUMNS, KEYS), np.int64)
+        for column in self.columns:
+            most[column.index] = column.counts[-1]
+        least = asked.least[:, keys]
+        for wrong, what in ((counts < least, "at least"), (counts > most[:, keys], "at most")):
+            if wrong.any():
+                column, at = np.argwhere(wrong)[0].tolist()
+                limit = (least if what == "at least" else most[:, keys])[column, at]
+                raise Violation("pulls", f"{where} pulled key {keys[at]} with {counts[column, at]} pushes of column "
+                                         f"{column} ({self.columns[column].name if column < len(self.columns) else '?'})"
+                                         f", {what} {limit} must be there; tail: {asked.tail}")  # fmt: skip
+        if asked.tail:
+            seen = self._seen[asked.column.index]
+            seen[:, keys] = np.maximum(seen[:, keys], counts)
+            self._shown[:, keys] = np.maximum(self._shown[:, keys], counts)
+
+    def check_end(self, rows: Rows, ranges: NDArray[np.int64]) -> None:
+        """What all keys hold when everything has come to rest; `ranges` of the keys."""
+        keys = np.arange(KEYS)
+        whole = Column(COLUMNS - 1, "the auditor")
+        self._seen[whole.index] = self._shown  # what a tail has shown stays
+        asked = Asked(whole, keys, self._shown.copy(), False)
+        for column in self.columns:
+            least = column.committed(float("inf")) if column.ended else column.counts[-1]
+            asked.least[column.index] = np.maximum(asked.least[column.index], least)
+        self.check(asked, rows)
+        counts = rows.astype(np.int64).T // units(keys)
+        for column in self.columns:
+            for r in np.unique(ranges).tolist():
+                mine = ranges == r
+                if not any(np.array_equal(counts[column.index][mine], some[mine]) for some in column.counts):
+                    raise Violation("exactly once", f"{self.app}: range {r} holds no prefix of the steps of column "
+                                                    f"{column.index}: {counts[column.index][mine].tolist()}")  # fmt: skip
+
+
+class Rounds:
+    """The table of an application in synchronous rounds: every worker pushes every key in every round."""
+
+    def __init__(self, app: str) -> None:
+        self.app = app
+        self.rounds = 0  # the newest that somebody has seen closed
+        self._columns = 0
+        self._content: dict[int, bytes] = {}
+
+    def start(self) -> int:
+        """A worker's incarnation begins: its column."""
+        self._columns += 1
+        return self._columns - 1
+
+    def grads(self, column: int, keys: Keys) -> Rows:
+        """What a worker pushes in a round."""
+        grads = np.zeros((len(keys), COLUMNS), np.float32)
+        grads[:, column] = SHARE * units(keys, SHARE_UNITS)
+        return grads
+
+    def check(self, name: str, clock: int, rows: Rows) -> None:
+        """A worker has pulled all keys after round `clock`: the sum of the means of that many rounds, the same to all."""
+        keys = np.arange(KEYS)
+        total = rows.astype(np.float64).sum(axis=1) / (SHARE * units(keys, SHARE_UNITS))
+        if not (total == clock).all():
+            at = int(np.flatnonzero(total != clock)[0])
+            raise Violation("rounds", f"{self.app}: {name} sees key {at} after {total[at]} rounds, not {clock}")
+        content = self._content.setdefault(clock, rows.tobytes())
+        if content != rows.tobytes():
+            raise Violation("rounds", f"{self.app}: {name} sees another result of round {clock} than others do")
+        self.rounds = max(self.rounds, clock)
+
+
+class Handed:
+    """An application that trains shards: with each one, its worker adds one to the shard's key."""
+
+    def __init__(self, app: str, shards: int) -> None:
+        self.app = app
+        self.shards = shards
+        self.lost = False  # a worker was: what it had may have been trained twice
+
+    def check_end(self, counts: Iterable[float]) -> None:
+        """How often each shard was trained."""
+        for shard, count in enumerate(counts):
+            if count < 1 or count != int(count) or (count > 1 and not self.lost):
+                raise Violation("shards", f"{self.app}: shard {shard} was trained {count} times")
+
+
+def check_same(name: str, keys: Keys, rows: Rows, expected: Rows) -> None:
+    """Rows that nobody has pushed to, to the bit."""
+    if not np.array_equal(rows, expected):
+        at = int(np.flatnonzero((rows != expected).any(axis=1))[0])
+        raise Violation("pulls", f"{name} pulled key {keys[at]} of a table never pushed to and got {rows[at][:4]}…, "
+                                 f"not {expected[at][:4]}…")  # fmt: skip

@@ -1,0 +1,109 @@
+"""One time for all processes, and whose turn it is. Chance comes from the seed; equal moments are put in a random order.
+
+A `Process` is what an operating system would run: it has turns, in which its event loop and its threads go on. It can be
+stalled (turns wait, its sockets stay open) and killed (no more turns).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+TURN_S = 20e-6  # the mean of what a turn costs: nothing is instantaneous, so no two processes stay in step
+
+Trace = Callable[[str], None]
+
+
+class Clock:
+    """Virtual time: what is to happen when. Each event is told to the trace by whoever makes it happen."""
+
+    def __init__(self, seed: int) -> None:
+        self.now = 0.0
+        self.events = 0
+        self.random = Random(f"clock {seed}")
+        self._seed = seed
+        self._heap: list[tuple[float, float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._serial = 0
+
+    def chance(self, name: str) -> Random:
+        """A source of chance of one's own: what others draw does not change what one draws."""
+        return Random(f"{name} {self._seed}")
+
+    def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Calls back at a moment; at once if that has passed."""
+        self._serial += 1
+        entry = (max(when, self.now), self.random.random(), self._serial, call, arguments)
+        heapq.heappush(self._heap, entry)
+
+    def after(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Calls back after a while."""
+        self.at(self.now + delay_s, call, *arguments)
+
+    def run(self, until: float, done: Callable[[], bool] = lambda: False) -> None:
+        """Lets everything happen up to a moment, or until `done()`, which is asked after each event."""
+        heap = self._heap
+        while heap and heap[0][0] <= until and not done():
+            self.now, _, _, call, arguments = heapq.heappop(heap)
+            self.events += 1
+            call(*arguments)
+        if not done():
+            self.now = max(self.now, until)
+
+
+class Process:
+    """One process on a host. `turn` is called when it is its turn, and says when it wants the next one, or None."""
+
+    def __init__(self, clock: Clock, name: str, host: str) -> None:
+        self.clock = clock
+        self.name = name
+        self.host = host
+        self.alive = True
+        self.stalled = False
+        self.turn: Callable[[], float | None] = lambda: None
+        self.on_death: dict[Callable[[], None], None] = {}
+        self._random = clock.chance(f"turns of {name}")
+        self._next_s = float("inf")  # the earliest turn asked for
+        self._free_s = 0.0  # until then it is busy with its last turn
+        self._missed = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def wake(self, when: float | None = None) -> None:
+        """Asks for a turn at a moment, or now."""
+        when = max(self.clock.now if when is None else when, self._free_s)
+        if self.alive and when < self._next_s:
+            self._next_s = when
+            self.clock.at(when, self._turn, when)
+
+    def stall(self) -> None:
+        """No turns from now on; sockets stay open, timers wait."""
+        self.stalled = True
+
+    def thaw(self) -> None:
+        """It goes on where it was."""
+        self.stalled = False
+        if self._missed:
+            self._missed = False
+            self.wake()
+
+    def kill(self) -> None:
+        """It is gone in the middle of whatever it did."""
+        if self.alive:
+            self.alive = False
+            for call in list(self.on_death):
+                call()
+
+    def _turn(self, when: float) -> None:
+        if not self.alive or when != self._next_s:
+            return  # an earlier turn came in between
+        self._next_s = float("inf")
+        if self.stalled:
+            self._missed = True
+            return
+        self._free_s = self.clock.now + self._random.expovariate(1 / TURN_S)
+        again = self.turn()
+        if again is not None:
+            self.wake(again)

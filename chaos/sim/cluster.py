@@ -1,0 +1,286 @@
+"""The processes of a simulated cluster: made of what real ones are made of, killed and started again like them."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from asyncio import events
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from chaos.sim.clock import Clock, Process
+from chaos.sim.loop import Loop
+from chaos.sim.network import Listener, Network, Weather
+from chaos.sim.store import StoreProcess
+from chaos.sim.threads import Threads
+from chaos.violation import Violation
+from coordinator.leader import run_coordinator
+from coordinator.membership import VIEW, ServerSession, create_cluster
+from coordinator.view import ClusterConfig, View
+from elasticps.client.cluster import Client
+from elasticps.client.control import Control
+from elasticps.monitor import dial_server
+from elasticps.server.linger import Linger
+from elasticps.server.lives import Identity, Surroundings, live
+from elasticps.server.server import Server
+from elasticps.spec import Consistency
+
+NAME = "sim"
+PORT = 7000
+STORE_HOST = "store"
+STORE_TIMEOUT_S = 2.0
+DRAIN_TIMEOUT_S = 60.0
+OFFICE_S = 1.5
+WORKER_TIMEOUT_S = 300.0  # longer than any story: whoever waits in vain is found by the story's own bound
+
+
+class Still(Linger):
+    """Polling on virtual time would never end: a server sleeps at once."""
+
+    def __init__(self) -> None:
+        pass
+
+    def touched(self) -> None:
+        pass
+
+
+class Gone(BaseException):
+    """The process has ended itself."""
+
+
+@dataclass
+class ServerProcess:
+    """A server's process; `now`: the life that serves, None between two. `asked` to leave, `left` when it has."""
+
+    process: Process
+    loop: Loop
+    stop: asyncio.Future[str]
+    leave: asyncio.Future[str]
+    now: Server | None = None
+    asked: bool = False
+    left: bool = False
+
+
+class Cluster:
+    """Everything that runs, and the first promise that was broken."""
+
+    def __init__(self, seed: int, weather: Weather, config: ClusterConfig) -> None:
+        self.clock = Clock(seed)
+        self.network = Network(self.clock, weather)
+        self.config = config
+        self.servers: dict[str, ServerProcess] = {}
+        self.leaders: dict[str, Process] = {}
+        self.violation: Violation | None = None
+        self.over = False
+        self.trace: list[str] | None = None
+        self._loops: list[Loop] = []
+        self._threads: list[Threads] = []
+        self._numbers: dict[str, int] = {}
+        self.store = StoreProcess(self._loop(Process(self.clock, STORE_HOST, STORE_HOST)), self.network, NAME)
+        self.store.run(create_cluster(self.store.data, config))
+
+    def note(self, text: str) -> None:
+        """One line of the trace."""
+        if self.trace is not None:
+            self.trace.append(f"{self.clock.now:.6f} {text}")
+
+    def broken(self, violation: Violation) -> None:
+        """A promise is broken: the first one counts."""
+        if self.violation is None and not self.over:
+            self.violation = violation
+            self.note(f"BROKEN {violation}")
+
+    # --- processes --------------------------------------------------------------------------------------------------
+
+    def _process(self, name: str) -> Process:
+        """A process on the host of its name. Each start is one more incarnation of the process."""
+        number = self._numbers[name] = self._numbers.get(name, 0) + 1
+        self.note(f"{name} starts, for the {number}. time")
+        return Process(self.clock, f"{name}.{number}", name)
+
+    def _loop(self, process: Process) -> Loop:
+        loop = Loop(process, self.network, self._failed)
+        process.turn = loop.turn
+        self._loops.append(loop)
+        return loop
+
+    def _failed(self, process: Process, error: BaseException | None, message: str) -> None:
+        if isinstance(error, Violation):
+            self.broken(error)
+        elif not isinstance(error, Gone) and not self.over:
+            told = "" if error is None else "".join(traceback.format_exception(error))
+            self.broken(Violation("no exception is lost", f"{process}: {message}\n{told}"))
+
+    def exited(self, code: int) -> None:
+        """What `os._exit` does here: the running process is gone."""
+        loop = cast(Loop, events._get_running_loop())
+        self.broken(Violation("no process ends itself", f"{loop.process} ends with {code}:\n{traceback.format_exc()}"))
+        loop.process.kill()
+        raise Gone
+
+    def kill(self, process: Process, power: bool) -> None:
+        """A process dies; with its host, nobody is told."""
+        if process.alive:
+            self.note(f"{process} {'loses its power' if power else 'is killed'}")
+            if power:
+                self.network.darken(process.host)
+            process.kill()
+
+    # --- servers ----------------------------------------------------------------------------------------------------
+
+    def start_server(self, name: str) -> None:
+        """A server's process starts, under a name that may have been used before."""
+        self.network.lighten(name)
+        process = self._process(name)
+        loop = self._loop(process)
+        listener = self.network.listen(process, PORT)
+        found = ServerProcess(process, loop, loop.create_future(), loop.create_future())
+        self.servers[name] = found
+        loop.create_task(self._serve(found, listener, name))
+
+    async def _serve(self, found: ServerProcess, listener: Listener, name: str) -> None:
+        async def show(server: Server | None) -> None:
+            found.now = server
+
+        store = self.store.client(name, STORE_TIMEOUT_S)
+        around = Surroundings(store, self.config, listener, _build, show)  # type: ignore[arg-type]
+        try:
+            await live(around, Identity(name, f"{name}:{PORT}"), found.stop, found.leave, wait_s=1e9,
+                       drain_timeout_s=DRAIN_TIMEOUT_S)  # fmt: skip
+        except Exception as error:
+            self._failed(found.process, error, "a server ended")
+        self.note(f"{found.process} ends: {found.stop.result() if found.stop.done() else ''}")
+        found.left = found.asked
+        found.process.kill()
+
+    def drain(self, name: str) -> None:
+        """As SIGTERM: a server is asked to move what it has to others, and to end."""
+        found = self.servers[name]
+        found.asked = True
+        if not found.leave.done():
+            found.leave.set_result("SIGTERM")
+
+    # --- leaders ----------------------------------------------------------------------------------------------------
+
+    def start_leader(self, name: str) -> None:
+        """A coordinator starts: it leads, or stands by."""
+        self.network.lighten(name)
+        process = self._process(name)
+        loop = self._loop(process)
+        self.leaders[name] = process
+        store = self.store.client(name, STORE_TIMEOUT_S)
+        before = events._get_running_loop()
+        events._set_running_loop(loop)
+        stop = asyncio.Event()
+        events._set_running_loop(before)
+        loop.create_task(self._lead(process, run_coordinator(
+            store, name=name, ttl_s=OFFICE_S, stop=stop, dial=dial_server(NAME, name)
+        )))  # fmt: skip
+
+    async def _lead(self, process: Process, work: object) -> None:
+        try:
+            await work  # type: ignore[misc]
+        except Exception as error:
+            self._failed(process, error, "a leader ended")
+
+    # --- workers ----------------------------------------------------------------------------------------------------
+
+    def start_worker(self, name: str, program: Callable[[Threads], None]) -> Threads:
+        """A worker's process starts and runs a program in its main thread."""
+        process = self._process(name)
+        threads = Threads(process, self._loop(process), self.network)
+        self._threads.append(threads)
+
+        def main() -> None:
+            try:
+                program(threads)
+            except Violation as violation:
+                self.broken(violation)
+            except Exception as error:
+                self._failed(process, error, "a worker ended")
+
+        threads.spawn("main", main)
+        return threads
+
+    def connect(self, threads: Threads, worker: str, consistency: Consistency, window: int, app: str) -> Client:
+        """What `elasticps.connect` does."""
+        store = self.store.client(threads.process.host, STORE_TIMEOUT_S)
+        control = Control(store, threads, "virtual")
+        return Client(control, worker, consistency, window, WORKER_TIMEOUT_S, app)
+
+    # --- what there is ----------------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> View | None:
+        """The view that stands."""
+        entry = self.store.run(self.store.data.get(VIEW))
+        return None if entry is None else View.decode(entry.value)
+
+    def life(self, name: str, incarnation: int) -> Server | None:
+        """A server that runs under that incarnation, if it does."""
+        found = self.servers.get(name)
+        if found is None or not found.process.alive or found.now is None:
+            return None
+        return found.now if found.now.me.incarnation == incarnation else None
+
+    def whole(self, without: str = "") -> bool:
+        """Whether every range has all its replicas, alive, well and in the newest view, and would keep one without a
+        server."""
+        view = self.view
+        if view is None:
+            return False
+        well = [self._well(s.name, s.incarnation, view.epoch) for s in view.servers]
+        staying = sum(not s.left for s in self.servers.values())
+        wanted = min(self.config.replicas, staying)
+        for chain in view.chains.tolist():
+            members = [i for i in chain if i >= 0]
+            if len(members) < wanted or not all(well[i] for i in members):
+                return False
+            if all(view.servers[i].name == without for i in members):
+                return False
+        return True
+
+    def _well(self, name: str, incarnation: int, epoch: int) -> bool:
+        server = self.life(name, incarnation)
+        return server is not None and not self.servers[name].process.stalled and server.epoch == epoch
+
+    def settled(self) -> str:
+        """What is not yet as it should be when nothing goes wrong any more; "" if all is."""
+        view = self.view
+        if view is None:
+            return "there is no view"
+        if not self.whole():
+            return (
+                f"not every range has its replicas: {view.chains.tolist()} of {[str(s.member) for s in view.servers]}"
+            )
+        if np.count_nonzero(view.joining >= 0):
+            return f"ranges are being filled: {view.joining.tolist()}"
+        for name, found in self.servers.items():
+            if found.asked and not found.left:
+                return f"{name} has not drained"
+            if not found.left and (found.now is None or found.now.epoch < view.epoch):
+                return f"{name} does not serve under epoch {view.epoch}"
+        return ""
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Ends everything, quietly, so that nothing is left open."""
+        self.over = True
+        self.store.up = True
+        for threads in self._threads:
+            threads.end()
+        for loop in self._loops:
+            loop.quiet = True
+            loop.process.alive, loop.process.stalled = True, False
+            loop.process.turn = loop.turn
+            for task in list(loop.tasks):
+                task.cancel()
+        self.clock.run(self.clock.now + 30.0, lambda: not any(loop.tasks for loop in self._loops))
+
+
+def _build(session: ServerSession, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop) -> Server:
+    return Server(session.info, cluster, ranges, loop, clock=loop.time, linger=Still())

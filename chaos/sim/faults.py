@@ -1,0 +1,247 @@
+"""Does what a story says, to whom it may be done: a range's last replica is never taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from chaos.sim.clock import Process
+from chaos.sim.cluster import STORE_HOST, Cluster
+from chaos.sim.story import Fault
+from chaos.sim.threads import Threads
+
+T = TypeVar("T")
+RESTART_S = 0.4  # a supervisor starts what has died again after about so long
+LOOK_S = 0.1  # until a server may be hit
+PATIENCE_S = 3.0
+
+
+class Faults:
+    """Injects faults; `workers` names the processes of the workers, `restart(name)` kills one and starts it again."""
+
+    def __init__(self, cluster: Cluster, workers: dict[str, Threads], restart: Callable[[str], None]) -> None:
+        self.cluster = cluster
+        self.workers = workers
+        self.restart = restart
+        self.over = False
+        self.happened: list[str] = []
+        self._random = cluster.clock.chance("faults")
+        self._undo: dict[int, Callable[[], None]] = {}
+        self._hit: dict[str, None] = {}  # servers that suffer
+        self._joined = 0
+        self._kinds: dict[str, Callable[[Fault], None]] = {
+            "server dies": lambda fault: self._server_dies(fault, power=False),
+            "host dies": lambda fault: self._server_dies(fault, power=True),
+            "server stalls": self._server_stalls,
+            "worker stalls": self._worker_stalls,
+            "worker restarts": self._worker_restarts,
+            "leader dies": self._leader_dies,
+            "leader stalls": self._leader_stalls,
+            "servers apart": self._servers_apart,
+            "one way": self._one_way,
+            "worker apart": self._worker_apart,
+            "leader apart": self._leader_apart,
+            "store apart": self._store_apart,
+            "store away": self._store_away,
+            "reset": self._reset,
+            "reset all": self._reset_all,
+            "server joins": self._server_joins,
+            "server drains": self._server_drains,
+        }
+
+    def begin(self, fault: Fault) -> None:
+        """It is time for a fault."""
+        if not self.over:
+            self._kinds[fault.what](fault)
+
+    def end(self) -> None:
+        """Nothing goes wrong any more; what does is mended, who died comes back."""
+        self.over = True
+        for undo in list(self._undo.values()):
+            undo()
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _note(self, text: str) -> None:
+        self.happened.append(text)
+        self.cluster.note(f"fault: {text}")
+
+    def _later(self, delay_s: float, undo: Callable[[], None]) -> None:
+        """Undoes a fault after a while, or when faults end."""
+        key = len(self.happened) + len(self._undo) * 1000 + self.cluster.clock.events
+
+        def once() -> None:
+            if self._undo.pop(key, None) is not None:
+                undo()
+
+        self._undo[key] = once
+        self.cluster.clock.after(delay_s, once)
+
+    def _server(self, fault: Fault, use: Callable[[str], None], tries: float = PATIENCE_S) -> None:
+        """Picks a server that can be spared, as soon as there is one."""
+        cluster = self.cluster
+        spared = [n for n, s in cluster.servers.items() if not (s.left or s.asked) and n not in self._hit]
+        spared = [n for n in spared if s_alive(cluster, n) and cluster.whole(without=n)]
+        if self.over or tries <= 0:
+            return
+        if not spared or self._hit:
+            cluster.clock.after(LOOK_S, self._server, fault, use, tries - LOOK_S)
+            return
+        name = _pick(spared, fault)
+        self._hit[name] = None
+        use(name)
+
+    def _healed(self, name: str) -> None:
+        self._hit.pop(name, None)
+
+    # --- servers ----------------------------------------------------------------------------------------------------
+
+    def _server_dies(self, fault: Fault, power: bool) -> None:
+        def die(name: str) -> None:
+            self._note(f"{name} {'loses its power' if power else 'dies'}")
+            self.cluster.kill(self.cluster.servers[name].process, power)
+
+            def again() -> None:
+                self._healed(name)
+                self.cluster.start_server(name)
+
+            self._later(RESTART_S * self._random.uniform(0.1, 3), again)
+
+        self._server(fault, die)
+
+    def _server_stalls(self, fault: Fault) -> None:
+        def stall(name: str) -> None:
+            process = self.cluster.servers[name].process
+            self._note(f"{name} stalls for {fault.for_s:.3f} s")
+            process.stall()
+
+            def thaw() -> None:
+                self._healed(name)
+                process.thaw()
+
+            self._later(fault.for_s, thaw)
+
+        self._server(fault, stall)
+
+    def _server_joins(self, fault: Fault) -> None:
+        self._joined += 1
+        if self._joined <= 2:
+            name = f"s{len(self.cluster.servers)}"
+            self._note(f"{name} joins")
+            self.cluster.start_server(name)
+
+    def _server_drains(self, fault: Fault) -> None:
+        staying = [n for n, s in self.cluster.servers.items() if not s.asked]
+        if len(staying) > self.cluster.config.replicas:
+            name = _pick(staying, fault)
+            self._note(f"{name} is asked to drain")
+            self.cluster.drain(name)
+
+    # --- links ------------------------------------------------------------------------------------------------------
+
+    def _cut(self, pairs: Sequence[tuple[str, str]], for_s: float, healed: Callable[[], None] = lambda: None) -> None:
+        network = self.cluster.network
+        self._note(f"{', '.join(f'{a} → {b}' for a, b in pairs)} lost for {for_s:.3f} s")
+        for pair in pairs:
+            network.lose(*pair)
+
+        def heal() -> None:
+            for pair in pairs:
+                network.heal(*pair)
+            healed()
+
+        self._later(for_s, heal)
+
+    def _servers_apart(self, fault: Fault) -> None:
+        def cut(name: str) -> None:
+            others = [n for n in self.cluster.servers if n != name]
+            if others:
+                other = _pick(others, fault)
+                self._cut([(name, other), (other, name)], fault.for_s, lambda: self._healed(name))
+
+        self._server(fault, cut)
+
+    def _one_way(self, fault: Fault) -> None:
+        def cut(name: str) -> None:
+            others = [n for n in self.cluster.servers if n != name] + list(self.workers) + list(self.cluster.leaders)
+            other = _pick(others, fault)
+            pair = (name, other) if fault.for_s * 1000 % 2 < 1 else (other, name)
+            self._cut([pair], fault.for_s, lambda: self._healed(name))
+
+        self._server(fault, cut)
+
+    def _worker_apart(self, fault: Fault) -> None:
+        worker, server = _pick(list(self.workers), fault), _pick(list(self.cluster.servers), fault)
+        self._cut([(worker, server), (server, worker)], fault.for_s)
+
+    def _leader_apart(self, fault: Fault) -> None:
+        leader, server = _pick(list(self.cluster.leaders), fault), _pick(list(self.cluster.servers), fault)
+
+        def cut(name: str) -> None:
+            self._cut([(leader, server), (server, leader)], fault.for_s, lambda: self._healed(name))
+
+        self._server(fault, cut)
+
+    def _store_apart(self, fault: Fault) -> None:
+        hosts = [*self.cluster.servers, *self.cluster.leaders, *self.workers]
+        host = _pick(hosts, fault)
+        self._cut([(host, STORE_HOST), (STORE_HOST, host)], fault.for_s)
+
+    def _store_away(self, fault: Fault) -> None:
+        self._note(f"the store is away for {fault.for_s:.3f} s")
+        self.cluster.store.up = False
+
+        def back() -> None:
+            self.cluster.store.up = True
+
+        self._later(fault.for_s, back)
+
+    def _reset(self, fault: Fault) -> None:
+        sockets = list(self.cluster.network.sockets)
+        if sockets:
+            sock = _pick(sockets, fault)
+            self._note(f"the connection {sock} breaks")
+            self.cluster.network.reset(sock)
+
+    def _reset_all(self, fault: Fault) -> None:
+        host = _pick([*self.cluster.servers, *self.workers], fault)
+        self._note(f"all connections of {host} break")
+        for sock in [s for s in self.cluster.network.sockets if s.process.host == host]:
+            self.cluster.network.reset(sock)
+
+    # --- workers and leaders ----------------------------------------------------------------------------------------
+
+    def _worker_stalls(self, fault: Fault) -> None:
+        name = _pick(list(self.workers), fault)
+        for_s = fault.for_s * (4 if fault.pick < 0.3 else 1)  # some longer than a lease
+        self._stall(self.workers[name].process, for_s)
+
+    def _worker_restarts(self, fault: Fault) -> None:
+        name = _pick(list(self.workers), fault)
+        self._note(f"{name} dies and starts again")
+        self.restart(name)
+
+    def _leader_dies(self, fault: Fault) -> None:
+        name = _pick(list(self.cluster.leaders), fault)
+        self._note(f"leader {name} dies")
+        self.cluster.kill(self.cluster.leaders[name], power=False)
+        self._later(RESTART_S * self._random.uniform(0.1, 3), lambda: self.cluster.start_leader(name))
+
+    def _leader_stalls(self, fault: Fault) -> None:
+        self._stall(self.cluster.leaders[_pick(list(self.cluster.leaders), fault)], fault.for_s)
+
+    def _stall(self, process: Process, for_s: float) -> None:
+        if process.alive and not process.stalled:
+            self._note(f"{process} stalls for {for_s:.3f} s")
+            process.stall()
+            self._later(for_s, process.thaw)
+
+
+def s_alive(cluster: Cluster, name: str) -> bool:
+    """Whether a server's process runs."""
+    process = cluster.servers[name].process
+    return process.alive and not process.stalled
+
+
+def _pick(some: Sequence[T], fault: Fault) -> T:
+    return some[int(fault.pick * len(some))]

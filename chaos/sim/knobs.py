@@ -1,0 +1,27 @@
+"""Limits of the servers that some stories make so small that they are met all the time."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+SMALL: dict[str, int] = {
+    "elasticps.server.reads.CHUNK_BYTES": 2 << 10,
+    "elasticps.server.connection.WRITE_HIGH_BYTES": 1 << 10,
+    "elasticps.server.connection.MAX_WAITING_ANSWERS": 4,
+    "elasticps.server.connection.TURN_BYTES": 4 << 10,
+    "elasticps.server.fill.PIECE_BYTES": 1 << 10,
+    "elasticps.server.fill.BACKLOG_BYTES": 2 << 10,
+}
+
+
+@contextmanager
+def turned(small: bool) -> Iterator[None]:
+    """Makes them small."""
+    with ExitStack() as stack:
+        for path, value in SMALL.items() if small else ():
+            module, _, name = path.rpartition(".")
+            stack.enter_context(patch.object(importlib.import_module(module), name, value))
+        yield

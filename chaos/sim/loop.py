@@ -1,0 +1,158 @@
+"""An asyncio event loop on virtual time, one per process: its handles run when its process has a turn."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context
+from typing import Any, TypeVar
+
+from chaos.sim.clock import Process
+from chaos.sim.network import Listener, Network
+from chaos.sim.transport import Transport
+
+T = TypeVar("T")
+Failed = Callable[[Process, BaseException | None, str], None]
+
+
+class Loop(asyncio.AbstractEventLoop):
+    """As much of a loop as servers, leaders and sessions use. `failed` hears of exceptions that nobody caught."""
+
+    def __init__(self, process: Process, network: Network, failed: Failed) -> None:
+        self.process = process
+        self._network = network
+        self._failed = failed
+        self._ready: deque[asyncio.Handle] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._serial = itertools.count()
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+        self._unflushed: dict[Transport, None] = {}
+        self.quiet = False  # the end: who is cancelled now may fail as he likes
+
+    def turn(self) -> float | None:
+        """Runs what is ready; returns when there will be more."""
+        now = self.process.clock.now
+        while self._timers and self._timers[0][0] <= now:
+            handle = heapq.heappop(self._timers)[2]
+            if not handle.cancelled():
+                self._ready.append(handle)
+        if self._ready or self._unflushed:
+            before = events._get_running_loop()
+            events._set_running_loop(self)
+            try:
+                for _ in range(len(self._ready)):
+                    handle = self._ready.popleft()
+                    if not handle.cancelled():
+                        handle._run()
+                unflushed, self._unflushed = self._unflushed, {}
+                for transport in unflushed:
+                    transport.flush()
+            finally:
+                events._set_running_loop(before)
+        if self._ready:
+            return now
+        while self._timers and self._timers[0][2].cancelled():
+            heapq.heappop(self._timers)
+        return self._timers[0][0] if self._timers else None
+
+    def flush_later(self, transport: Transport) -> None:
+        """What was written leaves at the end of the turn."""
+        self._unflushed[transport] = None
+        self.process.wake()
+
+    # --- asyncio's own ----------------------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        return self.process.clock.now
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        self.process.wake()
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.time() + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._serial), handle))
+        self.process.wake(when)
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        pass  # it is left out when its time comes
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self,
+        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+        *,
+        name: object = None,
+        context: Context | None = None,
+        **kwargs: Any,
+    ) -> asyncio.Task[T]:
+        task = asyncio.Task(coro, loop=self, name=name, context=context)  # type: ignore[arg-type, call-overload]
+        self.tasks[task] = None
+        task.add_done_callback(self.tasks.pop)
+        return task  # type: ignore[no-any-return]
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if self.process.alive and not self.quiet:
+            self._failed(self.process, context.get("exception"), str(context.get("message")))
+
+    # --- connections ------------------------------------------------------------------------------------------------
+
+    async def create_connection(  # type: ignore[override]
+        self, protocol_factory: Callable[[], asyncio.BaseProtocol], host: str, port: int, **_: Any
+    ) -> tuple[Transport, asyncio.BaseProtocol]:
+        sock = self._network.connect(self.process, host, port)
+        opened: asyncio.Future[None] = self.create_future()
+        sock.notify = lambda: self.call_soon(_opened, opened)
+        try:
+            await opened
+            sock.check()
+        except BaseException:
+            sock.close()
+            raise
+        protocol = protocol_factory()
+        return Transport(self, sock, protocol), protocol
+
+    async def create_server(  # type: ignore[override]
+        self, protocol_factory: Callable[[], asyncio.BaseProtocol], *, sock: Listener, **_: Any
+    ) -> Listener:
+        def accept() -> None:
+            while sock.serving and (accepted := sock.accept()) is not None:
+                Transport(self, accepted, protocol_factory())
+
+        sock.serve(lambda: self.call_soon(accept))
+        return sock
+
+
+def _opened(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

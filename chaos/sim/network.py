@@ -1,0 +1,419 @@
+"""Sockets whose bytes travel over links that are slow, cut bytes anywhere, stall, lose one way, and break.
+
+As TCP: bytes arrive in order or not at all; what an end has not read fills up and pushes back; a connection to a host
+that cannot be reached opens late or never; the end of a process closes its sockets, the end of a host tells nobody.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from chaos.sim.clock import Clock, Process
+
+Address = tuple[str, int]
+RETRY_S = 0.2  # how soon what was lost is sent again: a round trip and the timer of the first repetition
+BACKLOG = 64
+HEAD_BYTES = 64  # a cut often falls within a header
+MOST_CUTS = 4
+
+
+@dataclass(frozen=True)
+class Weather:
+    """How bad all links are. short: how often a socket takes or gives less than it could; cut: how often bytes that
+    were sent together arrive in several pieces."""
+
+    latency_s: float = 0.0003
+    bytes_per_s: float = 200e6
+    buffer_bytes: int = 64 << 10
+    short: float = 0.1
+    cut: float = 0.3
+
+
+class Network:
+    """All hosts, and which of them hear which."""
+
+    def __init__(self, clock: Clock, weather: Weather) -> None:
+        self.clock = clock
+        self.weather = weather
+        self.sockets: dict[Socket, None] = {}  # open ones
+        self.sent_bytes = 0
+        self._lost: dict[tuple[str, str], int] = {}  # (from, to) -> how many faults lose what is sent there
+        self._dark: set[str] = set()  # hosts without power
+        self._listeners: dict[Address, Listener] = {}
+        self._numbers = itertools.count(3)
+        self._held: deque[_Pipe] = deque()
+
+    # --- faults -----------------------------------------------------------------------------------------------------
+
+    def lose(self, source: str, target: str) -> None:
+        """Nothing that one host sends reaches the other, until `heal`."""
+        self._lost[source, target] = self._lost.get((source, target), 0) + 1
+
+    def heal(self, source: str, target: str) -> None:
+        """It does again; what was sent meanwhile is sent again."""
+        left = self._lost.pop((source, target)) - 1
+        if left:
+            self._lost[source, target] = left
+            return
+        self._resume()
+
+    def darken(self, host: str) -> None:
+        """A host loses its power: nobody hears of it, nor it of anybody."""
+        self._dark.add(host)
+
+    def lighten(self, host: str) -> None:
+        """It has power again: what its processes had open is closed."""
+        self._dark.discard(host)
+        self._resume()
+
+    def _resume(self) -> None:
+        held, self._held = self._held, deque()
+        for pipe in held:
+            pipe.resume()
+
+    def reaches(self, source: str, target: str) -> bool:
+        """Whether what one host sends arrives at another one."""
+        if source in self._dark or target in self._dark:
+            return False
+        return source == target or (source, target) not in self._lost
+
+    def between(self, one: str, other: str) -> list[Socket]:
+        """One end of each connection between two hosts."""
+        return [
+            s for s in self.sockets if s.process.host == one and s.peer is not None and s.peer.process.host == other
+        ]
+
+    def reset(self, sock: Socket) -> None:
+        """A connection breaks: both ends learn of it, each in its time; what was under way is lost."""
+        for end in (sock, sock.peer):
+            if end is not None:
+                self.clock.after(self.delay(end.random), end.broken)
+
+    def delay(self, random: Random) -> float:
+        """A message's way."""
+        return self.weather.latency_s * random.lognormvariate(0, 0.5)
+
+    # --- sockets ----------------------------------------------------------------------------------------------------
+
+    def listen(self, process: Process, port: int, limit: int = BACKLOG) -> Listener:
+        """A socket that others may connect to, before anybody accepts."""
+        listener = Listener(self, process, (process.host, port), limit)
+        self._listeners[process.host, port] = listener
+        process.on_death[listener.shut] = None
+        return listener
+
+    def connect(self, process: Process, host: str, port: int) -> Socket:
+        """Begins to open a connection."""
+        sock = self.socket(process)
+        self.clock.after(self.delay(sock.random), self._arrive, sock, (host, port))
+        return sock
+
+    def socket(self, process: Process) -> Socket:
+        """A new socket of a process."""
+        number = next(self._numbers)
+        sock = Socket(self, process, number)
+        self.sockets[sock] = None
+        return sock
+
+    def forget(self, listener: Listener) -> None:
+        """Nobody listens there any more."""
+        if self._listeners.get(listener.address) is listener:
+            del self._listeners[listener.address]
+
+    def _arrive(self, sock: Socket, address: Address) -> None:
+        """Somebody knocks."""
+        if sock.closed:
+            return
+        host = address[0]
+        listener = self._listeners.get(address)
+        there = self.reaches(sock.process.host, host) and self.reaches(host, sock.process.host)
+        if not there or (listener is not None and listener.full):
+            self.clock.after(RETRY_S, self._arrive, sock, address)
+        elif listener is None:
+            self.clock.after(self.delay(sock.random), sock.refused)
+        else:
+            other = self.socket(listener.process)
+            sock.join(other)
+            listener.arrived(other)
+            self.clock.after(self.delay(sock.random), sock.opened)
+
+    def hold(self, pipe: _Pipe) -> None:
+        """What travels there waits until a fault has gone."""
+        self._held.append(pipe)
+
+
+class Listener:
+    """A listening socket. Connections wait in it, also while nobody serves. `dup` is one more name for it."""
+
+    def __init__(self, network: Network, process: Process, address: Address, limit: int) -> None:
+        self.process = process
+        self.address = address
+        self.serving = False
+        self._network = network
+        self._limit = limit
+        self._waiting: deque[Socket] = deque()
+        self._notify: Callable[[], object] = lambda: None
+
+    @property
+    def full(self) -> bool:
+        return len(self._waiting) >= self._limit
+
+    def dup(self) -> Listener:
+        return self
+
+    def serve(self, notify: Callable[[], object]) -> None:
+        """Somebody accepts from now on, until `close`; `notify` is called when there is something to accept."""
+        self.serving, self._notify = True, notify
+        notify()
+
+    def arrived(self, sock: Socket) -> None:
+        """A connection, complete as far as its other end knows."""
+        self._waiting.append(sock)
+        if self.serving:
+            self._notify()
+
+    def accept(self) -> Socket | None:
+        """The next one."""
+        while self._waiting:
+            sock = self._waiting.popleft()
+            if not sock.closed:
+                return sock
+        return None
+
+    def close(self) -> None:
+        """Nobody accepts any more; connections wait."""
+        self.serving = False
+
+    def shut(self) -> None:
+        """The port is closed."""
+        self.serving = False
+        self._network.forget(self)
+        while (sock := self.accept()) is not None:
+            sock.close()
+
+
+class _Pipe:
+    """One direction of a connection: bytes of `source` on their way to `target`."""
+
+    def __init__(self, network: Network, source: Socket, target: Socket) -> None:
+        self.network = network
+        self.source = source
+        self.target = target
+        self._under_way: deque[tuple[float, bytes]] = deque()  # b"": the end
+        self._flying = 0
+        self._last_s = 0.0
+        self._moving = False
+
+    @property
+    def room(self) -> int:
+        return self.network.weather.buffer_bytes - self._flying - len(self.target.arrived)
+
+    def send(self, data: bytes) -> None:
+        """Puts bytes on their way, in pieces; b"": the end."""
+        network, random = self.network, self.source.random
+        self._flying += len(data)
+        network.sent_bytes += len(data)
+        for piece in _pieces(data, random, network.weather.cut):
+            due = network.clock.now + network.delay(random) + len(piece) / network.weather.bytes_per_s
+            self._last_s = max(due, self._last_s)
+            self._under_way.append((self._last_s, piece))
+        self._next()
+
+    def resume(self) -> None:
+        """What was lost is sent again."""
+        random = self.source.random
+        self._last_s = max(self._last_s, self.network.clock.now + RETRY_S * random.uniform(0.1, 1))
+        self.network.clock.at(self._last_s, self._deliver)
+
+    def _next(self) -> None:
+        if self._under_way and not self._moving:
+            self._moving = True
+            self.network.clock.at(self._under_way[0][0], self._deliver)
+
+    def _deliver(self) -> None:
+        source, target = self.source.process.host, self.target.process.host
+        if not self.network.reaches(source, target):
+            self.network.hold(self)
+            return
+        self._moving = False
+        if not self._under_way:
+            return
+        _, data = self._under_way.popleft()
+        self._flying -= len(data)
+        self.target.receive(data)
+        self._next()
+
+    def drop(self) -> None:
+        """Nothing of it arrives any more."""
+        self._under_way.clear()
+        self._flying = 0
+
+
+class Socket:
+    """One end of a connection, non-blocking. `notify` is called whenever it may be readable, writable or broken."""
+
+    def __init__(self, network: Network, process: Process, number: int) -> None:
+        self.process = process
+        self.number = number
+        self.random = network.clock.chance(f"socket {number}")
+        self.peer: Socket | None = None
+        self.arrived = bytearray()
+        self.notify: Callable[[], object] = lambda: None
+        self.connected = False
+        self.closed = False
+        self._network = network
+        self._out: _Pipe | None = None
+        self._ended = False  # the other end sends no more
+        self._error: OSError | None = None
+        self._starved = False  # a writer waits for room
+        process.on_death[self.close] = None
+
+    def __repr__(self) -> str:
+        return f"{self.process}#{self.number}"
+
+    def fileno(self) -> int:
+        return self.number
+
+    def join(self, other: Socket) -> None:
+        """The two are ends of one connection."""
+        self.peer, other.peer = other, self
+        self._out, other._out = _Pipe(self._network, self, other), _Pipe(self._network, other, self)
+        other.connected = True
+
+    # --- what the network does --------------------------------------------------------------------------------------
+
+    def opened(self) -> None:
+        if not self.closed:
+            self.connected = True
+            self.notify()
+
+    def refused(self) -> None:
+        self._fail(ConnectionRefusedError(111, "Connection refused"))
+
+    def broken(self) -> None:
+        self._fail(ConnectionResetError(104, "Connection reset by peer"))
+
+    def _fail(self, error: OSError) -> None:
+        if self.closed or self._error is not None:
+            return
+        self._error = error
+        self.arrived.clear()
+        if self._out is not None:
+            self._out.drop()
+        self.notify()
+
+    def receive(self, data: bytes) -> None:
+        if self.closed:
+            if self.peer is not None and data:
+                self._network.clock.after(self._network.delay(self.random), self.peer.broken)
+        elif self._error is None:
+            self.arrived += data
+            self._ended |= not data
+            self.notify()
+
+    def freed(self) -> None:
+        """The other end has read: there may be room."""
+        if self._starved and self.writable:
+            self._starved = False
+            self.notify()
+
+    # --- what its process does --------------------------------------------------------------------------------------
+
+    @property
+    def readable(self) -> bool:
+        return bool(self.arrived) or self._ended or self._error is not None
+
+    @property
+    def writable(self) -> bool:
+        if self._error is not None:
+            return True
+        return self.connected and self._out is not None and self._out.room > 0
+
+    @property
+    def broken_off(self) -> bool:
+        """The connection is broken: a poller says so whatever it was asked for."""
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raises what has broken the connection."""
+        if self._error is not None:
+            raise self._error
+
+    def sendmsg(self, buffers: Sequence[memoryview], /) -> int:
+        """Sends what there is room for, and sometimes less. BlockingIOError if there is none."""
+        self._check_open()
+        if not self.connected or self._out is None or self._out.room <= 0:
+            self._starved = True
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        most = self._out.room
+        total = sum(b.nbytes for b in buffers)
+        if total > 1 and self.random.random() < self._network.weather.short:
+            most = min(most, self.random.randint(1, total - 1))
+        data = bytearray()
+        for buffer in buffers:
+            data += buffer.cast("B")[: most - len(data)]
+            if len(data) >= most:
+                break
+        if data:
+            self._out.send(bytes(data))
+        self._starved = len(data) < total
+        if self._starved and self._out.room > 0:  # it took less for no reason: it is writable at once
+            self._network.clock.after(0.0, self.freed)
+        return len(data)
+
+    def recv_into(self, buffer: memoryview, /) -> int:
+        """Takes what has arrived, sometimes less; 0 at the end. BlockingIOError if there is nothing."""
+        self._check_open()
+        n = min(len(self.arrived), len(buffer))
+        if not n:
+            if self._ended:
+                return 0
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        if n > 1 and self.random.random() < self._network.weather.short:
+            n = self.random.randint(1, n)
+        buffer[:n] = self.arrived[:n]
+        del self.arrived[:n]
+        if self.peer is not None:
+            self.peer.freed()
+        return n
+
+    def close(self) -> None:
+        """Gives it up: the other end learns of it after what was sent, or at once if not all was read here."""
+        if self.closed:
+            return
+        self.closed = True
+        self._network.sockets.pop(self, None)
+        self.process.on_death.pop(self.close, None)
+        if self._out is None or self.peer is None or self._error is not None:
+            return
+        if self.arrived:  # as TCP does when something is thrown away unread
+            self._out.drop()
+            self._network.clock.after(self._network.delay(self.random), self.peer.broken)
+        else:
+            self._out.send(b"")
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise OSError(9, "Bad file descriptor")
+        if self._error is not None:
+            raise self._error
+
+
+def _pieces(data: bytes, random: Random, often: float) -> Iterator[bytes]:
+    if len(data) < 2 or random.random() >= often:
+        yield data
+        return
+    most = len(data) - 1
+    cuts = {
+        random.randint(1, most if random.random() < 0.5 else min(most, HEAD_BYTES))
+        for _ in range(random.randint(1, MOST_CUTS))
+    }
+    at = 0
+    for cut in sorted(cuts):
+        yield data[at:cut]
+        at = cut
+    yield data[at:]

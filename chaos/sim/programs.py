@@ -1,0 +1,217 @@
+"""What workers do, through the public client: training loops whose every pull is checked."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chaos.sim.checks import COLUMNS, KEYS, Column, Handed, Rounds, Sums, check_same
+from chaos.sim.cluster import Cluster
+from chaos.sim.threads import Threads
+from elasticps.client.cluster import Client, Step
+from elasticps.client.handles import SparseTable
+from elasticps.errors import Closed
+from elasticps.optimizers import Accumulate
+from elasticps.spec import ASP, BSP, SSP, Consistency, Normal
+from elasticps.store.table import initial_rows
+
+FIXED_DIM = 8
+FIXED_KEYS = 4096
+INIT = Normal(std=0.1, seed=7)
+THINK_S = 0.04
+MOST_AT_ONCE = 6  # pulls
+
+
+class Training(Protocol):
+    """What programs know of the story. on: steps are still begun."""
+
+    on: bool
+
+
+class Worker:
+    """What all kinds of workers are: a name, an application, a cluster to train on."""
+
+    consistency: Consistency = ASP()
+
+    def __init__(self, cluster: Cluster, name: str, app: str, window: int, training: Training) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.app = app
+        self.window = window
+        self.training = training
+        self.random: Random
+        self.done = False
+        self.steps = 0
+        self.pulls = 0
+
+    def run(self, threads: Threads) -> None:
+        """The program of one incarnation."""
+        self.done = False
+        self.threads = threads
+        self.random = self.cluster.clock.chance(f"program of {threads.process}")
+        try:
+            ps = self.cluster.connect(threads, self.name, self.consistency, self.window, self.app)
+            self.main(ps)
+            ps.close()
+        except Closed as error:  # it was frozen for longer than its lease, or another one has its name
+            self.cluster.note(f"{threads.process} was fenced: {error}")
+            self.fenced()
+            return
+        self.done = True
+        self.cluster.note(f"{threads.process} is done after {self.steps} steps, {self.pulls} pulls")
+
+    def main(self, ps: Client) -> None:
+        raise NotImplementedError
+
+    def fenced(self) -> None:
+        """It has lost its place and begins again."""
+
+    def think(self) -> None:
+        self.threads.sleep(self.random.expovariate(1 / THINK_S))
+
+    @property
+    def now(self) -> float:
+        return self.cluster.clock.now
+
+    def some_keys(self, most: int = KEYS) -> NDArray[np.int64]:
+        keys = self.random.sample(range(KEYS), self.random.randint(1, most))
+        return np.array(keys, np.int64)
+
+
+class Free(Worker):
+    """Pushes and pulls as it likes, under no bound or under bounded delay."""
+
+    def __init__(
+        self, cluster: Cluster, name: str, app: str, window: int, training: Training, sums: Sums, large: bool
+    ) -> None:
+        super().__init__(cluster, name, app, window, training)
+        self.sums = sums
+        self.large = large
+        self.column: Column
+        if sums.bound is not None:
+            self.consistency = SSP(staleness=sums.bound)
+
+    def main(self, ps: Client) -> None:
+        column = self.column = self.sums.start(self.name)
+        table = ps.table("sums", dim=COLUMNS, optimizer=Accumulate())
+        fixed = ps.table("fixed", dim=FIXED_DIM, optimizer=Accumulate(), init=INIT)
+        outstanding: list[Step] = []
+        ps.resume()
+        while self.training.on:
+            action = self.random.random()
+            if action < 0.45:
+                outstanding.append(self.push(ps, table, column))
+            elif action < 0.55:
+                self.push_in_parts(ps, table, column)
+            elif action < 0.75:
+                self.pull(ps, table, column)
+            elif action < 0.85:
+                self.pull_many(ps, table, fixed, column)
+            elif action < 0.95 and outstanding:
+                outstanding.pop(self.random.randrange(len(outstanding))).result()
+            else:
+                ps.flush()
+            column.commit(self.now, ps.committed)
+            column.joined_s = min(column.joined_s, self.now)
+            self.think()
+        ps.flush()
+        column.commit(self.now, ps.committed)
+        column.joined_s = float("inf")
+
+    def push(self, ps: Client, table: SparseTable, column: Column) -> Step:
+        keys, at = self.some_keys(), ps.clock + 1
+        column.begin(at, keys)
+        step = ps.push({table: (keys, self.sums.grads(column, keys))})
+        self.landed(step.clock, at)
+        return step
+
+    def push_in_parts(self, ps: Client, table: SparseTable, column: Column) -> None:
+        at, keys = ps.clock + 1, self.some_keys()
+        with ps.step() as step:
+            for part in np.array_split(keys, self.random.randint(1, 3)):
+                if len(part):
+                    column.begin(at, part)
+                    step.push({table: (part, self.sums.grads(column, part))})
+        self.landed(step.commit().clock, at)
+
+    def landed(self, clock: int, expected: int) -> None:
+        assert clock == expected, f"a step that was to be {expected} is {clock}"
+        self.steps += 1
+
+    def pull(self, ps: Client, table: SparseTable, column: Column) -> None:
+        keys, tail = self.some_keys(), self.random.random() < 0.7
+        asked = self.sums.ask(column, keys, ps.clock, self.now, tail=tail)
+        self.sums.check(asked, table.pull(keys, read="tail" if tail else "any"))
+        self.pulls += 1
+
+    def pull_many(self, ps: Client, table: SparseTable, fixed: SparseTable, column: Column) -> None:
+        """Several at once, answered while others are still being sent."""
+        asked, reads = [], []
+        for _ in range(self.random.randint(2, MOST_AT_ONCE)):
+            if self.random.random() < 0.3:
+                keys = self.some_keys()
+                asked.append(self.sums.ask(column, keys, ps.clock, self.now, tail=True))
+                reads.append((keys, table.pull_async(keys)))
+            else:
+                count = self.random.randint(1, 2000 if self.large else 200)
+                keys = np.array(self.random.sample(range(FIXED_KEYS), count), np.int64)
+                reads.append((keys, fixed.pull_async(keys)))
+        if self.random.random() < 0.3:
+            self.think()  # a reader that is slow
+        for keys, read in reads:
+            rows = read.result()
+            if rows.shape[1] == COLUMNS:
+                self.sums.check(asked.pop(0), rows)
+            else:
+                check_same(self.name, keys, rows, initial_rows(INIT, keys, FIXED_DIM))
+            self.pulls += 1
+
+    def fenced(self) -> None:
+        self.column.ended = True
+
+
+class Synchronous(Worker):
+    """Trains in rounds."""
+
+    consistency = BSP()
+
+    def __init__(self, cluster: Cluster, name: str, app: str, window: int, training: Training, rounds: Rounds) -> None:
+        super().__init__(cluster, name, app, window, training)
+        self.rounds = rounds
+
+    def main(self, ps: Client) -> None:
+        column = self.rounds.start()
+        table = ps.table("means", dim=COLUMNS, optimizer=Accumulate())
+        keys = np.arange(KEYS)
+        grads = self.rounds.grads(column, keys)
+        while self.training.on:
+            ps.push({table: (keys, grads)})
+            self.steps += 1
+            if self.random.random() < 0.7:
+                rows = table.pull(keys)
+                self.rounds.check(self.name, ps.clock, rows)
+                self.pulls += 1
+            self.think()
+        ps.flush()
+
+
+class Sharded(Worker):
+    """Trains shards as they are handed out."""
+
+    def __init__(self, cluster: Cluster, name: str, app: str, window: int, training: Training, handed: Handed) -> None:
+        super().__init__(cluster, name, app, window, training)
+        self.handed = handed
+
+    def main(self, ps: Client) -> None:
+        table = ps.table("trained", dim=1, optimizer=Accumulate())
+        for shard in ps.shards(self.handed.shards, 1):
+            self.think()
+            ps.push({table: (np.array([shard.start]), np.ones((1, 1), np.float32))})
+            self.steps += 1
+        ps.flush()
+
+    def fenced(self) -> None:
+        self.handed.lost = True

@@ -1,0 +1,238 @@
+"""A story from beginning to end: train while things go wrong, let everything come to rest, and look what is there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+import numpy as np
+
+from chaos.sim.checks import COLUMNS, KEYS, Handed, Rounds, Sums
+from chaos.sim.cluster import Cluster
+from chaos.sim.faults import RESTART_S, Faults
+from chaos.sim.knobs import turned
+from chaos.sim.programs import Free, Sharded, Synchronous, Worker
+from chaos.sim.story import App, Story, tell
+from chaos.sim.threads import Threads
+from chaos.violation import Violation
+from coordinator.view import ClusterConfig
+from elasticps import store as table_store
+from elasticps.optimizers import Accumulate
+from elasticps.server.audit import digest
+from elasticps.spec import ASP
+
+BOUND_S = 40.0  # after faults have ended, everything must have come to rest
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a seed. invariant: the promise that was broken, "" if none was; story: where and how."""
+
+    seed: int
+    invariant: str
+    story: str
+    events: int
+    steps: int
+    pulls: int
+    rounds: int
+    views: int
+    ended_s: float
+    digest: int
+    flavour: str = ""
+    trace: tuple[str, ...] = field(default=(), repr=False)
+
+
+class Scene:
+    """One story under way. on: workers begin new steps."""
+
+    def __init__(self, story: Story, trace: bool) -> None:
+        self.story = story
+        self.on = True
+        config = ClusterConfig(ranges=story.ranges, replicas=story.replicas, min_servers=story.servers)
+        self.cluster = Cluster(story.seed, story.weather, config)
+        self.cluster.trace = [] if trace else None
+        self.sums: dict[str, Sums] = {}
+        self.rounds: dict[str, Rounds] = {}
+        self.handed: dict[str, Handed] = {}
+        self.workers: dict[str, Worker] = {}
+        self.processes: dict[str, Threads] = {}
+        self.faults = Faults(self.cluster, self.processes, self.restart)
+        for leader in ("c0", "c1"):
+            self.cluster.start_leader(leader)
+        for i in range(story.servers):
+            self.cluster.start_server(f"s{i}")
+        for app in story.apps:
+            for i in range(app.workers):
+                name = f"{app.name}-w{i}"
+                self.workers[name] = self._worker(app, name)
+                self._start(name)
+        for fault in story.faults:
+            self.cluster.clock.at(fault.at_s, self.faults.begin, fault)
+
+    def _worker(self, app: App, name: str) -> Worker:
+        cluster = self.cluster
+        if app.kind == "rounds":
+            return Synchronous(
+                cluster, name, app.name, app.window, self, self.rounds.setdefault(app.name, Rounds(app.name))
+            )
+        if app.kind == "shards":
+            handed = self.handed.setdefault(app.name, Handed(app.name, KEYS))
+            return Sharded(cluster, name, app.name, app.window, self, handed)
+        sums = self.sums.setdefault(app.name, Sums(app.name, app.bound if app.kind == "bounded" else None))
+        sums.calm = self.story.calm
+        return Free(cluster, name, app.name, app.window, self, sums, app.large)
+
+    def _start(self, name: str) -> None:
+        self.processes[name] = self.cluster.start_worker(name, self.workers[name].run)
+
+    def restart(self, name: str) -> None:
+        """A worker dies, and its successor starts a little later."""
+        process = self.processes[name].process
+        if not process.alive or self.workers[name].done:
+            return
+        self.cluster.kill(process, power=False)
+        self.workers[name].fenced()
+        self.cluster.clock.after(RESTART_S, self._start, name)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def play(self) -> None:
+        """All of it. Raises the first promise that was broken."""
+        clock, broken = self.cluster.clock, lambda: self.cluster.violation is not None
+        clock.run(self.story.training_s, broken)
+        self.on = False
+        self.faults.end()
+        until = clock.now + BOUND_S
+        why = "there was no time"
+        while not broken() and clock.now < until:
+            clock.run(clock.now + 0.1, broken)
+            why = self.unfinished()
+            if not why:
+                break
+        self._judge(why)
+        self._audit()
+
+    def _judge(self, why: str) -> None:
+        if self.cluster.violation is not None:
+            raise self.cluster.violation
+        if why:
+            raise Violation("progress", f"{BOUND_S:g} s after the last fault {why}")
+
+    def unfinished(self) -> str:
+        """What has not come to rest; "" if all has."""
+        for name, worker in self.workers.items():
+            if not worker.done:
+                return f"{self.processes[name].process} has not finished"
+        return self.cluster.settled()
+
+    def _audit(self) -> None:
+        """A worker of each application looks at everything; then all replicas are compared."""
+        ended: list[str] = []
+        for app in self.story.apps:
+
+            def look(threads: Threads, app: App = app) -> None:
+                with self.cluster.connect(threads, f"{app.name}-auditor", ASP(), 1, app.name) as ps:
+                    if app.name in self.sums:
+                        table = ps.table("sums", dim=COLUMNS, optimizer=Accumulate())
+                        rows = table.pull(np.arange(KEYS))
+                        server = next(s.now for s in self.cluster.servers.values() if s.now is not None)
+                        ranges = server.store.tables[table.id].ranges_of(np.arange(KEYS))
+                        self.sums[app.name].check_end(rows, ranges)
+                    elif app.name in self.handed:
+                        trained = ps.table("trained", dim=1, optimizer=Accumulate()).pull(np.arange(KEYS))
+                        self.handed[app.name].check_end(trained[:, 0].tolist())
+                ended.append(app.name)
+
+            self.cluster.start_worker(f"{app.name}-auditor", look)
+        clock = self.cluster.clock
+        until = clock.now + BOUND_S
+        clock.run(until, lambda: len(ended) == len(self.story.apps) or self.cluster.violation is not None)
+        self._judge("" if len(ended) == len(self.story.apps) else "the auditors have not finished")
+        self._compare()
+
+    def _compare(self) -> None:
+        view = self.cluster.view
+        assert view is not None
+        for r, chain in enumerate(view.chains.tolist()):
+            found = {}
+            for i in chain:
+                server = self.cluster.life(view.servers[i].name, view.servers[i].incarnation) if i >= 0 else None
+                if server is not None:
+                    words = server.shell.rounds.words(r) + server.shell.shards.words(r)
+                    clocks = [a.tobytes() for a in server.replica.clocks.column(r)]
+                    found[server.me.name] = digest(server.store.tables, r, words), clocks
+            if any(other != first for first in found.values() for other in found.values()):
+                raise Violation("replicas agree", f"range {r} differs between {', '.join(found)}")
+
+
+def run(seed: int, trace: bool = False, story: Story | None = None) -> Result:
+    """Plays the story of a seed (or another one) to its end."""
+    story = story or tell(seed)
+    invariant = text = ""
+    with _virtual(story) as install:
+        scene = Scene(story, trace)
+        install(scene)
+        cluster = scene.cluster
+        try:
+            scene.play()
+        except Violation as violation:
+            invariant, text = violation.invariant, f"at {cluster.clock.now:.6f} s {violation}"
+        view = cluster.view
+        mark = repr((cluster.clock.now, cluster.clock.events, cluster.network.sent_bytes, scene.faults.happened))
+        result = Result(
+            story.seed,
+            invariant,
+            text,
+            cluster.clock.events,
+            sum(w.steps for w in scene.workers.values()),
+            sum(w.pulls for w in scene.workers.values()),
+            sum(r.rounds for r in scene.rounds.values()),
+            0 if view is None else view.epoch,
+            cluster.clock.now,
+            zlib.crc32(mark.encode()),
+            story.flavour,
+            tuple(cluster.trace or ()),
+        )
+        cluster.end()
+    return result
+
+
+class _Installed:
+    """Whose time and end the patched functions speak of."""
+
+    scene: Scene | None = None
+
+    def __call__(self, scene: Scene) -> None:
+        self.scene = scene
+
+    def now(self) -> float:
+        return 0.0 if self.scene is None else self.scene.cluster.clock.now
+
+    def exit(self, code: int) -> None:
+        assert self.scene is not None
+        self.scene.cluster.exited(code)
+
+
+@contextmanager
+def _virtual(story: Story) -> Iterator[_Installed]:
+    """No clock but the story's, no end of a process but in the story, and none of its log lines on the terminal."""
+    table_store.warm()
+    installed = _Installed()
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            patch.object(time, "monotonic", installed.now),
+            patch.object(time, "thread_time", installed.now),
+            patch.object(os, "_exit", installed.exit),
+            turned(story.small),
+        ):
+            yield installed
+    finally:
+        logging.disable(disabled)

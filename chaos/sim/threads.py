@@ -1,0 +1,352 @@
+"""The threads of one client process, and all else that its `Runtime` gives it, on virtual time.
+
+A thread is a greenlet: it runs until it waits, so which thread goes on is the seed's choice, and the same each time.
+Taking or giving back a lock is a place where another may go first, as the system's scheduler would have it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, TypeVar
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from chaos.sim.clock import Process
+from chaos.sim.loop import Loop
+from chaos.sim.network import Network, Socket
+from elasticps.client.runtime import READABLE, WRITABLE, Poller, Runtime
+
+T = TypeVar("T")
+EVENTS_PER_POLL = 64
+PREEMPTED = 0.05  # how often a thread that takes or gives back a lock is stopped just then
+
+
+class Threads(Runtime):
+    """What a client needs of its machine. Its `Process` takes turns: first the control loop, then each ready thread."""
+
+    def __init__(self, process: Process, loop: Loop, network: Network) -> None:
+        self.process = process
+        self.loop = loop
+        self.sockets: dict[int, Socket] = {}
+        self.over = False
+        self._network = network
+        self._random = process.clock.chance(f"threads of {process}")
+        self._ready: list[Thread] = []
+        self._threads: list[Thread] = []
+        self._pollers: dict[VirtualPoller, None] = {}
+        process.turn = self._turn
+
+    # --- turns ------------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> float | None:
+        again = self.loop.turn()
+        ready, self._ready = self._ready, []
+        self._random.shuffle(ready)
+        for thread in ready:
+            thread.go_on()
+        return self.process.clock.now if self._ready else again
+
+    def park(self, deadline_s: float | None = None) -> None:
+        """The running thread waits until `unpark` or the deadline, whichever comes first."""
+        thread = getcurrent()
+        assert isinstance(thread, Thread)
+        if self.over:
+            raise GreenletExit
+        thread.parked = True
+        thread.serial += 1
+        if deadline_s is not None:
+            self.process.clock.at(deadline_s, self._timed_out, thread, thread.serial)
+        thread.parent.switch()
+        if self.over:
+            raise GreenletExit
+
+    def unpark(self, thread: Thread) -> None:
+        """A thread may go on."""
+        if thread.parked:
+            thread.parked = False
+            self._ready.append(thread)
+            self.process.wake()
+
+    def _timed_out(self, thread: Thread, serial: int) -> None:
+        if thread.serial == serial:
+            self.unpark(thread)
+
+    def preempt(self) -> None:
+        """Sometimes another thread goes first."""
+        if not self.over and self._random.random() < PREEMPTED:
+            self.park(self.process.clock.now)
+
+    def end(self) -> None:
+        """Ends all threads where they are."""
+        self.over = True
+        for thread in self._threads:
+            if not thread.dead:
+                thread.throw()
+
+    # --- Runtime ----------------------------------------------------------------------------------------------------
+
+    def monotonic(self) -> float:
+        return self.process.clock.now
+
+    def sleep(self, seconds: float) -> None:
+        self.park(self.process.clock.now + seconds)
+
+    def connect(self, host: str, port: int, attempt: int) -> Socket:
+        sock = self._network.connect(self.process, host, port)
+        self.sockets[sock.number] = sock
+        sock.notify = self._poke
+        return sock
+
+    def _poke(self) -> None:
+        for poller in self._pollers:
+            poller.poke()
+
+    def poller(self) -> Poller:
+        poller = VirtualPoller(self)
+        self._pollers[poller] = None
+        return poller
+
+    def lock(self) -> Lock:  # type: ignore[override]
+        return Lock(self, again=False)
+
+    def rlock(self) -> Lock:  # type: ignore[override]
+        return Lock(self, again=True)
+
+    def condition(self) -> Condition:  # type: ignore[override]
+        return Condition(self)
+
+    def event(self) -> Event:  # type: ignore[override]
+        return Event(self)
+
+    def spawn(self, name: str, target: Callable[[], None]) -> Thread:
+        thread = Thread(self, name, target)
+        self._threads.append(thread)
+        self.unpark(thread)
+        return thread
+
+    def join(self, thread: object, timeout_s: float) -> None:
+        assert isinstance(thread, Thread)
+        until = self.process.clock.now + timeout_s
+        while not thread.dead and thread is not getcurrent() and self.process.clock.now < until:
+            thread.joiners.append(_me())
+            self.park(until)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        me = _me()
+        until = self.process.clock.now + timeout_s
+        task = self.loop.create_task(coroutine)
+        task.add_done_callback(lambda _: self.unpark(me))
+        try:
+            while not task.done():
+                if self.process.clock.now >= until:
+                    raise TimeoutError(f"no answer within {timeout_s} s")
+                self.park(until)
+        except BaseException:
+            task.cancel()
+            raise
+        return task.result()
+
+
+class Thread(greenlet):
+    """One thread of a process."""
+
+    def __init__(self, threads: Threads, name: str, target: Callable[[], None]) -> None:
+        super().__init__(self._main)
+        self.name = name
+        self.parked = True
+        self.serial = 0  # of its waits
+        self.joiners: list[Thread] = []
+        self._threads = threads
+        self._target = target
+
+    def go_on(self) -> None:
+        """Runs until it waits again, or ends."""
+        self.parent = getcurrent()
+        self.switch()
+
+    def _main(self) -> None:
+        try:
+            self._target()
+        except Exception as error:
+            self._threads.loop.call_exception_handler({"message": f"thread {self.name}", "exception": error})
+        for joiner in self.joiners:
+            self._threads.unpark(joiner)
+
+
+class Lock:
+    """A lock; `again`: its holder may take it again."""
+
+    def __init__(self, threads: Threads, again: bool) -> None:
+        self._threads = threads
+        self._again = again
+        self._holder: Thread | None = None
+        self._depth = 0
+        self._waiting: deque[Thread] = deque()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        self._threads.preempt()
+        me = _me()
+        if self._again and self._holder is me:
+            self._depth += 1
+            return True
+        until = None if timeout < 0 else self._threads.monotonic() + timeout
+        while self._holder is not None:
+            if not blocking or (until is not None and self._threads.monotonic() >= until):
+                return False
+            self._waiting.append(me)
+            self._threads.park(until)
+        self._holder, self._depth = me, 1
+        return True
+
+    def release(self) -> None:
+        if self._holder is None:
+            raise RuntimeError("release of a lock that nobody holds")
+        self._depth -= 1
+        if self._depth:
+            return
+        self._holder = None
+        if self._waiting:
+            self._threads.unpark(self._waiting.popleft())
+        if isinstance(getcurrent(), Thread):
+            self._threads.preempt()
+
+    def locked(self) -> bool:
+        return self._holder is not None
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        self.release()
+
+
+class Condition(Lock):
+    """With a lock of its own."""
+
+    def __init__(self, threads: Threads) -> None:
+        super().__init__(threads, again=True)
+        self._sleepers: list[Thread] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        me = _me()
+        self._sleepers.append(me)
+        self.release()
+        woken = False
+        try:
+            if me in self._sleepers:  # not told while it was stopped on its way
+                self._threads.park(None if timeout is None else self._threads.monotonic() + timeout)
+            woken = me not in self._sleepers
+            if not woken:
+                self._sleepers.remove(me)
+        finally:
+            self.acquire()
+        return woken
+
+    def notify_all(self) -> None:
+        sleepers, self._sleepers = self._sleepers, []
+        for thread in sleepers:
+            self._threads.unpark(thread)
+
+
+class Event:
+    """A flag to wait for."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._set = False
+        self._waiting: list[Thread] = []
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        waiting, self._waiting = self._waiting, []
+        for thread in waiting:
+            self._threads.unpark(thread)
+
+    def clear(self) -> None:
+        self._set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._set:
+            me = _me()
+            self._waiting.append(me)
+            self._threads.park(None if timeout is None else self._threads.monotonic() + timeout)
+            if me in self._waiting:
+                self._waiting.remove(me)
+        return self._set
+
+
+class VirtualPoller(Poller):
+    """epoll over virtual sockets, level-triggered."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._wanted: dict[int, int] = {}
+        self._waiting: list[Thread] = []
+
+    def register(self, fd: int, events: int) -> None:
+        if fd in self._wanted:
+            raise FileExistsError(17, "File exists")
+        self._find(fd)
+        self._wanted[fd] = events
+        self.poke()
+
+    def modify(self, fd: int, events: int) -> None:
+        self._find(fd)
+        if fd not in self._wanted:
+            raise FileNotFoundError(2, "No such file or directory")
+        self._wanted[fd] = events
+        self.poke()
+
+    def unregister(self, fd: int) -> None:
+        self._find(fd)
+        if self._wanted.pop(fd, None) is None:
+            raise FileNotFoundError(2, "No such file or directory")
+
+    def _find(self, fd: int) -> Socket:
+        sock = self._threads.sockets.get(fd)
+        if sock is None or sock.closed:
+            raise OSError(9, "Bad file descriptor")
+        return sock
+
+    def poll(self, timeout_s: float) -> list[tuple[int, int]]:
+        until = self._threads.monotonic() + timeout_s
+        while not (events := self._events()):
+            if self._threads.monotonic() >= until:
+                break
+            self._waiting.append(_me())
+            self._threads.park(until)
+        return events
+
+    def poke(self) -> None:
+        """A socket may have changed."""
+        waiting, self._waiting = self._waiting, []
+        for thread in waiting:
+            self._threads.unpark(thread)
+
+    def _events(self) -> list[tuple[int, int]]:
+        found = []
+        for fd, wanted in list(self._wanted.items()):
+            sock = self._threads.sockets[fd]
+            if sock.closed:  # the system forgets what is closed
+                del self._wanted[fd], self._threads.sockets[fd]
+                continue
+            state = (READABLE if sock.readable else 0) | (WRITABLE if sock.writable else 0)
+            if state & wanted or sock.broken_off:
+                found.append((fd, state & wanted or READABLE))
+        return found[:EVENTS_PER_POLL]
+
+    def close(self) -> None:
+        self._threads._pollers.pop(self, None)
+
+
+def _me() -> Thread:
+    me = getcurrent()
+    assert isinstance(me, Thread)
+    return me
