@@ -76,9 +76,9 @@ class Lines:
         keys = {server.member: server for server in registered}
         servers.update(keys)
         self._detector.watch({member: member in keys for member in servers}, _now())
-        for member in self._calls.keys() - servers.keys():
+        for member in sorted(self._calls.keys() - servers.keys()):
             self._hang_up(member)
-        for member in servers.keys() - self._calls.keys():
+        for member in sorted(servers.keys() - self._calls.keys()):
             self._call(servers[member])
 
     def announce(self, view: View) -> None:

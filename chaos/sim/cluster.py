@@ -207,7 +207,7 @@ class Cluster:
 
     def connect(self, threads: Threads, worker: str, consistency: Consistency, window: int, app: str) -> Client:
         """What `elasticps.connect` does."""
-        store = self.store.client(threads.process.host, STORE_TIMEOUT_S)
+        store = self.store.client(threads.process.host, WORKER_TIMEOUT_S)
         control = Control(store, threads, "virtual")
         return Client(control, worker, consistency, window, WORKER_TIMEOUT_S, app)
 

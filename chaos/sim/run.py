@@ -175,9 +175,9 @@ def run(seed: int, trace: bool = False, story: Story | None = None) -> Result:
     """Plays the story of a seed (or another one) to its end."""
     story = story or tell(seed)
     invariant = text = ""
-    with _virtual(story) as install:
+    with virtual() as machine, turned(story.small):
         scene = Scene(story, trace)
-        install(scene)
+        machine(scene.cluster)
         cluster = scene.cluster
         try:
             scene.play()
@@ -203,36 +203,36 @@ def run(seed: int, trace: bool = False, story: Story | None = None) -> Result:
     return result
 
 
-class _Installed:
-    """Whose time and end the patched functions speak of."""
+class Machine:
+    """What speaks of the running cluster where a process would speak of its machine."""
 
-    scene: Scene | None = None
+    cluster: Cluster | None = None
 
-    def __call__(self, scene: Scene) -> None:
-        self.scene = scene
+    def __call__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
 
     def now(self) -> float:
-        return 0.0 if self.scene is None else self.scene.cluster.clock.now
+        return 0.0 if self.cluster is None else self.cluster.clock.now
 
     def exit(self, code: int) -> None:
-        assert self.scene is not None
-        self.scene.cluster.exited(code)
+        assert self.cluster is not None
+        self.cluster.exited(code)
 
 
 @contextmanager
-def _virtual(story: Story) -> Iterator[_Installed]:
-    """No clock but the story's, no end of a process but in the story, and none of its log lines on the terminal."""
+def virtual() -> Iterator[Machine]:
+    """No clock but that of a cluster, which what this gives is to be called with; no process ends but in it, and none of
+    its log lines come to the terminal."""
     table_store.warm()
-    installed = _Installed()
+    machine = Machine()
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with (
-            patch.object(time, "monotonic", installed.now),
-            patch.object(time, "thread_time", installed.now),
-            patch.object(os, "_exit", installed.exit),
-            turned(story.small),
+            patch.object(time, "monotonic", machine.now),
+            patch.object(time, "thread_time", machine.now),
+            patch.object(os, "_exit", machine.exit),
         ):
-            yield installed
+            yield machine
     finally:
         logging.disable(disabled)

@@ -16,6 +16,8 @@ from coordinator.memory import MemoryStore
 from coordinator.store import Change, Entry, Guard, Listing
 
 T = TypeVar("T")
+AGAIN_S = 0.1  # how soon a lost message is sent again
+LATE = 0.5
 LOOK_S = 0.05  # how soon a watch goes on after an outage
 
 
@@ -69,13 +71,13 @@ class VirtualStore:
         return self._data.cluster
 
     async def get(self, key: str) -> Entry | None:
-        return await self._ask(lambda: self._data.get(key))
+        return await self._ask(lambda: self._server.data.get(key))
 
     async def list(self, prefix: str) -> Listing:
-        return await self._ask(lambda: self._data.list(prefix))
+        return await self._ask(lambda: self._server.data.list(prefix))
 
     async def put(self, key: str, value: bytes, *, lease: int | None = None) -> int:
-        return await self._ask(lambda: self._data.put(key, value, lease=lease), writes=True)
+        return await self._ask(lambda: self._server.data.put(key, value, lease=lease), writes=True)
 
     async def compare_and_set(
         self,
@@ -88,22 +90,22 @@ class VirtualStore:
         timeout_s: float = 0.0,
     ) -> int | None:
         return await self._ask(
-            lambda: self._data.compare_and_set(key, value, expect=expect, lease=lease, guard=guard),
+            lambda: self._server.data.compare_and_set(key, value, expect=expect, lease=lease, guard=guard),
             writes=True,
             timeout_s=timeout_s,
         )
 
     async def delete(self, key: str, *, expect: int | None = None, guard: Guard | None = None) -> bool:
-        return await self._ask(lambda: self._data.delete(key, expect=expect, guard=guard), writes=True)
+        return await self._ask(lambda: self._server.data.delete(key, expect=expect, guard=guard), writes=True)
 
     async def grant(self, ttl_s: float) -> int:
-        return await self._ask(lambda: self._data.grant(ttl_s), writes=True)
+        return await self._ask(lambda: self._server.data.grant(ttl_s), writes=True)
 
     async def keep_alive(self, lease: int) -> float:
-        return await self._ask(lambda: self._data.keep_alive(lease))
+        return await self._ask(lambda: self._server.data.keep_alive(lease))
 
     async def revoke(self, lease: int) -> None:
-        await self._ask(lambda: self._data.revoke(lease), writes=True)
+        await self._ask(lambda: self._server.data.revoke(lease), writes=True)
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
         """Changes come in order, each in its time, and not while the store is away."""
@@ -126,8 +128,13 @@ class VirtualStore:
         server, clock = self._server, self._server.network.clock
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
+        late = self._random.random() < LATE  # what nobody waits for any more may still arrive
+
         def arrive() -> None:
+            if answer.done() and not late:
+                return
             if not server.hears(self._host):
+                clock.after(AGAIN_S, arrive)
                 return
             back: Callable[[], None]
             try:
@@ -137,8 +144,11 @@ class VirtualStore:
             clock.after(server.network.delay(self._random), reply, back)
 
         def reply(back: Callable[[], None]) -> None:
-            if server.answers(self._host) and not answer.done():
-                back()
+            if not answer.done():
+                if server.answers(self._host):
+                    back()
+                else:
+                    clock.after(AGAIN_S, reply, back)
 
         clock.after(server.network.delay(self._random), arrive)
         try:

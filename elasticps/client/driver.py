@@ -131,6 +131,8 @@ class Driver:
             try:
                 if event & WRITABLE and link.flush():
                     self._poller.modify(fd, READABLE)
+                    if link.unsent:  # another thread has sent in between, and had its wish to write undone just now
+                        self._poller.modify(fd, READABLE | WRITABLE)
                 if event & ~WRITABLE:
                     link.receive()
             except (OSError, ValueError) as error:  # ValueError: bytes that are no frame

@@ -98,7 +98,7 @@ class Network:
         self._peers: dict[Member, Peer] = {}
         self._calls = Calls(requests, self._send)
         self._wanted = Wanted()
-        self._heard = 0  # frames received
+        self._heard = 0  # frames received, from servers of our view
         hello = {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
         self._hello = json_frame(Kind.HELLO, hello)
         self._driver = Driver(runtime, self._broken, self._turn)
@@ -247,7 +247,7 @@ class Network:
 
     def _on_frame(self, link: Link, header: Header, body: NDArray[np.uint8]) -> None:
         with self._lock:
-            self._heard += 1
+            self._heard += link.ready  # a server started again at a lost one's address has no news for us
             request = header.request
             if header.kind == Kind.OK:
                 if not self.pushes.ok(request):

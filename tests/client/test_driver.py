@@ -1,0 +1,65 @@
+"""Who reads and writes the sockets, where two threads meet."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from elasticps.client.driver import Driver
+from elasticps.client.link import Link
+from elasticps.client.runtime import READABLE, WRITABLE, Poller, Runtime
+
+
+class OneSocket(Poller):
+    """A poller whose only socket can always be written; wanted: what it is watched for."""
+
+    def __init__(self) -> None:
+        self.wanted = 0
+
+    def register(self, fd: int, events: int) -> None:
+        self.wanted = events
+
+    def modify(self, fd: int, events: int) -> None:
+        self.wanted = events
+
+    def poll(self, timeout_s: float) -> list[tuple[int, int]]:
+        return [(7, WRITABLE)] if self.wanted & WRITABLE else []
+
+    def close(self) -> None:
+        pass
+
+
+class Machine(Runtime):
+    def __init__(self) -> None:
+        self.sockets = OneSocket()
+
+    def poller(self) -> Poller:
+        return self.sockets
+
+
+class Busy:
+    """A link on which another thread sends as soon as all has left: its socket takes half of that."""
+
+    def __init__(self) -> None:
+        self.driver: Driver
+        self.socket = self
+        self.unsent = False
+        self.flushed = 0
+
+    def fileno(self) -> int:
+        return 7
+
+    def flush(self) -> bool:
+        self.flushed += 1
+        self.unsent = self.flushed == 1
+        if self.unsent:  # all had left; now the other thread has its turn, and finds the socket full
+            self.driver.want_write(cast(Link, self))
+        return True
+
+
+def test_what_another_thread_queues_while_the_last_bytes_leave_is_sent_too() -> None:
+    machine, link = Machine(), Busy()
+    link.driver = Driver(machine, lambda link, error: None, lambda: False)
+    link.driver.add(cast(Link, link))
+    assert link.driver.wait(lambda: link.flushed == 2, machine.monotonic() + 1.0)
+    assert not link.unsent
+    assert machine.sockets.wanted == READABLE
