@@ -32,7 +32,7 @@ def units(keys: Keys, most: int = 1 << 30) -> Counts:
 
 @dataclass
 class Column:
-    """One worker incarnation's steps. counts: how often each key was pushed, by step; ended: it was killed or fenced."""
+    """One worker incarnation's steps. counts: how often each key was pushed, by step; ended: killed, or fenced."""
 
     index: int
     name: str
@@ -135,9 +135,9 @@ class Sums:
             if wrong.any():
                 column, at = np.argwhere(wrong)[0].tolist()
                 limit = (least if what == "at least" else most[:, keys])[column, at]
-                raise Violation("pulls", f"{where} pulled key {keys[at]} with {counts[column, at]} pushes of column "
-                                         f"{column} ({self.columns[column].name if column < len(self.columns) else '?'})"
-                                         f", {what} {limit} must be there; tail: {asked.tail}")  # fmt: skip
+                name = self.columns[column].name if column < len(self.columns) else "nobody"
+                text = f"{where} pulled key {keys[at]} with {counts[column, at]} pushes of {name} (column {column}), "
+                raise Violation("pulls", f"{text}{what} {limit} must be there; tail: {asked.tail}")
         if asked.tail:
             seen = self._seen[asked.column.index]
             seen[:, keys] = np.maximum(seen[:, keys], counts)
@@ -158,8 +158,9 @@ class Sums:
             for r in np.unique(ranges).tolist():
                 mine = ranges == r
                 if not any(np.array_equal(counts[column.index][mine], some[mine]) for some in column.counts):
-                    raise Violation("exactly once", f"{self.app}: range {r} holds no prefix of the steps of column "
-                                                    f"{column.index}: {counts[column.index][mine].tolist()}")  # fmt: skip
+                    found = counts[column.index][mine].tolist()
+                    text = f"{self.app}: range {r} holds no prefix of the steps of {column.name}: {found}"
+                    raise Violation("exactly once", text)
 
 
 class Rounds:
@@ -183,7 +184,7 @@ class Rounds:
         return grads
 
     def check(self, name: str, clock: int, rows: Rows) -> None:
-        """A worker has pulled all keys after round `clock`: the sum of the means of that many rounds, the same to all."""
+        """A worker has pulled all keys after round `clock`: the sum of so many rounds' means, the same for all."""
         keys = np.arange(KEYS)
         total = rows.astype(np.float64).sum(axis=1) / (SHARE * units(keys, SHARE_UNITS))
         if not (total == clock).all():

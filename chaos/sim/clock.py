@@ -1,7 +1,7 @@
-"""One time for all processes, and whose turn it is. Chance comes from the seed; equal moments are put in a random order.
+"""One time for all processes, and whose turn it is. Chance comes from the seed, and orders what happens at one moment.
 
-A `Process` is what an operating system would run: it has turns, in which its event loop and its threads go on. It can be
-stalled (turns wait, its sockets stay open) and killed (no more turns).
+A `Process` is what an operating system would run: it has turns, in which its event loop and its threads go on. It can
+be stalled (turns wait, its sockets stay open) and killed (no more turns).
 """
 
 from __future__ import annotations

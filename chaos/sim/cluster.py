@@ -102,7 +102,7 @@ class Cluster:
         return Process(self.clock, f"{name}.{number}", name)
 
     def _loop(self, process: Process) -> Loop:
-        loop = Loop(process, self.network, self._failed)
+        loop = Loop(process, self.network, self._failed)  # type: ignore[abstract]  # what it lacks nobody calls
         process.turn = loop.turn
         self._loops.append(loop)
         return loop

@@ -9,13 +9,14 @@ from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 from chaos.sim.clock import Process
 from chaos.sim.network import Listener, Network
 from chaos.sim.transport import Transport
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 Failed = Callable[[Process, BaseException | None, str], None]
 
 
@@ -37,9 +38,9 @@ class Loop(asyncio.AbstractEventLoop):
         """Runs what is ready; returns when there will be more."""
         now = self.process.clock.now
         while self._timers and self._timers[0][0] <= now:
-            handle = heapq.heappop(self._timers)[2]
-            if not handle.cancelled():
-                self._ready.append(handle)
+            timer = heapq.heappop(self._timers)[2]
+            if not timer.cancelled():
+                self._ready.append(timer)
         if self._ready or self._unflushed:
             before = events._get_running_loop()
             events._set_running_loop(self)
@@ -69,24 +70,26 @@ class Loop(asyncio.AbstractEventLoop):
     def time(self) -> float:
         return self.process.clock.now
 
-    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
         self.process.wake()
         return handle
 
     def call_soon_threadsafe(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         return self.call_soon(callback, *args, context=context)
 
     def call_later(
-        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._serial), handle))
@@ -107,10 +110,10 @@ class Loop(asyncio.AbstractEventLoop):
         context: Context | None = None,
         **kwargs: Any,
     ) -> asyncio.Task[T]:
-        task = asyncio.Task(coro, loop=self, name=name, context=context)  # type: ignore[arg-type, call-overload]
+        task = asyncio.Task(coro, loop=self, name=name, context=context)  # type: ignore[arg-type]
         self.tasks[task] = None
         task.add_done_callback(self.tasks.pop)
-        return task  # type: ignore[no-any-return]
+        return task
 
     def get_debug(self) -> bool:
         return False

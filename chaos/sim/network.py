@@ -81,12 +81,6 @@ class Network:
             return False
         return source == target or (source, target) not in self._lost
 
-    def between(self, one: str, other: str) -> list[Socket]:
-        """One end of each connection between two hosts."""
-        return [
-            s for s in self.sockets if s.process.host == one and s.peer is not None and s.peer.process.host == other
-        ]
-
     def reset(self, sock: Socket) -> None:
         """A connection breaks: both ends learn of it, each in its time; what was under way is lost."""
         for end in (sock, sock.peer):

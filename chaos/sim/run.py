@@ -104,7 +104,11 @@ class Scene:
 
     def play(self) -> None:
         """All of it. Raises the first promise that was broken."""
-        clock, broken = self.cluster.clock, lambda: self.cluster.violation is not None
+        clock = self.cluster.clock
+
+        def broken() -> bool:
+            return self.cluster.violation is not None
+
         clock.run(self.story.training_s, broken)
         self.on = False
         self.faults.end()
@@ -221,8 +225,8 @@ class Machine:
 
 @contextmanager
 def virtual() -> Iterator[Machine]:
-    """No clock but that of a cluster, which what this gives is to be called with; no process ends but in it, and none of
-    its log lines come to the terminal."""
+    """No clock but that of the cluster that what is given here is called with, no process ends but in it, and none of
+    its log lines reach the terminal."""
     table_store.warm()
     machine = Machine()
     disabled = logging.root.manager.disable

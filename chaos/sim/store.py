@@ -113,7 +113,7 @@ class VirtualStore:
         try:
             async for change in changes:
                 await asyncio.sleep(self._server.network.delay(self._random))
-                while not self._server.answers(self._host):
+                while not self._server.answers(self._host):  # noqa: ASYNC110  # nobody tells when an outage ends
                     await asyncio.sleep(LOOK_S * self._random.uniform(0.5, 1))
                 yield change
         finally:

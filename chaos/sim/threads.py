@@ -58,6 +58,7 @@ class Threads(Runtime):
         thread.serial += 1
         if deadline_s is not None:
             self.process.clock.at(deadline_s, self._timed_out, thread, thread.serial)
+        assert thread.parent is not None
         thread.parent.switch()
         if self.over:
             raise GreenletExit
@@ -108,16 +109,16 @@ class Threads(Runtime):
         self._pollers[poller] = None
         return poller
 
-    def lock(self) -> Lock:  # type: ignore[override]
+    def lock(self) -> Lock:
         return Lock(self, again=False)
 
-    def rlock(self) -> Lock:  # type: ignore[override]
+    def rlock(self) -> Lock:
         return Lock(self, again=True)
 
-    def condition(self) -> Condition:  # type: ignore[override]
+    def condition(self) -> Condition:
         return Condition(self)
 
-    def event(self) -> Event:  # type: ignore[override]
+    def event(self) -> Event:
         return Event(self)
 
     def spawn(self, name: str, target: Callable[[], None]) -> Thread:
