@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from replication.chain import Ranges
 
 PART_BITS = 16
-MAX_PARTS = 1 << PART_BITS
+MAX_PARTS = (1 << PART_BITS) - 1
+"""Of a step. With one more, the step that lacks only its last part would read as complete."""
 MAX_CLOCK = 1 << 46
 """Clocks and bases from outside must be checked against this: progress has to fit an int64."""
 
@@ -32,7 +33,7 @@ def after_part(clock: int, part: int, last: bool) -> int:
 
 def touched_clock(progress: int) -> int:
     """The last clock that `progress` has seen anything of: a step under way counts."""
-    return (progress + MAX_PARTS - 1) >> PART_BITS
+    return (progress + (1 << PART_BITS) - 1) >> PART_BITS
 
 
 class Clocks:

@@ -17,6 +17,7 @@ from elasticps.wire.frames import (
     HEADER_BYTES,
     MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,
+    MAX_LINK_BODY_BYTES,
     Buffer,
     FrameError,
     Header,
@@ -129,7 +130,7 @@ class Connection(asyncio.BufferedProtocol):
     def welcome(self) -> None:
         """The peer is who it says: full-size frames from now on."""
         self.known = True
-        self._assembler.limit = MAX_BODY_BYTES
+        self._assembler.limit = MAX_BODY_BYTES if self.member is None else MAX_LINK_BODY_BYTES
         self._cancel_timer()
 
     def kept(self, body: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -53,6 +53,7 @@ from replication.messages import Kind as OperationKind
 
 _TABLE = struct.Struct("<IIQQ")  # id, bytes of the spec, rows, stride
 _MAX_STRIDE = 1 << 26
+_MAX_POSITION = 1 << 62  # of progress, of logs, of epochs: int64 with room for sums
 _ROUND_STEPS = (OperationKind.ENTER, OperationKind.LEAVE, OperationKind.DECIDE, OperationKind.ROUND)
 _KEPT = 16  # arrays of ranges that are remembered, each way
 
@@ -88,6 +89,8 @@ class Codec:
 
     def decode(self, header: Header, body: Bytes) -> Message:
         """The message in a frame. It refers to `body`, which must stay as it is. `FrameError` for what is malformed."""
+        if header.clock > _MAX_POSITION or header.epoch > _MAX_POSITION:
+            raise FrameError(f"a {Kind(header.kind).name} speaks of {header.clock} at epoch {header.epoch}")
         return self._decoders[header.kind](header, body)
 
     # --- writing ----------------------------------------------------------------------------------------------------

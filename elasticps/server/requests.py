@@ -26,7 +26,7 @@ from replication.chain import Ranges
 from replication.core import NO_RANGES
 from replication.effects import Ask, Push
 from replication.messages import Kind as OperationKind
-from replication.progress import MAX_CLOCK
+from replication.progress import MAX_CLOCK, MAX_PARTS
 from replication.replica import Replica
 
 Body = NDArray[np.uint8]
@@ -137,7 +137,7 @@ class Requests:
     def _push(self, connection: Connection, header: Header, body: Body) -> None:
         if connection.base < 0:
             raise Refusal("not-joined", f"worker {connection.worker_name!r} pushed before it joined")
-        if not 0 < header.clock < MAX_CLOCK or header.first > header.part:
+        if not 0 < header.clock < MAX_CLOCK or not header.first <= header.part < MAX_PARTS:
             raise FrameError(f"a push of step {header.clock}, parts {header.first}..{header.part}, cannot be")
         if self._host.wait_for_view(connection, header, body):
             return

@@ -23,6 +23,8 @@ MAX_CONTROL_BYTES = 1 << 20  # hello, errors, specs; all that a peer may send be
 MAX_BLOCKS = 4096
 MAX_DIM = 1 << 20
 MAX_RANGES = 1 << 16
+MAX_LINK_BODY_BYTES = MAX_BODY_BYTES + 12 * MAX_RANGES + 4096
+"""Between replicas: a FORWARD adds to what a PUSH may hold each range with its position, and a round's application."""
 
 Buffer = memoryview | bytes | bytearray
 
@@ -139,7 +141,9 @@ def json_frame(kind: Kind, document: dict[str, Any], *, request: int = 0, epoch:
 
 
 def json_body(body: Buffer) -> dict[str, Any]:
-    """The document of a control frame; `FrameError` if it is not a JSON object."""
+    """The document of a control frame; `FrameError` if it is too long or not a JSON object."""
+    if len(body) > MAX_CONTROL_BYTES:
+        raise FrameError(f"a control frame of {len(body)} bytes is over the limit of {MAX_CONTROL_BYTES}")
     try:
         document = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:

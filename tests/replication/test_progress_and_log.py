@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from replication.log import Entry, Frame, Log
 from replication.messages import Operation
-from replication.progress import Clocks, after_part, before_part, touched_clock
+from replication.progress import MAX_PARTS, Clocks, after_part, before_part, touched_clock
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=20))
@@ -21,6 +21,16 @@ def test_the_parts_of_all_steps_follow_one_another(parts: list[int]) -> None:
             progress = after_part(clock, part, last)
             assert touched_clock(progress) == clock
     assert progress >> 16 == len(parts)
+
+
+def test_the_last_part_that_a_step_may_have_is_not_taken_for_its_end() -> None:
+    for clock in (1, 7):
+        before_the_last = after_part(clock, MAX_PARTS - 2, last=False)
+        assert before_the_last == before_part(clock, MAX_PARTS - 1)
+        assert (
+            before_the_last < after_part(clock, MAX_PARTS - 1, last=False) < after_part(clock, MAX_PARTS - 1, last=True)
+        )
+        assert after_part(clock, MAX_PARTS - 1, last=True) == before_part(clock + 1, 0)
 
 
 def test_a_column_travels_and_a_retired_worker_leaves_its_row() -> None:

@@ -179,3 +179,13 @@ def test_the_shell_carries_out_every_effect() -> None:
 
     shell = Shell(Member("s", 1), P, Nobody(), 1000)  # type: ignore[arg-type]
     assert set(shell._handlers) == set(typing.get_args(Effect))
+
+
+@pytest.mark.parametrize("field", ["clock", "epoch"])
+def test_positions_that_no_log_has_are_refused(field: str) -> None:
+    codec = Codec({}, P)
+    for message in (Installed(4, 3, 2, 7, True, 55), Ack(4, numbers(1), numbers(10))):
+        frame = b"".join(bytes(part) for part in codec.encode(message))
+        header = unpack_header(frame)._replace(**{field: (1 << 63) + 1})
+        with pytest.raises(FrameError):
+            codec.decode(header, np.frombuffer(frame[HEADER_BYTES:], np.uint8))

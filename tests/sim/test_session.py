@@ -9,6 +9,7 @@ from chaos.contents import Content
 from elasticps.client.session import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
 from replication.chain import Chains, Member, Ranges
 from replication.effects import Status
+from replication.progress import MAX_PARTS
 from tests.replication.views import form, plan_failover
 
 P = 4
@@ -133,6 +134,16 @@ def test_a_worker_starts_above_its_base_and_only_once() -> None:
     assert (session.clock, session.committed) == (8, 7)
     with pytest.raises(RuntimeError, match="begun"):
         session.start_at(9)
+
+
+def test_a_step_takes_its_last_part_in_time() -> None:
+    session, _ = _connected()
+    for _ in range(MAX_PARTS - 1):
+        session.push(_content(), last=False)
+    with pytest.raises(RuntimeError, match=f"at most {MAX_PARTS} parts"):
+        session.push(_content(), last=False)
+    session.push(_content())
+    assert (session.clock, session.open) == (1, False)
 
 
 def test_a_new_head_is_asked_first_and_then_gets_what_it_lacks_in_clock_order() -> None:

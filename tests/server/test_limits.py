@@ -1,0 +1,143 @@
+"""Frames at the limits of what is accepted: they go all the way, or are refused at the edge."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from elasticps.client.routing import Routes, plan_push
+from elasticps.hashing import table_salt
+from elasticps.optimizers import Accumulate
+from elasticps.server.content import Content, Contribution, positions_of
+from elasticps.server.messages import Codec
+from elasticps.spec import TableSpec
+from elasticps.wire.frames import (
+    ALL_RANGES,
+    HEADER_BYTES,
+    LAST,
+    MAX_BODY_BYTES,
+    MAX_CONTROL_BYTES,
+    MAX_LINK_BODY_BYTES,
+    MAX_RANGES,
+    ROUND,
+    Block,
+    Header,
+    Kind,
+    block_head,
+    json_body,
+    json_frame,
+)
+from replication.messages import Forward, Operation
+from replication.messages import Kind as OperationKind
+from replication.progress import MAX_PARTS
+from tests.server.conftest import TABLE, WORKER, Group, Run, Worker
+
+LARGE, LARGE_DIM = 9, 1 << 16
+NO_VALUES = np.empty(0, np.float32)
+
+
+def in_order(table: int, count: int, routes: Routes) -> np.ndarray:
+    keys = np.arange(count, dtype=np.int64)
+    return keys[plan_push(keys, table_salt(table), routes).order]
+
+
+def zeros(table: int, dim: int, keys: np.ndarray) -> bytes:
+    return block_head(table, len(keys), dim, NO_VALUES) + keys.tobytes() + bytes(-(-4 * dim * len(keys) // 8) * 8)
+
+
+def a_push_of_exactly(limit: int, routes: Routes) -> bytes:
+    """Two blocks: as many large rows as fit, and small rows (12 bytes of gradient beside the key) for the rest."""
+    head = len(block_head(TABLE, 0, 3, NO_VALUES))
+    rows = (limit - 4 * head) // (8 + 4 * LARGE_DIM)
+    body = zeros(LARGE, LARGE_DIM, in_order(LARGE, rows, routes))
+    left = limit - len(body) - head
+    small = next(n for n in range(left // 20, 0, -1) if (left - 20 * n - 12 * n % 8) % head == 0)
+    body += zeros(TABLE, 3, in_order(TABLE, small, routes))
+    while len(body) < limit:  # an empty block takes what is left
+        body += zeros(TABLE, 3, np.empty(0, np.int64))
+    return body
+
+
+@pytest.mark.parametrize("flags", [0, ROUND], ids=["plain", "round"])
+def test_a_push_of_exactly_the_limit_goes_along_the_chain(run: Run, flags: int) -> None:
+    async def test(group: Group) -> None:
+        for name in ("a", "b"):
+            await group.start(name)
+        group.adopt(group.make_view(lambda r: ["a", "b"]))
+        assert group.view is not None
+        worker = await group.connect("a")
+        await create_large(worker, group)
+        body = a_push_of_exactly(MAX_BODY_BYTES, Routes(group.view))
+        assert len(body) == MAX_BODY_BYTES
+        header = Header(Kind.PUSH, LAST | ALL_RANGES | flags, epoch=1, clock=1, worker=WORKER, items=count(body))
+        answer, document = await asyncio.wait_for(worker.ask(header, body), 60)
+        assert answer.kind == Kind.OK, json_body(document)
+        assert group.servers["b"].replica.seq.min() > 0
+        answer, _ = await asyncio.wait_for(worker.push(group.view, "a", 2, [1, 2, 3], 1.0), 60)
+        assert answer.kind == Kind.OK
+
+    run(test)
+
+
+async def create_large(worker: Worker, group: Group) -> None:
+    spec = TableSpec("large", LARGE_DIM, Accumulate()).to_json()
+    body = json_frame(Kind.CREATE, {"id": LARGE, "spec": spec})[HEADER_BYTES:]
+    answer, document = await asyncio.wait_for(worker.ask(Header(Kind.CREATE, epoch=1), body), 30)
+    assert answer.kind == Kind.OK, json_body(document)
+
+
+def count(body: bytes) -> int:
+    """The blocks of a push body."""
+    blocks, at = 0, 0
+    while at < len(body):
+        _, rows, dim = np.frombuffer(body, "<u4", 3, at).tolist()
+        at = (at + 24 + 8 * rows + 4 * rows * dim + 7) & ~7
+        blocks += 1
+    return blocks
+
+
+def test_no_forward_of_a_push_is_over_the_limit_of_links() -> None:
+    ranges = np.arange(MAX_RANGES, dtype=np.int64)
+    positions = positions_of(ranges, MAX_RANGES)
+    blocks = [Block(TABLE, np.empty(0, np.int64), np.empty((0, 3), np.float32), NO_VALUES)]
+    contents = [Content(blocks, ranges, positions), Contribution("a" * 63, (1 << 46) - 1, blocks, ranges, positions)]
+    for content in contents:
+        operation = Operation(OperationKind.PUSH, WORKER, 1 << 62, content, 0)
+        frame = b"".join(bytes(part) for part in Codec({}, MAX_RANGES).encode(Forward(1, ranges, ranges, operation)))
+        added = len(frame) - HEADER_BYTES - len(zeros(TABLE, 3, np.empty(0, np.int64)))
+        assert MAX_BODY_BYTES + added <= MAX_LINK_BODY_BYTES
+
+
+def test_a_control_frame_over_its_limit_ends_the_connection(run: Run) -> None:
+    async def test(group: Group) -> None:
+        await group.start("a")
+        group.adopt(group.make_view(lambda r: ["a"]))
+        worker = await group.connect("a")
+        document = {"id": 77, "spec": TableSpec("t", 1, Accumulate()).to_json() + " " * MAX_CONTROL_BYTES}
+        worker.ask(Header(Kind.CREATE, epoch=1), json_frame(Kind.CREATE, document)[HEADER_BYTES:])
+        with pytest.raises(asyncio.IncompleteReadError):
+            await asyncio.wait_for(worker.task, 10)
+        assert 77 not in group.servers["a"].store.tables
+
+    run(test)
+
+
+@pytest.mark.parametrize(("part", "taken"), [(MAX_PARTS - 1, True), (MAX_PARTS, False)])
+def test_a_step_has_so_many_parts_and_no_more(run: Run, part: int, taken: bool) -> None:
+    async def test(group: Group) -> None:
+        await group.start("a")
+        group.adopt(group.make_view(lambda r: ["a"]))
+        worker = await group.connect("a")
+        header = Header(Kind.PUSH, ALL_RANGES, epoch=1, clock=1, worker=WORKER, part=part)
+        answer = worker.ask(header)
+        if taken:
+            assert (await asyncio.wait_for(answer, 10))[0].kind == Kind.OK
+        else:
+            with pytest.raises(asyncio.IncompleteReadError):
+                await asyncio.wait_for(worker.task, 10)
+        row = group.servers["a"].replica.clocks.row(WORKER)
+        assert set(row.tolist()) == {part + 1 if taken else 0}
+
+    run(test)
