@@ -10,8 +10,9 @@ from __future__ import annotations
 from hashlib import blake2b
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from elasticps.kernels import njit
 
 _M1 = np.uint64(0xBF58476D1CE4E5B9)
 _M2 = np.uint64(0x94D049BB133111EB)

@@ -2,9 +2,6 @@
 
 Kernels get one table's state as an int64 array, the header, whose fields are numbered here. Addresses and capacities
 travel in it, because a call costs about 0.2 µs for each array argument.
-
-numba keys a cached kernel on the file that defines it, not on the files of what it inlines: after a change here, in
-`values.py` or in `elasticps/hashing.py`, delete `elasticps/store/__pycache__` to be sure that no stale kernel runs.
 """
 
 from __future__ import annotations
@@ -14,8 +11,10 @@ from typing import Any, TypeVar, cast
 
 import numba
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic as _intrinsic
+
+from elasticps.kernels import njit
 
 Function = TypeVar("Function")
 
