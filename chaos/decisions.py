@@ -140,7 +140,7 @@ class DecisionChecks:
 
     def state(self, server: Server, r: int) -> object:
         """All that a replica knows of the rounds and shards of a range, in one order."""
-        closed, homes, kept = server.rounds.dump(r, 0, KEYS_PER_ID, TABLES)
+        closed, homes, kept, _ = server.rounds.dump(r, 0, KEYS_PER_ID, TABLES)
         shares: dict[tuple[int, int], list[tuple[int, float, float]]] = {}
         for _, clock, worker, blocks in kept:
             rows = [(k, float(b.grads[i, 0]), float(b.step_values[0])) for b in blocks for i, k in enumerate(b.keys)]

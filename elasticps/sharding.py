@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from elasticps.errors import InputError
 
 MAX_SHARDS = (1 << 32) - 2
+MAX_SAMPLES = 1 << 62
 
 
 class ShardSpec(NamedTuple):
@@ -36,7 +37,11 @@ class ShardSpec(NamedTuple):
     @property
     def possible(self) -> bool:
         """Whether there can be such shards."""
-        return min(self.samples, self.size, self.epochs) > 0 and self.total <= MAX_SHARDS
+        numbers = self.samples, self.size, self.epochs
+        return (
+            min(numbers) > 0 and max(numbers) <= MAX_SAMPLES and 0 <= (self.seed or 0) < 1 << 64
+            and self.total <= MAX_SHARDS
+        )  # fmt: skip
 
 
 def checked_spec(samples: object, size: object, epochs: object, seed: object) -> ShardSpec:
@@ -44,8 +49,11 @@ def checked_spec(samples: object, size: object, epochs: object, seed: object) ->
     for what, value in (("num_samples", samples), ("shard_size", size), ("epochs", epochs)):
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
             raise InputError(f"{what} must be a whole number above 0, got {value!r}")
-    if seed is not None and (not isinstance(seed, int | np.integer) or isinstance(seed, bool) or seed < 0):
-        raise InputError(f"shuffle_seed must be None or a whole number of at least 0, got {seed!r}")
+        if value > MAX_SAMPLES:
+            raise InputError(f"{what} must be at most 2^62, got {value!r}")
+    whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
+    if seed is not None and not (whole and 0 <= seed < 1 << 64):  # type: ignore[operator]
+        raise InputError(f"shuffle_seed must be None or a whole number from 0 to 2^64 - 1, got {seed!r}")
     spec = ShardSpec(int(samples), int(size), int(epochs), None if seed is None else int(seed))  # type: ignore[call-overload]
     if not spec.possible:
         raise InputError(f"{spec.total} shards are too many: the limit is 2^32 - 2; take larger ones")

@@ -24,6 +24,7 @@ from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_fram
 from replication.chain import Ranges
 from replication.effects import Push, Reply, Status
 from replication.messages import Kind as OperationKind
+from replication.progress import MAX_CLOCK
 
 
 @dataclass(frozen=True)
@@ -174,10 +175,10 @@ class Decider(AtHome[R]):
             return
         document = json_body(body.data)
         match document:
-            case {"round": int(clock), "workers": [*workers]} if all(isinstance(w, int) for w in workers):
+            case {"round": int(clock), "workers": [*workers]} if 0 < clock < MAX_CLOCK and _ids(workers):
                 step = RoundStep(connection.app, clock, tuple(workers))
             case _:
-                raise FrameError("a close gives a round and its workers")
+                raise FrameError("a close gives a round and the ids of its workers")
         ticket = RequestTicket(connection, header.request)
         newest, several = self._closing.get(step.app, (0, None))
         headed = self._host.headed
@@ -192,3 +193,8 @@ class Decider(AtHome[R]):
         self._closing[step.app] = clock, several
         push = Push(several, -1, header.epoch, 0, 0, True, None, step, 64, kind=OperationKind.ROUND)
         self._shell.perform(self._shell.replica.push, push)
+
+
+def _ids(workers: list[object]) -> bool:
+    """Whether these are ids of workers, each once."""
+    return all(isinstance(w, int) and 0 < w < 1 << 32 for w in workers) and len(set(workers)) == len(workers)

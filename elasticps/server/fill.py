@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from elasticps.server.content import PieceContent, TableRows
+from elasticps.server.packing import pack, size_of
 from elasticps.server.rounds import Rounds
 from elasticps.server.shards import Shards
 from elasticps.store import Table
@@ -15,6 +16,7 @@ from elasticps.store.intervals import PLACES
 from replication.chain import Member
 
 PIECE_BYTES = 256 << 10  # cutting one stops the server for a fraction of a millisecond
+MOST_BYTES = 4 * PIECE_BYTES  # what is kept for synchronous rounds makes some intervals larger: those are cut anew
 BUSY_SHARE = 1 / 40  # of this thread's time goes into cutting and sending while workers are served. A piece costs its
 # receiver, and the steps that also go to the joiner, several times as much.
 BUSY_BYTES_PER_S = 100e6  # and at most: faster than that it is the network that is shared
@@ -83,19 +85,43 @@ class Cutter:
         if self._backlog(cut.peer) > BACKLOG_BYTES:
             self._loop.call_later(RETRY_S, self._piece, r, serial)
             return
-        upto = min(cut.low + cut.step, cut.end)
-        rows = [
-            TableRows(number, table.spec.to_json(), *table.dump_interval(r, cut.low, upto))
-            for number, table in self._tables.items()
-        ]
-        shards = self._shards.dump(r) if cut.low == r * self._width else {}
-        content = PieceContent(rows, self._rounds.dump(r, cut.low, upto, self._tables), shards)
+        first = cut.low == r * self._width
+        while True:
+            upto = min(cut.low + cut.step, cut.end)
+            content = self._content(r, cut.low, upto)
+            size = size_of(content)
+            if size <= MOST_BYTES or upto == cut.low + 1:
+                break
+            cut.step = max(1, (upto - cut.low) * PIECE_BYTES // size)
         cut.low = upto
         last = upto == cut.end
         if last:
             del self._cuts[r]
-        size = sum(one.keys.nbytes + one.rows.nbytes for one in rows)
+        elif size < PIECE_BYTES // 4:
+            cut.step *= 2
+        if first:
+            content = self._with_state(content, r)
+            size = size_of(content)
         self.sent_bytes += size
-        self._deliver(r, serial, upto, last, content)
+        *contents, end = pack(content, MOST_BYTES)
+        for part in contents:  # of one instant: on the link nothing comes in between
+            self._deliver(r, serial, upto, False, part)
+        self._deliver(r, serial, upto, last, end)
         if self._busy():
             self._free_s = now + max((time.thread_time() - began) / BUSY_SHARE, size / BUSY_BYTES_PER_S)
+
+    def _content(self, r: int, low: int, upto: int) -> PieceContent:
+        """An interval of range r."""
+        dumps = ((number, table, *table.dump_interval(r, low, upto)) for number, table in self._tables.items())
+        rows = [TableRows(number, t.spec.to_json(), keys, values) for number, t, keys, values in dumps if len(keys)]
+        return PieceContent(rows, self._rounds.dump(r, low, upto, self._tables)._replace(homes={}), {})
+
+    def _with_state(self, content: PieceContent, r: int) -> PieceContent:
+        """The first interval of range r, with what belongs to the range as a whole, and every table."""
+        there = {one.table: one for one in content.tables}
+        rows = [
+            there.get(number) or TableRows(number, table.spec.to_json(), *table.dump_interval(r, 0, 0))
+            for number, table in self._tables.items()
+        ]
+        rounds = content.rounds._replace(homes=self._rounds.homes_of(r))
+        return PieceContent(rows, rounds, self._shards.dump(r))

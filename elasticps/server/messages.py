@@ -7,7 +7,6 @@ the array by its bytes: what it costs to write, read and check them is then paid
 from __future__ import annotations
 
 import json
-import struct
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,12 +21,11 @@ from elasticps.server.content import (
     NewTable,
     PieceContent,
     RoundStep,
-    TableRows,
     positions_of,
 )
-from elasticps.server.rounds import Home, RangeRounds
+from elasticps.server.piece_codec import block_buffers, decode_content, encode_content
 from elasticps.server.shards import Mark as ShardMark
-from elasticps.server.shards import RangeShards, ShardSet, Take
+from elasticps.server.shards import Take
 from elasticps.sharding import ShardSpec
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
@@ -41,8 +39,6 @@ from elasticps.wire.frames import (
     FrameError,
     Header,
     Kind,
-    block_head,
-    grads_padding,
     json_body,
     padded,
     read_blocks,
@@ -51,8 +47,6 @@ from replication.chain import Ranges
 from replication.messages import Ack, Forward, Installed, Message, Operation, Piece, Resync
 from replication.messages import Kind as OperationKind
 
-_TABLE = struct.Struct("<IIQQ")  # id, bytes of the spec, rows, stride
-_MAX_STRIDE = 1 << 26
 _MAX_POSITION = 1 << 62  # of progress, of logs, of epochs: int64 with room for sums
 _ROUND_STEPS = (OperationKind.ENTER, OperationKind.LEAVE, OperationKind.DECIDE, OperationKind.ROUND)
 _KEPT = 16  # arrays of ranges that are remembered, each way
@@ -143,14 +137,8 @@ class Codec:
 
     def _encode_piece(self, message: Piece) -> list[Buffer]:
         numbers = message.upto.to_bytes(8, "little") + message.workers.tobytes() + message.progress.tobytes()
-        parts: list[Buffer] = [numbers]
         content: PieceContent = message.payload  # type: ignore[assignment]
-        for table, spec, keys, values in content.tables:
-            text = spec.encode()
-            parts.append(padded(_TABLE.pack(table, len(text), *values.shape) + text))
-            if len(keys):
-                parts += [keys.data.cast("B"), values.data.cast("B")]
-        parts += _encode_rounds(content.rounds, content.shards)
+        parts: list[Buffer] = [numbers, *encode_content(content)]
         header = Header(
             Kind.PIECE, LAST if message.last else 0, _length(parts), message.fill, message.epoch, message.seq,
             message.range, table=len(message.workers), items=len(content.tables), bound=message.number,
@@ -237,11 +225,7 @@ class Codec:
         if upto > PLACES:
             raise FrameError(f"a PIECE ends at place {upto}, the last is {PLACES}")
         numbers = body[8:at].view(np.int64)
-        tables: list[TableRows] = []
-        for _ in range(header.items):
-            one, at = _read_rows(body, at)
-            tables.append(one)
-        content = PieceContent(tables, *_decode_rounds(body, at))
+        content = decode_content(header.items, body, at)
         return Piece(
             header.epoch, header.worker, header.request, header.bound, upto, bool(header.flags & LAST), header.clock,
             numbers[:n], numbers[n:], content,
@@ -252,17 +236,6 @@ class Codec:
             raise FrameError(f"an INSTALLED names range {header.worker}, outside 0..{self._ranges - 1}")
         last = bool(header.flags & LAST)
         return Installed(header.epoch, header.worker, header.request, header.bound, last, header.clock)
-
-
-def block_buffers(block: Block) -> list[Buffer]:
-    """A block as it stands in a body."""
-    rows, dim = block.grads.shape
-    parts: list[Buffer] = [block_head(block.table, rows, dim, block.step_values)]
-    if rows:
-        parts += [block.keys.data.cast("B"), block.grads.data.cast("B")]
-        if padding := grads_padding(rows, dim):
-            parts.append(b"\0" * padding)
-    return parts
 
 
 def _length(parts: list[Buffer]) -> int:
@@ -286,45 +259,6 @@ def _read_section(body: Bytes, at: int) -> tuple[dict[str, Any], int]:
     if size & 7 or size > MAX_CONTROL_BYTES or end > len(body):
         raise FrameError(f"a section of {size} bytes at {at} does not fit in a body of {len(body)} bytes")
     return json_body(body[at + 8 : end].data), end
-
-
-def _encode_rounds(rounds: RangeRounds, shards: RangeShards) -> list[Buffer]:
-    kept = [[app, clock, worker, len(blocks)] for app, clock, worker, blocks in rounds.kept]
-    homes = {
-        app: [home.decided, list(home.workers), list(home.members.items()), list(home.last.items()), home.roster]
-        for app, home in rounds.homes.items()
-    }
-    sets = {app: {name: one.document() for name, one in named.items()} for app, named in shards.items()}
-    document = {"closed": rounds.closed, "homes": homes, "kept": kept, "shards": sets}
-    parts: list[Buffer] = [_section(document)]
-    for _, _, _, blocks in rounds.kept:
-        for block in blocks:
-            parts += block_buffers(block)
-    return parts
-
-
-def _decode_rounds(body: Bytes, at: int) -> tuple[RangeRounds, RangeShards]:
-    document, at = _read_section(body, at)
-    try:
-        closed = {str(app): int(clock) for app, clock in document["closed"].items()}
-        homes = {
-            str(app): Home(_pairs(members), int(decided), _numbers(workers), _pairs(last), int(roster))
-            for app, (decided, workers, members, last, roster) in document["homes"].items()
-        }
-        shards = {
-            str(app): {str(name): ShardSet.of(one) for name, one in sets.items()}
-            for app, sets in document["shards"].items()
-        }
-        owners = [(str(app), int(clock), int(worker), int(n)) for app, clock, worker, n in document["kept"]]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FrameError(f"a PIECE's rounds or shards cannot be read: {error}") from None
-    blocks = iter(read_blocks(sum(owner[3] for owner in owners), body, at))
-    kept = [(app, clock, worker, [next(blocks) for _ in range(n)]) for app, clock, worker, n in owners]
-    return RangeRounds(closed, homes, kept), shards
-
-
-def _pairs(pairs: Any) -> dict[int, int]:
-    return {int(key): int(value) for key, value in pairs}
 
 
 def _take(document: Any) -> Take:
@@ -362,17 +296,3 @@ def _document(body: Bytes, at: int) -> dict[str, Any]:
     if not isinstance(document, dict) or not isinstance(document.get("id"), int):
         raise FrameError("a FORWARD's content has no id")
     return document
-
-
-def _read_rows(body: Bytes, at: int) -> tuple[TableRows, int]:
-    if at + _TABLE.size > len(body):
-        raise FrameError("a PIECE ends inside a table's header")
-    table, text, rows, stride = _TABLE.unpack_from(body.data, at)
-    keys_at = (at + _TABLE.size + text + 7) & ~7
-    rows_at = keys_at + 8 * rows
-    end = rows_at + rows * stride
-    if rows > 1 << 40 or stride > _MAX_STRIDE or end > len(body):
-        raise FrameError(f"a PIECE of {rows} rows of {stride} bytes does not fit in a body of {len(body)} bytes")
-    spec = body[at + _TABLE.size : at + _TABLE.size + text].tobytes().decode(errors="replace")
-    keys = body[keys_at:rows_at].view(np.int64)
-    return TableRows(table, spec, keys, body[rows_at:end].reshape(rows, stride)), end

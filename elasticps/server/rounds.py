@@ -12,7 +12,7 @@ All of this changes by logged operations only, and moves with its ranges. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -56,14 +56,28 @@ class Home:
     last: dict[int, int] = field(default_factory=dict)
     roster: int = 0
 
+    def parts(self, most: int) -> Iterator[Home]:
+        """Homes with at most so many members, workers and last rounds each, that `extend` makes this one of."""
+        members, last = list(self.members.items()), list(self.last.items())
+        for at in range(0, max(1, len(members), len(self.workers), len(last)), most):
+            end = at + most
+            yield Home(dict(members[at:end]), self.decided, self.workers[at:end], dict(last[at:end]), self.roster)
+
+    def extend(self, part: Home) -> None:
+        """Takes the next part in."""
+        self.members.update(part.members)
+        self.workers += part.workers
+        self.last.update(part.last)
+
 
 class RangeRounds(NamedTuple):
     """What a piece of a range carries of rounds: closed rounds and homes by application, and kept shares by
-    (application, round, worker)."""
+    (application, round, worker). more: it goes on where the piece before ended, also in the midst of a home."""
 
     closed: dict[str, int]
     homes: dict[str, Home]
     kept: list[tuple[str, int, int, list[Block]]]
+    more: bool = False
 
 
 class Rounds:
@@ -146,22 +160,28 @@ class Rounds:
         """What belongs to the keys of range r with places in low..high-1."""
         inside, below = (np.zeros(self._ranges, np.int64) for _ in range(2))
         inside[r], below[r] = high, low
-        kept = []
-        for (app, clock), shares in self._kept.items():
-            for share in shares:
-                if share.live[r]:
-                    blocks = _between(share.blocks, below, inside, tables)
-                    kept.append((app, clock, share.worker, blocks))
+        kept = [
+            (app, clock, share.worker, blocks)
+            for (app, clock), shares in self._kept.items()
+            for share in shares
+            if share.live[r] and (blocks := _between(share.blocks, below, inside, tables))
+        ]
         closed = {app: int(rounds[r]) for app, rounds in self._closed.items() if rounds[r]}
-        homes = {app: home for app, home in self.homes.items() if home_range(app, self._ranges) == r}
-        return RangeRounds(closed, homes, kept)
+        return RangeRounds(closed, self.homes_of(r), kept)
+
+    def homes_of(self, r: int) -> dict[str, Home]:
+        """The homes that belong to range r, by application; not copies."""
+        return {app: home for app, home in self.homes.items() if home_range(app, self._ranges) == r}
 
     def load(self, r: int, piece: RangeRounds) -> None:
         """Takes over what `dump` gave."""
         for app, clock in piece.closed.items():
             self.closed(app)[r] = max(clock, self.closed(app)[r])
         for app, home in piece.homes.items():
-            self.homes.setdefault(app, home)
+            if piece.more and app in self.homes:
+                self.homes[app].extend(home)
+            else:
+                self.homes.setdefault(app, home)
         only = np.zeros(self._ranges, np.bool_)
         only[r] = True
         for app, clock, worker, blocks in piece.kept:

@@ -14,9 +14,9 @@ All of this changes by logged operations only, and moves with its range. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from elasticps.hashing import home_range
 from elasticps.sharding import ShardSpec
@@ -135,21 +135,21 @@ class ShardSet:
         mine = self.doing.get(worker, {})
         return [(shard, mine[shard].before) for shard in sorted(mine) if not mine[shard].clock]
 
-    def document(self) -> list[Any]:
-        """The set as JSON."""
-        doing = [[w, s, d.clock, *d.before] for w, mine in self.doing.items() for s, d in mine.items()]
-        returned = [[shard, *before] for shard, before in self.returned.items()]
-        return [self.id, list(self.spec), self.upcoming, self.done, returned, doing]
+    def parts(self, most: int) -> Iterator[ShardSet]:
+        """Sets with at most so many shards each, that `extend` makes this one of."""
+        returned = list(self.returned.items())
+        doing = [(worker, shard, one) for worker, mine in self.doing.items() for shard, one in mine.items()]
+        for at in range(0, max(1, len(returned), len(doing)), most):
+            part = ShardSet(self.id, self.spec, self.upcoming, self.done, dict(returned[at : at + most]))
+            for worker, shard, one in doing[at : at + most]:
+                part.doing.setdefault(worker, {})[shard] = one
+            yield part
 
-    @classmethod
-    def of(cls, document: list[Any]) -> ShardSet:
-        """The inverse. Raises TypeError or ValueError for what is none."""
-        number, spec, upcoming, done, returned, doing = document
-        found = cls(int(number), ShardSpec(*spec), int(upcoming), int(done))
-        found.returned = {int(shard): Used(int(worker), int(clock)) for shard, worker, clock in returned}
-        for worker, shard, clock, before, at in doing:
-            found.doing.setdefault(int(worker), {})[int(shard)] = Doing(int(clock), Used(int(before), int(at)))
-        return found
+    def extend(self, part: ShardSet) -> None:
+        """Takes the next part in."""
+        self.returned.update(part.returned)
+        for worker, mine in part.doing.items():
+            self.doing.setdefault(worker, {}).update(mine)
 
 
 RangeShards = dict[str, dict[str, ShardSet]]
@@ -213,10 +213,15 @@ class Shards:
         """What belongs to range r; not a copy."""
         return {app: sets for app, sets in self._sets.items() if home_range(app, self._ranges) == r}
 
-    def load(self, piece: RangeShards) -> None:
-        """Takes over what `dump` gave."""
+    def load(self, piece: RangeShards, more: bool = False) -> None:
+        """Takes over what `dump` gave. more: it goes on where the piece before ended, also in the midst of a set."""
         for app, sets in piece.items():
-            self._sets.setdefault(app, {}).update(sets)
+            mine = self._sets.setdefault(app, {})
+            for name, one in sets.items():
+                if more and name in mine:
+                    mine[name].extend(one)
+                else:
+                    mine[name] = one
 
     def words(self, r: int) -> list[int]:
         """Numbers that replicas of a range must agree on, for digests."""

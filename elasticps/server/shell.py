@@ -195,7 +195,7 @@ class Shell:
             if len(keys):
                 table.load_range(effect.range, keys, values)
         self.rounds.load(effect.range, content.rounds)
-        self.shards.load(content.shards)
+        self.shards.load(content.shards, content.rounds.more)
 
     def _erase(self, effect: Erase) -> None:
         for table in self.store.tables.values():

@@ -248,10 +248,10 @@ def read_push(header: Header, body: NDArray[np.uint8]) -> tuple[NDArray[np.int32
     return ranges, read_blocks(header.items, body, at)
 
 
-def read_blocks(count: int, body: NDArray[np.uint8], at: int) -> list[Block]:
+def read_blocks(count: int, body: NDArray[np.uint8], at: int, limit: int = MAX_BLOCKS) -> list[Block]:
     """The `count` blocks that fill a body from byte `at` to its end, as views. Raises `FrameError` if they do not."""
-    if count > MAX_BLOCKS:
-        raise FrameError(f"a push of {count} blocks is over the limit of {MAX_BLOCKS}")
+    if count > limit:
+        raise FrameError(f"a push of {count} blocks is over the limit of {limit}")
     size = len(body)
     blocks = []
     for _ in range(count):

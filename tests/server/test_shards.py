@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from elasticps.errors import InputError
 from elasticps.hashing import home_range
-from elasticps.server.shards import UNUSED, Mark, Shards, ShardSet, Take, Used, home_of
+from elasticps.server.content import PieceContent
+from elasticps.server.piece_codec import decode_content, encode_content
+from elasticps.server.rounds import RangeRounds
+from elasticps.server.shards import UNUSED, Mark, Shards, Take, Used, home_of
 from elasticps.sharding import ShardSpec, checked_spec, permuted
 
 P = 16
@@ -78,10 +81,10 @@ def test_shards_are_those_of_a_twin(events: list[object]) -> None:
         if isinstance(event, Take):
             found = shards.find("app", "train")
             assert found is not None
-            idle, before = found.idle(event), found.document()
+            idle, before = found.idle(event), copy.deepcopy(found)
             shards.take(event)
             twin.take(event)
-            assert not idle or (found.document() == before and not found.held(event.worker))
+            assert not idle or (found == before and not found.held(event.worker))
         elif event == "move":
             shards = moved(shards, home)
         else:
@@ -98,10 +101,11 @@ def test_shards_are_those_of_a_twin(events: list[object]) -> None:
 
 
 def moved(shards: Shards, home: int) -> Shards:
-    """The same state in another replica, by way of the wire's JSON."""
-    text = json.dumps({app: {n: s.document() for n, s in sets.items()} for app, sets in shards.dump(home).items()})
+    """The same state in another replica, by way of the wire."""
+    content = PieceContent([], RangeRounds({}, {}, []), shards.dump(home))
+    body = b"".join(map(bytes, encode_content(content)))
     other = Shards(P)
-    other.load({app: {n: ShardSet.of(s) for n, s in sets.items()} for app, sets in json.loads(text).items()})
+    other.load(decode_content(0, np.frombuffer(body, np.uint8), 0).shards)
     assert other.words(home) == shards.words(home)
     assert shards.dump((home + 1) % P) == {}
     return other

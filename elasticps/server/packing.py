@@ -1,0 +1,75 @@
+"""Cuts what a piece of a range holds into several of bounded size, all of one instant. Pure."""
+
+from __future__ import annotations
+
+from elasticps.server.content import PieceContent, TableRows
+from elasticps.server.rounds import RangeRounds
+from elasticps.wire.frames import Block
+
+_ENTRY_BYTES = 40  # a shard in a worker's hands; a member of a round takes less
+
+
+def size_of(content: PieceContent) -> int:
+    """About so many bytes on the wire."""
+    rounds, sets = content.rounds, [one for named in content.shards.values() for one in named.values()]
+    entries = sum(len(h.members) + len(h.workers) + len(h.last) for h in rounds.homes.values())
+    entries += sum(len(s.returned) + sum(map(len, s.doing.values())) for s in sets)
+    kept = sum(_block_bytes(block) for *_, blocks in rounds.kept for block in blocks)
+    return sum(map(_table_bytes, content.tables)) + kept + _ENTRY_BYTES * entries
+
+
+def pack(content: PieceContent, most_bytes: int) -> list[PieceContent]:
+    """The content as one or several of about `most_bytes` at most, unless a single row is larger. Loaded one after the
+    other they give what it would have given at once."""
+    if size_of(content) <= most_bytes:
+        return [content]
+    packer = _Packer(content, most_bytes)
+    for table in content.tables:
+        packer.add_table(table)
+    for app, clock, worker, blocks in content.rounds.kept:
+        for block in blocks:
+            packer.add_kept(app, clock, worker, block)
+    entries = max(1, most_bytes // (2 * _ENTRY_BYTES))  # a home or set may give as many of each of two kinds
+    for app, home in content.rounds.homes.items():
+        for part in home.parts(entries):
+            packer.room(2 * _ENTRY_BYTES * entries).rounds.homes[app] = part
+    for app, named in content.shards.items():
+        for name, one in named.items():
+            for shards in one.parts(entries):
+                packer.room(2 * _ENTRY_BYTES * entries).shards.setdefault(app, {})[name] = shards
+    return packer.contents
+
+
+class _Packer:
+    def __init__(self, content: PieceContent, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._size = 0
+        self.contents = [PieceContent([], RangeRounds(content.rounds.closed, {}, [], content.rounds.more), {})]
+
+    def room(self, nbytes: int) -> PieceContent:
+        """The content to which so many bytes are to be added."""
+        if self._size and self._size + nbytes > self._most:
+            self.contents.append(PieceContent([], RangeRounds({}, {}, [], more=True), {}))
+            self._size = 0
+        self._size += nbytes
+        return self.contents[-1]
+
+    def add_table(self, table: TableRows) -> None:
+        rows = max(1, self._most // (8 + table.rows.shape[1]))
+        for at in range(0, max(1, len(table.keys)), rows):
+            part = table._replace(keys=table.keys[at : at + rows], rows=table.rows[at : at + rows])
+            self.room(_table_bytes(part)).tables.append(part)
+
+    def add_kept(self, app: str, clock: int, worker: int, block: Block) -> None:
+        rows = max(1, self._most // (8 + 4 * block.grads.shape[1]))
+        for at in range(0, len(block.keys), rows):
+            part = block._replace(keys=block.keys[at : at + rows], grads=block.grads[at : at + rows])
+            self.room(_block_bytes(part)).rounds.kept.append((app, clock, worker, [part]))
+
+
+def _table_bytes(table: TableRows) -> int:
+    return 64 + len(table.spec) + table.keys.nbytes + table.rows.nbytes
+
+
+def _block_bytes(block: Block) -> int:
+    return 64 + block.keys.nbytes + block.grads.nbytes + block.step_values.nbytes

@@ -1,0 +1,275 @@
+"""What a piece of a range holds survives the wire and being cut, whatever it holds; nonsense is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticps.hashing import home_range
+from elasticps.optimizers import Accumulate
+from elasticps.server.content import PieceContent, TableRows
+from elasticps.server.fill import MOST_BYTES
+from elasticps.server.messages import Codec
+from elasticps.server.packing import pack, size_of
+from elasticps.server.piece_codec import decode_content, encode_content
+from elasticps.server.rounds import Home, RangeRounds, Rounds
+from elasticps.server.shards import Doing, Shards, ShardSet, Take, Used
+from elasticps.sharding import ShardSpec
+from elasticps.spec import TableSpec
+from elasticps.store import Store
+from elasticps.wire.frames import HEADER_BYTES, Block, FrameError, unpack_header
+from replication.messages import Piece
+from tests.server.conftest import RANGES, Group, Run, until
+
+P = 16
+APPS = ("ads", "b", "café")
+ids = st.integers(1, (1 << 32) - 1)
+clocks = st.integers(0, 1 << 46)
+names = st.sampled_from(["train", "täglich", "x" * 200])
+homes = st.builds(
+    Home,
+    st.dictionaries(ids, clocks, max_size=5),
+    clocks,
+    st.lists(ids, max_size=4, unique=True).map(tuple),
+    st.dictionaries(ids, clocks, max_size=3),
+    clocks,
+)
+used = st.builds(Used, ids, clocks)
+specs = st.builds(ShardSpec, st.integers(1, 9999), st.just(7), st.just(2), st.none() | st.integers(0, (1 << 64) - 1))
+sets = st.builds(
+    ShardSet,
+    st.integers(1, (1 << 32) - 1),
+    specs,
+    st.integers(0, 1 << 32),
+    st.integers(0, 1 << 32),
+    st.dictionaries(st.integers(0, 1 << 32), used, max_size=4),
+    st.dictionaries(
+        ids,
+        st.dictionaries(st.integers(0, 1 << 32), st.builds(Doing, clocks, used), min_size=1, max_size=3),
+        max_size=4,
+    ),
+)
+
+
+def a_block(number: int, rows: int) -> Block:
+    keys = np.arange(rows, dtype=np.int64) + 100 * number
+    grads = np.arange(3 * rows, dtype=np.float32).reshape(rows, 3)
+    return Block(number, keys, grads, np.full(number % 3, 0.5, np.float32))
+
+
+kept = st.lists(
+    st.tuples(
+        st.sampled_from(APPS),
+        clocks,
+        ids,
+        st.lists(st.builds(a_block, st.integers(1, 3), st.integers(1, 9)), max_size=3),
+    ),
+    max_size=4,
+)
+rounds = st.builds(
+    RangeRounds, st.dictionaries(st.sampled_from(APPS), clocks), st.dictionaries(st.sampled_from(APPS), homes), kept,
+    st.booleans(),
+)  # fmt: skip
+shards = st.dictionaries(st.sampled_from(APPS), st.dictionaries(names, sets, min_size=1, max_size=2), max_size=2)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> list[TableRows]:
+    found = []
+    for number in range(draw(st.integers(0, 3))):
+        rows, stride = draw(st.integers(0, 20)), draw(st.sampled_from([8, 16, 24]))
+        values = np.arange(rows * stride, dtype=np.uint8).reshape(rows, stride)
+        found.append(TableRows(number, '{"né":1}', np.arange(rows, dtype=np.int64), values))
+    return found
+
+
+contents = st.builds(PieceContent, tables(), rounds, shards)
+
+
+def through_the_wire(content: PieceContent) -> PieceContent:
+    none = np.empty(0, np.int64)
+    codec = Codec({}, P)
+    piece = Piece(4, 3, 2, 1, 9, False, 4, none, none, content)
+    frame = b"".join(bytes(part) for part in codec.encode(piece))
+    said = codec.decode(unpack_header(frame), np.frombuffer(frame[HEADER_BYTES:], np.uint8))
+    assert isinstance(said, Piece)
+    assert isinstance(said.payload, PieceContent)
+    return said.payload
+
+
+def plain(content: PieceContent) -> tuple[Any, ...]:
+    """The same as values that can be compared; also the order of dicts counts, replicas go through them."""
+    rows = [(t.table, t.spec, t.keys.tolist(), t.rows.tolist()) for t in content.tables]
+    shares = [(a, c, w, [_plain(b) for b in blocks]) for a, c, w, blocks in content.rounds.kept]
+    of_homes = {
+        app: (list(h.members.items()), h.decided, h.workers, list(h.last.items()), h.roster)
+        for app, h in content.rounds.homes.items()
+    }
+    of_sets = {
+        (app, name): (s.id, s.spec, s.upcoming, s.done, list(s.returned.items()), _doing(s))
+        for app, named in content.shards.items()
+        for name, s in named.items()
+    }
+    return rows, content.rounds.closed, of_homes, shares, content.rounds.more, of_sets
+
+
+def _plain(block: Block) -> tuple[Any, ...]:
+    return block.table, block.keys.tolist(), block.grads.tolist(), block.step_values.tolist()
+
+
+def _doing(one: ShardSet) -> list[tuple[int, list[tuple[int, int, Used]]]]:
+    return [(w, [(s, d.clock, d.before) for s, d in mine.items()]) for w, mine in one.doing.items()]
+
+
+@given(contents)
+def test_what_a_piece_holds_arrives_as_it_was(content: PieceContent) -> None:
+    assert plain(through_the_wire(content)) == plain(content)
+
+
+@given(contents, st.integers(0, 600))
+@settings(max_examples=200)
+def test_cut_into_several_it_gives_the_same(content: PieceContent, most_bytes: int) -> None:
+    content = content._replace(rounds=content.rounds._replace(more=False))
+    parts = [through_the_wire(part) for part in pack(content, most_bytes)]
+    assert all(part.rounds.more for part in parts[1:])
+    largest = 600 + 80  # a table with a spec, or the longest name with an entry of each kind
+    assert all(len(b"".join(map(bytes, encode_content(part)))) <= 2 * most_bytes + largest for part in parts)
+    at_once, in_parts = (Rounds(P), Shards(P)), (Rounds(P), Shards(P))
+    for (of_rounds, of_shards), pieces in ((at_once, [content]), (in_parts, parts)):
+        for piece in pieces:
+            piece = through_the_wire(piece)  # so that none is changed by who loads it
+            of_rounds.load(5, piece.rounds)
+            of_shards.load(piece.shards, piece.rounds.more)
+    rows = [
+        [(key, row) for part in pieces for t in part.tables if t.table == number for key, row in _rows(t)]
+        for pieces in ([content], parts)
+        for number in range(3)
+    ]
+    assert rows[:3] == rows[3:]
+    empty = PieceContent([], RangeRounds({}, {}, []), {})
+    states = [
+        plain(empty._replace(rounds=RangeRounds({}, r.homes, []), shards=s._sets)) for r, s in (at_once, in_parts)
+    ]
+    assert states[0] == states[1]
+    for app in APPS:
+        assert at_once[0].closed(app).tolist() == in_parts[0].closed(app).tolist()
+    assert _shares(at_once[0]) == _shares(in_parts[0])
+
+
+def _rows(table: TableRows) -> list[tuple[int, list[int]]]:
+    return list(zip(table.keys.tolist(), table.rows.tolist(), strict=True))
+
+
+def _shares(found: Rounds) -> dict[Any, list[Any]]:
+    """Every row that is kept, by round, worker, table and step values, in order."""
+    rows: dict[Any, list[Any]] = {}
+    for key, shares in found._kept.items():
+        for share in shares:
+            for block in share.blocks:
+                of = (*key, share.worker, block.table, *block.step_values.tolist())
+                rows.setdefault(of, []).extend(zip(block.keys.tolist(), block.grads.tolist(), strict=True))
+    return rows
+
+
+@given(contents, st.data())
+@settings(max_examples=150)
+def test_nonsense_is_refused(content: PieceContent, data: st.DataObject) -> None:
+    body = bytearray(b"".join(map(bytes, encode_content(content))))
+    body = body[: data.draw(st.integers(0, len(body)))]
+    for _ in range(data.draw(st.integers(0, 3)) if body else 0):
+        at = data.draw(st.integers(0, len(body) - 1))
+        body[at : at + 8] = data.draw(st.sampled_from([b"\xff" * 8, b"\0" * 8, b"\x01", b"\x80", b"\xff\xff\xff\x7f"]))
+    body += bytes(-len(body) % 8)
+    with suppress(FrameError):
+        decode_content(len(content.tables), np.frombuffer(bytes(body), np.uint8), 0)
+
+
+@given(st.binary(max_size=300), st.integers(0, 3))
+def test_random_bytes_are_refused_or_mean_something(body: bytes, count: int) -> None:
+    body += bytes(-len(body) % 8)
+    try:
+        found = decode_content(count, np.frombuffer(body, np.uint8), 0)
+    except FrameError:
+        return
+    assert plain(through_the_wire(found)) == plain(found)
+
+
+def test_a_home_range_full_of_state_reaches_its_joiner_while_workers_go_on(run: Run) -> None:
+    """14,000 workers hold shards, 5,000 are members, and what 12 have pushed is kept."""
+
+    async def test(group: Group) -> None:
+        a, b = await group.start("a"), await group.start("b")
+        group.adopt(group.make_view(lambda r: ["a"]))
+        await group.connect("a")
+        home = home_range("default", RANGES)
+        fill_up(a.shell.rounds, a.shell.shards, a.store)
+        assert size_of(PieceContent([], RangeRounds({}, a.shell.rounds.homes, []), a.shell.shards.dump(home))) > (
+            2 * MOST_BYTES
+        )
+        group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
+        worker = await group.connect("a", create=False)
+        assert group.view is not None
+        clock = 0
+        while not b.replica.filled.all():
+            clock += 1
+            await asyncio.wait_for(worker.push(group.view, "a", clock, list(range(50)), 1.0), 30)
+        await until(lambda: (a.replica.seq == b.replica.seq).all())
+        for r in range(RANGES):
+            assert a.shell.rounds.words(r) == b.shell.rounds.words(r)
+            assert a.shell.shards.words(r) == b.shell.shards.words(r)
+            assert kept_in(a.shell.rounds, a.store, r) == kept_in(b.shell.rounds, b.store, r)
+        assert a.shell.rounds.homes == b.shell.rounds.homes
+        assert list(a.shell.rounds.homes["default"].members) == list(b.shell.rounds.homes["default"].members)
+
+    run(test)
+
+
+def fill_up(of_rounds: Rounds, of_shards: Shards, store: Store) -> None:
+    spec = ShardSpec(100_000_000, 64, 1, None)
+    for worker in range(1, 14_001):
+        of_shards.take(Take("default", "train", spec, 1_000_000 + worker, 0, 4, (), (), ()))
+    of_rounds.enter("default", 3, range(1, 5_001))
+    store.create(TableSpec("wide", 512, Accumulate()), 9)
+    keys = np.arange(300, dtype=np.int64)
+    everywhere = np.arange(RANGES)
+    for worker in range(12):
+        grads = np.full((300, 512), worker, np.float32)
+        of_rounds.keep("default", 7, worker, everywhere, [Block(9, keys, grads, np.empty(0, np.float32))])
+
+
+def kept_in(of_rounds: Rounds, store: Store, r: int) -> set[tuple[int, int, float]]:
+    width = (1 << 62) // RANGES
+    kept = of_rounds.dump(r, r * width, (r + 1) * width, store.tables).kept
+    return {
+        (worker, key, float(row[0]))
+        for _, _, worker, blocks in kept
+        for block in blocks
+        for key, row in zip(block.keys.tolist(), block.grads, strict=True)
+    }
+
+
+def test_no_piece_is_much_larger_than_the_limit(run: Run) -> None:
+    async def test(group: Group) -> None:
+        a, b = await group.start("a"), await group.start("b")
+        group.adopt(group.make_view(lambda r: ["a"]))
+        await group.connect("a")
+        fill_up(a.shell.rounds, a.shell.shards, a.store)
+        sizes: list[int] = []
+        cut = a._cutter._deliver
+
+        def deliver(r: int, serial: int, upto: int, last: bool, content: PieceContent) -> None:
+            sizes.append(sum(map(len, encode_content(content))))
+            cut(r, serial, upto, last, content)
+
+        a._cutter._deliver = deliver
+        group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
+        await until(lambda: b.replica.filled.all(), 60)
+        assert max(sizes) <= MOST_BYTES + (64 << 10)
+        assert len(sizes) > RANGES
+
+    run(test)
