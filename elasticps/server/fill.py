@@ -20,6 +20,7 @@ MOST_BYTES = 4 * PIECE_BYTES  # what is kept for synchronous rounds makes some i
 BUSY_SHARE = 1 / 40  # of this thread's time goes into cutting and sending while workers are served. A piece costs its
 # receiver, and the steps that also go to the joiner, several times as much.
 BUSY_BYTES_PER_S = 100e6  # and at most: faster than that it is the network that is shared
+LONGEST_PAUSE_S = 0.5  # after the state of a home range, which is of one instant however long it takes
 USUAL_BYTES_PER_S = 20e6  # what this comes to with several servers on two cores; for forecasts
 BACKLOG_BYTES = 256 << 10  # on a link: what workers push goes behind it, and may have to be acknowledged from there
 RETRY_S = 0.002
@@ -108,7 +109,8 @@ class Cutter:
             self._deliver(r, serial, upto, False, part)
         self._deliver(r, serial, upto, last, end)
         if self._busy():
-            self._free_s = now + max((time.thread_time() - began) / BUSY_SHARE, size / BUSY_BYTES_PER_S)
+            pause_s = max((time.thread_time() - began) / BUSY_SHARE, size / BUSY_BYTES_PER_S)
+            self._free_s = now + min(pause_s, LONGEST_PAUSE_S)
 
     def _content(self, r: int, low: int, upto: int) -> PieceContent:
         """An interval of range r."""
