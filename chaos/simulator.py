@@ -66,7 +66,17 @@ class Result:
         if self.ok:
             trained = f"{self.commits} steps, {self.rounds} rounds, {self.shards} shards"
             return f"seed {self.seed}: {trained} committed, {self.epochs} views, {self.events} events"
-        return f"seed {self.seed}: {self.story}\nreplay it: elasticps sim --seed {self.seed}"
+        return f"seed {self.seed}: {self.story}\nreplay it: elasticps sim --protocol --seed {self.seed}"
+
+    @property
+    def steps(self) -> int:
+        """What workers committed."""
+        return self.commits
+
+    @property
+    def views(self) -> int:
+        """How many there were."""
+        return self.epochs
 
 
 class World:

@@ -32,7 +32,8 @@ def units(keys: Keys, most: int = 1 << 30) -> Counts:
 
 @dataclass
 class Column:
-    """One worker incarnation's steps. counts: how often each key was pushed, by step; ended: killed, or fenced."""
+    """One worker incarnation's steps. counts: how often each key was pushed, by step; pushed: the newest step of which
+    all is on its way; ended: killed, or fenced."""
 
     index: int
     name: str
@@ -40,6 +41,7 @@ class Column:
     clocks: list[int] = field(default_factory=lambda: [-(1 << 62)])
     counts: list[Counts] = field(default_factory=lambda: [np.zeros(KEYS, np.int64)])
     told: list[tuple[float, int]] = field(default_factory=lambda: [(-1e9, 0)])  # when it knew which clock committed
+    pushed: int = 0
     ended: bool = False
 
     def begin(self, clock: int, keys: Keys) -> None:
@@ -103,8 +105,9 @@ class Sums:
         grads[:, column.index] = units(keys)
         return grads
 
-    def ask(self, column: Column, keys: Keys, clock: int, now: float, *, tail: bool) -> Asked:
-        """A pull is about to begin, under the clock of its worker."""
+    def ask(self, column: Column, keys: Keys, now: float, *, tail: bool) -> Asked:
+        """A pull is about to begin."""
+        clock = column.pushed
         least = np.zeros((COLUMNS, KEYS), np.int64)
         least[column.index] = column.upto(clock)
         if tail:

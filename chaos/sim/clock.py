@@ -13,19 +13,23 @@ from typing import Any
 
 TURN_S = 20e-6  # the mean of what a turn costs: nothing is instantaneous, so no two processes stay in step
 
-Trace = Callable[[str], None]
-
 
 class Clock:
-    """Virtual time: what is to happen when. Each event is told to the trace by whoever makes it happen."""
+    """Virtual time: what is to happen when. trace: what has happened, in words, unless nobody wants to know."""
 
     def __init__(self, seed: int) -> None:
         self.now = 0.0
         self.events = 0
         self.random = Random(f"clock {seed}")
+        self.trace: list[str] | None = None
         self._seed = seed
         self._heap: list[tuple[float, float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
+
+    def note(self, text: str) -> None:
+        """One line of the trace, if there is one."""
+        if self.trace is not None:
+            self.trace.append(f"{self.now:.6f} {text}")
 
     def chance(self, name: str) -> Random:
         """A source of chance of one's own: what others draw does not change what one draws."""

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
+from greenlet import getcurrent
 
 from chaos.sim.clock import Clock, Process
 from chaos.sim.loop import Loop
 from chaos.sim.network import Listener, Network, Weather
 from chaos.sim.store import StoreProcess
-from chaos.sim.threads import Threads
+from chaos.sim.threads import Thread, Threads
 from chaos.violation import Violation
 from coordinator.leader import run_coordinator
 from coordinator.membership import VIEW, ServerSession, create_cluster
@@ -75,30 +76,31 @@ class Cluster:
         self.leaders: dict[str, Process] = {}
         self.violation: Violation | None = None
         self.over = False
-        self.trace: list[str] | None = None
         self._loops: list[Loop] = []
         self._threads: list[Threads] = []
         self._numbers: dict[str, int] = {}
         self.store = StoreProcess(self._loop(Process(self.clock, STORE_HOST, STORE_HOST)), self.network, NAME)
         self.store.run(create_cluster(self.store.data, config))
 
-    def note(self, text: str) -> None:
-        """One line of the trace."""
-        if self.trace is not None:
-            self.trace.append(f"{self.clock.now:.6f} {text}")
-
     def broken(self, violation: Violation) -> None:
         """A promise is broken: the first one counts."""
         if self.violation is None and not self.over:
             self.violation = violation
-            self.note(f"BROKEN {violation}")
+            self.clock.note(f"BROKEN {violation}")
+
+    def running(self) -> str:
+        """Whose turn it is."""
+        thread, loop = getcurrent(), events._get_running_loop()
+        if isinstance(thread, Thread):
+            return str(thread)
+        return str(loop.process) if isinstance(loop, Loop) else "the world"
 
     # --- processes --------------------------------------------------------------------------------------------------
 
     def _process(self, name: str) -> Process:
         """A process on the host of its name. Each start is one more incarnation of the process."""
         number = self._numbers[name] = self._numbers.get(name, 0) + 1
-        self.note(f"{name} starts, for the {number}. time")
+        self.clock.note(f"{name} starts, for the {number}. time")
         return Process(self.clock, f"{name}.{number}", name)
 
     def _loop(self, process: Process) -> Loop:
@@ -124,7 +126,7 @@ class Cluster:
     def kill(self, process: Process, power: bool) -> None:
         """A process dies; with its host, nobody is told."""
         if process.alive:
-            self.note(f"{process} {'loses its power' if power else 'is killed'}")
+            self.clock.note(f"{process} {'loses its power' if power else 'is killed'}")
             if power:
                 self.network.darken(process.host)
             process.kill()
@@ -152,7 +154,7 @@ class Cluster:
                        drain_timeout_s=DRAIN_TIMEOUT_S)  # fmt: skip
         except Exception as error:
             self._failed(found.process, error, "a server ended")
-        self.note(f"{found.process} ends: {found.stop.result() if found.stop.done() else ''}")
+        self.clock.note(f"{found.process} ends: {found.stop.result() if found.stop.done() else ''}")
         found.left = found.asked
         found.process.kill()
 

@@ -64,7 +64,7 @@ class Faults:
 
     def _note(self, text: str) -> None:
         self.happened.append(text)
-        self.cluster.note(f"fault: {text}")
+        self.cluster.clock.note(f"fault: {text}")
 
     def _later(self, delay_s: float, undo: Callable[[], None]) -> None:
         """Undoes a fault after a while, or when faults end."""

@@ -89,7 +89,7 @@ class Network:
 
     def delay(self, random: Random) -> float:
         """A message's way."""
-        return self.weather.latency_s * random.lognormvariate(0, 0.5)
+        return self.weather.latency_s * (0.5 + random.random())
 
     # --- sockets ----------------------------------------------------------------------------------------------------
 
@@ -294,6 +294,7 @@ class Socket:
     def _fail(self, error: OSError) -> None:
         if self.closed or self._error is not None:
             return
+        self._network.clock.note(f"{self}: {error.strerror}")
         self._error = error
         self.arrived.clear()
         if self._out is not None:
@@ -305,6 +306,8 @@ class Socket:
             if self.peer is not None and data:
                 self._network.clock.after(self._network.delay(self.random), self.peer.broken)
         elif self._error is None:
+            if self._network.clock.trace is not None:
+                self._network.clock.note(f"{self.peer} → {self}: {f'{len(data)} bytes' if data else 'the end'}")
             self.arrived += data
             self._ended |= not data
             self.notify()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
@@ -21,8 +22,9 @@ from elasticps.store.table import initial_rows
 FIXED_DIM = 8
 FIXED_KEYS = 4096
 INIT = Normal(std=0.1, seed=7)
-THINK_S = 0.04
+THINK_S = 0.03
 MOST_AT_ONCE = 6  # pulls
+WAIT_S = 1e4
 
 
 class Training(Protocol):
@@ -57,11 +59,11 @@ class Worker:
             self.main(ps)
             ps.close()
         except Closed as error:  # it was frozen for longer than its lease, or another one has its name
-            self.cluster.note(f"{threads.process} was fenced: {error}")
+            self.cluster.clock.note(f"{threads.process} was fenced: {error}")
             self.fenced()
             return
         self.done = True
-        self.cluster.note(f"{threads.process} is done after {self.steps} steps, {self.pulls} pulls")
+        self.cluster.clock.note(f"{threads.process} is done after {self.steps} steps, {self.pulls} pulls")
 
     def main(self, ps: Client) -> None:
         raise NotImplementedError
@@ -85,11 +87,20 @@ class Free(Worker):
     """Pushes and pulls as it likes, under no bound or under bounded delay."""
 
     def __init__(
-        self, cluster: Cluster, name: str, app: str, window: int, training: Training, sums: Sums, large: bool
+        self,
+        cluster: Cluster,
+        name: str,
+        app: str,
+        window: int,
+        training: Training,
+        sums: Sums,
+        large: bool,
+        readers: int,
     ) -> None:
         super().__init__(cluster, name, app, window, training)
         self.sums = sums
         self.large = large
+        self.readers = readers
         self.column: Column
         if sums.bound is not None:
             self.consistency = SSP(staleness=sums.bound)
@@ -100,6 +111,10 @@ class Free(Worker):
         fixed = ps.table("fixed", dim=FIXED_DIM, optimizer=Accumulate(), init=INIT)
         outstanding: list[Step] = []
         ps.resume()
+        column.pushed = ps.clock
+        readers = [
+            self.threads.spawn(f"reader {i}", self._reader(ps, table, fixed, column)) for i in range(self.readers)
+        ]
         while self.training.on:
             action = self.random.random()
             if action < 0.45:
@@ -120,12 +135,30 @@ class Free(Worker):
         ps.flush()
         column.commit(self.now, ps.committed)
         column.joined_s = float("inf")
+        for reader in readers:
+            self.threads.join(reader, WAIT_S)
+
+    def _reader(self, ps: Client, table: SparseTable, fixed: SparseTable, column: Column) -> Callable[[], None]:
+        """Pulls beside the thread that trains."""
+
+        def read() -> None:
+            try:
+                while self.training.on:
+                    if self.random.random() < 0.5:
+                        self.pull(ps, table, column)
+                    else:
+                        self.pull_many(ps, table, fixed, column)
+                    self.think()
+            except Closed:
+                pass  # the thread that trains says so
+
+        return read
 
     def push(self, ps: Client, table: SparseTable, column: Column) -> Step:
         keys, at = self.some_keys(), ps.clock + 1
         column.begin(at, keys)
         step = ps.push({table: (keys, self.sums.grads(column, keys))})
-        self.landed(step.clock, at)
+        self.landed(column, step.clock, at)
         return step
 
     def push_in_parts(self, ps: Client, table: SparseTable, column: Column) -> None:
@@ -135,15 +168,16 @@ class Free(Worker):
                 if len(part):
                     column.begin(at, part)
                     step.push({table: (part, self.sums.grads(column, part))})
-        self.landed(step.commit().clock, at)
+        self.landed(column, step.commit().clock, at)
 
-    def landed(self, clock: int, expected: int) -> None:
+    def landed(self, column: Column, clock: int, expected: int) -> None:
         assert clock == expected, f"a step that was to be {expected} is {clock}"
+        column.pushed = clock
         self.steps += 1
 
     def pull(self, ps: Client, table: SparseTable, column: Column) -> None:
         keys, tail = self.some_keys(), self.random.random() < 0.7
-        asked = self.sums.ask(column, keys, ps.clock, self.now, tail=tail)
+        asked = self.sums.ask(column, keys, self.now, tail=tail)
         self.sums.check(asked, table.pull(keys, read="tail" if tail else "any"))
         self.pulls += 1
 
@@ -153,10 +187,10 @@ class Free(Worker):
         for _ in range(self.random.randint(2, MOST_AT_ONCE)):
             if self.random.random() < 0.3:
                 keys = self.some_keys()
-                asked.append(self.sums.ask(column, keys, ps.clock, self.now, tail=True))
+                asked.append(self.sums.ask(column, keys, self.now, tail=True))
                 reads.append((keys, table.pull_async(keys)))
             else:
-                count = self.random.randint(1, 2000 if self.large else 200)
+                count = self.random.randint(1, 800 if self.large else 100)
                 keys = np.array(self.random.sample(range(FIXED_KEYS), count), np.int64)
                 reads.append((keys, fixed.pull_async(keys)))
         if self.random.random() < 0.3:

@@ -7,7 +7,7 @@ import os
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -35,34 +35,48 @@ class Result:
     """What came of a seed. invariant: the promise that was broken, "" if none was; story: where and how."""
 
     seed: int
-    invariant: str
-    story: str
-    events: int
-    steps: int
-    pulls: int
-    rounds: int
-    views: int
-    ended_s: float
-    digest: int
+    invariant: str = ""
+    story: str = ""
     flavour: str = ""
+    events: int = 0
+    views: int = 0
+    steps: int = 0
+    pulls: int = 0
+    rounds: int = 0
+    shards: int = 0
+    ended_s: float = 0.0
+    digest: int = 0
     trace: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every promise was kept."""
+        return not self.invariant
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"seed {self.seed}: {self.steps} steps, {self.pulls} pulls, {self.views} views"
+        return f"seed {self.seed} ({self.flavour}): {self.story}\nreplay it: elasticps sim --seed {self.seed} --trace"
 
 
 class Scene:
     """One story under way. on: workers begin new steps."""
 
-    def __init__(self, story: Story, trace: bool) -> None:
+    def __init__(self, story: Story) -> None:
         self.story = story
         self.on = True
         config = ClusterConfig(ranges=story.ranges, replicas=story.replicas, min_servers=story.servers)
         self.cluster = Cluster(story.seed, story.weather, config)
-        self.cluster.trace = [] if trace else None
         self.sums: dict[str, Sums] = {}
         self.rounds: dict[str, Rounds] = {}
         self.handed: dict[str, Handed] = {}
         self.workers: dict[str, Worker] = {}
         self.processes: dict[str, Threads] = {}
         self.faults = Faults(self.cluster, self.processes, self.restart)
+
+    def begin(self) -> None:
+        """Starts everything, and has faults come in their time."""
+        story = self.story
         for leader in ("c0", "c1"):
             self.cluster.start_leader(leader)
         for i in range(story.servers):
@@ -86,7 +100,7 @@ class Scene:
             return Sharded(cluster, name, app.name, app.window, self, handed)
         sums = self.sums.setdefault(app.name, Sums(app.name, app.bound if app.kind == "bounded" else None))
         sums.calm = self.story.calm
-        return Free(cluster, name, app.name, app.window, self, sums, app.large)
+        return Free(cluster, name, app.name, app.window, self, sums, app.large, app.readers)
 
     def _start(self, name: str) -> None:
         self.processes[name] = self.cluster.start_worker(name, self.workers[name].run)
@@ -104,6 +118,7 @@ class Scene:
 
     def play(self) -> None:
         """All of it. Raises the first promise that was broken."""
+        self.begin()
         clock = self.cluster.clock
 
         def broken() -> bool:
@@ -178,33 +193,56 @@ class Scene:
 def run(seed: int, trace: bool = False, story: Story | None = None) -> Result:
     """Plays the story of a seed (or another one) to its end."""
     story = story or tell(seed)
-    invariant = text = ""
     with virtual() as machine, turned(story.small):
-        scene = Scene(story, trace)
-        machine(scene.cluster)
+        scene = Scene(story)
         cluster = scene.cluster
-        try:
-            scene.play()
-        except Violation as violation:
-            invariant, text = violation.invariant, f"at {cluster.clock.now:.6f} s {violation}"
-        view = cluster.view
-        mark = repr((cluster.clock.now, cluster.clock.events, cluster.network.sent_bytes, scene.faults.happened))
-        result = Result(
-            story.seed,
-            invariant,
-            text,
-            cluster.clock.events,
-            sum(w.steps for w in scene.workers.values()),
-            sum(w.pulls for w in scene.workers.values()),
-            sum(r.rounds for r in scene.rounds.values()),
-            0 if view is None else view.epoch,
-            cluster.clock.now,
-            zlib.crc32(mark.encode()),
-            story.flavour,
-            tuple(cluster.trace or ()),
-        )
+        machine(cluster)
+        with _told(cluster) if trace else nullcontext():
+            invariant, text = _promises(scene)
+            result = _result(scene, invariant, text)
         cluster.end()
     return result
+
+
+def _promises(scene: Scene) -> tuple[str, str]:
+    """Plays it; the promise that was broken, and how."""
+    try:
+        scene.play()
+    except Violation as violation:
+        return violation.invariant, f"at {scene.cluster.clock.now:.6f} s {violation}"
+    return "", ""
+
+
+def _result(scene: Scene, invariant: str, text: str) -> Result:
+    cluster, story = scene.cluster, scene.story
+    view = cluster.view
+    mark = repr((cluster.clock.now, cluster.clock.events, cluster.network.sent_bytes, scene.faults.happened))
+    return Result(
+        seed=story.seed,
+        invariant=invariant,
+        story=text,
+        flavour=story.flavour,
+        events=cluster.clock.events,
+        views=0 if view is None else view.epoch,
+        steps=sum(w.steps for w in scene.workers.values()),
+        pulls=sum(w.pulls for w in scene.workers.values()),
+        rounds=sum(r.rounds for r in scene.rounds.values()),
+        shards=sum(w.steps for w in scene.workers.values() if isinstance(w, Sharded)),
+        ended_s=cluster.clock.now,
+        digest=zlib.crc32(mark.encode()),
+        trace=tuple(cluster.clock.trace or ()),
+    )
+
+
+class Trace(logging.Handler):
+    """Log lines of all processes become lines of the trace."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(logging.INFO)
+        self._cluster = cluster
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._cluster.clock.note(f"{self._cluster.running()}: {record.getMessage()}")
 
 
 class Machine:
@@ -229,14 +267,26 @@ def virtual() -> Iterator[Machine]:
     its log lines reach the terminal."""
     table_store.warm()
     machine = Machine()
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    with ExitStack() as stack:
+        for name in ("monotonic", "thread_time", "time"):
+            stack.enter_context(patch.object(time, name, machine.now))
+        stack.enter_context(patch.object(os, "_exit", machine.exit))
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
+        yield machine
+
+
+@contextmanager
+def _told(cluster: Cluster) -> Iterator[None]:
+    """Has everything that happens told in the cluster's trace."""
+    cluster.clock.trace = []
+    root, level, handler = logging.getLogger(), logging.getLogger().level, Trace(cluster)
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    logging.disable(logging.NOTSET)
     try:
-        with (
-            patch.object(time, "monotonic", machine.now),
-            patch.object(time, "thread_time", machine.now),
-            patch.object(os, "_exit", machine.exit),
-        ):
-            yield machine
+        yield
     finally:
-        logging.disable(disabled)
+        root.removeHandler(handler)
+        root.setLevel(level)
+        logging.disable(logging.CRITICAL)

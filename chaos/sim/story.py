@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
 from chaos.sim.network import Weather
 
-FLAVOURS = ("calm", "kills", "stalls", "partitions", "resets", "store", "moves", "mixed")
+FLAVOURS = ("calm", "kills", "stalls", "partitions", "resets", "readers", "store", "moves", "mixed")
 KINDS = ("free", "free", "bounded", "rounds", "shards")
 CALM = ("calm", "resets", "moves")  # stories in which no process and no link is slow for long
 
@@ -19,9 +18,13 @@ _USUAL: dict[str, tuple[str, ...]] = {
     "partitions": ("servers apart", "one way", "worker apart", "leader apart", "store apart"),
     "resets": ("reset", "reset", "reset", "reset all", "worker restarts"),
     "store": ("store away", "store apart", "leader dies", "server dies", "worker restarts"),
+    "readers": ("worker stalls", "worker stalls", "worker stalls", "reset", "server joins", "server dies"),
     "moves": ("server joins", "server drains", "server joins", "reset", "worker restarts"),
 }
 _USUAL["mixed"] = tuple(sorted({what for some in _USUAL.values() for what in some}))
+
+
+_MOST = {"resets": 16, "readers": 12, "calm": 3}  # faults of a story; 7 of others
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class App:
-    """An application: kind as in KINDS, its workers; bound: of its staleness; large: some of its pulls are."""
+    """An application: kind as in KINDS, its workers; bound: of its staleness; large: some of its pulls are; readers:
+    threads of each worker that pull beside the one that trains."""
 
     name: str
     kind: str
@@ -44,6 +48,7 @@ class App:
     window: int
     bound: int
     large: bool
+    readers: int
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,12 @@ def tell(seed: int) -> Story:
     random = Random(f"story {seed}")
     flavour = FLAVOURS[seed % len(FLAVOURS)]
     servers = random.choice((2, 3, 3, 4))
-    training_s = random.uniform(1.5, 4.0)
+    training_s = random.uniform(1.0, 3.0)
     weather = Weather(
-        latency_s=random.choice((0.0001, 0.0003, 0.001)),
+        latency_s=random.choice((0.0001, 0.0003, 0.001, 0.004)),
         bytes_per_s=random.choice((5e6, 50e6, 500e6)),
-        buffer_bytes=random.choice((2 << 10, 16 << 10, 64 << 10, 256 << 10)),
-        short=random.choice((0.0, 0.05, 0.2)),
+        buffer_bytes=random.choice((2 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10)),
+        short=random.choice((0.0, 0.05, 0.2, 0.5)),
         cut=random.choice((0.0, 0.2, 0.5)),
     )
     return Story(
@@ -86,15 +91,15 @@ def tell(seed: int) -> Story:
         random.choice((2, 2, min(3, servers))),
         random.choice((4, 8, 8, 16)),
         weather,
-        tuple(_app(random, i) for i in range(random.choice((1, 1, 2)))),
-        tuple(sorted(_faults(random, _USUAL[flavour], training_s), key=lambda fault: fault.at_s)),
+        tuple(_app(random, i, flavour) for i in range(random.choice((1, 1, 2)))),
+        tuple(sorted(_faults(random, flavour, training_s), key=lambda fault: fault.at_s)),
         training_s,
         random.random() < 0.6,
     )
 
 
-def _app(random: Random, index: int) -> App:
-    kind = random.choice(KINDS)
+def _app(random: Random, index: int, flavour: str) -> App:
+    kind = random.choice(KINDS if flavour != "readers" else KINDS[:3])
     return App(
         f"app{index}",
         kind,
@@ -102,11 +107,13 @@ def _app(random: Random, index: int) -> App:
         random.choice((1, 2, 4)),
         random.choice((0, 1, 3)),
         random.random() < 0.5,
+        random.choice((0, 0, 1, 2)),
     )
 
 
-def _faults(random: Random, usual: Sequence[str], training_s: float) -> list[Fault]:
-    count = random.randint(2, 6)
+def _faults(random: Random, flavour: str, training_s: float) -> list[Fault]:
+    usual = _USUAL[flavour]
+    count = random.randint(2, _MOST.get(flavour, 7))
     return [
         Fault(
             random.uniform(0.3, training_s),

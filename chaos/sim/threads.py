@@ -20,7 +20,7 @@ from elasticps.client.runtime import READABLE, WRITABLE, Poller, Runtime
 
 T = TypeVar("T")
 EVENTS_PER_POLL = 64
-PREEMPTED = 0.05  # how often a thread that takes or gives back a lock is stopped just then
+PREEMPTED = 0.1  # how often a thread that takes or gives back a lock is stopped just then
 
 
 class Threads(Runtime):
@@ -161,6 +161,9 @@ class Thread(greenlet):
         self.joiners: list[Thread] = []
         self._threads = threads
         self._target = target
+
+    def __str__(self) -> str:
+        return f"{self._threads.process} {self.name}"
 
     def go_on(self) -> None:
         """Runs until it waits again, or ends."""

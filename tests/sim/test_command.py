@@ -9,8 +9,8 @@ import typer
 from typer.testing import CliRunner
 
 import chaos.cli
-import chaos.simulator
-from chaos.simulator import Result
+import chaos.sim.run
+from chaos.sim.run import Result
 
 app = typer.Typer()
 app.command()(chaos.cli.sim)
@@ -24,8 +24,8 @@ def test_a_seed_gives_the_same_events_each_time() -> None:
 
 
 def test_a_broken_promise_ends_with_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Result(7, "ack-safety", "at 0.1 s s1 lacks step 3", 10, 2, 1, 0.1, 0)
-    monkeypatch.setattr(chaos.simulator, "run", lambda seed, trace: broken)
+    broken = Result(7, "ack-safety", "at 0.1 s s1 lacks step 3")
+    monkeypatch.setattr(chaos.sim.run, "run", lambda seed, trace: broken)
     result = CliRunner().invoke(app, ["--seed", "7"])
     assert result.exit_code == 1
     assert "elasticps sim --seed 7" in result.stdout
@@ -40,9 +40,9 @@ def test_a_soak_runs_until_it_is_stopped_and_then_says_what_it_saw(monkeypatch: 
         seen.append(seed)
         if len(seen) > chaos.cli.RUNS_PER_LINE + 5:
             raise KeyboardInterrupt
-        return Result(seed, "progress" if seed == 12 else "", "it waits", 10, 2, 1, 0.1, 0)
+        return Result(seed, "progress" if seed == 12 else "", "it waits")
 
-    monkeypatch.setattr(chaos.simulator, "run", run)
+    monkeypatch.setattr(chaos.sim.run, "run", run)
     result = CliRunner().invoke(app, ["--seed", "10", "--runs", "0"])
     assert result.exit_code == 1
     assert seen[0] == 10

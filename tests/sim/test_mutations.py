@@ -494,4 +494,4 @@ def test_the_simulator_finds(mutation: Mutation, monkeypatch: pytest.MonkeyPatch
     seeds = (*range(first, SEEDS), *range(first))
     found = next((result for seed in seeds if not (result := run(seed)).ok), None)
     assert found is not None, f"{mutation.name} survived {SEEDS} seeds"
-    assert f"elasticps sim --seed {found.seed}" in str(found)
+    assert f"elasticps sim --protocol --seed {found.seed}" in str(found)

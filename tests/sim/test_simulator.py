@@ -33,7 +33,7 @@ def test_a_failure_names_the_invariant_and_the_command_that_replays_it(monkeypat
     monkeypatch.setattr(Content, "private_copy", lambda self: self)
     result = run(0)
     assert result.invariant == "content"
-    assert str(result).splitlines()[-1] == "replay it: elasticps sim --seed 0"
+    assert str(result).splitlines()[-1] == "replay it: elasticps sim --protocol --seed 0"
 
 
 def _calm(**changes: object) -> Plan:
