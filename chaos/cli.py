@@ -25,7 +25,7 @@ def sim(
     trace: Annotated[bool, typer.Option("--trace", help="Print every event of each run.")] = False,
     protocol: Annotated[
         bool,
-        typer.Option("--protocol", help="The chain protocol alone, between models of processes: more seeds a second."),
+        typer.Option("--protocol", help="The chain protocol alone, between models of processes."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
