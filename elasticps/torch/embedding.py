@@ -19,6 +19,7 @@ from torch.nn import functional
 from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Init, Normal
 from elasticps.spec import Optimizer as ServerOptimizer
+from elasticps.torch.distinct import distinct
 
 if TYPE_CHECKING:
     from elasticps.client import Client, SparseTable
@@ -33,10 +34,14 @@ class _Lookup:
 
     ids: Tensor
     version: int | None  # of `ids` when it was read: ids changed in place since then are other ids
-    keys: NDArray[np.int64]  # unique, without the padding id
+    keys: NDArray[np.int64]  # distinct, without the padding id
     positions: Tensor  # shape of ids: index into keys; len(keys) stands for the padding id
-    padded: bool
+    rows: NDArray[np.float32]  # [keys (+ 1 of zeros if padded), dim], once the rows are there
     future: SparseRead | None  # None: no key, nothing to pull
+
+    @property
+    def padded(self) -> bool:
+        return len(self.rows) > len(self.keys)
 
 
 @dataclass(eq=False)
@@ -93,17 +98,13 @@ class Rows(nn.Module):
     def _ask(self, ids: Tensor) -> _Lookup:
         if ids.dtype not in (torch.int64, torch.int32):
             raise InputError(f"ids of table {self.table.name!r} must be int64 or int32, got {ids.dtype}")
-        unique, positions = torch.unique(ids.detach(), return_inverse=True)
-        keys = unique.cpu().numpy().astype(np.int64, copy=False)
-        padded = False
-        if self.padding_idx is not None:
-            at = int(np.searchsorted(keys, self.padding_idx))
-            padded = at < len(keys) and int(keys[at]) == self.padding_idx
-            if padded:
-                keys = np.delete(keys, at)
-                positions = torch.where(positions == at, len(keys), positions - (positions > at).to(positions.dtype))
-        future = self.table.pull_async(keys) if len(keys) else None
-        return _Lookup(ids, _version(ids), keys, positions, padded, future)
+        flat = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
+        keys, where, padded = distinct(flat, self.padding_idx)
+        rows = np.empty((len(keys) + padded, self.dim), np.float32)
+        rows[len(keys) :] = 0.0
+        future = self.table.pull_async(keys, rows[: len(keys)]) if len(keys) else None
+        positions = torch.from_numpy(where).view(ids.shape).to(ids.device)
+        return _Lookup(ids, _version(ids), keys, positions, rows, future)
 
     def _claim(self, ids: Tensor) -> _Lookup:
         for lookup in self._ahead:
@@ -115,22 +116,19 @@ class Rows(nn.Module):
     def _pull(self, ids: Tensor) -> tuple[Tensor, _Lookup]:
         """The rows of a batch on its device, float32 [keys (+ 1 of zeros if padded), dim], ready for autograd."""
         lookup = self._claim(ids)
-        if lookup.future is None:
-            rows = torch.empty((0, self.dim), device=ids.device)
-        else:
-            rows = torch.from_numpy(lookup.future.result()).to(ids.device)
-            if self.training and torch.is_grad_enabled():
-                use = _Use(weakref.ref(self), lookup.keys)
-                rows.requires_grad_().register_post_accumulate_grad_hook(use)
-                self.uses.add(use)
-        if lookup.padded:
-            rows = torch.cat([rows, rows.new_zeros((1, self.dim))])
+        if lookup.future is not None:
+            lookup.future.result()
+        rows = torch.from_numpy(lookup.rows).to(ids.device)
+        if lookup.future is not None and self.training and torch.is_grad_enabled():
+            use = _Use(weakref.ref(self), lookup.keys)
+            rows.requires_grad_().register_post_accumulate_grad_hook(use)
+            self.uses.add(use)
         return rows, lookup
 
     def take(self, use: _Use, gradient: Tensor) -> None:
         with self._lock:
             self.uses.discard(use)
-            self._gradients.append((use.keys, gradient))
+            self._gradients.append((use.keys, gradient[: len(use.keys)]))  # not that of the padding id
         self.on_gradient()
 
     def collect(self) -> tuple[list[NDArray[np.int64]], list[NDArray[np.float32]]]:

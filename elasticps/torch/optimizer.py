@@ -99,6 +99,10 @@ class Optimizer(torch.optim.Optimizer):
         groups: dict[object, dict[str, Any]] = {}
         self._dense = self._register(ps, model, optimizer, prefix, groups)
         self._sparse = self._tables(model, groups)
+        self._targets: list[tuple[DenseTensor | SparseTable, dict[str, Any]]] = [
+            *((dense.tensor, dense.group) for dense in self._dense),
+            *((sparse.table, sparse.group) for sparse in self._sparse),
+        ]
         if not groups:
             raise ConfigError("the model has no parameter and no elasticps embedding to train")
         super().__init__(list(groups.values()), {"lr": 0.0})
@@ -202,7 +206,7 @@ class Optimizer(torch.optim.Optimizer):
         this = weakref.ref(self)
 
         def arrive(*_: object) -> None:
-            if (optimizer := this()) is not None:
+            if (optimizer := this()) is not None and optimizer._arriving:
                 optimizer._arrive()
 
         if self._pipeline:
@@ -252,7 +256,10 @@ class Optimizer(torch.optim.Optimizer):
         if gradient.layout != torch.strided:
             raise InputError(f"the gradient of {dense.name!r} is sparse: use elasticps.torch.Embedding or sparse=False")
         dense.left = (gradient.data_ptr(), gradient._version)
-        self._send(dense.tensor, gradient.detach().float().cpu().contiguous().numpy(), 4 * gradient.numel())
+        plain = gradient.detach()
+        if plain.dtype is not torch.float32 or not plain.is_cpu or not plain.is_contiguous():
+            plain = plain.float().cpu().contiguous()
+        self._send(dense.tensor, plain.numpy(), 4 * plain.numel())
 
     def _send_sparse(self, sparse: _Sparse) -> None:
         keys: list[NDArray[np.int64]] = []
@@ -289,7 +296,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _step_rates(self) -> dict[Any, float]:
         rates: dict[Any, float] = {}
-        for target, group in [*((d.tensor, d.group) for d in self._dense), *((s.table, s.group) for s in self._sparse)]:
+        for target, group in self._targets:
             if not group["scheduled"]:
                 rates[target] = float(group["lr"])
             elif "initial_lr" in group:
@@ -343,7 +350,11 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients, of rows too. Closes a step of which a part has left, with a RuntimeWarning."""
-        super().zero_grad(set_to_none)
+        if set_to_none:
+            for dense in self._dense:
+                dense.parameter.grad = None
+        else:
+            super().zero_grad(set_to_none=False)
         left = self._forget()
         if left:
             warnings.warn(

@@ -86,8 +86,9 @@ class SparseTable:
         self.pulls.append(keys.tolist())
         return np.array([self.row(key) for key in keys.tolist()], np.float32)
 
-    def pull_async(self, keys: NDArray[np.int64]) -> Done:
-        return Done(self.pull(keys))
+    def pull_async(self, keys: NDArray[np.int64], out: Floats) -> Done:
+        out[...] = self.pull(keys)
+        return Done(out)
 
     def push(self, value: tuple[NDArray[np.int64], Floats], clock: int, lr: float | None) -> None:
         keys, gradients = value
