@@ -116,12 +116,13 @@ def local_cluster() -> Iterator[NewCluster]:
 
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], bool]], None]:
-    """Waits until a condition holds; fails the test if it does not within 10 s."""
+    """Waits until a condition holds; fails the test if it does not within 40 s: a process may have to start first, on a
+    machine that is busy."""
 
     def wait(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 40
         while not condition():
-            assert time.monotonic() < deadline, "the condition did not come true within 10 s"
+            assert time.monotonic() < deadline, "the condition did not come true within 40 s"
             time.sleep(0.01)
 
     return wait
