@@ -159,6 +159,13 @@ class Draft:
         self.joining[ended] = -1
         return int(np.count_nonzero(ended))
 
+    def stop(self, pairs: Collection[Pair], level: Mapping[int, int]) -> list[Member]:
+        """Ends the fillings between the two of each pair, but for what is level; returns who was being filled."""
+        ended = self.pairs(pairs)[self.tails, self.joining] & ~self._level(level)
+        joiners = [self.members[i] for i in np.unique(self.joining[ended]).tolist()]
+        self.joining[ended] = -1
+        return joiners
+
     def release(self, draining: Collection[Member], live: Collection[Member]) -> int:
         """Takes those that drain out of chains for which there is nobody else, but never the last one of `live`, which
         has the others that serve. Returns how many replicas are given up."""

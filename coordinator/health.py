@@ -23,6 +23,7 @@ TOGETHER_S = 0.3  # silences that begin within this time have one cause
 UNREGISTERED_S = 0.1  # without a connection and without a key: gone; the connection may just be made again
 WELL_S = 0.25  # reports come ten times a second
 SUSPECTED_S = 1.0  # a peer has not been reached by another for so long: the two are cut off from each other
+STALLED_S = 30.0  # who could not be filled by a server is not filled by it again for so long
 CUT_S = 10.0  # a cut is remembered after it was last reported: nobody reports on a peer that is no neighbour any more
 TICK_S = 0.05  # how often `tick` is to be called
 LATE_S = 0.2  # a tick that comes this much later than planned: the leader was suspended, and heard nobody
@@ -36,12 +37,14 @@ class Report:
     epoch     of the view that it acts under
     levels    joining replicas that are level, as its tails found: state, told again in every report
     suspects  members that it has not been able to reach, and for how many seconds
+    stalled   joining replicas that have not got on with what it fills them with, for longer than is bearable
     nbytes    stored there; requests: done since it started
     """
 
     epoch: int
     levels: tuple[Level, ...] = ()
     suspects: dict[Member, float] = field(default_factory=dict)
+    stalled: frozenset[Member] = frozenset()
     nbytes: int = 0
     requests: int = 0
 
@@ -100,6 +103,7 @@ class Detector:
         self._peers: dict[Member, _Peer] = {}
         self._levels: dict[int, Level] = {}
         self._cuts: dict[tuple[Member, Member], float] = {}
+        self._stalled: dict[tuple[Member, Member], float] = {}  # until when
         self._ticked: float | None = None
         self._late = -STALE_S  # when the leader was last found to have been suspended
 
@@ -131,6 +135,10 @@ class Detector:
                 changed = True
         for suspect, seconds in report.suspects.items():
             changed |= seconds > SUSPECTED_S and self._suspected(member, suspect, now)
+        for joiner in report.stalled:
+            pair = min(member, joiner), max(member, joiner)
+            changed |= pair not in self._stalled
+            self._stalled[pair] = now + STALLED_S
         return changed
 
     def lost(self, member: Member, now: float) -> bool:
@@ -154,10 +162,12 @@ class Detector:
         if late:
             self._late = now
             self._listen_afresh(now)
-        expired = [pair for pair, until in self._cuts.items() if until <= now]
-        for pair in expired:
-            del self._cuts[pair]
-        return self._judge_silence(now) or bool(expired)
+        expired = False
+        for pairs in (self._cuts, self._stalled):
+            for pair in [pair for pair, until in pairs.items() if until <= now]:
+                del pairs[pair]
+                expired = True
+        return self._judge_silence(now) or expired
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -193,6 +203,7 @@ class Detector:
             gone={member: gone.why for member, gone in self.gone.items()},
             level=level,
             cut=frozenset(self._cuts),
+            stalled=frozenset(self._stalled),
             pending=frozenset(member for member, peer in self._peers.items() if not peer.met),
         )
 

@@ -48,6 +48,7 @@ class Health:
     gone     members that must not be counted on, dead or suspected, each with the evidence
     level    range -> fill id that its tail reported level: valid while it is the view's `since` of the range
     cut      pairs of members that cannot reach each other, though both are well
+    stalled  pairs of members of which one could not fill the other: it is given up, and not tried again for a while
     pending  members that have not been heard yet: they are not listed, or if they are, given nothing to do
     ripe     False: what is level may wait a little for the others under way, so that one view serves for all
     """
@@ -55,6 +56,7 @@ class Health:
     gone: Mapping[Member, str] = field(default_factory=dict)
     level: Mapping[int, int] = field(default_factory=dict)
     cut: frozenset[Pair] = frozenset()
+    stalled: frozenset[Pair] = frozenset()
     pending: frozenset[Member] = frozenset()
     ripe: bool = True
 
@@ -223,6 +225,7 @@ class _Step:
         """Repair, then drains, then balance; returns the reasons."""
         draft, health = self.draft, self.health
         draft.give_up(self.draining)
+        stopped, apart = draft.stop(health.stalled, health.level), health.cut | health.stalled
         before, full = draft.joining.copy(), draft.lengths == draft.replicas
         if health.ripe or self._listed() != self.view.servers:
             draft.promote(health.level, self.draining)
@@ -230,14 +233,15 @@ class _Step:
         if not any(server.member in health.pending for server in self.present.values()):
             draft.release(self.draining, self.serving)
         able = {m: _node(s) for m, s in self.serving.items() if m not in health.pending}
-        fills = start_fills(draft, able, limits, health.cut, self.draining)
+        fills = start_fills(draft, able, limits, apart, self.draining)
         repairs = (draft.joining >= 0) & (draft.lengths < draft.replicas)
         # Who has not been heard yet may be well: what it holds is no reason to move anything.
         if not fills.later and not (health.pending & draft.owners):
-            start_moves(draft, able, self.draining, limits, health.cut, even=not repairs.any())
+            start_moves(draft, able, self.draining, limits, apart, even=not repairs.any())
         if not draft.changed.any():
             return []
         return [
+            *wording.stalled(stopped),
             *wording.repairs(draft, int(np.count_nonzero(came & ~full)), repairs & (draft.joining != before)),
             *wording.drains(draft, self.draining),
             *wording.moves(draft, int(np.count_nonzero(came & full)), missing(draft, able, self.draining)),

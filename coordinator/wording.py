@@ -48,6 +48,11 @@ def evidence(lost: Sequence[Member], why: Mapping[Member, str]) -> str:
     return names([f"{m.name} ({why[m]})" for m in lost]) + " lost"
 
 
+def stalled(joiners: Collection[Member]) -> list[str]:
+    """Fillings that were given up because they made no progress."""
+    return [f"{names([m.name for m in joiners])} could not be filled: given up for now"] if joiners else []
+
+
 def losses(loss: Loss, why: Mapping[Member, str], cut: Collection[tuple[Member, Member]]) -> list[str]:
     """What deaths and cuts have done."""
     reasons = []

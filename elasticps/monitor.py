@@ -81,6 +81,7 @@ def _report(header: Header, document: dict[str, Any]) -> Report:
     try:
         levels = tuple(Level(r, fill, Member(name, number)) for r, fill, name, number in document["levels"])
         suspects = {Member(name, number): float(seconds) for name, number, seconds in document["suspects"]}
-        return Report(header.epoch, levels, suspects, int(document["bytes"]), int(document["requests"]))
+        stalled = frozenset(Member(str(name), int(number)) for name, number in document["stalled"])
+        return Report(header.epoch, levels, suspects, stalled, int(document["bytes"]), int(document["requests"]))
     except (KeyError, TypeError, ValueError) as error:
         raise FrameError(f"a report that is none: {error}") from None

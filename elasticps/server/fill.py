@@ -24,6 +24,7 @@ LONGEST_PAUSE_S = 0.5  # after the state of a home range, which is of one instan
 USUAL_BYTES_PER_S = 20e6  # what this comes to with several servers on two cores; for forecasts
 BACKLOG_BYTES = 256 << 10  # on a link: what workers push goes behind it, and may have to be acknowledged from there
 RETRY_S = 0.002
+STALLED_S = 10.0  # a joiner that has got no further for so long is given up
 
 
 @dataclass
@@ -37,9 +38,22 @@ class _Cut:
     step: int
 
 
+class _Progress:
+    """How far a joiner has come with a range. `best`: the place up to which it has ever had all; waits_s: loop time
+    since when it is the joiner that the next one waits for, None if it is us."""
+
+    __slots__ = ("best", "filling", "waits_s")
+
+    def __init__(self, filling: tuple[Member, int]) -> None:
+        self.filling = filling
+        self.best = -1
+        self.waits_s: float | None = None
+
+
 class Cutter:
     """Schedules pieces. `deliver(r, serial, upto, last, content)` takes each one at the instant at which it was cut;
-    `busy()` says whether workers are being served, `backlog(peer)` how many bytes wait on the link to a peer."""
+    `busy()` says whether workers are being served, `backlog(peer)` how many bytes wait on the link to a peer,
+    `filling(r)` who is still to be filled with a range, and since which epoch."""
 
     def __init__(
         self,
@@ -51,6 +65,7 @@ class Cutter:
         deliver: Callable[[int, int, int, bool, PieceContent], None],
         busy: Callable[[], bool],
         backlog: Callable[[Member], int],
+        filling: Callable[[int], tuple[Member, int] | None],
     ) -> None:
         self._loop = loop
         self._tables = tables
@@ -60,6 +75,9 @@ class Cutter:
         self._deliver = deliver
         self._busy = busy
         self._backlog = backlog
+        self._filling = filling
+        self._progress: dict[int, _Progress] = {}
+        self._looked_s = 0.0
         self._cuts: dict[int, _Cut] = {}
         self._free_s = 0.0  # loop time at which the next piece may be cut
         self.sent_bytes = 0
@@ -69,10 +87,34 @@ class Cutter:
         size = sum(table.count_range(r) * (table.stride + 8) for table in self._tables.values())
         step = -(-self._width // max(1, -(-size // PIECE_BYTES)))
         self._cuts[r] = _Cut(peer, serial, r * self._width, (r + 1) * self._width, step)
-        self.next(r, serial)
+        filling = self._filling(r)
+        if filling is not None and (r not in self._progress or self._progress[r].filling != filling):
+            self._progress[r] = _Progress(filling)
+        self._schedule(r, serial)
 
     def next(self, r: int, serial: int) -> None:
         """The piece before is in place."""
+        cut, progress = self._cuts.get(r), self._progress.get(r)
+        if cut is not None and cut.serial == serial and progress is not None and cut.low > progress.best:
+            progress.best, progress.waits_s = cut.low, None
+        self._schedule(r, serial)
+
+    def stalled(self) -> set[Member]:
+        """Joiners that have got no further with some range for STALLED_S. A link that comes and goes, because the
+        joiner cannot read what it gets, is no progress; nor does it count that we were stopped."""
+        now, before = self._loop.time(), self._looked_s
+        self._looked_s = now
+        found = set()
+        for r, progress in list(self._progress.items()):
+            if self._filling(r) != progress.filling:
+                del self._progress[r]
+            elif progress.waits_s is not None and now - before > STALLED_S / 4:
+                progress.waits_s = now
+            elif progress.waits_s is not None and now - progress.waits_s > STALLED_S:
+                found.add(progress.filling[0])
+        return found
+
+    def _schedule(self, r: int, serial: int) -> None:
         self._loop.call_at(max(self._free_s, self._loop.time()), self._piece, r, serial)
 
     def _piece(self, r: int, serial: int) -> None:
@@ -83,6 +125,9 @@ class Cutter:
         if now < self._free_s:  # another range's piece was faster
             self._loop.call_at(self._free_s, self._piece, r, serial)
             return
+        progress = self._progress.get(r)
+        if progress is not None and progress.waits_s is None:
+            progress.waits_s = now
         if self._backlog(cut.peer) > BACKLOG_BYTES:
             self._loop.call_later(RETRY_S, self._piece, r, serial)
             return

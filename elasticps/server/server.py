@@ -101,7 +101,15 @@ class Server:
         self._codec = Codec(self.store.tables, ranges)
         self.peers = Peers(self.member, cluster, self, loop, self.connection)
         self._cutter = Cutter(
-            loop, self.store.tables, self.shell.rounds, self.shell.shards, ranges, self._cut, self._busy, self._backlog
+            loop,
+            self.store.tables,
+            self.shell.rounds,
+            self.shell.shards,
+            ranges,
+            self._cut,
+            self._busy,
+            self._backlog,
+            self._filling,
         )
         self.workers: dict[int, WorkerInfo] = {}  # the roster
         self._roster_version = 0
@@ -357,6 +365,7 @@ class Server:
         document = {
             "levels": [[level.range, level.fill, *level.joiner] for level in self.replica.levels()],
             "suspects": [[*member, round(seconds, 3)] for member, seconds in self.peers.suspects().items()],
+            "stalled": [list(member) for member in self._cutter.stalled()],
             "bytes": self.store.nbytes,
             "requests": self.counts["pushes"] + self.counts["pulls"],
         }
@@ -405,6 +414,13 @@ class Server:
     def _backlog(self, peer: Member) -> int:
         link = self.peers.link(peer)
         return 0 if link is None else link.waiting_bytes
+
+    def _filling(self, r: int) -> tuple[Member, int] | None:
+        """Who is to be filled with range r from here, as long as it is not, and since which epoch."""
+        view = self.view
+        if view is None or view.joining[r] < 0 or self.replica.waiting[r] or not (self.parking.tailed == r).any():
+            return None
+        return view.servers[view.joining[r]].member, int(view.since[r])
 
     def _busy(self) -> bool:
         return self._clock() - self._requests.last_s < BUSY_S

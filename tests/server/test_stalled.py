@@ -1,0 +1,162 @@
+"""A tail notices that a joiner gets no further, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elasticps.optimizers import Accumulate
+from elasticps.server import fill
+from elasticps.server.fill import BACKLOG_BYTES, STALLED_S, Cutter
+from elasticps.server.rounds import Rounds
+from elasticps.server.shards import Shards
+from elasticps.spec import TableSpec
+from elasticps.store import Store
+from elasticps.wire.frames import HEADER_BYTES, Kind, json_body
+from replication.chain import Member
+from tests.server.conftest import RANGES, Group, Run, until
+
+P = 2
+B, C = Member("b", 1), Member("c", 1)
+
+
+class Loop:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.calls: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, at: float, call: Callable[..., None], *arguments: Any) -> None:
+        self.calls.append((at, lambda: call(*arguments)))
+
+    def call_later(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
+        self.call_at(self.now + delay_s, call, *arguments)
+
+
+class Tail:
+    """A cutter with one table; `run` lets time pass, and asks for what stands still ten times a second."""
+
+    def __init__(self) -> None:
+        self.loop = Loop()
+        store = Store(P)
+        table = store.create(TableSpec("t", 64, Accumulate()), 1)
+        table.put_if_absent(np.arange(8000, dtype=np.int64), np.ones((8000, 64), np.float32))
+        self.delivered: list[tuple[int, bool]] = []
+        self.filling: tuple[Member, int] | None = (B, 3)
+        self.backlog = 0
+        loop: Any = self.loop
+        self.cutter = Cutter(
+            loop, store.tables, Rounds(P), Shards(P), P,
+            lambda r, serial, upto, last, content: self.delivered.append((serial, last)),
+            lambda: False, lambda peer: self.backlog, lambda r: self.filling,
+        )  # fmt: skip
+
+    def run(self, seconds: float) -> set[Member]:
+        end, found = self.loop.now + seconds, set()
+        while self.loop.now < end:
+            due = [call for at, call in self.loop.calls if at <= self.loop.now]
+            self.loop.calls = [(at, call) for at, call in self.loop.calls if at > self.loop.now]
+            for call in due:
+                call()
+            found = self.cutter.stalled()
+            self.loop.now += 0.1
+        return found
+
+
+def test_a_joiner_that_installs_nothing_is_told_of_and_one_that_gets_on_is_not() -> None:
+    tail = Tail()
+    tail.cutter.start(B, 0, 1)
+    for _ in range(3):  # slowly, but it gets on
+        assert not tail.run(STALLED_S - 1)
+        tail.cutter.next(0, 1)
+    assert not tail.run(STALLED_S - 1)
+    assert tail.run(2) == {B}
+    tail.cutter.next(0, 1)
+    assert not tail.run(1)
+
+
+def test_the_last_piece_counts_as_well_until_the_joiner_has_all() -> None:
+    tail = Tail()
+    tail.cutter.start(B, 0, 1)
+    while not tail.delivered or not tail.delivered[-1][1]:
+        tail.run(0.2)
+        tail.cutter.next(0, 1)
+    assert len(tail.delivered) > 3
+    tail.run(1)
+    tail.filling = None
+    assert not tail.run(STALLED_S + 1)
+
+
+def test_one_that_reads_nothing_is_told_of() -> None:
+    tail = Tail()
+    tail.backlog = BACKLOG_BYTES + 1
+    tail.cutter.start(B, 0, 1)
+    assert tail.run(STALLED_S + 1) == {B}
+    assert not tail.delivered
+
+
+def test_beginning_again_and_again_is_no_progress() -> None:
+    """The joiner installs the first piece, and ends the link because of the second."""
+    tail = Tail()
+    found = set()
+    for serial in range(1, int(STALLED_S) + 5):
+        tail.cutter.start(B, 0, serial)
+        tail.run(0.5)
+        tail.cutter.next(0, serial)
+        found |= tail.run(0.5)
+    assert found == {B}
+
+
+def test_another_joiner_and_another_filling_of_the_same_one_have_time_of_their_own() -> None:
+    tail = Tail()
+    tail.cutter.start(B, 0, 1)
+    assert tail.run(STALLED_S + 1) == {B}
+    tail.filling = C, 4
+    assert not tail.run(1)
+    tail.cutter.start(C, 0, 2)
+    assert not tail.run(STALLED_S - 1)
+    tail.filling = C, 5
+    tail.cutter.start(C, 0, 3)
+    assert not tail.run(STALLED_S - 1)
+    assert tail.run(2) == {C}
+
+
+def test_a_tail_that_was_stopped_blames_nobody() -> None:
+    tail = Tail()
+    tail.cutter.start(B, 0, 1)
+    tail.run(1)
+    tail.loop.now += 10 * STALLED_S
+    assert not tail.cutter.stalled()
+    assert not tail.run(STALLED_S - 1)
+    assert tail.run(2) == {B}
+
+
+def test_a_server_reports_a_joiner_that_stands_still(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill, "STALLED_S", 0.4)
+
+    async def test(group: Group) -> None:
+        a, b = await group.start("a"), await group.start("b")
+        group.adopt(group.make_view(lambda r: ["a"]))
+        await group.connect("a")
+        b._peer_handlers[Kind.PIECE] = lambda *_: None
+        group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
+        await until(lambda: reported(a.report()) == [["b", 1]])
+        group.adopt(group.make_view(lambda r: ["a"]))
+        assert reported(a.report()) == []
+        b._peer_handlers[Kind.PIECE] = b._message
+        group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
+        await until(lambda: len(a.replica.levels()) == RANGES)
+        assert reported(a.report()) == []
+
+    run(test)
+
+
+def reported(frame: bytes) -> object:
+    return json_body(frame[HEADER_BYTES:])["stalled"]
