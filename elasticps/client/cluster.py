@@ -8,7 +8,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TypeVar, cast
+from weakref import WeakSet
 
+import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.view import View
@@ -17,6 +19,7 @@ from elasticps.client.handles import DenseTensor, Handle, SparseTable
 from elasticps.client.inputs import checked_floats
 from elasticps.client.joining import Joining
 from elasticps.client.network import Network
+from elasticps.client.push_batch import PackedPart, Packer, Source
 from elasticps.client.pushes import StepState
 from elasticps.client.reads import Read
 from elasticps.client.routing import Routes
@@ -29,7 +32,18 @@ from elasticps.client.writes import Part, Write, check_size
 from elasticps.errors import ConfigError, Error, InputError, Timeout
 from elasticps.sharding import checked_spec
 from elasticps.spec import ASP, BSP, SSP, Consistency, Init, Optimizer, TableSpec, Zeros
-from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, ROUND, Buffer, Header, Kind, json_frame, unpack_header
+from elasticps.wire.frames import (
+    ALL_RANGES,
+    HEADER_BYTES,
+    LAST,
+    MAX_BLOCKS,
+    ROUND,
+    Buffer,
+    Header,
+    Kind,
+    json_frame,
+    unpack_header,
+)
 from elasticps.wire.pool import Pool
 from replication.chain import Member
 from replication.progress import MAX_PARTS
@@ -74,23 +88,28 @@ class OpenStep:
     """
 
     def __init__(self, client: Client, rates: Rates) -> None:
+        self.state: StepState | None = None  # None before the first part is outstanding
         self._client = client
         self._rates = rates
-        self._state: StepState | None = None
-        self._committed: Step | None = None
 
     def push(self, values: Pushes, *, copy: bool = True) -> None:
         """Sends gradients, as `Client.push` does, without ending the step."""
-        if self._committed is not None:
-            raise InputError(f"step {self._committed.clock} is committed already; begin another one")
-        self._state = self._client.push_part(self._state, values, self._rates, last=False, copy=copy)
+        if self._closed:
+            assert self.state is not None
+            raise InputError(f"step {self.state.clock} is committed already; begin another one")
+        self._client.push_part(self, values, self._rates, last=False, copy=copy)
 
     def commit(self) -> Step:
         """Ends the step: one tick. Again: the same step."""
-        if self._committed is None:
-            self._state = self._client.push_part(self._state, {}, self._rates, last=True, copy=True)
-            self._committed = Step(self._client, self._state)
-        return self._committed
+        if not self._closed:
+            self._client.push_part(self, {}, self._rates, last=True, copy=True)
+        assert self.state is not None
+        return Step(self._client, self.state)
+
+    @property
+    def _closed(self) -> bool:
+        """Whether its last part is outstanding, or more than that. Of an interrupted `commit`, the client knows."""
+        return self.state is not None and self._client.is_closed(self.state)
 
     def __enter__(self) -> OpenStep:
         return self
@@ -98,7 +117,7 @@ class OpenStep:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._state is not None or error is None:
+        if self.state is not None or error is None:
             self.commit()
 
 
@@ -113,7 +132,7 @@ class Client:
         self.app = app
         self._runtime = control.runtime
         self._lock = self._runtime.rlock()  # session, open step, tables: whatever must keep an order
-        self.memory = Pool(KEPT_BYTES)  # for private copies of gradients; under the lock
+        self._packer = Packer(Pool(KEPT_BYTES))  # under the lock
         self._tables: dict[str, Handle] = {}
         self._shards: list[Shards] = []
         self._shard: tuple[int, int] | None = None  # what the next step trains
@@ -131,9 +150,10 @@ class Client:
                 self._control.ask_view,
             )  # fmt: skip
             if isinstance(consistency, BSP):
-                self._sync = SyncRounds(self._network, app, self.worker.id)
+                self._sync = SyncRounds(self._network, self._session, app, self.worker.id)
                 self._network.pushes.flags = ROUND
             self._joining = Joining(self._network, self._control, self._session, self._sync, timeout)
+            _clients.add(self)
             self._network.start(deadline_s)
         except BaseException:
             self.close()
@@ -173,7 +193,8 @@ class Client:
         Of several workers that open it at once one fills it and the others wait. `SpecError` as for `table`.
         """
         shape = getattr(init, "shape", None)
-        values = checked_floats(f"tensor {name!r}: init", init, tuple(shape) if shape is not None else _shape(init))
+        shape = _shape(init) if shape is None else tuple(shape)
+        values = checked_floats(f"tensor {name!r}: init", init, shape).copy()
         spec = TableSpec.dense(name, values.shape, optimizer, dtype)
         return cast(DenseTensor, self._open_table(spec, values))
 
@@ -185,7 +206,10 @@ class Client:
         all tables or by table. `copy=False` lends tensors' gradients instead of copying them: they must not change
         until the step is committed. Raises `InputError` before anything is sent, `Timeout` when the window stays full.
         """
-        return Step(self, self.push_part(None, values, lr, last=True, copy=copy))
+        step = OpenStep(self, lr)
+        self.push_part(step, values, lr, last=True, copy=copy)
+        assert step.state is not None
+        return Step(self, step.state)
 
     def step(self, *, lr: Rates = None) -> OpenStep:
         """Begins a step that is sent in parts."""
@@ -237,6 +261,7 @@ class Client:
 
         Raises the first error of the steps whose `result` nobody has asked for, if a server refused one.
         """
+        self._net.check()
         with self._lock:
             target = self._session.clock - self._session.open
         self._wait(lambda: self._session.committed >= target, timeout, "flush")
@@ -273,9 +298,18 @@ class Client:
         finally:
             self.close()
 
+    def disown(self) -> None:
+        """In a forked child: the connections and the place in the cluster are the parent's."""
+        self._closed = True
+        self._lock = self._runtime.rlock()  # a thread that is not here any more may hold the other one
+        if self._network is not None:
+            text = f"this client belongs to process {os.getppid()}, of which this is a fork: connect again in the child"
+            self._network.disown(text)
+
     # --- tables -------------------------------------------------------------------------------------------------
 
     def _open_table(self, spec: TableSpec, values: NDArray | None) -> Handle:  # type: ignore[type-arg]
+        self._net.check()
         known = self._tables.get(spec.name)
         registration = self._control.open_table(self.app, spec, self.worker.id, values is None, self.timeout)
         if known is not None and known.id == registration.id:
@@ -303,10 +337,11 @@ class Client:
         mine = registration.creator == self.worker.id
         if not mine and self._control.wait_ready(self.app, tensor.name, registration.creator, self.timeout):
             return
-        check_size([tensor.initial(values, self._net.routes)])
+        nothing = np.empty(0, np.float32)
+        check_size([tensor.lent(values, self._net.routes, nothing)])
 
         def questions(routes: Routes) -> Iterator[tuple[Member, Header, list[Buffer]]]:
-            part = Part([tensor.initial(values, routes)], routes)
+            part = Part([tensor.lent(values, routes, nothing)], routes)
             for server in routes.share_of:
                 for cut in part.whole(server, routes):
                     flags = LAST | (ALL_RANGES if cut.ranges is None else 0)
@@ -319,48 +354,80 @@ class Client:
 
     # --- steps --------------------------------------------------------------------------------------------------
 
-    def push_part(self, state: StepState | None, values: Pushes, rates: Rates, *, last: bool, copy: bool) -> StepState:
-        """Sends one part of a step, beginning the step if `state` is None."""
+    def push_part(self, step: OpenStep, values: Pushes, rates: Rates, *, last: bool, copy: bool) -> None:
+        """Sends one part of a step, the first of which begins it."""
         network, session = self._net, self._session
         network.check()
         if not self._joining.active:
             self._joining.enter()
-        if state is None:
+        if step.state is None:
             self._settle(None)
         while True:
-            if state is None and not session.room:
+            if step.state is None and not session.room:
                 self._wait(lambda: session.room, None, "room in the window")
             with self._lock:
                 network.check()
-                if state is None and session.open:
+                if step.state is not None and not network.pushes.begun(step.state):
+                    step.state = None
+                if step.state is None and session.open:
                     raise InputError(f"step {session.clock} is still open; commit it before pushing another")
-                if state is not None or session.room:  # else another thread was faster
-                    state = self._push(state, values, rates, last, copy)
-                    if last and self._sync is not None:
-                        self._sync.pushed(state.clock)
+                if step.state is not None or session.room:  # else another thread was faster
+                    self._push(step, values, rates, last, copy)
                     break
         network.nudge()
-        return state
 
-    def _push(self, state: StepState | None, values: Pushes, rates: Rates, last: bool, copy: bool) -> StepState:
-        if state is not None and not last and self._session.parts >= MAX_PARTS - 1:
+    def _push(self, step: OpenStep, values: Pushes, rates: Rates, last: bool, copy: bool) -> None:
+        """Whatever is raised, at any point: the part is outstanding, with all its content copied, or nothing is."""
+        if step.state is not None and not last and self._session.parts >= MAX_PARTS - 1:
             raise InputError(f"a step has at most {MAX_PARTS} parts")
-        clock = self._session.clock + 1 if state is None else state.clock
-        writes = [self._write(h, v, clock, rates, copy) for h, v in values.items()]
-        check_size(writes)
-        shard = self._shard if state is None else None
-        found = self._net.pushes.push(Part(writes, self._net.routes), last, shard)
-        if shard is not None:
-            self._shard = None
-            for shards in self._shards:
-                shards.used(shard, clock)
-        return found
+        begins = None if step.state is not None else StepState(self._session.clock + 1)
+        clock = self._session.clock + (begins is not None)
+        part = self._part(values, clock, rates, copy)
+        shard = None if begins is None else self._shard
+        try:
+            step.state = begins or step.state
+            self._net.pushes.push(part, last, begins, shard)
+        except BaseException:
+            self._net.hurt()
+            raise
+        finally:
+            if shard is not None and self._session.clock == clock:
+                self._shard = None
+                for shards in self._shards:
+                    shards.used(shard, clock)
 
-    def _write(self, handle: Handle, value: object, clock: int, rates: Rates, copy: bool) -> Write:
-        if self._tables.get(getattr(handle, "name", "")) is not handle:
-            raise InputError(f"push takes the tables and tensors of this client as keys, got {handle!r}")
-        lr = rates.get(handle) if isinstance(rates, Mapping) else rates
-        return handle.write(value, self._net.routes, clock, lr, copy)
+    def is_closed(self, state: StepState) -> bool:
+        """Whether all parts of a step are outstanding, or more than that."""
+        with self._lock:
+            self._net.check()
+            waits = self._session.open and self._session.clock == state.clock
+            return self._net.pushes.begun(state) and not waits
+
+    def _part(self, values: Pushes, clock: int, rates: Rates, copy: bool) -> Part | PackedPart:
+        """What a push of these values sends under the view of now; a copy, but for what is lent."""
+        routes = self._net.routes
+        sources: list[Source] = []
+        lent: list[Write] = []
+        known: dict[tuple[int, object], NDArray[np.float32]] = {}  # many tables have the same
+        if len(values) > MAX_BLOCKS:
+            raise InputError(f"a push of {len(values)} tables is over the limit of {MAX_BLOCKS}; push them in parts")
+        for handle, value in values.items():
+            if self._tables.get(getattr(handle, "name", "")) is not handle:
+                raise InputError(f"push takes the tables and tensors of this client as keys, got {handle!r}")
+            lr = rates.get(handle) if isinstance(rates, Mapping) else rates
+            steps = known.get((id(handle.optimizer), lr))
+            if steps is None:
+                steps = known[id(handle.optimizer), lr] = handle.optimizer.step_values(clock, lr)
+            if copy or isinstance(handle, SparseTable):
+                sources.append(handle.source(value, steps))
+            else:
+                lent.append(handle.lent(value, routes, steps))
+        packed = self._packer.pack(sources, routes)
+        if not lent:
+            return packed
+        writes = packed.writes() + lent
+        check_size(writes)
+        return Part(writes, routes)
 
     def finish_step(self, state: StepState, timeout: float | None) -> None:
         self._wait(lambda: state.done, timeout, f"step {state.clock}")
@@ -379,6 +446,8 @@ class Client:
 
     def attach(self, shard: tuple[int, int] | None) -> None:
         """What the next step that begins trains: (set, number) of a shard."""
+        if shard is not None:
+            self._net.check()
         with self._lock:
             self._shard = shard
 
@@ -407,6 +476,14 @@ class Client:
         bound = self.consistency.bound
         self._net.start_read(read, 0 if bound is None else bound + 1, int(self.timeout * 1000))
         return read
+
+    def pulled(self, read: Read) -> NDArray[np.float32]:
+        """What is pulled; if the wait ends with an exception, its memory is the caller's alone from now on."""
+        try:
+            return read.result()
+        except BaseException:
+            self._net.forget_read(read, Timeout("nobody waits for it"))
+            raise
 
     def finish_read(self, read: Read, timeout: float | None) -> None:
         if self.consistency.bound is not None:  # the servers, who know whom it waits for, give up first
@@ -440,9 +517,18 @@ class Client:
             self._network.fence(f"worker {self.worker.name!r} lost its place in the cluster: {reason}")
 
 
-def _shape(value: object) -> tuple[int, ...]:
-    import numpy as np
+_clients: WeakSet[Client] = WeakSet()
 
+
+def _disown_all() -> None:
+    for client in list(_clients):
+        client.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+def _shape(value: object) -> tuple[int, ...]:
     return np.asarray(value, np.float32).shape
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from elasticps.client.link import Link
 from elasticps.client.runtime import READABLE, WRITABLE, Runtime
+from elasticps.wire.frames import FrameError
 
 CALLER_RECENT_S = 0.005  # a caller that has just read will be back; keep out of its way for so long
 BACKGROUND_NAP_S = 0.002
@@ -22,18 +23,27 @@ IDLE_S = 0.25
 
 class Driver:
     """Polls the links. `on_broken(link, error)` hears of each connection that ended; `on_turn()` runs about every
-    TURN_S in the background thread, while it does not read, and returns whether anything is outstanding."""
+    TURN_S in the background thread, while it does not read, and returns whether anything is outstanding.
+    `on_failed(error)` hears of anything else that is raised while links are read, and of the background thread's end.
+
+    In the main thread a signal handler may raise between any two calls, so whatever is taken there is given back even
+    if the exception comes while it is being taken."""
 
     def __init__(
-        self, runtime: Runtime, on_broken: Callable[[Link, Exception], None], on_turn: Callable[[], bool]
+        self,
+        runtime: Runtime,
+        on_broken: Callable[[Link, Exception], None],
+        on_turn: Callable[[], bool],
+        on_failed: Callable[[BaseException], None],
     ) -> None:
         self._runtime = runtime
         self._on_broken = on_broken
         self._on_turn = on_turn
+        self._on_failed = on_failed
         self._poller = runtime.poller()
         self._links: dict[int, Link] = {}
-        self._role = runtime.lock()  # held by the thread that reads
-        self._reading = False  # some thread does
+        self._role = runtime.rlock()  # held by the thread that reads
+        self._given = 0  # how often it was given back
         self._changed = runtime.condition()  # something finished, or the role is free
         self._waiters = 0
         self._last_caller_s = 0.0
@@ -50,6 +60,11 @@ class Driver:
         self._wake.set()
         if self._thread is not None:
             self._runtime.join(self._thread, 5.0)
+        self._poller.close()
+
+    def disown(self) -> None:
+        """In a forked child: the thread is the parent's, and so is what it watches."""
+        self._closing.set()
         self._poller.close()
 
     def add(self, link: Link) -> None:
@@ -87,34 +102,36 @@ class Driver:
             left = deadline_s - self._runtime.monotonic()
             if left <= 0 or self._closing.is_set():
                 return done()
-            if self._take_role():
-                try:
+            given = self._given
+            try:
+                mine = self._role.acquire(blocking=False)
+                if mine:
                     while (
                         not done()
                         and (left := deadline_s - self._runtime.monotonic()) > 0
                         and not self._closing.is_set()
                     ):
                         self._poll(min(left, POLL_S))
-                finally:
                     self._last_caller_s = self._runtime.monotonic()
-                    self._give_role()
-            else:
+            finally:
+                self._give_role()
+            if not mine:
                 with self._changed:
                     self._waiters += 1
-                    if not done() and self._reading:
-                        self._changed.wait(min(left, POLL_S))
-                    self._waiters -= 1
+                    try:
+                        if not done() and self._given == given:
+                            self._changed.wait(min(left, POLL_S))
+                    finally:
+                        self._waiters -= 1
         return True
 
-    def _take_role(self) -> bool:
-        if self._role.acquire(blocking=False):
-            self._reading = True
-            return True
-        return False
-
     def _give_role(self) -> None:
-        self._reading = False
-        self._role.release()
+        """Gives the role back, if this thread has it."""
+        try:
+            self._role.release()
+        except RuntimeError:
+            return
+        self._given += 1
         self._announce()
 
     def _announce(self) -> None:
@@ -135,20 +152,29 @@ class Driver:
                         self._poller.modify(fd, READABLE | WRITABLE)
                 if event & ~WRITABLE:
                     link.receive()
-            except (OSError, ValueError) as error:  # ValueError: bytes that are no frame
+            except (OSError, FrameError) as error:
                 self.remove(link)
                 self._on_broken(link, error)
+            except BaseException as error:
+                self._on_failed(error)
+                raise
         self._announce()
 
     def _glance(self) -> None:
         """Reads what has come unasked: a fencing, a connection that ended."""
-        if self._take_role():
-            try:
+        try:
+            if self._role.acquire(blocking=False):
                 self._poll(0)
-            finally:
-                self._give_role()
+        finally:
+            self._give_role()
 
     def _background(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._on_failed(error)
+
+    def _serve(self) -> None:
         turned_s = 0.0
         while not self._closing.is_set():
             now = self._runtime.monotonic()
@@ -163,7 +189,7 @@ class Driver:
                     self._glance()
                     self._wake.wait(timeout=IDLE_S)
                 continue
-            if called or not self._take_role():
+            if called or not self._role.acquire(blocking=False):
                 self._runtime.sleep(BACKGROUND_NAP_S)
                 continue
             try:

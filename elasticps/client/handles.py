@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.inputs import checked_floats, checked_keys, checked_out, checked_read
+from elasticps.client.push_batch import Source
 from elasticps.client.reads import DenseRead, SparseRead
 from elasticps.client.routing import PushPlan, Routes, plan_push
-from elasticps.client.writes import DenseRows, LentRows, SparseRows, Write
+from elasticps.client.writes import LentRows, Write
 from elasticps.errors import InputError
 from elasticps.hashing import table_salt
 from elasticps.spec import TableSpec
@@ -26,7 +27,8 @@ class _Handle:
         self.spec = spec
         self.id = table_id
         self.salt = table_salt(table_id)
-        self._optimizer = own.optimizer  # the caller's own: a schedule is no part of the registered spec
+        self._signed_salt = int(self.salt.view(np.int64))
+        self.optimizer = own.optimizer  # the caller's own: a schedule is no part of the registered spec
 
     @property
     def name(self) -> str:
@@ -39,6 +41,10 @@ class _Handle:
 class SparseTable(_Handle):
     """int64 key -> row of `dim` floats. A key never pushed has its initial value."""
 
+    def __init__(self, client: Client, spec: TableSpec, table_id: int, own: TableSpec) -> None:
+        super().__init__(client, spec, table_id, own)
+        self._grads = f"table {self.name!r}: grads"
+
     @property
     def dim(self) -> int:
         return self.spec.dim
@@ -50,7 +56,8 @@ class SparseTable(_Handle):
         are not committed yet; one's own pushes are always seen. Raises `InputError` for unusable arguments, `Timeout`
         when servers do not answer in time.
         """
-        return self.pull_async(keys, out, read=read).result()
+        pulled = self.pull_async(keys, out, read=read)
+        return self._client.pulled(pulled)
 
     def pull_async(self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> SparseRead:
         """Asks for rows now; `result()` of what is returned waits for them."""
@@ -58,22 +65,16 @@ class SparseTable(_Handle):
         array = checked_keys(self.name, keys)
         shape = (len(array), self.dim)
         rows = np.empty(shape, np.float32) if out is None else checked_out(f"table {self.name!r}", out, shape)
-        private = array.copy() if array is keys else array
+        private = array if isinstance(keys, list | tuple) else array.copy()  # asked for again when servers change
         return self._client.start_read(SparseRead(self._client, self.id, self.salt, self.name, private, rows, read))
 
-    def write(self, value: object, routes: Routes, clock: int, lr: float | None, copy: bool) -> Write:
+    def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
         """What pushing `value`, a pair (keys int64 [n], grads float32 [n, dim]), sends."""
         if not isinstance(value, tuple) or len(value) != 2:
             raise InputError(f"table {self.name!r}: push a pair (keys, grads), got {type(value).__name__}")
         keys = checked_keys(self.name, value[0])
-        grads = checked_floats(f"table {self.name!r}: grads", value[1], (len(keys), self.dim))
-        plan = plan_push(keys, self.salt, routes)
-        return Write(
-            self.id,
-            SparseRows(keys, grads, plan, self._client.memory),
-            plan.offsets,
-            self._optimizer.step_values(clock, lr),
-        )
+        grads = checked_floats(self._grads, value[1], (len(keys), self.spec.dim))
+        return Source(self.id, self._signed_salt, self.spec.dim, -1, keys, grads, step_values)
 
 
 class DenseTensor(_Handle):
@@ -81,6 +82,9 @@ class DenseTensor(_Handle):
 
     def __init__(self, client: Client, spec: TableSpec, table_id: int, own: TableSpec) -> None:
         super().__init__(client, spec, table_id, own)
+        self._blocks = np.arange(spec.blocks, dtype=np.int64)
+        self._size = math.prod(self.shape)
+        self._grads = f"tensor {self.name!r}"
         self._planned: tuple[int, PushPlan] | None = None  # the plan depends on the view only
 
     @property
@@ -91,7 +95,8 @@ class DenseTensor(_Handle):
     def pull(self, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> NDArray[np.float32]:
         """The tensor, float32 of its shape; into `out` if given, which spares the allocation. `read` and errors as for
         `SparseTable.pull`."""
-        return self.pull_async(out, read=read).result()
+        pulled = self.pull_async(out, read=read)
+        return self._client.pulled(pulled)
 
     def pull_async(self, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> DenseRead:
         """Asks for the tensor now; `result()` of what is returned waits for it."""
@@ -103,25 +108,22 @@ class DenseTensor(_Handle):
         dim, blocks = self.spec.dim, self.spec.blocks
         return self._client.start_read(DenseRead(self._client, self.id, self.salt, dim, self.name, out, blocks, read))
 
-    def write(self, value: object, routes: Routes, clock: int, lr: float | None, copy: bool) -> Write:
+    def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
         """What pushing `value`, a gradient float32 of the tensor's shape, sends."""
-        flat, plan = self._flat(value), self._plan(routes)
-        dim = self.spec.dim
-        rows = DenseRows(flat, dim, plan, self._client.memory) if copy else LentRows(flat, dim, plan)
-        return Write(self.id, rows, plan.offsets, self._optimizer.step_values(clock, lr))
+        flat = self._flat(value)
+        return Source(self.id, self._signed_salt, self.spec.dim, len(flat), self._blocks, flat, step_values)
 
-    def initial(self, value: object, routes: Routes) -> Write:
-        """What storing initial values sends, from the caller's memory."""
+    def lent(self, value: object, routes: Routes, step_values: NDArray[np.float32]) -> Write:
+        """The same from the caller's memory: a gradient, or initial values."""
         plan = self._plan(routes)
-        return Write(self.id, LentRows(self._flat(value), self.spec.dim, plan), plan.offsets, np.empty(0, np.float32))
+        return Write(self.id, LentRows(self._flat(value), self.spec.dim, plan), plan.offsets, step_values)
 
     def _flat(self, value: object) -> NDArray[np.float32]:
-        return checked_floats(f"tensor {self.name!r}", value, self.shape).reshape(math.prod(self.shape))
+        return checked_floats(self._grads, value, self.shape).reshape(self._size)
 
     def _plan(self, routes: Routes) -> PushPlan:
         if self._planned is None or self._planned[0] != routes.epoch:
-            keys = np.arange(self.spec.blocks, dtype=np.int64)
-            self._planned = routes.epoch, plan_push(keys, self.salt, routes)
+            self._planned = routes.epoch, plan_push(self._blocks, self.salt, routes)
         return self._planned[1]
 
 

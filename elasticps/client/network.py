@@ -101,7 +101,8 @@ class Network:
         self._heard = 0  # frames received, from servers of our view
         hello = {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
         self._hello = json_frame(Kind.HELLO, hello)
-        self._driver = Driver(runtime, self._broken, self._turn)
+        self._hurt = False  # an exception came while something here was being changed
+        self._driver = Driver(runtime, self._broken, self._turn, self._failed)
         self._set_peers()
         self.pushes.adopt(self.routes)
 
@@ -129,6 +130,16 @@ class Network:
         """Raises what has ended this client, if anything has."""
         if self.error is not None:
             raise self.error
+        if self._hurt:
+            self._mend()
+
+    def disown(self, text: str) -> None:
+        """In a forked child: nothing goes on here, and what the parent does is not disturbed."""
+        self.error = Closed(text)
+        self._driver.disown()
+        for peer in self._peers.values():
+            if peer.link.socket is not None:
+                peer.link.socket.close()  # the child's descriptor; the connection is the parent's
 
     def fence(self, text: str) -> None:
         """Ends everything: another incarnation of this worker has taken over."""
@@ -145,6 +156,42 @@ class Network:
             self.pushes.fail(error)
             self.pulls.fail(error)
             self._calls.fail(error)
+
+    # --- exceptions out of place --------------------------------------------------------------------------------
+
+    def hurt(self) -> None:
+        """Something was raised, by a signal handler perhaps, while state was being changed: begin afresh."""
+        self._hurt = True
+        self._driver.nudge()
+
+    def _mend(self) -> None:
+        """Begins afresh: opens every connection again, asks every server what it has, asks again for every answer."""
+        with self._lock:
+            if not self._hurt or self.error is not None:
+                return
+            self._set_peers()
+            for peer in self._peers.values():
+                self._driver.remove(peer.link)
+                peer.link.close()
+                peer.retry_at_s = 0.0
+            self.pushes.routes = self.routes
+            self.pushes.recover()
+            self.pulls.recover()
+            self.pulls.adopt(self.routes)
+            self._calls.recover(self.routes)
+            self._hurt = False
+        self._driver.nudge()
+
+    def _failed(self, error: BaseException) -> None:
+        """Links could not be read, for a reason that is none of theirs."""
+        if self.runtime.interruptible():
+            self.hurt()
+            return
+        if self.error is None:
+            log.error("worker %s cannot go on", self.worker.name, exc_info=error)
+        ended = Closed(f"the client has failed and cannot go on: {error!r}; connect again")
+        ended.__cause__ = error
+        self._end(ended)
 
     def _serving(self) -> list[Peer]:
         """Servers that head or answer for some range."""
@@ -186,11 +233,15 @@ class Network:
         Raises the first refusal, or `Timeout`.
         """
         round_ = Round(questions)
-        with self._lock:
-            self.check()
-            self._calls.begin(round_, self.routes)
-        self._driver.nudge()
         try:
+            with self._lock:
+                self.check()
+                try:
+                    self._calls.begin(round_, self.routes)
+                except BaseException:
+                    self.hurt()
+                    raise
+            self._driver.nudge()
             if not self.wait(round_.done, self.runtime.monotonic() + timeout_s):
                 self.check()
                 raise Timeout(f"{what} took longer than {timeout_s:.1f} s: {self.explain()}")
@@ -228,13 +279,21 @@ class Network:
         """Asks for a read's parts; `bound` and `wait_ms` as in the PULL header."""
         with self._lock:
             self.check()
-            self.pulls.start(read, bound, wait_ms)
+            try:
+                self.pulls.start(read, bound, wait_ms)
+            except BaseException:
+                self.hurt()
+                raise
         self._driver.nudge()
 
     def forget_read(self, read: Read, error: Error) -> None:
         """Gives up what is still unanswered of a read."""
         with self._lock:
-            self.pulls.forget(read, error)
+            try:
+                self.pulls.forget(read, error)
+            except BaseException:
+                self.hurt()
+                raise
 
     def _abandon(self, member: Member, request: int) -> None:
         """Nobody wants an answer any more. If half of it has been received, into a caller's memory, the connection ends
@@ -289,7 +348,8 @@ class Network:
                 self._stall(request, epoch)
         elif code != "gap" or not self.pushes.not_done(request, Status.GAP, header.epoch):
             error = _server_error(code, link.server.name, text)
-            if self.pulls.finish(request, error) or self.pushes.refused(request, error):
+            answered = not document.get("partly")
+            if self.pulls.finish(request, error) or self.pushes.refused(request, error, answered):
                 return
             if not self._calls.refused(request, error) and request:
                 log.debug("server %s, to a request that is forgotten: %s", link.server.name, text)
@@ -391,6 +451,8 @@ class Network:
         plans again what nobody answers; says whether there is anything to wait for."""
         if self.error is not None:
             return False
+        if self._hurt:
+            self._mend()
         with self._lock:
             now = self.runtime.monotonic()
             peers = list(self._peers.values())

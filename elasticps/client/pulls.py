@@ -66,12 +66,17 @@ class Pulls:
 
     def finish(self, request: int, error: Exception | None) -> bool:
         """A part has been answered. False if it is none of ours."""
-        part = self._parts.pop(request, None)
+        part = self._parts.get(request)
         if part is None:
             return False
         part.read.error = part.read.error or error
-        del part.read.parts[request]
+        part.read.parts.pop(request, None)  # first: `recover` drops the rest, should an exception come in between
+        del self._parts[request]
         return True
+
+    def recover(self) -> None:
+        """Forgets what an exception has left of reads that are done: it must not be received a second time."""
+        self._parts = {n: part for n, part in self._parts.items() if n in part.read.parts}
 
     # -- views and connections ----------------------------------------------------------------------------------------
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from elasticps.client.push_batch import PackedPart
 from elasticps.client.routing import Routes
 from elasticps.client.session import Ask, Committed, Effect, Frame, NeedView, Session
 from elasticps.client.writes import Cut, Part, named_ranges
-from elasticps.wire.frames import ALL_RANGES, LAST, REPEAT, Buffer, Header, Kind
+from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, REPEAT, Buffer, Header, Kind
 from replication.chain import Member, Ranges
 from replication.effects import Status
 from replication.progress import Progress
@@ -74,19 +75,37 @@ class Pushes:
         """The oldest request that has not been answered, 0 for none."""
         return next(iter(self._sent), 0) or next(iter(self._asks), 0)
 
-    def push(self, part: Part, last: bool, shard: tuple[int, int] | None = None) -> StepState:
-        """Sends a part, the first of a new step or the next of the open one. shard: (set, number), what a new step
-        trains; its last part says so."""
-        begins = not self.session.open
-        clock = self.session.clock + begins
-        if begins:
-            self._states[clock] = StepState(clock)
+    def push(
+        self, part: Part | PackedPart, last: bool, state: StepState | None = None, shard: tuple[int, int] | None = None
+    ) -> None:
+        """Sends a part, the next of the open step, or the first of a new one if there is a `state` for that. shard:
+        (set, number), what a new step trains; its last part says so. The part is outstanding as a whole, with a copy
+        of its content, or not at all, whatever is raised."""
+        if state is not None:
+            self._states[state.clock] = state
             if shard is not None:
-                self.shards[clock] = shard
-        state = self._states[clock]
-        self._perform(self.session.push(part, last))
-        part.complete()
-        return state
+                self.shards[state.clock] = shard
+        try:
+            self._perform(self.session.push(part, last))
+        finally:
+            part.complete()
+
+    def begun(self, state: StepState) -> bool:
+        """Whether the step is outstanding, or has been: not if an exception came before."""
+        return state.done or self._states.get(state.clock) is state
+
+    def recover(self) -> None:
+        """Begins afresh after something that an exception cut short; no connection is left."""
+        self._sent.clear()
+        self._asks.clear()
+        effects = self.session.recover(self.routes.view.as_chains)
+        for clock in list(self._states):
+            if clock > self.session.clock:
+                del self._states[clock]
+                self.shards.pop(clock, None)
+            elif not self.session.holds(clock):
+                self._finish(clock)
+        self._perform(effects)
 
     def fail(self, error: Exception) -> None:
         """Ends every outstanding step: nobody will answer any more."""
@@ -140,13 +159,14 @@ class Pushes:
             self._answered(sent)
         return True
 
-    def refused(self, request: int, error: Exception) -> bool:
-        """A server refused the content for good: it ticks as empty, and is committed so."""
+    def refused(self, request: int, error: Exception, answered: bool) -> bool:
+        """A server refused the content for good: it ticks as empty. answered: and is committed so; else the frame's
+        answer follows."""
         sent = self._sent.get(request)
         if sent is None:
             return False
         sent.state.error = sent.state.error or error
-        return self.ok(request)
+        return self.ok(request) if answered else True
 
     def not_done(self, request: int, status: Status, epoch: int) -> bool:
         """A server did nothing: it is at another view, lacks an earlier part, or has been told to drop us."""
@@ -204,16 +224,21 @@ class Pushes:
             sent.left[request] = cut.ranges
             self._sent[request] = sent
             mark = flags | (ALL_RANGES if cut.ranges is None else 0) | (REPEAT if frame.content is None else 0)
+            body = sum(map(len, cut.buffers)) if cut.frame is None else len(cut.frame) - HEADER_BYTES
             header = Header(
-                Kind.PUSH, mark, sum(map(len, cut.buffers)), request, frame.epoch, frame.clock, self._worker,
+                Kind.PUSH, mark, body, request, frame.epoch, frame.clock, self._worker,
                 frame.first, frame.part, told, cut.items, shard + 1, shards,
             )  # fmt: skip
-            self._send(frame.head, [header.pack(), *cut.buffers])
+            if cut.frame is None:
+                self._send(frame.head, [header.pack(), *cut.buffers])
+            else:
+                header.pack_into(cut.frame)
+                self._send(frame.head, [cut.frame])
 
     def _cuts(self, frame: Frame) -> Iterator[Cut]:
         if frame.content is None:
             return iter([Cut(frame.ranges, 0, [] if frame.ranges is None else [named_ranges(frame.ranges)])])
-        assert isinstance(frame.content, Part)
+        assert isinstance(frame.content, Part | PackedPart)
         if frame.ranges is None:
             return frame.content.whole(self.routes.index_of[frame.head], self.routes)
         return frame.content.named(frame.ranges)

@@ -111,7 +111,7 @@ class Read(ABC):
         self.error: Exception | None = None
         self.clock = self.bound = self.wait_ms = 0  # as in the PULL header
         self.value: NDArray[np.float32]
-        self._keys = keys
+        self.keys = keys
         self._pieces: list[tuple[NDArray[np.float32], NDArray[np.int64]]] = []  # rows and where they belong, in order
 
     def done(self) -> bool:
@@ -149,7 +149,7 @@ class Read(ABC):
         """Parts whose rows land in an array of their own."""
         rows = np.empty((len(positions), self.dim), np.float32)
         self._pieces.append((rows, positions))
-        return self._cut(member, positions, self._keys[positions], rows)
+        return self._cut(member, positions, self.keys[positions], rows)
 
     def _cut(
         self, member: Member | None, positions: Positions, keys: NDArray[np.int64], rows: NDArray[np.float32]
@@ -178,9 +178,9 @@ class SparseRead(Read):
 
     def plan(self, routes: Routes, readers: Readers) -> list[ReadPart]:
         if readers.only >= 0:
-            return self._cut(routes.members[readers.only], None, self._keys, self.value)
+            return self._cut(routes.members[readers.only], None, self.keys, self.value)
         parts = []
-        for server, positions in plan_pull(self._keys, self.salt, routes, readers):
+        for server, positions in plan_pull(self.keys, self.salt, routes, readers):
             parts += self._private(_member(routes, server), positions)
         return parts
 
@@ -199,9 +199,9 @@ class DenseRead(Read):
     def plan(self, routes: Routes, readers: Readers) -> list[ReadPart]:
         flat = self.value.reshape(-1)
         parts = []
-        for server, blocks in plan_pull(self._keys, self.salt, routes, readers):
+        for server, blocks in plan_pull(self.keys, self.salt, routes, readers):
             target = BlocksTarget(flat, blocks, self.dim)
-            parts.append(ReadPart(self, _member(routes, server), blocks, self._keys[blocks], target))
+            parts.append(ReadPart(self, _member(routes, server), blocks, self.keys[blocks], target))
         return parts
 
     def _place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:

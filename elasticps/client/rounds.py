@@ -117,8 +117,16 @@ class Calls:
 
     def end(self, round_: Round) -> None:
         """Nobody waits for it any more."""
-        self._rounds.remove(round_)
+        if round_ in self._rounds:
+            self._rounds.remove(round_)
         self._drop(round_)
+
+    def recover(self, routes: Routes) -> None:
+        """Asks everything again, after something that an exception cut short."""
+        self._of.clear()
+        for round_ in self._rounds:
+            if not round_.done():
+                self._ask(round_, routes)
 
     def fail(self, error: Exception) -> None:
         """Ends every round."""
@@ -155,7 +163,7 @@ class Calls:
     def adopt(self, routes: Routes) -> None:
         """Follows a view."""
         for round_ in self._rounds:
-            if round_.stalled or round_.overtaken(routes):
+            if not round_.done() and (round_.stalled or round_.overtaken(routes)):
                 self._ask(round_, routes)
 
     def connected(self, member: Member) -> None:

@@ -56,6 +56,8 @@ class Routes:
         bounds = [0, *edges.tolist(), view.ranges]
         shares = [Share(int(heads[a]), a, b) for a, b in itertools.pairwise(bounds)]
         self.share_of = {s.server: s for s in shares if s.server >= 0}
+        self.bounds = np.array([(s.start, s.stop) for s in self.shares], np.int64).reshape(-1, 2)
+        self.share_index = {s.server: i for i, s in enumerate(self.shares)}
         self.tails = Readers(view.tails)
         self._replicas: tuple[int, Readers] | None = None
 
@@ -100,12 +102,13 @@ def plan_push(keys: NDArray[np.int64], salt: np.uint64, routes: Routes) -> PushP
     order = np.empty(n, np.int64)
     following = np.empty(n, np.int64)
     offsets = np.empty(len(routes.rank_of) + 1, np.int64)
-    m, repeats = _plan_push(keys, salt, routes.shift, routes.rank_of, order, following, offsets)
+    m, repeats = plan_ranks(keys, salt, routes.shift, routes.rank_of, order, following, offsets)
     return PushPlan(order[:m], following if repeats else following[:0], offsets)
 
 
 @njit(nogil=True, cache=True)
-def _plan_push(keys, salt, shift, rank_of, order, following, offsets):  # type: ignore[no-untyped-def]
+def plan_ranks(keys, salt, shift, rank_of, order, following, offsets):  # type: ignore[no-untyped-def]
+    """`plan_push` into arrays that are there; returns how many keys are distinct, and how many repeat."""
     n = keys.shape[0]
     s = np.uint64(shift)
     ranks = np.empty(n, np.int32)

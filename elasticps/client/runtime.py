@@ -96,7 +96,10 @@ class Poller:
             while time.monotonic() - started_s < SPIN_S:
                 if events := self._epoll.poll(0, EVENTS_PER_POLL):
                     return events
-        events = self._epoll.poll(timeout_s, EVENTS_PER_POLL)
+        try:
+            events = self._epoll.poll(timeout_s, EVENTS_PER_POLL)
+        except ValueError:  # closed by another thread
+            return []
         self._short = time.monotonic() - started_s < 2 * SPIN_S
         return events
 
@@ -142,7 +145,7 @@ class Runtime:
         return threading.Lock()
 
     def rlock(self) -> Lock:
-        """One that its holder may take again."""
+        """One that its holder may take again; RuntimeError if somebody else releases it."""
         return threading.RLock()
 
     def condition(self) -> Condition:
@@ -164,6 +167,10 @@ class Runtime:
         assert isinstance(thread, threading.Thread)
         if thread is not threading.current_thread():
             thread.join(timeout_s)
+
+    def interruptible(self) -> bool:
+        """Whether signal handlers run in this thread: then an exception may come between any two calls."""
+        return threading.current_thread() is threading.main_thread()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Runs a coroutine in the control loop and waits for it; TimeoutError if it takes longer."""

@@ -89,13 +89,18 @@ class _Step:
     """One step. Where it is committed is kept as the heads that said so for all their ranges; only when somebody speaks
     for some of them, or heads change, per range (bool [P])."""
 
-    __slots__ = ("closed", "parts", "ranges", "whole")
+    __slots__ = ("count", "parts", "ranges", "whole")
 
-    def __init__(self) -> None:
-        self.parts: list[Content] = []
-        self.closed = False
+    def __init__(self, parts: list[Content], count: int) -> None:
+        self.parts = parts
+        self.count = count  # of parts when the last one is known, else 0
         self.whole: set[_Head] = set()
         self.ranges: NDArray[np.bool_] | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether its last part is there."""
+        return len(self.parts) == self.count
 
     def by_range(self, ranges: int) -> NDArray[np.bool_]:
         """Where it is committed, from now on per range."""
@@ -152,6 +157,10 @@ class Session:
         """Whether a new step may begin."""
         return len(self._steps) < self._window
 
+    def holds(self, clock: int) -> bool:
+        """Whether a step is outstanding."""
+        return clock in self._steps
+
     def start_at(self, base: int) -> None:
         """Sets the clock that the worker goes on above; only while no step is outstanding, and never backwards."""
         if self._steps or base < self.clock:
@@ -163,20 +172,23 @@ class Session:
     def push(self, content: Content, last: bool = True) -> list[Effect]:
         """The next part of the step under way, or the first of a new one; `last` ticks the clock.
 
-        A part that holds nothing for a head is not sent to it on its own: the head's next frame covers it.
+        A part that holds nothing for a head is not sent to it on its own: the head's next frame covers it. One call of
+        a container makes the part outstanding, so an exception from a signal handler comes before it or after it.
         """
         begins = not self.open
         if begins:
             if not self.room:
                 raise RuntimeError(f"{self._window} steps are outstanding; wait for one before the next")
+            part = 0
+            self._steps[self.clock + 1] = _Step([content], 1 if last else 0)
             self.clock += 1
-            self._steps[self.clock] = _Step()
-        step = self._steps[self.clock]
-        part = len(step.parts)
-        if part == MAX_PARTS - 1 and not last:
-            raise RuntimeError(f"a step has at most {MAX_PARTS} parts")
-        step.parts.append(content)
-        step.closed = last
+        else:
+            step = self._steps[self.clock]
+            part = len(step.parts)
+            if part == MAX_PARTS - 1 and not last:
+                raise RuntimeError(f"a step has at most {MAX_PARTS} parts")
+            step.count = part + 1 if last else 0
+            step.parts.append(content)
         out: list[Effect] = []
         for member, head in self._heads.items():
             if begins:
@@ -243,6 +255,20 @@ class Session:
         if head is not None:
             head.ready = False
         return []
+
+    def recover(self, view: Chains) -> list[Effect]:
+        """Begins afresh after an event that an exception cut short: which steps are outstanding is known, everything
+        else is asked again. No connection is left."""
+        self.clock = max(self.clock, next(reversed(self._steps), 0))
+        self.committed = next(iter(self._steps)) - 1 if self._steps else self.clock
+        for step in self._steps.values():
+            step.by_range(self._ranges)
+            step.whole.clear()
+        self._connected.clear()
+        self._frames.clear()
+        self._heads = {}
+        self.epoch = 0
+        return self.adopt(view)
 
     def _forget(self, member: Member) -> None:
         self._frames = {n: frame for n, frame in self._frames.items() if frame.head != member}

@@ -10,35 +10,40 @@ from collections.abc import Callable
 
 from elasticps.client import scripts
 from elasticps.client.network import Network
+from elasticps.client.session import Session
 
 
 class SyncRounds:
-    """Rounds of one worker. `pushed(clock)` after each step; `settle` closes it."""
+    """Rounds of one worker; `settle` closes that of its newest step."""
 
-    def __init__(self, network: Network, app: str, worker: int) -> None:
+    def __init__(self, network: Network, session: Session, app: str, worker: int) -> None:
         self.app = app
         self._network = network
+        self._session = session
         self._worker = worker
-        self._open = 0  # the step whose round is not closed yet, 0 for none
+        self._closed = 0  # the last step whose round is closed
         self._lock = network.runtime.lock()
 
     def closed(self, clock: int) -> int:
         """The last round up to `clock` that is closed."""
         return min(clock, self._open - 1) if self._open else clock
 
+    @property
+    def _open(self) -> int:
+        """The step whose round is not closed yet, 0 for none."""
+        session = self._session
+        pushed = session.clock - session.open
+        return pushed if pushed > max(self._closed, session.base) else 0
+
     def leave(self, timeout_s: float) -> None:
         """Is in no further round, until it enters again."""
         self._network.carry_out(scripts.leaving(self.app, self._worker, timeout_s))
 
-    def pushed(self, clock: int) -> None:
-        """A step was pushed; its round is open."""
-        self._open = clock
-
     def settle(self, wait_committed: Callable[[], None], timeout_s: float) -> None:
         """Closes the open round, if there is one. Raises `Timeout`, which says for whom it waited."""
         with self._lock:
-            if not self._open:
-                return
-            wait_committed()
-            self._network.carry_out(scripts.settling(self.app, self._worker, self._open, timeout_s))
-            self._open = 0
+            clock = self._open
+            if clock:
+                wait_committed()
+                self._network.carry_out(scripts.settling(self.app, self._worker, clock, timeout_s))
+                self._closed = clock

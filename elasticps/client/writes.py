@@ -1,24 +1,20 @@
-"""Pushes: from a caller's arrays to frames. Each gradient is copied once, in the order in which heads want it.
-
-A `Part` keeps its rows in the order of the view under which it was pushed. Frames are slices of that, for this view
-and for every later one: there they are cut at other places, but a range's bytes stay what they were.
+"""Rows in the order of one view, as frames for this view and every later one: there they are cut at other places, but a
+range's bytes stay what they were. For what the caller lends, for initial values, and for what is sent again; what is
+sent first is made by `push_batch`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from elasticps.client.routing import FRAME_BYTES, PushPlan, Routes, cut_ranks, take_sum
+from elasticps.client.routing import FRAME_BYTES, PushPlan, Routes, cut_ranks
 from elasticps.errors import InputError
 from elasticps.wire.frames import MAX_BLOCKS, MAX_BODY_BYTES, Buffer, block_head, grads_padding
-from elasticps.wire.pool import Pool
 from replication.chain import Ranges
 
 Runs = list[tuple[int, int]]
@@ -35,79 +31,6 @@ class Rows(Protocol):
 
     def complete(self) -> None:
         """Copies what has not been asked for yet; the caller's arrays may change from now on."""
-
-
-class _Copied(ABC):
-    """Rows in an array of their own, float32 [m, dim], out of `memory`, which is filled piece by piece as frames are
-    made, so that sending one overlaps copying the next."""
-
-    def __init__(self, keys: NDArray[np.int64], dim: int, memory: Pool) -> None:
-        self.keys, self.dim = keys, dim
-        self._rows = memory.take(4 * len(keys) * dim).view(np.float32).reshape(len(keys), dim)
-        self._bytes = self._rows.data.cast("B") if self._rows.size else memoryview(b"")
-        self._gaps: Runs = [(0, len(keys))]
-
-    def gradients(self, start: int, stop: int) -> list[Buffer]:
-        if self._gaps:
-            self._fill(start, stop)
-        row = 4 * self.dim
-        return [self._bytes[start * row : stop * row]]
-
-    def complete(self) -> None:
-        if self._gaps:
-            self._fill(0, len(self.keys))
-        self._release()
-
-    def _fill(self, start: int, stop: int) -> None:
-        left: Runs = []
-        for a, b in self._gaps:
-            low, high = max(a, start), min(b, stop)
-            if low >= high:
-                left.append((a, b))
-                continue
-            self._copy(low, high, self._rows[low:high])
-            if a < low:
-                left.append((a, low))
-            if high < b:
-                left.append((high, b))
-        self._gaps = left
-
-    @abstractmethod
-    def _copy(self, start: int, stop: int, out: NDArray[np.float32]) -> None:
-        """Copies rows `start`..`stop` from the caller's array."""
-
-    @abstractmethod
-    def _release(self) -> None:
-        """Forgets the caller's array."""
-
-
-class SparseRows(_Copied):
-    """keys int64 [n], grads float32 [n, dim]; gradients of a key that repeats are summed in their order."""
-
-    def __init__(self, keys: NDArray[np.int64], grads: NDArray[np.float32], plan: PushPlan, memory: Pool) -> None:
-        super().__init__(keys[plan.order], grads.shape[1], memory)
-        self._grads, self._order, self._following = grads, plan.order, plan.following
-
-    def _copy(self, start: int, stop: int, out: NDArray[np.float32]) -> None:
-        take_sum(self._grads, self._order[start:stop], self._following, out)
-
-    def _release(self) -> None:
-        self._grads = self._rows
-        self._order = self._following = self.keys[:0]
-
-
-class DenseRows(_Copied):
-    """A tensor's gradient, flat float32 [size], as blocks of `dim` floats; the last one is padded with zeros."""
-
-    def __init__(self, flat: NDArray[np.float32], dim: int, plan: PushPlan, memory: Pool) -> None:
-        super().__init__(plan.order, dim, memory)
-        self._flat = flat
-
-    def _copy(self, start: int, stop: int, out: NDArray[np.float32]) -> None:
-        _take_blocks(self._flat, self.keys[start:stop], out)
-
-    def _release(self) -> None:
-        self._flat = self._flat[:0]
 
 
 class LentRows:
@@ -128,20 +51,6 @@ class LentRows:
 
     def complete(self) -> None:
         pass
-
-
-@njit(nogil=True, cache=True)
-def _take_blocks(flat, order, out):  # type: ignore[no-untyped-def]
-    dim = out.shape[1]
-    for j in range(order.shape[0]):
-        start = order[j] * dim
-        target = out[j]
-        have = min(dim, flat.shape[0] - start)
-        source = flat[start : start + have]
-        for d in range(have):
-            target[d] = source[d]
-        for d in range(have, dim):
-            target[d] = np.float32(0)
 
 
 @dataclass(frozen=True)
@@ -168,19 +77,25 @@ def check_size(writes: list[Write]) -> None:
         return
     largest = int(np.max(sum(np.diff(w.offsets) * w.row_bytes for w in writes)))
     if largest > MAX_BODY_BYTES // 2:  # the rest is for headers, and for the cut's slack
-        raise InputError(
-            f"this push has {largest >> 20} MB for one of the cluster's {len(writes[0].offsets) - 1} ranges, the "
-            f"limit is {MAX_BODY_BYTES // 2 >> 20} MB: push in several steps, or create the cluster with more ranges"
-        )
+        refuse_large(largest, len(writes[0].offsets) - 1)
+
+
+def refuse_large(largest: int, ranges: int) -> NoReturn:
+    """A range has so many bytes of one push."""
+    raise InputError(
+        f"this push has {largest >> 20} MB for one of the cluster's {ranges} ranges, the limit is "
+        f"{MAX_BODY_BYTES // 2 >> 20} MB: push in several steps, or create the cluster with more ranges"
+    )
 
 
 class Cut(NamedTuple):
     """A PUSH frame without its header: the ranges that it names (None: all that the receiver heads), the number of
-    blocks, and the buffers of the body."""
+    blocks, and the buffers of the body; or `frame`, the body behind room for the header."""
 
     ranges: Ranges | None
     items: int
     buffers: list[Buffer]
+    frame: memoryview | None = None
 
 
 class Part:

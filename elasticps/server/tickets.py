@@ -47,6 +47,8 @@ class RequestTicket(Generic[R]):
         if reply.status is not Status.COMMITTED:
             self._refuse(reply.status, reply.epoch)
         elif reply.moved.shape[0]:
+            if self.refusal is not None:  # where the ranges are now, nobody knows of it
+                self._tell(self.refusal.document | {"partly": True}, reply.epoch)
             self.connection.send(partly_frame(self.request, reply.epoch, reply.committed, reply.moved))
         elif self.refusal is not None:
             self._tell(self.refusal.document, reply.epoch)

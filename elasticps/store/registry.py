@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,10 +63,19 @@ class _Registered:
 _custom: dict[str, _Registered] = {}
 
 
+_compiling = threading.Lock()
+_loaded: set[Any] = set()
+
+
 def _load(kernel: Any, signature: tuple[Any, ...]) -> None:
-    if not kernel.signatures:
-        kernel.compile(signature)
-        kernel.disable_compile()
+    if kernel in _loaded:
+        return
+    with _compiling:  # the first use may come from several threads at once
+        if kernel not in _loaded:
+            if not kernel.signatures:
+                kernel.compile(signature)
+            kernel.disable_compile()
+            _loaded.add(kernel)
 
 
 def load_kernels() -> None:
@@ -107,7 +117,9 @@ def register_optimizer(name: str, update: Callable[..., None], *, slots: int = 0
         _load(kernel, _UPDATE)
     except Exception as error:
         raise SpecError(f"optimizer {name!r} does not compile: {error}") from error
-    _custom[name] = _Registered(update, kernel, slots, row_slots)
+    made = _custom.setdefault(name, _Registered(update, kernel, slots, row_slots))
+    if (made.function, made.slots, made.row_slots) != (update, slots, row_slots):  # another thread was faster
+        raise SpecError(f"another optimizer is already registered as {name!r}")
 
 
 def update_kernel(optimizer: Optimizer) -> Update:

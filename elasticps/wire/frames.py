@@ -112,6 +112,10 @@ class Header(NamedTuple):
     def pack(self) -> bytes:
         return _HEADER.pack(MAGIC, VERSION, *self)
 
+    def pack_into(self, frame: memoryview) -> None:
+        """Writes it to the front of a frame."""
+        _HEADER.pack_into(frame, 0, MAGIC, VERSION, *self)
+
 
 def unpack_header(buffer: Buffer, offset: int = 0, limit: int = MAX_BODY_BYTES) -> Header:
     """Reads and checks a header; raises `FrameError` before anything of the promised length is allocated."""

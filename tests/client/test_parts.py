@@ -7,32 +7,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticps.client.routing import Routes, plan_push
-from elasticps.client.writes import Cut, DenseRows, LentRows, Part, SparseRows, Write, runs_of
+from elasticps.client.push_batch import PackedPart, Packer, Source
+from elasticps.client.routing import Routes, cut_ranks, plan_push
+from elasticps.client.writes import Cut, LentRows, Part, Write, runs_of
 from elasticps.hashing import key_ranges, table_salt
-from elasticps.wire.frames import ALL_RANGES, Header, Kind, read_push
+from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, Header, Kind, read_push
 from elasticps.wire.pool import Pool
 from tests.client.views import view
 
 RANGES = 16
-SALT = table_salt(3)
+SALT = table_salt(1)
 BEFORE = Routes(view([[r % 3, (r + 1) % 3] for r in range(RANGES)]))
 AFTER = Routes(view([[(r + 1) % 3] if r % 3 == 0 else [r % 3, 0] for r in range(RANGES)], epoch=2))
 
 Rows = dict[int, dict[int, bytes]]
 
 
+def content(cut: Cut) -> bytes:
+    return b"".join(map(bytes, cut.buffers)) if cut.frame is None else bytes(cut.frame[HEADER_BYTES:])
+
+
 def decode(cuts: list[Cut], table: int, routes: Routes) -> Rows:
     """range -> key -> gradient of one table, as a server would read it."""
     rows: Rows = {}
     for cut in cuts:
-        body = np.frombuffer(b"".join(bytes(b) for b in cut.buffers), np.uint8)
+        body = np.frombuffer(content(cut), np.uint8)
         flags = ALL_RANGES if cut.ranges is None else 0
         named, blocks = read_push(Header(Kind.PUSH, flags, len(body), items=cut.items), body)
         assert (named is None) == (cut.ranges is None)
         for block in blocks:
             home = np.empty(len(block.keys), np.int32)
-            key_ranges(block.keys, SALT, routes.shift, home)
+            key_ranges(block.keys, table_salt(block.table), routes.shift, home)
             if named is not None:
                 assert cut.ranges is not None
                 assert named.tolist() == cut.ranges.tolist()
@@ -44,7 +49,7 @@ def decode(cuts: list[Cut], table: int, routes: Routes) -> Rows:
     return rows
 
 
-def everything(part: Part, routes: Routes, table: int = 1) -> Rows:
+def everything(part: Part | PackedPart, routes: Routes, table: int = 1) -> Rows:
     rows: Rows = {}
     for server in routes.share_of:
         for r, mine in decode(list(part.whole(server, routes)), table, routes).items():
@@ -52,41 +57,76 @@ def everything(part: Part, routes: Routes, table: int = 1) -> Rows:
     return rows
 
 
-def sparse(n: int, dim: int, keys: np.ndarray | None = None) -> tuple[Write, np.ndarray, np.ndarray]:
+def source(keys: np.ndarray, grads: np.ndarray, floats: int = -1, table: int = 1) -> Source:
+    dim = 8 if grads.ndim == 1 else grads.shape[1]
+    salt = table_salt(table)
+    return Source(table, int(salt.view(np.int64)), dim, floats, keys, grads, np.array([0.5], np.float32))
+
+
+def sparse(n: int, dim: int, keys: np.ndarray | None = None) -> tuple[PackedPart, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(n)
     keys = rng.integers(-50, 50, n) if keys is None else keys
     grads = rng.standard_normal((n, dim)).astype(np.float32)
-    plan = plan_push(keys, SALT, BEFORE)
-    write = Write(1, SparseRows(keys, grads, plan, Pool(1 << 20)), plan.offsets, np.array([0.5], np.float32))
-    return write, keys, grads
+    return Packer(Pool(1 << 20)).pack([source(keys, grads)], BEFORE), keys, grads
+
+
+def summed(keys: np.ndarray, grads: np.ndarray, routes: Routes, table: int = 1) -> Rows:
+    """range -> key -> sum of its gradients in their order; the slow and simple way."""
+    rows: dict[int, dict[int, np.ndarray]] = {}
+    home = np.empty(len(keys), np.int32)
+    key_ranges(keys, table_salt(table), routes.shift, home)
+    for r, key, grad in zip(home.tolist(), keys.tolist(), grads, strict=True):
+        mine = rows.setdefault(r, {})
+        mine[key] = mine[key] + grad if key in mine else grad.copy()
+    return {r: {key: grad.tobytes() for key, grad in mine.items()} for r, mine in rows.items()}
 
 
 @settings(deadline=None)
 @given(st.integers(0, 300), st.integers(1, 5))
 def test_a_range_has_the_same_rows_under_another_view(n: int, dim: int) -> None:
-    write, keys, grads = sparse(n, dim)
-    part = Part([write], BEFORE)
-    sent = everything(part, BEFORE)
-    part.complete()
+    part, keys, grads = sparse(n, dim)
+    expected = summed(keys, grads, BEFORE)
     keys[:] = 0  # the caller may change its arrays at once
     grads[:] = np.nan
-    assert everything(part, BEFORE) == sent
-    assert everything(part, AFTER) == sent
+    assert everything(part, BEFORE) == expected
+    assert everything(part, BEFORE) == expected  # sent again
+    assert everything(part, AFTER) == expected
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.tuples(st.integers(0, 60), st.sampled_from([1, 2, 3, 700]), st.integers(0, 3)), max_size=6))
+def test_all_tables_of_a_push_go_in_one_call(tables: list[tuple[int, int, int]]) -> None:
+    rng = np.random.default_rng(len(tables))
+    expected, sources = [], []
+    for i, (n, dim, values) in enumerate(tables):
+        keys, grads = rng.integers(-9, 99, 40 * n), rng.standard_normal((40 * n, dim)).astype(np.float32)
+        expected.append(summed(keys, grads, BEFORE, i + 1))
+        sources.append(source(keys, grads, table=i + 1)._replace(step_values=np.arange(values, dtype=np.float32)))
+    part = Packer(Pool(1 << 20)).pack(sources, BEFORE)
+    for server in BEFORE.share_of:
+        cuts = list(part.whole(server, BEFORE))
+        share = BEFORE.share_of[server]
+        sizes = np.zeros(share.stop - share.start, np.int64)
+        for rows, (_, dim, _) in zip(expected, tables, strict=True):
+            for i, r in enumerate(BEFORE.range_at[share.start : share.stop].tolist()):
+                sizes[i] += len(rows.get(r, ())) * (8 + 4 * dim)
+        assert len(cuts) == len(cut_ranks(sizes))
+    part.complete()
+    for i, rows in enumerate(expected):
+        assert everything(part, BEFORE, i + 1) == everything(part, AFTER, i + 1) == rows
 
 
 def test_heads_that_could_not_be_sent_to_lose_nothing() -> None:
-    write, _, grads = sparse(500, 3)
-    twin, _, _ = sparse(500, 3)
-    part = Part([write], BEFORE)
+    part, keys, grads = sparse(9000, 64, np.random.default_rng(0).permutation(9000))
+    expected = summed(keys, grads, BEFORE)
     list(part.whole(1, BEFORE))  # only one head was there
     part.complete()
     grads[:] = np.nan
-    assert everything(part, AFTER) == everything(Part([twin], BEFORE), BEFORE)
+    assert everything(part, AFTER) == expected
 
 
 def test_a_large_part_is_cut_into_frames_that_name_every_range_once() -> None:
-    write, _, _ = sparse(4000, 256, np.random.default_rng(0).permutation(4000))
-    part = Part([write], BEFORE)
+    part, _, _ = sparse(4000, 256, np.random.default_rng(0).permutation(4000))
     for routes in (BEFORE, AFTER):
         named: list[int] = []
         for server in routes.share_of:
@@ -100,8 +140,7 @@ def test_a_large_part_is_cut_into_frames_that_name_every_range_once() -> None:
 
 
 def test_some_ranges_can_be_sent_alone() -> None:
-    write, _, _ = sparse(300, 2)
-    part = Part([write], BEFORE)
+    part, _, _ = sparse(300, 2)
     all_rows = everything(part, BEFORE)
     share = AFTER.share_of[1]
     ranges = AFTER.range_at[share.start : share.stop][::2]
@@ -119,7 +158,7 @@ def test_copied_and_lent_tensors_are_sent_alike(size: int) -> None:
     blocks = np.arange(-(-size // dim))
     plan = plan_push(blocks, SALT, BEFORE)
     none = np.empty(0, np.float32)
-    copied = Part([Write(1, DenseRows(flat, dim, plan, Pool(0)), plan.offsets, none)], BEFORE)
+    copied = Packer(Pool(0)).pack([source(blocks, flat, size)], BEFORE)
     lent = Part([Write(1, LentRows(flat, dim, plan), plan.offsets, none)], BEFORE)
     rows = everything(copied, BEFORE)
     assert rows == everything(lent, BEFORE) == everything(lent, AFTER) == everything(copied, AFTER)
@@ -130,13 +169,25 @@ def test_copied_and_lent_tensors_are_sent_alike(size: int) -> None:
 
 
 def test_a_part_knows_which_ranges_it_touches() -> None:
-    write, keys, _ = sparse(3, 2)
-    part = Part([write], BEFORE)
-    home = np.empty(3, np.int32)
-    key_ranges(keys, SALT, BEFORE.shift, home)
+    part, keys, grads = sparse(1, 2)
+    (home,) = summed(keys, grads, BEFORE)
+    for server, share in BEFORE.share_of.items():
+        ranges = BEFORE.range_at[share.start : share.stop]
+        assert part.touches(ranges) == (home in ranges), server
+    assert part.touches(np.arange(RANGES))
+    lent = Part(part.writes(), BEFORE)
     for r in range(RANGES):
-        assert part.touches(np.array([r])) == (r in home)
-    assert not Part([], BEFORE).touches(np.arange(RANGES))
+        assert lent.touches(np.array([r])) == (r == home)
+    assert not Packer(Pool(0)).pack([], BEFORE).touches(np.arange(RANGES))
+
+
+def test_a_part_that_was_left_half_copied_is_not_sent() -> None:
+    packer = Packer(Pool(0))
+    keys = np.arange(9000)
+    half = packer.pack([source(keys, np.ones((9000, 64), np.float32))], BEFORE)
+    packer.pack([], BEFORE)
+    with pytest.raises(RuntimeError, match="half copied"):
+        half.complete()
 
 
 def test_runs() -> None:

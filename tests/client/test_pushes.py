@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from elasticps.client.push_batch import Packer, Source
 from elasticps.client.pushes import Pushes, StepState
-from elasticps.client.routing import Routes, plan_push
+from elasticps.client.routing import Routes
 from elasticps.client.session import Session
-from elasticps.client.writes import Part, SparseRows, Write
 from elasticps.hashing import table_salt
-from elasticps.wire.frames import ALL_RANGES, LAST, REPEAT, Buffer, Header, Kind, unpack_header
+from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, REPEAT, Buffer, Header, Kind, unpack_header
 from elasticps.wire.pool import Pool
 from replication.chain import Member
 from replication.effects import Status
@@ -34,6 +34,7 @@ class Wire:
     def __init__(self, window: int = 4) -> None:
         self.sent: list[tuple[Member, Header]] = []
         self.fenced = False
+        self.packer = Packer(Pool(0))
         self.session = Session(7, RANGES, window)
         self.pushes = Pushes(self.session, 7, itertools.count(1), self._send, self._end)
         self.pushes.adopt(BEFORE)
@@ -42,7 +43,7 @@ class Wire:
 
     def _send(self, member: Member, buffers: Sequence[Buffer]) -> None:
         header = unpack_header(buffers[0])
-        assert header.body == sum(map(len, buffers[1:]))
+        assert HEADER_BYTES + header.body == sum(map(len, buffers))
         self.sent.append((member, header))
 
     def _end(self) -> None:
@@ -50,10 +51,13 @@ class Wire:
 
     def push(self, rows: int = 10, last: bool = True, dim: int = 2) -> StepState:
         keys = np.arange(rows)
-        plan = plan_push(keys, table_salt(1), self.pushes.routes)
-        rows_ = SparseRows(keys, np.ones((rows, dim), np.float32), plan, Pool(0))
-        part = Part([Write(1, rows_, plan.offsets, np.empty(0, np.float32))], self.pushes.routes)
-        return self.pushes.push(part, last)
+        nothing = np.empty(0, np.float32)
+        source = Source(1, int(table_salt(1).view(np.int64)), dim, -1, keys, np.ones((rows, dim), np.float32), nothing)
+        part = self.packer.pack([source], self.pushes.routes)
+        if not self.session.open:
+            self.state = StepState(self.session.clock + 1)
+        self.pushes.push(part, last, None if self.session.open else self.state)
+        return self.state
 
     def take(self) -> list[tuple[Member, Header]]:
         sent, self.sent = self.sent, []
@@ -142,11 +146,23 @@ def test_a_refusal_is_kept_until_somebody_is_told() -> None:
     step = wire.push()
     a, b = (h for _, h in wire.take())
     error = ValueError("no")
-    assert wire.pushes.refused(a.request, error)
-    wire.pushes.refused(b.request, ValueError("later"))
+    assert wire.pushes.refused(a.request, error, True)
+    wire.pushes.refused(b.request, ValueError("later"), True)
     assert done(step)
     assert step.error is error
     assert wire.pushes.failures == {1: error}
+
+
+def test_a_refusal_is_kept_although_the_range_moves() -> None:
+    wire = Wire()
+    step = wire.push()
+    a, b = (h for _, h in wire.take())
+    error = ValueError("no")
+    assert wire.pushes.refused(a.request, error, False)
+    assert wire.pushes.partly(a.request, 2, headed(BEFORE, A)[:3], headed(BEFORE, A)[3:])
+    wire.pushes.ok(b.request)
+    assert not done(step)
+    assert step.error is error
 
 
 def test_an_open_step_is_not_done_and_failing_ends_it() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -233,3 +236,38 @@ def test_nothing_compiles_once_warm() -> None:
     for kernel in [kernel for kernel, _ in registry._SIGNATURES] + list(registry._BUILT_IN.values()):
         assert len(kernel.signatures) == 1
         assert not kernel._can_compile
+
+
+def test_the_first_use_from_several_threads_compiles_once() -> None:
+    @numba.njit
+    def kernel(numbers):  # type: ignore[no-untyped-def]
+        return numbers.sum()
+
+    signature = (numba.types.Array(numba.types.int64, 1, "C"),)
+    together = threading.Barrier(4)
+
+    def load() -> None:
+        together.wait(10)
+        registry._load(kernel, signature)
+
+    with ThreadPoolExecutor(4) as threads:
+        for loading in [threads.submit(load) for _ in range(4)]:
+            loading.result()
+    assert len(kernel.signatures) == 1
+
+
+def test_several_threads_may_register_the_same_optimizer() -> None:
+    def update(w, s, g, v, c):  # type: ignore[no-untyped-def]
+        w[0] += g[0]
+
+    together = threading.Barrier(3)
+
+    def register() -> None:
+        together.wait(10)
+        registry.register_optimizer("from-several-threads", update)
+
+    with ThreadPoolExecutor(3) as threads:
+        for registering in [threads.submit(register) for _ in range(3)]:
+            registering.result()
+    optimizer = spec.Custom(name="from-several-threads", slots=0)
+    assert callable(registry.update_kernel(optimizer))

@@ -1,0 +1,151 @@
+"""What must not end, wedge or mislead a client: changed arguments, forks, failures of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import elasticps as eps
+from elasticps.client.link import Link
+from elasticps.client.network import Network
+from elasticps.wire.frames import Kind
+from tests.client.test_failover import KEYS, ONES, Cluster, cluster
+
+__all__ = ["cluster"]
+Eventually = Callable[[Callable[[], bool]], None]
+
+
+def as_tensor(keys: np.ndarray) -> object:
+    return pytest.importorskip("torch").from_numpy(keys)
+
+
+@pytest.mark.parametrize(
+    "wrap", [np.asarray, lambda a: a[:], memoryview, lambda a: a.view(np.memmap), as_tensor],
+    ids=["array", "view", "memoryview", "memmap", "tensor"],
+)  # fmt: skip
+def test_keys_of_a_pull_are_copied(cluster: Cluster, wrap: Callable[[np.ndarray], object]) -> None:
+    table = cluster.table(cluster.connect())
+    keys = KEYS.copy()
+    for server in cluster.servers:
+        server.silent.add(Kind.PULL)
+    read = table.pull_async(wrap(keys))
+    keys[:] = 7
+    assert read.keys.tolist() == KEYS.tolist()
+
+
+def test_initial_values_are_copied(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    ps = cluster.connect()
+    init = np.zeros(8, np.float32)
+    given: list[Any] = []
+    ask_all = Network.ask_all
+
+    def look(self: Network, questions: Callable[..., Iterable[Any]], timeout_s: float, what: str) -> Any:
+        if what.startswith("filling"):
+            given.extend(b for _, _, body in questions(self.routes) for b in body)
+        return ask_all(self, questions, timeout_s, what)
+
+    monkeypatch.setattr(Network, "ask_all", look)
+    ps.tensor("w", init=init, optimizer=eps.SGD(lr=1.0))
+    assert given
+    assert not any(np.shares_memory(np.frombuffer(b, np.uint8), init) for b in given)
+
+
+def in_child(action: Callable[[], object]) -> str:
+    """What an action raises in a forked child."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+            said = "nothing"
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        said = answer.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_is_told_at_once_and_does_the_parent_no_harm(cluster: Cluster) -> None:
+    ps = cluster.connect()
+    table = cluster.table(ps)
+    shards = ps.shards(8, 4)
+    ps.push({table: (KEYS, ONES)}).result()
+    for server in cluster.servers:
+        server.silent |= {Kind.PUSH, Kind.PULL}
+    read, step = table.pull_async(KEYS), ps.push({table: (KEYS, ONES)})
+    uses: list[Callable[[], object]] = [
+        lambda: table.pull(KEYS),
+        lambda: ps.push({table: (KEYS, ONES)}),
+        lambda: ps.step().push({table: (KEYS, ONES)}),
+        lambda: ps.table("other", dim=1, optimizer=eps.SGD(lr=1.0)),
+        lambda: next(shards),
+        ps.flush,
+        ps.resume,
+        read.result,
+        step.result,
+    ]
+    for use in uses:
+        assert in_child(use).startswith("Closed: this client belongs to process")
+
+    def leave() -> None:
+        with ps:
+            pass
+
+    assert in_child(ps.close) == in_child(leave) == "nothing"
+    assert ps.table("t", dim=4, optimizer=eps.Accumulate()) is table  # over the same connections
+    assert len(cluster.a.got(Kind.HELLO)) == 1
+
+
+def test_a_failure_in_the_thread_that_reads_is_told_to_all_who_wait(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ps = cluster.connect()
+    table = cluster.table(ps)
+    for server in cluster.servers:
+        server.silent |= {Kind.PULL, Kind.PUSH}
+    read, step = table.pull_async(KEYS), ps.push({table: (KEYS, ONES)})
+
+    def fail(self: Link) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(Link, "receive", fail)
+    cluster.a.tell(cluster.before)  # something to read
+    told: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            read.result()
+        except Exception as error:
+            told.append(error.__cause__ or error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join(10)
+    assert isinstance(told[0], ZeroDivisionError)
+    with pytest.raises(eps.Closed, match="ZeroDivisionError"):
+        step.result()
+
+
+def test_the_end_of_the_background_thread_is_told(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    ps = cluster.connect()
+    table = cluster.table(ps)
+
+    def fail(self: object, *_: object) -> object:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr("elasticps.client.wanted.Wanted.turn", fail)
+    eventually(lambda: ps._net.error is not None)
+    with pytest.raises(eps.Closed, match="MemoryError"):
+        table.pull(KEYS)

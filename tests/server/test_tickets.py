@@ -1,0 +1,47 @@
+"""How the outcome of a push is told."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from elasticps.server.refusal import Refusal
+from elasticps.server.tickets import RequestTicket
+from elasticps.wire.frames import HEADER_BYTES, Kind, json_body, unpack_header
+from replication.effects import Reply, Status
+
+
+class Connection:
+    """Keeps what is sent."""
+
+    worker = 1
+    worker_name = "w"
+    app = "default"
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def send(self, frame: bytes) -> None:
+        self.sent.append(frame)
+
+    def tell_view(self) -> None:
+        """Nobody asked."""
+
+    def wait_for(self, ticket: object) -> None:
+        """It has been admitted."""
+
+    def admitted(self, ticket: object) -> None:
+        """So it has."""
+
+
+def test_a_refused_push_whose_range_moves_is_told_of_both() -> None:
+    connection = Connection()
+    ticket = RequestTicket(connection, 5, Refusal("shape", "the push has dim 3"))
+    two = np.arange(2)
+    ticket.reply(Reply(ticket, Status.COMMITTED, 2, two, two + 2))
+    headers = [unpack_header(frame) for frame in connection.sent]
+    assert [(h.kind, h.request) for h in headers] == [(Kind.ERROR, 5), (Kind.PARTLY, 5)]
+    assert json_body(connection.sent[0][HEADER_BYTES:]) == {
+        "code": "shape",
+        "message": "the push has dim 3",
+        "partly": True,
+    }
