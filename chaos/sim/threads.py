@@ -134,6 +134,9 @@ class Threads(Runtime):
             thread.joiners.append(_me())
             self.park(until)
 
+    def interruptible(self) -> bool:
+        return False
+
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         me = _me()
         until = self.process.clock.now + timeout_s
@@ -207,6 +210,8 @@ class Lock:
     def release(self) -> None:
         if self._holder is None:
             raise RuntimeError("release of a lock that nobody holds")
+        if self._again and self._holder is not _me():
+            raise RuntimeError("release of a lock that another thread holds")
         self._depth -= 1
         if self._depth:
             return

@@ -171,7 +171,7 @@ class Driver:
     def _background(self) -> None:
         try:
             self._serve()
-        except BaseException as error:
+        except Exception as error:
             self._on_failed(error)
 
     def _serve(self) -> None:

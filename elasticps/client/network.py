@@ -187,6 +187,8 @@ class Network:
         if self.runtime.interruptible():
             self.hurt()
             return
+        if not isinstance(error, Exception):  # the thread is made to end
+            return
         if self.error is None:
             log.error("worker %s cannot go on", self.worker.name, exc_info=error)
         ended = Closed(f"the client has failed and cannot go on: {error!r}; connect again")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from numba import njit, types
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 
 from elasticps.errors import SpecError
@@ -63,14 +63,13 @@ class _Registered:
 _custom: dict[str, _Registered] = {}
 
 
-_compiling = threading.Lock()
 _loaded: set[Any] = set()
 
 
 def _load(kernel: Any, signature: tuple[Any, ...]) -> None:
     if kernel in _loaded:
         return
-    with _compiling:  # the first use may come from several threads at once
+    with global_compiler_lock:  # the first use may come from several threads at once
         if kernel not in _loaded:
             if not kernel.signatures:
                 kernel.compile(signature)

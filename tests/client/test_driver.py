@@ -58,7 +58,7 @@ class Busy:
 
 def test_what_another_thread_queues_while_the_last_bytes_leave_is_sent_too() -> None:
     machine, link = Machine(), Busy()
-    link.driver = Driver(machine, lambda link, error: None, lambda: False)
+    link.driver = Driver(machine, lambda link, error: None, lambda: False, lambda error: None)
     link.driver.add(cast(Link, link))
     assert link.driver.wait(lambda: link.flushed == 2, machine.monotonic() + 1.0)
     assert not link.unsent
