@@ -278,7 +278,7 @@ class ClusterConfig:
     ranges: int = 256
     replicas: int = 2
     min_servers: int = 1
-    protocol: int = 1
+    protocol: int = 2
 
     def __post_init__(self) -> None:
         check_ranges(self.ranges)

@@ -14,6 +14,7 @@ from elasticps.client.routing import Routes
 from elasticps.errors import ServerError
 from elasticps.hashing import home_range
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame, read_clocks, unpack_header
+from elasticps.wire.headers import AskHeader, DoneHeader, EnterHeader
 from replication.chain import Member
 from replication.progress import Progress
 
@@ -33,7 +34,7 @@ def of_home(app: str, header: Header, body: bytes = b"") -> Questions:
 def entering(app: str, worker: int, predecessor: int, timeout_s: float) -> Script[tuple[int, int]]:
     """Becomes a member; returns the last decided round, above which this worker starts, and the last one that its
     predecessor (0 for none) was in."""
-    header = Header(Kind.ENTER, worker=worker, table=predecessor)
+    header = EnterHeader(worker, predecessor).header()
     (answer,) = yield Request(of_home(app, header), timeout_s, f"entering the rounds of {app!r}")
     decision = json.loads(answer.body)
     # whoever was in the last round may have died before closing it; what is closed already stays as it is
@@ -48,7 +49,7 @@ def leaving(app: str, worker: int, timeout_s: float) -> Script[None]:
 
 def settling(app: str, worker: int, clock: int, timeout_s: float) -> Script[None]:
     """Closes the round of a step that is committed everywhere."""
-    header = Header(Kind.DONE, clock=clock, worker=worker, wait_ms=int(timeout_s * 1000))
+    header = DoneHeader(worker, clock, int(timeout_s * 1000)).header()
     (answer,) = yield Request(of_home(app, header), timeout_s + GRACE_S, f"round {clock} of {app!r}")
     decision = json.loads(answer.body)
     if decision["round"] != clock:
@@ -66,7 +67,7 @@ def closing(app: str, clock: int, workers: Sequence[int], timeout_s: float) -> S
 
 def clocks_of(worker: int, timeout_s: float) -> Script[tuple[Progress, Progress]]:
     """How far a worker's pushes are in every range, as their heads say: (applied, committed), int64 [P] each."""
-    head, ranges = Header(Kind.ASK, worker=worker), 0
+    head, ranges = AskHeader(worker).header(), 0
 
     def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
         nonlocal ranges

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from elasticps.client.rounds import Request, Script, of_heads
 from elasticps.client.scripts import clocks_of, entering
 from elasticps.client.session import resume
-from elasticps.wire.frames import Header, Kind
+from elasticps.wire.headers import JoinHeader, OkHeader
 
 
 class Past(NamedTuple):
@@ -71,8 +71,8 @@ class Starting:
         if self._app:
             start, _ = yield from entering(self._app, self._worker, 0, self._timeout_s)
             return start
-        answers = yield Request(of_heads(Header(Kind.JOIN)), self._timeout_s, "joining")
-        return max(answer.header.clock for answer in answers)
+        answers = yield Request(of_heads(JoinHeader().header()), self._timeout_s, "joining")
+        return max(OkHeader.of(answer.header).minimum for answer in answers)
 
 
 def first_past(worker: int, found: Resume, past: Past | None) -> Past:

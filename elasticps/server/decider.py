@@ -21,6 +21,7 @@ from elasticps.server.refusal import Refusal
 from elasticps.server.rounds import Home
 from elasticps.server.tickets import R, RequestTicket
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame
+from elasticps.wire.headers import DoneHeader, EnterHeader, OkHeader
 from replication.chain import Ranges
 from replication.effects import Push, Reply, Status
 from replication.messages import Kind as OperationKind
@@ -72,6 +73,7 @@ class Decider(AtHome[R]):
 
     def _enter(self, connection: R, header: Header, body: Body) -> None:
         app, worker = connection.app, connection.worker
+        predecessor = EnterHeader.of(header).predecessor
         home = self._home(connection, header, body)
         if home is None:
             return
@@ -80,7 +82,7 @@ class Decider(AtHome[R]):
             state = self._shell.rounds.homes[app]
             document = {
                 "round": state.decided, "workers": list(state.workers), "base": state.members.get(worker, 0),
-                "last": state.last.get(header.table, 0),
+                "last": state.last.get(predecessor, 0),
             }  # fmt: skip
             return json_frame(Kind.DECIDED, document, request=header.request, epoch=self._host.epoch)
 
@@ -103,19 +105,19 @@ class Decider(AtHome[R]):
         home = self._home(connection, header, body)
         if home is None:
             return
-        state = self._shell.rounds.homes.get(app, Home())
-        if header.clock <= state.decided:
-            if header.clock < state.decided or worker not in state.workers:
-                raise Refusal("left-out", f"round {header.clock} of {app!r} was closed without this worker")
+        state, said = self._shell.rounds.homes.get(app, Home()), DoneHeader.of(header)
+        if said.clock <= state.decided:
+            if said.clock < state.decided or worker not in state.workers:
+                raise Refusal("left-out", f"round {said.clock} of {app!r} was closed without this worker")
             # decided, but maybe not committed yet: the answer waits for an operation behind it
             self._log(self._decided(connection, header, app), OperationKind.DECIDE,
                       RoundStep(app, state.decided, state.workers), home)  # fmt: skip
             return
-        if worker not in state.members or header.clock != state.decided + 1:
-            raise Refusal("left-out", f"worker {connection.worker_name!r} is not in round {header.clock} of {app!r}")
+        if worker not in state.members or said.clock != state.decided + 1:
+            raise Refusal("left-out", f"worker {connection.worker_name!r} is not in round {said.clock} of {app!r}")
         ticket = self._decided(connection, header, app)
-        deadline_s = self._clock() + (header.wait_ms / 1e3 or DEFAULT_WAIT_S)
-        self._waiting.setdefault(app, {})[worker] = _Waiting(header.clock, ticket, deadline_s)
+        deadline_s = self._clock() + (said.wait_ms / 1e3 or DEFAULT_WAIT_S)
+        self._waiting.setdefault(app, {})[worker] = _Waiting(said.clock, ticket, deadline_s)
         self._decide(app)
 
     def _decided(self, connection: R, header: Header, app: str) -> RequestTicket[R]:
@@ -184,7 +186,7 @@ class Decider(AtHome[R]):
         headed = self._host.headed
         if several is not None and newest == clock and several.headed is headed and header.epoch == self._host.epoch:
             if several.done:
-                connection.send(Header(Kind.OK, request=header.request, epoch=self._host.epoch).pack())
+                connection.send(OkHeader(header.request, self._host.epoch).header().pack())
                 return
             if several.tickets:
                 several.tickets.append(ticket)

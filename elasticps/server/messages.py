@@ -30,10 +30,8 @@ from elasticps.sharding import ShardSpec
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 from elasticps.wire.frames import (
-    LAST,
     MAX_CONTROL_BYTES,
     MAX_RANGES,
-    ROUND,
     Block,
     Buffer,
     FrameError,
@@ -43,6 +41,7 @@ from elasticps.wire.frames import (
     padded,
     read_blocks,
 )
+from elasticps.wire.headers import ForwardHeader, InstalledHeader, PieceHeader, PushHeader, RangesHeader, Shard
 from replication.chain import Ranges
 from replication.messages import Ack, Forward, Installed, Message, Operation, Piece, Resync
 from replication.messages import Kind as OperationKind
@@ -101,12 +100,10 @@ class Codec:
         operation, payload = message.operation, message.operation.payload
         parts: list[Buffer] = [self._range_bytes(message.ranges), message.seqs.tobytes()]
         blocks: list[Block] = []
-        flags = 0
         mark = None
         if isinstance(payload, Content):
             mark = payload.mark
             if isinstance(payload, Contribution):
-                flags = ROUND
                 parts.append(_section({"app": payload.app, "clock": payload.clock}))
             blocks = payload.part(message.ranges, self._tables)
             for block in blocks:
@@ -119,38 +116,33 @@ class Codec:
             parts.append(_json({"id": payload.clock, "app": payload.app, "workers": payload.workers}))
         elif isinstance(payload, Take):
             parts.append(_json({"id": payload.worker, "take": payload}))
-        header = Header(
-            Kind.FORWARD, flags, _length(parts), 0, message.epoch, operation.after, max(operation.worker, 0),
-            part=operation.kind, table=len(message.ranges), items=len(blocks),
-            bound=0 if mark is None else mark.shard + 1, wait_ms=0 if mark is None else mark.set,
+        header = ForwardHeader(
+            message.epoch, operation.kind, max(operation.worker, 0), operation.after, len(message.ranges), len(blocks),
+            isinstance(payload, Contribution), None if mark is None else Shard(*mark),
         )  # fmt: skip
-        return [header.pack(), *parts]
+        return [header.header(_length(parts)).pack(), *parts]
 
     def _encode_ack(self, message: Ack) -> list[Buffer]:
         ranges, seqs = self._range_bytes(message.ranges), message.seqs.tobytes()
-        header = Header(Kind.ACK, 0, len(ranges) + len(seqs), 0, message.epoch, table=len(message.ranges))
+        header = RangesHeader(Kind.ACK, message.epoch, len(message.ranges)).header(len(ranges) + len(seqs))
         return [header.pack() + ranges + seqs]
 
     def _encode_resync(self, message: Resync) -> list[Buffer]:
         body = self._range_bytes(message.ranges) + message.seqs.tobytes() + message.acked.tobytes()
-        return [Header(Kind.RESYNC, 0, len(body), 0, message.epoch, table=len(message.ranges)).pack() + body]
+        return [RangesHeader(Kind.RESYNC, message.epoch, len(message.ranges)).header(len(body)).pack() + body]
 
     def _encode_piece(self, message: Piece) -> list[Buffer]:
         numbers = message.upto.to_bytes(8, "little") + message.workers.tobytes() + message.progress.tobytes()
         content: PieceContent = message.payload  # type: ignore[assignment]
         parts: list[Buffer] = [numbers, *encode_content(content)]
-        header = Header(
-            Kind.PIECE, LAST if message.last else 0, _length(parts), message.fill, message.epoch, message.seq,
-            message.range, table=len(message.workers), items=len(content.tables), bound=message.number,
+        header = PieceHeader(
+            message.epoch, message.range, message.fill, message.number, message.last, message.seq,
+            len(message.workers), len(content.tables),
         )  # fmt: skip
-        return [header.pack(), *parts]
+        return [header.header(_length(parts)).pack(), *parts]
 
     def _encode_installed(self, message: Installed) -> list[Buffer]:
-        flags = LAST if message.last else 0
-        header = Header(
-            Kind.INSTALLED, flags, 0, message.fill, message.epoch, message.seq, message.range, bound=message.number
-        )
-        return [header.pack()]
+        return [InstalledHeader(*message).header().pack()]
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -158,7 +150,7 @@ class Codec:
         self, count: int, header: Header, body: Bytes
     ) -> tuple[Ranges, NDArray[np.int64], list[NDArray[np.int64]], int]:
         """(ranges, their positions, `count` arrays of int64 beside them, where the rest of the body begins)."""
-        m = header.table
+        m = RangesHeader.of(header).ranges
         at = (4 * m + 7) & ~7
         end = at + 8 * m * count
         if m > MAX_RANGES or end > len(body):
@@ -184,28 +176,29 @@ class Codec:
     def _decode_forward(self, header: Header, body: Bytes) -> Forward:
         ranges, positions, (seqs,), at = self._ranges_and(1, header, body)
         payload: Any
-        mark = shard_mark(header)
-        if header.part == OperationKind.PUSH and header.flags & ROUND:
+        said = ForwardHeader.of(header)
+        mark = None if said.shard is None else ShardMark(*said.shard)
+        if said.kind == OperationKind.PUSH and said.round:
             document, at = _read_section(body, at)
-            blocks = read_blocks(header.items, body, at)
+            blocks = read_blocks(said.blocks, body, at)
             payload = Contribution(
                 str(document.get("app")), _number(document, "clock"), blocks, ranges, positions, mark
             )
-        elif header.part in (OperationKind.PUSH, OperationKind.INIT):
-            payload = Content(read_blocks(header.items, body, at), ranges, positions, mark)
-        elif header.part == OperationKind.CREATE:
+        elif said.kind in (OperationKind.PUSH, OperationKind.INIT):
+            payload = Content(read_blocks(said.blocks, body, at), ranges, positions, mark)
+        elif said.kind == OperationKind.CREATE:
             document = _document(body, at)
             payload = NewTable(document["id"], str(document.get("spec")))
-        elif header.part == OperationKind.AUDIT:
+        elif said.kind == OperationKind.AUDIT:
             payload = Mark(_document(body, at)["id"])
-        elif header.part in _ROUND_STEPS:
+        elif said.kind in _ROUND_STEPS:
             document = _document(body, at)
             payload = RoundStep(str(document.get("app")), document["id"], _numbers(document.get("workers")))
-        elif header.part == OperationKind.TAKE:
+        elif said.kind == OperationKind.TAKE:
             payload = _take(_document(body, at).get("take"))
         else:
-            raise FrameError(f"a FORWARD carries an operation of unknown kind {header.part}")
-        operation = Operation(header.part, header.worker or -1, header.clock, payload, len(body))
+            raise FrameError(f"a FORWARD carries an operation of unknown kind {said.kind}")
+        operation = Operation(said.kind, said.worker or -1, said.after, payload, len(body))
         return Forward(header.epoch, ranges, seqs, operation)
 
     def _decode_ack(self, header: Header, body: Bytes) -> Ack:
@@ -217,25 +210,25 @@ class Codec:
         return Resync(header.epoch, ranges, seqs, acked)
 
     def _decode_piece(self, header: Header, body: Bytes) -> Piece:
-        n = header.table
-        at = 8 + 16 * n
-        if header.worker >= self._ranges or at > len(body):
-            raise FrameError(f"a PIECE of range {header.worker} with {n} workers has a body of {len(body)} bytes")
+        said = PieceHeader.of(header)
+        at = 8 + 16 * said.workers
+        if said.range >= self._ranges or at > len(body):
+            raise FrameError(f"a PIECE of range {said.range} with {said.workers} workers has {len(body)} bytes")
         upto = int.from_bytes(body[:8].tobytes(), "little")
         if upto > PLACES:
             raise FrameError(f"a PIECE ends at place {upto}, the last is {PLACES}")
         numbers = body[8:at].view(np.int64)
-        content = decode_content(header.items, body, at)
+        content = decode_content(said.tables, body, at)
         return Piece(
-            header.epoch, header.worker, header.request, header.bound, upto, bool(header.flags & LAST), header.clock,
-            numbers[:n], numbers[n:], content,
+            said.epoch, said.range, said.fill, said.number, upto, said.last, said.seq, numbers[: said.workers],
+            numbers[said.workers :], content,
         )  # fmt: skip
 
     def _decode_installed(self, header: Header, body: Bytes) -> Installed:
-        if header.worker >= self._ranges:
-            raise FrameError(f"an INSTALLED names range {header.worker}, outside 0..{self._ranges - 1}")
-        last = bool(header.flags & LAST)
-        return Installed(header.epoch, header.worker, header.request, header.bound, last, header.clock)
+        said = InstalledHeader.of(header)
+        if said.range >= self._ranges:
+            raise FrameError(f"an INSTALLED names range {said.range}, outside 0..{self._ranges - 1}")
+        return Installed(*said)
 
 
 def _length(parts: list[Buffer]) -> int:
@@ -271,8 +264,9 @@ def _take(document: Any) -> Take:
 
 
 def shard_mark(header: Header) -> ShardMark | None:
-    """The shard that a PUSH, or a FORWARD of one, trains."""
-    return ShardMark(header.wait_ms, header.bound - 1) if header.bound else None
+    """The shard that a PUSH trains."""
+    shard = PushHeader.of(header).shard
+    return None if shard is None else ShardMark(*shard)
 
 
 def _number(document: dict[str, Any], name: str) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAGIC = 0x31535045  # "EPS1" in little-endian
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 64
 MAX_BODY_BYTES = 64 << 20
 MAX_CONTROL_BYTES = 1 << 20  # hello, errors, specs; all that a peer may send before it is welcome

@@ -1,0 +1,299 @@
+"""What the header of each kind of frame says: one constructor and one reader per kind, every field with one meaning.
+
+The 64 bytes are the same for all kinds (`frames.Header`). Where a kind puts what stands here alone: nobody else needs
+to know that a PULL's bound travels as one more than it is, or that an ENTER has its worker's predecessor where a PULL
+has its table. `docs/wire.md` has the same as a table, and `tests/wire/test_headers.py` golden vectors. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from elasticps.wire.frames import ALL_RANGES, ANY, LAST, PAUSE, REPEAT, ROUND, FrameError, Header, Kind
+
+
+class Shard(NamedTuple):
+    """The shard of a set that a step trains."""
+
+    set: int
+    number: int
+
+
+class PushHeader(NamedTuple):
+    """PUSH: parts `first`..`part` of step `clock`, `blocks` of them. committed: the clock up to which the worker knows
+    all its steps to be, None if it does not say. all_ranges: it ticks all that its receiver heads at `epoch`, and names
+    none. repeat: the blocks are left out, only the answer is wanted. round: a share of a synchronous round."""
+
+    request: int
+    epoch: int
+    clock: int
+    worker: int
+    blocks: int
+    first: int = 0
+    part: int = 0
+    last: bool = True
+    all_ranges: bool = True
+    repeat: bool = False
+    round: bool = False
+    committed: int | None = None
+    shard: Shard | None = None
+
+    def header(self, body_bytes: int) -> Header:
+        """The 64 bytes' fields, before a body of so many bytes."""
+        flags = self.last * LAST | self.all_ranges * ALL_RANGES | self.repeat * REPEAT | self.round * ROUND
+        lag = 0 if self.committed is None else self.clock - self.committed
+        bound, wait_ms = _from_shard(self.shard)
+        return Header(
+            Kind.PUSH, flags, body_bytes, self.request, self.epoch, self.clock, self.worker, self.first, self.part, lag,
+            self.blocks, bound, wait_ms,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, h: Header) -> PushHeader:
+        """The inverse of `header`."""
+        return cls(
+            h.request, h.epoch, h.clock, h.worker, h.items, h.first, h.part, bool(h.flags & LAST),
+            bool(h.flags & ALL_RANGES), bool(h.flags & REPEAT), bool(h.flags & ROUND),
+            h.clock - h.table if h.table else None, _shard(h),
+        )  # fmt: skip
+
+
+class PullHeader(NamedTuple):
+    """PULL: the rows of `keys` keys of a table, by a worker at `clock`. bound: of the delay, None for none; wait_ms:
+    how long the server may let it wait, 0 for as long as usual. anywhere: any full replica may answer."""
+
+    request: int
+    epoch: int
+    clock: int
+    worker: int
+    table: int
+    keys: int
+    bound: int | None = None
+    wait_ms: int = 0
+    anywhere: bool = False
+
+    def header(self) -> Header:
+        """The 64 bytes' fields; the body is the keys."""
+        return Header(
+            Kind.PULL, self.anywhere * ANY, 8 * self.keys, self.request, self.epoch, self.clock, self.worker,
+            table=self.table, items=self.keys, bound=0 if self.bound is None else self.bound + 1, wait_ms=self.wait_ms,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, h: Header) -> PullHeader:
+        """The inverse of `header`. Raises `FrameError` if the body is not as long as the keys are."""
+        if h.body != 8 * h.items:
+            raise FrameError(f"a pull of {h.items} keys has a body of {h.body} bytes")
+        bound = h.bound - 1 if h.bound else None
+        return cls(
+            h.request, h.epoch, h.clock, h.worker, h.table, h.items, bound, h.wait_ms, bool(h.flags & ANY)
+        )  # fmt: skip
+
+
+class JoinHeader(NamedTuple):
+    """JOIN: a worker starts above `base`; or takes no part for now (`pause`); or only asks for the minimum (None)."""
+
+    base: int | None = None
+    pause: bool = False
+
+    def header(self) -> Header:
+        """The 64 bytes' fields; there is no body."""
+        if self.pause:
+            return Header(Kind.JOIN, LAST | PAUSE)
+        return Header(Kind.JOIN) if self.base is None else Header(Kind.JOIN, LAST, clock=self.base)
+
+    @classmethod
+    def of(cls, h: Header) -> JoinHeader:
+        """The inverse of `header`."""
+        pause = bool(h.flags & PAUSE)
+        return cls(h.clock if h.flags & LAST and not pause else None, pause)
+
+
+class AskHeader(NamedTuple):
+    """ASK: how far has `worker` come in the ranges that the receiver heads at `epoch`?"""
+
+    worker: int
+    request: int = 0
+    epoch: int = 0
+
+    def header(self) -> Header:
+        """The 64 bytes' fields; there is no body."""
+        return Header(Kind.ASK, request=self.request, epoch=self.epoch, worker=self.worker)
+
+    @classmethod
+    def of(cls, h: Header) -> AskHeader:
+        """The inverse of `header`."""
+        return cls(h.worker, h.request, h.epoch)
+
+
+class EnterHeader(NamedTuple):
+    """ENTER: `worker` takes part in its application's rounds. predecessor: the id that it had before, 0 for none."""
+
+    worker: int
+    predecessor: int = 0
+
+    def header(self) -> Header:
+        """The 64 bytes' fields; there is no body."""
+        return Header(Kind.ENTER, worker=self.worker, table=self.predecessor)
+
+    @classmethod
+    def of(cls, h: Header) -> EnterHeader:
+        """The inverse of `header`."""
+        return cls(h.worker, h.table)
+
+
+class DoneHeader(NamedTuple):
+    """DONE: the share of `worker` in round `clock` is committed everywhere; it waits `wait_ms` for the others."""
+
+    worker: int
+    clock: int
+    wait_ms: int = 0
+
+    def header(self) -> Header:
+        """The 64 bytes' fields; there is no body."""
+        return Header(Kind.DONE, clock=self.clock, worker=self.worker, wait_ms=self.wait_ms)
+
+    @classmethod
+    def of(cls, h: Header) -> DoneHeader:
+        """The inverse of `header`."""
+        return cls(h.worker, h.clock, h.wait_ms)
+
+
+class OkHeader(NamedTuple):
+    """OK. minimum: in the answer to a JOIN, the lowest clock of the application's active workers."""
+
+    request: int
+    epoch: int
+    minimum: int = 0
+
+    def header(self) -> Header:
+        """The 64 bytes' fields; there is no body."""
+        return Header(Kind.OK, request=self.request, epoch=self.epoch, clock=self.minimum)
+
+    @classmethod
+    def of(cls, h: Header) -> OkHeader:
+        """The inverse of `header`."""
+        return cls(h.request, h.epoch, h.clock)
+
+
+class RowsHeader(NamedTuple):
+    """ROWS: `rows` rows of a pull's answer, from its key number `offset` on. last: there are no more."""
+
+    request: int
+    epoch: int
+    offset: int
+    rows: int
+    last: bool
+
+    def header(self, body_bytes: int) -> Header:
+        """The 64 bytes' fields, before a body of so many bytes."""
+        flags = self.last * LAST
+        return Header(
+            Kind.ROWS, flags, body_bytes, self.request, self.epoch, clock=self.offset, items=self.rows
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, h: Header) -> RowsHeader:
+        """The inverse of `header`."""
+        return cls(h.request, h.epoch, h.clock, h.items, bool(h.flags & LAST))
+
+
+class ForwardHeader(NamedTuple):
+    """FORWARD: an operation's part in `ranges` ranges. kind: of operation; worker: whose progress becomes `after`, 0
+    for nobody's; blocks: of a push. round: it is kept for a synchronous round."""
+
+    epoch: int
+    kind: int
+    worker: int
+    after: int
+    ranges: int
+    blocks: int = 0
+    round: bool = False
+    shard: Shard | None = None
+
+    def header(self, body_bytes: int) -> Header:
+        """The 64 bytes' fields, before a body of so many bytes."""
+        bound, wait_ms = _from_shard(self.shard)
+        return Header(
+            Kind.FORWARD, self.round * ROUND, body_bytes, 0, self.epoch, self.after, self.worker, part=self.kind,
+            table=self.ranges, items=self.blocks, bound=bound, wait_ms=wait_ms,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, h: Header) -> ForwardHeader:
+        """The inverse of `header`."""
+        return cls(h.epoch, h.part, h.worker, h.clock, h.table, h.items, bool(h.flags & ROUND), _shard(h))
+
+
+class RangesHeader(NamedTuple):
+    """ACK and RESYNC: about so many ranges."""
+
+    kind: Kind
+    epoch: int
+    ranges: int
+
+    def header(self, body_bytes: int) -> Header:
+        """The 64 bytes' fields, before a body of so many bytes."""
+        return Header(self.kind, 0, body_bytes, 0, self.epoch, table=self.ranges)
+
+    @classmethod
+    def of(cls, h: Header) -> RangesHeader:
+        """The inverse of `header`."""
+        return cls(Kind(h.kind), h.epoch, h.table)
+
+
+class PieceHeader(NamedTuple):
+    """PIECE: number `number` of filling `fill` of a range, which is at `seq` of its log; with the progress of `workers`
+    workers (in the first one), and rows of `tables` tables."""
+
+    epoch: int
+    range: int
+    fill: int
+    number: int
+    last: bool
+    seq: int
+    workers: int
+    tables: int
+
+    def header(self, body_bytes: int) -> Header:
+        """The 64 bytes' fields, before a body of so many bytes."""
+        return Header(
+            Kind.PIECE, self.last * LAST, body_bytes, self.fill, self.epoch, self.seq, self.range, table=self.workers,
+            items=self.tables, bound=self.number,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, h: Header) -> PieceHeader:
+        """The inverse of `header`."""
+        return cls(h.epoch, h.worker, h.request, h.bound, bool(h.flags & LAST), h.clock, h.table, h.items)
+
+
+class InstalledHeader(NamedTuple):
+    """INSTALLED: piece `number` of filling `fill` of a range is in place, and every operation up to `seq`."""
+
+    epoch: int
+    range: int
+    fill: int
+    number: int
+    last: bool
+    seq: int
+
+    def header(self) -> Header:
+        """The 64 bytes' fields; there is no body."""
+        return Header(
+            Kind.INSTALLED, self.last * LAST, 0, self.fill, self.epoch, self.seq, self.range, bound=self.number
+        )
+
+    @classmethod
+    def of(cls, h: Header) -> InstalledHeader:
+        """The inverse of `header`."""
+        return cls(h.epoch, h.worker, h.request, h.bound, bool(h.flags & LAST), h.clock)
+
+
+def _from_shard(shard: Shard | None) -> tuple[int, int]:
+    """(bound, wait_ms) of a header: the number plus one, as 0 says that there is none, and the set."""
+    return (0, 0) if shard is None else (shard.number + 1, shard.set)
+
+
+def _shard(h: Header) -> Shard | None:
+    return Shard(h.wait_ms, h.bound - 1) if h.bound else None

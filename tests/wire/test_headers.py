@@ -1,0 +1,112 @@
+"""Headers by kind: each comes back as it was, and lies in the 64 bytes where docs/wire.md says."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticps.wire import headers
+from elasticps.wire.frames import MAGIC, VERSION, FrameError, Header, Kind, unpack_header
+from elasticps.wire.headers import (
+    AskHeader,
+    DoneHeader,
+    EnterHeader,
+    ForwardHeader,
+    InstalledHeader,
+    JoinHeader,
+    OkHeader,
+    PieceHeader,
+    PullHeader,
+    PushHeader,
+    RangesHeader,
+    RowsHeader,
+    Shard,
+)
+
+# kind, flags, body, request, epoch, clock, worker, first, part, table, items, bound, wait_ms
+GOLDEN: list[tuple[Any, int, tuple[int, ...]]] = [
+    (PushHeader(7, 5, 9, 11, 2, 1, 3), 64, (4, 3, 64, 7, 5, 9, 11, 1, 3, 0, 2, 0, 0)),
+    (
+        PushHeader(7, 5, 9, 11, 2, 0, 0, False, False, True, True, 6, Shard(1 << 16, 0)),
+        64, (4, 4 | 16, 64, 7, 5, 9, 11, 0, 0, 3, 2, 1, 1 << 16),
+    ),
+    (PullHeader(7, 5, 9, 11, 3, 4), -1, (5, 0, 32, 7, 5, 9, 11, 0, 0, 3, 4, 0, 0)),
+    (PullHeader(7, 5, 9, 11, 3, 4, 0, 250, True), -1, (5, 8, 32, 7, 5, 9, 11, 0, 0, 3, 4, 1, 250)),
+    (JoinHeader(), -1, (6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)),
+    (JoinHeader(41), -1, (6, 1, 0, 0, 0, 41, 0, 0, 0, 0, 0, 0, 0)),
+    (JoinHeader(0), -1, (6, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)),
+    (JoinHeader(pause=True), -1, (6, 33, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)),
+    (AskHeader(11, 7, 5), -1, (7, 0, 0, 7, 5, 0, 11, 0, 0, 0, 0, 0, 0)),
+    (EnterHeader(11, 4), -1, (9, 0, 0, 0, 0, 0, 11, 0, 0, 4, 0, 0, 0)),
+    (DoneHeader(11, 9, 1500), -1, (10, 0, 0, 0, 0, 9, 11, 0, 0, 0, 0, 0, 1500)),
+    (OkHeader(7, 5), -1, (65, 0, 0, 7, 5, 0, 0, 0, 0, 0, 0, 0, 0)),
+    (OkHeader(7, 5, 41), -1, (65, 0, 0, 7, 5, 41, 0, 0, 0, 0, 0, 0, 0)),
+    (RowsHeader(7, 5, 1000, 24, True), 96, (66, 1, 96, 7, 5, 1000, 0, 0, 0, 0, 24, 0, 0)),
+    (ForwardHeader(5, 0, 11, 9 << 16, 3, 2), 96, (16, 0, 96, 0, 5, 9 << 16, 11, 0, 0, 3, 2, 0, 0)),
+    (
+        ForwardHeader(5, 2, 11, 9 << 16, 3, 2, True, Shard(1 << 16, 8)),
+        96, (16, 16, 96, 0, 5, 9 << 16, 11, 0, 2, 3, 2, 9, 1 << 16),
+    ),
+    (RangesHeader(Kind.ACK, 5, 3), 40, (17, 0, 40, 0, 5, 0, 0, 0, 0, 3, 0, 0, 0)),
+    (RangesHeader(Kind.RESYNC, 5, 3), 64, (18, 0, 64, 0, 5, 0, 0, 0, 0, 3, 0, 0, 0)),
+    (PieceHeader(5, 3, 4, 2, True, 99, 6, 1), 128, (19, 1, 128, 4, 5, 99, 3, 0, 0, 6, 1, 2, 0)),
+    (InstalledHeader(5, 3, 4, 2, False, 99), -1, (20, 0, 0, 4, 5, 99, 3, 0, 0, 0, 0, 2, 0)),
+]  # fmt: skip
+
+
+def packed(one: Any, body_bytes: int) -> Header:
+    found: Header = one.header() if body_bytes < 0 else one.header(body_bytes)
+    return found
+
+
+@pytest.mark.parametrize(("one", "body_bytes", "numbers"), GOLDEN, ids=lambda v: type(v).__name__)
+def test_each_field_has_its_place(one: Any, body_bytes: int, numbers: tuple[int, ...]) -> None:
+    header = packed(one, body_bytes)
+    assert header.pack() == struct.pack("<IBBHQQQQIHHIIII", MAGIC, VERSION, *numbers)
+    assert type(one).of(unpack_header(header.pack())) == one
+
+
+def test_the_version_is_the_second() -> None:
+    assert VERSION == 2
+    assert JoinHeader().header().pack()[:6].hex() == "455053310206"
+
+
+u16, u32, u62 = st.integers(0, (1 << 16) - 1), st.integers(0, (1 << 32) - 1), st.integers(0, 1 << 62)
+shards = st.none() | st.builds(Shard, u32, st.integers(0, (1 << 32) - 2))
+lags = st.none() | st.integers(1, (1 << 32) - 1)
+
+
+@given(u62, u62, u62, u32, u32, u16, u16, st.tuples(*[st.booleans()] * 4), lags, shards)
+def test_any_push_comes_back(
+    request_: int, epoch: int, clock: int, worker: int, blocks: int, first: int, part: int,
+    flags: tuple[bool, bool, bool, bool], lag: int | None, shard: Shard | None,
+) -> None:  # fmt: skip
+    committed = None if lag is None else clock - lag
+    push = PushHeader(request_, epoch, clock, worker, blocks, first, part, *flags, committed, shard)
+    assert PushHeader.of(unpack_header(push.header(8).pack())) == push
+
+
+pulls = st.tuples(
+    u62, u62, u62, u32, u32, st.integers(0, 1 << 20), st.none() | st.integers(0, 1 << 30), u32, st.booleans()
+)
+
+
+@given(pulls)
+def test_any_pull_comes_back(fields: tuple[Any, ...]) -> None:
+    pull = PullHeader(*fields)
+    assert PullHeader.of(unpack_header(pull.header().pack())) == pull
+
+
+def test_a_pull_whose_keys_are_not_its_body_is_refused() -> None:
+    header = PullHeader(7, 5, 9, 11, 3, 4).header()
+    with pytest.raises(FrameError, match="4 keys has a body of 24 bytes"):
+        PullHeader.of(header._replace(body=24))
+
+
+def test_every_class_of_headers_is_tested_here() -> None:
+    known = {name for name in vars(headers) if name.endswith("Header") and name != "Header"}
+    assert known == {type(one).__name__ for one, _, _ in GOLDEN}
