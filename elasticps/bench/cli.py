@@ -6,14 +6,16 @@ import enum
 import json
 import sys
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from elasticps.bench.measure import Result
-from elasticps.bench.train import Line
+
+if TYPE_CHECKING:
+    from elasticps.bench.train import Line  # brings in the client: half a second that other commands do without
 
 app = typer.Typer(help="Measure this machine, and elasticps on it.", no_args_is_help=True)
 
