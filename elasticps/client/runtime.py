@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from elasticps import background
+from elasticps.crowd import Crowd
 
 T = TypeVar("T")
 
@@ -72,6 +73,7 @@ class Poller:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._short = False  # the last wait was
+        self._crowd = Crowd()
 
     def register(self, fd: int, events: int) -> None:
         """Begins to watch; `READABLE` and `WRITABLE` in `events`."""
@@ -89,10 +91,10 @@ class Poller:
         """What can be done now, (descriptor, events) each; empty after `timeout_s`.
 
         A sleep and its wake-up cost about 30 µs, as much as a small request takes at the server; so when the last wait
-        was about that short, this one begins by asking again and again.
+        was about that short, this one begins by asking again and again; not where others need the core for their work.
         """
         started_s = time.monotonic()
-        if self._short and timeout_s:
+        if self._short and timeout_s and not self._crowd.crowded(started_s):
             while time.monotonic() - started_s < SPIN_S:
                 if events := self._epoll.poll(0, EVENTS_PER_POLL):
                     return events

@@ -11,14 +11,12 @@ Nor when more processes want to run than there are cores: what polls then takes 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import time
+
+from elasticps.crowd import Crowd
 
 SHORT_S = 400e-6  # requests that follow each other within this are waited for
 LINGER_S = 120e-6
-LOOK_S = 0.02  # between looks at how many processes want to run
-_CORES = os.cpu_count() or 1
 
 
 class Linger:
@@ -29,7 +27,7 @@ class Linger:
         self._last_s = 0.0
         self._until_s = 0.0
         self._awake = False
-        self._crowd = _Crowd()
+        self._crowd = Crowd()
 
     def touched(self) -> None:
         now = time.monotonic()
@@ -45,25 +43,3 @@ class Linger:
             self._loop.call_soon(self._turn)
         else:
             self._awake = False
-
-
-class _Crowd:
-    """Whether more processes want to run than there are cores, as the kernel counts them; looked up now and then."""
-
-    def __init__(self) -> None:
-        self._fd = -1
-        with contextlib.suppress(OSError):  # no Linux
-            self._fd = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
-        self._looked_s = 0.0
-        self._wanting = 0.0  # a running average: one look catches a moment
-
-    def crowded(self, now: float) -> bool:
-        if self._fd >= 0 and now - self._looked_s > LOOK_S:
-            self._looked_s = now
-            running = int(os.pread(self._fd, 64, 0).split()[3].partition(b"/")[0])
-            self._wanting += (running - self._wanting) / 4
-        return self._wanting > _CORES + 0.5
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
