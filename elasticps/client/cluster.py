@@ -473,8 +473,7 @@ class Client:
         self._settle(None)
         with self._lock:
             read.clock = self._session.clock - self._session.open
-        bound = self.consistency.bound
-        self._net.start_read(read, 0 if bound is None else bound + 1, int(self.timeout * 1000))
+        self._net.start_read(read, self.consistency.bound, int(self.timeout * 1000))
         return read
 
     def pulled(self, read: Read) -> NDArray[np.float32]:

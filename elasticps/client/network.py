@@ -33,7 +33,6 @@ from elasticps.errors import (
 )
 from elasticps.wire.frames import (
     LAST,
-    PAUSE,
     Buffer,
     FrameError,
     Header,
@@ -44,6 +43,7 @@ from elasticps.wire.frames import (
     read_clocks,
     read_partly,
 )
+from elasticps.wire.headers import JoinHeader
 from elasticps.wire.views import read_view
 from replication.chain import Member
 from replication.effects import Status
@@ -94,7 +94,7 @@ class Network:
         self.pulls = Pulls(self.routes, worker.id, requests, self._send, self._abandon)
         self._lock = lock
         self._ask_view = ask_view
-        self._presence = Header(Kind.JOIN, LAST | PAUSE)  # the first word on each connection: whether we take part
+        self._presence = JoinHeader(pause=True).header()  # the first word on each connection: whether we take part
         self._peers: dict[Member, Peer] = {}
         self._calls = Calls(requests, self._send)
         self._wanted = Wanted()
@@ -262,11 +262,11 @@ class Network:
         """Tells every server, now and on each later connection, the clock that this worker starts above."""
         with self._lock:
             self.pushes.session.start_at(base)
-        self._appear(Header(Kind.JOIN, LAST, clock=base), timeout_s)
+        self._appear(JoinHeader(base).header(), timeout_s)
 
     def pause(self, timeout_s: float) -> None:
         """Tells every server that this worker holds nobody back, until it joins again."""
-        self._appear(Header(Kind.JOIN, LAST | PAUSE), timeout_s)
+        self._appear(JoinHeader(pause=True).header(), timeout_s)
 
     def _appear(self, presence: Header, timeout_s: float) -> None:
         with self._lock:
@@ -277,7 +277,7 @@ class Network:
 
     # --- reads --------------------------------------------------------------------------------------------------
 
-    def start_read(self, read: Read, bound: int, wait_ms: int) -> None:
+    def start_read(self, read: Read, bound: int | None, wait_ms: int) -> None:
         """Asks for a read's parts; `bound` and `wait_ms` as in the PULL header."""
         with self._lock:
             self.check()

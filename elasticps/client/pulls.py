@@ -42,7 +42,7 @@ class Pulls:
         """The servers that owe answers."""
         return {part.member for part in self._parts.values() if part.member is not None}
 
-    def start(self, read: Read, bound: int, wait_ms: int) -> None:
+    def start(self, read: Read, bound: int | None, wait_ms: int) -> None:
         """Asks for all parts of a read."""
         read.bound, read.wait_ms = bound, wait_ms
         self._ask(read.plan(self._routes, self._readers(read)))

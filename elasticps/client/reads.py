@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.routing import Readers, Routes, place_rows, plan_pull
-from elasticps.wire.frames import ANY, FrameError, Header, Kind
+from elasticps.wire.frames import FrameError, Header
+from elasticps.wire.headers import PullHeader, RowsHeader
 from replication.chain import Member
 
 if TYPE_CHECKING:
@@ -72,11 +73,12 @@ class ReadPart:
 
     def views(self, header: Header) -> Sequence[memoryview]:
         """Where the body of one answer goes."""
-        data = header.items * self.read.dim * 4
-        if header.clock + header.items > len(self.keys) or header.body != data + (data & 7):
-            raise FrameError(f"an answer of {header.items} rows in {header.body} bytes does not fit the pull of "
+        said = RowsHeader.of(header)
+        data = said.rows * self.read.dim * 4
+        if said.offset + said.rows > len(self.keys) or header.body != data + (data & 7):
+            raise FrameError(f"an answer of {said.rows} rows in {header.body} bytes does not fit the pull of "
                              f"{len(self.keys)} rows")  # fmt: skip
-        views = self._target.views(header.clock, header.items)
+        views = self._target.views(said.offset, said.rows)
         if data & 7:
             views.append(_PADDING.data[:4])
         return views
@@ -84,11 +86,11 @@ class ReadPart:
     def frame(self, epoch: int, worker: int) -> list[bytes | memoryview]:
         """The PULL frame."""
         read, keys = self.read, self.keys
-        header = Header(
-            Kind.PULL, ANY if read.any_replica else 0, keys.nbytes, self.request, epoch, read.clock, worker,
-            table=read.table_id, items=len(keys), bound=read.bound, wait_ms=read.wait_ms,
+        header = PullHeader(
+            self.request, epoch, read.clock, worker, read.table_id, len(keys), read.bound, read.wait_ms,
+            read.any_replica,
         )  # fmt: skip
-        return [header.pack(), keys.data.cast("B")]
+        return [header.header().pack(), keys.data.cast("B")]
 
 
 class Read(ABC):
@@ -109,7 +111,8 @@ class Read(ABC):
         self.any_replica = read == "any"
         self.parts: dict[int, ReadPart] = {}  # by request, those still unanswered
         self.error: Exception | None = None
-        self.clock = self.bound = self.wait_ms = 0  # as in the PULL header
+        self.clock = self.wait_ms = 0  # as in the PULL header
+        self.bound: int | None = None
         self.value: NDArray[np.float32]
         self.keys = keys
         self._pieces: list[tuple[NDArray[np.float32], NDArray[np.int64]]] = []  # rows and where they belong, in order
