@@ -258,7 +258,10 @@ def _take(document: Any) -> Take:
     try:
         app, name, spec, worker, committed, want, lost, done, back = document
         numbers = int(worker), int(committed), int(want)
-        return Take(str(app), str(name), ShardSpec(*spec), *numbers, _numbers(lost), _numbers(done), _numbers(back))
+        cut = ShardSpec(*spec)
+        if not all(isinstance(n, int) for n in spec if n is not None) or not cut.possible:
+            raise ValueError(f"there can be no shards like {cut}")
+        return Take(str(app), str(name), cut, *numbers, _numbers(lost), _numbers(done), _numbers(back))
     except (TypeError, ValueError) as error:
         raise FrameError(f"a FORWARD's TAKE cannot be read: {error}") from None
 

@@ -189,3 +189,12 @@ def test_positions_that_no_log_has_are_refused(field: str) -> None:
         header = unpack_header(frame)._replace(**{field: (1 << 63) + 1})
         with pytest.raises(FrameError):
             codec.decode(header, np.frombuffer(frame[HEADER_BYTES:], np.uint8))
+
+
+@pytest.mark.parametrize(
+    "spec", [(0, 7, 2, 5), (100, 0, 2, 5), (100, 7.5, 2, None), ("x", 7, 2, 5), (100, 7, 2, "s"), (1,)]
+)
+def test_a_take_of_shards_that_cannot_be_is_refused(spec: tuple[object, ...]) -> None:
+    take = A_TAKE._replace(spec=spec)  # type: ignore[arg-type]
+    with pytest.raises(FrameError, match="TAKE cannot be read"):
+        through_the_wire(Forward(4, numbers(1), numbers(9), Operation(Kind.TAKE, -1, 0, take, 10)), a_store())
