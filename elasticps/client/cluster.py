@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar, cast
 from weakref import WeakSet
@@ -21,7 +21,7 @@ from elasticps.client.joining import Joining
 from elasticps.client.network import Network
 from elasticps.client.push_batch import PackedPart, Packer, Source
 from elasticps.client.pushes import StepState
-from elasticps.client.reads import Read
+from elasticps.client.reads import DenseRead, Read
 from elasticps.client.routing import Routes
 from elasticps.client.runtime import Runtime
 from elasticps.client.session import Session
@@ -210,6 +210,12 @@ class Client:
         self.push_part(step, values, lr, last=True, copy=copy)
         assert step.state is not None
         return Step(self, step.state)
+
+    def pull_many(self, tensors: Iterable[DenseTensor]) -> list[DenseRead]:
+        """Asks for several tensors now, each server once; the `result()` of each read, in their order, waits for it."""
+        reads = [tensor.prepare(None, "tail") for tensor in tensors]
+        self._start_reads(reads)
+        return reads
 
     def step(self, *, lr: Rates = None) -> OpenStep:
         """Begins a step that is sent in parts."""
@@ -467,14 +473,20 @@ class Client:
     # --- pulls --------------------------------------------------------------------------------------------------
 
     def start_read(self, read: AnyRead) -> AnyRead:
+        """Asks for what is to be read."""
+        self._start_reads([read])
+        return read
+
+    def _start_reads(self, reads: Sequence[Read]) -> None:
         self._net.check()
         if not self._joining.active:
             self._joining.enter()
         self._settle(None)
         with self._lock:
-            read.clock = self._session.clock - self._session.open
-        self._net.start_read(read, self.consistency.bound, int(self.timeout * 1000))
-        return read
+            clock = self._session.clock - self._session.open
+        for read in reads:
+            read.clock = clock
+        self._net.start_reads(reads, self.consistency.bound, int(self.timeout * 1000))
 
     def pulled(self, read: Read) -> NDArray[np.float32]:
         """What is pulled; if the wait ends with an exception, its memory is the caller's alone from now on."""

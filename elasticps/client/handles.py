@@ -100,13 +100,17 @@ class DenseTensor(_Handle):
 
     def pull_async(self, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> DenseRead:
         """Asks for the tensor now; `result()` of what is returned waits for it."""
+        return self._client.start_read(self.prepare(out, read))
+
+    def prepare(self, out: NDArray[np.float32] | None, read: str) -> DenseRead:
+        """A read that nobody has been asked for yet."""
         checked_read(f"tensor {self.name!r}", read)
         if out is None:
             out = np.empty(self.shape, np.float32)
         else:
             checked_out(f"tensor {self.name!r}", out, self.shape)
         dim, blocks = self.spec.dim, self.spec.blocks
-        return self._client.start_read(DenseRead(self._client, self.id, self.salt, dim, self.name, out, blocks, read))
+        return DenseRead(self._client, self.id, self.salt, dim, self.name, out, blocks, read)
 
     def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
         """What pushing `value`, a gradient float32 of the tensor's shape, sends."""

@@ -277,12 +277,12 @@ class Network:
 
     # --- reads --------------------------------------------------------------------------------------------------
 
-    def start_read(self, read: Read, bound: int | None, wait_ms: int) -> None:
-        """Asks for a read's parts; `bound` and `wait_ms` as in the PULL header."""
+    def start_reads(self, reads: Sequence[Read], bound: int | None, wait_ms: int) -> None:
+        """Asks for the parts of reads; `bound` and `wait_ms` as in the PULL header."""
         with self._lock:
             self.check()
             try:
-                self.pulls.start(read, bound, wait_ms)
+                self.pulls.start(reads, bound, wait_ms)
             except BaseException:
                 self.hurt()
                 raise

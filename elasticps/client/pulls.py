@@ -3,13 +3,13 @@ lock, except for `sink`, which the thread that reads the sockets calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from elasticps.client.pushes import Send
 from elasticps.client.reads import Read, ReadPart
 from elasticps.client.routing import Readers, Routes
 from elasticps.errors import Error
-from elasticps.wire.frames import Header, Kind
+from elasticps.wire.frames import Buffer, Header, Kind
 from replication.chain import Member
 
 
@@ -42,10 +42,13 @@ class Pulls:
         """The servers that owe answers."""
         return {part.member for part in self._parts.values() if part.member is not None}
 
-    def start(self, read: Read, bound: int | None, wait_ms: int) -> None:
-        """Asks for all parts of a read."""
-        read.bound, read.wait_ms = bound, wait_ms
-        self._ask(read.plan(self._routes, self._readers(read)))
+    def start(self, reads: Sequence[Read], bound: int | None, wait_ms: int) -> None:
+        """Asks for all parts of some reads, each server once."""
+        parts: list[ReadPart] = []
+        for read in reads:
+            read.bound, read.wait_ms = bound, wait_ms
+            parts += read.plan(self._routes, self._readers(read))
+        self._ask(parts)
 
     def forget(self, read: Read, error: Error) -> None:
         """Gives up what is still unanswered of a read."""
@@ -88,9 +91,7 @@ class Pulls:
 
     def connected(self, member: Member) -> None:
         """A new connection to a server: what it may not have heard is asked again."""
-        for part in self._parts.values():
-            if part.member == member:
-                self._send_part(part)
+        self._send_parts(part for part in self._parts.values() if part.member == member)
 
     def stall(self, request: int) -> None:
         """A server has another view than the one a part was asked under: it is planned again under a newer one, or, if
@@ -114,13 +115,17 @@ class Pulls:
         for part in parts:
             part.request = next(self._requests)
             part.read.parts[part.request] = self._parts[part.request] = part
-        for part in parts:
-            self._send_part(part)
+        self._send_parts(parts)
 
-    def _send_part(self, part: ReadPart) -> None:
-        part.epoch = self._routes.epoch
-        if part.member is not None:
-            self._send(part.member, part.frame(self._routes.epoch, self._worker))
+    def _send_parts(self, parts: Iterable[ReadPart]) -> None:
+        """Small frames to one server leave together: each system call costs more than several of them."""
+        frames: dict[Member, list[Buffer]] = {}
+        for part in parts:
+            part.epoch = self._routes.epoch
+            if part.member is not None:
+                frames.setdefault(part.member, []).extend(part.frame(self._routes.epoch, self._worker))
+        for member, buffers in frames.items():
+            self._send(member, buffers)
 
     def _ask_again(self, parts: list[ReadPart]) -> None:
         for part in parts:

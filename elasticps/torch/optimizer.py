@@ -401,11 +401,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def refresh(self) -> None:
         """Takes the servers' newest dense weights into the model now, also those that this worker does not train."""
-        self._arriving = [(dense, dense.tensor.pull_async()) for dense in self._dense]
+        self._arriving = self._pull(self._dense)
         self._arrive()
 
+    def _pull(self, wanted: list[_Dense]) -> list[tuple[_Dense, DenseRead]]:
+        return list(zip(wanted, self._ps.pull_many([dense.tensor for dense in wanted]), strict=True))
+
     def _ask(self) -> None:
-        self._arriving = [(d, d.tensor.pull_async()) for d in self._dense if d.parameter.requires_grad]
+        self._arriving = self._pull([dense for dense in self._dense if dense.parameter.requires_grad])
         if not self._pipeline:
             self._arrive()
 

@@ -12,6 +12,7 @@ import pytest
 
 import elasticps as eps
 from coordinator.view import ServerInfo, View
+from elasticps.client.link import Link
 from elasticps.wire.frames import ANY, LAST, REPEAT, Kind
 from tests.client.fakes import DIM, FakeControl, FakeServer
 
@@ -245,3 +246,22 @@ def test_any_replica_may_be_asked(cluster: Cluster) -> None:
     assert not any(s.got(Kind.PULL)[-1].flags & ANY for s in cluster.servers)
     with pytest.raises(eps.InputError, match="'tail'"):
         table.pull(KEYS, read="head")
+
+
+def test_many_pulls_leave_as_one_message_per_server(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    ps = cluster.connect()
+    tensors = [ps.tensor("w", init=np.zeros(DIM, np.float32), optimizer=eps.SGD(lr=1.0))] * 5
+    cluster.a.value = cluster.b.value = 2.0
+    messages: list[int] = []
+    ps.resume()  # joins
+    send = Link.send
+
+    def count(link: Link, buffers: list[bytes]) -> bool:
+        messages.append(len(buffers))
+        return send(link, buffers)
+
+    monkeypatch.setattr(Link, "send", count)
+    reads = ps.pull_many(tensors)
+    assert [m for m in messages if m > 1] == [10]  # five headers, five lists of keys, of the block's one server
+    for read in reads:
+        assert read.result().tolist() == [2.0] * DIM

@@ -168,6 +168,9 @@ class FakeClient:
         target.weights.setdefault(0, init.copy())
         return DenseTensor(target, init.shape)
 
+    def pull_many(self, tensors: list[DenseTensor]) -> list[Done]:
+        return [tensor.pull_async() for tensor in tensors]
+
     def step(self, lr: Mapping[Any, float] | None = None) -> OpenStep:
         self.clock += 1
         return OpenStep(self, self.clock, lr or {})
