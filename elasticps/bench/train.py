@@ -26,7 +26,7 @@ WORKERS, REPLICAS = (1, 2, 4), (1, 2)
 ROUNDS = 3
 WARM_STEPS = 30  # by then kernels are compiled, buckets and buffers have their sizes, and rows exist
 LEAST_STEPS = 10
-ANSWER_S = 180.0  # a worker that has not answered by then hangs
+ANSWER_S = 180.0  # a worker that has not answered so long after its time hangs
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Line:
 
 @dataclass
 class _Tally:
-    """What the rounds of one way gave."""
+    """What the rounds of one way gave. steps: of each worker in the next one."""
 
     steps: int
     speeds: list[float] = field(default_factory=list)
@@ -87,20 +87,21 @@ class _Tally:
 
 
 class _Team:
-    """The worker processes of one model. Asks the first few of them at once."""
+    """The worker processes of one model. Asks the first few of them at once; each answers within `answer_s`."""
 
-    def __init__(self, jobs: Sequence[Mapping[str, object]]) -> None:
+    def __init__(self, jobs: Sequence[Mapping[str, object]], answer_s: float = ANSWER_S) -> None:
+        self._answer_s = answer_s
         self.workers = [Worker("elasticps.bench.trainer", json.dumps(job)) for job in jobs]
         self._threads = ThreadPoolExecutor(len(jobs))
 
     def ask(self, request: str, count: int) -> list[dict[str, Any]]:
         """The answers. Error if one ends, or does not answer in time; then all of them are ended."""
         asked = [self._threads.submit(worker.ask, request) for worker in self.workers[:count]]
-        done, waiting = wait(asked, ANSWER_S, FIRST_EXCEPTION)
+        done, waiting = wait(asked, self._answer_s, FIRST_EXCEPTION)
         failed = next((f.exception() for f in done if f.exception() is not None), None)
         if failed is not None or waiting:
             self.close()  # the others may wait for the one that ended
-            raise failed or Error(f"a worker of the benchmark did not answer {request!r} within {ANSWER_S:g} s")
+            raise failed or Error(f"a worker of the benchmark did not answer {request!r} within {self._answer_s:g} s")
         return [future.result() for future in asked]
 
     def close(self) -> None:
@@ -148,7 +149,7 @@ def _model(
     with tempfile.TemporaryDirectory(prefix="elasticps-train-") as folder, ExitStack() as stack:
         common = {"model": model, "batch": batch, "workers": most, "groups": groups, "urls": urls}
         meeting = str(Path(folder) / "meeting")
-        team = _Team([{**common, "rank": rank, "meeting": meeting} for rank in range(most)])
+        team = _Team([{**common, "rank": rank, "meeting": meeting} for rank in range(most)], ANSWER_S + 2 * seconds)
         stack.callback(team.close)
         tallies = {}
         for way in ways:
@@ -157,7 +158,7 @@ def _model(
         for number in range(ROUNDS):
             for way, tally in tallies.items():
                 progress(f"{model}: round {number + 1} of {ROUNDS}, {_told(way)}")
-                _measure(team, way, tally, clusters.get(way.replicas), batch)
+                _measure(team, way, tally, clusters.get(way.replicas), batch, seconds)
         alone = _line(model, batch, ways[0], tallies[ways[0]], len(next(iter(clusters.values())).servers), None)
         yield alone
         for way in ways[1:]:
@@ -174,10 +175,16 @@ def _warm(team: _Team, way: Way, seconds: float) -> int:
     team.ask(f"build {way.name}", way.workers)
     for _ in range(2):  # the second time tells how long a step takes
         answers = team.ask(f"train {WARM_STEPS} {way.name}", way.workers)
-    return max(LEAST_STEPS, int(seconds / ROUNDS / _took(answers) * WARM_STEPS))
+    return _fitting(WARM_STEPS, _took(answers), seconds)
 
 
-def _measure(team: _Team, way: Way, tally: _Tally, cluster: LocalCluster | None, batch: int) -> None:
+def _fitting(steps: int, took_s: float, seconds: float) -> int:
+    """How many steps fit a round, as so many took so long."""
+    return max(LEAST_STEPS, int(steps * seconds / ROUNDS / took_s))
+
+
+def _measure(team: _Team, way: Way, tally: _Tally, cluster: LocalCluster | None, batch: int, seconds: float) -> None:
+    """One round."""
     pids = {} if cluster is None else {server.name: server.pid for server in cluster.servers}
     mine = [worker.pid for worker in team.workers[: way.workers]]
     worker_s, server_s = cpu_seconds(mine), {name: cpu_seconds([pid]) for name, pid in pids.items()}
@@ -188,6 +195,7 @@ def _measure(team: _Team, way: Way, tally: _Tally, cluster: LocalCluster | None,
     samples = tally.steps * way.workers * batch
     tally.samples += samples
     tally.speeds.append(samples / _took(answers))
+    tally.steps = _fitting(tally.steps, _took(answers), seconds)
 
 
 def _took(answers: Sequence[Mapping[str, Any]]) -> float:

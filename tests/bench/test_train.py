@@ -43,6 +43,24 @@ def test_a_worker_that_fails_ends_all_of_them(capfd: pytest.CaptureFixture[str])
     assert "no batch of 10000000 samples" in capfd.readouterr().err
 
 
+def test_a_worker_that_hangs_is_given_up(capfd: pytest.CaptureFixture[str]) -> None:
+    job = {
+        "model": "deepfm",
+        "batch": 64,
+        "rank": 0,
+        "workers": 2,
+        "groups": [2],
+        "urls": {},
+        "meeting": "nowhere/at-all",
+    }
+    team = train._Team([job], answer_s=0.1)
+    try:
+        with pytest.raises(Error, match=r"did not answer 'build alone' within 0\.1 s"):
+            team.ask("build alone", 1)
+    finally:
+        team.close()
+
+
 def test_cpu_and_speed_are_told_beside_one_process() -> None:
     tally = train._Tally(steps=10, speeds=[100.0, 300.0, 200.0], samples=10 * 256, worker_s=0.256)
     alone = train._line("deepfm", 256, Way("alone"), tally, 3, None)
