@@ -17,7 +17,7 @@ from elasticps.server.handout import HandOut
 from elasticps.server.home import Body
 from elasticps.server.refusal import Refusal
 from elasticps.server.tickets import RequestTicket
-from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_frame, unpack_header
+from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame, unpack_header
 from replication.chain import Ranges
 from replication.core import NO_RANGES
 from replication.effects import Ask, Effects
@@ -40,9 +40,9 @@ class Caller:
         self._server = server
         self._link = link
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: Buffer) -> None:
         """Queues an answer."""
-        self._link.send(self._server, AnswerFrame(frame))
+        self._link.send(self._server, AnswerFrame(bytes(frame)))
 
     def tell_view(self) -> None:
         """Sends the view."""

@@ -16,7 +16,8 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from fcntl import LOCK_EX, flock
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from numba import config, njit
 from numba.core import event
 from numba.core.caching import CacheImpl, NullCache, _CacheLocator
 
-__all__ = ["njit", "sources_of"]
+__all__ = ["compiled_once", "njit", "sources_of"]
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,24 @@ def _stamp(path: Path) -> str:
     for file in sorted(sources_of(path)):
         digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+@contextmanager
+def compiled_once(file: str) -> Iterator[None]:
+    """Around the first use of the kernels of a module, by its `__file__`: of several processes that start on a machine
+    that has not compiled them yet one does it, and the others wait for it."""
+    path = Path(file).resolve()
+    folder = _first_writable(path)
+    done = None if folder is None else folder / f"{path.stem}-{_stamp(path)[:16]}.compiled"
+    if folder is None or done is None or done.exists():
+        yield
+        return
+    with (folder / f"{path.stem}.lock").open("w") as lock:
+        flock(lock, LOCK_EX)
+        yield
+        for old in folder.glob(f"{path.stem}-*.compiled"):
+            old.unlink(missing_ok=True)
+        done.touch()
 
 
 class Locator(_CacheLocator):

@@ -48,6 +48,28 @@ class Treatment(NamedTuple):
     quiet: Ranges
 
 
+class Shared(NamedTuple):
+    """The state by which a usual push, forward or acknowledgement is judged, int64 [P] each, for whoever does that on
+    the same memory. `waits`: the successor has to acknowledge; `synced`: it gets operations; `quiet`: being filled
+    here; `fed`: I am the tail and the successor a joiner; `counted`: acknowledgements wait for that joiner;
+    `reported`: it was reported level. bounds: of ranges being filled, the place below which keys
+    are there. orders: by epoch, the ranges headed here in the order of a push's keys."""
+
+    up: Seqs
+    down: Seqs
+    since: Seqs
+    waits: NDArray[np.bool_]
+    synced: NDArray[np.bool_]
+    quiet: NDArray[np.bool_]
+    fed: NDArray[np.bool_]
+    counted: NDArray[np.bool_]
+    reported: Ranges
+    bounds: dict[int, int]
+    members: list[Member]
+    linked: list[bool]
+    orders: dict[int, Ranges]
+
+
 class Waiter(NamedTuple):
     """A frame with ranges that repeat earlier pushes: it is done with them when `acked` reaches `seqs`."""
 
@@ -65,7 +87,7 @@ class Core:
     its joiner: what I have beyond `acked` there must not be shown, because the joiner may be the next to be read.
     """
 
-    def __init__(self, me: Member, ranges: int) -> None:
+    def __init__(self, me: Member, ranges: int, log: Log | None = None) -> None:
         self.me = me
         self.epoch = 0
         self.ranges = ranges
@@ -73,7 +95,8 @@ class Core:
         self.seq: Seqs = np.zeros(ranges, dtype=np.int64)
         self.acked: Seqs = np.zeros(ranges, dtype=np.int64)
         self.clocks = Clocks(ranges)
-        self.log = Log()
+        self.log = Log() if log is None else log
+        self.version = 0  # grows with every change of neighbours, links or fillings
         self.role: NDArray[np.int8] = np.zeros(ranges, dtype=np.int8)
         self.filled: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
         self.waiting: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
@@ -125,6 +148,7 @@ class Core:
         quiet = (self.role == Role.JOINING) & ~self.filled
         self._code = (self._down + 1) << 3 | quiet << 2 | self._synced << 1 | waits
         self._treatments.clear()
+        self.version += 1
         self.guarded = bool(np.count_nonzero(self.waiting))
         self._fed = bool(np.count_nonzero(self._tail & (self._down >= 0)))
 

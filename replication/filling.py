@@ -21,6 +21,7 @@ import numpy as np
 from replication.chain import Member, Ranges, Role
 from replication.core import Core, ProtocolError
 from replication.effects import Effects, Erase, Install, Level, NextPiece, SnapshotRange
+from replication.log import Log
 from replication.messages import NOTHING, Forward, Installed, Payload, Piece, Seqs
 
 _NOBODY = np.empty(0, dtype=np.int64)
@@ -41,8 +42,8 @@ class Fill:
 class Filling(Core):
     """Both ends of a filling."""
 
-    def __init__(self, me: Member, ranges: int) -> None:
-        super().__init__(me, ranges)
+    def __init__(self, me: Member, ranges: int, log: Log | None = None) -> None:
+        super().__init__(me, ranges, log)
         self._fills: dict[int, Fill] = {}
         self._reported: dict[int, int] = {}
         self._pieces: dict[int, int] = {}
@@ -108,6 +109,7 @@ class Filling(Core):
         for r in ranges[self.waiting[ranges] & (self._joined[ranges] >= self.acked[ranges])].tolist():
             if r not in self._reported:
                 self._reported[r] = int(self._since[r])
+                self.version += 1
                 out.append(Level(r, int(self._since[r]), self._members[self._down[r]]))
 
     def _joiner_acked(self, slot: int, ranges: Ranges, seqs: Seqs, out: Effects) -> None:

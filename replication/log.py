@@ -50,14 +50,19 @@ class Entry:
 
 
 class Log:
-    """All lanes of a replica. `nbytes` is what admission is judged against."""
+    """All lanes of a replica."""
 
-    __slots__ = ("_count", "_lanes", "nbytes")
+    __slots__ = ("_count", "_lanes", "_nbytes")
 
     def __init__(self) -> None:
         self._lanes: dict[int, deque[Entry]] = {}
         self._count = 0
-        self.nbytes = 0
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that waits: what admission is judged against."""
+        return self._nbytes
 
     def __len__(self) -> int:
         return sum(len(lane) for lane in self._lanes.values())
@@ -67,7 +72,7 @@ class Log:
         self._count += 1
         if frame.left == 0:
             frame.nbytes = frame.operation.nbytes
-            self.nbytes += frame.nbytes
+            self._nbytes += frame.nbytes
         frame.left += 1
         self._lanes.setdefault(lane, deque()).append(Entry(self._count, frame, ranges, seqs, before))
 
@@ -80,7 +85,7 @@ class Log:
         frame.left -= 1
         if frame.left:
             return False
-        self.nbytes -= frame.nbytes
+        self._nbytes -= frame.nbytes
         return True
 
     def release(self, lane: int, acked: Seqs) -> list[Frame]:

@@ -18,6 +18,8 @@ MAX_PARTS = (1 << PART_BITS) - 1
 MAX_CLOCK = 1 << 46
 """Clocks and bases from outside must be checked against this: progress has to fit an int64."""
 
+FIRST_ROWS = 16  # of the clocks' matrix, which then doubles
+
 Progress = NDArray[np.int64]
 
 
@@ -37,27 +39,45 @@ def touched_clock(progress: int) -> int:
 
 
 class Clocks:
-    """Progress of every worker in every range: int64 [workers, P], one row per worker, rows reused when empty."""
+    """Progress of every worker in every range.
 
-    __slots__ = ("_free", "_ranges", "_rows", "_slots")
+    matrix: int64 [rows, P]; workers: int64 [rows], whose row it is, 0 for nobody's (ids are above 0). Rows are used
+    again when empty. Both arrays are replaced when they grow, which `generation` counts: whoever keeps them looks.
+    """
+
+    __slots__ = ("_free", "_ranges", "_slots", "generation", "matrix", "workers")
 
     def __init__(self, ranges: int) -> None:
         self._ranges = ranges
         self._slots: dict[int, int] = {}
-        self._rows: list[Progress] = []
         self._free: list[int] = []
+        self.generation = 0
+        self.matrix: NDArray[np.int64] = np.zeros((FIRST_ROWS, ranges), dtype=np.int64)
+        self.workers: NDArray[np.int64] = np.zeros(FIRST_ROWS, dtype=np.int64)
+
+    @property
+    def used(self) -> int:
+        """Rows below which all that are in use lie."""
+        return len(self._slots) + len(self._free)
 
     def row(self, worker: int) -> Progress:
-        """The worker's progress per range, int64 [P], for reading and writing; zeros for one never heard of."""
+        """The worker's progress per range, int64 [P], for reading and writing; zeros for one never heard of. Another
+        worker's first row may make this one a copy of the past, so nobody keeps it."""
         slot = self._slots.get(worker)
         if slot is None:
-            if self._free:
-                slot = self._free.pop()
-            else:
-                slot = len(self._rows)
-                self._rows.append(np.zeros(self._ranges, dtype=np.int64))
+            slot = self._free.pop() if self._free else self._new_slot()
             self._slots[worker] = slot
-        return self._rows[slot]
+            self.workers[slot] = worker
+        row: Progress = self.matrix[slot]
+        return row
+
+    def _new_slot(self) -> int:
+        slot = len(self._slots)
+        if slot == len(self.workers):
+            self.matrix = np.concatenate([self.matrix, np.zeros_like(self.matrix)])
+            self.workers = np.concatenate([self.workers, np.zeros_like(self.workers)])
+        self.generation += 1
+        return slot
 
     def known(self, worker: int) -> bool:
         """Whether anything of that worker is recorded."""
@@ -66,26 +86,27 @@ class Clocks:
     def forget(self, worker: int) -> None:
         """Gives the worker's row back if nothing is left in it: it retired from every range held here."""
         slot = self._slots.get(worker)
-        if slot is not None and not self._rows[slot].any():
+        if slot is not None and not self.matrix[slot].any():
             del self._slots[worker]
+            self.workers[slot] = 0
             self._free.append(slot)
 
     def column(self, r: int) -> tuple[NDArray[np.int64], Progress]:
         """(workers, progress) of one range, sorted by worker: what a snapshot of the range carries."""
-        workers = sorted(w for w, slot in self._slots.items() if self._rows[slot][r])
-        progress = [self._rows[self._slots[w]][r] for w in workers]
-        return np.array(workers, dtype=np.int64), np.array(progress, dtype=np.int64)
+        progress = self.matrix[: self.used, r]
+        slots = np.flatnonzero(progress)
+        slots = slots[np.argsort(self.workers[slots])]
+        return self.workers[slots], progress[slots]
 
     def set_column(self, r: int, workers: NDArray[np.int64], progress: Progress) -> None:
         """Replaces one range's clocks by those of a snapshot."""
-        self.clear(np.array([r], dtype=np.int64))
+        self.matrix[:, r] = 0
         for worker, value in zip(workers.tolist(), progress.tolist(), strict=True):
             self.row(worker)[r] = value
 
     def clear(self, ranges: Ranges) -> None:
         """Forgets everything about these ranges."""
-        for row in self._rows:
-            row[ranges] = 0
+        self.matrix[:, ranges] = 0
 
     def minimum(self, workers: tuple[int, ...], base: dict[int, int]) -> Progress | None:
         """Per range the least completed clock over `workers`, each at least its base; None for no workers.
@@ -96,7 +117,7 @@ class Clocks:
         for worker in workers:
             slot = self._slots.get(worker)
             zero = np.zeros(self._ranges, dtype=np.int64)
-            clock = zero if slot is None else self._rows[slot] >> PART_BITS
+            clock = zero if slot is None else self.matrix[slot] >> PART_BITS
             clock = np.maximum(clock, base.get(worker, 0))
             least = clock if least is None else np.minimum(least, clock)
         return least

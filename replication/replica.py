@@ -40,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replication.chain import Chains, Member, Ranges, Role, place
-from replication.core import NO_RANGES, ProtocolError, Waiter
+from replication.core import NO_RANGES, ProtocolError, Shared, Waiter
 from replication.effects import (
     Ask,
     ClocksReply,
@@ -54,7 +54,7 @@ from replication.effects import (
     Status,
 )
 from replication.filling import Filling
-from replication.log import Entry, Frame
+from replication.log import Entry, Frame, Log
 from replication.messages import (
     NOTHING,
     Ack,
@@ -72,10 +72,11 @@ _ORDERS_KEPT = 64
 
 
 class Replica(Filling):
-    """The state machine. `ranges` is P; `budget_bytes` bounds the log at a head: beyond it pushes wait."""
+    """The state machine. `ranges` is P; `budget_bytes` bounds the log at a head: beyond it pushes wait. `log`: where
+    entries are kept, by default a log of its own."""
 
-    def __init__(self, me: Member, ranges: int, budget_bytes: int = 256 << 20) -> None:
-        super().__init__(me, ranges)
+    def __init__(self, me: Member, ranges: int, budget_bytes: int = 256 << 20, log: Log | None = None) -> None:
+        super().__init__(me, ranges, log)
         self._budget = budget_bytes
         self._holds: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
         self._orders: dict[int, Ranges] = {}
@@ -115,6 +116,25 @@ class Replica(Filling):
     def alone(self) -> bool:
         """Whether there is nobody to forward anything to."""
         return self._alone
+
+    def shared(self) -> Shared:
+        """What stands until `version` changes. `seq`, `acked`, `joined` and the clocks are shared themselves."""
+        code = self._code
+        return Shared(
+            self._up, self._down, self._since, code & 1 != 0, code & 2 != 0, code & 4 != 0,
+            self._tail & (self._down >= 0), self.waiting, np.array(sorted(self._reported), np.int64),
+            self._bounds, self._members, self._linked, self._orders,
+        )  # fmt: skip
+
+    @property
+    def joined(self) -> Seqs:
+        """How far the joiner of a range, of which I am the tail, is known to be."""
+        return self._joined
+
+    @property
+    def careful(self) -> bool:
+        """Whether something waits here that the next push, forward or acknowledgement could overtake."""
+        return bool(self._parked or self._waiters or any(self._held.values()))
 
     @property
     def parked(self) -> int:

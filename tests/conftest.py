@@ -29,6 +29,14 @@ _MARK = "ELASTICPS_TEST_RUN"
 
 
 @pytest.fixture(scope="session", autouse=True)
+def kernels_are_compiled() -> None:
+    """Before any test: the first of them would wait for a compiler, longer than it waits for an answer."""
+    from elasticps.server.process import warm
+
+    warm()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Gives the run its own temporary and state folders, and fails it if a process or a temporary folder outlives it.
 

@@ -11,18 +11,31 @@ import struct
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.server.connection import Connection
+from elasticps.server.fast.layout import (
+    H_FORWARDS,
+    H_PULLS,
+    H_PUSHES,
+    H_RECEIVED_FORWARD,
+    H_RECEIVED_PULL,
+    H_RECEIVED_PUSH,
+    H_WAITED_COUNT,
+)
+from elasticps.server.fast.path import FastPath, Receiver
 from elasticps.server.server import Server
 from elasticps.wire.frames import LAST, Buffer, Header, Kind
 
 SAMPLE = 16  # one frame in so many is timed; a power of two
 MAX_WAITED_FOR = 64  # timed requests of one connection that have no answer yet
 TIMED = {Kind.PUSH: "push", Kind.PULL: "pull", Kind.FORWARD: "forward"}
+COMPILED = {"push": H_PUSHES, "pull": H_PULLS, "forward": H_FORWARDS}
+RECEIVED = {"push": H_RECEIVED_PUSH, "pull": H_RECEIVED_PULL, "forward": H_RECEIVED_FORWARD}
 BUCKETS_S = (
     *(50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
@@ -65,6 +78,7 @@ class Meter:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
+        self._buffers = 0
         self._received: dict[str, list[Callable[[], int]]] = {kind: [] for kind in TIMED.values()}
         self.handling = {kind: Histogram() for kind in TIMED.values()}
         self.waiting = {kind: Histogram() for kind in ("push", "pull")}
@@ -78,6 +92,35 @@ class Meter:
     def busy_s(self) -> float:
         """About how long the loop has been busy with frames: the sampled ones stand for the others."""
         return SAMPLE * sum(histogram.total for histogram in self.handling.values())
+
+    def watch(self, path: FastPath, connection: Receiver, nbytes: int) -> None:
+        """One received buffer: its usual frames are handled in compiled code. Of one in SAMPLE the time is told, in
+        equal parts, for each of them; pushes are sampled there."""
+        began = self.clock()
+        path.stamp(int(began * 1e9), SAMPLE)
+        self._buffers += 1
+        if self._buffers % SAMPLE:
+            path.handle(connection, nbytes)
+        else:
+            self._time(path, connection, nbytes, began)
+        if path.counter(H_WAITED_COUNT):
+            for nanoseconds in path.waited():
+                self.waiting["push"].add(nanoseconds / 1e9)
+
+    def _time(self, path: FastPath, connection: Receiver, nbytes: int, began: float) -> None:
+        before = [path.counter(field) for field in COMPILED.values()]
+        path.handle(connection, nbytes)
+        took = self.clock() - began
+        handled = [path.counter(field) - n for field, n in zip(COMPILED.values(), before, strict=True)]
+        for kind, count in zip(COMPILED, handled, strict=True):
+            for _ in range(count):
+                self.handling[kind].add(took / sum(handled))
+            if kind == "pull" and count:
+                self.waiting[kind].add(took)
+
+    def counts(self, kind: str, count: Callable[[], int]) -> None:
+        """`count()` bytes of that kind were received elsewhere."""
+        self._received[kind].append(count)
 
     def timed(self, kind: str, handler: Handler) -> Handler:
         """The same handler, measured."""
@@ -110,6 +153,9 @@ class TimedServer(Server):
     def __init__(self, meter: Meter, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._meter = meter
+        self.fast.observer = meter
+        for name, field in RECEIVED.items():
+            meter.counts(name, partial(self.fast.counter, field))
         for kind, name in TIMED.items():
             for handlers in (self._handlers, self._peer_handlers):
                 if kind in handlers:
@@ -117,7 +163,7 @@ class TimedServer(Server):
 
     def connection(self) -> Connection:
         """A protocol object that notes when timed requests are answered."""
-        return TimedConnection(self._meter, self, self._loop, self._linger, self._pool)
+        return TimedConnection(self._meter, self, self._loop, self._linger, self.fast)
 
 
 class TimedConnection(Connection):
@@ -133,7 +179,7 @@ class TimedConnection(Connection):
         if len(self._since) < MAX_WAITED_FOR:
             self._since[request] = kind, began
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: Buffer) -> None:
         super().send(frame)
         if self._since:
             self._answered(frame)

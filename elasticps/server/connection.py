@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
@@ -11,10 +12,10 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.server.fast import layout as at
+from elasticps.server.fast.path import FastPath
 from elasticps.server.linger import Linger
-from elasticps.wire.assembler import Assembler
 from elasticps.wire.frames import (
-    HEADER_BYTES,
     MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,
     MAX_LINK_BODY_BYTES,
@@ -25,7 +26,6 @@ from elasticps.wire.frames import (
     VersionError,
     json_frame,
 )
-from elasticps.wire.pool import Pool
 from replication.chain import Member
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,9 @@ HELLO_TIMEOUT_S = 10.0
 STALLED_TIMEOUT_S = 60.0  # a peer that reads nothing for so long, while answers wait for it, is cut off
 WRITE_HIGH_BYTES = 64 << 10  # so much may wait for a peer before the next part of an answer is made
 MAX_WAITING_ANSWERS = 64
-TURN_BYTES = 1 << 20  # then others have their turn: libuv reads a socket up to 32 times in a row, and timers wait
 MAX_HELD_FRAMES = 4096
+
+_ENDED = (7, 8)  # TCP_CLOSE and TCP_CLOSE_WAIT, as the kernel counts states
 
 Chunks = Iterator[list[Buffer]]
 
@@ -50,7 +51,10 @@ class Handler(Protocol):
         """It is gone."""
 
     def handle(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> None:
-        """One frame. `body` is valid during the call only."""
+        """One frame. Whoever refers to `body` keeps it as it is."""
+
+    def answer_rest(self, connection: Connection, header: Header, body: NDArray[np.uint8], done: int) -> None:
+        """A pull of which `done` rows have been sent."""
 
     def tell_view(self, connection: Connection) -> None:
         """Sends the view, once per connection and epoch."""
@@ -64,11 +68,12 @@ class Connection(asyncio.BufferedProtocol):
     bounded amount of memory and holds up nobody else.
     """
 
-    def __init__(self, handler: Handler, loop: asyncio.AbstractEventLoop, linger: Linger, pool: Pool) -> None:
+    def __init__(self, handler: Handler, loop: asyncio.AbstractEventLoop, linger: Linger, path: FastPath) -> None:
         self._handler = handler
         self._loop = loop
         self._linger = linger
-        self._assembler = Assembler(self._on_frame, MAX_CONTROL_BYTES, pool=pool)
+        self._path = path
+        self.slot = -1  # in the path, while connected
         self._answers: deque[Chunks] = deque()
         self._paused = False  # by the transport: its write buffer is full
         self._held: deque[tuple[Header, NDArray[np.uint8]]] = deque()
@@ -79,7 +84,6 @@ class Connection(asyncio.BufferedProtocol):
         self.known = False  # the peer has said who it is
         self.worker = 0  # its id, 0 for anybody but a worker
         self.worker_name = self.app = ""
-        self.base = -1  # the clock that this worker starts above, -1 until it has joined
         self.member: Member | None = None  # a replica
         self.number = 0  # of a link between replicas, counted by the one that dials
         self.leader = False
@@ -96,46 +100,90 @@ class Connection(asyncio.BufferedProtocol):
         self.peer = _address(transport.get_extra_info("peername"))
         self.transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
         self._timer = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
+        self.slot = self._path.open(self, MAX_CONTROL_BYTES)
         self._handler.opened(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._assembler.buffer()
+        return self._path.buffer(self.slot)
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.heard_s = self._loop.time()
+        self._receive(nbytes)
+        self._linger.touched()
+        self._turn_bytes += nbytes
+        if self._turn_bytes > self._path.turn_bytes:
+            self.rest()
+
+    def _receive(self, nbytes: int) -> None:
         try:
-            self._assembler.received(nbytes)
+            self._path.received(self, nbytes)
         except FrameError as error:
             self.refuse(error)
-        self.heard_s = self._loop.time()
-        self._linger.touched()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
         self._answers.clear()
         self._held.clear()
         self._handler.closed(self)
+        self._path.close(self.slot)
+        self.slot = -1
 
     def pause_writing(self) -> None:
+        """The peer does not read. A worker is not read from either; other replicas always are, or they could wait for
+        each other."""
         self._paused = True
         self._cancel_timer()
         self._timer = self._loop.call_later(STALLED_TIMEOUT_S, self._stalled)
+        if self.worker:
+            self._set(at.C_PAUSED, 1)
+            self.transport.pause_reading()
 
     def resume_writing(self) -> None:
         self._paused = False
         self._cancel_timer()
         self._pump()
+        if self.worker and not self._paused:
+            self._set(at.C_PAUSED, 0)
+            self._go_on_reading()
 
     # --- frames -------------------------------------------------------------------------------------------------
 
     def welcome(self) -> None:
         """The peer is who it says: full-size frames from now on."""
         self.known = True
-        self._assembler.limit = MAX_BODY_BYTES if self.member is None else MAX_LINK_BODY_BYTES
+        self._set(at.C_LIMIT, MAX_BODY_BYTES if self.member is None else MAX_LINK_BODY_BYTES)
         self._cancel_timer()
 
-    def kept(self, body: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The body of the frame at hand, in memory that stays as it is."""
-        return self._assembler.kept(body)
+    def _set(self, field: int, value: int) -> None:
+        self._path.connections[self.slot, field] = value
+
+    def is_worker(self, worker: int, name: str, app: str) -> None:
+        """Who the peer is."""
+        self.worker, self.worker_name, self.app = worker, name, app
+        self._set(at.C_ROLE, at.ROLE_WORKER)
+        self._set(at.C_WORKER, worker)
+        self._set(at.C_ROSTERED, 1)
+
+    def is_peer(self) -> None:
+        """The peer is a replica."""
+        self._set(at.C_ROLE, at.ROLE_PEER)
+
+    @property
+    def base(self) -> int:
+        """The clock that this worker starts above, -1 until it has joined."""
+        return int(self._path.connections[self.slot, at.C_BASE])
+
+    @base.setter
+    def base(self, clock: int) -> None:
+        self._set(at.C_BASE, clock)
+
+    def set_rostered(self, rostered: bool) -> None:
+        """Whether the roster has this worker."""
+        self._set(at.C_ROSTERED, rostered)
+
+    def set_shards(self, number: int) -> None:
+        """A set of shards that belongs to this worker's application."""
+        self._set(at.C_SET, number)
 
     def wait_for(self, ticket: object) -> None:
         """Reads nothing more until this push, and every other that waits, has been admitted."""
@@ -147,26 +195,39 @@ class Connection(asyncio.BufferedProtocol):
         self.tickets.discard(ticket)
         self._read_on()
 
-    def _on_frame(self, header: Header, body: NDArray[np.uint8]) -> None:
+    def frame(self, header: Header, body: NDArray[np.uint8], answered: int) -> None:
+        """One frame that is not usual. `answered`: of a pull, the rows that have been sent."""
         if self.holding:
             if len(self._held) >= MAX_HELD_FRAMES:
                 raise FrameError(f"more than {MAX_HELD_FRAMES} frames arrived while one was held")
             self._held.append((header, body.copy()))
-            return
-        self._handler.handle(self, header, body)
-        self._turn_bytes += HEADER_BYTES + header.body
-        if self._turn_bytes > TURN_BYTES and not self._resting and self.known:
+        elif answered:
+            self._handler.answer_rest(self, header, body, answered)
+        else:
+            self._handler.handle(self, header, body)
+
+    def rest(self) -> None:
+        """Others have their turn: libuv reads a socket up to 32 times in a row, and timers wait."""
+        if not self._resting and self.known and not self.transport.is_closing():
             self._resting = True
             self.transport.pause_reading()
             self._loop.call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
         self._turn_bytes, self._resting = 0, False
+        self._go_on_reading()
+
+    def _go_on_reading(self) -> None:
+        """Handles what was received and left, then reads on."""
+        if self.slot < 0 or self.transport.is_closing():
+            return
+        self._receive(0)
         self._read_on()
 
     def hold(self, header: Header, body: NDArray[np.uint8]) -> None:
         """Keeps this frame, and all that follow, until `release`: the server lacks what it needs to judge it."""
         self.holding = True
+        self._set(at.C_SLOW, 1)
         self._held.appendleft((header, body.copy()))
         self.transport.pause_reading()
 
@@ -175,16 +236,27 @@ class Connection(asyncio.BufferedProtocol):
         if not self.holding:
             return
         self.holding = False
+        self._set(at.C_SLOW, 0)
         try:
             while self._held and not self.holding:
                 self._handler.handle(self, *self._held.popleft())
         except FrameError as error:
             self.refuse(error)
-        self._read_on()
+        self._go_on_reading()
 
     def _read_on(self) -> None:
-        if not (self.holding or self.tickets or self._resting or self._full or self.transport.is_closing()):
+        waits = self.holding or self.tickets or self._resting or self._full or (self.worker and self._paused)
+        if not waits and not self.transport.is_closing():
             self.transport.resume_reading()
+
+    def notice_end(self) -> None:
+        """Drops a connection that is not read from and whose peer has gone: nobody else would notice."""
+        sock = self.transport.get_extra_info("socket")
+        if self.transport.is_closing() or sock is None or self.transport.is_reading():
+            return
+        if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _ENDED:
+            log.info("peer=%s worker=%s has gone", self.peer, self.worker_name)
+            self.transport.abort()
 
     def refuse(self, error: FrameError) -> None:
         """Tells the peer why and closes: a stream that is wrong once cannot be trusted again."""
@@ -200,7 +272,7 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- answers ------------------------------------------------------------------------------------------------
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: Buffer) -> None:
         """Sends a small frame."""
         if not self.transport.is_closing():
             self.transport.write(frame)

@@ -19,6 +19,7 @@ from coordinator.view import ClusterConfig, ServerInfo
 from elasticps import store as table_store
 from elasticps.admin.service import start_admin
 from elasticps.errors import ConfigError
+from elasticps.server.fast import receive as fast_path
 from elasticps.server.lives import Build, Identity, Surroundings, live, plain, resolve
 from elasticps.server.server import Server
 
@@ -59,7 +60,7 @@ async def serve(
     """
     for plugin in plugins:
         importlib.import_module(plugin)
-    table_store.warm()
+    warm()
     gc.collect()
     gc.freeze()  # kernels and modules stay: no collection need look at them again
     gc.set_threshold(GARBAGE_THRESHOLD)
@@ -105,6 +106,12 @@ async def serve(
         me = Identity(name, address, admin_address, zone, weight)
         await live(around, me, stop, leave, wait_s=max(wait_s, STORE_TIMEOUT_S), drain_timeout_s=drain_timeout_s)
         log.info("stopping name=%s reason=%r", name, stop.result())
+
+
+def warm() -> None:
+    """Compiles every kernel of a server, or loads it from the cache: afterwards no frame waits for a compiler."""
+    table_store.warm()
+    fast_path.warm()
 
 
 def _say_ready(me: ServerInfo) -> None:

@@ -58,20 +58,20 @@ class Judge(Protocol):
         """Tells when values of `keys` gathered at this instant may be shown."""
 
 
-def answer(read: Read, judge: Judge) -> None:
-    """Gathers and sends the rows as they are now.
+def answer(read: Read, judge: Judge, done: int = 0) -> None:
+    """Gathers and sends the rows as they are now, from row `done` on.
 
     A large answer is gathered bit by bit; it ends as stale when its ranges are no longer served here.
     """
     rows, dim = len(read.keys), read.table.spec.dim
-    if rows * dim * 4 <= CHUNK_BYTES and not judge.guarded():
+    if not done and rows * dim * 4 <= CHUNK_BYTES and not judge.guarded():
         out = np.empty((rows, dim), np.float32)
         read.connection.send_all(_chunk(read, read.keys, out, 0, last=True))
     else:  # it is made later, chunk by chunk, and the frame that the keys are a view of is gone by then
-        read.connection.stream(_chunks(read._replace(keys=read.keys.copy()), judge))
+        read.connection.stream(_chunks(read._replace(keys=read.keys.copy()), judge, done))
 
 
-def _chunks(read: Read, judge: Judge) -> Iterator[list[Buffer]]:
+def _chunks(read: Read, judge: Judge, done: int) -> Iterator[list[Buffer]]:
     """The answer in pieces of CHUNK_BYTES: while the peer receives one, the next is gathered. Nothing (an empty list)
     as long as a piece must not be shown.
 
@@ -81,7 +81,7 @@ def _chunks(read: Read, judge: Judge) -> Iterator[list[Buffer]]:
     step = max(1, CHUNK_BYTES // (dim * 4))
     keys = read.keys
     out = np.empty((min(step, rows), dim), np.float32)
-    for at in range(0, max(rows, 1), step):
+    for at in range(done, max(rows, 1), step):
         part = keys[at : at + step]
         chunk = _chunk(read, part, out[: len(part)], at, last=at + step >= rows) if judge.served() else []
         may_show = judge.shown_when(part)

@@ -13,6 +13,7 @@ from coordinator.view import ServerInfo
 from elasticps.errors import SpecError
 from elasticps.server.connection import Connection
 from elasticps.server.content import Content, Contribution, NewTable, positions_of
+from elasticps.server.fast.path import FastPath
 from elasticps.server.messages import shard_mark
 from elasticps.server.parking import Parking
 from elasticps.server.reads import Read, answer
@@ -34,13 +35,13 @@ Handler = Callable[[Connection, Header, Body], None]
 
 
 class Host(Protocol):
-    """The server that these requests came to. `told`: worker -> the clock up to which it knows all to be committed."""
+    """The server that these requests came to."""
 
     me: ServerInfo
     ranges: int
     epoch: int
     counts: Counter[str]
-    told: dict[int, int]
+    fast: FastPath
 
     def wait_for_view(self, connection: Connection, header: Header, body: Body) -> bool:
         """Holds a frame that speaks of a view to come. Raises `Refusal` when that does not come."""
@@ -68,7 +69,7 @@ class Requests:
         self._parking = parking
         self._clock = clock
         self._order = NO_RANGES, positions_of(NO_RANGES, host.ranges)  # the newest answer of `_order_of`
-        self._unshown: set[Connection] = set()  # whose answers hold values that must not be shown yet
+        self._unshown: dict[Connection, None] = {}  # whose answers hold values that must not be shown yet
         self.last_s = -1e9
         self.handlers: dict[int, Handler] = {
             Kind.PUSH: self._push,
@@ -110,7 +111,7 @@ class Requests:
     def _init(self, connection: Connection, header: Header, body: Body) -> None:
         if self._host.wait_for_view(connection, header, body):
             return
-        named, blocks = read_push(header, connection.kept(body))
+        named, blocks = read_push(header, body)
         ranges, positions = self._order_of(header.epoch) if named is None else self._named(named)
         for block in blocks if len(ranges) else ():
             self._check(block, positions, values=0)
@@ -141,8 +142,6 @@ class Requests:
             raise FrameError(f"a push of step {header.clock}, parts {header.first}..{header.part}, cannot be")
         if self._host.wait_for_view(connection, header, body):
             return
-        if not self._replica.alone:  # it may stay in the log
-            body = connection.kept(body)
         named, blocks = read_push(header, body)
         if named is None:
             ranges, positions = self._order_of(header.epoch)
@@ -157,8 +156,11 @@ class Requests:
                 ticket.refusal, blocks = refusal, []
                 break
         mark = shard_mark(header)
-        if mark is not None and not self._shell.shards.owns(connection.app, mark.set):
-            mark = None
+        if mark is not None:
+            if self._shell.shards.owns(connection.app, mark.set):
+                connection.set_shards(mark.set)
+            else:
+                mark = None
         content = Content(blocks, ranges, positions, mark)
         if header.flags & ROUND:
             content = Contribution(connection.app, header.clock, blocks, ranges, positions, mark)
@@ -172,10 +174,9 @@ class Requests:
         self.last_s = self._clock()
         told = header.clock - header.table
         if header.table and told > connection.base:  # the base itself says nothing of ranges that are not pushed to yet
-            self._host.told[connection.worker] = told
+            self._host.fast.tell(connection.worker, told)
         self._shell.perform(self._replica.push, push)
-        if self._parking:
-            self.judge_parked()
+        self._host.fast.note_change()
 
     def _order_of(self, epoch: int) -> tuple[Ranges, NDArray[np.int64]]:
         """What a push of that epoch calls all ranges headed here, and where each stands; nothing if it is stale."""
@@ -231,6 +232,11 @@ class Requests:
         else:
             self._answer(read)
 
+    def answer_rest(self, connection: Connection, header: Header, body: Body, done: int) -> None:
+        """Goes on with an answer of which `done` rows have left: its ranges may have, too, or must not be shown yet."""
+        read = Read(connection, header, self._table(header.table), body.view(np.int64), 0.0)
+        answer(read, _Judge(read, self._host, self._replica, self._unshown), done)
+
     def _answer(self, read: Read) -> None:
         answer(read, _Judge(read, self._host, self._replica, self._unshown))
 
@@ -263,7 +269,7 @@ def _at_once() -> bool:
 class _Judge:
     """Of one pull. A tail whose joiner is level does not show what the joiner may lack: it may be the next tail."""
 
-    def __init__(self, read: Read, host: Host, replica: Replica, unshown: set[Connection]) -> None:
+    def __init__(self, read: Read, host: Host, replica: Replica, unshown: dict[Connection, None]) -> None:
         self._read = read
         self._host = host
         self._replica = replica
@@ -286,7 +292,7 @@ class _Judge:
         def shown() -> bool:
             if not np.count_nonzero(self._replica.acked[ranges] < seen):
                 return True
-            self._unshown.add(cast(Connection, self._read.connection))
+            self._unshown[cast(Connection, self._read.connection)] = None
             return False
 
         return shown

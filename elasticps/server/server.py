@@ -23,6 +23,8 @@ from elasticps.server.awaited import FutureTicket
 from elasticps.server.connection import Connection
 from elasticps.server.content import Mark, PieceContent
 from elasticps.server.decider import Decider
+from elasticps.server.fast import layout as at
+from elasticps.server.fast.path import FastPath
 from elasticps.server.fill import Cutter
 from elasticps.server.handout import HandOut
 from elasticps.server.herald import Herald
@@ -33,6 +35,7 @@ from elasticps.server.peers import Peers
 from elasticps.server.reads import Read
 from elasticps.server.refusal import Refusal
 from elasticps.server.requests import Requests
+from elasticps.server.shards import Mark as ShardMark
 from elasticps.server.shell import Shell
 from elasticps.wire.frames import (
     ANY,
@@ -42,7 +45,6 @@ from elasticps.wire.frames import (
     json_body,
     json_frame,
 )
-from elasticps.wire.pool import Pool
 from elasticps.wire.views import read_view
 from replication.chain import Member, Ranges, Role
 from replication.core import NO_RANGES
@@ -55,9 +57,12 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 4096
 HOLD_TIMEOUT_S = 10.0
 LOG_BUDGET_BYTES = 256 << 20
-POOL_BYTES = 64 << 20
 BUSY_S = 0.5  # a server that served a worker so recently gives fillings the smaller share
 MARKED_AT_ONCE = 16  # ranges whose digests are taken in one go
+
+_COUNTERS = {
+    "pushes": at.H_PUSHES, "pulls": at.H_PULLS, "rows_pushed": at.H_ROWS_PUSHED, "rows_pulled": at.H_ROWS_PULLED,
+}  # fmt: skip
 
 Body = NDArray[np.uint8]
 Handler = Callable[[Connection, Header, Body], None]
@@ -88,15 +93,14 @@ class Server:
         self.view: View | None = None
         self.epoch = 0
         self.counts: Counter[str] = Counter()
-        self.told: dict[int, int] = {}  # worker -> the clock up to which it has been told that all is committed
         self._loop = loop
         self._clock = clock
         self._started = clock()
         self.behind = asyncio.Event()
         self.removed: asyncio.Future[None] = loop.create_future()
-        self._pool = Pool(POOL_BYTES)
         self._linger = linger or Linger(loop)
-        self.shell = Shell(self.member, ranges, self, log_budget_bytes)
+        self.fast = FastPath(ranges, log_budget_bytes, self)
+        self.shell = Shell(self.member, ranges, self, log_budget_bytes, self.fast)
         self.store, self.replica = self.shell.store, self.shell.replica
         self._codec = Codec(self.store.tables, ranges)
         self.peers = Peers(self.member, cluster, self, loop, self.connection)
@@ -115,7 +119,7 @@ class Server:
         self._roster_version = 0
         self.parking = Parking(ranges, self.replica.clocks, clock)
         self._herald = Herald(loop.call_soon)
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, None] = {}  # in the order in which they came
         self._held: dict[Connection, float] = {}  # connections that wait for a view or roster, since when
         self._tail_since = self._full_since = 1 << 62  # epochs in which the ranges that we tail, or hold, last changed
         self.listed = False  # in the view that we have
@@ -137,15 +141,15 @@ class Server:
 
     def connection(self) -> Connection:
         """A protocol object for a new connection, accepted or dialled."""
-        return Connection(self, self._loop, self._linger, self._pool)
+        return Connection(self, self._loop, self._linger, self.fast)
 
     def opened(self, connection: Connection) -> None:
-        self._connections.add(connection)
+        self._connections[connection] = None
         if len(self._connections) > MAX_CONNECTIONS:
             connection.refuse(FrameError(f"server {self.me.name} already has {MAX_CONNECTIONS} connections"))
 
     def closed(self, connection: Connection) -> None:
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         self._held.pop(connection, None)
         self.parking.forget(connection)
         for ticket in list(connection.tickets):
@@ -226,7 +230,7 @@ class Server:
                 return
             raise Refusal("fenced", f"worker {name!r} (id {worker}) is not in the roster; it left, or a newer "
                                     "incarnation took its name")  # fmt: skip
-        connection.worker, connection.worker_name, connection.app = worker, str(name), str(app)
+        connection.is_worker(worker, str(name), str(app))
         self._welcome(connection, header)
 
     def _hello_peer(self, connection: Connection, header: Header, document: dict[str, Any]) -> None:
@@ -302,6 +306,7 @@ class Server:
         if unknown or not np.array_equal(held, old_full):
             self._full_since = view.epoch
         self.parking.serve(tailed, held)
+        self.fast.serve(tailed, held, self._tail_since, self._full_since)
 
     def serves(self, header: Header) -> bool:
         """Whether the ranges that may be read here are the same as in the pull's epoch."""
@@ -326,6 +331,7 @@ class Server:
         self.parking.follow(self.workers)
         newest = {(w.app, w.name): w.id for w in roster.workers}
         for connection in list(self._connections):
+            connection.set_rostered(connection.worker in self.workers)
             if newest.get((connection.app, connection.worker_name), 0) > connection.worker > 0:
                 text = f"worker {connection.worker_name!r} was started again; this is the older incarnation"
                 connection.send(json_frame(Kind.ERROR, {"code": "fenced", "message": text}))
@@ -341,6 +347,8 @@ class Server:
         self._decider.judge()
         self._requests.judge_parked()
         self.peers.tick()
+        for connection in list(self._connections):
+            connection.notice_end()
 
     def tell_view(self, connection: Connection) -> None:
         """Sends the view, once per connection and epoch."""
@@ -367,7 +375,7 @@ class Server:
             "suspects": [[*member, round(seconds, 3)] for member, seconds in self.peers.suspects().items()],
             "stalled": [list(member) for member in self._cutter.stalled()],
             "bytes": self.store.nbytes,
-            "requests": self.counts["pushes"] + self.counts["pulls"],
+            "requests": self.count("pushes") + self.count("pulls"),
         }
         return json_frame(Kind.REPORT, document, epoch=self.epoch)
 
@@ -425,8 +433,38 @@ class Server:
     def _busy(self) -> bool:
         return self._clock() - self._requests.last_s < BUSY_S
 
+    def link_of(self, member: Member) -> Connection | None:
+        """The current link to a peer."""
+        return self.peers.link(member)
+
+    def changed(self) -> None:
+        """Something was applied or acknowledged: waiting pulls may go on."""
+        self._requests.last_s = self._clock()
+        if self._requests.waiting:
+            self._requests.judge_parked()
+
+    def note_shard(self, number: int, shard: int, worker: int, clock: int) -> None:
+        """A push that trains a shard was applied."""
+        self.shell.shards.note(ShardMark(number, shard), worker, clock)
+
+    def answer_rest(self, connection: Connection, header: Header, body: Body, done: int) -> None:
+        """A pull of which `done` rows have been sent before something unusual happened."""
+        self._requests.answer_rest(connection, header, body, done)
+
+    def count(self, what: str) -> int:
+        """How many pushes, pulls, rows pushed or rows pulled there were."""
+        return self.counts[what] + self.fast.counter(_COUNTERS[what])
+
+    @property
+    def told(self) -> dict[int, int]:
+        """Worker -> the clock up to which it has been told that all is committed."""
+        return self.fast.told()
+
     def peer_up(self, member: Member) -> None:
         log.info("peer=%s up", member)
+        connection = self.peers.link(member)
+        if connection is not None:
+            connection.is_peer()
         self.shell.perform(self.replica.peer_up, member)
 
     def peer_down(self, member: Member) -> None:
@@ -438,19 +476,18 @@ class Server:
         if member is None:
             raise FrameError(f"{Kind(header.kind).name} came from somebody who is no replica")
         if self.peers.link(member) is connection:
-            message = self._codec.decode(header, connection.kept(body))
+            message = self._codec.decode(header, body)
             self.shell.perform(self.replica.receive, member, message)
-            if self._requests.waiting:
-                self._requests.judge_parked()
+            self.fast.note_change()
 
     # --- audit ------------------------------------------------------------------------------------------------------
 
     async def mark(self, mark: int) -> bool:
         """Has every replica of the ranges headed here note their digests; False if the view changed meanwhile."""
         ranges = self.headed
-        for at in range(0, len(ranges), MARKED_AT_ONCE):
+        for start in range(0, len(ranges), MARKED_AT_ONCE):
             ticket = FutureTicket(self._loop)
-            some = ranges[at : at + MARKED_AT_ONCE]
+            some = ranges[start : start + MARKED_AT_ONCE]
             push = Push(ticket, -1, self.epoch, 0, 0, True, some, Mark(mark), 64, kind=OperationKind.AUDIT)
             self.shell.perform(self.replica.push, push)
             reply = await ticket.future
@@ -482,10 +519,10 @@ class Server:
             "rows": self.store.rows,
             "bytes": self.store.nbytes,
             "connections": len(self._connections),
-            "pushes": self.counts["pushes"],
-            "pulls": self.counts["pulls"],
-            "rows_pushed": self.counts["rows_pushed"],
-            "rows_pulled": self.counts["rows_pulled"],
+            "pushes": self.count("pushes"),
+            "pulls": self.count("pulls"),
+            "rows_pushed": self.count("rows_pushed"),
+            "rows_pulled": self.count("rows_pulled"),
             "refused": self.counts["refused"],
             "parked": len(self.parking),
             "log_bytes": self.replica.log.nbytes,

@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from elasticps.hashing import home_range
-from elasticps.sharding import ShardSpec
+from elasticps.sharding import HOME_BITS, ShardSpec
 
-HOME_BITS = 16
 MAX_SETS = (1 << 16) - 1  # of all applications with one home range
 
 

@@ -17,6 +17,8 @@ import numpy as np
 from elasticps.admin.subject import MarkedRange
 from elasticps.server.audit import Marks, digest
 from elasticps.server.content import Content, Contribution, Mark, NewTable, PieceContent, RoundStep
+from elasticps.server.fast import layout as at
+from elasticps.server.fast.path import FastPath
 from elasticps.server.rounds import Rounds
 from elasticps.server.shards import Shards, Take, home_of
 from elasticps.spec import TableSpec
@@ -89,14 +91,15 @@ class Surroundings(Protocol):
 class Shell:
     """A replica with its store. `perform` is the only way in which either changes."""
 
-    def __init__(self, me: Member, ranges: int, around: Surroundings, budget_bytes: int) -> None:
-        self.replica = Replica(me, ranges, budget_bytes)
+    def __init__(self, me: Member, ranges: int, around: Surroundings, budget_bytes: int, path: FastPath) -> None:
+        self.replica = Replica(me, ranges, budget_bytes, path.log)
         self.store = Store(ranges)
+        self._path = path
+        path.follow_replica(self.replica, self.store.tables)
         self.marks = Marks()
         self.rounds = Rounds(ranges)
         self.shards = Shards(ranges)
-        self.applied = 0  # operations, for whoever waits for a change
-        self.rows_applied = 0
+        self._applied = self._rows_applied = 0  # by Python
         self._around = around
         self._ranges = ranges
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -115,11 +118,22 @@ class Shell:
             Level: around.report_level,
         }
 
+    @property
+    def applied(self) -> int:
+        """Operations, as head or follower."""
+        return self._applied + self._path.counter(at.H_APPLIED)
+
+    @property
+    def rows_applied(self) -> int:
+        """Rows that they updated."""
+        return self._rows_applied + self._path.counter(at.H_ROWS_APPLIED)
+
     def perform(self, event: Callable[..., Effects], *arguments: Any) -> None:
         """Gives the replica an event and carries out its effects. Does not return if any of it fails."""
         try:
             for effect in event(*arguments):
                 self._handlers[type(effect)](effect)
+            self._path.sync()
         except Exception:
             log.critical("member=%s ends: it can no longer vouch for its copy", self.replica.me, exc_info=True)
             sys.stderr.flush()
@@ -139,7 +153,7 @@ class Shell:
             self._round(effect, payload)
         elif isinstance(payload, Take):
             self.shards.take(payload)
-        self.applied += 1
+        self._applied += 1
 
     def _apply_rows(self, effect: Apply, content: Content) -> None:
         tables, operation = self.store.tables, effect.operation
@@ -161,7 +175,7 @@ class Shell:
         else:
             for table, keys, grads, step_values in blocks:
                 tables[table].apply(keys, grads, step_values)
-                self.rows_applied += len(keys)
+                self._rows_applied += len(keys)
 
     def _round(self, effect: Apply, step: RoundStep) -> None:
         if effect.operation.kind == Kind.ENTER:
@@ -176,7 +190,7 @@ class Shell:
                 step.app, step.clock, step.workers, effect.ranges, tables
             ):
                 tables[table].apply(keys, grads, values)
-                self.rows_applied += len(keys)
+                self._rows_applied += len(keys)
 
     def _mark(self, effect: Apply, mark: Mark) -> None:
         unfinished = effect.inside or {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Generic, Protocol, TypeVar
 
 from elasticps.server.refusal import Refusal
-from elasticps.wire.frames import Header, Kind, clocks_frame, json_frame, partly_frame
+from elasticps.wire.frames import Buffer, Header, Kind, clocks_frame, json_frame, partly_frame
 from replication.effects import ClocksReply, Reply, Status
 
 
@@ -16,7 +16,7 @@ class Requester(Protocol):
     worker_name: str
     app: str
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: Buffer) -> None:
         """Queues an answer."""
 
     def tell_view(self) -> None:

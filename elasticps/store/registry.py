@@ -11,6 +11,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 
 from elasticps.errors import SpecError
+from elasticps.kernels import compiled_once
 from elasticps.spec import Custom, Optimizer
 from elasticps.store import index, intervals, updates
 
@@ -85,9 +86,10 @@ def load_kernels() -> None:
 
 def warm() -> None:
     """Compiles, or loads from the cache, every built-in kernel: afterwards no operation waits for a compiler."""
-    load_kernels()
-    for kernel in _BUILT_IN.values():
-        _load(kernel, _UPDATE)
+    with compiled_once(__file__):
+        load_kernels()
+        for kernel in _BUILT_IN.values():
+            _load(kernel, _UPDATE)
 
 
 def register_optimizer(name: str, update: Callable[..., None], *, slots: int = 0, row_slots: int = 0) -> None:

@@ -104,6 +104,16 @@ class Table:
             self._insert(keys, rows, _NO_VALUES, index.INITIALISE)
             self._update(self._header, keys, grads, step_values, rows, True)
 
+    @property
+    def header_address(self) -> int:
+        """Where the table's state lies, for kernels that are not called from here."""
+        return int(self._header.ctypes.data)
+
+    def make_rows(self, keys: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Makes those rows of keys [n] that are absent, with initial values; rows int64 [n] holds their addresses, 0
+        for none, and gets those of the new ones."""
+        self._insert(keys, rows, _NO_VALUES, index.INITIALISE)
+
     def put_if_absent(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> int:
         """Stores values [n, dim] for those keys [n] without a row; returns how many. Of equal keys the first counts."""
         n, before = len(keys), self.rows

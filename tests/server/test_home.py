@@ -15,7 +15,7 @@ from elasticps.server.decider import Decider
 from elasticps.server.handout import HandOut
 from elasticps.server.rounds import Rounds
 from elasticps.server.shards import Shards
-from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_frame
+from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame
 from replication.core import NO_RANGES
 from replication.effects import Push, Reply, Status
 from replication.messages import Kind as OperationKind
@@ -35,8 +35,8 @@ class Worker:
         self.worker = worker
         self.answers: list[dict[str, Any]] = []
 
-    def send(self, frame: bytes) -> None:
-        self.answers.append(json.loads(frame[HEADER_BYTES:]))
+    def send(self, frame: Buffer) -> None:
+        self.answers.append(json.loads(bytes(frame[HEADER_BYTES:])))
 
     def tell_view(self) -> None:
         raise AssertionError("nobody asked for a view")

@@ -20,6 +20,7 @@ from elasticps.server.content import (
     TableRows,
     positions_of,
 )
+from elasticps.server.fast.path import FastPath
 from elasticps.server.messages import Codec
 from elasticps.server.rounds import Home, RangeRounds
 from elasticps.server.shards import Doing, RangeShards, ShardSet, Take, Used
@@ -177,7 +178,7 @@ def test_the_shell_carries_out_every_effect() -> None:
         def __getattr__(self, name: str) -> object:
             return lambda *_: None
 
-    shell = Shell(Member("s", 1), P, Nobody(), 1000)  # type: ignore[arg-type]
+    shell = Shell(Member("s", 1), P, Nobody(), 1000, FastPath(P, 1000, Nobody()))  # type: ignore[arg-type]
     assert set(shell._handlers) == set(typing.get_args(Effect))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from elasticps.server.refusal import Refusal
 from elasticps.server.tickets import RequestTicket
-from elasticps.wire.frames import HEADER_BYTES, Kind, json_body, unpack_header
+from elasticps.wire.frames import HEADER_BYTES, Buffer, Kind, json_body, unpack_header
 from replication.effects import Reply, Status
 
 
@@ -20,8 +20,8 @@ class Connection:
     def __init__(self) -> None:
         self.sent: list[bytes] = []
 
-    def send(self, frame: bytes) -> None:
-        self.sent.append(frame)
+    def send(self, frame: Buffer) -> None:
+        self.sent.append(bytes(frame))
 
     def tell_view(self) -> None:
         """Nobody asked."""

@@ -20,47 +20,80 @@ from elasticps.client.pulls import Pulls
 from elasticps.client.runtime import READABLE, WRITABLE
 from elasticps.server import reads, requests
 from elasticps.server.connection import Connection
+from elasticps.server.fast.chunks import Chunks
+from elasticps.server.fast.layout import C_SERIAL, C_SLOW, H_ENABLED, H_GUARDED
+from elasticps.server.fast.path import FastPath
+from elasticps.server.fast.young import YoungLog
 from elasticps.server.parking import Parking
 from elasticps.server.peers import Peers
 from elasticps.server.requests import Requests
 from elasticps.server.server import Server
-from elasticps.server.tickets import RequestTicket
 from elasticps.wire.frames import FrameError, Header, Kind
-from elasticps.wire.pool import Pool
 
 Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def _leave_every_frame_to_python(patch: pytest.MonkeyPatch) -> None:
+    """For bugs in what Python does: usual frames would not come there."""
+
+    def follow(self: FastPath, *arguments: Any) -> None:
+        share(self, *arguments)
+        self.h[H_ENABLED] = 0
+
+    share = FastPath.follow_replica
+    patch.setattr(FastPath, "follow_replica", follow)
 
 
 # --- whose buffer is it ---------------------------------------------------------------------------------------------
 
 
 def keep_the_keys_of_a_pull_as_a_view_of_a_buffer_that_is_used_again(patch: pytest.MonkeyPatch) -> None:
-    def answer(read: Any, judge: Any) -> None:
+    def answer(read: Any, judge: Any, done: int = 0) -> None:
         rows, dim = len(read.keys), read.table.spec.dim
-        if rows * dim * 4 <= reads.CHUNK_BYTES and not judge.guarded():
+        if not done and rows * dim * 4 <= reads.CHUNK_BYTES and not judge.guarded():
             out = np.empty((rows, dim), np.float32)
             read.connection.send_all(reads._chunk(read, read.keys, out, 0, last=True))
         else:
-            read.connection.stream(reads._chunks(read, judge))
+            read.connection.stream(reads._chunks(read, judge, done))
 
+    _leave_every_frame_to_python(patch)
     patch.setattr(requests, "answer", answer)
+    patch.setattr(Chunks, "pinned", lambda self, number: False)
 
 
 def gather_the_next_chunk_over_one_that_is_not_out_yet(patch: pytest.MonkeyPatch) -> None:
+    _leave_every_frame_to_python(patch)
     patch.setattr(Connection, "waiting_bytes", property(lambda self: 0))
 
 
-def keep_a_push_in_the_log_as_a_view_of_a_buffer_that_is_used_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Connection, "kept", lambda self, body: body)
+def use_memory_again_that_python_or_a_socket_refers_to(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Chunks, "pinned", lambda self, number: False)
 
 
-def give_memory_back_while_the_log_has_a_slice_of_it(patch: pytest.MonkeyPatch) -> None:
-    def take(self: Pool, size: int) -> Any:
-        if not self._arrays:
-            self._arrays.append(np.empty(4 << 20, np.uint8))
-        return self._arrays[0][:size]
+def receive_over_what_the_log_keeps(patch: pytest.MonkeyPatch) -> None:
+    def received(self: FastPath, connection: Any, nbytes: int) -> None:
+        self.chunks.refs[:] = 0
+        handle(self, connection, nbytes)
 
-    patch.setattr(Pool, "take", take)
+    handle = FastPath.received
+    patch.setattr(FastPath, "received", received)
+
+
+# --- what is compiled beside Python ---------------------------------------------------------------------------------
+
+
+def take_pushes_of_epochs_whose_heads_have_changed(patch: pytest.MonkeyPatch) -> None:
+    def follow(self: FastPath, orders: Any) -> None:
+        old = getattr(self, "_every", {})
+        self._every = {**old, **orders}  # type: ignore[attr-defined]
+        listen(self, self._every)  # type: ignore[attr-defined]
+
+    listen = FastPath._follow_orders
+    patch.setattr(FastPath, "_follow_orders", follow)
+
+
+def acknowledge_young_entries_while_python_has_older_ones(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(YoungLog, "old", lambda self: {})
 
 
 # --- bytes and connections ------------------------------------------------------------------------------------------
@@ -98,27 +131,18 @@ def keep_what_was_not_sent_for_the_next_connection(patch: pytest.MonkeyPatch) ->
 
 
 def answer_whoever_has_the_number_of_a_connection_now(patch: pytest.MonkeyPatch) -> None:
-    slots: dict[tuple[int, int], Connection] = {}
+    def opened(self: FastPath, connection: Any, limit: int) -> int:
+        slot = open_(self, connection, limit)
+        self.connections[slot, C_SERIAL] = 1
+        return slot
 
-    def opened(self: Server, connection: Connection) -> None:
-        number = next(n for n in range(1 << 20) if (id(self), n) not in slots)
-        slots[id(self), number] = connection
-        connection.slot = (id(self), number)  # type: ignore[attr-defined]
-        open_(self, connection)
+    def closed(self: FastPath, slot: int) -> None:
+        close(self, slot)
+        self.connections[slot, C_SERIAL] = 1
 
-    def closed(self: Server, connection: Connection) -> None:
-        if slots.get(connection.slot) is connection:  # type: ignore[attr-defined]
-            del slots[connection.slot]  # type: ignore[attr-defined]
-        close(self, connection)
-
-    def reply(self: Any, answer: Any) -> None:
-        self.connection = slots.get(self.connection.slot, self.connection)
-        tell(self, answer)
-
-    open_, close, tell = Server.opened, Server.closed, RequestTicket.reply
-    patch.setattr(Server, "opened", opened)
-    patch.setattr(Server, "closed", closed)
-    patch.setattr(RequestTicket, "reply", reply)
+    open_, close = FastPath.open, FastPath.close
+    patch.setattr(FastPath, "open", opened)
+    patch.setattr(FastPath, "close", closed)
 
 
 def lose_the_wish_to_write_of_another_thread(patch: pytest.MonkeyPatch) -> None:
@@ -144,7 +168,7 @@ def hear_what_comes_on_an_older_link(patch: pytest.MonkeyPatch) -> None:
     def message(self: Server, connection: Connection, header: Header, body: Any) -> None:
         if connection.member is None:
             raise FrameError("came from somebody who is no replica")
-        decoded = self._codec.decode(header, connection.kept(body))
+        decoded = self._codec.decode(header, body)
         self.shell.perform(self.replica.receive, connection.member, decoded)
         if self._requests.waiting:
             self._requests.judge_parked()
@@ -181,21 +205,22 @@ def release_held_frames_in_the_wrong_order(patch: pytest.MonkeyPatch) -> None:
         if not self.holding:
             return
         self.holding = False
+        self._set(C_SLOW, 0)
         try:
             while self._held and not self.holding:
                 self._handler.handle(self, *self._held.pop())
         except FrameError as error:
             self.refuse(error)
-        self._read_on()
+        self._go_on_reading()
 
     patch.setattr(Connection, "release", release)
 
 
 def read_on_while_frames_are_held(patch: pytest.MonkeyPatch) -> None:
-    def on_frame(self: Connection, header: Header, body: Any) -> None:
+    def frame(self: Connection, header: Header, body: Any, answered: int) -> None:
         self._handler.handle(self, header, body)
 
-    patch.setattr(Connection, "_on_frame", on_frame)
+    patch.setattr(Connection, "frame", frame)
 
 
 def forget_to_read_on_when_answers_have_left(patch: pytest.MonkeyPatch) -> None:
@@ -212,6 +237,8 @@ def forget_to_read_on_when_answers_have_left(patch: pytest.MonkeyPatch) -> None:
 
 
 def show_early_what_a_joiner_may_lack_once_the_first_chunk_was_shown(patch: pytest.MonkeyPatch) -> None:
+    _leave_every_frame_to_python(patch)
+
     def shown_when(self: Any, keys: Any) -> Callable[[], bool]:
         if getattr(self, "first", None) is None:
             self.first = judge(self, keys)
@@ -223,10 +250,18 @@ def show_early_what_a_joiner_may_lack_once_the_first_chunk_was_shown(patch: pyte
 
 
 def show_early_what_a_joiner_may_lack(patch: pytest.MonkeyPatch) -> None:
+    def follow(self: FastPath) -> None:
+        listen(self)
+        self.h[H_GUARDED] = 0
+
+    listen = FastPath._follow_view
+    patch.setattr(FastPath, "_follow_view", follow)
     patch.setattr(requests._Judge, "guarded", lambda self: False)
 
 
 def reply_before_the_log_holds_the_entry(patch: pytest.MonkeyPatch) -> None:
+    _leave_every_frame_to_python(patch)
+
     def push(self: Requests, connection: Connection, header: Header, body: Any) -> None:
         before = self._host.counts["pushes"]
         handle(self, connection, header, body)
@@ -245,6 +280,11 @@ def reply_before_the_log_holds_the_entry(patch: pytest.MonkeyPatch) -> None:
 
 
 def serve_pulls_of_any_epoch(patch: pytest.MonkeyPatch) -> None:
+    def serve(self: FastPath, tailed: Any, held: Any, tail_since: int, full_since: int) -> None:
+        share(self, tailed, held, 0, 0)
+
+    share = FastPath.serve
+    patch.setattr(FastPath, "serve", serve)
     patch.setattr(Server, "serves", lambda self, header: True)
 
 
@@ -314,8 +354,10 @@ def miss_the_view_that_came_while_the_store_was_read(patch: pytest.MonkeyPatch) 
 PLANTED: tuple[Patch, ...] = (
     keep_the_keys_of_a_pull_as_a_view_of_a_buffer_that_is_used_again,
     gather_the_next_chunk_over_one_that_is_not_out_yet,
-    keep_a_push_in_the_log_as_a_view_of_a_buffer_that_is_used_again,
-    give_memory_back_while_the_log_has_a_slice_of_it,
+    use_memory_again_that_python_or_a_socket_refers_to,
+    receive_over_what_the_log_keeps,
+    take_pushes_of_epochs_whose_heads_have_changed,
+    acknowledge_young_entries_while_python_has_older_ones,
     drop_the_rest_of_a_partial_write,
     keep_what_was_not_sent_for_the_next_connection,
     answer_whoever_has_the_number_of_a_connection_now,

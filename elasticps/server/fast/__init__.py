@@ -1,0 +1,1 @@
+"""The compiled path: usual frames are handled where they were received, in one call per buffer."""

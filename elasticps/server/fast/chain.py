@@ -1,0 +1,418 @@
+"""What goes down a chain and comes up again: the log's young entries, FORWARD and ACK.
+
+The same steps as `replication.core` takes, in the same order and with the same bytes; `tests/server/test_fast.py`
+holds the two together. An entry here is younger than every entry that Python keeps for the same successor.
+"""
+
+from __future__ import annotations
+
+from elasticps.server.fast.frames import ACK, FORWARD, HEADER, allot, answer_ok, put_header, queue
+from elasticps.server.fast.layout import (
+    B_DIM,
+    B_GRADS_AT,
+    B_KEYS_AT,
+    B_ROWS,
+    B_TABLE,
+    B_VALUES,
+    B_VALUES_AT,
+    BLOCK,
+    C_ADDRESS,
+    C_CHUNK,
+    CONNECTION,
+    E_COUNT,
+    E_FRAME,
+    E_NEXT,
+    E_NUMBER,
+    ENTRY,
+    F_AFTER,
+    F_BEFORE,
+    F_BYTES,
+    F_CAME,
+    F_CHUNK,
+    F_CONNECTION,
+    F_COUNT,
+    F_LEFT,
+    F_OFFSET,
+    F_REQUEST,
+    F_SERIAL,
+    F_WORKER,
+    FRAME,
+    H_ACKED,
+    H_ARENA,
+    H_BLOCKS,
+    H_CONNECTIONS,
+    H_DOWN,
+    H_ENTRIES,
+    H_ENTRY_RANGES,
+    H_ENTRY_SEQS,
+    H_EPOCH,
+    H_FLAGS,
+    H_FRAME_RANGES,
+    H_FRAMES,
+    H_FREE_ENTRIES,
+    H_FREE_ENTRY_COUNT,
+    H_FREE_FRAME_COUNT,
+    H_FREE_FRAMES,
+    H_INFO,
+    H_INSIDE,
+    H_LANES,
+    H_NOW,
+    H_NUMBER,
+    H_PUSHES,
+    H_RANGES,
+    H_REFS,
+    H_SAMPLE,
+    H_SEQ,
+    H_SLOTS,
+    H_STARTS,
+    H_UP,
+    H_WAITED,
+    H_WAITED_COUNT,
+    H_YOUNG,
+    H_YOUNG_BYTES,
+    L_CONNECTION,
+    L_FIRST,
+    L_LAST,
+    LANE,
+    SLOTS,
+    SMALL_BYTES,
+    T_QUIET,
+    T_SYNCED,
+    T_WAITS,
+    WAITED,
+)
+from elasticps.server.fast.memory import copy, load32, load64, store32, store64, words
+from elasticps.store.native import kernel
+
+
+@kernel
+def successors(h, ranges, m):
+    """Writes the successors that ranges [m] have to do with, in ascending order, to H_SLOTS; how many, -1 for too
+    many. H_INFO: how many runs of ranges with the same successor there are; H_INSIDE: 0 if some range is being filled
+    here, else -1."""
+    down, flags, found = words(h[H_DOWN], h[H_RANGES]), words(h[H_FLAGS], h[H_RANGES]), words(h[H_SLOTS], SLOTS)
+    count = 0
+    last = -1
+    before = -1
+    runs = 0
+    h[H_INSIDE] = -1
+    for p in range(m):
+        r = ranges[p]
+        if flags[r] & T_QUIET:
+            h[H_INSIDE] = 0
+        kind = down[r] << 1 | (flags[r] & T_SYNCED != 0)
+        runs += kind != before
+        before = kind
+        if flags[r] & (T_WAITS | T_SYNCED) == 0 or down[r] == last:
+            continue
+        last = down[r]
+        i = 0
+        while i < count and found[i] < last:
+            i += 1
+        if i < count and found[i] == last:
+            continue
+        if count == SLOTS:
+            return -1
+        for j in range(count, i, -1):
+            found[j] = found[j - 1]
+        found[i] = last
+        count += 1
+    h[H_INFO] = runs
+    return count
+
+
+@kernel
+def new_frame(h, connection, serial, request, ranges, m, nbytes, chunk, offset, worker, after, before):
+    """Takes a frame, which there is, and notes what it is about."""
+    h[H_FREE_FRAME_COUNT] -= 1
+    f = load64(h[H_FREE_FRAMES] + 8 * h[H_FREE_FRAME_COUNT])
+    at = h[H_FRAMES] + 8 * FRAME * f
+    store64(at + 8 * F_CONNECTION, connection)
+    store64(at + 8 * F_SERIAL, serial)
+    store64(at + 8 * F_REQUEST, request)
+    store64(at + 8 * F_LEFT, 0)
+    store64(at + 8 * F_BYTES, nbytes)
+    store64(at + 8 * F_CHUNK, chunk)
+    store64(at + 8 * F_OFFSET, offset)
+    store64(at + 8 * F_WORKER, worker)
+    store64(at + 8 * F_AFTER, after)
+    store64(at + 8 * F_BEFORE, before)
+    store64(at + 8 * F_COUNT, m)
+    store64(at + 8 * F_CAME, h[H_NOW] if h[H_PUSHES] & (h[H_SAMPLE] - 1) == 0 else 0)
+    named = h[H_FRAME_RANGES] + 4 * h[H_RANGES] * f
+    for p in range(m):
+        store32(named + 4 * p, ranges[p])
+    refs = h[H_REFS] + 8 * chunk
+    store64(refs, load64(refs) + 1)
+    h[H_YOUNG_BYTES] += nbytes
+    return f
+
+
+@kernel
+def free_frame(h, f):
+    """Gives a frame back, and its claim on the chunk that it lies in."""
+    at = h[H_FRAMES] + 8 * FRAME * f
+    refs = h[H_REFS] + 8 * load64(at + 8 * F_CHUNK)
+    store64(refs, load64(refs) - 1)
+    h[H_YOUNG_BYTES] -= load64(at + 8 * F_BYTES)
+    store64(h[H_FREE_FRAMES] + 8 * h[H_FREE_FRAME_COUNT], f)
+    h[H_FREE_FRAME_COUNT] += 1
+
+
+@kernel
+def finish(h, f):
+    """A frame waits for nothing more: answers whoever sent it."""
+    at = h[H_FRAMES] + 8 * FRAME * f
+    c = load64(at + 8 * F_CONNECTION)
+    if c >= 0:
+        answer_ok(h, c, load64(at + 8 * F_SERIAL), load64(at + 8 * F_REQUEST))
+        waited(h, load64(at + 8 * F_CAME))
+    free_frame(h, f)
+
+
+@kernel
+def waited(h, came):
+    """Notes how long a push waited, if somebody measures."""
+    if came and h[H_WAITED_COUNT] < WAITED:
+        store64(h[H_WAITED] + 8 * h[H_WAITED_COUNT], h[H_NOW] - came)
+        h[H_WAITED_COUNT] += 1
+
+
+@kernel
+def log_entry(h, slot, f, ranges, m):
+    """The ranges of a frame that wait for a successor become the youngest entry of its lane."""
+    down, flags, seq = words(h[H_DOWN], h[H_RANGES]), words(h[H_FLAGS], h[H_RANGES]), words(h[H_SEQ], h[H_RANGES])
+    h[H_FREE_ENTRY_COUNT] -= 1
+    e = load64(h[H_FREE_ENTRIES] + 8 * h[H_FREE_ENTRY_COUNT])
+    named, seqs = h[H_ENTRY_RANGES] + 4 * h[H_RANGES] * e, h[H_ENTRY_SEQS] + 8 * h[H_RANGES] * e
+    k = 0
+    for p in range(m):
+        r = ranges[p]
+        if down[r] == slot and flags[r] & T_WAITS:
+            store32(named + 4 * k, r)
+            store64(seqs + 8 * k, seq[r])
+            k += 1
+    if k == 0:
+        h[H_FREE_ENTRY_COUNT] += 1
+        return
+    h[H_NUMBER] += 1
+    at = h[H_ENTRIES] + 8 * ENTRY * e
+    store64(at + 8 * E_FRAME, f)
+    store64(at + 8 * E_COUNT, k)
+    store64(at + 8 * E_NEXT, -1)
+    store64(at + 8 * E_NUMBER, h[H_NUMBER])
+    lane = h[H_LANES] + 8 * LANE * slot
+    last = load64(lane + 8 * L_LAST)
+    if last < 0:
+        store64(lane + 8 * L_FIRST, e)
+    else:
+        store64(h[H_ENTRIES] + 8 * (ENTRY * last + E_NEXT), e)
+    store64(lane + 8 * L_LAST, e)
+    left = h[H_FRAMES] + 8 * (FRAME * f + F_LEFT)
+    store64(left, load64(left) + 1)
+    h[H_YOUNG] += 1
+
+
+@kernel
+def release(h, slot):
+    """Drops the entries of a lane that `acked` covers, oldest first, and answers the frames thereby done."""
+    acked = words(h[H_ACKED], h[H_RANGES])
+    lane = h[H_LANES] + 8 * LANE * slot
+    while True:
+        e = load64(lane + 8 * L_FIRST)
+        if e < 0:
+            return
+        at = h[H_ENTRIES] + 8 * ENTRY * e
+        named, seqs = h[H_ENTRY_RANGES] + 4 * h[H_RANGES] * e, h[H_ENTRY_SEQS] + 8 * h[H_RANGES] * e
+        for p in range(load64(at + 8 * E_COUNT)):
+            if acked[load32(named + 4 * p)] < load64(seqs + 8 * p):
+                return
+        following = load64(at + 8 * E_NEXT)
+        store64(lane + 8 * L_FIRST, following)
+        if following < 0:
+            store64(lane + 8 * L_LAST, -1)
+        store64(h[H_FREE_ENTRIES] + 8 * h[H_FREE_ENTRY_COUNT], e)
+        h[H_FREE_ENTRY_COUNT] += 1
+        h[H_YOUNG] -= 1
+        f = load64(at + 8 * E_FRAME)
+        left = h[H_FRAMES] + 8 * (FRAME * f + F_LEFT)
+        store64(left, load64(left) - 1)
+        if load64(left) == 0:
+            finish(h, f)
+
+
+@kernel
+def block_bytes(b, rows):
+    """What `rows` rows of a block take in a body."""
+    values, dim = load64(b + 8 * B_VALUES), load64(b + 8 * B_DIM)
+    return 24 + ((4 * values + 7) & ~7) + 8 * rows + ((4 * rows * dim + 7) & ~7)
+
+
+@kernel
+def forward(h, slot, source, ranges, m, blocks, worker, after, bound, wait):
+    """Sends a successor the part of the frame at hand, received on connection `source`, that lies in its ranges."""
+    down, flags, seq = words(h[H_DOWN], h[H_RANGES]), words(h[H_FLAGS], h[H_RANGES]), words(h[H_SEQ], h[H_RANGES])
+    to = load64(h[H_LANES] + 8 * (LANE * slot + L_CONNECTION))
+    if to < 0:
+        return
+    k = 0
+    for p in range(m):
+        k += down[ranges[p]] == slot and flags[ranges[p]] & T_SYNCED != 0
+    if k == 0:
+        return
+    whole = k == m
+    names = (4 * k + 7) & ~7
+    size, items = names + 8 * k, 0
+    b, starts = h[H_BLOCKS], h[H_STARTS]
+    for _ in range(blocks):
+        n = load64(b + 8 * B_ROWS)
+        if not whole:
+            n = 0
+            for p in range(m):
+                if down[ranges[p]] == slot and flags[ranges[p]] & T_SYNCED:
+                    n += load64(starts + 8 * p + 8) - load64(starts + 8 * p)
+        if n or whole:
+            items += 1
+            size += block_bytes(b, n)
+        b += 8 * BLOCK
+        starts += 8 * (h[H_RANGES] + 1)
+    offset = allot(h, HEADER + names + 8 * k)
+    at = h[H_ARENA] + offset
+    put_header(at, FORWARD, 0, size, 0, h[H_EPOCH], after, worker, 0, k, items, bound, wait)
+    store64(at + HEADER + names - 8, 0)
+    q = 0
+    for p in range(m):
+        r = ranges[p]
+        if down[r] == slot and flags[r] & T_SYNCED:
+            store32(at + HEADER + 4 * q, r)
+            store64(at + HEADER + names + 8 * q, seq[r])
+            q += 1
+    queue(h, to, -1, offset, HEADER + names + 8 * k)
+    b, starts = h[H_BLOCKS], h[H_STARTS]
+    for _ in range(blocks):
+        forward_block(h, to, slot, source, ranges, m, b, starts, whole)
+        b += 8 * BLOCK
+        starts += 8 * (h[H_RANGES] + 1)
+
+
+@kernel
+def forward_block(h, to, slot, source, ranges, m, b, starts, whole):
+    """One block's part: its header, the keys of all runs of neighbouring ranges, then their gradients."""
+    down, flags = words(h[H_DOWN], h[H_RANGES]), words(h[H_FLAGS], h[H_RANGES])
+    n = load64(b + 8 * B_ROWS)
+    if not whole:
+        n = 0
+        for p in range(m):
+            if down[ranges[p]] == slot and flags[ranges[p]] & T_SYNCED:
+                n += load64(starts + 8 * p + 8) - load64(starts + 8 * p)
+        if n == 0:
+            return
+    count, dim = load64(b + 8 * B_VALUES), load64(b + 8 * B_DIM)
+    values = (4 * count + 7) & ~7
+    offset = allot(h, 24 + values)
+    at = h[H_ARENA] + offset
+    store64(at, load64(b + 8 * B_TABLE) | n << 32)
+    store64(at + 8, dim | count << 32)
+    store64(at + 16, 0)
+    if count:
+        store64(at + 24 + values - 8, 0)
+        copy(at + 24, load64(b + 8 * B_VALUES_AT), 4 * count)
+    queue(h, to, -1, offset, 24 + values)
+    for width, begin in ((8, load64(b + 8 * B_KEYS_AT)), (4 * dim, load64(b + 8 * B_GRADS_AT))):
+        p = 0
+        while p < m:
+            if not whole and (down[ranges[p]] != slot or flags[ranges[p]] & T_SYNCED == 0):
+                p += 1
+                continue
+            q = p + 1
+            while q < m and (whole or (down[ranges[q]] == slot and flags[ranges[q]] & T_SYNCED)):
+                q += 1
+            low, high = load64(starts + 8 * p), load64(starts + 8 * q)
+            p = q
+            if low < high:
+                send_slice(h, to, source, begin + width * low, width * (high - low))
+    if (n * dim) & 1:
+        offset = allot(h, 4)
+        store32(h[H_ARENA] + offset, 0)
+        queue(h, to, -1, offset, 4)
+
+
+@kernel
+def send_slice(h, to, source, begin, n):
+    """Bytes of the received frame: copied behind what is queued if they are few, else as they were received."""
+    if n <= SMALL_BYTES:
+        offset = allot(h, n)
+        copy(h[H_ARENA] + offset, begin, n)
+        queue(h, to, -1, offset, n)
+    else:
+        connection = h[H_CONNECTIONS] + 8 * CONNECTION * source
+        queue(h, to, load64(connection + 8 * C_CHUNK), begin - load64(connection + 8 * C_ADDRESS), n)
+
+
+@kernel
+def down_the_chain(h, source, ranges, m, blocks, worker, after, bound, wait, f, slots):
+    """Forwards the frame at hand, logs it, and commits the ranges in which nobody has to acknowledge it."""
+    found = words(h[H_SLOTS], SLOTS)
+    for i in range(slots):
+        forward(h, found[i], source, ranges, m, blocks, worker, after, bound, wait)
+    for i in range(slots):
+        log_entry(h, found[i], f, ranges, m)
+    flags, seq, acked = words(h[H_FLAGS], h[H_RANGES]), words(h[H_SEQ], h[H_RANGES]), words(h[H_ACKED], h[H_RANGES])
+    for p in range(m):
+        if flags[ranges[p]] & T_WAITS == 0:
+            acked[ranges[p]] = seq[ranges[p]]
+
+
+@kernel
+def vouch(h, ranges, m, of):
+    """Tells the predecessors how far ranges [m] are committed. `of`: 0 all of them, 1 those that wait for nobody, 2
+    those whose joiner counts, 3 those without a joiner."""
+    up, flags = words(h[H_UP], h[H_RANGES]), words(h[H_FLAGS], h[H_RANGES])
+    last = -1
+    while True:  # the predecessors, in ascending order
+        to = -1
+        for p in range(m):
+            r = ranges[p]
+            if up[r] > last and (to < 0 or up[r] < to) and vouched(flags[r], of):
+                to = up[r]
+        if to < 0:
+            return
+        last = to
+        acknowledge(h, to, ranges, m, of)
+
+
+@kernel
+def vouched(flags, of):
+    """Whether a range with these flags is meant."""
+    if of == 1:
+        return flags & (T_WAITS | T_QUIET) == 0
+    if of == 2:
+        return flags & 24 == 24  # T_FED and T_COUNTED
+    if of == 3:
+        return flags & 8 == 0
+    return True
+
+
+@kernel
+def acknowledge(h, slot, ranges, m, of):
+    """One ACK to one predecessor."""
+    to = load64(h[H_LANES] + 8 * (LANE * slot + L_CONNECTION))
+    if to < 0:
+        return
+    up, flags, acked = words(h[H_UP], h[H_RANGES]), words(h[H_FLAGS], h[H_RANGES]), words(h[H_ACKED], h[H_RANGES])
+    k = 0
+    for p in range(m):
+        k += up[ranges[p]] == slot and vouched(flags[ranges[p]], of)
+    names = (4 * k + 7) & ~7
+    offset = allot(h, HEADER + names + 8 * k)
+    at = h[H_ARENA] + offset
+    put_header(at, ACK, 0, names + 8 * k, 0, h[H_EPOCH], 0, 0, 0, k, 0, 0, 0)
+    store64(at + HEADER + names - 8, 0)
+    q = 0
+    for p in range(m):
+        r = ranges[p]
+        if up[r] == slot and vouched(flags[r], of):
+            store32(at + HEADER + 4 * q, r)
+            store64(at + HEADER + names + 8 * q, acked[r])
+            q += 1
+    queue(h, to, -1, offset, HEADER + names + 8 * k)

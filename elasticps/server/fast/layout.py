@@ -1,0 +1,187 @@
+"""The memory that the compiled path and Python share: int64 fields of one server, of connections, frames and entries.
+
+Everything that decides about the usual frame lies in arrays that Python owns (`path.FastPath`, `replication.Replica`,
+`replication.progress.Clocks`): the compiled code finds them by their addresses in the header `h`, so both read and
+write the same memory. Rows of `int64 [n, K]` are addressed as `address + 8 * (row * K + field)`.
+"""
+
+from __future__ import annotations
+
+# What a call of `receive.consume` ends with.
+DONE = 0  # every whole frame was handled; the rest of one may follow
+SLOW = 1  # the frame at the front is not usual: Python handles it, nothing was changed
+BROKEN = 2  # the bytes at the front are no frame
+ROWS_MISSING = 3  # H_INFO: the block whose rows need memory; then again
+FLUSH = 4  # what is queued has to leave before this connection goes on
+PAUSED = 5  # the peer reads nothing: neither do we
+ROOM = 6  # the connection's chunk cannot hold the frame that has begun: H_INFO bytes are needed
+TURN = 8  # H_TURN bytes were handled: others have their turn
+GROW = 7  # the arena, the segments or the scratch rows are too small: H_INFO says which, H_SIZE how much
+
+GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
+
+# Fields of the header.
+(
+    H_EPOCH,
+    H_RANGES,  # P
+    H_ENABLED,
+    H_CAREFUL,  # something waits that a usual push, forward or acknowledgement could overtake
+    H_GUARDED,  # acknowledgements of some range wait for its joiner
+    H_BUDGET,  # bytes of the log at which pushes wait
+    H_PYTHON_BYTES,  # of the log's entries that Python keeps
+    H_YOUNG_BYTES,  # of those kept here
+    H_YOUNG,  # how many entries are kept here
+    H_NUMBER,  # of the newest entry
+    H_ORDERS,  # int64 [ORDERS, 4]: epoch, ranges headed, their address, the address of their positions [P]
+    H_ORDER_COUNT,
+    H_SEQ,
+    H_ACKED,
+    H_JOINED,
+    H_SINCE,
+    H_UP,  # slot of the predecessor of a range, -1 for none
+    H_DOWN,  # of the successor, or of the joiner
+    H_FLAGS,  # T_… of a range
+    H_BOUNDS,  # of a range that is being filled here: the place (hash >> 2) below which its keys are there
+    H_LANES,  # int64 [slots, LANE]: see L_…
+    H_CLOCKS,  # int64 [workers, P]
+    H_WORKERS,  # int64 [workers]: whose row it is, 0 for nobody's
+    H_WORKER_COUNT,
+    H_TOLD,  # int64 [workers]: the clock up to which a worker knows its steps to be committed
+    H_TABLES,  # int64 [n, TABLE]: see TABLE_…
+    H_TABLE_COUNT,
+    H_CONNECTIONS,
+    H_FRAMES,
+    H_FRAME_RANGES,  # int32 [frames, P]
+    H_FREE_FRAMES,
+    H_FREE_FRAME_COUNT,
+    H_ENTRIES,
+    H_ENTRY_RANGES,  # int32 [entries, P]
+    H_ENTRY_SEQS,  # int64 [entries, P]
+    H_FREE_ENTRIES,
+    H_FREE_ENTRY_COUNT,
+    H_REFS,  # int64 [chunks]: frames kept here whose bytes lie in a chunk
+    H_ARENA,  # where answers and the small parts of messages are written
+    H_ARENA_USED,
+    H_ARENA_SIZE,
+    H_SEGMENTS,  # int64 [n, 4]: connection, chunk (-1: the arena), offset, bytes: what leaves, in order
+    H_SEGMENT_COUNT,
+    H_SEGMENT_SIZE,
+    H_NOTES,  # int64 [NOTES, 4]: set, shard, worker, clock of pushes that train a shard, for Python to note
+    H_NOTE_COUNT,
+    H_TAILED,  # int64 [n]: ranges whose tail this server is
+    H_TAILED_COUNT,
+    H_HELD,  # int64 [n]: ranges of which it is a full replica
+    H_HELD_COUNT,
+    H_TAIL_SINCE,  # epochs in which these last changed
+    H_FULL_SINCE,
+    H_BLOCKS,  # int64 [2 * BLOCKS, BLOCK]: the frame at hand, see B_…, and behind it what of it is applied
+    H_INSIDE,  # how many blocks the latter has, -1 if all of the frame is applied
+    H_STARTS,  # int64 [BLOCKS, P + 1]: the first row of a block at each position of the frame's ranges
+    H_CHUNK,  # bytes of rows in one frame of an answer
+    H_ROWS,  # int64 [H_ROWS_SIZE]: addresses of the frame's rows
+    H_ROWS_SIZE,
+    H_SCRATCH,  # int64 [P]: the ranges of a message
+    H_POSITIONS,  # int64 [P]: where a range stands in a message, -1 elsewhere and between calls
+    H_SLOTS,  # int64 [SLOTS]: the successors of a frame
+    H_TURN,
+    H_INFO,
+    H_SIZE,
+    H_CHANGED,  # grows with everything that may let a waiting pull go on
+    H_PUSHES,
+    H_PULLS,
+    H_ROWS_PUSHED,
+    H_ROWS_PULLED,
+    H_FORWARDS,
+    H_APPLIED,
+    H_ROWS_APPLIED,
+    H_RECEIVED_PUSH,  # bytes of bodies, by kind
+    H_RECEIVED_PULL,
+    H_RECEIVED_FORWARD,
+    H_NOW,  # nanoseconds, when the bytes at hand came; 0 when nobody measures
+    H_SAMPLE,  # one push in so many is measured, a power of two
+    H_WAITED,  # int64 [n]: how long pushes waited for their answers, in nanoseconds, since Python looked last
+    H_WAITED_COUNT,
+    H_FIELDS,
+) = range(80)
+
+ORDER = 4
+LANE, L_CONNECTION, L_FIRST, L_LAST, L_PYTHON = 4, 0, 1, 2, 3  # L_PYTHON: entries that Python keeps for this slot
+TABLE, TABLE_ID, TABLE_HEADER, TABLE_UPDATE, TABLE_VALUES = 4, 0, 1, 2, 3
+SEGMENT = 4
+NOTE = 4
+
+# Of a range.
+T_WAITS = 1  # kept in the log until the successor acknowledges
+T_SYNCED = 2  # the successor gets operations
+T_QUIET = 4  # being filled here: operations are applied in part
+T_FED = 8  # this server is the tail, and the successor a joiner
+T_COUNTED = 16  # acknowledgements wait for that joiner
+T_REPORTED = 32  # it has been reported level
+
+# Of a connection.
+(
+    C_SERIAL,  # grows each time the slot is used again
+    C_CHUNK,
+    C_ADDRESS,  # of the chunk
+    C_BYTES,  # its size
+    C_START,
+    C_END,
+    C_PINNED,  # Python refers to the chunk: its front must not be received over
+    C_ROLE,
+    C_SLOW,  # every frame goes to Python
+    C_LIMIT,  # bytes of a body
+    C_PAUSED,  # the peer does not read what we send
+    C_WORKER,
+    C_BASE,  # the clock that the worker starts above, -1 before it has joined
+    C_ROSTERED,
+    C_SET,  # a set of shards that belongs to the worker's application, 0 for none
+    C_PEER,  # the slot of the member whose current link this is, -1 for none
+    C_ANSWERED,  # rows already sent of the pull at the front
+    CONNECTION,
+) = range(18)
+ROLE_OTHER, ROLE_WORKER, ROLE_PEER = 0, 1, 2
+
+# Of a frame in the log.
+(
+    F_CONNECTION,  # whom to answer, -1 for nobody
+    F_SERIAL,
+    F_REQUEST,
+    F_LEFT,  # entries that wait
+    F_BYTES,
+    F_CHUNK,
+    F_OFFSET,  # of the frame's header in the chunk
+    F_WORKER,
+    F_AFTER,
+    F_BEFORE,
+    F_COUNT,  # of ranges
+    F_CAME,
+    FRAME,
+) = range(13)
+
+# Of an entry.
+E_FRAME, E_COUNT, E_NEXT, E_NUMBER, ENTRY = 0, 1, 2, 3, 4
+
+# Of a block of the frame at hand.
+(
+    B_TABLE,
+    B_HEADER,  # address of the table's header
+    B_UPDATE,
+    B_ROWS,
+    B_DIM,
+    B_VALUES,  # how many step values
+    B_VALUES_AT,
+    B_KEYS_AT,
+    B_GRADS_AT,
+    B_FIRST,  # of its rows' addresses in H_ROWS
+    BLOCK,
+) = range(11)
+
+ORDERS = 8
+BLOCKS = 256
+SLOTS = 64
+NOTES = 256
+WAITED = 1024
+SMALL_BYTES = 16 << 10  # a slice of a received frame is copied behind its header up to this size
+ARENA_BYTES = 1 << 20
+ARENA_HIGH_BYTES = 256 << 10  # with so much queued the rest of a buffer waits until it has left
+READ_ROOM_BYTES = 8 << 10  # a chunk with less room behind the last frame is replaced

@@ -1,0 +1,493 @@
+"""PUSH at a head, FORWARD at a follower, ACK from a successor: checked as a whole, then done; nothing fails between."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from elasticps.server.fast.chain import down_the_chain, finish, new_frame, release, successors, vouch
+from elasticps.server.fast.frames import HEADER, allot, hash_key, place_blocks, read_blocks
+from elasticps.server.fast.layout import (
+    B_DIM,
+    B_FIRST,
+    B_GRADS_AT,
+    B_HEADER,
+    B_KEYS_AT,
+    B_ROWS,
+    B_UPDATE,
+    B_VALUES,
+    B_VALUES_AT,
+    BLOCK,
+    BLOCKS,
+    BROKEN,
+    C_ADDRESS,
+    C_BASE,
+    C_CHUNK,
+    C_PEER,
+    C_ROSTERED,
+    C_SERIAL,
+    C_SET,
+    C_WORKER,
+    CONNECTION,
+    DONE,
+    F_LEFT,
+    FLUSH,
+    FRAME,
+    GROW,
+    GROW_ARENA,
+    GROW_ROWS,
+    GROW_SEGMENTS,
+    H_ACKED,
+    H_APPLIED,
+    H_ARENA,
+    H_ARENA_SIZE,
+    H_ARENA_USED,
+    H_BLOCKS,
+    H_BOUNDS,
+    H_BUDGET,
+    H_CAREFUL,
+    H_CHANGED,
+    H_CLOCKS,
+    H_CONNECTIONS,
+    H_DOWN,
+    H_EPOCH,
+    H_FLAGS,
+    H_FORWARDS,
+    H_FRAMES,
+    H_FREE_ENTRY_COUNT,
+    H_FREE_FRAME_COUNT,
+    H_INFO,
+    H_INSIDE,
+    H_JOINED,
+    H_LANES,
+    H_NOTE_COUNT,
+    H_NOTES,
+    H_ORDER_COUNT,
+    H_ORDERS,
+    H_POSITIONS,
+    H_PUSHES,
+    H_PYTHON_BYTES,
+    H_RANGES,
+    H_RECEIVED_FORWARD,
+    H_RECEIVED_PUSH,
+    H_ROWS,
+    H_ROWS_APPLIED,
+    H_ROWS_PUSHED,
+    H_ROWS_SIZE,
+    H_SCRATCH,
+    H_SEGMENT_COUNT,
+    H_SEGMENT_SIZE,
+    H_SEQ,
+    H_SINCE,
+    H_SIZE,
+    H_TOLD,
+    H_UP,
+    H_WORKER_COUNT,
+    H_WORKERS,
+    H_YOUNG,
+    H_YOUNG_BYTES,
+    L_FIRST,
+    L_PYTHON,
+    LANE,
+    NOTE,
+    NOTES,
+    ORDER,
+    ROWS_MISSING,
+    SLOW,
+    SMALL_BYTES,
+    T_COUNTED,
+    T_FED,
+    T_QUIET,
+    T_REPORTED,
+)
+from elasticps.server.fast.memory import copy, floats, load16, load32, load64, matrix, store64, words
+from elasticps.sharding import HOME_BITS
+from elasticps.store import index, updates
+from elasticps.store.native import H_SALT, H_SHIFT, HEADER_SIZE, kernel
+from elasticps.wire.frames import ALL_RANGES, LAST
+from replication.progress import MAX_CLOCK, MAX_PARTS, PART_BITS
+
+# Dispatchers of their own, for aligned arrays: of two overloads of one dispatcher numba may take the wrong one.
+find, insert = kernel(index.find.py_func), kernel(index.insert.py_func)  # type: ignore[attr-defined]
+apply_sgd, apply_adagrad = kernel(updates.apply_sgd.py_func), kernel(updates.apply_adagrad.py_func)  # type: ignore[attr-defined]
+apply_row_adagrad = kernel(updates.apply_row_adagrad.py_func)  # type: ignore[attr-defined]
+apply_adam, apply_adamw = kernel(updates.apply_adam.py_func), kernel(updates.apply_adamw.py_func)  # type: ignore[attr-defined]
+apply_ftrl, apply_assign = kernel(updates.apply_ftrl.py_func), kernel(updates.apply_assign.py_func)  # type: ignore[attr-defined]
+apply_accumulate = kernel(updates.apply_accumulate.py_func)  # type: ignore[attr-defined]
+
+UPDATES = ("sgd", "adagrad", "row_adagrad", "adam", "adamw", "ftrl", "assign", "accumulate")
+"""The optimizers that the compiled path knows, by the number in TABLE_UPDATE."""
+
+INITIALISE = index.INITIALISE
+HOME_MASK = (1 << HOME_BITS) - 1
+MARGIN = 64
+
+
+@kernel
+def worker_row(h, worker):
+    """Which row of the clocks is a worker's, -1 if none is."""
+    workers = words(h[H_WORKERS], h[H_WORKER_COUNT])
+    for i in range(h[H_WORKER_COUNT]):
+        if workers[i] == worker:
+            return i
+    return -1
+
+
+@kernel
+def room(h, nbytes, segments):
+    """DONE if so many bytes and segments can be queued; else what Python has to do about it."""
+    if h[H_ARENA_USED] + nbytes > h[H_ARENA_SIZE]:
+        if h[H_ARENA_USED]:
+            return FLUSH
+        h[H_INFO], h[H_SIZE] = GROW_ARENA, nbytes
+        return GROW
+    if h[H_SEGMENT_COUNT] + segments > h[H_SEGMENT_SIZE]:
+        if h[H_SEGMENT_COUNT]:
+            return FLUSH
+        h[H_INFO], h[H_SIZE] = GROW_SEGMENTS, segments
+        return GROW
+    return DONE
+
+
+@kernel
+def room_for_operation(h, m, blocks, slots, body):
+    """The same for an operation on m ranges with so many successors; H_INFO holds the number of runs."""
+    if h[H_FREE_FRAME_COUNT] < 1 or h[H_FREE_ENTRY_COUNT] < slots + 1:
+        return SLOW
+    runs = h[H_INFO]
+    values = 0
+    b = h[H_BLOCKS]
+    for _ in range(blocks):
+        values += 4 * load64(b + 8 * B_VALUES) + 8
+        b += 8 * BLOCK
+    copied = min(body, 2 * blocks * runs * SMALL_BYTES)
+    if h[H_INSIDE] == 0:
+        copied += body
+    nbytes = slots * (HEADER + 12 * m + blocks * 28 + values + MARGIN) + copied + m * (HEADER + 24) + MARGIN
+    return room(h, nbytes, slots * (2 + 3 * blocks) + 2 * blocks * runs + m + 2)
+
+
+@kernel
+def keep_inside(h, blocks):
+    """Copies, of ranges that are being filled here, only the rows whose keys are there already: the blocks behind those
+    of the frame. How many there are is H_INSIDE."""
+    flags, bounds = words(h[H_FLAGS], h[H_RANGES]), words(h[H_BOUNDS], h[H_RANGES])
+    b, kept = h[H_BLOCKS], 0
+    for _ in range(blocks):
+        table, n, row = load64(b + 8 * B_HEADER), load64(b + 8 * B_ROWS), 4 * load64(b + 8 * B_DIM)
+        salt, shift = np.uint64(load64(table + 8 * H_SALT)), np.uint64(load64(table + 8 * H_SHIFT))
+        keys = h[H_ARENA] + allot(h, 8 * n)
+        grads = h[H_ARENA] + allot(h, (row * n + 7) & ~7)
+        k = 0
+        for i in range(n):
+            key = load64(load64(b + 8 * B_KEYS_AT) + 8 * i)
+            hashed = hash_key(key, salt)
+            r = np.int64(hashed >> shift)
+            if flags[r] & T_QUIET and np.int64(hashed >> np.uint64(2)) >= bounds[r]:
+                continue
+            store64(keys + 8 * k, key)
+            copy(grads + row * k, load64(b + 8 * B_GRADS_AT) + row * i, row)
+            k += 1
+        if k:
+            to = h[H_BLOCKS] + 8 * BLOCK * (BLOCKS + kept)
+            copy(to, b, 8 * BLOCK)
+            store64(to + 8 * B_ROWS, k)
+            store64(to + 8 * B_KEYS_AT, keys)
+            store64(to + 8 * B_GRADS_AT, grads)
+            kept += 1
+        b += 8 * BLOCK
+    h[H_INSIDE] = kept
+
+
+@kernel
+def find_rows(h, first, blocks):
+    """Addresses of all rows of the blocks from `first` on; those that are not there are made. ROWS_MISSING when that
+    needs memory."""
+    total = 0
+    begin = h[H_BLOCKS] + 8 * BLOCK * first
+    b = begin
+    for _ in range(blocks):
+        store64(b + 8 * B_FIRST, total)
+        total += load64(b + 8 * B_ROWS)
+        b += 8 * BLOCK
+    if total > h[H_ROWS_SIZE]:
+        h[H_INFO], h[H_SIZE] = GROW_ROWS, total
+        return GROW
+    b = begin
+    for i in range(blocks):
+        n = load64(b + 8 * B_ROWS)
+        header = words(load64(b + 8 * B_HEADER), HEADER_SIZE)
+        keys = words(load64(b + 8 * B_KEYS_AT), n)
+        rows = words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n)
+        if find(header, keys, rows) and insert(header, keys, matrix(h[H_ROWS], 0, 0), INITIALISE, rows, 0) < n:
+            h[H_INFO] = first + i
+            return ROWS_MISSING
+        b += 8 * BLOCK
+    return DONE
+
+
+@kernel
+def apply(h, first, blocks):
+    """Runs the optimizers on the rows found."""
+    b = h[H_BLOCKS] + 8 * BLOCK * first
+    for _ in range(blocks):
+        n, dim, update = load64(b + 8 * B_ROWS), load64(b + 8 * B_DIM), load64(b + 8 * B_UPDATE)
+        header = words(load64(b + 8 * B_HEADER), HEADER_SIZE)
+        keys = words(load64(b + 8 * B_KEYS_AT), n)
+        grads = matrix(load64(b + 8 * B_GRADS_AT), n, dim)
+        v = floats(load64(b + 8 * B_VALUES_AT), load64(b + 8 * B_VALUES))
+        rows = words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n)
+        if update == 0:
+            apply_sgd(header, keys, grads, v, rows, True)
+        elif update == 1:
+            apply_adagrad(header, keys, grads, v, rows, True)
+        elif update == 2:
+            apply_row_adagrad(header, keys, grads, v, rows, True)
+        elif update == 3:
+            apply_adam(header, keys, grads, v, rows, True)
+        elif update == 4:
+            apply_adamw(header, keys, grads, v, rows, True)
+        elif update == 5:
+            apply_ftrl(header, keys, grads, v, rows, True)
+        elif update == 6:
+            apply_assign(header, keys, grads, v, rows, True)
+        else:
+            apply_accumulate(header, keys, grads, v, rows, True)
+        h[H_ROWS_APPLIED] += n
+        b += 8 * BLOCK
+    h[H_APPLIED] += 1
+    h[H_CHANGED] += 1
+
+
+@kernel
+def note(h, shard, number, worker, clock):
+    """Leaves to Python which shard a push trains."""
+    at = h[H_NOTES] + 8 * NOTE * h[H_NOTE_COUNT]
+    store64(at, number)
+    store64(at + 8, shard)
+    store64(at + 16, worker)
+    store64(at + 24, clock)
+    h[H_NOTE_COUNT] += 1
+
+
+@kernel
+def push(h, c, at):
+    """A worker's part of a step."""
+    conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
+    flags, body, request, epoch = load16(at + 6), load64(at + 8), load64(at + 16), load64(at + 24)
+    clock, worker, first, part = load64(at + 32), load32(at + 40), load16(at + 44), load16(at + 46)
+    told, blocks, bound, wait = load32(at + 48), load32(at + 52), load32(at + 56), load32(at + 60)
+    if h[H_CAREFUL] or flags & ~(LAST | ALL_RANGES) or epoch < 0 or epoch > h[H_EPOCH]:
+        return SLOW
+    if worker != conn[C_WORKER] or conn[C_BASE] < 0 or conn[C_ROSTERED] == 0 or (bound and wait != conn[C_SET]):
+        return SLOW
+    if clock <= 0 or clock >= MAX_CLOCK or first > part or part >= MAX_PARTS - 1 or h[H_NOTE_COUNT] == NOTES:
+        return SLOW
+    if h[H_YOUNG_BYTES] + h[H_PYTHON_BYTES] >= h[H_BUDGET]:
+        return SLOW
+    order = 0
+    for i in range(h[H_ORDER_COUNT]):
+        if load64(h[H_ORDERS] + 8 * ORDER * i) == epoch:
+            order = h[H_ORDERS] + 8 * ORDER * i
+    if order == 0:
+        return SLOW
+    headed = load64(order + 8)
+    positions = words(load64(order + 24), h[H_RANGES])
+    low, m, begin = 0, headed, at + HEADER
+    if flags & ALL_RANGES == 0:
+        if body < 8:
+            return SLOW
+        m = load64(begin)
+        if m <= 0 or m > headed or 8 + 4 * m > body:
+            return SLOW
+        named = begin + 8
+        r = load32(named)
+        if r >= h[H_RANGES]:
+            return SLOW
+        low = positions[r]
+        if low < 0 or low + m > headed:
+            return SLOW
+        every = words(load64(order + 16), headed)
+        for p in range(m):
+            if load32(named + 4 * p) != every[low + p]:
+                return SLOW
+        begin += (8 + 4 * m + 7) & ~7
+    if m == 0:
+        return SLOW
+    ranges = words(load64(order + 16) + 8 * low, m)
+    reason = read_blocks(h, blocks, begin, at + HEADER + body)
+    if reason:
+        return SLOW  # Python says what is wrong
+    row_at = worker_row(h, worker)
+    if row_at < 0:
+        return SLOW
+    row = words(h[H_CLOCKS] + 8 * h[H_RANGES] * row_at, h[H_RANGES])
+    expected = ((clock - 1) << PART_BITS) | first
+    for p in range(m):
+        if row[ranges[p]] != expected:
+            return SLOW
+    if not place_blocks(h, blocks, positions, low, m, h[H_RANGES]):
+        return SLOW
+    slots = successors(h, ranges, m)
+    if slots < 0:
+        return SLOW
+    reason = room_for_operation(h, m, blocks, slots, body)
+    if reason:
+        return reason
+    reason = find_rows(h, 0, blocks)
+    if reason:
+        return reason
+    # So far nothing was changed that others can see, and from here on nothing can fail.
+    after = clock << PART_BITS if flags & LAST else ((clock - 1) << PART_BITS) | (part + 1)
+    seq = words(h[H_SEQ], h[H_RANGES])
+    for p in range(m):
+        row[ranges[p]] = after
+        seq[ranges[p]] += 1
+    if told and clock - told > conn[C_BASE]:
+        store64(h[H_TOLD] + 8 * row_at, clock - told)
+    chunk, offset = conn[C_CHUNK], at - conn[C_ADDRESS]
+    f = new_frame(h, c, conn[C_SERIAL], request, ranges, m, body, chunk, offset, worker, after, expected)
+    down_the_chain(h, c, ranges, m, blocks, worker, after, bound, wait, f, slots)
+    h[H_PUSHES] += 1
+    h[H_RECEIVED_PUSH] += body
+    rows = h[H_ROWS_APPLIED]
+    apply(h, 0, blocks)
+    h[H_ROWS_PUSHED] += h[H_ROWS_APPLIED] - rows
+    if bound and 0 <= positions[wait & HOME_MASK & (h[H_RANGES] - 1)] - low < m:
+        note(h, bound - 1, wait, worker, after >> PART_BITS)
+    vouch(h, ranges, m, 1)
+    if load64(h[H_FRAMES] + 8 * (FRAME * f + F_LEFT)) == 0:
+        finish(h, f)
+    return DONE
+
+
+@kernel
+def forward(h, c, at):
+    """A predecessor's operation, if it is a push; it goes on down the chain."""
+    body, epoch, after, worker = load64(at + 8), load64(at + 24), load64(at + 32), load32(at + 40)
+    m, blocks, bound, wait = load32(at + 48), load32(at + 52), load32(at + 56), load32(at + 60)
+    conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
+    if h[H_CAREFUL] or load16(at + 46) or load16(at + 6) or epoch < 0 or epoch > h[H_EPOCH] or worker == 0:
+        return SLOW
+    if m == 0 or m > h[H_RANGES] or after <= 0 or h[H_NOTE_COUNT] == NOTES:
+        return SLOW
+    names = (4 * m + 7) & ~7
+    if names + 8 * m > body:
+        return SLOW
+    row_at = worker_row(h, worker)
+    if row_at < 0:
+        return SLOW
+    row = words(h[H_CLOCKS] + 8 * h[H_RANGES] * row_at, h[H_RANGES])
+    named, numbers = at + HEADER, at + HEADER + names
+    ranges, positions = words(h[H_SCRATCH], m), words(h[H_POSITIONS], h[H_RANGES])
+    up, seq, since = words(h[H_UP], h[H_RANGES]), words(h[H_SEQ], h[H_RANGES]), words(h[H_SINCE], h[H_RANGES])
+    count = 0
+    before = np.int64(-1)
+    while count < m:
+        r = load32(named + 4 * count)
+        if r >= h[H_RANGES] or positions[r] >= 0 or up[r] != conn[C_PEER] or since[r] > epoch:
+            break
+        if load64(numbers + 8 * count) != seq[r] + 1 or (count and row[r] != before):
+            break
+        before = row[r]
+        ranges[count] = r
+        positions[r] = count
+        count += 1
+    reason = SLOW
+    if count == m:
+        reason = checked_forward(h, numbers + 8 * m, at + HEADER + body, blocks, positions, ranges, m, body)
+    home = positions[wait & HOME_MASK & (h[H_RANGES] - 1)]
+    for p in range(count):
+        positions[ranges[p]] = -1
+    if reason:
+        return SLOW if reason == BROKEN else reason
+    # Nothing was changed so far, and from here on nothing can fail.
+    inside = h[H_INSIDE]
+    slots = successors(h, ranges, m)
+    for p in range(m):
+        row[ranges[p]] = after
+        seq[ranges[p]] += 1
+    chunk, offset = conn[C_CHUNK], at - conn[C_ADDRESS]
+    f = new_frame(h, -1, 0, 0, ranges, m, body, chunk, offset, worker, after, before)
+    down_the_chain(h, c, ranges, m, blocks, worker, after, bound, wait, f, slots)
+    h[H_FORWARDS] += 1
+    h[H_RECEIVED_FORWARD] += body
+    if inside < 0:
+        apply(h, 0, blocks)
+    else:
+        apply(h, BLOCKS, inside)
+    if bound and home >= 0:
+        note(h, bound - 1, wait, worker, after >> PART_BITS)
+    vouch(h, ranges, m, 1)
+    if load64(h[H_FRAMES] + 8 * (FRAME * f + F_LEFT)) == 0:
+        finish(h, f)
+    return DONE
+
+
+@kernel
+def checked_forward(h, begin, end, blocks, positions, ranges, m, body):
+    """DONE if the blocks of a FORWARD are as they must be and there is room for all that follows from them."""
+    reason = read_blocks(h, blocks, begin, end)
+    if reason:
+        return reason
+    if not place_blocks(h, blocks, positions, 0, m, h[H_RANGES]):
+        return SLOW
+    slots = successors(h, ranges, m)
+    if slots < 0:
+        return SLOW
+    reason = room_for_operation(h, m, blocks, slots, body)
+    if reason:
+        return reason
+    if h[H_INSIDE] < 0:
+        return find_rows(h, 0, blocks)
+    used = h[H_ARENA_USED]
+    keep_inside(h, blocks)
+    reason = find_rows(h, BLOCKS, h[H_INSIDE])
+    if reason:
+        h[H_ARENA_USED] = used
+    return reason
+
+
+@kernel
+def acknowledgement(h, c, at):
+    """A successor, or a joiner, has everything up to the positions that it names."""
+    body, epoch, m = load64(at + 8), load64(at + 24), load32(at + 48)
+    slot = load64(h[H_CONNECTIONS] + 8 * (CONNECTION * c + C_PEER))
+    if h[H_CAREFUL] or epoch < 0 or epoch > h[H_EPOCH] or m == 0 or m > h[H_RANGES]:
+        return SLOW
+    names = (4 * m + 7) & ~7
+    if names + 8 * m != body or slot < 0 or load64(h[H_LANES] + 8 * (LANE * slot + L_PYTHON)):
+        return SLOW
+    reason = room(h, 2 * m * (HEADER + 24) + HEADER * (h[H_YOUNG] + 1) + MARGIN, 2 * m + h[H_YOUNG] + 2)
+    if reason:
+        return reason
+    named, numbers = at + HEADER, at + HEADER + names
+    down, seq, acked = words(h[H_DOWN], h[H_RANGES]), words(h[H_SEQ], h[H_RANGES]), words(h[H_ACKED], h[H_RANGES])
+    since, flags = words(h[H_SINCE], h[H_RANGES]), words(h[H_FLAGS], h[H_RANGES])
+    joined, ranges = words(h[H_JOINED], h[H_RANGES]), words(h[H_SCRATCH], m)
+    counted = others = 0
+    for p in range(m):
+        r = load32(named + 4 * p)
+        if r >= h[H_RANGES] or down[r] != slot or since[r] > epoch or load64(numbers + 8 * p) > seq[r]:
+            return SLOW
+        if flags[r] & T_FED == 0:
+            others += 1
+        elif flags[r] & T_COUNTED:
+            counted += 1
+            if flags[r] & T_REPORTED == 0:
+                return SLOW
+        ranges[p] = r
+    for p in range(m):
+        r, number = ranges[p], load64(numbers + 8 * p)
+        if flags[r] & T_FED:
+            joined[r] = max(joined[r], number)
+            number = joined[r]
+        if flags[r] & T_FED == 0 or flags[r] & T_COUNTED:
+            acked[r] = max(acked[r], number)
+    if counted:
+        vouch(h, ranges, m, 2)
+    if others:
+        vouch(h, ranges, m, 3)
+    if (counted or others) and load64(h[H_LANES] + 8 * (LANE * slot + L_FIRST)) >= 0:
+        release(h, slot)
+    h[H_CHANGED] += 1
+    return DONE

@@ -1,0 +1,565 @@
+"""The Python side of the compiled path: owns its memory, and does what it leaves to Python.
+
+`received` is called with every buffer; all else here keeps what the compiled code reads in step with the replica, the
+store, the roster and the connections.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.server import reads
+from elasticps.server.content import Content, positions_of
+from elasticps.server.fast import layout as at
+from elasticps.server.fast.chunks import Bytes, Chunks, size_for
+from elasticps.server.fast.operations import UPDATES
+from elasticps.server.fast.receive import consume, release, warm
+from elasticps.server.fast.young import YoungLog
+from elasticps.server.messages import shard_mark
+from elasticps.server.tickets import Requester, RequestTicket
+from elasticps.store import Table
+from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, read_blocks, read_push, unpack_header
+from replication.chain import Ranges
+from replication.log import Frame
+from replication.messages import Kind as OperationKind
+from replication.messages import Operation, Seqs
+from replication.replica import Replica
+
+TURN_BYTES = 1 << 20  # of one connection, then others have their turn: about a millisecond
+SENT_COPIED_BYTES = 64 << 10  # up to so many queued bytes are copied for the socket, which then needs no memory of ours
+MOST_ENTRIES = 8192
+ENTRY_WORDS = 1 << 21  # entries times ranges
+FIRST_CONNECTIONS = 64
+SEGMENTS = MOST_ENTRIES + 4096
+ROWS = 1 << 14
+BIG = np.iinfo(np.int64).max
+
+
+class Receiver(Requester, Protocol):
+    """A connection, as far as its bytes are concerned. slot: where the path has it."""
+
+    slot: int
+
+    def frame(self, header: Header, body: Bytes, answered: int) -> None:
+        """One frame that is not usual. `answered`: of a pull, the rows that have been sent."""
+
+    def rest(self) -> None:
+        """Others have their turn."""
+
+    def send(self, frame: Buffer) -> None:
+        """Queues bytes."""
+
+    def send_all(self, buffers: Sequence[Buffer]) -> None:
+        """Queues bytes that lie in several places and do not change any more."""
+
+
+class Owner(Protocol):
+    """The server that the path belongs to."""
+
+    def link_of(self, member: Any) -> Receiver | None:
+        """The current link to a peer."""
+
+    def changed(self) -> None:
+        """Something was applied or acknowledged: a waiting pull may go on."""
+
+    def note_shard(self, number: int, shard: int, worker: int, clock: int) -> None:
+        """A push that trains a shard was applied."""
+
+
+class Observer(Protocol):
+    """Who measures the compiled path."""
+
+    def watch(self, path: FastPath, connection: Receiver, nbytes: int) -> None:
+        """Calls `path.handle`, and looks how long that takes."""
+
+
+class FastPath:
+    """The arrays of one server, and the calls into the compiled code."""
+
+    def __init__(self, ranges: int, budget_bytes: int, owner: Owner) -> None:
+        warm()
+        self._owner = owner
+        self._ranges = ranges
+        self.h = np.zeros(at.H_FIELDS, np.int64)
+        self._fields = memoryview(cast(Any, self.h))  # a field is read and written faster so
+        self._kept: dict[int, NDArray[Any]] = {}  # arrays that only their addresses in the header refer to
+        self.chunks = Chunks()
+        self._slots: list[Receiver | None] = []
+        self._changed = 0
+        self.turn_bytes = TURN_BYTES
+        self.observer: Observer | None = None
+        self._version = self._generation = self._tables = -1
+        self._orders: dict[int, tuple[Ranges, NDArray[np.int64]]] = {}
+        self.log = YoungLog()
+        self.replica: Replica
+        self.tables: Mapping[int, Table]
+        f = self._fields
+        f[at.H_RANGES], f[at.H_BUDGET], f[at.H_ENABLED], f[at.H_TURN] = ranges, budget_bytes, 1, TURN_BYTES
+        f[at.H_CHUNK] = reads.CHUNK_BYTES
+        f[at.H_TAIL_SINCE] = f[at.H_FULL_SINCE] = BIG
+        entries = max(64, min(MOST_ENTRIES, ENTRY_WORDS // ranges))
+        self._make(at.H_ORDERS, (at.ORDERS, at.ORDER))
+        self._make(at.H_FLAGS, ranges)
+        self._make(at.H_BOUNDS, ranges)
+        self._lanes = self._make(at.H_LANES, (FIRST_CONNECTIONS, at.LANE))
+        self._lanes[:] = -1
+        self._lanes[:, at.L_PYTHON] = 0
+        self._told = self._make(at.H_TOLD, 16)
+        self.connections = self._make(at.H_CONNECTIONS, (FIRST_CONNECTIONS, at.CONNECTION))
+        self._frames = self._make(at.H_FRAMES, (entries, at.FRAME))
+        self._frame_ranges = self._make(at.H_FRAME_RANGES, (entries, ranges), np.int32)
+        self._free_frames = self._make(at.H_FREE_FRAMES, entries)
+        self._entries = self._make(at.H_ENTRIES, (entries, at.ENTRY))
+        self._entry_ranges = self._make(at.H_ENTRY_RANGES, (entries, ranges), np.int32)
+        self._entry_seqs = self._make(at.H_ENTRY_SEQS, (entries, ranges))
+        self._free_entries = self._make(at.H_FREE_ENTRIES, entries)
+        self._free_frames[:] = self._free_entries[:] = np.arange(entries)[
+            ::-1
+        ]  # the first ones first: less memory touched
+        f[at.H_FREE_FRAME_COUNT] = f[at.H_FREE_ENTRY_COUNT] = entries
+        f[at.H_REFS] = self.chunks.refs.ctypes.data
+        self._segments = self._make(at.H_SEGMENTS, (SEGMENTS, at.SEGMENT))
+        f[at.H_SEGMENT_SIZE] = SEGMENTS
+        self._notes = self._make(at.H_NOTES, (at.NOTES, at.NOTE))
+        self._blocks = self._make(at.H_BLOCKS, (2 * at.BLOCKS, at.BLOCK))
+        self._make(at.H_STARTS, (at.BLOCKS, ranges + 1))
+        self._rows = self._make(at.H_ROWS, ROWS)
+        f[at.H_ROWS_SIZE] = ROWS
+        self._make(at.H_SCRATCH, ranges)
+        self._make(at.H_POSITIONS, ranges)[:] = -1
+        self._make(at.H_SLOTS, at.SLOTS)
+        self._waited = self._make(at.H_WAITED, at.WAITED)
+        self._arena = -1
+        self._take_arena(at.ARENA_BYTES)
+
+    def _make(self, field: int, shape: int | tuple[int, ...], dtype: type = np.int64) -> NDArray[Any]:
+        """Zeros whose address the header gets."""
+        return self._share(field, np.zeros(shape, dtype))
+
+    def _share(self, field: int, array: NDArray[Any]) -> NDArray[Any]:
+        self._kept[field] = array
+        self._fields[field] = array.ctypes.data
+        return array
+
+    def follow_replica(self, replica: Replica, tables: Mapping[int, Table]) -> None:
+        """Shares the replica's state from now on."""
+        self.replica, self.tables = replica, tables
+        self.log.young = self
+        for field, array in ((at.H_SEQ, replica.seq), (at.H_ACKED, replica.acked), (at.H_JOINED, replica.joined)):
+            self._share(field, array)
+        self.sync()
+
+    # --- what others change ---------------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """After every event of the replica: what the compiled code reads is as the replica has it."""
+        f, replica = self._fields, self.replica
+        if replica.version != self._version or replica.epoch != f[at.H_EPOCH]:
+            self._follow_view()
+        if replica.clocks.generation != self._generation:
+            self._follow_clocks()
+        if len(self.tables) != self._tables:
+            self._follow_tables()
+        f[at.H_CAREFUL] = replica.careful
+        f[at.H_PYTHON_BYTES] = self.log.old_bytes
+        self._lanes[:, at.L_PYTHON] = 0
+        for lane, count in self.log.old().items():
+            self._lanes[lane, at.L_PYTHON] = count
+        if f[at.H_SEGMENT_COUNT]:
+            self.flush()
+
+    def _follow_view(self) -> None:
+        replica, f = self.replica, self._fields
+        shared = replica.shared()
+        self._version = replica.version
+        f[at.H_EPOCH] = replica.epoch
+        f[at.H_GUARDED] = replica.guarded
+        for field, array in ((at.H_UP, shared.up), (at.H_DOWN, shared.down), (at.H_SINCE, shared.since)):
+            self._share(field, np.ascontiguousarray(array, np.int64))
+        flags = self._kept[at.H_FLAGS]
+        flags[:] = shared.waits * at.T_WAITS | shared.synced * at.T_SYNCED | shared.quiet * at.T_QUIET
+        flags |= shared.fed * at.T_FED | shared.counted * at.T_COUNTED
+        flags[shared.reported] |= at.T_REPORTED
+        bounds = self._kept[at.H_BOUNDS]
+        bounds[:] = 0
+        bounds[list(shared.bounds)] = list(shared.bounds.values())
+        if len(shared.members) > len(self._lanes):
+            more = np.full((2 * len(shared.members), at.LANE), -1, np.int64)
+            more[: len(self._lanes)] = self._lanes
+            more[len(self._lanes) :, at.L_PYTHON] = 0
+            self._lanes = self._share(at.H_LANES, more)
+        self.connections[:, at.C_PEER] = -1
+        for slot, member in enumerate(shared.members):
+            link = self._owner.link_of(member) if shared.linked[slot] else None
+            self._lanes[slot, at.L_CONNECTION] = -1 if link is None else link.slot
+            if link is not None:
+                self.connections[link.slot, at.C_PEER] = slot
+        self._follow_orders(shared.orders)
+
+    def _follow_orders(self, orders: Mapping[int, Ranges]) -> None:
+        newest = dict(sorted(orders.items())[-at.ORDERS :])
+        known, self._orders = self._orders, {}
+        for i, (epoch, ranges) in enumerate(newest.items()):
+            if epoch not in known or known[epoch][0] is not ranges:
+                known[epoch] = ranges, positions_of(ranges, self._ranges)
+            self._orders[epoch] = known[epoch]
+            addresses = ranges.ctypes.data, known[epoch][1].ctypes.data
+            self._kept[at.H_ORDERS][i] = epoch, len(ranges), *addresses
+        self._fields[at.H_ORDER_COUNT] = len(newest)
+
+    def _follow_clocks(self) -> None:
+        clocks = self.replica.clocks
+        self._generation = clocks.generation
+        self._share(at.H_CLOCKS, clocks.matrix)
+        self._share(at.H_WORKERS, clocks.workers)
+        self._fields[at.H_WORKER_COUNT] = clocks.used
+        if len(clocks.workers) > len(self._told):
+            more = np.zeros(len(clocks.workers), np.int64)
+            more[: len(self._told)] = self._told
+            self._told = self._share(at.H_TOLD, more)
+
+    def _follow_tables(self) -> None:
+        rows = np.zeros((len(self.tables), at.TABLE), np.int64)
+        for i, (number, table) in enumerate(self.tables.items()):
+            kind = table.spec.optimizer.kind
+            update = UPDATES.index(kind) if kind in UPDATES else -1
+            rows[i] = number, table.header_address, update, table.spec.optimizer.step_floats
+        self._share(at.H_TABLES, rows)
+        self._fields[at.H_TABLE_COUNT] = self._tables = len(rows)
+
+    def serve(self, tailed: Ranges, held: Ranges, tail_since: int, full_since: int) -> None:
+        """What may be read here, and since which epochs."""
+        self._share(at.H_TAILED, np.ascontiguousarray(tailed, np.int64))
+        self._share(at.H_HELD, np.ascontiguousarray(held, np.int64))
+        f = self._fields
+        f[at.H_TAILED_COUNT], f[at.H_HELD_COUNT] = len(tailed), len(held)
+        f[at.H_TAIL_SINCE], f[at.H_FULL_SINCE] = min(tail_since, BIG), min(full_since, BIG)
+
+    def told(self) -> dict[int, int]:
+        """By worker, the clock up to which it has said that it knows its steps to be committed."""
+        workers = self.replica.clocks.workers
+        return {int(workers[i]): int(self._told[i]) for i in np.flatnonzero(self._told[: len(workers)])}
+
+    def tell(self, worker: int, clock: int) -> None:
+        """Notes the same for a worker whose frame Python handled."""
+        clocks = self.replica.clocks
+        if clocks.known(worker):
+            self._told[np.flatnonzero(clocks.workers == worker)[0]] = clock
+
+    def stamp(self, nanoseconds: int, sample: int) -> None:
+        """The time from now on, for pushes of which one in `sample` is measured."""
+        self._fields[at.H_NOW], self._fields[at.H_SAMPLE] = nanoseconds, sample
+
+    def waited(self) -> list[int]:
+        """How long the measured pushes answered since the last call have waited, in nanoseconds."""
+        count, self._fields[at.H_WAITED_COUNT] = self._fields[at.H_WAITED_COUNT], 0
+        found: list[int] = self._waited[:count].tolist()
+        return found
+
+    def note_change(self) -> None:
+        """Python applied or acknowledged something: `changed` follows at the end of the buffer at hand."""
+        self._fields[at.H_CHANGED] += 1
+
+    def counter(self, field: int) -> int:
+        """A counter of the compiled code."""
+        return self._fields[field]
+
+    # --- connections ------------------------------------------------------------------------------------------------
+
+    def open(self, connection: Receiver, limit: int) -> int:
+        """A slot for a connection, and memory that it receives into."""
+        slot = next((i for i, c in enumerate(self._slots) if c is None), len(self._slots))
+        if slot == len(self._slots):
+            self._slots.append(None)
+            if slot == len(self.connections):
+                self.connections = self._share(
+                    at.H_CONNECTIONS, np.concatenate([self.connections, np.zeros_like(self.connections)])
+                )
+        self._slots[slot] = connection
+        row = self.connections[slot]
+        serial = row[at.C_SERIAL] + 1
+        row[:] = 0
+        row[at.C_SERIAL], row[at.C_LIMIT], row[at.C_BASE], row[at.C_PEER] = serial, limit, -1, -1
+        self._attach(slot, self.chunks.take(size_for(0)))
+        return slot
+
+    def close(self, slot: int) -> None:
+        """The connection is over: what still answers it answers nobody."""
+        row = self.connections[slot]
+        row[at.C_SERIAL] += 1
+        row[at.C_ROLE], row[at.C_PEER] = at.ROLE_OTHER, -1
+        self.chunks.give_up(int(row[at.C_CHUNK]))
+        self._slots[slot] = None
+
+    def _attach(self, slot: int, chunk: int) -> None:
+        row, array = self.connections[slot], self.chunks.arrays[chunk]
+        row[at.C_CHUNK], row[at.C_ADDRESS], row[at.C_BYTES] = chunk, array.ctypes.data, len(array)
+        row[at.C_START] = row[at.C_END] = row[at.C_PINNED] = 0
+
+    def buffer(self, slot: int) -> memoryview:
+        """Where the next bytes of a connection go."""
+        row = self.connections[slot]
+        chunk: Bytes = self.chunks.arrays[row[at.C_CHUNK]]
+        return chunk[row[at.C_END] :].data
+
+    def _replace_chunk(self, slot: int, needed: int) -> None:
+        """The chunk is full, or its front is still referred to: what is left goes to another."""
+        row = self.connections[slot]
+        old, start, end = int(row[at.C_CHUNK]), int(row[at.C_START]), int(row[at.C_END])
+        if not self.chunks.pinned(old) and row[at.C_PINNED]:
+            row[at.C_PINNED] = 0  # no longer: then it may do
+            return
+        chunk = self.chunks.take(size_for(max(needed, end - start)))
+        self.chunks.arrays[chunk][: end - start] = self.chunks.arrays[old][start:end]
+        self._attach(slot, chunk)
+        self.connections[slot, at.C_END] = end - start
+        self.chunks.give_up(old)
+
+    # --- frames -----------------------------------------------------------------------------------------------------
+
+    def received(self, connection: Receiver, nbytes: int) -> None:
+        """Handles what can be handled of a connection's bytes, of which `nbytes` are new."""
+        if self.observer is None:
+            self.handle(connection, nbytes)
+        else:
+            self.observer.watch(self, connection, nbytes)
+
+    def handle(self, connection: Receiver, nbytes: int) -> None:
+        """The same, not measured."""
+        h, f, slot = self.h, self._fields, connection.slot
+        reason = consume(h, slot, nbytes)
+        while True:
+            if f[at.H_SEGMENT_COUNT]:
+                self.flush()
+            if f[at.H_NOTE_COUNT]:
+                self._tell_notes()
+            if reason == at.DONE:
+                break
+            if not self._act(reason, connection) or self._slots[slot] is not connection:
+                break
+            reason = consume(h, slot, 0)
+        if f[at.H_CHANGED] != self._changed:
+            self._changed = f[at.H_CHANGED]
+            self._owner.changed()
+
+    def _act(self, reason: int, connection: Receiver) -> bool:
+        """Does what the compiled code stopped for; whether it is to go on."""
+        f = self._fields
+        if reason == at.SLOW:
+            return self._slow_frame(connection)
+        if reason == at.FLUSH:
+            f[at.H_ARENA_USED] = 0  # it has been
+        elif reason == at.ROOM:
+            self._replace_chunk(connection.slot, f[at.H_INFO])
+        elif reason == at.ROWS_MISSING:
+            self._make_rows(f[at.H_INFO])
+        elif reason == at.GROW:
+            self._grow(f[at.H_INFO], f[at.H_SIZE])
+        elif reason == at.TURN:
+            connection.rest()
+            return False
+        elif reason == at.PAUSED:
+            return False  # `received` is called again when the peer reads on
+        else:
+            self._raise_what_is_wrong(connection.slot)
+        return True
+
+    def _slow_frame(self, connection: Receiver) -> bool:
+        """Gives the frame at the front to Python."""
+        row = self.connections[connection.slot]
+        chunk, start, answered = int(row[at.C_CHUNK]), int(row[at.C_START]), int(row[at.C_ANSWERED])
+        array = self.chunks.arrays[chunk]
+        header = unpack_header(array.data, start, int(row[at.C_LIMIT]))
+        body_at = start + HEADER_BYTES
+        row[at.C_START] = body_at + header.body
+        row[at.C_ANSWERED] = 0
+        body = array[body_at : body_at + header.body]
+        array = _NOTHING
+        connection.frame(header, body, answered)
+        if self._slots[connection.slot] is not connection:
+            return False
+        body = _NOTHING
+        if self.chunks.pinned(chunk):
+            self.connections[connection.slot, at.C_PINNED] = 1
+        return True
+
+    def _raise_what_is_wrong(self, slot: int) -> None:
+        """FrameError: the bytes at the front are no frame."""
+        row = self.connections[slot]
+        array = self.chunks.arrays[row[at.C_CHUNK]]
+        unpack_header(array.data, int(row[at.C_START]), int(row[at.C_LIMIT]))
+        raise AssertionError("a frame that only the compiled path took for none")
+
+    def _make_rows(self, block: int) -> None:
+        """Makes the rows of a block, for which there was no memory."""
+        b = self._blocks[block]
+        table = self.tables[int(b[at.B_TABLE])]
+        first, n = int(b[at.B_FIRST]), int(b[at.B_ROWS])
+        table.make_rows(_at_address(int(b[at.B_KEYS_AT]), n), self._rows[first : first + n])
+
+    def _grow(self, what: int, size: int) -> None:
+        if what == at.GROW_ARENA:
+            self._take_arena(size + size // 2)
+        elif what == at.GROW_ROWS:
+            self._rows = self._make(at.H_ROWS, 2 * size)
+            self._fields[at.H_ROWS_SIZE] = 2 * size
+        else:
+            self._segments = self._make(at.H_SEGMENTS, (2 * size, at.SEGMENT))
+            self._fields[at.H_SEGMENT_SIZE] = 2 * size
+
+    def _tell_notes(self) -> None:
+        count, self._fields[at.H_NOTE_COUNT] = self._fields[at.H_NOTE_COUNT], 0
+        for number, shard, worker, clock in self._notes[:count].tolist():
+            self._owner.note_shard(number, shard, worker, clock)
+
+    # --- sending ----------------------------------------------------------------------------------------------------
+
+    def _take_arena(self, nbytes: int) -> None:
+        if self._arena >= 0:
+            self.chunks.give_up(self._arena)
+        self._arena = self.chunks.take(max(nbytes, at.ARENA_BYTES))
+        array = self.chunks.arrays[self._arena]
+        f = self._fields
+        f[at.H_ARENA], f[at.H_ARENA_SIZE], f[at.H_ARENA_USED] = array.ctypes.data, len(array), 0
+
+    def flush(self) -> None:
+        """Hands what is queued to the connections."""
+        f = self._fields
+        count = f[at.H_SEGMENT_COUNT]
+        rows = self._segments[:count].tolist()
+        f[at.H_SEGMENT_COUNT] = f[at.H_ARENA_USED] = 0
+        self._hand_over(rows)
+        for chunk in {row[1] for row in rows if row[1] >= 0}:
+            if self.chunks.pinned(chunk):  # a socket still sends from it: it must not be received over
+                self.connections[self.connections[:, at.C_CHUNK] == chunk, at.C_PINNED] = 1
+        if self.chunks.pinned(self._arena):
+            self._take_arena(f[at.H_ARENA_SIZE])
+
+    def _hand_over(self, rows: list[list[int]]) -> None:
+        if len(rows) == 1:
+            slot, chunk, offset, size = rows[0]
+            connection = self._slots[slot]
+            if connection is not None:
+                connection.send(self._sent(chunk, offset, size))
+            return
+        by_slot: dict[int, list[Buffer]] = {}
+        for slot, chunk, offset, size in rows:
+            by_slot.setdefault(slot, []).append(self._sent(chunk, offset, size))
+        for slot, buffers in by_slot.items():
+            connection = self._slots[slot]
+            if connection is None:
+                continue
+            if len(buffers) == 1:
+                connection.send(buffers[0])
+            else:
+                connection.send_all(buffers)
+
+    def _sent(self, chunk: int, offset: int, size: int) -> Buffer:
+        if chunk >= 0:
+            return self.chunks.arrays[chunk][offset : offset + size].data
+        part = self.chunks.arrays[self._arena][offset : offset + size]
+        return part.tobytes() if size <= SENT_COPIED_BYTES else part.data
+
+    # --- the young end of the log -----------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the frames that the compiled code keeps."""
+        return self._fields[at.H_YOUNG_BYTES]
+
+    @property
+    def count(self) -> int:
+        """How many entries it keeps."""
+        return self._fields[at.H_YOUNG]
+
+    def release(self, lane: int) -> bool:
+        """Drops what is acknowledged of a lane, and answers; not if others wait whose turn it may be."""
+        if self.replica.careful:
+            return False
+        release(self.h, lane)
+        return True
+
+    def take(self) -> Iterator[tuple[int, Frame, Ranges, Seqs, int]]:
+        """Hands all entries over, oldest first."""
+        found: list[tuple[int, int, int]] = []
+        for lane in np.flatnonzero(self._lanes[:, at.L_FIRST] >= 0).tolist():
+            e = int(self._lanes[lane, at.L_FIRST])
+            while e >= 0:
+                found.append((int(self._entries[e, at.E_NUMBER]), lane, e))
+                e = int(self._entries[e, at.E_NEXT])
+            self._lanes[lane, [at.L_FIRST, at.L_LAST]] = -1
+        frames: dict[int, Frame] = {}
+        taken = []
+        for _, lane, e in sorted(found):
+            number, n = int(self._entries[e, at.E_FRAME]), int(self._entries[e, at.E_COUNT])
+            frame = frames.get(number)
+            if frame is None:
+                frame = frames[number] = self._frame(number)
+            ranges = self._entry_ranges[e, :n].astype(np.int64)
+            before = int(self._frames[number, at.F_BEFORE])
+            taken.append((lane, frame, ranges, self._entry_seqs[e, :n].copy(), before))
+        self._give_back([e for _, _, e in found], list(frames))
+        return iter(taken)
+
+    def _give_back(self, entries: list[int], frames: list[int]) -> None:
+        f = self._fields
+        for free, size, numbers in (
+            (self._free_entries, at.H_FREE_ENTRY_COUNT, entries),
+            (self._free_frames, at.H_FREE_FRAME_COUNT, frames),
+        ):
+            free[f[size] : f[size] + len(numbers)] = numbers
+            f[size] += len(numbers)
+        np.subtract.at(self.chunks.refs, self._frames[frames, at.F_CHUNK], 1)
+        f[at.H_YOUNG] = f[at.H_YOUNG_BYTES] = 0
+        self.connections[:, at.C_PINNED] = (
+            1  # Python refers to what the log has: whoever needs room looks whether still
+        )
+
+    def _frame(self, number: int) -> Frame:
+        """A frame as Python's log has it; its content is a view of the chunk that it was received into."""
+        row = self._frames[number].tolist()
+        ranges = self._frame_ranges[number, : row[at.F_COUNT]].astype(np.int64)
+        array: Bytes = self.chunks.arrays[row[at.F_CHUNK]]
+        header = unpack_header(array.data, row[at.F_OFFSET], len(array))
+        body = array[row[at.F_OFFSET] + HEADER_BYTES : row[at.F_OFFSET] + HEADER_BYTES + header.body]
+        if header.kind == Kind.PUSH:
+            _, blocks = read_push(header, body)
+        else:
+            blocks = read_blocks(header.items, body, ((4 * header.table + 7) & ~7) + 8 * header.table)
+        content = Content(blocks, ranges, positions_of(ranges, self._ranges), shard_mark(header))
+        operation = Operation(OperationKind.PUSH, row[at.F_WORKER], row[at.F_AFTER], content, row[at.F_BYTES])
+        token = None
+        if row[at.F_CONNECTION] >= 0:
+            connection = self._slots[row[at.F_CONNECTION]]
+            alive = self.connections[row[at.F_CONNECTION], at.C_SERIAL] == row[at.F_SERIAL]
+            token = RequestTicket(connection, row[at.F_REQUEST]) if connection is not None and alive else _GONE
+        return Frame(operation, token, ranges)
+
+
+class _Gone:
+    """Who asked is no longer there."""
+
+    def reply(self, reply: object) -> None:
+        """Nobody hears it."""
+
+    clocks: Callable[[_Gone, object], None] = reply
+
+    def hold(self) -> None:
+        """Nothing is read."""
+
+    release = hold
+
+
+_GONE = _Gone()
+_NOTHING: Bytes = np.empty(0, np.uint8)
+
+
+def _at_address(address: int, n: int) -> NDArray[np.int64]:
+    if not n:
+        return np.empty(0, np.int64)
+    return np.ctypeslib.as_array((ctypes.c_int64 * n).from_address(address))

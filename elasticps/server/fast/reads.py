@@ -1,0 +1,137 @@
+"""PULL: answered in chunks, each gathered when there is room for it, as the rows are at that moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from elasticps.hashing import hash_key as _hash_key
+from elasticps.server.fast.frames import HEADER, ROWS, allot, find_table, put_header, queue
+from elasticps.server.fast.layout import (
+    C_ANSWERED,
+    C_BASE,
+    C_WORKER,
+    CONNECTION,
+    DONE,
+    FLUSH,
+    GROW,
+    GROW_ROWS,
+    H_ACKED,
+    H_ARENA,
+    H_CHUNK,
+    H_CLOCKS,
+    H_CONNECTIONS,
+    H_EPOCH,
+    H_FLAGS,
+    H_FULL_SINCE,
+    H_GUARDED,
+    H_HELD,
+    H_HELD_COUNT,
+    H_INFO,
+    H_PULLS,
+    H_RANGES,
+    H_RECEIVED_PULL,
+    H_ROWS,
+    H_ROWS_PULLED,
+    H_ROWS_SIZE,
+    H_SEQ,
+    H_SIZE,
+    H_TAIL_SINCE,
+    H_TAILED,
+    H_TAILED_COUNT,
+    SLOW,
+    T_COUNTED,
+    TABLE_HEADER,
+)
+from elasticps.server.fast.memory import load16, load32, load64, matrix, store32, words
+from elasticps.server.fast.operations import room, worker_row
+from elasticps.store import index
+from elasticps.store.native import H_DIM, H_SALT, H_SHIFT, HEADER_SIZE, kernel
+from elasticps.wire.frames import ANY, LAST
+from replication.progress import PART_BITS
+
+hash_key: Any = _hash_key
+gather = kernel(index.gather.py_func)  # type: ignore[attr-defined]
+
+
+@kernel
+def reached(h, worker, base, address, count):
+    """The clock up to which all steps of a worker are applied in the ranges at an address."""
+    row_at = worker_row(h, worker)
+    if row_at < 0 or count == 0:
+        return base
+    row, ranges = words(h[H_CLOCKS] + 8 * h[H_RANGES] * row_at, h[H_RANGES]), words(address, count)
+    least = row[ranges[0]]
+    for i in range(1, count):
+        least = min(least, row[ranges[i]])
+    return max(base, least >> PART_BITS)
+
+
+@kernel
+def unshown(h, table, keys, n):
+    """Whether a key's range has operations that its joiner, the next tail, may lack."""
+    salt, shift = np.uint64(table[H_SALT]), np.uint64(table[H_SHIFT])
+    flags, seq, acked = words(h[H_FLAGS], h[H_RANGES]), words(h[H_SEQ], h[H_RANGES]), words(h[H_ACKED], h[H_RANGES])
+    for i in range(n):
+        r = np.int64(hash_key(load64(keys + 8 * i), salt) >> shift)
+        if flags[r] & T_COUNTED and acked[r] < seq[r]:
+            return True
+    return False
+
+
+@kernel
+def pull(h, c, at):
+    """A worker's pull, or what is left of it."""
+    flags, body, request, epoch, clock = (
+        load16(at + 6),
+        load64(at + 8),
+        load64(at + 16),
+        load64(at + 24),
+        load64(at + 32),
+    )
+    number, n, bound = load32(at + 48), load32(at + 52), load32(at + 56)
+    conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
+    if flags & ~ANY or bound or 8 * n != body or epoch > h[H_EPOCH] or load32(at + 40) != conn[C_WORKER]:
+        return SLOW
+    if epoch < (h[H_FULL_SINCE] if flags & ANY else h[H_TAIL_SINCE]):
+        return SLOW
+    entry = find_table(h, number)
+    if entry == 0:
+        return SLOW
+    if clock and conn[C_ANSWERED] == 0:
+        if flags & ANY:
+            have = reached(h, conn[C_WORKER], conn[C_BASE], h[H_HELD], h[H_HELD_COUNT])
+        else:
+            have = reached(h, conn[C_WORKER], conn[C_BASE], h[H_TAILED], h[H_TAILED_COUNT])
+        if have < clock:
+            return SLOW
+    table = words(load64(entry + 8 * TABLE_HEADER), HEADER_SIZE)
+    if h[H_GUARDED] and flags & ANY == 0 and unshown(h, table, at + HEADER, n):
+        return SLOW
+    dim = table[H_DIM]
+    done = conn[C_ANSWERED]
+    k = min(n - done, max(h[H_CHUNK] // (4 * dim), 1))
+    size = (4 * k * dim + 7) & ~7
+    reason = room(h, HEADER + size, 1)
+    if reason:
+        return reason
+    if k > h[H_ROWS_SIZE]:
+        h[H_INFO], h[H_SIZE] = GROW_ROWS, k
+        return GROW
+    offset = allot(h, HEADER + size)
+    to = h[H_ARENA] + offset
+    last = done + k == n
+    put_header(to, ROWS, LAST if last else 0, size, request, epoch, done, 0, 0, 0, k, 0, 0)
+    gather(table, words(at + HEADER + 8 * done, k), matrix(to + HEADER, k, dim), words(h[H_ROWS], k))
+    if size > 4 * k * dim:
+        store32(to + HEADER + size - 4, 0)
+    queue(h, c, -1, offset, HEADER + size)
+    if not last:
+        conn[C_ANSWERED] = done + k
+        return FLUSH
+    conn[C_ANSWERED] = 0
+    h[H_PULLS] += 1
+    h[H_ROWS_PULLED] += n
+    h[H_RECEIVED_PULL] += body
+    return DONE

@@ -1,0 +1,132 @@
+"""One call per received buffer: every whole frame in it that is usual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import types
+
+from elasticps.kernels import compiled_once, njit
+from elasticps.server.fast import chain
+from elasticps.server.fast.frames import HEADER, MAGIC_AND_VERSION
+from elasticps.server.fast.layout import (
+    ARENA_HIGH_BYTES,
+    BROKEN,
+    C_ADDRESS,
+    C_BYTES,
+    C_CHUNK,
+    C_END,
+    C_LIMIT,
+    C_PAUSED,
+    C_PINNED,
+    C_ROLE,
+    C_SLOW,
+    C_START,
+    CONNECTION,
+    DONE,
+    FLUSH,
+    H_ARENA_USED,
+    H_CONNECTIONS,
+    H_ENABLED,
+    H_INFO,
+    H_REFS,
+    H_TURN,
+    PAUSED,
+    READ_ROOM_BYTES,
+    ROLE_PEER,
+    ROLE_WORKER,
+    ROOM,
+    SLOW,
+    TURN,
+)
+from elasticps.server.fast.memory import load8, load64, move, words
+from elasticps.server.fast.operations import acknowledgement, forward, push
+from elasticps.server.fast.reads import pull
+from elasticps.store.native import kernel
+from elasticps.wire.frames import Kind
+
+PUSH, PULL, FORWARD, ACK = int(Kind.PUSH), int(Kind.PULL), int(Kind.FORWARD), int(Kind.ACK)
+MAGIC_BITS = (1 << 40) - 1
+
+
+@kernel
+def handle(h, c, at, role):
+    """One whole frame."""
+    kind = load8(at + 5)
+    if role == ROLE_WORKER:
+        if kind == PUSH:
+            return push(h, c, at)
+        if kind == PULL:
+            return pull(h, c, at)
+    elif role == ROLE_PEER:
+        if kind == FORWARD:
+            return forward(h, c, at)
+        if kind == ACK:
+            return acknowledgement(h, c, at)
+    return SLOW
+
+
+@kernel
+def make_room(h, conn, needed):
+    """Sees that the frame that begins at C_START, `needed` bytes long, can be received behind what is there."""
+    unused = load64(h[H_REFS] + 8 * conn[C_CHUNK]) == 0 and conn[C_PINNED] == 0
+    left = conn[C_END] - conn[C_START]
+    if left == 0 and unused:
+        conn[C_START] = 0
+        conn[C_END] = 0
+    if conn[C_START] + needed <= conn[C_BYTES] and conn[C_BYTES] - conn[C_END] >= min(needed - left, READ_ROOM_BYTES):
+        return DONE
+    if unused and needed <= conn[C_BYTES]:
+        move(conn[C_ADDRESS], conn[C_ADDRESS] + conn[C_START], left)
+        conn[C_START] = 0
+        conn[C_END] = left
+        return DONE
+    h[H_INFO] = needed
+    return ROOM
+
+
+def _consume(h, c, received):
+    """Handles the frames of connection `c`, of which `received` bytes more lie in its chunk; why it stopped."""
+    conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
+    conn[C_END] += received
+    needed = READ_ROOM_BYTES
+    handled = 0
+    while conn[C_END] - conn[C_START] >= HEADER:
+        at = conn[C_ADDRESS] + conn[C_START]
+        body = load64(at + 8)
+        if load64(at) & MAGIC_BITS != MAGIC_AND_VERSION or body < 0 or body > conn[C_LIMIT] or body & 7:
+            return BROKEN
+        if conn[C_END] - conn[C_START] < HEADER + body:
+            needed = HEADER + body
+            break
+        role = conn[C_ROLE]
+        if conn[C_PAUSED] and role == ROLE_WORKER:
+            return PAUSED
+        if h[H_ARENA_USED] > ARENA_HIGH_BYTES:
+            return FLUSH
+        if handled > h[H_TURN]:
+            return TURN
+        if conn[C_SLOW] or h[H_ENABLED] == 0:
+            return SLOW
+        reason = handle(h, c, at, role)
+        if reason:
+            return reason
+        conn[C_START] += HEADER + body
+        handled += HEADER + body
+    return make_room(h, conn, needed)
+
+
+# The interpreter's lock is kept: a call is short, and to get the lock back from a busy thread takes milliseconds.
+_compile: Any = njit(cache=True, error_model="numpy")
+consume = _compile(_consume)
+release = _compile(chain.release.py_func)  # type: ignore[attr-defined]
+_header = types.Array(types.int64, 1, "C")
+
+
+def warm() -> None:
+    """Compiles, or loads from the cache."""
+    with compiled_once(__file__):
+        for function, signature in ((consume, (_header, types.int64, types.int64)), (release, (_header, types.int64))):
+            if not function.signatures:
+                function.compile(signature)
+                function.disable_compile()

@@ -1,0 +1,237 @@
+"""The compiled path and Python, on the same bytes: the same bytes come out, and the same state is left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.view import View
+from elasticps.client.routing import Routes, plan_push
+from elasticps.hashing import table_salt
+from elasticps.optimizers import SGD, Accumulate, Adagrad, Adam, Optimizer
+from elasticps.server.fast.layout import H_FORWARDS, H_PUSHES
+from elasticps.spec import Normal, TableSpec
+from elasticps.wire.frames import (
+    ALL_RANGES,
+    ANY,
+    HEADER_BYTES,
+    LAST,
+    REPEAT,
+    Header,
+    Kind,
+    block_head,
+    grads_padding,
+    json_frame,
+)
+from tests.server.conftest import RANGES
+from tests.server.wires import Pipe, Wires
+
+WORKERS = (5, 9)
+OPTIMIZERS: tuple[Optimizer, ...] = (Accumulate(), SGD(lr=0.5), Adagrad(lr=0.1), Adam(lr=0.1))
+TABLES = {
+    7 + i: TableSpec(f"t{i}", dim, OPTIMIZERS[i], Normal(std=1.0, seed=i), dtype)
+    for i, (dim, dtype) in enumerate(((3, "float32"), (4, "float32"), (1, "float32"), (8, "bfloat16")))
+}
+SERVERS = ("s0", "s1", "s2", "s3")
+
+
+class Story:
+    """What one seed does to a group of servers."""
+
+    def __init__(self, seed: int, compiled: bool) -> None:
+        self.random = random.Random(seed)
+        self.wires = Wires(seed, compiled)
+        budget = self.random.choice((256 << 20, 256 << 20, 8_000))
+        for name in SERVERS:
+            self.wires.start(name, WORKERS, budget)
+        self.clocks = dict.fromkeys(WORKERS, 0)
+        self.parts = dict.fromkeys(WORKERS, 0)
+        self.requests = 100
+        self.change_view(first=True)
+        for i, a in enumerate(SERVERS):
+            for b in SERVERS[i + 1 :]:
+                self.wires.link(a, b)
+        self.connections: dict[tuple[str, int], tuple[Pipe, Pipe]] = {
+            (name, worker): self.wires.connect(name, worker) for name in SERVERS for worker in WORKERS
+        }
+        self.wires.settle()
+        for name in SERVERS:
+            for number, spec in TABLES.items():
+                body = json_frame(Kind.CREATE, {"id": number, "spec": spec.to_json()})[HEADER_BYTES:]
+                self.send(name, WORKERS[0], Header(Kind.CREATE, epoch=self.view.epoch), body)
+        self.wires.settle()
+
+    @property
+    def view(self) -> View:
+        view = self.wires.view
+        assert view is not None
+        return view
+
+    def send(self, name: str, worker: int, header: Header, body: bytes = b"") -> None:
+        there, _ = self.connections[name, worker]
+        if there.closed:
+            there, _ = self.connections[name, worker] = self.wires.connect(name, worker)
+        self.requests += 1
+        there.write(header._replace(request=self.requests, body=len(body)).pack() + body)
+
+    def run(self, turns: int) -> None:
+        acts = [self.push] * 12 + [self.pull] * 4 + [self.ask, self.cut, self.change_view, self.slow_reader]
+        for _ in range(turns):
+            self.random.choice(acts)()
+            for _ in range(self.random.choice((0, 1, 5, 50, 400))):
+                if not self.wires.deliver():
+                    break
+        self.wires.settle()
+
+    # --- what happens -----------------------------------------------------------------------------------------------
+
+    def change_view(self, first: bool = False) -> None:
+        """Any chain of every range, as long as nothing is lost: the leader would see to that."""
+        pick = self.random
+        if first:
+            self.chains = [pick.sample(SERVERS, pick.choice((1, 2, 2, 3))) for _ in range(RANGES)]
+            self.joining = [""] * RANGES
+        else:
+            self.wires.settle()  # what is under way comes to rest, so that who is level is known
+            levels = {(v.range, v.joiner.name) for s in self.wires.servers.values() for v in s.replica.levels()}
+            for r in range(RANGES):
+                chain, joiner = self.chains[r], self.joining[r]
+                if joiner and (r, joiner) in levels and pick.random() < 0.7:
+                    chain = [*chain, joiner]
+                    self.joining[r] = ""
+                elif len(chain) > 1 and pick.random() < 0.15:
+                    chain = [s for s in chain if s != pick.choice(chain)]
+                others = [s for s in SERVERS if s not in chain]
+                if others and len(chain) < 3 and pick.random() < 0.2:
+                    self.joining[r] = pick.choice(others)
+                self.chains[r] = chain
+        self.wires.adopt(lambda r: self.chains[r], lambda r: self.joining[r])
+        if not first:
+            names = [s for s in SERVERS if any(s in c for c in self.chains) or s in self.joining]
+            for i, a in enumerate(names):
+                for b in names[i + 1 :]:
+                    if self.wires.servers[a].peers.link(self.wires.servers[b].member) is None:
+                        self.wires.link(a, b)
+
+    def cut(self) -> None:
+        """A link between servers, or a worker's connection, ends and begins anew."""
+        if self.random.random() < 0.5:
+            a, b = sorted(self.random.sample(SERVERS, 2))
+            link = self.wires.servers[a].peers.link(self.wires.servers[b].member)
+            if link is not None:
+                link.transport.abort()
+                self.wires.settle()
+            self.wires.link(a, b)
+        else:
+            there, _ = self.random.choice(list(self.connections.values()))
+            there.abort()
+
+    def slow_reader(self) -> None:
+        """A worker whose socket takes little."""
+        _, back = self.random.choice(list(self.connections.values()))
+        back.window = self.random.choice((0, 500, 1 << 30))
+
+    def ask(self) -> None:
+        name, worker = self.random.choice(SERVERS), self.random.choice(WORKERS)
+        self.send(name, worker, Header(Kind.ASK, epoch=self.view.epoch, worker=worker))
+
+    def pull(self) -> None:
+        name, worker, number = (
+            self.random.choice(SERVERS),
+            self.random.choice(WORKERS),
+            self.random.choice([*TABLES, 99]),
+        )
+        keys = np.array([self.random.randrange(300) for _ in range(self.random.choice((0, 1, 30, 400)))], np.int64)
+        clock = self.random.choice((0, 0, self.clocks[worker], max(self.clocks[worker] - 1, 0)))
+        header = Header(
+            Kind.PULL, self.random.choice((0, ANY)), epoch=self.view.epoch, clock=clock, worker=worker, table=number,
+            items=len(keys), bound=self.random.choice((0, 0, 0, 2)), wait_ms=5,
+        )  # fmt: skip
+        self.send(name, worker, header, keys.tobytes())
+
+    def push(self) -> None:
+        """A part of a step for every head, mostly as a client would send it."""
+        pick, worker = self.random, self.random.choice(WORKERS)
+        routes = Routes(self.view)
+        begins = self.parts[worker] == 0
+        if begins:
+            self.clocks[worker] += 1
+        last = pick.random() < 0.8
+        part = self.parts[worker]
+        self.parts[worker] = 0 if last else part + 1
+        epoch = self.view.epoch if pick.random() < 0.95 else max(1, self.view.epoch - 1)
+        told = pick.choice((0, 1, 2))
+        blocks = [self.block(number, routes) for number in pick.sample(list(TABLES), pick.choice((1, 1, 2, 4)))]
+        for share in routes.shares:
+            name = routes.members[share.server].name
+            whole = pick.random() < 0.7
+            pieces = [(share.start, share.stop)]
+            if not whole and share.stop - share.start > 1:
+                middle = pick.randrange(share.start + 1, share.stop)
+                pieces = [(share.start, middle), (middle, share.stop)]
+            for start, stop in pieces:
+                body, count = self.body(blocks, routes, start, stop, named=not whole)
+                flags = (LAST if last else 0) | (ALL_RANGES if whole else 0)
+                header = Header(
+                    Kind.PUSH, flags, epoch=epoch, clock=self.clocks[worker], worker=worker, first=part, part=part,
+                    table=told, items=count,
+                )  # fmt: skip
+                odd = pick.random()
+                if odd < 0.03:
+                    continue  # lost: the next one is a gap
+                self.send(name, worker, header, body)
+                if odd > 0.97:
+                    self.send(name, worker, header, body)
+                elif odd > 0.95:
+                    self.send(
+                        name,
+                        worker,
+                        header._replace(flags=flags | REPEAT, items=0),
+                        self.named(routes, start, stop, not whole),
+                    )
+
+    def block(self, number: int, routes: Routes) -> tuple[int, Any, np.ndarray, np.ndarray, np.ndarray]:
+        keys = np.array(self.random.sample(range(300), self.random.choice((1, 5, 60, 250))), np.int64)
+        plan = plan_push(keys, table_salt(number), routes)
+        grads = np.array([[self.random.randrange(-4, 5)] * TABLES[number].dim for _ in keys], np.float32)
+        values = TABLES[number].optimizer.step_values(1, None)
+        return number, plan, keys, grads, values
+
+    def named(self, routes: Routes, start: int, stop: int, named: bool) -> bytes:
+        if not named:
+            return b""
+        found = (stop - start).to_bytes(8, "little") + routes.range_at[start:stop].astype("<i4").tobytes()
+        return found + b"\0" * (-len(found) % 8)
+
+    def body(self, blocks: Sequence[Any], routes: Routes, start: int, stop: int, *, named: bool) -> tuple[bytes, int]:
+        body = self.named(routes, start, stop, named)
+        count = 0
+        for number, plan, keys, grads, values in blocks:
+            mine = plan.order[plan.offsets[start] : plan.offsets[stop]]
+            if not len(mine) and self.random.random() < 0.8:
+                continue
+            if self.random.random() < 0.02:
+                mine = mine[::-1]  # out of order
+            count += 1
+            dim = TABLES[number].dim
+            body += block_head(number, len(mine), dim, values) + keys[mine].tobytes() + grads[mine].tobytes()
+            body += b"\0" * grads_padding(len(mine), dim)
+        return body, count
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_compiled_and_python_give_the_same_bytes_and_the_same_state(seed: int) -> None:
+    outcomes = []
+    for compiled in (False, True):
+        story = Story(seed, compiled)
+        story.run(60)
+        written = [bytes(pipe.written) for pipe in story.wires.pipes]
+        outcomes.append((story.wires.state(), written))
+        handled = sum(s.fast.counter(H_PUSHES) + s.fast.counter(H_FORWARDS) for s in story.wires.servers.values())
+        assert bool(handled) == compiled
+    assert outcomes[0][0] == outcomes[1][0]
+    assert outcomes[0][1] == outcomes[1][1]

@@ -1,0 +1,276 @@
+"""Servers without sockets, in one thread: bytes go through pipes that cut them anywhere, time stands still unless told.
+
+What a seed does is the same whichever way its servers handle frames, so two runs can be compared byte for byte.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from coordinator.view import Roster, ServerInfo, View, WorkerInfo
+from elasticps.server.connection import Connection
+from elasticps.server.fast.layout import H_ENABLED
+from elasticps.server.server import Server
+from elasticps.wire.frames import LAST, Header, Kind, json_frame
+from tests.server.conftest import RANGES
+
+
+class Clock:
+    """As much of an event loop as a server asks for."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.numbers = itertools.count()
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[..., None], *arguments: Any) -> Handle:
+        handle = Handle(callback)
+        heapq.heappush(self.timers, (max(when, self.now), next(self.numbers), handle.run, arguments))
+        return handle
+
+    def call_later(self, delay: float, callback: Callable[..., None], *arguments: Any) -> Handle:
+        return self.call_at(self.now + delay, callback, *arguments)
+
+    def call_soon(self, callback: Callable[..., None], *arguments: Any) -> Handle:
+        return self.call_at(self.now, callback, *arguments)
+
+    def create_future(self) -> Any:
+        return Later()
+
+    def create_task(self, work: Any, *, name: str) -> Any:
+        work.close()  # dialling: links are made by hand
+        return Later()
+
+    def run_due(self) -> bool:
+        """Runs one callback that is due; whether there was one."""
+        if not self.timers or self.timers[0][0] > self.now:
+            return False
+        _, _, callback, arguments = heapq.heappop(self.timers)
+        callback(*arguments)
+        return True
+
+
+class Handle:
+    def __init__(self, callback: Callable[..., None]) -> None:
+        self.callback: Callable[..., None] | None = callback
+
+    def run(self, *arguments: Any) -> None:
+        if self.callback is not None:
+            self.callback(*arguments)
+
+    def cancel(self) -> None:
+        self.callback = None
+
+
+class Later:
+    def set_result(self, value: object) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+    def cancel(self) -> None:
+        pass
+
+
+class Quiet:
+    """Does not linger: that looks at the machine's clock."""
+
+    def touched(self) -> None:
+        pass
+
+
+class Pipe:
+    """One direction of a connection, and the transport of the end that writes into it. `written`: all that ever was."""
+
+    def __init__(self, wires: Wires, to: Connection | None) -> None:
+        self.wires = wires
+        self.to = to
+        self.back: Pipe | None = None
+        self.queue = bytearray()
+        self.written = bytearray()
+        self.reading = True
+        self.closed = False
+        self.owner: Connection | None = None
+        self.paused = False
+        self.window = 1 << 30  # bytes that may wait before the writer is told to pause
+
+    def write(self, data: Any) -> None:
+        assert not self.closed
+        self.queue += bytes(data)
+        self.written += bytes(data)
+
+    def fill(self) -> None:
+        """Tells the writer when too much waits. Not in the middle of a buffer: compiled code writes at its end."""
+        if len(self.queue) > self.window and not self.paused and not self.closed and self.owner is not None:
+            self.paused = True
+            self.owner.pause_writing()
+
+    def writelines(self, buffers: Sequence[Any]) -> None:
+        self.write(b"".join(bytes(b) for b in buffers))
+
+    def drained(self) -> None:
+        if self.paused and not self.queue and self.owner is not None:
+            self.paused = False
+            self.owner.resume_writing()
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return len(self.queue)
+
+    def get_extra_info(self, name: str) -> Any:
+        return ("127.0.0.1", 1) if name == "peername" else None
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def is_reading(self) -> bool:
+        return self.reading
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        for pipe in (self, self.back):
+            if pipe is not None and not pipe.closed:
+                pipe.closed = True
+                pipe.queue.clear()
+                if pipe.owner is not None:
+                    self.wires.clock.call_soon(pipe.owner.connection_lost, None)
+
+
+class Wires:
+    """Servers, their links, and workers' connections. compiled: whether usual frames are handled in compiled code."""
+
+    def __init__(self, seed: int, compiled: bool) -> None:
+        self.random = random.Random(seed)
+        self.clock = Clock()
+        self.compiled = compiled
+        self.pipes: list[Pipe] = []
+        self.servers: dict[str, Server] = {}
+        self.infos: dict[str, ServerInfo] = {}
+        self.numbers = itertools.count(1)
+        self.view: View | None = None
+
+    def start(self, name: str, workers: Sequence[int], budget_bytes: int = 256 << 20) -> Server:
+        self.infos[name] = ServerInfo(name, 1, f"127.0.0.1:{len(self.infos) + 1}")
+        server = Server(
+            self.infos[name], "c", RANGES, cast(Any, self.clock), log_budget_bytes=budget_bytes, clock=self.clock.time
+        )
+        server.fast.h[H_ENABLED] = self.compiled
+        server._cutter._busy = lambda: False
+        server._linger = cast(Any, Quiet())
+        server.follow(Roster(1, tuple(WorkerInfo(w, f"w{w}", 1, "default") for w in workers)))
+        self.servers[name] = server
+        return server
+
+    def adopt(self, chain_of: Callable[[int], Sequence[str]], joining: Callable[[int], str] = lambda r: "") -> View:
+        from tests.server.conftest import Group
+
+        group = cast(Any, self)
+        view = Group.make_view(group, chain_of, joining)
+        for server in self.servers.values():
+            server.adopt(view)
+        return view
+
+    def link(self, a: str, b: str) -> Connection:
+        """A new link between two servers, greeted and welcomed once the bytes have gone back and forth."""
+        one, other = self.servers[a].connection(), self.servers[b].connection()
+        there = self._pipe(one, other)
+        one.member, one.number = self.servers[b].member, next(self.numbers)
+        hello = {
+            "cluster": "c", "peer": list(self.servers[a].member), "to": list(one.member), "number": one.number,
+        }  # fmt: skip
+        there.write(json_frame(Kind.HELLO, hello))
+        return one
+
+    def _pipe(self, one: Connection, other: Connection) -> Pipe:
+        there, back = Pipe(self, other), Pipe(self, one)
+        there.back, back.back = back, there
+        there.owner, back.owner = one, other
+        self.pipes += [there, back]
+        one.connection_made(cast(Any, there))
+        other.connection_made(cast(Any, back))
+        return there
+
+    def connect(self, name: str, worker: int) -> tuple[Pipe, Pipe]:
+        """A worker's connection: what it writes, and what the server writes to it."""
+        connection = self.servers[name].connection()
+        there, back = Pipe(self, connection), Pipe(self, None)
+        there.back, back.back = back, there
+        back.owner = connection
+        self.pipes += [there, back]
+        connection.connection_made(cast(Any, back))
+        hello = {"cluster": "c", "worker": worker, "name": f"w{worker}", "app": "default"}
+        there.write(json_frame(Kind.HELLO, hello))
+        there.write(Header(Kind.JOIN, LAST, request=1).pack())
+        return there, back
+
+    def deliver(self) -> bool:
+        """Some bytes of some pipe arrive, or a callback runs; whether anything could."""
+        for pipe in self.pipes:
+            pipe.fill()
+        if self.clock.run_due():
+            return True
+        ready = [p for p in self.pipes if p.queue and (p.to is None or (p.back is not None and p.back.reading))]
+        if not ready:
+            return False
+        pipe = self.random.choice(ready)
+        n = self.random.choice((1, 8, 63, 64, 65, 200, 1000, 5000, 1 << 20))
+        if pipe.to is None:
+            del pipe.queue[:n]
+        else:
+            while n and pipe.queue and pipe.back is not None and pipe.back.reading:
+                buffer = pipe.to.get_buffer(-1)
+                part = min(n, len(pipe.queue), len(buffer))
+                assert part > 0
+                buffer[:part] = pipe.queue[:part]
+                del pipe.queue[:part]
+                n -= part
+                pipe.to.buffer_updated(part)
+        pipe.drained()
+        return True
+
+    def settle(self) -> None:
+        """Until nothing is on its way."""
+        for _ in range(200_000):
+            if not self.deliver():
+                return
+        raise AssertionError("the bytes never come to rest")
+
+    def state(self) -> dict[str, Any]:
+        """Everything that two runs of a seed must agree on."""
+        found: dict[str, Any] = {}
+        for name, server in self.servers.items():
+            replica = server.replica
+            clocks = {int(w): replica.clocks.row(int(w)).tolist() for w in replica.clocks.workers if w}
+            tables = {
+                number: [table.digest_range(r) for r in range(RANGES)] for number, table in server.store.tables.items()
+            }
+            entries = [
+                (e.ranges.tolist(), e.seqs.tolist(), e.frame.operation.after, e.frame.operation.worker)
+                for e in replica.log.entries()
+            ]
+            found[name] = (
+                replica.seq.tolist(), replica.acked.tolist(), replica.joined.tolist(), clocks, tables, entries,
+                replica.log.nbytes, server.told, {w: server.count(w) for w in ("pushes", "rows_pushed")},
+                server.shell.applied, server.shell.rows_applied, np.flatnonzero(replica.waiting).tolist(),
+            )  # fmt: skip
+        return found
