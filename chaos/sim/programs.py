@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from chaos.sim.checks import COLUMNS, KEYS, Column, Handed, Rounds, Sums, check_same
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
-from elasticps.client.cluster import Client, Step
+from elasticps.client.cluster import Client
 from elasticps.client.handles import SparseTable
+from elasticps.client.steps import Step
 from elasticps.errors import Closed
 from elasticps.optimizers import Accumulate
 from elasticps.spec import ASP, BSP, SSP, Consistency, Normal

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.view import ServerInfo, View, WorkerInfo
+from coordinator.view import View, WorkerInfo
 from elasticps.client.driver import Driver
 from elasticps.client.link import Link
+from elasticps.client.peers import RETRY_FIRST_S, Peer, server_error
 from elasticps.client.pulls import Pulls
 from elasticps.client.pushes import Pushes
 from elasticps.client.reads import Read
@@ -25,10 +25,7 @@ from elasticps.errors import (
     Closed,
     ClusterUnreachable,
     Error,
-    ServerError,
-    SpecError,
     Timeout,
-    UnknownTable,
     VersionMismatch,
 )
 from elasticps.wire.frames import (
@@ -50,24 +47,9 @@ from replication.effects import Status
 
 log = logging.getLogger(__name__)
 
-RETRY_FIRST_S = 0.01
 RETRY_MOST_S = 0.5
 CONNECT_TIMEOUT_S = 1.0
 HELLO_TIMEOUT_S = 5.0  # a server that accepts but does not answer is tried again after so long
-
-
-@dataclass(eq=False)
-class Peer:
-    """A server as this client sees it."""
-
-    info: ServerInfo
-    member: Member
-    link: Link
-    retry_at_s: float = 0.0
-    retry_in_s: float = RETRY_FIRST_S
-    hello_at_s: float = 0.0
-    down_since_s: float | None = None
-    trouble: str = "not connected yet"
 
 
 class Network:
@@ -349,7 +331,7 @@ class Network:
             if not self.pushes.not_done(request, Status.STALE_VIEW, epoch):
                 self._stall(request, epoch)
         elif code != "gap" or not self.pushes.not_done(request, Status.GAP, header.epoch):
-            error = _server_error(code, link.server.name, text)
+            error = server_error(code, link.server.name, text)
             answered = not document.get("partly")
             if self.pulls.finish(request, error) or self.pushes.refused(request, error, answered):
                 return
@@ -522,13 +504,3 @@ class Network:
                 told.append(f"{headless} ranges have no server")
             waits = "; ".join(told) or "nothing is outstanding"
             return f"{waits}; the cluster's view is at epoch {routes.epoch}"
-
-
-def _server_error(code: object, server: str, text: str) -> Exception:
-    if code == "spec":
-        return SpecError(text)
-    if code == "unknown-table":
-        return UnknownTable(text)
-    if code == "behind":
-        return Timeout(text)
-    return ServerError(f"server {server} refused: {text}")

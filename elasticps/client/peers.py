@@ -1,0 +1,37 @@
+"""A server as a client sees it: its link, its troubles, its refusals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.view import ServerInfo
+from elasticps.client.link import Link
+from elasticps.errors import ServerError, SpecError, Timeout, UnknownTable
+from replication.chain import Member
+
+RETRY_FIRST_S = 0.01
+
+
+@dataclass(eq=False)
+class Peer:
+    """A server as this client sees it."""
+
+    info: ServerInfo
+    member: Member
+    link: Link
+    retry_at_s: float = 0.0
+    retry_in_s: float = RETRY_FIRST_S
+    hello_at_s: float = 0.0
+    down_since_s: float | None = None
+    trouble: str = "not connected yet"
+
+
+def server_error(code: object, server: str, text: str) -> Exception:
+    """What a refusal of some code is raised as."""
+    if code == "spec":
+        return SpecError(text)
+    if code == "unknown-table":
+        return UnknownTable(text)
+    if code == "behind":
+        return Timeout(text)
+    return ServerError(f"server {server} refused: {text}")
