@@ -126,13 +126,16 @@ class Driver:
         return True
 
     def _give_role(self) -> None:
-        """Gives the role back, if this thread has it."""
+        """Gives the role back, if this thread has it; also what an exception right here left of an earlier time."""
+        given = False
         try:
-            self._role.release()
+            while True:
+                self._role.release()
+                given = True
         except RuntimeError:
-            return
-        self._given += 1
-        self._announce()
+            if given:
+                self._given += 1
+                self._announce()
 
     def _announce(self) -> None:
         if self._waiters:

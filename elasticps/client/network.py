@@ -480,6 +480,8 @@ class Network:
             self._broken(peer.link, error)
             return
         with self._lock:
+            if peer.link.socket is None:  # closed again meanwhile
+                return
             if self._peers.get(peer.member) is peer and self.error is None:
                 self._driver.add(peer.link)
             else:
