@@ -290,6 +290,8 @@ class Network:
 
     def _on_frame(self, link: Link, header: Header, body: NDArray[np.uint8]) -> None:
         with self._lock:
+            if self._hurt:  # it may be the answer to a part of what was to be sent: everything is asked again
+                return
             self._heard += link.ready  # a server started again at a lost one's address has no news for us
             request = header.request
             if header.kind == Kind.OK:
