@@ -207,6 +207,7 @@ class Replica(Filling):
         if self._linked[slot]:
             self._unlink(slot)
         self._linked[slot] = True
+        self.version += 1
         self._resync_up(self._up == slot, out)
         return self._settle(out)
 

@@ -7,14 +7,13 @@ here leaves a copy that may differ from the others, so it ends the process.
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
 from elasticps.admin.subject import MarkedRange
+from elasticps.server import fatal
 from elasticps.server.audit import Marks, digest
 from elasticps.server.content import Content, Contribution, Mark, NewTable, PieceContent, RoundStep
 from elasticps.server.fast import layout as at
@@ -46,8 +45,6 @@ from replication.progress import PART_BITS
 from replication.replica import Replica
 
 log = logging.getLogger(__name__)
-
-EXIT_FATAL = 70
 
 
 class Ticket(Protocol):
@@ -134,10 +131,8 @@ class Shell:
             for effect in event(*arguments):
                 self._handlers[type(effect)](effect)
             self._path.sync()
-        except Exception:
-            log.critical("member=%s ends: it can no longer vouch for its copy", self.replica.me, exc_info=True)
-            sys.stderr.flush()
-            os._exit(EXIT_FATAL)
+        except Exception as error:
+            fatal.end(self.replica.me, error)
 
     # --- operations -------------------------------------------------------------------------------------------------
 

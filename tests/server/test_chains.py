@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elasticps.server.fast.layout import H_ENABLED
+from elasticps.server.fast.layout import H_ENABLED, H_FORWARDS
 from elasticps.server.server import Server
 from elasticps.wire.frames import LAST, Header, Kind, json_body, read_clocks
 from tests.server.conftest import DIM, RANGES, TABLE, WORKER, Group, Run, until
@@ -41,6 +41,8 @@ def test_an_acknowledged_push_is_applied_on_every_replica(run: Run, count: int) 
             assert header.kind == Kind.OK
         assert (values(group.servers[names[-1]], KEYS) == 19).all()
         assert same_content(list(group.servers.values()))
+        for name in names[1:]:  # but for the first of a worker nobody has heard of, the usual way
+            assert group.servers[name].fast.counter(H_FORWARDS) == 18
 
     run(test)
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.server import reads
+from elasticps.server import fatal, reads
 from elasticps.server.content import Content, positions_of
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.chunks import Bytes, Chunks, size_for
@@ -400,7 +400,10 @@ class FastPath:
         b = self._blocks[block]
         table = self.tables[int(b[at.B_TABLE])]
         first, n = int(b[at.B_FIRST]), int(b[at.B_ROWS])
-        table.make_rows(_at_address(int(b[at.B_KEYS_AT]), n), self._rows[first : first + n])
+        try:
+            table.make_rows(_at_address(int(b[at.B_KEYS_AT]), n), self._rows[first : first + n])
+        except Exception as error:  # some are made, and of a push that the others may have
+            fatal.end(self.replica.me, error)
 
     def _grow(self, what: int, size: int) -> None:
         if what == at.GROW_ARENA:
