@@ -100,6 +100,10 @@ class Process:
             for call in list(self.on_death):
                 call()
 
+    def revive(self) -> None:
+        """Has turns again, whatever became of it: to clear up after a story."""
+        self.alive, self.stalled, self._next_s = True, False, float("inf")
+
     def _turn(self, when: float) -> None:
         if not self.alive or when != self._next_s:
             return  # an earlier turn came in between

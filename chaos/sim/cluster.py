@@ -35,6 +35,7 @@ STORE_HOST = "store"
 STORE_TIMEOUT_S = 2.0
 DRAIN_TIMEOUT_S = 60.0
 OFFICE_S = 1.5
+END_S = 60.0  # of virtual time, in which what is cancelled ends
 WORKER_TIMEOUT_S = 300.0  # longer than any story: whoever waits in vain is found by the story's own bound
 
 
@@ -135,6 +136,8 @@ class Cluster:
 
     def start_server(self, name: str) -> None:
         """A server's process starts, under a name that may have been used before."""
+        if self.over:
+            return
         self.network.lighten(name)
         process = self._process(name)
         loop = self._loop(process)
@@ -169,6 +172,8 @@ class Cluster:
 
     def start_leader(self, name: str) -> None:
         """A coordinator starts: it leads, or stands by."""
+        if self.over:
+            return
         self.network.lighten(name)
         process = self._process(name)
         loop = self._loop(process)
@@ -193,7 +198,7 @@ class Cluster:
     def start_worker(self, name: str, program: Callable[[Threads], None]) -> Threads:
         """A worker's process starts and runs a program in its main thread."""
         process = self._process(name)
-        threads = Threads(process, self._loop(process), self.network)
+        threads = Threads(process, self._loop(process), self.network, self.network.weather.preempted)
         self._threads.append(threads)
 
         def main() -> None:
@@ -277,11 +282,17 @@ class Cluster:
             threads.end()
         for loop in self._loops:
             loop.quiet = True
-            loop.process.alive, loop.process.stalled = True, False
+            loop.process.revive()
             loop.process.turn = loop.turn
             for task in list(loop.tasks):
                 task.cancel()
-        self.clock.run(self.clock.now + 30.0, lambda: not any(loop.tasks for loop in self._loops))
+        self.clock.run(self.clock.now + END_S, lambda: not self._tasks())
+        left = self._tasks()
+        assert not left, left
+
+    def _tasks(self) -> list[str]:
+        """What has not ended."""
+        return [str(task) for loop in self._loops for task in loop.tasks if not task.done()]
 
 
 def _build(session: ServerSession, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop) -> Server:

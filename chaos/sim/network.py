@@ -23,14 +23,15 @@ MOST_CUTS = 4
 
 @dataclass(frozen=True)
 class Weather:
-    """How bad all links are. short: how often a socket takes or gives less than it could; cut: how often bytes that
-    were sent together arrive in several pieces."""
+    """How bad all links are, and the machines. short: how often a socket takes or gives less than it could; cut: how
+    often bytes that were sent together arrive in several pieces; preempted: how often a thread is stopped at a lock."""
 
     latency_s: float = 0.0003
     bytes_per_s: float = 200e6
     buffer_bytes: int = 64 << 10
     short: float = 0.1
     cut: float = 0.3
+    preempted: float = 0.1
 
 
 class Network:

@@ -25,6 +25,8 @@ FIXED_KEYS = 4096
 INIT = Normal(std=0.1, seed=7)
 THINK_S = 0.03
 MOST_AT_ONCE = 6  # pulls
+MOST_BESIDE = 150  # turns of a thread that pulls beside the one that trains
+HURRY_S = 0.004  # between two of them
 WAIT_S = 1e4
 
 
@@ -144,12 +146,14 @@ class Free(Worker):
 
         def read() -> None:
             try:
-                while self.training.on:
-                    if self.random.random() < 0.5:
+                for _ in range(MOST_BESIDE):
+                    if not self.training.on:
+                        break
+                    if self.random.random() < 0.7:
                         self.pull(ps, table, column)
                     else:
                         self.pull_many(ps, table, fixed, column)
-                    self.think()
+                    self.threads.sleep(self.random.expovariate(1 / HURRY_S))
             except Closed:
                 pass  # the thread that trains says so
 

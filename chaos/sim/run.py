@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -103,7 +104,8 @@ class Scene:
         return Free(cluster, name, app.name, app.window, self, sums, app.large, app.readers)
 
     def _start(self, name: str) -> None:
-        self.processes[name] = self.cluster.start_worker(name, self.workers[name].run)
+        if not self.cluster.over:
+            self.processes[name] = self.cluster.start_worker(name, self.workers[name].run)
 
     def restart(self, name: str) -> None:
         """A worker dies, and its successor starts a little later."""
@@ -193,7 +195,7 @@ class Scene:
 def run(seed: int, trace: bool = False, story: Story | None = None) -> Result:
     """Plays the story of a seed (or another one) to its end."""
     story = story or tell(seed)
-    with virtual() as machine, turned(story.small):
+    with virtual() as machine, turned(story.small), _tidy():
         scene = Scene(story)
         cluster = scene.cluster
         machine(cluster)
@@ -274,6 +276,21 @@ def virtual() -> Iterator[Machine]:
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
         yield machine
+
+
+@contextmanager
+def _tidy() -> Iterator[None]:
+    """What a story leaves is collected after it, not in the middle, where it would end things at odd moments."""
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()  # what was there before need not be looked at
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -83,6 +83,7 @@ def tell(seed: int) -> Story:
         buffer_bytes=random.choice((2 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10)),
         short=random.choice((0.0, 0.05, 0.2, 0.5)),
         cut=random.choice((0.0, 0.2, 0.5)),
+        preempted=0.4 if flavour == "readers" else 0.1,
     )
     return Story(
         seed,
@@ -107,7 +108,7 @@ def _app(random: Random, index: int, flavour: str) -> App:
         random.choice((1, 2, 4)),
         random.choice((0, 1, 3)),
         random.random() < 0.5,
-        random.choice((0, 0, 1, 2)),
+        random.choice((0, 0, 1, 2) if flavour != "readers" else (1, 2, 3)),
     )
 
 

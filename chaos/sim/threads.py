@@ -20,18 +20,21 @@ from elasticps.client.runtime import READABLE, WRITABLE, Poller, Runtime
 
 T = TypeVar("T")
 EVENTS_PER_POLL = 64
-PREEMPTED = 0.1  # how often a thread that takes or gives back a lock is stopped just then
 
 
 class Threads(Runtime):
-    """What a client needs of its machine. Its `Process` takes turns: first the control loop, then each ready thread."""
+    """What a client needs of its machine. Its `Process` takes turns: first the control loop, then each ready thread.
 
-    def __init__(self, process: Process, loop: Loop, network: Network) -> None:
+    preempted: how often a thread that takes or gives back a lock is stopped just then.
+    """
+
+    def __init__(self, process: Process, loop: Loop, network: Network, preempted: float) -> None:
         self.process = process
         self.loop = loop
         self.sockets: dict[int, Socket] = {}
         self.over = False
         self._network = network
+        self._preempted = preempted
         self._random = process.clock.chance(f"threads of {process}")
         self._ready: list[Thread] = []
         self._threads: list[Thread] = []
@@ -76,7 +79,7 @@ class Threads(Runtime):
 
     def preempt(self) -> None:
         """Sometimes another thread goes first."""
-        if not self.over and self._random.random() < PREEMPTED:
+        if not self.over and self._random.random() < self._preempted:
             self.park(self.process.clock.now)
 
     def end(self) -> None:
@@ -205,6 +208,7 @@ class Lock:
             self._waiting.append(me)
             self._threads.park(until)
         self._holder, self._depth = me, 1
+        self._threads.preempt()
         return True
 
     def release(self) -> None:
