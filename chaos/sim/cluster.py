@@ -286,6 +286,7 @@ class Cluster:
             loop.process.turn = loop.turn
             for task in list(loop.tasks):
                 task.cancel()
+            loop.process.wake()
         self.clock.run(self.clock.now + END_S, lambda: not self._tasks())
         left = self._tasks()
         assert not left, left

@@ -196,13 +196,18 @@ def run(seed: int, trace: bool = False, story: Story | None = None) -> Result:
     """Plays the story of a seed (or another one) to its end."""
     story = story or tell(seed)
     with virtual() as machine, turned(story.small), _tidy():
-        scene = Scene(story)
-        cluster = scene.cluster
-        machine(cluster)
-        with _told(cluster) if trace else nullcontext():
-            invariant, text = _promises(scene)
-            result = _result(scene, invariant, text)
-        cluster.end()
+        return _play(story, trace, machine)
+
+
+def _play(story: Story, trace: bool, machine: Machine) -> Result:
+    scene = Scene(story)
+    machine(scene.cluster)
+    try:
+        with _told(scene.cluster) if trace else nullcontext():
+            result = _result(scene, *_promises(scene))
+        scene.cluster.end()
+    finally:
+        machine.cluster = None
     return result
 
 
