@@ -12,7 +12,8 @@ import contextlib
 import os
 
 LOOK_S = 0.02  # between looks, which cost 2-5 µs
-CROWDED = 0.5  # part of the time in which somebody waited for a core
+CROWDED = 0.2  # part of the time in which somebody waited for a core: a worker and a server that poll each other on two
+# cores make 0.1 of it, a worker and three servers 0.3 and more
 PRESSURE = "/proc/pressure/cpu"
 OWN_WAITS = "/proc/self/schedstat"
 
@@ -37,13 +38,13 @@ class Crowd:
             self._forget()
 
     def crowded(self, now: float) -> bool:
-        """Whether somebody waited for a core most of the time lately."""
+        """Whether somebody waited for a core for much of the time lately."""
         since_s = now - self._looked_s
         if since_s > LOOK_S and self._fd >= 0:
             waited_s = self._read()
             if self._looked_s:
                 part = min((waited_s - self._waited_s) / since_s, 1.0)
-                self._part += (part - self._part) / 4 if since_s < 4 * LOOK_S else part - self._part
+                self._part += (part - self._part) / 8 if since_s < 4 * LOOK_S else part - self._part
             self._looked_s, self._waited_s = now, waited_s
         return self._part > CROWDED
 
