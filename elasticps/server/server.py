@@ -439,9 +439,12 @@ class Server:
 
     def changed(self) -> None:
         """Something was applied or acknowledged: waiting pulls may go on."""
-        self._requests.last_s = self._clock()
         if self._requests.waiting:
             self._requests.judge_parked()
+
+    def served(self) -> None:
+        """A worker's push or pull was handled: fillings take the smaller share for a moment."""
+        self._requests.last_s = self._clock()
 
     def note_shard(self, number: int, shard: int, worker: int, clock: int) -> None:
         """A push that trains a shard was applied."""

@@ -102,6 +102,27 @@ def test_a_joining_replica_is_filled_while_pushes_go_on(run: Run) -> None:
     run(test)
 
 
+def test_only_workers_make_a_server_busy(run: Run) -> None:
+    """What fills a joiner is no reason to fill it slowly."""
+
+    async def test(group: Group) -> None:
+        for name in ("s0", "s1", "s2"):
+            await group.start(name)
+        view = group.make_view(lambda r: ["s0", "s1"])
+        group.adopt(view)
+        worker = await group.connect("s0")
+        for clock in (1, 2, 3):
+            await worker.push(view, "s0", clock, KEYS, 1.0)
+        head, tail = group.servers["s0"], group.servers["s1"]
+        assert head._busy()
+        assert not tail._busy()
+        group.adopt(group.make_view(lambda r: ["s0", "s1"], lambda r: "s2"))
+        await until(lambda: len(tail.replica.levels()) == RANGES)
+        assert not tail._busy()
+
+    run(test)
+
+
 def test_a_push_waits_while_its_successor_is_away_and_commits_without_it(run: Run) -> None:
     async def test(group: Group) -> None:
         for name in ("s0", "s1"):

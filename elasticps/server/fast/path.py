@@ -67,6 +67,9 @@ class Owner(Protocol):
     def changed(self) -> None:
         """Something was applied or acknowledged: a waiting pull may go on."""
 
+    def served(self) -> None:
+        """A worker's push or pull was handled."""
+
     def note_shard(self, number: int, shard: int, worker: int, clock: int) -> None:
         """A push that trains a shard was applied."""
 
@@ -90,7 +93,7 @@ class FastPath:
         self._kept: dict[int, NDArray[Any]] = {}  # arrays that only their addresses in the header refer to
         self.chunks = Chunks()
         self._slots: list[Receiver | None] = []
-        self._changed = 0
+        self._changed = self._served = 0
         self.turn_bytes = TURN_BYTES
         self.observer: Observer | None = None
         self._version = self._generation = self._tables = -1
@@ -346,6 +349,9 @@ class FastPath:
         if f[at.H_CHANGED] != self._changed:
             self._changed = f[at.H_CHANGED]
             self._owner.changed()
+        if f[at.H_PUSHES] + f[at.H_PULLS] != self._served:
+            self._served = f[at.H_PUSHES] + f[at.H_PULLS]
+            self._owner.served()
 
     def _act(self, reason: int, connection: Receiver) -> bool:
         """Does what the compiled code stopped for; whether it is to go on."""
