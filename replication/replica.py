@@ -82,7 +82,6 @@ class Replica(Filling):
         self._orders: dict[int, Ranges] = {}
         self._roster: frozenset[int] | None = None
         self._roster_version = 0
-        self._alone = True
         self._parked: deque[Push | Ask] = deque()
         self._held: dict[int, deque[Message]] = {}
 
@@ -111,11 +110,6 @@ class Replica(Filling):
     def headed(self, epoch: int) -> Ranges | None:
         """What a push of that epoch calls all ranges headed here, in the order of its keys; None if it is stale."""
         return self._orders.get(epoch)
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is nobody to forward anything to."""
-        return self._alone
 
     def shared(self) -> Shared:
         """What stands until `version` changes. `seq`, `acked`, `joined` and the clocks are shared themselves."""
@@ -155,7 +149,6 @@ class Replica(Filling):
             self._erase(erased, out)
         slots = np.array([self._slot(m) for m in view.members] + [-1], dtype=np.int64)  # index -1 stays -1
         self._up, self._down = slots[where.up], slots[where.down]
-        self._alone = not bool(np.count_nonzero(where.down >= 0))
         self._head, self._tail = where.head, where.tail
         self._since = view.since
         self._newest_since = int(view.since[where.role != Role.OUT].max(initial=0))

@@ -20,8 +20,7 @@ STAGING_BYTES = 64 << 10
 class Assembler:
     """Cuts a stream into frames: fill `buffer()`, then tell `received(n)`.
 
-    `on_frame(header, body)` is called for each frame in order; `body`, uint8, is valid during the call only. Whoever
-    needs it for longer takes `kept(body)`.
+    `on_frame(header, body)` is called for each frame in order; `body`, uint8, is valid during the call only.
 
     `sink(header)` may name the destinations of a body, uint8 memoryviews that add up to its length; `on_frame` is
     then called with an empty body once they are full.
@@ -32,7 +31,6 @@ class Assembler:
         on_frame: Callable[[Header, Bytes], None],
         limit: int,
         sink: Callable[[Header], Sequence[memoryview] | None] | None = None,
-        pool: Pool | None = None,
     ) -> None:
         self._on_frame = on_frame
         self._sink = sink
@@ -42,7 +40,7 @@ class Assembler:
         self._start = self._end = 0
         self._header: Header | None = None  # of the frame whose body is being received outside the staging buffer
         self._body = _EMPTY
-        self._pool = Pool(LARGEST_BYTES) if pool is None else pool
+        self._pool = Pool(LARGEST_BYTES)
         self._targets: list[memoryview] = []  # what is still to fill, last one first
 
     def buffer(self) -> memoryview:
@@ -101,10 +99,6 @@ class Assembler:
             left = self._end - self._start
             self._staging[:left] = self._staging[self._start : self._end].copy()
             self._start, self._end = 0, left
-
-    def kept(self, body: Bytes) -> Bytes:
-        """The body of the frame at hand, or a copy of it, in memory that stays as it is."""
-        return body.copy() if body.base is self._staging else body
 
     def _divert(self, header: Header, targets: Sequence[memoryview], at: int, have: int) -> None:
         """Moves the `have` staged bytes of a body into its targets; what is then left is received there directly."""

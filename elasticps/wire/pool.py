@@ -30,7 +30,7 @@ class Pool:
             return np.empty(size, np.uint8)
         arrays = self._arrays
         for i in range(len(arrays)):
-            if size <= len(arrays[i]) <= 4 * max(size, STEP_BYTES) and sys.getrefcount(arrays[i]) == _UNUSED:
+            if size <= len(arrays[i]) <= 4 * max(size, STEP_BYTES) and sys.getrefcount(arrays[i]) == UNUSED:
                 return arrays[i][:size]
         array = np.empty(-(-size // STEP_BYTES) * STEP_BYTES, np.uint8)
         if len(array) <= self._left:
@@ -44,4 +44,5 @@ def _unused() -> int:
     return sys.getrefcount(arrays[0])
 
 
-_UNUSED = _unused()
+UNUSED = _unused()
+"""What `sys.getrefcount` says of an array that only a list refers to."""

@@ -11,9 +11,9 @@ import sys
 from collections import deque
 
 import numpy as np
-from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
+from elasticps.wire.pool import UNUSED, Bytes
+
 SMALLEST_BYTES = 64 << 10
 USUAL_BYTES = 4 << 20  # larger ones are made for one frame
 KEPT_BYTES = 64 << 20  # of chunks that nobody uses
@@ -69,7 +69,7 @@ class Chunks:
 
     def pinned(self, number: int) -> bool:
         """Whether Python refers to them: a view, or a socket that still sends from them."""
-        return sys.getrefcount(self.arrays[number]) > _UNUSED
+        return sys.getrefcount(self.arrays[number]) > UNUSED
 
 
 def size_for(needed: int) -> int:
@@ -80,11 +80,3 @@ def size_for(needed: int) -> int:
 
 
 _NONE: Bytes = np.empty(0, np.uint8)
-
-
-def _unused() -> int:
-    arrays = [np.empty(1, np.uint8)]
-    return sys.getrefcount(arrays[0])
-
-
-_UNUSED = _unused()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from elasticps.server import fatal, reads
 from elasticps.server.content import Content, positions_of
 from elasticps.server.fast import layout as at
-from elasticps.server.fast.chunks import Bytes, Chunks, size_for
+from elasticps.server.fast.chunks import Chunks, size_for
 from elasticps.server.fast.operations import UPDATES
 from elasticps.server.fast.receive import consume, release, warm
 from elasticps.server.fast.young import YoungLog
@@ -24,6 +24,7 @@ from elasticps.server.messages import shard_mark
 from elasticps.server.tickets import Requester, RequestTicket
 from elasticps.store import Table
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, read_blocks, read_push, unpack_header
+from elasticps.wire.pool import Bytes
 from replication.chain import Ranges
 from replication.log import Frame
 from replication.messages import Kind as OperationKind
@@ -121,9 +122,8 @@ class FastPath:
         self._entry_ranges = self._make(at.H_ENTRY_RANGES, (entries, ranges), np.int32)
         self._entry_seqs = self._make(at.H_ENTRY_SEQS, (entries, ranges))
         self._free_entries = self._make(at.H_FREE_ENTRIES, entries)
-        self._free_frames[:] = self._free_entries[:] = np.arange(entries)[
-            ::-1
-        ]  # the first ones first: less memory touched
+        first_ones_first = np.arange(entries)[::-1]  # then less memory is touched
+        self._free_frames[:] = self._free_entries[:] = first_ones_first
         f[at.H_FREE_FRAME_COUNT] = f[at.H_FREE_ENTRY_COUNT] = entries
         f[at.H_REFS] = self.chunks.refs.ctypes.data
         self._segments = self._make(at.H_SEGMENTS, (SEGMENTS, at.SEGMENT))
@@ -241,7 +241,7 @@ class FastPath:
         self._share(at.H_HELD, np.ascontiguousarray(held, np.int64))
         f = self._fields
         f[at.H_TAILED_COUNT], f[at.H_HELD_COUNT] = len(tailed), len(held)
-        f[at.H_TAIL_SINCE], f[at.H_FULL_SINCE] = min(tail_since, BIG), min(full_since, BIG)
+        f[at.H_TAIL_SINCE], f[at.H_FULL_SINCE] = tail_since, full_since
 
     def told(self) -> dict[int, int]:
         """By worker, the clock up to which it has said that it knows its steps to be committed."""
@@ -525,9 +525,8 @@ class FastPath:
             f[size] += len(numbers)
         np.subtract.at(self.chunks.refs, self._frames[frames, at.F_CHUNK], 1)
         f[at.H_YOUNG] = f[at.H_YOUNG_BYTES] = 0
-        self.connections[:, at.C_PINNED] = (
-            1  # Python refers to what the log has: whoever needs room looks whether still
-        )
+        # Python refers to what the log had: whoever needs room looks whether it still does.
+        self.connections[:, at.C_PINNED] = 1
 
     def _frame(self, number: int) -> Frame:
         """A frame as Python's log has it; its content is a view of the chunk that it was received into."""
