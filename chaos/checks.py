@@ -14,7 +14,7 @@ from chaos.shard_checks import ShardChecks
 from chaos.violation import Violation
 from coordinator.view import View
 from replication.chain import Chains, Member, Ranges, Role, unsafe_transition
-from replication.messages import Kind, Operation
+from replication.messages import Operation, OperationKind
 from replication.progress import after_part, touched_clock
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Checks:
             for r in range(self.world.plan.ranges):
                 self._tell(r, done)
 
-    def on_operation(self, kind: Kind, worker: int, number: int) -> None:
+    def on_operation(self, kind: OperationKind, worker: int, number: int) -> None:
         """An operation of the ranges is committed at every head of one view."""
         self.operations += 1
         for r in range(self.world.plan.ranges):
@@ -275,9 +275,9 @@ class Checks:
         shown, closed = self.reads.of(r), 0
         for seq, (digest, operation) in enumerate(zip(server.hashes[r], server.history[r], strict=True)):
             for done in operation:
-                if done[0] == -Kind.INIT:
-                    values.setdefault(*Control(Kind.INIT, done[1]).initial(r))
-                elif done[0] == -Kind.ROUND:
+                if done[0] == -OperationKind.INIT:
+                    values.setdefault(*Control(OperationKind.INIT, done[1]).initial(r))
+                elif done[0] == -OperationKind.BARRIER_CLOSE:
                     closed = self.decisions.replay(r, done, closed, values)
                 content = self._first.get(done)
                 if content is not None and not content.round:
@@ -296,5 +296,5 @@ class Checks:
 
 def _name(done: Done) -> str:
     if done[0] < 0:
-        return f"{Kind(-done[0]).name} {done[1]}"
+        return f"{OperationKind(-done[0]).name} {done[1]}"
     return f"{done[1] >> 16}.{done[1] & 0xFFFF} of worker {done[0]}"

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.server.rounds import RangeRounds
-from elasticps.server.shards import Mark, RangeShards
+from elasticps.server.protocol.barrier_state import RangeRounds
+from elasticps.server.protocol.data_shards_state import Mark, RangeShards
 from elasticps.wire.frames import Block
 from replication.chain import Ranges
-from replication.messages import Kind
+from replication.messages import OperationKind
 
 KEYS_PER_RANGE = 12
 """Keys of range r are r * 1000 + 0 … 11; the number within the range stands for the key's hash."""
@@ -109,7 +109,7 @@ def means_of(blocks: Iterable[Block]) -> Means:
 class Control(NamedTuple):
     """The payload of an operation that is no push: its kind and number are all that there is to apply."""
 
-    kind: Kind
+    kind: OperationKind
     number: int
 
     @property
@@ -122,7 +122,7 @@ class Control(NamedTuple):
         return (r * KEYS_PER_ID + self.number % KEYS_PER_RANGE, -self.number)
 
 
-class PieceContent(NamedTuple):
+class ChunkContent(NamedTuple):
     """What a piece of a range carries: values, what is kept for rounds and of shards, and the history that the checks
     follow. closed: the last round that the checks saw closed."""
 

@@ -12,11 +12,11 @@ from chaos.contents import KEYS_PER_ID, TABLES, Done, Means, averaged
 from chaos.control import CLUSTER
 from chaos.frames import Shown
 from chaos.violation import Violation
-from elasticps.hashing import home_range
-from elasticps.server.content import RoundStep
-from elasticps.server.rounds import Home
-from elasticps.server.shards import Take
-from replication.messages import Kind
+from elasticps.hashing import group_range
+from elasticps.server.protocol.barrier_state import BarrierGroup
+from elasticps.server.protocol.data_shards_state import Take
+from elasticps.server.protocol.operations import RoundStep
+from replication.messages import OperationKind
 
 if TYPE_CHECKING:
     from chaos.checks import Checks
@@ -59,9 +59,9 @@ class DecisionChecks:
             return
         self._made(clock, workers, f"as worker {trainer.worker} is told")
         world = self._checks.world
-        home = home_range(CLUSTER, world.plan.ranges)
-        for server in self._checks.holders(home):
-            state = server.rounds.homes.get(CLUSTER, Home())
+        group = group_range(CLUSTER, world.plan.ranges)
+        for server in self._checks.holders(group):
+            state = server.rounds.groups.get(CLUSTER, BarrierGroup())
             if state.decided < clock or (state.decided == clock and state.workers != tuple(workers)):
                 text = f"worker {trainer.worker} is told of round {clock}, and {server.member} is at {state.decided}"
                 raise Violation("lasting decisions", text)
@@ -110,7 +110,7 @@ class DecisionChecks:
     def replay(self, r: int, done: Done, closed: int, values: dict[int, int]) -> int:
         """Applies an operation of a range's history to its values; the last closed round after it."""
         step = self._payloads[done[1]]
-        if done[0] != -Kind.ROUND or not isinstance(step, RoundStep) or step.clock <= closed:
+        if done[0] != -OperationKind.BARRIER_CLOSE or not isinstance(step, RoundStep) or step.clock <= closed:
             return closed
         for key, (mean, rate) in self.expected(step.clock, r).items():
             values[key] = averaged(values, key, mean, rate)
@@ -140,9 +140,9 @@ class DecisionChecks:
 
     def state(self, server: Server, r: int) -> object:
         """All that a replica knows of the rounds and shards of a range, in one order."""
-        closed, homes, kept, _ = server.rounds.dump(r, 0, KEYS_PER_ID, TABLES)
+        closed, groups, kept, _ = server.rounds.dump(r, 0, KEYS_PER_ID, TABLES)
         shares: dict[tuple[int, int], list[tuple[int, float, float]]] = {}
         for _, clock, worker, blocks in kept:
             rows = [(k, float(b.grads[i, 0]), float(b.step_values[0])) for b in blocks for i, k in enumerate(b.keys)]
             shares.setdefault((clock, worker), []).extend(rows)
-        return closed, homes, {k: sorted(rows) for k, rows in shares.items() if rows}, server.shards.dump(r)
+        return closed, groups, {k: sorted(rows) for k, rows in shares.items() if rows}, server.shards.dump(r)

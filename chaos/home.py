@@ -1,4 +1,4 @@
-"""What the head of the home range decides, at a simulated server: the real decider and hand-out between links instead
+"""What the head of the group range decides, at a simulated server: the real decider and hand-out between links instead
 of sockets. Pure."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from chaos.control import CLUSTER
 from chaos.frames import AnswerFrame, ViewFrame
 from chaos.network import Link
 from coordinator.view import WorkerInfo
-from elasticps.server.decider import Decider
-from elasticps.server.handout import HandOut
-from elasticps.server.home import Body
-from elasticps.server.refusal import Refusal
-from elasticps.server.tickets import RequestTicket
+from elasticps.server.protocol.barrier import BarrierCoordinator
+from elasticps.server.protocol.data_shards import ShardDispenser
+from elasticps.server.protocol.group_log import Body
+from elasticps.server.protocol.replies import RequestTicket
+from elasticps.server.protocol.request_error import RequestError
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame, unpack_header
 from replication.chain import Ranges
 from replication.core import NO_RANGES
@@ -70,11 +70,11 @@ class Home:
         self.workers: dict[int, WorkerInfo] = {}
         self._callers: dict[Link, Caller] = {}
         self._early: list[tuple[Caller, Header, Body]] = []
-        self._decider = Decider[Caller](self, self, lambda: server.loop.now)
+        self._decider = BarrierCoordinator[Caller](self, self, lambda: server.loop.now)
         self._handlers: dict[int, Callable[[Caller, Header, Body], None]] = {
             **self._decider.handlers,
-            **HandOut[Caller](self, self).handlers,
-            Kind.ASK: self._ask,
+            **ShardDispenser[Caller](self, self).handlers,
+            Kind.GET_CLOCKS: self._ask,
             Kind.JOIN: self._join,
         }
 
@@ -112,7 +112,7 @@ class Home:
         """Sends the view."""
         connection.tell_view()
 
-    def refuse(self, connection: Caller, request: int, refusal: Refusal) -> None:
+    def refuse(self, connection: Caller, request: int, refusal: RequestError) -> None:
         """Tells why a request was not done."""
         connection.send(json_frame(Kind.ERROR, refusal.document, request=request, epoch=self.epoch))
 
@@ -137,7 +137,7 @@ class Home:
             return
         try:
             self._handlers[header.kind](caller, header, body)
-        except Refusal as refusal:
+        except RequestError as refusal:
             self.refuse(caller, header.request, refusal)
 
     def roster(self, workers: frozenset[int]) -> None:
@@ -164,5 +164,5 @@ class Home:
         self.perform(self.replica.ask, Ask(ticket, header.worker, header.epoch))
 
     def _join(self, caller: Caller, header: Header, body: Body) -> None:
-        minimum = self.server.reads.parking.minimum(CLUSTER)
+        minimum = self.server.reads.delay.minimum(CLUSTER)
         caller.send(Header(Kind.OK, request=header.request, epoch=self.epoch, clock=minimum).pack())

@@ -12,7 +12,7 @@ from chaos.network import Link, Process
 from coordinator.view import View
 from replication.chain import Chains, Member
 from replication.effects import Reply, Status
-from replication.messages import Kind
+from replication.messages import OperationKind
 
 if TYPE_CHECKING:
     from chaos.simulator import World
@@ -24,7 +24,7 @@ MOST_OPERATIONS = 2
 class Task:
     """One operation until it is committed everywhere. asked: frame -> head; done: heads of this view that have it."""
 
-    def __init__(self, number: int, kind: Kind, worker: int, roster: int) -> None:
+    def __init__(self, number: int, kind: OperationKind, worker: int, roster: int) -> None:
         self.number = number
         self.kind = kind
         self.worker = worker
@@ -52,7 +52,7 @@ class Operator(Process):
     def retire(self, worker: int, roster: int) -> None:
         """A worker is gone for good, and not in the roster of that version any more."""
         self.world.checks.on_retire(worker)
-        self._begin(Kind.RETIRE, worker, roster)
+        self._begin(OperationKind.RETIRE, worker, roster)
 
     def _tick(self) -> None:
         rng, world = self.loop.rng, self.world
@@ -61,9 +61,9 @@ class Operator(Process):
             world.fetch_view(self, 0)
         self._connect()
         if world.training and len(self.tasks) < MOST_OPERATIONS and rng.random() < world.plan.operations:
-            self._begin(rng.choice((Kind.CREATE, Kind.INIT, Kind.AUDIT)), -1, 0)
+            self._begin(rng.choice((OperationKind.CREATE, OperationKind.INIT, OperationKind.AUDIT)), -1, 0)
 
-    def _begin(self, kind: Kind, worker: int, roster: int) -> None:
+    def _begin(self, kind: OperationKind, worker: int, roster: int) -> None:
         self._numbers += 1
         task = Task(self._numbers, kind, worker, roster)
         self.tasks.append(task)

@@ -21,7 +21,7 @@ from elasticps.client.session import Session
 from elasticps.client.starting import Past, Starting, first_past, past_again
 from elasticps.client.taking import Need, TakeScript, Taking
 from elasticps.errors import ServerError, Timeout
-from elasticps.server.shards import Mark
+from elasticps.server.protocol.data_shards_state import Mark
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Kind, unpack_header
 from replication.chain import Member
 
@@ -111,7 +111,7 @@ class Training:
 
     def _send(self, member: Member, buffers: Sequence[Buffer]) -> None:
         frame = b"".join(bytes(buffer) for buffer in buffers)
-        if unpack_header(frame).kind == Kind.CLOSE:
+        if unpack_header(frame).kind == Kind.BARRIER_CLOSE:
             document = json.loads(frame[HEADER_BYTES:])
             self._world.checks.decisions.on_told(self.trainer, document["round"], document["workers"])
         link = self.trainer.links.get(member)

@@ -15,8 +15,8 @@ from chaos.control import CLUSTER
 from chaos.frames import JoinFrame, JoinReply, PullFrame, PullReply, Shown, ViewFrame
 from chaos.network import Link
 from coordinator.view import View, WorkerInfo
-from elasticps.server.parking import Parking
-from elasticps.server.reads import Read
+from elasticps.server.protocol.bounded_delay import BoundedDelay
+from elasticps.server.protocol.reads import Read
 from elasticps.wire.frames import ANY, Header, Kind
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Reads:
 
     def __init__(self, server: Server, ranges: int) -> None:
         self.server = server
-        self.parking = Parking(ranges, server.replica.clocks, lambda: server.loop.now)
+        self.delay = BoundedDelay(ranges, server.replica.clocks, lambda: server.loop.now)
         self._tail_since = self._full_since = 1 << 62
         self._early: list[tuple[Link, PullFrame]] = []
         self._unsaid: list[Unsaid] = []
@@ -57,7 +57,7 @@ class Reads:
     @property
     def waiting(self) -> int:
         """Pulls that wait here, for whatever."""
-        return len(self.parking) + len(self._early) + len(self._unsaid)
+        return len(self.delay) + len(self._early) + len(self._unsaid)
 
     def follow(self, before: View | None, view: View) -> None:
         """A view comes: notes whether the ranges that may be read here are other ones than before.
@@ -68,11 +68,11 @@ class Reads:
         tailed = np.flatnonzero((view.tails == me) & (me >= 0))
         held = np.flatnonzero((view.chains == me).any(axis=1) & (me >= 0))
         skipped = self.skipped(before, view)
-        if skipped or not np.array_equal(tailed, self.parking.tailed):
+        if skipped or not np.array_equal(tailed, self.delay.tailed):
             self._tail_since = view.epoch
-        if skipped or not np.array_equal(held, self.parking.held):
+        if skipped or not np.array_equal(held, self.delay.held):
             self._full_since = view.epoch
-        self.parking.serve(tailed, held)
+        self.delay.serve(tailed, held)
 
     def skipped(self, before: View | None, view: View) -> bool:
         """Whether there was a view in between, in which this server may have been asked for other ranges."""
@@ -80,7 +80,7 @@ class Reads:
 
     def roster(self, workers: frozenset[int]) -> None:
         """Who takes part, or may."""
-        self.parking.follow({w: WorkerInfo(w, str(w), 1, CLUSTER) for w in sorted(workers)})
+        self.delay.follow({w: WorkerInfo(w, str(w), 1, CLUSTER) for w in sorted(workers)})
         for link, frame in list(self._joining.items()):
             if frame.worker in workers:
                 self.join(link, frame)
@@ -94,10 +94,10 @@ class Reads:
             return
         self._joining.pop(link, None)
         if frame.pause:
-            self.parking.pause(frame.worker)
+            self.delay.pause(frame.worker)
             self.judge()
         else:
-            self.parking.join(frame.worker, frame.base)
+            self.delay.join(frame.worker, frame.base)
         link.send(server, JoinReply(frame.serial))
 
     def pull(self, link: Link, frame: PullFrame) -> None:
@@ -117,8 +117,8 @@ class Reads:
         read = Read(cast(Any, asker), header, cast(Any, None), np.array(frame.keys), 0.0)
         if not self._serves(header):
             self._refuse(read)
-        elif (frame.bound or frame.clock) and self.parking.behind(read):
-            self.parking.park(read)
+        elif (frame.bound or frame.clock) and self.delay.behind(read):
+            self.delay.park(read)
         else:
             self._answer(read)
 
@@ -128,7 +128,7 @@ class Reads:
             early, self._early = self._early, []
             for link, frame in early:
                 self.pull(link, frame)
-        for read, refusal in self.parking.judge(self._tail_since, self._full_since):
+        for read, refusal in self.delay.judge(self._tail_since, self._full_since):
             if refusal is not None:
                 self._refuse(read)
             else:
@@ -143,7 +143,7 @@ class Reads:
         self._joining.pop(link, None)
         asker = self._askers.pop(link, None)
         if asker is not None:
-            self.parking.forget(cast(Any, asker))
+            self.delay.forget(cast(Any, asker))
         self._early = [(k, frame) for k, frame in self._early if k is not link]
         self._unsaid = [answer for answer in self._unsaid if _link(answer.read) is not link]
 

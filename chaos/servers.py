@@ -11,10 +11,10 @@ from chaos.contents import (
     KEYS_PER_ID,
     KEYS_PER_RANGE,
     TABLES,
+    ChunkContent,
     Content,
     Control,
     Done,
-    PieceContent,
     averaged,
     means_of,
     updated,
@@ -26,30 +26,30 @@ from chaos.network import Link, Process
 from chaos.reads import Reads
 from coordinator.health import Report
 from coordinator.view import View
-from elasticps.server.content import RoundStep
-from elasticps.server.rounds import Rounds
-from elasticps.server.shards import Shards, Take, home_of
-from elasticps.server.shell import Ticket
+from elasticps.server.executor import Ticket
+from elasticps.server.protocol.barrier_state import Rounds
+from elasticps.server.protocol.data_shards_state import Shards, Take, group_of
+from elasticps.server.protocol.operations import RoundStep
 from replication.chain import Member, Ranges, place
 from replication.effects import (
     Apply,
     Ask,
+    CaughtUp,
     ClocksReply,
     Effects,
     Erase,
     Hold,
     Install,
-    Level,
     NeedRoster,
     NeedView,
-    NextPiece,
+    NextChunk,
     Push,
     Release,
     Reply,
     Send,
     SnapshotRange,
 )
-from replication.messages import Kind, Operation
+from replication.messages import Operation, OperationKind
 from replication.progress import PART_BITS
 from replication.replica import Replica
 
@@ -172,7 +172,7 @@ class Server(Process):
 
     def _operation(self, link: Link, message: OperationFrame) -> None:
         m = message
-        payload = Control(Kind(m.kind), m.number)
+        payload = Control(OperationKind(m.kind), m.number)
         push = Push((link, m.frame), m.worker, m.epoch, 0, 0, True, None, payload, 50, roster=m.roster, kind=m.kind)
         self.perform("push", self.replica.push(push))
 
@@ -246,7 +246,7 @@ class Server(Process):
             elif isinstance(effect, SnapshotRange):
                 self._cuts[effect.range] = (effect.serial, 0)
                 self.loop.after(world.network.delay(), self.run, self._cut, effect.range, effect.serial)
-            elif isinstance(effect, NextPiece):
+            elif isinstance(effect, NextChunk):
                 self.loop.after(world.network.delay(), self.run, self._cut, effect.range, effect.serial)
             elif isinstance(effect, Install):
                 self._install(effect)
@@ -257,7 +257,7 @@ class Server(Process):
                 self.rounds.erase(effect.ranges)
                 self.shards.erase(effect.ranges.tolist())
             else:
-                assert isinstance(effect, Level)
+                assert isinstance(effect, CaughtUp)
                 world.checks.on_level(effect.range, effect.fill)
                 self.loop.after(0.0, self.run, self.tell_leaders)
         world.note(self.member, event, effects)
@@ -317,17 +317,17 @@ class Server(Process):
             self.shards.take(payload)
             checks.shards.on_change(self, before)
         elif isinstance(payload, Content):
-            if payload.mark is not None and np.count_nonzero(effect.ranges == home_of(payload.mark)):
+            if payload.mark is not None and np.count_nonzero(effect.ranges == group_of(payload.mark)):
                 self.shards.note(payload.mark, operation.worker, operation.after >> PART_BITS)
             if payload.round:
                 self.rounds.keep(CLUSTER, payload.round, operation.worker, effect.ranges, payload.blocks(bounds))
 
     def _round(self, kind: int, step: RoundStep, ranges: Ranges, bounds: dict[int, int]) -> None:
-        if kind == Kind.ENTER:
+        if kind == OperationKind.BARRIER_JOIN:
             self.rounds.enter(step.app, step.clock, step.workers)
-        elif kind == Kind.LEAVE:
+        elif kind == OperationKind.BARRIER_LEAVE:
             self.rounds.leave(step.app, step.workers[0])
-        elif kind == Kind.DECIDE:
+        elif kind == OperationKind.BARRIER_DECISION:
             self.rounds.decide(step.app, step.clock, step.workers)
         else:
             means = means_of(self.rounds.close(step.app, step.clock, step.workers, ranges, TABLES))
@@ -344,7 +344,7 @@ class Server(Process):
         return hash((self.hashes[r][-1], operation.kind, operation.worker, operation.after, number))
 
     def _control(self, control: Control, r: int, bound: int) -> None:
-        if control.kind == Kind.INIT:
+        if control.kind == OperationKind.INIT:
             key, value = control.initial(r)
             if key % KEYS_PER_ID < bound:
                 self.values[r].setdefault(key, value)
@@ -361,14 +361,14 @@ class Server(Process):
         if low == 0:
             done, reached, shards = dict(self.done[r]), dict(self.reached[r]), copy.deepcopy(self.shards.dump(r))
             hashes, history, closed = list(self.hashes[r]), list(self.history[r]), self.closed[r]
-            piece = PieceContent(values, kept, shards, hashes, history, done, reached, closed)
+            piece = ChunkContent(values, kept, shards, hashes, history, done, reached, closed)
         else:
-            piece = PieceContent(values, kept, {}, [], [], {}, {}, 0)
+            piece = ChunkContent(values, kept, {}, [], [], {}, {}, 0)
         self.perform("piece", self.replica.piece(r, serial, high, high == KEYS_PER_RANGE, piece))
 
     def _install(self, effect: Install) -> None:
         piece, r = effect.payload, effect.range
-        assert isinstance(piece, PieceContent)
+        assert isinstance(piece, ChunkContent)
         self.world.checks.on_install(self, r, piece.values)
         self.values[r].update(piece.values)
         if piece.hashes:  # the first piece brings the history

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from chaos.control import CLUSTER
 from chaos.violation import Violation
-from elasticps.hashing import home_range
+from elasticps.hashing import group_range
 
 if TYPE_CHECKING:
     from chaos.checks import Checks
@@ -95,7 +95,7 @@ class ShardChecks:
         world = self._checks.world
         if not world.plan.shards:
             return
-        for server in self._checks.holders(home_range(CLUSTER, world.plan.ranges)):
+        for server in self._checks.holders(group_range(CLUSTER, world.plan.ranges)):
             missing = set(range(world.spec.total)) - self.done_at(server)
             self.count = world.spec.total - len(missing)
             if missing:

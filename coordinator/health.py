@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from coordinator.planner import Health
 from coordinator.view import ServerInfo, View
 from replication.chain import Member
-from replication.effects import Level
+from replication.effects import CaughtUp
 
 SILENCE_S = 0.7  # without a word: suspect
 TOGETHER_S = 0.3  # silences that begin within this time have one cause
@@ -42,7 +42,7 @@ class Report:
     """
 
     epoch: int
-    levels: tuple[Level, ...] = ()
+    levels: tuple[CaughtUp, ...] = ()
     suspects: dict[Member, float] = field(default_factory=dict)
     stalled: frozenset[Member] = frozenset()
     nbytes: int = 0
@@ -101,7 +101,7 @@ class Detector:
     def __init__(self) -> None:
         self.ill = False
         self._peers: dict[Member, _Peer] = {}
-        self._levels: dict[int, Level] = {}
+        self._levels: dict[int, CaughtUp] = {}
         self._cuts: dict[tuple[Member, Member], float] = {}
         self._stalled: dict[tuple[Member, Member], float] = {}  # until when
         self._ticked: float | None = None

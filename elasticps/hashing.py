@@ -43,7 +43,7 @@ def table_salt(table_id: int) -> np.uint64:
     return np.uint64(z ^ (z >> 31))
 
 
-def home_range(app: str, ranges: int) -> int:
+def group_range(app: str, ranges: int) -> int:
     """The range whose log decides about the synchronous rounds of an application."""
     return int.from_bytes(blake2b(app.encode(), digest_size=8).digest(), "little") % ranges
 

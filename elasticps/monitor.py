@@ -24,7 +24,7 @@ from elasticps.wire.frames import (
 )
 from elasticps.wire.views import view_frame
 from replication.chain import Member
-from replication.effects import Level
+from replication.effects import CaughtUp
 
 HELLO_TIMEOUT_S = 2.0
 MAX_WAITING_BYTES = 4 << 20  # views that a server which reads nothing is not sent any more
@@ -79,7 +79,7 @@ async def _read(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
 
 def _report(header: Header, document: dict[str, Any]) -> Report:
     try:
-        levels = tuple(Level(r, fill, Member(name, number)) for r, fill, name, number in document["levels"])
+        levels = tuple(CaughtUp(r, fill, Member(name, number)) for r, fill, name, number in document["levels"])
         suspects = {Member(name, number): float(seconds) for name, number, seconds in document["suspects"]}
         stalled = frozenset(Member(str(name), int(number)) for name, number in document["stalled"])
         return Report(header.epoch, levels, suspects, stalled, int(document["bytes"]), int(document["requests"]))

@@ -16,7 +16,7 @@ from elasticps.errors import InputError
 
 MAX_SHARDS = (1 << 32) - 2
 MAX_SAMPLES = 1 << 62
-HOME_BITS = 16  # of the id of a set: the range whose log has it
+GROUP_BITS = 16  # of the id of a set: the range whose log has it
 
 
 class ShardSpec(NamedTuple):

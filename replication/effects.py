@@ -1,6 +1,6 @@
 """What a replica asks of its shell, and what is asked of it.
 
-The ordering law. The shell carries the effects of one event out in order and without a gap: before it gives the
+The ordering law. The executor carries the effects of one event out in order and without a gap: before it gives the
 replica its next event, every Send is in its link's FIFO queue (queued is enough, nothing waits for the network),
 every Apply, Install and Erase is done, every Reply is queued. Within one event the Sends of an operation come before
 its Apply, so that successors work at the same time; the Ack or Reply that vouches for it comes after its Apply. An
@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 from replication.chain import Member, Ranges
-from replication.messages import Kind, Message, Operation, Payload, Seqs
+from replication.messages import Message, Operation, OperationKind, Payload, Seqs
 from replication.progress import Progress
 
 
@@ -62,7 +62,7 @@ class Push:
         base: int = 0,
         roster: int = 0,
         repeat: bool = False,
-        kind: int = Kind.PUSH,
+        kind: int = OperationKind.PUSH,
         after: int = 0,
         first: int = -1,
     ) -> None:
@@ -166,7 +166,7 @@ class SnapshotRange(NamedTuple):
     serial: int
 
 
-class NextPiece(NamedTuple):
+class NextChunk(NamedTuple):
     """The piece before is in place: cut the next one of snapshot `serial`."""
 
     peer: Member
@@ -189,7 +189,7 @@ class Erase(NamedTuple):
     ranges: Ranges
 
 
-class Level(NamedTuple):
+class CaughtUp(NamedTuple):
     """Tell the leader, and every later one: `joiner` has all of the range that was ever acknowledged, and
     acknowledgements wait for it from now on. Valid while since[range] == fill."""
 
@@ -208,9 +208,9 @@ Effect: TypeAlias = (
     | NeedView
     | NeedRoster
     | SnapshotRange
-    | NextPiece
+    | NextChunk
     | Install
     | Erase
-    | Level
+    | CaughtUp
 )
 Effects: TypeAlias = list[Effect]

@@ -21,7 +21,7 @@ NOTHING = -1
 """The position of a joining replica that must be filled from the start."""
 
 
-class Kind(IntEnum):
+class OperationKind(IntEnum):
     """What an operation is to those who apply it; replication itself treats all alike."""
 
     PUSH = 0
@@ -29,15 +29,15 @@ class Kind(IntEnum):
     INIT = 2
     RETIRE = 3
     AUDIT = 4
-    ENTER = 5
-    DECIDE = 6
-    ROUND = 7
-    LEAVE = 8
-    TAKE = 9
+    BARRIER_JOIN = 5
+    BARRIER_DECISION = 6
+    BARRIER_CLOSE = 7
+    BARRIER_LEAVE = 8
+    CLAIM_SHARDS = 9
 
 
 class Payload(Protocol):
-    """Content that replication carries and never looks into. The shell cuts it by range where it sends or applies."""
+    """Content that replication carries and never looks into. The executor cuts it by range to send or apply it."""
 
 
 class Operation:
@@ -57,7 +57,7 @@ class Operation:
         self.nbytes = nbytes
 
     def __repr__(self) -> str:
-        return f"{Kind(self.kind).name}(worker={self.worker}, after={self.after >> 16}.{self.after & 0xFFFF})"
+        return f"{OperationKind(self.kind).name}(worker={self.worker}, after={self.after >> 16}.{self.after & 0xFFFF})"
 
 
 class Forward(NamedTuple):
@@ -89,7 +89,7 @@ class Resync(NamedTuple):
     acked: Seqs
 
 
-class Piece(NamedTuple):
+class SnapshotChunk(NamedTuple):
     """Tail to joiner: the content of range `range` for key hashes in [end of the piece before, `upto`).
 
     The first one (number 0) makes the joiner forget what it had, and carries the range's position and vector clocks.
@@ -107,7 +107,7 @@ class Piece(NamedTuple):
     payload: Payload
 
 
-class Installed(NamedTuple):
+class ChunkAck(NamedTuple):
     """Joiner to tail: piece `number` is in place, and so is every operation up to `seq`."""
 
     epoch: int
@@ -118,4 +118,4 @@ class Installed(NamedTuple):
     seq: int
 
 
-Message: TypeAlias = Forward | Ack | Resync | Piece | Installed
+Message: TypeAlias = Forward | Ack | Resync | SnapshotChunk | ChunkAck

@@ -53,25 +53,25 @@ from replication.effects import (
     Reply,
     Status,
 )
-from replication.filling import Filling
 from replication.log import Entry, Frame, Log
 from replication.messages import (
     NOTHING,
     Ack,
     Forward,
-    Kind,
     Message,
     Operation,
-    Piece,
+    OperationKind,
     Resync,
     Seqs,
+    SnapshotChunk,
 )
 from replication.progress import Progress, after_part, before_part
+from replication.snapshot_transfer import SnapshotTransfer
 
 _ORDERS_KEPT = 64
 
 
-class Replica(Filling):
+class Replica(SnapshotTransfer):
     """The state machine. `ranges` is P; `budget_bytes` bounds the log at a head: beyond it pushes wait. `log`: where
     entries are kept, by default a log of its own."""
 
@@ -255,7 +255,7 @@ class Replica(Filling):
             self._ack(slot, message, out)
         elif isinstance(message, Resync):
             self._resync(slot, message, out)
-        elif isinstance(message, Piece):
+        elif isinstance(message, SnapshotChunk):
             self._piece(slot, message, out)
         else:
             self._installed(slot, message, out)
@@ -391,13 +391,13 @@ class Replica(Filling):
             self._refuse(push, Status.STALE_VIEW, out)
             return
         worker = push.worker
-        if worker >= 0 and self._roster is not None and worker not in self._roster and push.kind == Kind.PUSH:
+        if worker >= 0 and self._roster is not None and worker not in self._roster and push.kind == OperationKind.PUSH:
             self._refuse(push, Status.FENCED, out)
             return
         if ranges.shape[0] == 0:
             out.append(Reply(push.token, Status.COMMITTED, self.epoch, ranges, NO_RANGES))
             return
-        if push.kind == Kind.PUSH:
+        if push.kind == OperationKind.PUSH:
             self._admit_step(push, ranges, out)
             return
         before: int | Progress = 0
@@ -416,7 +416,7 @@ class Replica(Filling):
         have = row[ranges]
         if np.count_nonzero(have != expected) == 0 and not push.repeat:
             row[ranges] = after
-            operation = Operation(Kind.PUSH, push.worker, after, push.payload, push.nbytes)
+            operation = Operation(OperationKind.PUSH, push.worker, after, push.payload, push.nbytes)
             self._log_operation(push, operation, ranges, expected, out)
             return
         fresh, repeated = self._judge(push, have, expected, after)
@@ -424,7 +424,7 @@ class Replica(Filling):
         if unapplied + np.count_nonzero(repeated) < ranges.shape[0] or (unapplied and push.repeat):
             self._refuse(push, Status.GAP, out)
             return
-        operation = Operation(Kind.PUSH, push.worker, after, push.payload, push.nbytes)
+        operation = Operation(OperationKind.PUSH, push.worker, after, push.payload, push.nbytes)
         frame = self._frame(operation, push.token, ranges)
         # Counted before the fresh part is performed, so that the frame is answered once, when both are committed.
         again = ranges[repeated]

@@ -25,7 +25,7 @@ from chaos.violation import Violation
 from coordinator.view import ClusterConfig
 from elasticps import store as table_store
 from elasticps.optimizers import Accumulate
-from elasticps.server.audit import digest
+from elasticps.server.protocol.audit import digest
 from elasticps.spec import ASP
 
 BOUND_S = 40.0  # after faults have ended, everything must have come to rest
@@ -185,7 +185,7 @@ class Scene:
             for i in chain:
                 server = self.cluster.life(view.servers[i].name, view.servers[i].incarnation) if i >= 0 else None
                 if server is not None:
-                    words = server.shell.rounds.words(r) + server.shell.shards.words(r)
+                    words = server.executor.rounds.words(r) + server.executor.shards.words(r)
                     clocks = [a.tobytes() for a in server.replica.clocks.column(r)]
                     found[server.me.name] = digest(server.store.tables, r, words), clocks
             if any(other != first for first in found.values() for other in found.values()):

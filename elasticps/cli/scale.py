@@ -107,7 +107,7 @@ def scale(
 
 
 def _figures(forecast: Forecast, sources: int) -> dict[str, Any]:
-    from elasticps.server.fill import USUAL_BYTES_PER_S  # brings in the kernels: only this command waits for that
+    from elasticps.server.snapshots import USUAL_BYTES_PER_S  # brings in the kernels: only this command waits for that
 
     rate = USUAL_BYTES_PER_S * max(1, sources)
     moves = sorted(forecast.moves.items(), key=lambda move: [scaling.by_number(one) for one in move[0]])

@@ -297,7 +297,7 @@ class Network:
             if header.kind == Kind.OK:
                 if not self.pushes.ok(request):
                     self._calls.answered(header, body.tobytes())
-            elif header.kind in (Kind.DECIDED, Kind.SHARDS):
+            elif header.kind in (Kind.BARRIER_DECISION, Kind.SHARDS):
                 self._calls.answered(header, body.tobytes())
             elif header.kind == Kind.ROWS:
                 if header.flags & LAST:
@@ -454,7 +454,7 @@ class Network:
             if want.ask_servers:
                 for peer in ready:
                     if not peer.link.unsent:
-                        self._send(peer.member, [Header(Kind.WANT, epoch=self.routes.epoch).pack()])
+                        self._send(peer.member, [Header(Kind.GET_VIEW, epoch=self.routes.epoch).pack()])
             if want.ask_store:
                 self._wanted.reading = True
                 self._ask_view(self._from_store)

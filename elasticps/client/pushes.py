@@ -208,7 +208,9 @@ class Pushes:
             elif isinstance(effect, Ask):
                 request = next(self._requests)
                 self._asks[request] = effect
-                self._send(effect.head, [Header(Kind.ASK, 0, 0, request, effect.epoch, worker=self._worker).pack()])
+                self._send(
+                    effect.head, [Header(Kind.GET_CLOCKS, 0, 0, request, effect.epoch, worker=self._worker).pack()]
+                )
             elif isinstance(effect, NeedView):
                 self.needed_epoch = max(self.needed_epoch, effect.epoch)
             else:

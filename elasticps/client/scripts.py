@@ -1,5 +1,6 @@
-"""What a worker asks, and in which order, to take part in synchronous rounds (BSP; `elasticps.server.rounds` has the
-whole story), and how far another worker's pushes have come. Pure; `rounds` says what a script is.
+"""What a worker asks, and in which order, to take part in synchronous rounds (BSP;
+`elasticps.server.protocol.barrier_state` has the whole story), and how far another worker's pushes have come. Pure;
+`rounds` says what a script is.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ import numpy as np
 from elasticps.client.rounds import Questions, Request, Script, of_heads
 from elasticps.client.routing import Routes
 from elasticps.errors import ServerError
-from elasticps.hashing import home_range
+from elasticps.hashing import group_range
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame, read_clocks, unpack_header
-from elasticps.wire.headers import AskHeader, DoneHeader, EnterHeader
+from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader, GetClocksHeader
 from replication.chain import Member
 from replication.progress import Progress
 
 GRACE_S = 1.0  # the server, which knows whom it waits for, gives up first
 
 
-def of_home(app: str, header: Header, body: bytes = b"") -> Questions:
-    """A question to the head of an application's home range."""
+def of_group(app: str, header: Header, body: bytes = b"") -> Questions:
+    """A question to the head of an application's group range."""
 
     def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
-        head = int(routes.view.heads[home_range(app, routes.view.ranges)])
+        head = int(routes.view.heads[group_range(app, routes.view.ranges)])
         return [(routes.members[head], header._replace(epoch=routes.epoch), [body])] if head >= 0 else []
 
     return questions
@@ -34,8 +35,8 @@ def of_home(app: str, header: Header, body: bytes = b"") -> Questions:
 def entering(app: str, worker: int, predecessor: int, timeout_s: float) -> Script[tuple[int, int]]:
     """Becomes a member; returns the last decided round, above which this worker starts, and the last one that its
     predecessor (0 for none) was in."""
-    header = EnterHeader(worker, predecessor).header()
-    (answer,) = yield Request(of_home(app, header), timeout_s, f"entering the rounds of {app!r}")
+    header = BarrierJoinHeader(worker, predecessor).header()
+    (answer,) = yield Request(of_group(app, header), timeout_s, f"entering the rounds of {app!r}")
     decision = json.loads(answer.body)
     # whoever was in the last round may have died before closing it; what is closed already stays as it is
     yield from closing(app, decision["round"], decision["workers"], timeout_s)
@@ -44,13 +45,13 @@ def entering(app: str, worker: int, predecessor: int, timeout_s: float) -> Scrip
 
 def leaving(app: str, worker: int, timeout_s: float) -> Script[None]:
     """Is in no further round, until it enters again."""
-    yield Request(of_home(app, Header(Kind.LEAVE, worker=worker)), timeout_s, f"leaving the rounds of {app!r}")
+    yield Request(of_group(app, Header(Kind.BARRIER_LEAVE, worker=worker)), timeout_s, f"leaving the rounds of {app!r}")
 
 
 def settling(app: str, worker: int, clock: int, timeout_s: float) -> Script[None]:
     """Closes the round of a step that is committed everywhere."""
-    header = DoneHeader(worker, clock, int(timeout_s * 1000)).header()
-    (answer,) = yield Request(of_home(app, header), timeout_s + GRACE_S, f"round {clock} of {app!r}")
+    header = BarrierArriveHeader(worker, clock, int(timeout_s * 1000)).header()
+    (answer,) = yield Request(of_group(app, header), timeout_s + GRACE_S, f"round {clock} of {app!r}")
     decision = json.loads(answer.body)
     if decision["round"] != clock:
         raise ServerError(f"round {clock} of {app!r} was closed without this worker")
@@ -60,14 +61,14 @@ def settling(app: str, worker: int, clock: int, timeout_s: float) -> Script[None
 def closing(app: str, clock: int, workers: Sequence[int], timeout_s: float) -> Script[None]:
     """Has every head close a round that is decided."""
     if clock:
-        frame = json_frame(Kind.CLOSE, {"round": clock, "workers": list(workers)})
+        frame = json_frame(Kind.BARRIER_CLOSE, {"round": clock, "workers": list(workers)})
         header, body = unpack_header(frame), frame[HEADER_BYTES:]
         yield Request(of_heads(header, body), timeout_s, f"closing round {clock} of {app!r}")
 
 
 def clocks_of(worker: int, timeout_s: float) -> Script[tuple[Progress, Progress]]:
     """How far a worker's pushes are in every range, as their heads say: (applied, committed), int64 [P] each."""
-    head, ranges = AskHeader(worker).header(), 0
+    head, ranges = GetClocksHeader(worker).header(), 0
 
     def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
         nonlocal ranges

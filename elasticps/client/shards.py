@@ -1,4 +1,4 @@
-"""Samples in shards, handed out to the workers that are there; `elasticps.server.shards` has the whole story.
+"""Samples in shards, handed out to the workers that are there; `server.protocol.data_shards_state` has the whole story.
 
 for shard in ps.shards(len(data), 64, epochs=3, shuffle_seed=1):
     ps.push({table: gradients(data[shard.indices])})     # one step per shard

@@ -1,5 +1,5 @@
-"""How a worker gets shards to train: what it asks, and which of them it trains; `elasticps.server.shards` has the whole
-story. Pure; `shards` does it."""
+"""How a worker gets shards to train: what it asks, and which of them it trains; `server.protocol.data_shards_state`
+has the whole story. Pure; `shards` does it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 from elasticps.client.rounds import Answer, Request
-from elasticps.client.scripts import clocks_of, closing, of_home
+from elasticps.client.scripts import clocks_of, closing, of_group
 from elasticps.sharding import ShardSpec
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
 from replication.progress import PART_BITS
@@ -114,9 +114,9 @@ class Taking:
         committed = self._report()
         self._handed = {n: clock for n, clock in self._handed.items() if n not in back and not 0 < clock <= committed}
         document = {**self._spec._asdict(), "name": self._name, "want": want, "done": [*done], "back": [*back]}
-        frame = json_frame(Kind.TAKE, document)
+        frame = json_frame(Kind.CLAIM_SHARDS, document)
         header = unpack_header(frame)._replace(clock=committed)
-        questions = of_home(self._app, header, frame[HEADER_BYTES:])
+        questions = of_group(self._app, header, frame[HEADER_BYTES:])
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         (answer,) = yield Request(questions, timeout_s, f"asking for shards {self._name!r}")
         return _told(json.loads(answer.body))

@@ -113,8 +113,8 @@ def _traffic(server: Server, status: dict[str, Any]) -> Iterator[Metric]:
     rows.add_metric(["pull"], status["rows_pulled"])
     yield rows
     yield _counter("refused", "Frames refused with an error.", status["refused"])
-    yield _counter("applied_operations", "Operations applied, as head or follower.", server.shell.applied)
-    yield _counter("applied_rows", "Rows updated, as head or follower.", server.shell.rows_applied)
+    yield _counter("applied_operations", "Operations applied, as head or follower.", server.executor.applied)
+    yield _counter("applied_rows", "Rows updated, as head or follower.", server.executor.rows_applied)
     yield _counter("fill_sent_bytes", "Rows sent to replicas that joined.", status["sent_bytes"])
     yield _gauge("parked_pulls", "Pulls that wait for other workers.", status["parked"])
     yield _gauge("connections", "Open connections.", status["connections"])

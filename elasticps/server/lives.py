@@ -26,7 +26,7 @@ from coordinator.membership import (
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, Roster, View
 from elasticps import logs
-from elasticps.server.peers import BEAT_S
+from elasticps.server.replica_links import BEAT_S
 from elasticps.server.server import Server
 
 log = logging.getLogger(__name__)

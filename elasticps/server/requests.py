@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 from coordinator.view import ServerInfo
 from elasticps.errors import SpecError
 from elasticps.server.connection import Connection
-from elasticps.server.content import Content, Contribution, NewTable, positions_of
+from elasticps.server.executor import Executor
 from elasticps.server.fast.path import FastPath
-from elasticps.server.messages import shard_mark
-from elasticps.server.parking import Parking
-from elasticps.server.reads import Read, answer
-from elasticps.server.refusal import Refusal
-from elasticps.server.shell import Shell
-from elasticps.server.tickets import RequestTicket
+from elasticps.server.protocol.bounded_delay import BoundedDelay
+from elasticps.server.protocol.operations import Content, Contribution, NewTable, positions_of
+from elasticps.server.protocol.reads import Read, answer
+from elasticps.server.protocol.replica_codec import shard_mark
+from elasticps.server.protocol.replies import RequestTicket
+from elasticps.server.protocol.request_error import RequestError
 from elasticps.spec import TableSpec
 from elasticps.store import Table
 from elasticps.wire.frames import ANY, LAST, PAUSE, REPEAT, ROUND, Block, FrameError, Header, Kind, json_body, read_push
 from replication.chain import Ranges
 from replication.core import NO_RANGES
 from replication.effects import Ask, Push
-from replication.messages import Kind as OperationKind
+from replication.messages import OperationKind
 from replication.progress import MAX_CLOCK, MAX_PARTS
 from replication.replica import Replica
 
@@ -44,29 +44,29 @@ class Host(Protocol):
     fast: FastPath
 
     def wait_for_view(self, connection: Connection, header: Header, body: Body) -> bool:
-        """Holds a frame that speaks of a view to come. Raises `Refusal` when that does not come."""
+        """Holds a frame that speaks of a view to come. Raises `RequestError` when that does not come."""
 
     def tell_view(self, connection: Connection) -> None:
         """Sends the view, once per connection and epoch."""
 
-    def refuse(self, connection: Connection, request: int, refusal: Refusal) -> None:
+    def refuse(self, connection: Connection, request: int, refusal: RequestError) -> None:
         """Tells why a request was not done."""
 
     def serves(self, header: Header) -> bool:
         """Whether the ranges that may be read here are the same as in the pull's epoch."""
 
-    def judged(self) -> list[tuple[Read, Refusal | None]]:
+    def judged(self) -> list[tuple[Read, RequestError | None]]:
         """The waiting pulls that need not wait any more."""
 
 
 class Requests:
     """The handlers of a worker's frames. last_s: when the last push or pull came."""
 
-    def __init__(self, host: Host, shell: Shell, parking: Parking, clock: Callable[[], float]) -> None:
+    def __init__(self, host: Host, executor: Executor, parking: BoundedDelay, clock: Callable[[], float]) -> None:
         self._host = host
-        self._shell = shell
-        self._store, self._replica = shell.store, shell.replica
-        self._parking = parking
+        self._executor = executor
+        self._store, self._replica = executor.store, executor.replica
+        self._delay = parking
         self._clock = clock
         self._order = NO_RANGES, positions_of(NO_RANGES, host.ranges)  # the newest answer of `_order_of`
         self._unshown: dict[Connection, None] = {}  # whose answers hold values that must not be shown yet
@@ -75,7 +75,7 @@ class Requests:
             Kind.PUSH: self._push,
             Kind.PULL: self._pull,
             Kind.JOIN: self._join,
-            Kind.ASK: self._ask,
+            Kind.GET_CLOCKS: self._ask,
             Kind.CREATE: self._create,
             Kind.INIT: self._init,
         }
@@ -85,7 +85,7 @@ class Requests:
     def _table(self, table_id: int) -> Table:
         table = self._store.tables.get(table_id)
         if table is None:
-            raise Refusal("unknown-table", f"server {self._host.me.name} has no table with id {table_id}")
+            raise RequestError("unknown-table", f"server {self._host.me.name} has no table with id {table_id}")
         return table
 
     def _create(self, connection: Connection, header: Header, body: Body) -> None:
@@ -96,7 +96,7 @@ class Requests:
         try:
             self._store.create(TableSpec.from_json(text), table_id)
         except SpecError as error:
-            raise Refusal("spec", str(error)) from None
+            raise RequestError("spec", str(error)) from None
         self._control(connection, header, OperationKind.CREATE, NewTable(table_id, text), len(text))
 
     def _control(
@@ -106,7 +106,7 @@ class Requests:
         """Logs an operation of the ranges themselves; answered when it is committed."""
         ticket = RequestTicket(connection, header.request)
         push = Push(ticket, -1, header.epoch, 0, 0, True, ranges, payload, nbytes, kind=kind)
-        self._shell.perform(self._replica.push, push)
+        self._executor.perform(self._replica.push, push)
 
     def _init(self, connection: Connection, header: Header, body: Body) -> None:
         if self._host.wait_for_view(connection, header, body):
@@ -121,23 +121,23 @@ class Requests:
 
     def _join(self, connection: Connection, header: Header, body: Body) -> None:
         if header.flags & PAUSE:
-            self._parking.pause(connection.worker)
+            self._delay.pause(connection.worker)
             self.judge_parked()
         elif header.flags & LAST:
             if header.clock >= MAX_CLOCK:
                 raise FrameError(f"a base clock of {header.clock} is over the limit of {MAX_CLOCK}")
             connection.base = header.clock
-            self._parking.join(connection.worker, header.clock)
-        minimum = self._parking.minimum(connection.app)
+            self._delay.join(connection.worker, header.clock)
+        minimum = self._delay.minimum(connection.app)
         connection.send(Header(Kind.OK, request=header.request, epoch=self._host.epoch, clock=minimum).pack())
 
     def _ask(self, connection: Connection, header: Header, body: Body) -> None:
         ask = Ask(RequestTicket(connection, header.request), header.worker, header.epoch)
-        self._shell.perform(self._replica.ask, ask)
+        self._executor.perform(self._replica.ask, ask)
 
     def _push(self, connection: Connection, header: Header, body: Body) -> None:
         if connection.base < 0:
-            raise Refusal("not-joined", f"worker {connection.worker_name!r} pushed before it joined")
+            raise RequestError("not-joined", f"worker {connection.worker_name!r} pushed before it joined")
         if not 0 < header.clock < MAX_CLOCK or not header.first <= header.part < MAX_PARTS:
             raise FrameError(f"a push of step {header.clock}, parts {header.first}..{header.part}, cannot be")
         if self._host.wait_for_view(connection, header, body):
@@ -151,13 +151,13 @@ class Requests:
         for block in blocks:
             try:
                 self._check(block, positions, values=None)
-            except Refusal as refusal:
+            except RequestError as refusal:
                 self._host.counts["refused"] += 1
                 ticket.refusal, blocks = refusal, []
                 break
         mark = shard_mark(header)
         if mark is not None:
-            if self._shell.shards.owns(connection.app, mark.set):
+            if self._executor.shards.owns(connection.app, mark.set):
                 connection.set_shards(mark.set)
             else:
                 mark = None
@@ -175,7 +175,7 @@ class Requests:
         told = header.clock - header.table
         if header.table and told > connection.base:  # the base itself says nothing of ranges that are not pushed to yet
             self._host.fast.tell(connection.worker, told)
-        self._shell.perform(self._replica.push, push)
+        self._executor.perform(self._replica.push, push)
         self._host.fast.note_change()
 
     def _order_of(self, epoch: int) -> tuple[Ranges, NDArray[np.int64]]:
@@ -190,10 +190,10 @@ class Requests:
     def _named(self, named: NDArray[np.int32]) -> tuple[Ranges, NDArray[np.int64]]:
         ranges = named.astype(np.int64)
         if len(ranges) and (ranges.min() < 0 or ranges.max() >= self._host.ranges):
-            raise Refusal("foreign", f"a push names ranges outside 0..{self._host.ranges - 1}")
+            raise RequestError("foreign", f"a push names ranges outside 0..{self._host.ranges - 1}")
         positions = positions_of(ranges, self._host.ranges)
         if np.count_nonzero(positions >= 0) != len(ranges):
-            raise Refusal("foreign", "a push names a range twice")
+            raise RequestError("foreign", "a push names a range twice")
         return ranges, positions
 
     def _check(self, block: Block, positions: NDArray[np.int64], *, values: int | None) -> None:
@@ -201,15 +201,15 @@ class Requests:
         table = self._table(block.table)
         dim, expected = table.spec.dim, table.spec.optimizer.step_floats if values is None else values
         if block.grads.shape[1] != dim:
-            raise Refusal("shape", f"table {table.spec.name!r} has dim {dim}, the push has {block.grads.shape[1]}")
+            raise RequestError("shape", f"table {table.spec.name!r} has dim {dim}, the push has {block.grads.shape[1]}")
         if len(block.step_values) != expected:
-            raise Refusal(
+            raise RequestError(
                 "shape", f"table {table.spec.name!r} takes {expected} step values, not {len(block.step_values)}"
             )
         at = table.first_misplaced(block.keys, positions)
         if at >= 0:
             text = f"key {block.keys[at]} of table {table.spec.name!r} is not in a range that the push ticks at server "
-            raise Refusal("foreign", f"{text}{self._host.me.name}, or not in their order")
+            raise RequestError("foreign", f"{text}{self._host.me.name}, or not in their order")
 
     # --- pulls ------------------------------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class Requests:
         if not self._host.serves(header):
             self._host.tell_view(connection)
             text = f"server {self._host.me.name} is at epoch {self._host.epoch}, the request at {header.epoch}"
-            raise Refusal("stale-view", text, epoch=self._host.epoch)
+            raise RequestError("stale-view", text, epoch=self._host.epoch)
         table = self._table(header.table)
         if header.items * 8 != len(body):
             raise FrameError(f"a pull of {header.items} keys has a body of {len(body)} bytes")
@@ -227,8 +227,8 @@ class Requests:
         self._host.counts["rows_pulled"] += header.items
         self.last_s = self._clock()
         read = Read(connection, header, table, body.view(np.int64), 0.0)
-        if (header.bound or header.clock) and self._parking.behind(read):
-            self._parking.park(read)
+        if (header.bound or header.clock) and self._delay.behind(read):
+            self._delay.park(read)
         else:
             self._answer(read)
 
@@ -243,7 +243,7 @@ class Requests:
     @property
     def waiting(self) -> bool:
         """Whether some pull waits to be judged again."""
-        return bool(self._parking or self._unshown)
+        return bool(self._delay or self._unshown)
 
     def judge_parked(self) -> None:
         """Answers the pulls that need not wait any more, and those that waited too long."""

@@ -21,22 +21,22 @@ from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.admin.subject import MarkedRange
 from elasticps.server.awaited import FutureTicket
 from elasticps.server.connection import Connection
-from elasticps.server.content import Mark, PieceContent
-from elasticps.server.decider import Decider
+from elasticps.server.executor import Executor
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
-from elasticps.server.fill import Cutter
-from elasticps.server.handout import HandOut
 from elasticps.server.herald import Herald
 from elasticps.server.linger import Linger
-from elasticps.server.messages import Codec
-from elasticps.server.parking import Parking
-from elasticps.server.peers import Peers
-from elasticps.server.reads import Read
-from elasticps.server.refusal import Refusal
+from elasticps.server.protocol.barrier import BarrierCoordinator
+from elasticps.server.protocol.bounded_delay import BoundedDelay
+from elasticps.server.protocol.data_shards import ShardDispenser
+from elasticps.server.protocol.data_shards_state import Mark as ShardMark
+from elasticps.server.protocol.operations import ChunkContent, Mark
+from elasticps.server.protocol.reads import Read
+from elasticps.server.protocol.replica_codec import ReplicaCodec
+from elasticps.server.protocol.request_error import RequestError
+from elasticps.server.replica_links import ReplicaLinks
 from elasticps.server.requests import Requests
-from elasticps.server.shards import Mark as ShardMark
-from elasticps.server.shell import Shell
+from elasticps.server.snapshots import SnapshotSender
 from elasticps.wire.frames import (
     ANY,
     FrameError,
@@ -48,9 +48,8 @@ from elasticps.wire.frames import (
 from elasticps.wire.views import read_view
 from replication.chain import Member, Ranges, Role
 from replication.core import NO_RANGES
-from replication.effects import Level, Push, Status
-from replication.messages import Kind as OperationKind
-from replication.messages import Message
+from replication.effects import CaughtUp, Push, Status
+from replication.messages import Message, OperationKind
 
 log = logging.getLogger(__name__)
 
@@ -100,15 +99,15 @@ class Server:
         self.removed: asyncio.Future[None] = loop.create_future()
         self._linger = linger or Linger(loop)
         self.fast = FastPath(ranges, log_budget_bytes, self)
-        self.shell = Shell(self.member, ranges, self, log_budget_bytes, self.fast)
-        self.store, self.replica = self.shell.store, self.shell.replica
-        self._codec = Codec(self.store.tables, ranges)
-        self.peers = Peers(self.member, cluster, self, loop, self.connection)
-        self._cutter = Cutter(
+        self.executor = Executor(self.member, ranges, self, log_budget_bytes, self.fast)
+        self.store, self.replica = self.executor.store, self.executor.replica
+        self._codec = ReplicaCodec(self.store.tables, ranges)
+        self.peers = ReplicaLinks(self.member, cluster, self, loop, self.connection)
+        self._snapshots = SnapshotSender(
             loop,
             self.store.tables,
-            self.shell.rounds,
-            self.shell.shards,
+            self.executor.rounds,
+            self.executor.shards,
             ranges,
             self._cut,
             self._busy,
@@ -117,23 +116,23 @@ class Server:
         )
         self.workers: dict[int, WorkerInfo] = {}  # the roster
         self._roster_version = 0
-        self.parking = Parking(ranges, self.replica.clocks, clock)
+        self.delay = BoundedDelay(ranges, self.replica.clocks, clock)
         self._herald = Herald(loop.call_soon)
         self._connections: dict[Connection, None] = {}  # in the order in which they came
         self._held: dict[Connection, float] = {}  # connections that wait for a view or roster, since when
         self._tail_since = self._full_since = 1 << 62  # epochs in which the ranges that we tail, or hold, last changed
         self.listed = False  # in the view that we have
-        self._requests = Requests(self, self.shell, self.parking, clock)
-        self._decider = Decider(self, self.shell, clock)
+        self._requests = Requests(self, self.executor, self.delay, clock)
+        self._decider = BarrierCoordinator(self, self.executor, clock)
         self._handlers: dict[int, Handler] = {
             **self._requests.handlers,
             **self._decider.handlers,
-            **HandOut(self, self.shell).handlers,
-            Kind.WANT: self._want,
+            **ShardDispenser(self, self.executor).handlers,
+            Kind.GET_VIEW: self._want,
         }
         self._peer_handlers: dict[int, Handler] = {
-            **dict.fromkeys((Kind.FORWARD, Kind.ACK, Kind.RESYNC, Kind.PIECE, Kind.INSTALLED), self._message),
-            Kind.WANT: self._want,
+            **dict.fromkeys((Kind.FORWARD, Kind.ACK, Kind.RESYNC, Kind.SNAPSHOT_CHUNK, Kind.CHUNK_ACK), self._message),
+            Kind.GET_VIEW: self._want,
             Kind.VIEW: self._view,
         }
 
@@ -151,9 +150,9 @@ class Server:
     def closed(self, connection: Connection) -> None:
         self._connections.pop(connection, None)
         self._held.pop(connection, None)
-        self.parking.forget(connection)
+        self.delay.forget(connection)
         for ticket in list(connection.tickets):
-            self.shell.perform(self.replica.forget, ticket)
+            self.executor.perform(self.replica.forget, ticket)
         self.peers.lost(connection)
 
     def handle(self, connection: Connection, header: Header, body: Body) -> None:
@@ -167,10 +166,10 @@ class Server:
             raise FrameError(f"{Kind(header.kind).name} is not for this side of this connection")
         try:
             handler(connection, header, body)
-        except Refusal as refusal:
+        except RequestError as refusal:
             self.refuse(connection, header.request, refusal)
 
-    def refuse(self, connection: Connection, request: int, refusal: Refusal) -> None:
+    def refuse(self, connection: Connection, request: int, refusal: RequestError) -> None:
         """Tells why a request was not done."""
         self.counts["refused"] += 1
         connection.send(json_frame(Kind.ERROR, refusal.document, request=request, epoch=self.epoch))
@@ -198,11 +197,11 @@ class Server:
         try:
             if document.get("cluster") != self.cluster:
                 text = f"server {self.me.name} belongs to cluster {self.cluster!r}, not {document.get('cluster')!r}"
-                raise Refusal("cluster", text)
+                raise RequestError("cluster", text)
             if "worker" in document:
                 self._hello_worker(connection, header, body, document)
             elif document.get("to") != list(self.member):
-                raise Refusal("incarnation", f"this is {self.member}, not {document.get('to')}")
+                raise RequestError("incarnation", f"this is {self.member}, not {document.get('to')}")
             elif "peer" in document:
                 self._hello_peer(connection, header, document)
             elif "leader" in document:
@@ -211,7 +210,7 @@ class Server:
                 connection.send(self.report())
             else:
                 raise FrameError("a hello says who speaks: a worker, a peer or a leader")
-        except Refusal as refusal:
+        except RequestError as refusal:
             self.refuse(connection, header.request, refusal)
 
     def _welcome(self, connection: Connection, header: Header) -> None:
@@ -228,7 +227,7 @@ class Server:
             self.behind.set()
             if self._wait(connection, header, body):
                 return
-            raise Refusal("fenced", f"worker {name!r} (id {worker}) is not in the roster; it left, or a newer "
+            raise RequestError("fenced", f"worker {name!r} (id {worker}) is not in the roster; it left, or a newer "
                                     "incarnation took its name")  # fmt: skip
         connection.is_worker(worker, str(name), str(app))
         self._welcome(connection, header)
@@ -253,14 +252,14 @@ class Server:
         return True
 
     def wait_for_view(self, connection: Connection, header: Header, body: Body) -> bool:
-        """Holds a frame that speaks of a view to come. Raises `Refusal` when that does not come."""
+        """Holds a frame that speaks of a view to come. Raises `RequestError` when that does not come."""
         if header.epoch <= self.epoch:
             return False
         self.need_view(header.epoch)
         if self._wait(connection, header, body):
             return True
         text = f"server {self.me.name} is at epoch {self.epoch} and cannot get the view of epoch {header.epoch}"
-        raise Refusal("stale-view", text, epoch=self.epoch)
+        raise RequestError("stale-view", text, epoch=self.epoch)
 
     def _release(self) -> None:
         for connection in list(self._held):
@@ -283,12 +282,12 @@ class Server:
             self.removed.set_result(None)
             return
         self.listed = self.listed or me >= 0
-        headed, tailed = self.headed, self.parking.tailed
+        headed, tailed = self.headed, self.delay.tailed
         self._follow_reads(before, view, me)
         self.peers.adopt(view)
-        self.shell.perform(self.replica.adopt, view.as_chains)
+        self.executor.perform(self.replica.adopt, view.as_chains)
         log.info("adopted epoch=%d headed=%d reason=%r", view.epoch, len(self.headed), view.reason)
-        if len(np.setdiff1d(self.headed, headed)) or len(np.setdiff1d(self.parking.tailed, tailed)):
+        if len(np.setdiff1d(self.headed, headed)) or len(np.setdiff1d(self.delay.tailed, tailed)):
             # nobody else can tell them as early as who has ranges now
             self._herald.tell_all(connection for connection in self._connections if connection.worker)
         self._release()
@@ -297,7 +296,7 @@ class Server:
 
     def _follow_reads(self, before: View | None, view: View, me: int) -> None:
         """Notes whether the ranges that may be read here are other ones than before, or were under a view left out."""
-        old_tail, old_full = self.parking.tailed, self.parking.held
+        old_tail, old_full = self.delay.tailed, self.delay.held
         tailed = np.flatnonzero((view.tails == me) & (me >= 0))
         held = np.flatnonzero((view.chains == me).any(axis=1) & (me >= 0))
         unknown = before is None or view.epoch > before.epoch + 1
@@ -305,16 +304,16 @@ class Server:
             self._tail_since = view.epoch
         if unknown or not np.array_equal(held, old_full):
             self._full_since = view.epoch
-        self.parking.serve(tailed, held)
+        self.delay.serve(tailed, held)
         self.fast.serve(tailed, held, self._tail_since, self._full_since)
 
     def serves(self, header: Header) -> bool:
         """Whether the ranges that may be read here are the same as in the pull's epoch."""
         return header.epoch >= (self._full_since if header.flags & ANY else self._tail_since)
 
-    def judged(self) -> list[tuple[Read, Refusal | None]]:
+    def judged(self) -> list[tuple[Read, RequestError | None]]:
         """The waiting pulls that need not wait any more."""
-        return self.parking.judge(self._tail_since, self._full_since)
+        return self.delay.judge(self._tail_since, self._full_since)
 
     @property
     def headed(self) -> Ranges:
@@ -328,7 +327,7 @@ class Server:
             return
         self._roster_version = roster.version
         self.workers = {w.id: w for w in roster.workers}
-        self.parking.follow(self.workers)
+        self.delay.follow(self.workers)
         newest = {(w.app, w.name): w.id for w in roster.workers}
         for connection in list(self._connections):
             connection.set_rostered(connection.worker in self.workers)
@@ -336,7 +335,7 @@ class Server:
                 text = f"worker {connection.worker_name!r} was started again; this is the older incarnation"
                 connection.send(json_frame(Kind.ERROR, {"code": "fenced", "message": text}))
                 connection.transport.close()
-        self.shell.perform(self.replica.adopt_roster, roster.version, frozenset(self.workers))
+        self.executor.perform(self.replica.adopt_roster, roster.version, frozenset(self.workers))
         self._release()
         self._decider.judge()
         self._requests.judge_parked()
@@ -373,7 +372,7 @@ class Server:
         document = {
             "levels": [[level.range, level.fill, *level.joiner] for level in self.replica.levels()],
             "suspects": [[*member, round(seconds, 3)] for member, seconds in self.peers.suspects().items()],
-            "stalled": [list(member) for member in self._cutter.stalled()],
+            "stalled": [list(member) for member in self._snapshots.stalled()],
             "bytes": self.store.nbytes,
             "requests": self.count("pushes") + self.count("pulls"),
         }
@@ -396,7 +395,7 @@ class Server:
 
     def need_view(self, epoch: int) -> None:
         self.behind.set()
-        self.peers.broadcast(Header(Kind.WANT, epoch=self.epoch).pack())
+        self.peers.broadcast(Header(Kind.GET_VIEW, epoch=self.epoch).pack())
 
     @property
     def roster_version(self) -> int:
@@ -407,17 +406,17 @@ class Server:
         self.behind.set()
 
     def start_fill(self, peer: Member, r: int, serial: int) -> None:
-        self._cutter.start(peer, r, serial)
+        self._snapshots.start(peer, r, serial)
 
     def next_piece(self, r: int, serial: int) -> None:
-        self._cutter.next(r, serial)
+        self._snapshots.next(r, serial)
 
-    def report_level(self, level: Level) -> None:
+    def report_level(self, level: CaughtUp) -> None:
         log.debug("level range=%d fill=%d joiner=%s", level.range, level.fill, level.joiner)
         self._loop.call_soon(self.tell_leaders)
 
-    def _cut(self, r: int, serial: int, upto: int, last: bool, content: PieceContent) -> None:
-        self.shell.perform(self.replica.piece, r, serial, upto, last, content)
+    def _cut(self, r: int, serial: int, upto: int, last: bool, content: ChunkContent) -> None:
+        self.executor.perform(self.replica.piece, r, serial, upto, last, content)
 
     def _backlog(self, peer: Member) -> int:
         link = self.peers.link(peer)
@@ -426,7 +425,7 @@ class Server:
     def _filling(self, r: int) -> tuple[Member, int] | None:
         """Who is to be filled with range r from here, as long as it is not, and since which epoch."""
         view = self.view
-        if view is None or view.joining[r] < 0 or self.replica.waiting[r] or not (self.parking.tailed == r).any():
+        if view is None or view.joining[r] < 0 or self.replica.waiting[r] or not (self.delay.tailed == r).any():
             return None
         return view.servers[view.joining[r]].member, int(view.since[r])
 
@@ -448,7 +447,7 @@ class Server:
 
     def note_shard(self, number: int, shard: int, worker: int, clock: int) -> None:
         """A push that trains a shard was applied."""
-        self.shell.shards.note(ShardMark(number, shard), worker, clock)
+        self.executor.shards.note(ShardMark(number, shard), worker, clock)
 
     def answer_rest(self, connection: Connection, header: Header, body: Body, done: int) -> None:
         """A pull of which `done` rows have been sent before something unusual happened."""
@@ -468,11 +467,11 @@ class Server:
         connection = self.peers.link(member)
         if connection is not None:
             connection.is_peer()
-        self.shell.perform(self.replica.peer_up, member)
+        self.executor.perform(self.replica.peer_up, member)
 
     def peer_down(self, member: Member) -> None:
         log.info("peer=%s down", member)
-        self.shell.perform(self.replica.peer_down, member)
+        self.executor.perform(self.replica.peer_down, member)
 
     def _message(self, connection: Connection, header: Header, body: Body) -> None:
         member = connection.member
@@ -480,7 +479,7 @@ class Server:
             raise FrameError(f"{Kind(header.kind).name} came from somebody who is no replica")
         if self.peers.link(member) is connection:
             message = self._codec.decode(header, body)
-            self.shell.perform(self.replica.receive, member, message)
+            self.executor.perform(self.replica.receive, member, message)
             self.fast.note_change()
 
     # --- audit ------------------------------------------------------------------------------------------------------
@@ -492,7 +491,7 @@ class Server:
             ticket = FutureTicket(self._loop)
             some = ranges[start : start + MARKED_AT_ONCE]
             push = Push(ticket, -1, self.epoch, 0, 0, True, some, Mark(mark), 64, kind=OperationKind.AUDIT)
-            self.shell.perform(self.replica.push, push)
+            self.executor.perform(self.replica.push, push)
             reply = await ticket.future
             if reply.status is not Status.COMMITTED or len(reply.moved):
                 return False
@@ -500,7 +499,7 @@ class Server:
 
     def marked(self, mark: int) -> dict[int, MarkedRange]:
         """What this replica found at a mark, by range."""
-        return self.shell.marks.of(mark)
+        return self.executor.marks.of(mark)
 
     # --- for people -------------------------------------------------------------------------------------------------
 
@@ -527,9 +526,9 @@ class Server:
             "rows_pushed": self.count("rows_pushed"),
             "rows_pulled": self.count("rows_pulled"),
             "refused": self.counts["refused"],
-            "parked": len(self.parking),
+            "parked": len(self.delay),
             "log_bytes": self.replica.log.nbytes,
-            "sent_bytes": self._cutter.sent_bytes,
+            "sent_bytes": self._snapshots.sent_bytes,
             "tables": len(self.store.tables),
             "uptime_s": self._clock() - self._started,
         }

@@ -38,18 +38,18 @@ class Kind(IntEnum):
     PUSH = 4
     PULL = 5
     JOIN = 6
-    ASK = 7
-    WANT = 8
-    ENTER = 9
-    DONE = 10
-    CLOSE = 11
-    TAKE = 12
-    LEAVE = 13
+    GET_CLOCKS = 7
+    GET_VIEW = 8
+    BARRIER_JOIN = 9
+    BARRIER_ARRIVE = 10
+    BARRIER_CLOSE = 11
+    CLAIM_SHARDS = 12
+    BARRIER_LEAVE = 13
     FORWARD = 16
     ACK = 17
     RESYNC = 18
-    PIECE = 19
-    INSTALLED = 20
+    SNAPSHOT_CHUNK = 19
+    CHUNK_ACK = 20
     WELCOME = 64
     OK = 65
     ROWS = 66
@@ -58,7 +58,7 @@ class Kind(IntEnum):
     CLOCKS = 69
     PARTLY = 70
     REPORT = 71
-    DECIDED = 72
+    BARRIER_DECISION = 72
     SHARDS = 73
 
 
@@ -90,9 +90,9 @@ class Header(NamedTuple):
     `items` give the table and the number of keys. `bound` is the staleness bound of a PULL plus one, 0 for none, and
     `wait_ms` how long the server may let it wait for that. JOIN asks for the active workers' minimum clock; with LAST
     it says that the worker starts above the base `clock`, and comes before any PUSH on a connection. In a PUSH that
-    trains a shard, `bound` is the shard's number plus one and `wait_ms` the id of its set. ASK wants the
-    progress of `worker` in the ranges headed there, CLOCKS gives it. WANT asks for a view newer than `epoch`, if there
-    is one. PARTLY answers a PUSH of which some ranges left the server before they were committed.
+    trains a shard, `bound` is the shard's number plus one and `wait_ms` the id of its set. GET_CLOCKS wants the
+    progress of `worker` in the ranges headed there, CLOCKS gives it. GET_VIEW asks for a view newer than `epoch`, if
+    there is one. PARTLY answers a PUSH of which some ranges left the server before they were committed.
     """
 
     kind: int

@@ -1,8 +1,8 @@
 """What the header of each kind of frame says: one constructor and one reader per kind, every field with one meaning.
 
 The 64 bytes are the same for all kinds (`frames.Header`). Where a kind puts what stands here alone: nobody else needs
-to know that a PULL's bound travels as one more than it is, or that an ENTER has its worker's predecessor where a PULL
-has its table. `docs/wire.md` has the same as a table, and `tests/wire/test_headers.py` golden vectors. Pure.
+to know that a PULL's bound travels as one more than it is, or that a BARRIER_JOIN has its worker's predecessor where
+a PULL has its table. `docs/wire.md` has the same as a table, and `tests/wire/test_headers.py` golden vectors. Pure.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class JoinHeader(NamedTuple):
         return cls(h.clock if h.flags & LAST and not pause else None, pause)
 
 
-class AskHeader(NamedTuple):
-    """ASK: how far has `worker` come in the ranges that the receiver heads at `epoch`?"""
+class GetClocksHeader(NamedTuple):
+    """GET_CLOCKS: how far has `worker` come in the ranges that the receiver heads at `epoch`?"""
 
     worker: int
     request: int = 0
@@ -118,32 +118,32 @@ class AskHeader(NamedTuple):
 
     def header(self) -> Header:
         """The 64 bytes' fields; there is no body."""
-        return Header(Kind.ASK, request=self.request, epoch=self.epoch, worker=self.worker)
+        return Header(Kind.GET_CLOCKS, request=self.request, epoch=self.epoch, worker=self.worker)
 
     @classmethod
-    def of(cls, h: Header) -> AskHeader:
+    def of(cls, h: Header) -> GetClocksHeader:
         """The inverse of `header`."""
         return cls(h.worker, h.request, h.epoch)
 
 
-class EnterHeader(NamedTuple):
-    """ENTER: `worker` takes part in its application's rounds. predecessor: the id that it had before, 0 for none."""
+class BarrierJoinHeader(NamedTuple):
+    """BARRIER_JOIN: `worker` takes part in its application's rounds. predecessor: its id before, 0 for none."""
 
     worker: int
     predecessor: int = 0
 
     def header(self) -> Header:
         """The 64 bytes' fields; there is no body."""
-        return Header(Kind.ENTER, worker=self.worker, table=self.predecessor)
+        return Header(Kind.BARRIER_JOIN, worker=self.worker, table=self.predecessor)
 
     @classmethod
-    def of(cls, h: Header) -> EnterHeader:
+    def of(cls, h: Header) -> BarrierJoinHeader:
         """The inverse of `header`."""
         return cls(h.worker, h.table)
 
 
-class DoneHeader(NamedTuple):
-    """DONE: the share of `worker` in round `clock` is committed everywhere; it waits `wait_ms` for the others."""
+class BarrierArriveHeader(NamedTuple):
+    """BARRIER_ARRIVE: `worker`'s share of round `clock` is committed everywhere; it waits `wait_ms` for the others."""
 
     worker: int
     clock: int
@@ -151,10 +151,10 @@ class DoneHeader(NamedTuple):
 
     def header(self) -> Header:
         """The 64 bytes' fields; there is no body."""
-        return Header(Kind.DONE, clock=self.clock, worker=self.worker, wait_ms=self.wait_ms)
+        return Header(Kind.BARRIER_ARRIVE, clock=self.clock, worker=self.worker, wait_ms=self.wait_ms)
 
     @classmethod
-    def of(cls, h: Header) -> DoneHeader:
+    def of(cls, h: Header) -> BarrierArriveHeader:
         """The inverse of `header`."""
         return cls(h.worker, h.clock, h.wait_ms)
 
@@ -242,9 +242,9 @@ class RangesHeader(NamedTuple):
         return cls(Kind(h.kind), h.epoch, h.table)
 
 
-class PieceHeader(NamedTuple):
-    """PIECE: number `number` of filling `fill` of a range, which is at `seq` of its log; with the progress of `workers`
-    workers (in the first one), and rows of `tables` tables."""
+class SnapshotChunkHeader(NamedTuple):
+    """SNAPSHOT_CHUNK: number `number` of transfer `fill` of a range, which is at `seq` of its log; with the progress
+    of `workers` workers (in the first one), and rows of `tables` tables."""
 
     epoch: int
     range: int
@@ -258,18 +258,18 @@ class PieceHeader(NamedTuple):
     def header(self, body_bytes: int) -> Header:
         """The 64 bytes' fields, before a body of so many bytes."""
         return Header(
-            Kind.PIECE, self.last * LAST, body_bytes, self.fill, self.epoch, self.seq, self.range, table=self.workers,
-            items=self.tables, bound=self.number,
+            Kind.SNAPSHOT_CHUNK, self.last * LAST, body_bytes, self.fill, self.epoch, self.seq, self.range,
+            table=self.workers, items=self.tables, bound=self.number,
         )  # fmt: skip
 
     @classmethod
-    def of(cls, h: Header) -> PieceHeader:
+    def of(cls, h: Header) -> SnapshotChunkHeader:
         """The inverse of `header`."""
         return cls(h.epoch, h.worker, h.request, h.bound, bool(h.flags & LAST), h.clock, h.table, h.items)
 
 
-class InstalledHeader(NamedTuple):
-    """INSTALLED: piece `number` of filling `fill` of a range is in place, and every operation up to `seq`."""
+class ChunkAckHeader(NamedTuple):
+    """CHUNK_ACK: chunk `number` of transfer `fill` of a range is in place, and every operation up to `seq`."""
 
     epoch: int
     range: int
@@ -281,11 +281,11 @@ class InstalledHeader(NamedTuple):
     def header(self) -> Header:
         """The 64 bytes' fields; there is no body."""
         return Header(
-            Kind.INSTALLED, self.last * LAST, 0, self.fill, self.epoch, self.seq, self.range, bound=self.number
+            Kind.CHUNK_ACK, self.last * LAST, 0, self.fill, self.epoch, self.seq, self.range, bound=self.number
         )
 
     @classmethod
-    def of(cls, h: Header) -> InstalledHeader:
+    def of(cls, h: Header) -> ChunkAckHeader:
         """The inverse of `header`."""
         return cls(h.epoch, h.worker, h.request, h.bound, bool(h.flags & LAST), h.clock)
 

@@ -94,12 +94,12 @@ class FakeServer:
         if kind == Kind.HELLO:
             welcome = {"server": self.name, "incarnation": self.incarnation, "cluster": "fake"}
             yield json_frame(Kind.WELCOME, welcome)
-        elif kind == Kind.ASK:
+        elif kind == Kind.GET_CLOCKS:
             assert self.view is not None
             ranges = np.flatnonzero(self.view.heads == self.view.index(self.name))
             applied, committed = (np.full(len(ranges), x, np.int64) for x in (self.applied, self.committed))
             yield clocks_frame(request, epoch, ranges, applied, committed)
-        elif kind == Kind.WANT:
+        elif kind == Kind.GET_VIEW:
             if self.view is not None and self.view.epoch > header.epoch:
                 yield bytes_frame(Kind.VIEW, self.view.encode(), epoch=epoch)
         elif kind == Kind.PULL:

@@ -110,7 +110,7 @@ def test_one_stale_piece_makes_the_whole_frame_be_asked_about() -> None:
     pieces = [h for m, h in wire.take() if m == A]
     wire.pushes.not_done(pieces[1].request, Status.GAP, 1)
     ((to, ask),) = wire.take()
-    assert (to, ask.kind, ask.worker, ask.epoch) == (A, Kind.ASK, 7, 1)
+    assert (to, ask.kind, ask.worker, ask.epoch) == (A, Kind.GET_CLOCKS, 7, 1)
     assert not any(wire.pushes.ok(h.request) for h in pieces)
     none = np.zeros(len(headed(BEFORE, A)), np.int64)
     assert wire.pushes.clocks(ask.request, 1, headed(BEFORE, A), none, none)
@@ -129,7 +129,7 @@ def test_what_moved_is_sent_to_its_new_head_under_the_new_view() -> None:
     wire.pushes.ok(b.request)  # its ranges changed: what it says of the old frame counts no more
     assert wire.session.owing() == {B: 1}
     ((to, ask),) = wire.take()
-    assert (to, ask.kind, ask.epoch) == (B, Kind.ASK, 2)
+    assert (to, ask.kind, ask.epoch) == (B, Kind.GET_CLOCKS, 2)
     everything = headed(AFTER, B)
     applied = np.full(RANGES, 1 << 16, np.int64)
     committed = np.where(np.isin(everything, headed(BEFORE, B)), 1 << 16, 0)

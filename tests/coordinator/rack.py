@@ -12,7 +12,7 @@ from coordinator.health import Line, Report
 from coordinator.store import Store
 from coordinator.view import ServerInfo, View
 from replication.chain import Member
-from replication.effects import Level
+from replication.effects import CaughtUp
 from tests.coordinator.support import until
 
 REPORT_S = 0.02
@@ -47,13 +47,13 @@ class FakeServer:
     def report(self) -> Report:
         return Report(0 if self.view is None else self.view.epoch, self._level(), dict(self.suspects))
 
-    def _level(self) -> tuple[Level, ...]:
+    def _level(self) -> tuple[CaughtUp, ...]:
         """The fillings under way from here, as if each took no time."""
         view = self.view
         if view is None or not self.levels or view.index(self.info.name) < 0:
             return ()
         mine = np.flatnonzero((view.tails == view.index(self.info.name)) & (view.joining >= 0)).tolist()
-        return tuple(Level(r, int(view.since[r]), view.servers[view.joining[r]].member) for r in mine)
+        return tuple(CaughtUp(r, int(view.since[r]), view.servers[view.joining[r]].member) for r in mine)
 
 
 class FakeLine:

@@ -23,7 +23,7 @@ from coordinator.health import (
 from coordinator.planner import Members, plan
 from coordinator.view import ClusterConfig, ServerInfo, View
 from replication.chain import Member
-from replication.effects import Level
+from replication.effects import CaughtUp
 
 A, B, C = (Member(name, 1) for name in "abc")
 FINE = Report(epoch=1)
@@ -269,8 +269,8 @@ def filling() -> View:
 def test_level_reports_are_good_for_the_filling_that_they_name() -> None:
     story, view = Story(A, B), filling()
     since = int(view.since[0])
-    assert story.detector.heard(A, Report(2, levels=(Level(0, since, B),)), story.now)
-    assert not story.detector.heard(A, Report(2, levels=(Level(0, since, B),)), story.now)
+    assert story.detector.heard(A, Report(2, levels=(CaughtUp(0, since, B),)), story.now)
+    assert not story.detector.heard(A, Report(2, levels=(CaughtUp(0, since, B),)), story.now)
     assert story.detector.health(view).level == {0: since}
     story.detector.refused(A, "connection refused", story.now)
     assert story.detector.health(view).level == {0: since}, "b has everything, whoever said so"
@@ -280,11 +280,11 @@ def test_level_reports_are_good_for_the_filling_that_they_name() -> None:
 def test_level_reports_of_other_fillings_are_not_believed() -> None:
     story, view = Story(A, B), filling()
     since = int(view.since[0])
-    reports = (Level(0, since, C), Level(1, since - 1, B), Level(77, since, B))
+    reports = (CaughtUp(0, since, C), CaughtUp(1, since - 1, B), CaughtUp(77, since, B))
     story.detector.heard(A, Report(2, levels=reports), story.now)
     assert story.detector.health(view).level == {}
     # A report may come before the view that it speaks of: it is kept until that is known.
-    story.detector.heard(A, Report(3, levels=(Level(1, since + 1, B),)), story.now)
+    story.detector.heard(A, Report(3, levels=(CaughtUp(1, since + 1, B),)), story.now)
     assert story.detector.health(view).level == {}
 
 

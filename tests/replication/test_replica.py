@@ -14,13 +14,13 @@ from replication.core import ProtocolError
 from replication.effects import (
     Apply,
     Ask,
+    CaughtUp,
     ClocksReply,
     Erase,
     Hold,
     Install,
-    Level,
     NeedView,
-    NextPiece,
+    NextChunk,
     Push,
     Release,
     Reply,
@@ -28,7 +28,7 @@ from replication.effects import (
     SnapshotRange,
     Status,
 )
-from replication.messages import Forward, Kind, Resync
+from replication.messages import Forward, OperationKind, Resync
 from replication.replica import Replica
 from tests.replication.views import form, plan_failover, plan_move, plan_repair
 
@@ -232,7 +232,7 @@ def test_what_a_former_neighbour_says_is_void() -> None:
 def _operation() -> Any:
     from replication.messages import Operation
 
-    return Operation(Kind.PUSH, 1, 1 << 16, None, 0)
+    return Operation(OperationKind.PUSH, 1, 1 << 16, None, 0)
 
 
 def test_a_move_fills_the_joiner_in_pieces_then_acknowledgements_wait_then_it_is_level() -> None:
@@ -251,14 +251,14 @@ def test_a_move_fills_the_joiner_in_pieces_then_acknowledgements_wait_then_it_is
     c.take(tail, source.piece(0, start.serial, 50, False, _content()))
     c.push(head, 2)
     c.settle()
-    assert isinstance(c.effects[-1][1], Apply | NextPiece | Install | Reply)
+    assert isinstance(c.effects[-1][1], Apply | NextChunk | Install | Reply)
     inside = [e.inside for m, e in c.effects if m == joiner and isinstance(e, Apply)]
     assert inside == [{0: 50}]
     assert not c.replicas[joiner].filled[0]
     c.take(tail, source.piece(0, start.serial, 100, True, _content()))
     c.settle()
-    assert [e for _, e in c.effects if isinstance(e, Level)] == [Level(0, 2, joiner)]
-    assert source.levels() == [Level(0, 2, joiner)]
+    assert [e for _, e in c.effects if isinstance(e, CaughtUp)] == [CaughtUp(0, 2, joiner)]
+    assert source.levels() == [CaughtUp(0, 2, joiner)]
     c.push(head, 3)
     c.deliver(head, tail)
     assert (("t", 3), Status.COMMITTED) not in c.replies()
@@ -306,8 +306,8 @@ def test_an_operation_of_the_ranges_is_logged_like_a_push_and_a_retired_worker_i
     c = Cluster()
     head, tail = c.view.members_of(0)
     c.push(head, 1)
-    c.push(head, 0, worker=-1, kind=Kind.CREATE, token="create")
-    c.push(head, 0, worker=1, kind=Kind.RETIRE, after=0, token="retire")
+    c.push(head, 0, worker=-1, kind=OperationKind.CREATE, token="create")
+    c.push(head, 0, worker=1, kind=OperationKind.RETIRE, after=0, token="retire")
     c.settle()
     assert [status for _, status in c.replies()] == [Status.COMMITTED] * 3
     assert c.replicas[tail].seq[0] == 3

@@ -60,7 +60,7 @@ def test_the_next_head_goes_on_when_the_head_dies(run: Run) -> None:
         view = group.make_view(lambda r: ["s1", "s2"])
         group.adopt(view)
         await until(lambda: second.views)  # the new head tells its workers
-        header, body = await second.ask(Header(Kind.ASK, epoch=view.epoch, worker=WORKER))
+        header, body = await second.ask(Header(Kind.GET_CLOCKS, epoch=view.epoch, worker=WORKER))
         ranges, applied, committed = read_clocks(header, np.frombuffer(body, np.uint8))
         assert len(ranges) == RANGES
         assert (applied == 1 << 16).all()
@@ -170,7 +170,7 @@ def test_pulls_wait_at_the_tail_for_the_workers_own_pushes(run: Run) -> None:
         head, tail = await group.connect("s0"), await group.connect("s1", create=False)
         keys = np.array([3], np.int64)
         early = tail.ask(Header(Kind.PULL, epoch=1, clock=1, table=TABLE, items=1), keys.tobytes())
-        await until(lambda: len(group.servers["s1"].parking))
+        await until(lambda: len(group.servers["s1"].delay))
         await head.push(view, "s0", 1, KEYS, 4.0)
         header, body = await asyncio.wait_for(early, 10)
         assert header.kind == Kind.ROWS
@@ -289,7 +289,7 @@ def test_a_tail_does_not_show_what_its_level_joiner_may_lack(run: Run, rows: int
         assert not pull.done()
         joiner.replica.receive = receive  # type: ignore[method-assign]
         for arguments in heard:
-            joiner.shell.perform(receive, *arguments)
+            joiner.executor.perform(receive, *arguments)
         header, body = await asyncio.wait_for(pull, 10)
         assert header.kind == Kind.ROWS
         assert np.frombuffer(body[: 4 * DIM], np.float32).tolist() == [2.0] * DIM

@@ -137,7 +137,7 @@ class Story:
 
     def ask(self) -> None:
         name, worker = self.random.choice(SERVERS), self.random.choice(WORKERS)
-        self.send(name, worker, Header(Kind.ASK, epoch=self.view.epoch, worker=worker))
+        self.send(name, worker, Header(Kind.GET_CLOCKS, epoch=self.view.epoch, worker=worker))
 
     def pull(self) -> None:
         name, worker, number = (

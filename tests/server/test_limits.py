@@ -10,8 +10,8 @@ import pytest
 from elasticps.client.routing import Routes, plan_push
 from elasticps.hashing import table_salt
 from elasticps.optimizers import Accumulate
-from elasticps.server.content import Content, Contribution, positions_of
-from elasticps.server.messages import Codec
+from elasticps.server.protocol.operations import Content, Contribution, positions_of
+from elasticps.server.protocol.replica_codec import ReplicaCodec
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import (
     ALL_RANGES,
@@ -29,8 +29,7 @@ from elasticps.wire.frames import (
     json_body,
     json_frame,
 )
-from replication.messages import Forward, Operation
-from replication.messages import Kind as OperationKind
+from replication.messages import Forward, Operation, OperationKind
 from replication.progress import MAX_PARTS
 from tests.server.conftest import TABLE, WORKER, Group, Run, Worker
 
@@ -105,7 +104,9 @@ def test_no_forward_of_a_push_is_over_the_limit_of_links() -> None:
     contents = [Content(blocks, ranges, positions), Contribution("a" * 63, (1 << 46) - 1, blocks, ranges, positions)]
     for content in contents:
         operation = Operation(OperationKind.PUSH, WORKER, 1 << 62, content, 0)
-        frame = b"".join(bytes(part) for part in Codec({}, MAX_RANGES).encode(Forward(1, ranges, ranges, operation)))
+        frame = b"".join(
+            bytes(part) for part in ReplicaCodec({}, MAX_RANGES).encode(Forward(1, ranges, ranges, operation))
+        )
         added = len(frame) - HEADER_BYTES - len(zeros(TABLE, 3, np.empty(0, np.int64)))
         assert MAX_BODY_BYTES + added <= MAX_LINK_BODY_BYTES
 

@@ -1,4 +1,4 @@
-"""Peers that do not read, and peers that go while nobody reads from them."""
+"""ReplicaLinks that do not read, and peers that go while nobody reads from them."""
 
 from __future__ import annotations
 

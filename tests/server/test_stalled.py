@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from elasticps.optimizers import Accumulate
-from elasticps.server import fill
-from elasticps.server.fill import BACKLOG_BYTES, STALLED_S, Cutter
-from elasticps.server.rounds import Rounds
-from elasticps.server.shards import Shards
+from elasticps.server import snapshots
+from elasticps.server.protocol.barrier_state import Rounds
+from elasticps.server.protocol.data_shards_state import Shards
+from elasticps.server.snapshots import BACKLOG_BYTES, STALLED_S, SnapshotSender
 from elasticps.spec import TableSpec
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_body
@@ -41,7 +41,7 @@ class Loop:
 
 
 class Tail:
-    """A cutter with one table; `run` lets time pass, and asks for what stands still ten times a second."""
+    """A snapshots with one table; `run` lets time pass, and asks for what stands still ten times a second."""
 
     def __init__(self) -> None:
         self.loop = Loop()
@@ -52,7 +52,7 @@ class Tail:
         self.filling: tuple[Member, int] | None = (B, 3)
         self.backlog = 0
         loop: Any = self.loop
-        self.cutter = Cutter(
+        self.snapshots = SnapshotSender(
             loop, store.tables, Rounds(P), Shards(P), P,
             lambda r, serial, upto, last, content: self.delivered.append((serial, last)),
             lambda: False, lambda peer: self.backlog, lambda r: self.filling,
@@ -65,29 +65,29 @@ class Tail:
             self.loop.calls = [(at, call) for at, call in self.loop.calls if at > self.loop.now]
             for call in due:
                 call()
-            found = self.cutter.stalled()
+            found = self.snapshots.stalled()
             self.loop.now += 0.1
         return found
 
 
 def test_a_joiner_that_installs_nothing_is_told_of_and_one_that_gets_on_is_not() -> None:
     tail = Tail()
-    tail.cutter.start(B, 0, 1)
+    tail.snapshots.start(B, 0, 1)
     for _ in range(3):  # slowly, but it gets on
         assert not tail.run(STALLED_S - 1)
-        tail.cutter.next(0, 1)
+        tail.snapshots.next(0, 1)
     assert not tail.run(STALLED_S - 1)
     assert tail.run(2) == {B}
-    tail.cutter.next(0, 1)
+    tail.snapshots.next(0, 1)
     assert not tail.run(1)
 
 
 def test_the_last_piece_counts_as_well_until_the_joiner_has_all() -> None:
     tail = Tail()
-    tail.cutter.start(B, 0, 1)
+    tail.snapshots.start(B, 0, 1)
     while not tail.delivered or not tail.delivered[-1][1]:
         tail.run(0.2)
-        tail.cutter.next(0, 1)
+        tail.snapshots.next(0, 1)
     assert len(tail.delivered) > 3
     tail.run(1)
     tail.filling = None
@@ -97,7 +97,7 @@ def test_the_last_piece_counts_as_well_until_the_joiner_has_all() -> None:
 def test_one_that_reads_nothing_is_told_of() -> None:
     tail = Tail()
     tail.backlog = BACKLOG_BYTES + 1
-    tail.cutter.start(B, 0, 1)
+    tail.snapshots.start(B, 0, 1)
     assert tail.run(STALLED_S + 1) == {B}
     assert not tail.delivered
 
@@ -107,50 +107,50 @@ def test_beginning_again_and_again_is_no_progress() -> None:
     tail = Tail()
     found = set()
     for serial in range(1, int(STALLED_S) + 5):
-        tail.cutter.start(B, 0, serial)
+        tail.snapshots.start(B, 0, serial)
         tail.run(0.5)
-        tail.cutter.next(0, serial)
+        tail.snapshots.next(0, serial)
         found |= tail.run(0.5)
     assert found == {B}
 
 
 def test_another_joiner_and_another_filling_of_the_same_one_have_time_of_their_own() -> None:
     tail = Tail()
-    tail.cutter.start(B, 0, 1)
+    tail.snapshots.start(B, 0, 1)
     assert tail.run(STALLED_S + 1) == {B}
     tail.filling = C, 4
     assert not tail.run(1)
-    tail.cutter.start(C, 0, 2)
+    tail.snapshots.start(C, 0, 2)
     assert not tail.run(STALLED_S - 1)
     tail.filling = C, 5
-    tail.cutter.start(C, 0, 3)
+    tail.snapshots.start(C, 0, 3)
     assert not tail.run(STALLED_S - 1)
     assert tail.run(2) == {C}
 
 
 def test_a_tail_that_was_stopped_blames_nobody() -> None:
     tail = Tail()
-    tail.cutter.start(B, 0, 1)
+    tail.snapshots.start(B, 0, 1)
     tail.run(1)
     tail.loop.now += 10 * STALLED_S
-    assert not tail.cutter.stalled()
+    assert not tail.snapshots.stalled()
     assert not tail.run(STALLED_S - 1)
     assert tail.run(2) == {B}
 
 
 def test_a_server_reports_a_joiner_that_stands_still(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill, "STALLED_S", 0.4)
+    monkeypatch.setattr(snapshots, "STALLED_S", 0.4)
 
     async def test(group: Group) -> None:
         a, b = await group.start("a"), await group.start("b")
         group.adopt(group.make_view(lambda r: ["a"]))
         await group.connect("a")
-        b._peer_handlers[Kind.PIECE] = lambda *_: None
+        b._peer_handlers[Kind.SNAPSHOT_CHUNK] = lambda *_: None
         group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
         await until(lambda: reported(a.report()) == [["b", 1]])
         group.adopt(group.make_view(lambda r: ["a"]))
         assert reported(a.report()) == []
-        b._peer_handlers[Kind.PIECE] = b._message
+        b._peer_handlers[Kind.SNAPSHOT_CHUNK] = b._message
         group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
         await until(lambda: len(a.replica.levels()) == RANGES)
         assert reported(a.report()) == []

@@ -17,62 +17,62 @@ from chaos.servers import Server
 from elasticps.client import scripts
 from elasticps.client.rounds import Round
 from elasticps.client.taking import Taking, Told
-from elasticps.server.decider import Decider
-from elasticps.server.handout import HandOut
-from elasticps.server.home import AtHome
-from elasticps.server.rounds import Home, RangeRounds, Rounds, Share
-from elasticps.server.shards import UNUSED, Shards, ShardSet, Take, Used
-from replication.messages import Kind
+from elasticps.server.protocol.barrier import BarrierCoordinator
+from elasticps.server.protocol.barrier_state import BarrierGroup, RangeRounds, Rounds, Share
+from elasticps.server.protocol.data_shards import ShardDispenser
+from elasticps.server.protocol.data_shards_state import UNUSED, Shards, ShardSet, Take, Used
+from elasticps.server.protocol.group_log import GroupRequests
+from replication.messages import OperationKind
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def _decide_again_after_the_head_of_the_home_range_moved(patch: pytest.MonkeyPatch) -> None:
     def load(self: Rounds, r: int, piece: RangeRounds) -> None:
-        homes = {app: dataclasses.replace(home, decided=max(0, home.decided - 1)) for app, home in piece.homes.items()}
-        load_all(self, r, piece._replace(homes=homes))
+        groups = {app: dataclasses.replace(of, decided=max(0, of.decided - 1)) for app, of in piece.groups.items()}
+        load_all(self, r, piece._replace(groups=groups))
 
     load_all = Rounds.load
     patch.setattr(Rounds, "load", load)
 
 
 def _wait_for_workers_that_died(patch: pytest.MonkeyPatch) -> None:
-    decide = Decider._decide
+    decide = BarrierCoordinator._decide
 
     def mutant(self: Any, app: str) -> None:
-        state = self._shell.rounds.homes.get(app)
+        state = self._executor.rounds.groups.get(app)
         ready = self._waiting.get(app, {})
         if state is not None and all(w in ready for w, above in state.members.items() if above <= state.decided):
             decide(self, app)
 
-    patch.setattr(Decider, "_decide", mutant)
+    patch.setattr(BarrierCoordinator, "_decide", mutant)
 
 
 def _go_on_without_those_who_are_late(patch: pytest.MonkeyPatch) -> None:
-    decide = Decider._decide
+    decide = BarrierCoordinator._decide
 
     def mutant(self: Any, app: str) -> None:
-        state, ready = self._shell.rounds.homes.get(app), self._waiting.get(app, {})
+        state, ready = self._executor.rounds.groups.get(app), self._waiting.get(app, {})
         if state is not None and len(ready) > 1:
             for worker in [w for w in state.members if w not in ready]:
                 state.members[worker] = state.decided + 1
         decide(self, app)
 
-    patch.setattr(Decider, "_decide", mutant)
+    patch.setattr(BarrierCoordinator, "_decide", mutant)
 
 
 def _tell_a_decision_before_it_is_committed(patch: pytest.MonkeyPatch) -> None:
-    log = AtHome._log
+    log = GroupRequests._log
 
     def mutant(self: Any, ticket: Any, kind: Any, payload: Any, ranges: Any) -> None:
         log(self, ticket, kind, payload, ranges)
-        if kind == Kind.DECIDE:
+        if kind == OperationKind.BARRIER_DECISION:
             for one in getattr(ticket, "tickets", []):
                 one.connection.send(one._answer())
             if hasattr(ticket, "tickets"):
                 ticket.tickets = []
 
-    patch.setattr(AtHome, "_log", mutant)
+    patch.setattr(GroupRequests, "_log", mutant)
 
 
 def _apply_a_share_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def _average_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
 
 
 def _average_over_those_who_have_the_key_s_range(patch: pytest.MonkeyPatch) -> None:
-    import elasticps.server.rounds as module
+    import elasticps.server.protocol.barrier_state as module
 
     average = module._average
     patch.setattr(module, "_average", lambda shares, count: average(shares, sum(map(bool, shares)) or 1))
@@ -166,7 +166,7 @@ def _fill_a_joiner_without_what_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 def _fill_a_joiner_of_the_home_range_without_its_state(patch: pytest.MonkeyPatch) -> None:
     load = Rounds.load
-    patch.setattr(Rounds, "load", lambda self, r, piece: load(self, r, piece._replace(homes={})))
+    patch.setattr(Rounds, "load", lambda self, r, piece: load(self, r, piece._replace(groups={})))
 
 
 def _ignore_that_a_worker_leaves(patch: pytest.MonkeyPatch) -> None:
@@ -175,8 +175,8 @@ def _ignore_that_a_worker_leaves(patch: pytest.MonkeyPatch) -> None:
 
 def _count_a_worker_from_the_round_under_way(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: Rounds, app: str, roster: int, workers: Iterable[int]) -> None:
-        home = self.homes.setdefault(app, Home())
-        home.members |= {worker: max(0, home.decided - 1) for worker in workers if worker not in home.members}
+        group = self.groups.setdefault(app, BarrierGroup())
+        group.members |= {worker: max(0, group.decided - 1) for worker in workers if worker not in group.members}
 
     patch.setattr(Rounds, "enter", mutant)
 
@@ -186,8 +186,8 @@ def _forget_the_last_round_of_a_predecessor(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self: Rounds, app: str, clock: int, workers: Iterable[int]) -> None:
         decide(self, app, clock, workers)
-        home = self.homes[app]
-        home.last = {w: c for w, c in home.last.items() if w in home.workers}
+        group = self.groups[app]
+        group.last = {w: c for w, c in group.last.items() if w in group.workers}
 
     patch.setattr(Rounds, "decide", mutant)
 
@@ -316,8 +316,8 @@ def _end_when_nothing_is_left_to_hand_out(patch: pytest.MonkeyPatch) -> None:
         left = found.returned or found.upcoming < found.spec.total
         return document_ if left else document_ | {"done": found.spec.total}
 
-    document = HandOut._document
-    patch.setattr(HandOut, "_document", mutant)
+    document = ShardDispenser._document
+    patch.setattr(ShardDispenser, "_document", mutant)
 
 
 def _hand_out_to_the_next_without_taking_from_the_last(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Bugs in the shell: between the protocol and the sockets, where only a simulator of whole processes can find them.
+"""Bugs in the executor: between the protocol and the sockets, where only a simulator of whole processes can find them.
 
 Each is something that a careful person could have written.
 """
@@ -14,13 +14,14 @@ import pytest
 from elasticps.client.driver import Driver
 from elasticps.client.link import Link
 from elasticps.client.runtime import READABLE, WRITABLE
-from elasticps.server import reads, requests
+from elasticps.server import requests
 from elasticps.server.connection import Connection
 from elasticps.server.fast.chunks import Chunks
 from elasticps.server.fast.layout import C_SERIAL, H_ENABLED
 from elasticps.server.fast.path import FastPath
 from elasticps.server.fast.young import YoungLog
-from elasticps.server.parking import Parking
+from elasticps.server.protocol import reads
+from elasticps.server.protocol.bounded_delay import BoundedDelay
 from elasticps.server.requests import Requests
 from elasticps.server.server import Server
 from elasticps.wire.frames import Header, Kind
@@ -205,11 +206,11 @@ def serve_pulls_of_any_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_a_worker_that_has_left_hold_others_back(patch: pytest.MonkeyPatch) -> None:
-    def follow(self: Parking, workers: Any) -> None:
+    def follow(self: BoundedDelay, workers: Any) -> None:
         listen(self, {**self._workers, **workers})
 
-    listen = Parking.follow
-    patch.setattr(Parking, "follow", follow)
+    listen = BoundedDelay.follow
+    patch.setattr(BoundedDelay, "follow", follow)
 
 
 PLANTED: tuple[Patch, ...] = (

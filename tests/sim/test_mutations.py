@@ -25,15 +25,15 @@ from coordinator.planner import Health, Members, Plan, plan
 from coordinator.repair import Limits
 from coordinator.view import ClusterConfig, View
 from elasticps.client.session import Session, resume
-from elasticps.server.parking import Parking
+from elasticps.server.protocol.bounded_delay import BoundedDelay
 from replication.chain import Chains, Member, Role
 from replication.core import Core
-from replication.effects import Level
-from replication.filling import Filling
+from replication.effects import CaughtUp
 from replication.log import Log
-from replication.messages import Kind
+from replication.messages import OperationKind
 from replication.progress import Clocks
 from replication.replica import Replica
+from replication.snapshot_transfer import SnapshotTransfer
 from tests.sim.planted import PLANTED
 from tests.sim.stories import FIRST
 
@@ -70,27 +70,27 @@ def _acknowledge_before_the_tail(patch: pytest.MonkeyPatch) -> None:
 
 
 def _report_level_before_acknowledgements_wait(patch: pytest.MonkeyPatch) -> None:
-    wait = Filling._wait_for_joiner
+    wait = SnapshotTransfer._wait_for_joiner
 
-    def mutant(self: Filling, r: int, seq: int, out: Any) -> None:
+    def mutant(self: SnapshotTransfer, r: int, seq: int, out: Any) -> None:
         wait(self, r, seq, out)
         self.waiting[r] = False
         self._recode()
         self._commit(int(self._down[r]), np.array([r]), self.seq[[r]], out)
 
-    patch.setattr(Filling, "_wait_for_joiner", mutant)
+    patch.setattr(SnapshotTransfer, "_wait_for_joiner", mutant)
 
 
 def _report_level_before_the_joiner_has_what_was_acknowledged(patch: pytest.MonkeyPatch) -> None:
-    report = Filling._report_level
+    report = SnapshotTransfer._report_level
 
-    def mutant(self: Filling, ranges: Any, out: Any) -> None:
+    def mutant(self: SnapshotTransfer, ranges: Any, out: Any) -> None:
         joined = self._joined
         self._joined = np.maximum(joined, self.seq)
         report(self, ranges, out)
         self._joined = joined
 
-    patch.setattr(Filling, "_report_level", mutant)
+    patch.setattr(SnapshotTransfer, "_report_level", mutant)
 
 
 def _forget_to_resync_after_a_reconnect(patch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def _fence_nobody_and_share_clocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _answer_a_pull_before_its_worker_s_pushes_are_applied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Parking, "behind", lambda self, read: [])
+    patch.setattr(BoundedDelay, "behind", lambda self, read: [])
 
 
 def _show_at_a_tail_what_its_level_joiner_lacks(patch: pytest.MonkeyPatch) -> None:
@@ -312,7 +312,7 @@ def _keep_only_pushes_for_a_new_successor(patch: pytest.MonkeyPatch) -> None:
     lane = Log.lane
 
     def mutant(self: Log, number: int) -> Iterator[Any]:
-        return (e for e in lane(self, number) if e.frame.operation.kind == Kind.PUSH)
+        return (e for e in lane(self, number) if e.frame.operation.kind == OperationKind.PUSH)
 
     patch.setattr(Log, "lane", mutant)
 
@@ -331,21 +331,21 @@ def _count_heads_of_different_views_together(patch: pytest.MonkeyPatch) -> None:
 
 
 def _keep_no_log_for_a_joiner_that_counts(patch: pytest.MonkeyPatch) -> None:
-    wait = Filling._wait_for_joiner
+    wait = SnapshotTransfer._wait_for_joiner
 
-    def mutant(self: Filling, r: int, seq: int, out: Any) -> None:
+    def mutant(self: SnapshotTransfer, r: int, seq: int, out: Any) -> None:
         wait(self, r, seq, out)
         for lane in self.log._lanes.values():
             for entry in [e for e in lane if self._tail[e.ranges].all()]:
                 lane.remove(entry)
                 self.log.done(entry.frame)
 
-    patch.setattr(Filling, "_joiner_resync", _without_log(Filling._joiner_resync))
-    patch.setattr(Filling, "_wait_for_joiner", mutant)
+    patch.setattr(SnapshotTransfer, "_joiner_resync", _without_log(SnapshotTransfer._joiner_resync))
+    patch.setattr(SnapshotTransfer, "_wait_for_joiner", mutant)
 
 
 def _without_log(resync: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Filling, slot: int, r: int, seq: int, out: Any) -> None:
+    def mutant(self: SnapshotTransfer, slot: int, r: int, seq: int, out: Any) -> None:
         self.log._lanes.pop(slot, None)
         resync(self, slot, r, seq, out)
 
@@ -357,18 +357,18 @@ def _fence_nobody(patch: pytest.MonkeyPatch) -> None:
 
 
 def _let_every_replica_report_the_joiner_level(patch: pytest.MonkeyPatch) -> None:
-    def levels(self: Replica) -> list[Level]:
+    def levels(self: Replica) -> list[CaughtUp]:
         view = self.view
         if view is None:
             return []
         mine = np.flatnonzero((self.role == Role.FULL) & (view.joining >= 0) & (self.acked == self.seq))
-        return [Level(r, int(view.since[r]), view.members[view.joining[r]]) for r in mine.tolist()]
+        return [CaughtUp(r, int(view.since[r]), view.members[view.joining[r]]) for r in mine.tolist()]
 
     patch.setattr(Replica, "levels", levels)
 
 
 def _tell_only_one_leader_who_is_level(patch: pytest.MonkeyPatch) -> None:
-    def levels(self: Replica) -> list[Level]:
+    def levels(self: Replica) -> list[CaughtUp]:
         told = self.__dict__.setdefault("told", set())
         fresh = [level for level in all_levels(self) if level not in told]
         told.update(fresh)
@@ -411,26 +411,26 @@ def _move_more_than_must(patch: pytest.MonkeyPatch) -> None:
 
 
 def _take_a_bounded_delay_one_step_too_long(patch: pytest.MonkeyPatch) -> None:
-    behind = Parking.behind
+    behind = BoundedDelay.behind
 
-    def mutant(self: Parking, read: Any) -> list[str]:
+    def mutant(self: BoundedDelay, read: Any) -> list[str]:
         header = read.header
         return behind(self, read._replace(header=header._replace(bound=header.bound + 1 if header.bound else 0)))
 
-    patch.setattr(Parking, "behind", mutant)
+    patch.setattr(BoundedDelay, "behind", mutant)
 
 
 def _count_only_workers_that_have_pushed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Parking, "join", lambda self, worker, base: self._paused.discard(worker))
+    patch.setattr(BoundedDelay, "join", lambda self, worker, base: self._paused.discard(worker))
 
 
 def _wait_for_workers_that_pause(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Parking, "pause", lambda self, worker: None)
+    patch.setattr(BoundedDelay, "pause", lambda self, worker: None)
 
 
 def _wait_for_workers_that_are_gone(patch: pytest.MonkeyPatch) -> None:
-    follow = Parking.follow
-    patch.setattr(Parking, "follow", lambda self, workers: follow(self, {**self._workers, **workers}))
+    follow = BoundedDelay.follow
+    patch.setattr(BoundedDelay, "follow", lambda self, workers: follow(self, {**self._workers, **workers}))
 
 
 MUTATIONS: Sequence[Mutation] = [

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from elasticps.wire import headers
 from elasticps.wire.frames import MAGIC, VERSION, FrameError, Header, Kind, unpack_header
 from elasticps.wire.headers import (
-    AskHeader,
-    DoneHeader,
-    EnterHeader,
+    BarrierArriveHeader,
+    BarrierJoinHeader,
+    ChunkAckHeader,
     ForwardHeader,
-    InstalledHeader,
+    GetClocksHeader,
     JoinHeader,
     OkHeader,
-    PieceHeader,
     PullHeader,
     PushHeader,
     RangesHeader,
     RowsHeader,
     Shard,
+    SnapshotChunkHeader,
 )
 
 # kind, flags, body, request, epoch, clock, worker, first, part, table, items, bound, wait_ms
@@ -40,9 +40,9 @@ GOLDEN: list[tuple[Any, int, tuple[int, ...]]] = [
     (JoinHeader(41), -1, (6, 1, 0, 0, 0, 41, 0, 0, 0, 0, 0, 0, 0)),
     (JoinHeader(0), -1, (6, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)),
     (JoinHeader(pause=True), -1, (6, 33, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)),
-    (AskHeader(11, 7, 5), -1, (7, 0, 0, 7, 5, 0, 11, 0, 0, 0, 0, 0, 0)),
-    (EnterHeader(11, 4), -1, (9, 0, 0, 0, 0, 0, 11, 0, 0, 4, 0, 0, 0)),
-    (DoneHeader(11, 9, 1500), -1, (10, 0, 0, 0, 0, 9, 11, 0, 0, 0, 0, 0, 1500)),
+    (GetClocksHeader(11, 7, 5), -1, (7, 0, 0, 7, 5, 0, 11, 0, 0, 0, 0, 0, 0)),
+    (BarrierJoinHeader(11, 4), -1, (9, 0, 0, 0, 0, 0, 11, 0, 0, 4, 0, 0, 0)),
+    (BarrierArriveHeader(11, 9, 1500), -1, (10, 0, 0, 0, 0, 9, 11, 0, 0, 0, 0, 0, 1500)),
     (OkHeader(7, 5), -1, (65, 0, 0, 7, 5, 0, 0, 0, 0, 0, 0, 0, 0)),
     (OkHeader(7, 5, 41), -1, (65, 0, 0, 7, 5, 41, 0, 0, 0, 0, 0, 0, 0)),
     (RowsHeader(7, 5, 1000, 24, True), 96, (66, 1, 96, 7, 5, 1000, 0, 0, 0, 0, 24, 0, 0)),
@@ -53,8 +53,8 @@ GOLDEN: list[tuple[Any, int, tuple[int, ...]]] = [
     ),
     (RangesHeader(Kind.ACK, 5, 3), 40, (17, 0, 40, 0, 5, 0, 0, 0, 0, 3, 0, 0, 0)),
     (RangesHeader(Kind.RESYNC, 5, 3), 64, (18, 0, 64, 0, 5, 0, 0, 0, 0, 3, 0, 0, 0)),
-    (PieceHeader(5, 3, 4, 2, True, 99, 6, 1), 128, (19, 1, 128, 4, 5, 99, 3, 0, 0, 6, 1, 2, 0)),
-    (InstalledHeader(5, 3, 4, 2, False, 99), -1, (20, 0, 0, 4, 5, 99, 3, 0, 0, 0, 0, 2, 0)),
+    (SnapshotChunkHeader(5, 3, 4, 2, True, 99, 6, 1), 128, (19, 1, 128, 4, 5, 99, 3, 0, 0, 6, 1, 2, 0)),
+    (ChunkAckHeader(5, 3, 4, 2, False, 99), -1, (20, 0, 0, 4, 5, 99, 3, 0, 0, 0, 0, 2, 0)),
 ]  # fmt: skip
 
 

@@ -100,7 +100,7 @@ from elasticps.server.fast.layout import (
     T_REPORTED,
 )
 from elasticps.server.fast.memory import copy, floats, load16, load32, load64, matrix, store64, words
-from elasticps.sharding import HOME_BITS
+from elasticps.sharding import GROUP_BITS
 from elasticps.store import index, updates
 from elasticps.store.native import H_SALT, H_SHIFT, HEADER_SIZE, kernel
 from elasticps.wire.frames import ALL_RANGES, LAST
@@ -118,7 +118,7 @@ UPDATES = ("sgd", "adagrad", "row_adagrad", "adam", "adamw", "ftrl", "assign", "
 """The optimizers that the compiled path knows, by the number in TABLE_UPDATE."""
 
 INITIALISE = index.INITIALISE
-HOME_MASK = (1 << HOME_BITS) - 1
+GROUP_MASK = (1 << GROUP_BITS) - 1
 MARGIN = 64
 
 
@@ -352,7 +352,7 @@ def push(h, c, at):
     rows = h[H_ROWS_APPLIED]
     apply(h, 0, blocks)
     h[H_ROWS_PUSHED] += h[H_ROWS_APPLIED] - rows
-    if bound and 0 <= positions[wait & HOME_MASK & (h[H_RANGES] - 1)] - low < m:
+    if bound and 0 <= positions[wait & GROUP_MASK & (h[H_RANGES] - 1)] - low < m:
         note(h, bound - 1, wait, worker, after >> PART_BITS)
     vouch(h, ranges, m, 1)
     if load64(h[H_FRAMES] + 8 * (FRAME * f + F_LEFT)) == 0:
@@ -395,7 +395,7 @@ def forward(h, c, at):
     reason = SLOW
     if count == m:
         reason = checked_forward(h, numbers + 8 * m, at + HEADER + body, blocks, positions, ranges, m, body)
-    home = positions[wait & HOME_MASK & (h[H_RANGES] - 1)]
+    group = positions[wait & GROUP_MASK & (h[H_RANGES] - 1)]
     for p in range(count):
         positions[ranges[p]] = -1
     if reason:
@@ -415,7 +415,7 @@ def forward(h, c, at):
         apply(h, 0, blocks)
     else:
         apply(h, BLOCKS, inside)
-    if bound and home >= 0:
+    if bound and group >= 0:
         note(h, bound - 1, wait, worker, after >> PART_BITS)
     vouch(h, ranges, m, 1)
     if load64(h[H_FRAMES] + 8 * (FRAME * f + F_LEFT)) == 0:

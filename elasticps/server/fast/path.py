@@ -13,22 +13,22 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.server import fatal, reads
-from elasticps.server.content import Content, positions_of
+from elasticps.server import fatal
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.chunks import Chunks, size_for
 from elasticps.server.fast.operations import UPDATES
 from elasticps.server.fast.receive import consume, release, warm
 from elasticps.server.fast.young import YoungLog
-from elasticps.server.messages import shard_mark
-from elasticps.server.tickets import Requester, RequestTicket
+from elasticps.server.protocol import reads
+from elasticps.server.protocol.operations import Content, positions_of
+from elasticps.server.protocol.replica_codec import shard_mark
+from elasticps.server.protocol.replies import Requester, RequestTicket
 from elasticps.store import Table
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, read_blocks, read_push, unpack_header
 from elasticps.wire.pool import Bytes
 from replication.chain import Ranges
 from replication.log import Frame
-from replication.messages import Kind as OperationKind
-from replication.messages import Operation, Seqs
+from replication.messages import Operation, OperationKind, Seqs
 from replication.replica import Replica
 
 TURN_BYTES = 1 << 20  # of one connection, then others have their turn: about a millisecond

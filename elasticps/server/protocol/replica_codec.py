@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.server.content import (
+from elasticps.server.protocol.data_shards_state import Mark as ShardMark
+from elasticps.server.protocol.data_shards_state import Take
+from elasticps.server.protocol.operations import (
+    ChunkContent,
     Content,
     Contribution,
     Mark,
     NewTable,
-    PieceContent,
     RoundStep,
     positions_of,
 )
-from elasticps.server.piece_codec import block_buffers, decode_content, encode_content
-from elasticps.server.shards import Mark as ShardMark
-from elasticps.server.shards import Take
+from elasticps.server.protocol.snapshot_codec import block_buffers, decode_content, encode_content
 from elasticps.sharding import ShardSpec
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
@@ -41,19 +41,23 @@ from elasticps.wire.frames import (
     padded,
     read_blocks,
 )
-from elasticps.wire.headers import ForwardHeader, InstalledHeader, PieceHeader, PushHeader, RangesHeader, Shard
+from elasticps.wire.headers import ChunkAckHeader, ForwardHeader, PushHeader, RangesHeader, Shard, SnapshotChunkHeader
 from replication.chain import Ranges
-from replication.messages import Ack, Forward, Installed, Message, Operation, Piece, Resync
-from replication.messages import Kind as OperationKind
+from replication.messages import Ack, ChunkAck, Forward, Message, Operation, OperationKind, Resync, SnapshotChunk
 
 _MAX_POSITION = 1 << 62  # of progress, of logs, of epochs: int64 with room for sums
-_ROUND_STEPS = (OperationKind.ENTER, OperationKind.LEAVE, OperationKind.DECIDE, OperationKind.ROUND)
+_ROUND_STEPS = (
+    OperationKind.BARRIER_JOIN,
+    OperationKind.BARRIER_LEAVE,
+    OperationKind.BARRIER_DECISION,
+    OperationKind.BARRIER_CLOSE,
+)
 _KEPT = 16  # arrays of ranges that are remembered, each way
 
 Bytes = NDArray[np.uint8]
 
 
-class Codec:
+class ReplicaCodec:
     """Frames of one server: its tables, by id, and the cluster's number of ranges."""
 
     def __init__(self, tables: Mapping[int, Table], ranges: int) -> None:
@@ -65,15 +69,15 @@ class Codec:
             Forward: self._encode_forward,
             Ack: self._encode_ack,
             Resync: self._encode_resync,
-            Piece: self._encode_piece,
-            Installed: self._encode_installed,
+            SnapshotChunk: self._encode_piece,
+            ChunkAck: self._encode_installed,
         }
         self._decoders: dict[int, Callable[[Header, Bytes], Message]] = {
             Kind.FORWARD: self._decode_forward,
             Kind.ACK: self._decode_ack,
             Kind.RESYNC: self._decode_resync,
-            Kind.PIECE: self._decode_piece,
-            Kind.INSTALLED: self._decode_installed,
+            Kind.SNAPSHOT_CHUNK: self._decode_piece,
+            Kind.CHUNK_ACK: self._decode_installed,
         }
 
     def encode(self, message: Message) -> list[Buffer]:
@@ -131,18 +135,18 @@ class Codec:
         body = self._range_bytes(message.ranges) + message.seqs.tobytes() + message.acked.tobytes()
         return [RangesHeader(Kind.RESYNC, message.epoch, len(message.ranges)).header(len(body)).pack() + body]
 
-    def _encode_piece(self, message: Piece) -> list[Buffer]:
+    def _encode_piece(self, message: SnapshotChunk) -> list[Buffer]:
         numbers = message.upto.to_bytes(8, "little") + message.workers.tobytes() + message.progress.tobytes()
-        content: PieceContent = message.payload  # type: ignore[assignment]
+        content: ChunkContent = message.payload  # type: ignore[assignment]
         parts: list[Buffer] = [numbers, *encode_content(content)]
-        header = PieceHeader(
+        header = SnapshotChunkHeader(
             message.epoch, message.range, message.fill, message.number, message.last, message.seq,
             len(message.workers), len(content.tables),
         )  # fmt: skip
         return [header.header(_length(parts)).pack(), *parts]
 
-    def _encode_installed(self, message: Installed) -> list[Buffer]:
-        return [InstalledHeader(*message).header().pack()]
+    def _encode_installed(self, message: ChunkAck) -> list[Buffer]:
+        return [ChunkAckHeader(*message).header().pack()]
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -194,7 +198,7 @@ class Codec:
         elif said.kind in _ROUND_STEPS:
             document = _document(body, at)
             payload = RoundStep(str(document.get("app")), document["id"], _numbers(document.get("workers")))
-        elif said.kind == OperationKind.TAKE:
+        elif said.kind == OperationKind.CLAIM_SHARDS:
             payload = _take(_document(body, at).get("take"))
         else:
             raise FrameError(f"a FORWARD carries an operation of unknown kind {said.kind}")
@@ -209,8 +213,8 @@ class Codec:
         ranges, _, (seqs, acked), _ = self._ranges_and(2, header, body)
         return Resync(header.epoch, ranges, seqs, acked)
 
-    def _decode_piece(self, header: Header, body: Bytes) -> Piece:
-        said = PieceHeader.of(header)
+    def _decode_piece(self, header: Header, body: Bytes) -> SnapshotChunk:
+        said = SnapshotChunkHeader.of(header)
         at = 8 + 16 * said.workers
         if said.range >= self._ranges or at > len(body):
             raise FrameError(f"a PIECE of range {said.range} with {said.workers} workers has {len(body)} bytes")
@@ -219,16 +223,16 @@ class Codec:
             raise FrameError(f"a PIECE ends at place {upto}, the last is {PLACES}")
         numbers = body[8:at].view(np.int64)
         content = decode_content(said.tables, body, at)
-        return Piece(
+        return SnapshotChunk(
             said.epoch, said.range, said.fill, said.number, upto, said.last, said.seq, numbers[: said.workers],
             numbers[said.workers :], content,
         )  # fmt: skip
 
-    def _decode_installed(self, header: Header, body: Bytes) -> Installed:
-        said = InstalledHeader.of(header)
+    def _decode_installed(self, header: Header, body: Bytes) -> ChunkAck:
+        said = ChunkAckHeader.of(header)
         if said.range >= self._ranges:
             raise FrameError(f"an INSTALLED names range {said.range}, outside 0..{self._ranges - 1}")
-        return Installed(*said)
+        return ChunkAck(*said)
 
 
 def _length(parts: list[Buffer]) -> int:

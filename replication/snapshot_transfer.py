@@ -1,17 +1,17 @@
 """Joining: how a tail fills a new replica while operations go on, and how it comes to be one that counts.
 
-1. The joiner's RESYNC says NOTHING. The tail starts a snapshot; the shell cuts it into pieces, each an interval of key
-   hashes taken at one instant, each sent when the one before is in place.
+1. The joiner's RESYNC says NOTHING. The tail starts a snapshot; the executor cuts it into chunks, each an interval of
+   key hashes taken at one instant, each sent when the one before is in place.
 2. From the first piece on every operation of the range follows on the same FIFO link. The joiner applies it inside the
    intervals that it has. So an interval that is in place equals the tail's at the joiner's seq.
 3. When the last piece is in place the tail first makes its acknowledgements wait for the joiner too. Then, once the
-   joiner has all that was ever acknowledged, it reports LEVEL. From here on only a view ends the waiting.
+   joiner has all that was ever acknowledged, it reports CAUGHT_UP. From here on only a view ends the waiting.
 
-Safety: LEVEL at fill f is reported after the last acknowledgement that the joiner lacks, and none is given without
+Safety: CAUGHT_UP at fill f is reported after the last acknowledgement that the joiner lacks, and none is given without
 the joiner while since[r] == f. A view that promotes it follows (by compare-and-set) one with since[r] == f, hence
-whatever was or is acknowledged before the promotion is in the joiner. A filling starts again only if LEVEL was never
-reported (a complete joiner keeps its copy over a lost link, and the log reaches back to it), or in a new view, where f
-is void.
+whatever was or is acknowledged before the promotion is in the joiner. A transfer starts again only if CAUGHT_UP was
+never reported (a complete joiner keeps its copy over a lost link, and the log reaches back to it), or in a new view,
+where f is void.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 
 from replication.chain import Member, Ranges, Role
 from replication.core import Core, ProtocolError
-from replication.effects import Effects, Erase, Install, Level, NextPiece, SnapshotRange
+from replication.effects import CaughtUp, Effects, Erase, Install, NextChunk, SnapshotRange
 from replication.log import Log
-from replication.messages import NOTHING, Forward, Installed, Payload, Piece, Seqs
+from replication.messages import NOTHING, ChunkAck, Forward, Payload, Seqs, SnapshotChunk
 
 _NOBODY = np.empty(0, dtype=np.int64)
 
@@ -39,7 +39,7 @@ class Fill:
         self.number = 0
 
 
-class Filling(Core):
+class SnapshotTransfer(Core):
     """Both ends of a filling."""
 
     def __init__(self, me: Member, ranges: int, log: Log | None = None) -> None:
@@ -51,9 +51,9 @@ class Filling(Core):
 
     # -- the tail ---------------------------------------------------------------------------------------------------
 
-    def levels(self) -> list[Level]:
-        """Every LEVEL that stands: state, told again to each new leader."""
-        return [Level(r, f, self._members[self._down[r]]) for r, f in sorted(self._reported.items())]
+    def levels(self) -> list[CaughtUp]:
+        """Every CAUGHT_UP that stands: state, told again to each new leader."""
+        return [CaughtUp(r, f, self._members[self._down[r]]) for r, f in sorted(self._reported.items())]
 
     def piece(self, r: int, serial: int, upto: int, last: bool, payload: Payload) -> Effects:
         """A piece of snapshot `serial` was cut at this instant; nothing happens if the snapshot is void."""
@@ -68,7 +68,7 @@ class Filling(Core):
             self._recode()
         fill.number += 1
         seq = int(self.seq[r])
-        piece = Piece(self.epoch, r, fill.fill, number, upto, last, seq, workers, progress, payload)
+        piece = SnapshotChunk(self.epoch, r, fill.fill, number, upto, last, seq, workers, progress, payload)
         self._send(fill.lane, piece, out)
         return out
 
@@ -86,13 +86,13 @@ class Filling(Core):
         self._recode()
         out.append(SnapshotRange(self._members[lane], r, int(self._since[r]), self._serial))
 
-    def _installed(self, slot: int, message: Installed, out: Effects) -> None:
+    def _installed(self, slot: int, message: ChunkAck, out: Effects) -> None:
         r = message.range
         fill = self._fills.get(r)
         if fill is None or fill.lane != slot or fill.fill != message.fill or message.number != fill.number - 1:
             return
         if not message.last:
-            out.append(NextPiece(self._members[slot], r, fill.serial))
+            out.append(NextChunk(self._members[slot], r, fill.serial))
             return
         del self._fills[r]
         self._wait_for_joiner(r, message.seq, out)
@@ -105,12 +105,12 @@ class Filling(Core):
         self._report_level(np.array([r], dtype=np.int64), out)
 
     def _report_level(self, ranges: Ranges, out: Effects) -> None:
-        """LEVEL for the ranges whose joiner has all that was ever acknowledged."""
+        """CAUGHT_UP for the ranges whose joiner has all that was ever acknowledged."""
         for r in ranges[self.waiting[ranges] & (self._joined[ranges] >= self.acked[ranges])].tolist():
             if r not in self._reported:
                 self._reported[r] = int(self._since[r])
                 self.version += 1
-                out.append(Level(r, int(self._since[r]), self._members[self._down[r]]))
+                out.append(CaughtUp(r, int(self._since[r]), self._members[self._down[r]]))
 
     def _joiner_acked(self, slot: int, ranges: Ranges, seqs: Seqs, out: Effects) -> None:
         """The joiner of these ranges, of which I am the tail, has everything up to `seqs`."""
@@ -136,7 +136,7 @@ class Filling(Core):
 
     # -- the joiner -------------------------------------------------------------------------------------------------
 
-    def _piece(self, slot: int, message: Piece, out: Effects) -> None:
+    def _piece(self, slot: int, message: SnapshotChunk, out: Effects) -> None:
         r = message.range
         if self._up[r] != slot or self.role[r] != Role.JOINING or message.epoch < self._since[r]:
             return
@@ -155,7 +155,7 @@ class Filling(Core):
             self.acked[r] = self.seq[r]
             del self._pieces[r], self._bounds[r]
         self._recode()
-        answer = Installed(self.epoch, r, message.fill, message.number, message.last, int(self.seq[r]))
+        answer = ChunkAck(self.epoch, r, message.fill, message.number, message.last, int(self.seq[r]))
         self._send(slot, answer, out)
 
     def _erase(self, ranges: Ranges, out: Effects) -> None:

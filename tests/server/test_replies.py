@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from elasticps.server.refusal import Refusal
-from elasticps.server.tickets import RequestTicket
+from elasticps.server.protocol.replies import RequestTicket
+from elasticps.server.protocol.request_error import RequestError
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Kind, json_body, unpack_header
 from replication.effects import Reply, Status
 
@@ -35,7 +35,7 @@ class Connection:
 
 def test_a_refused_push_whose_range_moves_is_told_of_both() -> None:
     connection = Connection()
-    ticket = RequestTicket(connection, 5, Refusal("shape", "the push has dim 3"))
+    ticket = RequestTicket(connection, 5, RequestError("shape", "the push has dim 3"))
     two = np.arange(2)
     ticket.reply(Reply(ticket, Status.COMMITTED, 2, two, two + 2))
     headers = [unpack_header(frame) for frame in connection.sent]

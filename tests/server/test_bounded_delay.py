@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from coordinator.view import WorkerInfo
-from elasticps.server.parking import GRACE_S, Parking
-from elasticps.server.reads import Read
+from elasticps.server.protocol.bounded_delay import GRACE_S, BoundedDelay
+from elasticps.server.protocol.reads import Read
 from elasticps.wire.frames import Header, Kind
 from replication.progress import Clocks
 
@@ -22,20 +22,20 @@ class Scene:
     def __init__(self) -> None:
         self.now = 0.0
         self.clocks = Clocks(P)
-        self.parking = Parking(P, self.clocks, lambda: self.now)
+        self.delay = BoundedDelay(P, self.clocks, lambda: self.now)
         self.roster = {w: WorkerInfo(w, n, 1, "b" if n == "elsewhere" else "a") for w, n in NAMES.items()}
-        self.parking.follow(self.roster)
+        self.delay.follow(self.roster)
 
     def at(self, worker: int, clock: int) -> None:
         self.clocks.row(worker)[:] = clock << 16
 
     def behind(self, clock: int, bound: int = 0) -> list[str]:
         """Whom a pull of the asker, at its clock, waits for."""
-        return self.parking.behind(self._pull(clock, bound, 0.0))
+        return self.delay.behind(self._pull(clock, bound, 0.0))
 
     def park(self, clock: int, wait_s: float) -> None:
         """A pull of the asker waits for so long at most."""
-        self.parking.park(self._pull(clock, 0, wait_s))
+        self.delay.park(self._pull(clock, 0, wait_s))
 
     def _pull(self, clock: int, bound: int, wait_s: float) -> Read:
         asker: Any = SimpleNamespace(worker=1, worker_name="asker", app="a", base=0)
@@ -46,8 +46,8 @@ class Scene:
 
 def a_scene() -> Scene:
     scene = Scene()
-    scene.parking.serve(ALL, ALL)
-    scene.parking.join(1, 0)
+    scene.delay.serve(ALL, ALL)
+    scene.delay.join(1, 0)
     scene.at(1, 9)
     scene.now = 2 * GRACE_S  # nobody is awaited any more
     return scene
@@ -56,7 +56,7 @@ def a_scene() -> Scene:
 def test_own_steps_come_first_then_the_others() -> None:
     scene = a_scene()
     assert scene.behind(10) == ["asker"]
-    scene.parking.join(2, 4)
+    scene.delay.join(2, 4)
     assert scene.behind(9, bound=5) == []
     assert scene.behind(9, bound=4) == ["other"]
     scene.at(2, 5)
@@ -65,14 +65,14 @@ def test_own_steps_come_first_then_the_others() -> None:
 
 def test_a_worker_that_pauses_or_leaves_holds_nobody_back_until_it_joins_again() -> None:
     scene = a_scene()
-    scene.parking.join(2, 4)
-    scene.parking.pause(2)
+    scene.delay.join(2, 4)
+    scene.delay.pause(2)
     scene.at(2, 5)
     assert scene.behind(9) == []
-    assert scene.parking.minimum("a") == 9
-    scene.parking.join(2, 8)
+    assert scene.delay.minimum("a") == 9
+    scene.delay.join(2, 8)
     assert scene.behind(9) == ["other"]
-    scene.parking.follow({w: info for w, info in scene.roster.items() if w != 2})
+    scene.delay.follow({w: info for w, info in scene.roster.items() if w != 2})
     assert scene.behind(9) == []
 
 
@@ -87,23 +87,23 @@ def test_progress_counts_before_its_worker_has_connected() -> None:
 def test_a_silent_worker_is_awaited_for_a_moment_when_ranges_come() -> None:
     scene = a_scene()
     assert scene.behind(9) == []
-    scene.parking.serve(ALL[:2], ALL[:2])  # fewer: nothing that somebody could have done elsewhere
+    scene.delay.serve(ALL[:2], ALL[:2])  # fewer: nothing that somebody could have done elsewhere
     assert scene.behind(9) == []
-    scene.parking.serve(ALL, ALL)
+    scene.delay.serve(ALL, ALL)
     assert scene.behind(9) == ["other"]
-    assert scene.parking.minimum("a") == 9  # nobody should start at 0 because of it
-    scene.parking.join(2, 9)
+    assert scene.delay.minimum("a") == 9  # nobody should start at 0 because of it
+    scene.delay.join(2, 9)
     assert scene.behind(9) == []
-    scene.parking.serve(ALL[:1], ALL[:1])
-    scene.parking.pause(2)
-    scene.parking.serve(ALL, ALL)
+    scene.delay.serve(ALL[:1], ALL[:1])
+    scene.delay.pause(2)
+    scene.delay.serve(ALL, ALL)
     assert scene.behind(9) == []
 
 
 def test_one_that_never_speaks_is_not_awaited_for_ever() -> None:
     scene = Scene()
-    scene.parking.serve(ALL, ALL)
-    scene.parking.join(1, 0)
+    scene.delay.serve(ALL, ALL)
+    scene.delay.join(1, 0)
     scene.at(1, 9)
     assert scene.behind(9) == ["other"]
     scene.now = GRACE_S
@@ -112,18 +112,18 @@ def test_one_that_never_speaks_is_not_awaited_for_ever() -> None:
 
 def test_a_pull_that_waited_too_long_names_everybody_that_it_waits_for_and_nobody_else() -> None:
     scene = Scene()
-    scene.parking.serve(ALL, ALL)
-    scene.parking.join(1, 9)
+    scene.delay.serve(ALL, ALL)
+    scene.delay.join(1, 9)
     scene.at(1, 9)
     roster = scene.roster | {w: WorkerInfo(w, n, 1, "a") for w, n in ((4, "slow"), (5, "silent"), (6, "ahead"))}
-    scene.parking.follow(roster)
-    scene.parking.serve(ALL[:2], ALL[:2])
-    scene.parking.serve(ALL, ALL)  # the silent one is awaited for a moment, no longer
+    scene.delay.follow(roster)
+    scene.delay.serve(ALL[:2], ALL[:2])
+    scene.delay.serve(ALL, ALL)  # the silent one is awaited for a moment, no longer
     for worker, base in ((2, 0), (4, 8), (6, 9)):
-        scene.parking.join(worker, base)
+        scene.delay.join(worker, base)
     scene.park(9, GRACE_S + 1)
     scene.now = GRACE_S + 1
-    ((_, refusal),) = scene.parking.judge(0, 0)
+    ((_, refusal),) = scene.delay.judge(0, 0)
     assert refusal is not None
     assert refusal.document["behind"] == ["other", "slow"]
-    assert not len(scene.parking)
+    assert not len(scene.delay)

@@ -10,20 +10,20 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticps.hashing import home_range
+from elasticps.hashing import group_range
 from elasticps.optimizers import Accumulate
-from elasticps.server.content import PieceContent, TableRows
-from elasticps.server.fill import MOST_BYTES
-from elasticps.server.messages import Codec
-from elasticps.server.packing import pack, size_of
-from elasticps.server.piece_codec import decode_content, encode_content
-from elasticps.server.rounds import Home, RangeRounds, Rounds
-from elasticps.server.shards import Doing, Shards, ShardSet, Take, Used
+from elasticps.server.protocol.barrier_state import BarrierGroup, RangeRounds, Rounds
+from elasticps.server.protocol.data_shards_state import Doing, Shards, ShardSet, Take, Used
+from elasticps.server.protocol.operations import ChunkContent, TableRows
+from elasticps.server.protocol.replica_codec import ReplicaCodec
+from elasticps.server.protocol.snapshot_codec import decode_content, encode_content
+from elasticps.server.protocol.snapshot_packing import pack, size_of
+from elasticps.server.snapshots import MOST_BYTES
 from elasticps.sharding import ShardSpec
 from elasticps.spec import TableSpec
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Block, FrameError, unpack_header
-from replication.messages import Piece
+from replication.messages import SnapshotChunk
 from tests.server.conftest import RANGES, Group, Run, until
 
 P = 16
@@ -31,8 +31,8 @@ APPS = ("ads", "b", "café")
 ids = st.integers(1, (1 << 32) - 1)
 clocks = st.integers(0, 1 << 46)
 names = st.sampled_from(["train", "täglich", "x" * 200])
-homes = st.builds(
-    Home,
+groups = st.builds(
+    BarrierGroup,
     st.dictionaries(ids, clocks, max_size=5),
     clocks,
     st.lists(ids, max_size=4, unique=True).map(tuple),
@@ -72,7 +72,7 @@ kept = st.lists(
     max_size=4,
 )
 rounds = st.builds(
-    RangeRounds, st.dictionaries(st.sampled_from(APPS), clocks), st.dictionaries(st.sampled_from(APPS), homes), kept,
+    RangeRounds, st.dictionaries(st.sampled_from(APPS), clocks), st.dictionaries(st.sampled_from(APPS), groups), kept,
     st.booleans(),
 )  # fmt: skip
 shards = st.dictionaries(st.sampled_from(APPS), st.dictionaries(names, sets, min_size=1, max_size=2), max_size=2)
@@ -88,34 +88,34 @@ def tables(draw: st.DrawFn) -> list[TableRows]:
     return found
 
 
-contents = st.builds(PieceContent, tables(), rounds, shards)
+contents = st.builds(ChunkContent, tables(), rounds, shards)
 
 
-def through_the_wire(content: PieceContent) -> PieceContent:
+def through_the_wire(content: ChunkContent) -> ChunkContent:
     none = np.empty(0, np.int64)
-    codec = Codec({}, P)
-    piece = Piece(4, 3, 2, 1, 9, False, 4, none, none, content)
+    codec = ReplicaCodec({}, P)
+    piece = SnapshotChunk(4, 3, 2, 1, 9, False, 4, none, none, content)
     frame = b"".join(bytes(part) for part in codec.encode(piece))
     said = codec.decode(unpack_header(frame), np.frombuffer(frame[HEADER_BYTES:], np.uint8))
-    assert isinstance(said, Piece)
-    assert isinstance(said.payload, PieceContent)
+    assert isinstance(said, SnapshotChunk)
+    assert isinstance(said.payload, ChunkContent)
     return said.payload
 
 
-def plain(content: PieceContent) -> tuple[Any, ...]:
+def plain(content: ChunkContent) -> tuple[Any, ...]:
     """The same as values that can be compared; also the order of dicts counts, replicas go through them."""
     rows = [(t.table, t.spec, t.keys.tolist(), t.rows.tolist()) for t in content.tables]
     shares = [(a, c, w, [_plain(b) for b in blocks]) for a, c, w, blocks in content.rounds.kept]
-    of_homes = {
+    of_groups = {
         app: (list(h.members.items()), h.decided, h.workers, list(h.last.items()), h.roster)
-        for app, h in content.rounds.homes.items()
+        for app, h in content.rounds.groups.items()
     }
     of_sets = {
         (app, name): (s.id, s.spec, s.upcoming, s.done, list(s.returned.items()), _doing(s))
         for app, named in content.shards.items()
         for name, s in named.items()
     }
-    return rows, content.rounds.closed, of_homes, shares, content.rounds.more, of_sets
+    return rows, content.rounds.closed, of_groups, shares, content.rounds.more, of_sets
 
 
 def _plain(block: Block) -> tuple[Any, ...]:
@@ -127,13 +127,13 @@ def _doing(one: ShardSet) -> list[tuple[int, list[tuple[int, int, Used]]]]:
 
 
 @given(contents)
-def test_what_a_piece_holds_arrives_as_it_was(content: PieceContent) -> None:
+def test_what_a_piece_holds_arrives_as_it_was(content: ChunkContent) -> None:
     assert plain(through_the_wire(content)) == plain(content)
 
 
 @given(contents, st.integers(0, 600))
 @settings(max_examples=200)
-def test_cut_into_several_it_gives_the_same(content: PieceContent, most_bytes: int) -> None:
+def test_cut_into_several_it_gives_the_same(content: ChunkContent, most_bytes: int) -> None:
     content = content._replace(rounds=content.rounds._replace(more=False))
     parts = [through_the_wire(part) for part in pack(content, most_bytes)]
     assert all(part.rounds.more for part in parts[1:])
@@ -151,9 +151,9 @@ def test_cut_into_several_it_gives_the_same(content: PieceContent, most_bytes: i
         for number in range(3)
     ]
     assert rows[:3] == rows[3:]
-    empty = PieceContent([], RangeRounds({}, {}, []), {})
+    empty = ChunkContent([], RangeRounds({}, {}, []), {})
     states = [
-        plain(empty._replace(rounds=RangeRounds({}, r.homes, []), shards=s._sets)) for r, s in (at_once, in_parts)
+        plain(empty._replace(rounds=RangeRounds({}, r.groups, []), shards=s._sets)) for r, s in (at_once, in_parts)
     ]
     assert states[0] == states[1]
     for app in APPS:
@@ -178,7 +178,7 @@ def _shares(found: Rounds) -> dict[Any, list[Any]]:
 
 @given(contents, st.data())
 @settings(max_examples=150)
-def test_nonsense_is_refused(content: PieceContent, data: st.DataObject) -> None:
+def test_nonsense_is_refused(content: ChunkContent, data: st.DataObject) -> None:
     body = bytearray(b"".join(map(bytes, encode_content(content))))
     body = body[: data.draw(st.integers(0, len(body)))]
     for _ in range(data.draw(st.integers(0, 3)) if body else 0):
@@ -206,11 +206,10 @@ def test_a_home_range_full_of_state_reaches_its_joiner_while_workers_go_on(run: 
         a, b = await group.start("a"), await group.start("b")
         group.adopt(group.make_view(lambda r: ["a"]))
         await group.connect("a")
-        home = home_range("default", RANGES)
-        fill_up(a.shell.rounds, a.shell.shards, a.store)
-        assert size_of(PieceContent([], RangeRounds({}, a.shell.rounds.homes, []), a.shell.shards.dump(home))) > (
-            2 * MOST_BYTES
-        )
+        where = group_range("default", RANGES)
+        fill_up(a.executor.rounds, a.executor.shards, a.store)
+        state = RangeRounds({}, a.executor.rounds.groups, []), a.executor.shards.dump(where)
+        assert size_of(ChunkContent([], *state)) > 2 * MOST_BYTES
         group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
         worker = await group.connect("a", create=False)
         assert group.view is not None
@@ -220,11 +219,11 @@ def test_a_home_range_full_of_state_reaches_its_joiner_while_workers_go_on(run: 
             await asyncio.wait_for(worker.push(group.view, "a", clock, list(range(50)), 1.0), 30)
         await until(lambda: (a.replica.seq == b.replica.seq).all())
         for r in range(RANGES):
-            assert a.shell.rounds.words(r) == b.shell.rounds.words(r)
-            assert a.shell.shards.words(r) == b.shell.shards.words(r)
-            assert kept_in(a.shell.rounds, a.store, r) == kept_in(b.shell.rounds, b.store, r)
-        assert a.shell.rounds.homes == b.shell.rounds.homes
-        assert list(a.shell.rounds.homes["default"].members) == list(b.shell.rounds.homes["default"].members)
+            assert a.executor.rounds.words(r) == b.executor.rounds.words(r)
+            assert a.executor.shards.words(r) == b.executor.shards.words(r)
+            assert kept_in(a.executor.rounds, a.store, r) == kept_in(b.executor.rounds, b.store, r)
+        assert a.executor.rounds.groups == b.executor.rounds.groups
+        assert list(a.executor.rounds.groups["default"].members) == list(b.executor.rounds.groups["default"].members)
 
     run(test)
 
@@ -258,15 +257,15 @@ def test_no_piece_is_much_larger_than_the_limit(run: Run) -> None:
         a, b = await group.start("a"), await group.start("b")
         group.adopt(group.make_view(lambda r: ["a"]))
         await group.connect("a")
-        fill_up(a.shell.rounds, a.shell.shards, a.store)
+        fill_up(a.executor.rounds, a.executor.shards, a.store)
         sizes: list[int] = []
-        cut = a._cutter._deliver
+        cut = a._snapshots._deliver
 
-        def deliver(r: int, serial: int, upto: int, last: bool, content: PieceContent) -> None:
+        def deliver(r: int, serial: int, upto: int, last: bool, content: ChunkContent) -> None:
             sizes.append(sum(map(len, encode_content(content))))
             cut(r, serial, upto, last, content)
 
-        a._cutter._deliver = deliver
+        a._snapshots._deliver = deliver
         group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
         await until(lambda: b.replica.filled.all(), 60)
         assert max(sizes) <= MOST_BYTES + (64 << 10)

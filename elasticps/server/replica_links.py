@@ -34,7 +34,7 @@ class Owner(Protocol):
         """The link is lost."""
 
 
-class Peers:
+class ReplicaLinks:
     """Keeps the links that the view wants, and knows since when one is missing."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Peers:
     def tick(self) -> None:
         """A few times a second: beats, which also ask for a newer view, and drops links that have gone silent."""
         now = self._loop.time()
-        self.broadcast(Header(Kind.WANT, epoch=self._epoch).pack())
+        self.broadcast(Header(Kind.GET_VIEW, epoch=self._epoch).pack())
         for member, connection in list(self._links.items()):
             if now - connection.heard_s > SILENCE_S:
                 log.warning("peer=%s silent for %.1f s: link dropped", member, now - connection.heard_s)

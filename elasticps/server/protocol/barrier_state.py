@@ -1,7 +1,7 @@
 """Synchronous rounds (BSP): the average of all workers' gradients, one optimizer step, the same everywhere.
 
 What a worker pushes is logged and acknowledged like any push, but kept aside. When it is committed in every range the
-worker says so to the head of its application's *home range*. That head decides, in the home range's log, that round n
+worker says so to the head of its application's *group range*. That head decides, in the group range's log, that round n
 is made of the workers S, once all of them have said so. The workers pass the decision on to the heads of all ranges,
 which log that the round closes: there every replica averages what it has kept of the workers in S, in the order of
 their ids, and makes one optimizer step. So all ranges agree on who is in a round, whoever dies in between: what a
@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.hashing import home_range
+from elasticps.hashing import group_range
 from elasticps.store.intervals import PLACES
 from elasticps.wire.frames import Block
 from replication.chain import Ranges
@@ -43,8 +43,8 @@ class Share(NamedTuple):
 
 
 @dataclass
-class Home:
-    """What an application's home range knows: members with the round above which each is counted; the last decision;
+class BarrierGroup:
+    """What an application's group range knows: members with the round above which each is counted; the last decision;
     for those who have been members, the last round that each was in; the newest roster that any of this was judged by.
 
     A head that knows only an older roster cannot tell who is gone from who is new, and takes nobody for lost.
@@ -56,14 +56,16 @@ class Home:
     last: dict[int, int] = field(default_factory=dict)
     roster: int = 0
 
-    def parts(self, most: int) -> Iterator[Home]:
+    def parts(self, most: int) -> Iterator[BarrierGroup]:
         """Homes with at most so many members, workers and last rounds each, that `extend` makes this one of."""
         members, last = list(self.members.items()), list(self.last.items())
         for at in range(0, max(1, len(members), len(self.workers), len(last)), most):
             end = at + most
-            yield Home(dict(members[at:end]), self.decided, self.workers[at:end], dict(last[at:end]), self.roster)
+            yield BarrierGroup(
+                dict(members[at:end]), self.decided, self.workers[at:end], dict(last[at:end]), self.roster
+            )
 
-    def extend(self, part: Home) -> None:
+    def extend(self, part: BarrierGroup) -> None:
         """Takes the next part in."""
         self.members.update(part.members)
         self.workers += part.workers
@@ -71,11 +73,11 @@ class Home:
 
 
 class RangeRounds(NamedTuple):
-    """What a piece of a range carries of rounds: closed rounds and homes by application, and kept shares by
-    (application, round, worker). more: it goes on where the piece before ended, also in the midst of a home."""
+    """What a piece of a range carries of rounds: closed rounds and groups by application, and kept shares by
+    (application, round, worker). more: it goes on where the piece before ended, also in the midst of a group."""
 
     closed: dict[str, int]
-    homes: dict[str, Home]
+    groups: dict[str, BarrierGroup]
     kept: list[tuple[str, int, int, list[Block]]]
     more: bool = False
 
@@ -84,7 +86,7 @@ class Rounds:
     """The state of all ranges held here."""
 
     def __init__(self, ranges: int) -> None:
-        self.homes: dict[str, Home] = {}
+        self.groups: dict[str, BarrierGroup] = {}
         self._ranges = ranges
         self._closed: dict[str, NDArray[np.int64]] = {}
         self._kept: dict[tuple[str, int], list[Share]] = {}
@@ -107,27 +109,27 @@ class Rounds:
 
     def enter(self, app: str, roster: int, workers: Iterable[int]) -> None:
         """Workers, all in the roster of that version, are members from the round after the last decided one on."""
-        home = self.homes.setdefault(app, Home())
-        home.roster = max(roster, home.roster)
+        group = self.groups.setdefault(app, BarrierGroup())
+        group.roster = max(roster, group.roster)
         for worker in workers:
-            home.members.setdefault(worker, home.decided)
+            group.members.setdefault(worker, group.decided)
 
     def leave(self, app: str, worker: int) -> None:
         """A worker is in no further round, until it enters again."""
-        home = self.homes.get(app)
-        if home is not None:
-            home.members.pop(worker, None)
+        group = self.groups.get(app)
+        if group is not None:
+            group.members.pop(worker, None)
 
     def decide(self, app: str, clock: int, workers: Iterable[int]) -> None:
         """Round `clock` is made of `workers`; members that should have been in it and are not have left."""
-        home = self.homes.setdefault(app, Home())
-        if clock != home.decided + 1:
+        group = self.groups.setdefault(app, BarrierGroup())
+        if clock != group.decided + 1:
             return
-        home.decided, home.workers = clock, tuple(sorted(workers))
-        home.last.update(dict.fromkeys(home.workers, clock))
-        while len(home.last) > MAX_REMEMBERED:
-            del home.last[min(home.last)]  # the oldest incarnation
-        home.members = {w: above for w, above in home.members.items() if w in home.workers or above >= clock}
+        group.decided, group.workers = clock, tuple(sorted(workers))
+        group.last.update(dict.fromkeys(group.workers, clock))
+        while len(group.last) > MAX_REMEMBERED:
+            del group.last[min(group.last)]  # the oldest incarnation
+        group.members = {w: above for w, above in group.members.items() if w in group.workers or above >= clock}
 
     def close(
         self, app: str, clock: int, workers: Iterable[int], ranges: Ranges, tables: Mapping[int, Selecting]
@@ -152,8 +154,8 @@ class Rounds:
         gone[ranges] = True
         for closed in self._closed.values():
             closed[ranges] = 0
-        for app in [a for a in self.homes if gone[home_range(a, self._ranges)]]:
-            del self.homes[app]
+        for app in [a for a in self.groups if gone[group_range(a, self._ranges)]]:
+            del self.groups[app]
         self._drop(gone, list(self._kept))
 
     def dump(self, r: int, low: int, high: int, tables: Mapping[int, Selecting]) -> RangeRounds:
@@ -167,21 +169,21 @@ class Rounds:
             if share.live[r] and (blocks := _between(share.blocks, below, inside, tables))
         ]
         closed = {app: int(rounds[r]) for app, rounds in self._closed.items() if rounds[r]}
-        return RangeRounds(closed, self.homes_of(r), kept)
+        return RangeRounds(closed, self.groups_of(r), kept)
 
-    def homes_of(self, r: int) -> dict[str, Home]:
-        """The homes that belong to range r, by application; not copies."""
-        return {app: home for app, home in self.homes.items() if home_range(app, self._ranges) == r}
+    def groups_of(self, r: int) -> dict[str, BarrierGroup]:
+        """The groups that belong to range r, by application; not copies."""
+        return {app: group for app, group in self.groups.items() if group_range(app, self._ranges) == r}
 
     def load(self, r: int, piece: RangeRounds) -> None:
         """Takes over what `dump` gave."""
         for app, clock in piece.closed.items():
             self.closed(app)[r] = max(clock, self.closed(app)[r])
-        for app, home in piece.homes.items():
-            if piece.more and app in self.homes:
-                self.homes[app].extend(home)
+        for app, group in piece.groups.items():
+            if piece.more and app in self.groups:
+                self.groups[app].extend(group)
             else:
-                self.homes.setdefault(app, home)
+                self.groups.setdefault(app, group)
         only = np.zeros(self._ranges, np.bool_)
         only[r] = True
         for app, clock, worker, blocks in piece.kept:

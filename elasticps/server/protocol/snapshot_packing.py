@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from elasticps.server.content import PieceContent, TableRows
-from elasticps.server.rounds import RangeRounds
+from elasticps.server.protocol.barrier_state import RangeRounds
+from elasticps.server.protocol.operations import ChunkContent, TableRows
 from elasticps.wire.frames import Block
 
 _ENTRY_BYTES = 40  # a shard in a worker's hands; a member of a round takes less
 
 
-def size_of(content: PieceContent) -> int:
+def size_of(content: ChunkContent) -> int:
     """About so many bytes on the wire."""
     rounds, sets = content.rounds, [one for named in content.shards.values() for one in named.values()]
-    entries = sum(len(h.members) + len(h.workers) + len(h.last) for h in rounds.homes.values())
+    entries = sum(len(h.members) + len(h.workers) + len(h.last) for h in rounds.groups.values())
     entries += sum(len(s.returned) + sum(map(len, s.doing.values())) for s in sets)
     kept = sum(_block_bytes(block) for *_, blocks in rounds.kept for block in blocks)
     return sum(map(_table_bytes, content.tables)) + kept + _ENTRY_BYTES * entries
 
 
-def pack(content: PieceContent, most_bytes: int) -> list[PieceContent]:
+def pack(content: ChunkContent, most_bytes: int) -> list[ChunkContent]:
     """The content as one or several of about `most_bytes` at most, unless a single row is larger. Loaded one after the
     other they give what it would have given at once."""
     if size_of(content) <= most_bytes:
@@ -29,10 +29,10 @@ def pack(content: PieceContent, most_bytes: int) -> list[PieceContent]:
     for app, clock, worker, blocks in content.rounds.kept:
         for block in blocks:
             packer.add_kept(app, clock, worker, block)
-    entries = max(1, most_bytes // (2 * _ENTRY_BYTES))  # a home or set may give as many of each of two kinds
-    for app, home in content.rounds.homes.items():
-        for part in home.parts(entries):
-            packer.room(2 * _ENTRY_BYTES * entries).rounds.homes[app] = part
+    entries = max(1, most_bytes // (2 * _ENTRY_BYTES))  # a group or set may give as many of each of two kinds
+    for app, group in content.rounds.groups.items():
+        for part in group.parts(entries):
+            packer.room(2 * _ENTRY_BYTES * entries).rounds.groups[app] = part
     for app, named in content.shards.items():
         for name, one in named.items():
             for shards in one.parts(entries):
@@ -41,15 +41,15 @@ def pack(content: PieceContent, most_bytes: int) -> list[PieceContent]:
 
 
 class _Packer:
-    def __init__(self, content: PieceContent, most_bytes: int) -> None:
+    def __init__(self, content: ChunkContent, most_bytes: int) -> None:
         self._most = most_bytes
         self._size = 0
-        self.contents = [PieceContent([], RangeRounds(content.rounds.closed, {}, [], content.rounds.more), {})]
+        self.contents = [ChunkContent([], RangeRounds(content.rounds.closed, {}, [], content.rounds.more), {})]
 
-    def room(self, nbytes: int) -> PieceContent:
+    def room(self, nbytes: int) -> ChunkContent:
         """The content to which so many bytes are to be added."""
         if self._size and self._size + nbytes > self._most:
-            self.contents.append(PieceContent([], RangeRounds({}, {}, [], more=True), {}))
+            self.contents.append(ChunkContent([], RangeRounds({}, {}, [], more=True), {}))
             self._size = 0
         self._size += nbytes
         return self.contents[-1]

@@ -1,5 +1,5 @@
-"""Requests that the head of an application's home range answers, after it has logged them there. Pure: connections, the
-log and the server around are given."""
+"""Requests that the head of an application's group range answers, after it has logged them there. Connections, the log
+and the server around are given."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.view import WorkerInfo
-from elasticps.hashing import home_range
-from elasticps.server.refusal import Refusal
-from elasticps.server.rounds import Rounds
-from elasticps.server.shards import Shards
-from elasticps.server.tickets import R, Requester, RequestTicket
+from elasticps.hashing import group_range
+from elasticps.server.protocol.barrier_state import Rounds
+from elasticps.server.protocol.data_shards_state import Shards
+from elasticps.server.protocol.replies import R, Requester, RequestTicket
+from elasticps.server.protocol.request_error import RequestError
 from elasticps.wire.frames import Header
 from replication.chain import Ranges
 from replication.effects import Effects, Push, Reply, Status
-from replication.messages import Kind as OperationKind
+from replication.messages import OperationKind
 from replication.replica import Replica
 
 Body = NDArray[np.uint8]
@@ -26,7 +26,7 @@ Asker = TypeVar("Asker", bound=Requester, contravariant=True)
 
 
 class Log(Protocol):
-    """What logs and applies operations: the server's shell."""
+    """What logs and applies operations: the server's executor."""
 
     replica: Replica
     rounds: Rounds
@@ -66,7 +66,7 @@ class Host(Protocol[Asker]):
     def tell_view(self, connection: Asker) -> None:
         """Sends the view, once per connection and epoch."""
 
-    def refuse(self, connection: Asker, request: int, refusal: Refusal) -> None:
+    def refuse(self, connection: Asker, request: int, refusal: RequestError) -> None:
         """Tells why a request was not done."""
 
 
@@ -80,7 +80,7 @@ class Once(RequestTicket[R]):
         super().__init__(connection, request)
         self._host = host
         self._answer = answer
-        self._made: bytes | Refusal | None = None
+        self._made: bytes | RequestError | None = None
         self._open = True  # nothing is settled yet: neither answered, nor does it wait for admission
 
     def applied(self) -> None:
@@ -88,10 +88,10 @@ class Once(RequestTicket[R]):
         if self._open:
             self._made = self._make()
 
-    def _make(self) -> bytes | Refusal:
+    def _make(self) -> bytes | RequestError:
         try:
             return self._answer()
-        except Refusal as refusal:
+        except RequestError as refusal:
             return refusal
 
     def hold(self) -> None:
@@ -104,7 +104,7 @@ class Once(RequestTicket[R]):
             super().reply(reply)
             return
         made = self._made or self._make()
-        if isinstance(made, Refusal):
+        if isinstance(made, RequestError):
             self._host.refuse(self.connection, self.request, made)
         else:
             self.connection.send(made)
@@ -126,43 +126,43 @@ class Nobody:
         """Nothing was held."""
 
 
-class AtHome(Generic[R]):
+class GroupRequests(Generic[R]):
     """What handlers of such requests share."""
 
-    def __init__(self, host: Host[R], shell: Log) -> None:
+    def __init__(self, host: Host[R], executor: Log) -> None:
         self._host = host
-        self._shell = shell
+        self._executor = executor
 
-    def _home(self, connection: R, header: Header, body: Body) -> Ranges | None:
-        """The home range of the asker's application; None if the answer must wait, or is somebody else's to give."""
+    def _group(self, connection: R, header: Header, body: Body) -> Ranges | None:
+        """The group range of the asker's application; None if the answer must wait, or is somebody else's to give."""
         if self._host.wait_for_view(connection, header, body):
             return None
         if connection.worker not in self._host.workers:
-            raise Refusal("fenced", f"worker {connection.worker_name!r} is no longer in the roster")
-        home = home_range(connection.app, self._host.ranges)
-        if not np.count_nonzero(self._host.headed == home):
+            raise RequestError("fenced", f"worker {connection.worker_name!r} is no longer in the roster")
+        group = group_range(connection.app, self._host.ranges)
+        if not np.count_nonzero(self._host.headed == group):
             self._stale(connection, header.request)
             return None
-        return np.array([home], np.int64)
+        return np.array([group], np.int64)
 
     def _knows_the_lost(self, app: str) -> bool:
         """Whether whoever is not in our roster is gone. It may only be new, as long as the last head knew more."""
-        home = self._shell.rounds.homes.get(app)
-        if home is None or home.roster <= self._host.roster_version:
+        group = self._executor.rounds.groups.get(app)
+        if group is None or group.roster <= self._host.roster_version:
             return True
-        self._host.need_roster(home.roster)
+        self._host.need_roster(group.roster)
         return False
 
     def _stale(self, connection: R, request: int) -> None:
         self._host.tell_view(connection)
-        text = "the application's home range has another head"
-        self._host.refuse(connection, request, Refusal("stale-view", text, epoch=self._host.epoch))
+        text = "the application's group range has another head"
+        self._host.refuse(connection, request, RequestError("stale-view", text, epoch=self._host.epoch))
 
     def _once(self, connection: R, request: int, answer: Callable[[], bytes]) -> Once[R]:
         return Once(self._host, connection, request, answer)
 
     def _log(self, ticket: object, kind: OperationKind, payload: Any, ranges: Ranges) -> None:
         push = Push(ticket, -1, self._host.epoch, 0, 0, True, ranges, payload, 64, kind=kind)
-        self._shell.perform(self._shell.replica.push, push)
+        self._executor.perform(self._executor.replica.push, push)
         if isinstance(ticket, Once):
             ticket.applied()

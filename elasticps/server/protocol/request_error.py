@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Refusal(Exception):
+class RequestError(Exception):
     """A request that this server will not do: a code for programs, a sentence for people."""
 
     def __init__(self, code: str, message: str, **more: Any) -> None:

@@ -1,6 +1,6 @@
 """Synchronous rounds at the servers: who is in a round, and when it closes. `rounds` has the whole story.
 
-Four requests: ENTER, LEAVE and DONE go to the head of the application's home range, CLOSE to the heads of all.
+Four requests: ENTER, LEAVE and DONE go to the head of the application's group range, CLOSE to the heads of all.
 Whatever is answered has been logged and committed. What waits here is in memory only: after a failover the workers ask
 again.
 """
@@ -13,18 +13,18 @@ from typing import Generic
 
 import numpy as np
 
-from elasticps.hashing import home_range
-from elasticps.server.content import RoundStep
-from elasticps.server.home import AtHome, Body, Host, Log, Nobody
-from elasticps.server.reads import DEFAULT_WAIT_S
-from elasticps.server.refusal import Refusal
-from elasticps.server.rounds import Home
-from elasticps.server.tickets import R, RequestTicket
+from elasticps.hashing import group_range
+from elasticps.server.protocol.barrier_state import BarrierGroup
+from elasticps.server.protocol.group_log import Body, GroupRequests, Host, Log, Nobody
+from elasticps.server.protocol.operations import RoundStep
+from elasticps.server.protocol.reads import DEFAULT_WAIT_S
+from elasticps.server.protocol.replies import R, RequestTicket
+from elasticps.server.protocol.request_error import RequestError
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame
-from elasticps.wire.headers import DoneHeader, EnterHeader, OkHeader
+from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader, OkHeader
 from replication.chain import Ranges
 from replication.effects import Push, Reply, Status
-from replication.messages import Kind as OperationKind
+from replication.messages import OperationKind
 from replication.progress import MAX_CLOCK
 
 
@@ -53,68 +53,68 @@ class _Several(Nobody, Generic[R]):
         self.tickets = []
 
 
-class Decider(AtHome[R]):
+class BarrierCoordinator(GroupRequests[R]):
     """The handlers of ENTER, LEAVE, DONE and CLOSE."""
 
-    def __init__(self, host: Host[R], shell: Log, clock: Callable[[], float]) -> None:
-        super().__init__(host, shell)
+    def __init__(self, host: Host[R], executor: Log, clock: Callable[[], float]) -> None:
+        super().__init__(host, executor)
         self._clock = clock
         self._waiting: dict[str, dict[int, _Waiting[R]]] = {}  # app -> worker
         self._entering: dict[str, list[RequestTicket[R]]] = {}  # app -> those that wait for room in the log
         self._closing: dict[str, tuple[int, _Several[R]]] = {}  # app -> the newest round closed here
         self.handlers: dict[int, Callable[[R, Header, Body], None]] = {
-            Kind.ENTER: self._enter,
-            Kind.LEAVE: self._leave,
-            Kind.DONE: self._done,
-            Kind.CLOSE: self._close,
+            Kind.BARRIER_JOIN: self._enter,
+            Kind.BARRIER_LEAVE: self._leave,
+            Kind.BARRIER_ARRIVE: self._done,
+            Kind.BARRIER_CLOSE: self._close,
         }
 
-    # --- the home range -----------------------------------------------------------------------------------------------
+    # --- the group range ----------------------------------------------------------------------------------------------
 
     def _enter(self, connection: R, header: Header, body: Body) -> None:
         app, worker = connection.app, connection.worker
-        predecessor = EnterHeader.of(header).predecessor
-        home = self._home(connection, header, body)
-        if home is None:
+        predecessor = BarrierJoinHeader.of(header).predecessor
+        group = self._group(connection, header, body)
+        if group is None:
             return
 
         def answer() -> bytes:
-            state = self._shell.rounds.homes[app]
+            state = self._executor.rounds.groups[app]
             document = {
                 "round": state.decided, "workers": list(state.workers), "base": state.members.get(worker, 0),
                 "last": state.last.get(predecessor, 0),
             }  # fmt: skip
-            return json_frame(Kind.DECIDED, document, request=header.request, epoch=self._host.epoch)
+            return json_frame(Kind.BARRIER_DECISION, document, request=header.request, epoch=self._host.epoch)
 
         ticket = self._once(connection, header.request, answer)
-        self._log(ticket, OperationKind.ENTER, RoundStep(app, self._host.roster_version, (worker,)), home)
-        if self._shell.replica.waits(ticket):
+        self._log(ticket, OperationKind.BARRIER_JOIN, RoundStep(app, self._host.roster_version, (worker,)), group)
+        if self._executor.replica.waits(ticket):
             self._entering.setdefault(app, []).append(ticket)
 
     def _leave(self, connection: R, header: Header, body: Body) -> None:
         app, worker = connection.app, connection.worker
-        home = self._home(connection, header, body)
-        if home is None:
+        group = self._group(connection, header, body)
+        if group is None:
             return
         ticket = RequestTicket(connection, header.request)
-        self._log(ticket, OperationKind.LEAVE, RoundStep(app, 0, (worker,)), home)
+        self._log(ticket, OperationKind.BARRIER_LEAVE, RoundStep(app, 0, (worker,)), group)
         self._decide(app)  # the others need not wait for it any more
 
     def _done(self, connection: R, header: Header, body: Body) -> None:
         app, worker = connection.app, connection.worker
-        home = self._home(connection, header, body)
-        if home is None:
+        group = self._group(connection, header, body)
+        if group is None:
             return
-        state, said = self._shell.rounds.homes.get(app, Home()), DoneHeader.of(header)
+        state, said = self._executor.rounds.groups.get(app, BarrierGroup()), BarrierArriveHeader.of(header)
         if said.clock <= state.decided:
             if said.clock < state.decided or worker not in state.workers:
-                raise Refusal("left-out", f"round {said.clock} of {app!r} was closed without this worker")
+                raise RequestError("left-out", f"round {said.clock} of {app!r} was closed without this worker")
             # decided, but maybe not committed yet: the answer waits for an operation behind it
-            self._log(self._decided(connection, header, app), OperationKind.DECIDE,
-                      RoundStep(app, state.decided, state.workers), home)  # fmt: skip
+            self._log(self._decided(connection, header, app), OperationKind.BARRIER_DECISION,
+                      RoundStep(app, state.decided, state.workers), group)  # fmt: skip
             return
         if worker not in state.members or said.clock != state.decided + 1:
-            raise Refusal("left-out", f"worker {connection.worker_name!r} is not in round {said.clock} of {app!r}")
+            raise RequestError("left-out", f"worker {connection.worker_name!r} is not in round {said.clock} of {app!r}")
         ticket = self._decided(connection, header, app)
         deadline_s = self._clock() + (said.wait_ms / 1e3 or DEFAULT_WAIT_S)
         self._waiting.setdefault(app, {})[worker] = _Waiting(said.clock, ticket, deadline_s)
@@ -122,19 +122,19 @@ class Decider(AtHome[R]):
 
     def _decided(self, connection: R, header: Header, app: str) -> RequestTicket[R]:
         def answer() -> bytes:
-            state = self._shell.rounds.homes[app]
+            state = self._executor.rounds.groups[app]
             document = {"round": state.decided, "workers": list(state.workers)}
-            return json_frame(Kind.DECIDED, document, request=header.request, epoch=self._host.epoch)
+            return json_frame(Kind.BARRIER_DECISION, document, request=header.request, epoch=self._host.epoch)
 
         return self._once(connection, header.request, answer)
 
     def _decide(self, app: str) -> None:
         """Closes the list of the next round's workers, if all that are still there are done."""
-        waiting, state = self._waiting.get(app, {}), self._shell.rounds.homes.get(app)
+        waiting, state = self._waiting.get(app, {}), self._executor.rounds.groups.get(app)
         if state is None or not waiting or not self._knows_the_lost(app):
             return
         if app in self._entering:  # what we decide now would be logged behind members that we do not see yet
-            still = [ticket for ticket in self._entering.pop(app) if self._shell.replica.waits(ticket)]
+            still = [ticket for ticket in self._entering.pop(app) if self._executor.replica.waits(ticket)]
             if still:
                 self._entering[app] = still
                 return
@@ -143,15 +143,15 @@ class Decider(AtHome[R]):
         if not required or not all(worker in waiting and waiting[worker].clock == clock for worker in required):
             return
         tickets = [waiting.pop(worker).ticket for worker in sorted(required)]
-        home = np.array([home_range(app, self._host.ranges)], np.int64)
+        group = np.array([group_range(app, self._host.ranges)], np.int64)
         step = RoundStep(app, clock, tuple(sorted(required)))
-        self._log(_Several(home, tickets), OperationKind.DECIDE, step, home)
+        self._log(_Several(group, tickets), OperationKind.BARRIER_DECISION, step, group)
 
     def judge(self) -> None:
         """The roster or the view has changed, or time has passed."""
         headed = set(self._host.headed.tolist())
         for app in list(self._waiting):
-            if home_range(app, self._host.ranges) in headed:
+            if group_range(app, self._host.ranges) in headed:
                 self._decide(app)
                 self._end_waits(app)
             else:
@@ -160,7 +160,7 @@ class Decider(AtHome[R]):
 
     def _end_waits(self, app: str) -> None:
         """Tells those that have waited too long for whom they did."""
-        state, waiting = self._shell.rounds.homes.get(app, Home()), self._waiting[app]
+        state, waiting = self._executor.rounds.groups.get(app, BarrierGroup()), self._waiting[app]
         late = [w for w in state.members if w in self._host.workers and w not in waiting]
         names = sorted(self._host.workers[w].name for w in late)
         now = self._clock()
@@ -168,7 +168,7 @@ class Decider(AtHome[R]):
             if now >= one.deadline_s:
                 del waiting[worker]
                 text = f"round {one.clock} of {app!r} waited too long for worker {', '.join(names)}"
-                self._host.refuse(one.ticket.connection, one.ticket.request, Refusal("behind", text, behind=names))
+                self._host.refuse(one.ticket.connection, one.ticket.request, RequestError("behind", text, behind=names))
 
     # --- all ranges ---------------------------------------------------------------------------------------------------
 
@@ -193,8 +193,8 @@ class Decider(AtHome[R]):
                 return
         several = _Several(headed, [ticket])
         self._closing[step.app] = clock, several
-        push = Push(several, -1, header.epoch, 0, 0, True, None, step, 64, kind=OperationKind.ROUND)
-        self._shell.perform(self._shell.replica.push, push)
+        push = Push(several, -1, header.epoch, 0, 0, True, None, step, 64, kind=OperationKind.BARRIER_CLOSE)
+        self._executor.perform(self._executor.replica.push, push)
 
 
 def _ids(workers: list[object]) -> bool:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticps.errors import InputError
-from elasticps.hashing import home_range
-from elasticps.server.content import PieceContent
-from elasticps.server.piece_codec import decode_content, encode_content
-from elasticps.server.rounds import RangeRounds
-from elasticps.server.shards import UNUSED, Mark, Shards, Take, Used, home_of
+from elasticps.hashing import group_range
+from elasticps.server.protocol.barrier_state import RangeRounds
+from elasticps.server.protocol.data_shards_state import UNUSED, Mark, Shards, Take, Used, group_of
+from elasticps.server.protocol.operations import ChunkContent
+from elasticps.server.protocol.snapshot_codec import decode_content, encode_content
 from elasticps.sharding import ShardSpec, checked_spec, permuted
 
 P = 16
@@ -76,7 +76,7 @@ notes = st.tuples(st.integers(0, SPEC.total - 1), st.sampled_from(WORKERS), st.i
 def test_shards_are_those_of_a_twin(events: list[object]) -> None:
     shards, twin = Shards(P), Twin()
     shards.take(Take("app", "train", SPEC, 3, 0, 0, (), (), ()))
-    home = home_range("app", P)
+    group = group_range("app", P)
     for event in events:
         if isinstance(event, Take):
             found = shards.find("app", "train")
@@ -86,7 +86,7 @@ def test_shards_are_those_of_a_twin(events: list[object]) -> None:
             twin.take(event)
             assert not idle or (found == before and not found.held(event.worker))
         elif event == "move":
-            shards = moved(shards, home)
+            shards = moved(shards, group)
         else:
             assert isinstance(event, tuple)
             found = shards.find("app", "train")
@@ -100,14 +100,14 @@ def test_shards_are_those_of_a_twin(events: list[object]) -> None:
             assert found.held(worker) == twin.held(worker)
 
 
-def moved(shards: Shards, home: int) -> Shards:
+def moved(shards: Shards, group: int) -> Shards:
     """The same state in another replica, by way of the wire."""
-    content = PieceContent([], RangeRounds({}, {}, []), shards.dump(home))
+    content = ChunkContent([], RangeRounds({}, {}, []), shards.dump(group))
     body = b"".join(map(bytes, encode_content(content)))
     other = Shards(P)
     other.load(decode_content(0, np.frombuffer(body, np.uint8), 0).shards)
-    assert other.words(home) == shards.words(home)
-    assert shards.dump((home + 1) % P) == {}
+    assert other.words(group) == shards.words(group)
+    assert shards.dump((group + 1) % P) == {}
     return other
 
 
@@ -122,7 +122,7 @@ def test_a_lost_workers_shards_go_to_others_with_what_is_known_of_them() -> None
         return found.held(worker)
 
     assert take(3) == [(i, UNUSED) for i in range(4)]
-    number = next(iter(shards.dump(home_range("app", P))["app"].values())).id
+    number = next(iter(shards.dump(group_range("app", P))["app"].values())).id
     for shard, clock in ((0, 1), (1, 2)):
         shards.note(Mark(number, shard), 3, clock)
     assert take(3, committed=1) == [(i, UNUSED) for i in range(2, 6)]  # 0 is done, 1 under way
@@ -145,11 +145,11 @@ def test_sets_belong_to_their_application_and_home_range() -> None:
     for app in apps:
         found = shards.find(app, "train")
         assert found is not None
-        assert home_of(Mark(found.id, 0)) == home_range(app, P)
+        assert group_of(Mark(found.id, 0)) == group_range(app, P)
         assert [other for other in apps if shards.owns(other, found.id)] == [app]
-    home = home_range("app0", P)
-    shards.erase([home])
-    assert [app for app in apps if shards.find(app, "train") is None] == [a for a in apps if home_range(a, P) == home]
+    group = group_range("app0", P)
+    shards.erase([group])
+    assert [app for app in apps if shards.find(app, "train") is None] == [a for a in apps if group_range(a, P) == group]
 
 
 def test_another_cut_changes_nothing() -> None:

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elasticps.server.content import RoundStep
-from elasticps.server.home import AtHome, Body, Host, Log, Nobody
-from elasticps.server.refusal import Refusal
-from elasticps.server.rounds import Home
-from elasticps.server.shards import ShardSet, Take
-from elasticps.server.tickets import R, Requester
+from elasticps.server.protocol.barrier_state import BarrierGroup
+from elasticps.server.protocol.data_shards_state import ShardSet, Take
+from elasticps.server.protocol.group_log import Body, GroupRequests, Host, Log, Nobody
+from elasticps.server.protocol.operations import RoundStep
+from elasticps.server.protocol.replies import R, Requester
+from elasticps.server.protocol.request_error import RequestError
 from elasticps.sharding import ShardSpec
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame
-from replication.messages import Kind as OperationKind
+from replication.messages import OperationKind
 
 MAX_HELD = 1024
 MAX_NAME = 200
 
 
-class HandOut(AtHome[R]):
+class ShardDispenser(GroupRequests[R]):
     """The handler of TAKE."""
 
-    def __init__(self, host: Host[R], shell: Log) -> None:
-        super().__init__(host, shell)
-        self.handlers: dict[int, Callable[[R, Header, Body], None]] = {Kind.TAKE: self._take}
+    def __init__(self, host: Host[R], executor: Log) -> None:
+        super().__init__(host, executor)
+        self.handlers: dict[int, Callable[[R, Header, Body], None]] = {Kind.CLAIM_SHARDS: self._take}
 
     def _take(self, connection: R, header: Header, body: Body) -> None:
         asked = _read(connection, header, body)
-        home = self._home(connection, header, body)
-        if home is None:
+        group = self._group(connection, header, body)
+        if group is None:
             return
-        found = self._shell.shards.find(asked.app, asked.name)
+        found = self._executor.shards.find(asked.app, asked.name)
         if found is not None:
             _check(asked, found)
             if self._knows_the_lost(asked.app):
@@ -41,20 +41,22 @@ class HandOut(AtHome[R]):
                 return
 
         def answer() -> bytes:
-            found = self._shell.shards.find(asked.app, asked.name)
+            found = self._executor.shards.find(asked.app, asked.name)
             if found is None:
-                raise Refusal("busy", f"there are too many sets of shards already for {asked.name!r} to be made")
+                raise RequestError("busy", f"there are too many sets of shards already for {asked.name!r} to be made")
             _check(asked, found)  # another one with that name may have been on its way
             document = self._document(found, asked)
             return json_frame(Kind.SHARDS, document, request=header.request, epoch=self._host.epoch)
 
         version = self._host.roster_version
-        if self._shell.rounds.homes.get(asked.app, Home()).roster < version:  # by which whoever asks is known
-            self._log(Nobody(), OperationKind.ENTER, RoundStep(asked.app, version, ()), home)
-        self._log(self._once(connection, header.request, answer), OperationKind.TAKE, asked, home)
+        if (
+            self._executor.rounds.groups.get(asked.app, BarrierGroup()).roster < version
+        ):  # by which whoever asks is known
+            self._log(Nobody(), OperationKind.BARRIER_JOIN, RoundStep(asked.app, version, ()), group)
+        self._log(self._once(connection, header.request, answer), OperationKind.CLAIM_SHARDS, asked, group)
 
     def _document(self, found: ShardSet, asked: Take) -> dict[str, object]:
-        rounds = self._shell.rounds.homes.get(asked.app, Home())
+        rounds = self._executor.rounds.groups.get(asked.app, BarrierGroup())
         held = [[shard, *used, rounds.last.get(used.worker, 0)] for shard, used in found.held(asked.worker)]
         decided = [rounds.decided, list(rounds.workers)]
         return {"set": found.id, "held": held, "done": found.done, "total": found.spec.total, "decided": decided}
@@ -87,4 +89,6 @@ def _check(asked: Take, found: ShardSet) -> None:
     if found.spec != asked.spec:
         theirs, ours = found.spec._asdict(), asked.spec._asdict()
         differ = ", ".join(f"{key} {ours[key]} instead of {theirs[key]}" for key in theirs if ours[key] != theirs[key])
-        raise Refusal("spec", f"shards {asked.name!r} exist with another cut: {differ}. Use the same, or another name")
+        raise RequestError(
+            "spec", f"shards {asked.name!r} exist with another cut: {differ}. Use the same, or another name"
+        )

@@ -1,4 +1,4 @@
-"""Answers of the home range's head: what they tell is committed when they are sent, whatever was logged meanwhile."""
+"""Answers of the group range's head: what they tell is committed when they are sent, whatever was logged meanwhile."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from elasticps.hashing import home_range
-from elasticps.server.decider import Decider
-from elasticps.server.handout import HandOut
-from elasticps.server.rounds import Rounds
-from elasticps.server.shards import Shards
+from elasticps.hashing import group_range
+from elasticps.server.protocol.barrier import BarrierCoordinator
+from elasticps.server.protocol.barrier_state import Rounds
+from elasticps.server.protocol.data_shards import ShardDispenser
+from elasticps.server.protocol.data_shards_state import Shards
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame
 from replication.core import NO_RANGES
 from replication.effects import Push, Reply, Status
-from replication.messages import Kind as OperationKind
+from replication.messages import OperationKind
 
 P = 4
 APP = "app"
-HOME = home_range(APP, P)
+GROUP = group_range(APP, P)
 
 
 class Worker:
@@ -74,9 +74,9 @@ class Head:
 
     def apply(self, push: Push) -> None:
         step = cast(Any, push.payload)
-        if push.kind == OperationKind.ENTER:
+        if push.kind == OperationKind.BARRIER_JOIN:
             self.rounds.enter(step.app, step.clock, step.workers)
-        elif push.kind == OperationKind.DECIDE:
+        elif push.kind == OperationKind.BARRIER_DECISION:
             self.rounds.decide(step.app, step.clock, step.workers)
         else:
             self.shards.take(step)
@@ -85,29 +85,31 @@ class Head:
         self.wanted = version
 
     def commit(self, push: Push) -> None:
-        cast(Any, push.token).reply(Reply(push.token, Status.COMMITTED, 1, np.array([HOME]), NO_RANGES))
+        cast(Any, push.token).reply(Reply(push.token, Status.COMMITTED, 1, np.array([GROUP]), NO_RANGES))
 
 
-@pytest.mark.parametrize("kind", [Kind.ENTER, Kind.TAKE])
+@pytest.mark.parametrize("kind", [Kind.BARRIER_JOIN, Kind.CLAIM_SHARDS])
 def test_a_decision_that_may_yet_be_lost_is_not_told(kind: Kind) -> None:
     head, worker = Head(), Worker(1)
     fakes = cast(Any, head)
-    handlers = Decider[Worker](fakes, fakes, lambda: 0.0).handlers | HandOut[Worker](fakes, fakes).handlers
+    handlers = (
+        BarrierCoordinator[Worker](fakes, fakes, lambda: 0.0).handlers | ShardDispenser[Worker](fakes, fakes).handlers
+    )
     document = {"name": "train", "samples": 9, "size": 1, "epochs": 1, "seed": None, "want": 1, "done": [], "back": []}
     body = np.frombuffer(json_frame(kind, document)[HEADER_BYTES:], np.uint8)
     handlers[kind](worker, Header(kind, epoch=1), body)
     head.rounds.decide(APP, 1, (2,))  # logged behind the request, by another worker's word, and not committed
     head.commit(head.logged[-1])
     (answer,) = worker.answers
-    assert (answer["round"] if kind == Kind.ENTER else answer["decided"][0]) == 0
+    assert (answer["round"] if kind == Kind.BARRIER_JOIN else answer["decided"][0]) == 0
 
 
 def test_a_head_with_an_older_roster_takes_nobody_for_lost() -> None:
     head, known, new = Head(), Worker(1), Worker(3)
     fakes = cast(Any, head)
-    decider, hand_out = Decider[Worker](fakes, fakes, lambda: 0.0), HandOut[Worker](fakes, fakes)
+    decider, hand_out = BarrierCoordinator[Worker](fakes, fakes, lambda: 0.0), ShardDispenser[Worker](fakes, fakes)
     document = {"name": "train", "samples": 9, "size": 1, "epochs": 1, "seed": None, "want": 1, "done": [], "back": []}
-    take = np.frombuffer(json_frame(Kind.TAKE, document)[HEADER_BYTES:], np.uint8)
+    take = np.frombuffer(json_frame(Kind.CLAIM_SHARDS, document)[HEADER_BYTES:], np.uint8)
     empty = np.empty(0, np.uint8)
 
     def ask(worker: Worker, kind: Kind, body: Any = empty, clock: int = 0) -> None:
@@ -116,36 +118,36 @@ def test_a_head_with_an_older_roster_takes_nobody_for_lost() -> None:
     roster = head.workers
     head.roster_version, head.workers = 4, roster | {3: SimpleNamespace(name="w3")}
     for worker in (known, new):
-        ask(worker, Kind.ENTER)
-        ask(worker, Kind.TAKE, take)
+        ask(worker, Kind.BARRIER_JOIN)
+        ask(worker, Kind.CLAIM_SHARDS, take)
     head.roster_version, head.workers = 3, roster  # as the next head has it
-    ask(known, Kind.TAKE, take)
-    ask(known, Kind.DONE, clock=1)
-    assert head.rounds.homes[APP].decided == 0
+    ask(known, Kind.CLAIM_SHARDS, take)
+    ask(known, Kind.BARRIER_ARRIVE, clock=1)
+    assert head.rounds.groups[APP].decided == 0
     assert head.wanted == 4
     found = head.shards.find(APP, "train")
     assert found is not None
     assert sorted(found.doing) == [1, 3]
     head.roster_version = 5  # and it is gone
     decider.judge()
-    assert head.rounds.homes[APP].workers == (1,)
-    ask(known, Kind.TAKE, take)
+    assert head.rounds.groups[APP].workers == (1,)
+    ask(known, Kind.CLAIM_SHARDS, take)
     assert sorted(found.doing) == [1]
 
 
 def test_nothing_is_decided_while_a_member_waits_for_room_in_the_log() -> None:
     head, first, second = Head(), Worker(1), Worker(2)
     fakes = cast(Any, head)
-    decider = Decider[Worker](fakes, fakes, lambda: 0.0)
-    decider.handlers[Kind.ENTER](first, Header(Kind.ENTER, epoch=1), np.empty(0, np.uint8))
+    decider = BarrierCoordinator[Worker](fakes, fakes, lambda: 0.0)
+    decider.handlers[Kind.BARRIER_JOIN](first, Header(Kind.BARRIER_JOIN, epoch=1), np.empty(0, np.uint8))
     head.full = True
-    decider.handlers[Kind.ENTER](second, Header(Kind.ENTER, epoch=1), np.empty(0, np.uint8))
+    decider.handlers[Kind.BARRIER_JOIN](second, Header(Kind.BARRIER_JOIN, epoch=1), np.empty(0, np.uint8))
     head.full = False
-    decider.handlers[Kind.DONE](first, Header(Kind.DONE, epoch=1, clock=1), np.empty(0, np.uint8))
-    assert head.rounds.homes[APP].decided == 0
+    decider.handlers[Kind.BARRIER_ARRIVE](first, Header(Kind.BARRIER_ARRIVE, epoch=1, clock=1), np.empty(0, np.uint8))
+    assert head.rounds.groups[APP].decided == 0
     head.apply(head.logged[1])
     head.waiting.clear()
     decider.judge()
-    assert head.rounds.homes[APP].decided == 0  # the second one is in it
-    decider.handlers[Kind.DONE](second, Header(Kind.DONE, epoch=1, clock=1), np.empty(0, np.uint8))
-    assert head.rounds.homes[APP].workers == (1, 2)
+    assert head.rounds.groups[APP].decided == 0  # the second one is in it
+    decider.handlers[Kind.BARRIER_ARRIVE](second, Header(Kind.BARRIER_ARRIVE, epoch=1, clock=1), np.empty(0, np.uint8))
+    assert head.rounds.groups[APP].workers == (1, 2)

@@ -13,14 +13,14 @@ from itertools import chain, islice
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.server.content import PieceContent, TableRows
-from elasticps.server.rounds import Home, RangeRounds
-from elasticps.server.shards import Doing, RangeShards, ShardSet, Used
+from elasticps.server.protocol.barrier_state import BarrierGroup, RangeRounds
+from elasticps.server.protocol.data_shards_state import Doing, RangeShards, ShardSet, Used
+from elasticps.server.protocol.operations import ChunkContent, TableRows
 from elasticps.sharding import ShardSpec
 from elasticps.wire.frames import Block, Buffer, FrameError, block_head, grads_padding, padded, read_blocks
 
 _TABLE = struct.Struct("<IIQQ")  # id, bytes of the spec, rows, stride
-_STATE = struct.Struct("<IIIIII")  # names, closed rounds, kept shares, homes, sets, whether the piece before goes on
+_STATE = struct.Struct("<IIIIII")  # names, closed rounds, kept shares, groups, sets, whether the piece before goes on
 _MAX_STRIDE = 1 << 26
 _MAX_ROWS = 1 << 40
 
@@ -31,7 +31,7 @@ flat = chain.from_iterable
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def encode_content(content: PieceContent) -> list[Buffer]:
+def encode_content(content: ChunkContent) -> list[Buffer]:
     """The content as buffers; rows are not copied."""
     parts: list[Buffer] = []
     for table, spec, keys, values in content.tables:
@@ -65,17 +65,17 @@ def _encode_state(rounds: RangeRounds, shards: RangeShards) -> bytes:
 
     closed = [(number(app), clock) for app, clock in rounds.closed.items()]
     kept = [(number(app), clock, worker, len(blocks)) for app, clock, worker, blocks in rounds.kept]
-    homes = [_encode_home(number(app), home) for app, home in rounds.homes.items()]
+    groups = [_encode_group(number(app), group) for app, group in rounds.groups.items()]
     sets = [_encode_set(number(app), number(name), one) for app, of in shards.items() for name, one in of.items()]
     texts = [name.encode() for name in names]
-    head = _STATE.pack(len(names), len(closed), len(kept), len(homes), len(sets), rounds.more)
+    head = _STATE.pack(len(names), len(closed), len(kept), len(groups), len(sets), rounds.more)
     written = padded(b"".join(len(text).to_bytes(2, "little") + text for text in texts))
-    return b"".join((head, written, _int64(flat(closed)), _int64(flat(kept)), *homes, *sets))
+    return b"".join((head, written, _int64(flat(closed)), _int64(flat(kept)), *groups, *sets))
 
 
-def _encode_home(app: int, home: Home) -> bytes:
-    head = app, home.decided, home.roster, len(home.members), len(home.workers), len(home.last)
-    return _int64(flat((head, flat(home.members.items()), home.workers, flat(home.last.items()))))
+def _encode_group(app: int, group: BarrierGroup) -> bytes:
+    head = app, group.decided, group.roster, len(group.members), len(group.workers), len(group.last)
+    return _int64(flat((head, flat(group.members.items()), group.workers, flat(group.last.items()))))
 
 
 def _encode_set(app: int, name: int, one: ShardSet) -> bytes:
@@ -97,7 +97,7 @@ def _int64(numbers: Iterable[int]) -> bytes:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def decode_content(tables: int, body: Bytes, at: int) -> PieceContent:
+def decode_content(tables: int, body: Bytes, at: int) -> ChunkContent:
     """What `encode_content` wrote of so many tables, in a body from byte `at` to its end; rows are views. Raises
     `FrameError`."""
     rows: list[TableRows] = []
@@ -106,7 +106,7 @@ def decode_content(tables: int, body: Bytes, at: int) -> PieceContent:
         rows.append(one)
     reader = _Reader(body, at)
     try:
-        return PieceContent(rows, *_decode_state(reader))
+        return ChunkContent(rows, *_decode_state(reader))
     except (IndexError, ValueError) as error:
         raise FrameError(f"a PIECE's rounds or shards cannot be read: {error}") from None
 
@@ -147,14 +147,14 @@ class _Reader:
 
 
 def _decode_state(reader: _Reader) -> tuple[RangeRounds, RangeShards]:
-    names, closed, kept, homes, sets, more = _STATE.unpack(reader.take(_STATE.size).tobytes())
+    names, closed, kept, groups, sets, more = _STATE.unpack(reader.take(_STATE.size).tobytes())
     name = dict(enumerate(reader.texts(names)))
     try:
         rounds = RangeRounds({name[app]: clock for app, clock in reader.rows(closed, 2)}, {}, [], bool(more))
         owners = reader.rows(kept, 4)
-        for _ in range(homes):
-            app, home = _decode_home(reader)
-            rounds.homes[name[app]] = home
+        for _ in range(groups):
+            app, group = _decode_group(reader)
+            rounds.groups[name[app]] = group
         shards: RangeShards = {}
         for _ in range(sets):
             app, called, one = _decode_set(reader)
@@ -168,11 +168,11 @@ def _decode_state(reader: _Reader) -> tuple[RangeRounds, RangeShards]:
     return rounds, shards
 
 
-def _decode_home(reader: _Reader) -> tuple[int, Home]:
+def _decode_group(reader: _Reader) -> tuple[int, BarrierGroup]:
     ((app, decided, roster, members, workers, last),) = reader.rows(1, 6)
     above = reader.pairs(members)
     chosen = tuple(worker for (worker,) in reader.rows(workers, 1))
-    return app, Home(above, decided, chosen, reader.pairs(last), roster)
+    return app, BarrierGroup(above, decided, chosen, reader.pairs(last), roster)
 
 
 def _decode_set(reader: _Reader) -> tuple[int, int, ShardSet]:

@@ -1,4 +1,4 @@
-"""Parking as a list of pulls and a loop over all workers: slow, and easy to believe."""
+"""BoundedDelay as a list of pulls and a loop over all workers: slow, and easy to believe."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.view import WorkerInfo
-from elasticps.server.parking import GRACE_S
-from elasticps.server.reads import DEFAULT_WAIT_S, MAX_PARKED, Asker, Read
-from elasticps.server.refusal import Refusal
+from elasticps.server.protocol.bounded_delay import GRACE_S
+from elasticps.server.protocol.reads import DEFAULT_WAIT_S, MAX_PARKED, Asker, Read
+from elasticps.server.protocol.request_error import RequestError
 from elasticps.wire.frames import ANY
 from replication.progress import PART_BITS, Clocks
 
@@ -99,9 +99,9 @@ class ParkingTwin:
         return self._clocks.known(worker) and bool(self._clocks.row(worker)[ranges].any())
 
     def park(self, read: Read) -> None:
-        """Keeps a pull until `judge` lets it go. Raises `Refusal` when too many wait."""
+        """Keeps a pull until `judge` lets it go. Raises `RequestError` when too many wait."""
         if len(self._parked) >= MAX_PARKED:
-            raise Refusal("busy", f"this server already has {MAX_PARKED} pulls waiting; try again later")
+            raise RequestError("busy", f"this server already has {MAX_PARKED} pulls waiting; try again later")
         wait_s = read.header.wait_ms / 1e3 or DEFAULT_WAIT_S
         self._parked.append(read._replace(keys=read.keys.copy(), deadline_s=self._clock() + wait_s))
 
@@ -110,16 +110,16 @@ class ParkingTwin:
         if self._parked:
             self._parked = [read for read in self._parked if read.connection is not connection]
 
-    def judge(self, tail_since: int, full_since: int) -> list[tuple[Read, Refusal | None]]:
+    def judge(self, tail_since: int, full_since: int) -> list[tuple[Read, RequestError | None]]:
         """The pulls that need not wait any more, with the reason why if they cannot be answered."""
         if not self._parked:
             return []
         parked, self._parked = self._parked, []
         now = self._clock()
-        done: list[tuple[Read, Refusal | None]] = []
+        done: list[tuple[Read, RequestError | None]] = []
         for read in parked:
             if read.header.epoch < (full_since if read.header.flags & ANY else tail_since):
-                done.append((read, Refusal("stale-view", "the ranges that may be read here have changed")))
+                done.append((read, RequestError("stale-view", "the ranges that may be read here have changed")))
             elif not (behind := self.behind(read)):
                 done.append((read, None))
             elif now >= read.deadline_s:
@@ -129,6 +129,6 @@ class ParkingTwin:
         return done
 
 
-def _too_long(read: Read, behind: list[str]) -> Refusal:
+def _too_long(read: Read, behind: list[str]) -> RequestError:
     text = f"a pull of table {read.table.spec.name!r} at clock {read.header.clock} waited too long for worker "
-    return Refusal("behind", text + ", ".join(sorted(behind)), behind=sorted(behind))
+    return RequestError("behind", text + ", ".join(sorted(behind)), behind=sorted(behind))

@@ -1,4 +1,4 @@
-"""TAKE over real sockets: what was handed out and used is known to whoever heads the home range next."""
+"""TAKE over real sockets: what was handed out and used is known to whoever heads the group range next."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.view import Roster, View, WorkerInfo
-from elasticps.hashing import home_range
+from elasticps.hashing import group_range
 from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_body, json_frame
 from tests.server.conftest import RANGES, Group, Run, Worker, until
 
@@ -17,8 +17,8 @@ TAKE: dict[str, Any] = {"name": "train", "samples": 20, "size": 2, "epochs": 1, 
 
 
 async def take(worker: Worker, view: View, committed: int = 0, **more: Any) -> tuple[Header, dict[str, Any]]:
-    frame = json_frame(Kind.TAKE, TAKE | more)
-    header, body = await worker.ask(Header(Kind.TAKE, epoch=view.epoch, clock=committed), frame[HEADER_BYTES:])
+    frame = json_frame(Kind.CLAIM_SHARDS, TAKE | more)
+    header, body = await worker.ask(Header(Kind.CLAIM_SHARDS, epoch=view.epoch, clock=committed), frame[HEADER_BYTES:])
     return header, json_body(body)
 
 
@@ -35,7 +35,7 @@ def test_the_next_head_knows_what_was_handed_out_and_used(run: Run) -> None:
         view = await two_servers(group)
         worker = await group.connect("s0")
         _, answer = await take(worker, view)
-        assert answer == {"set": 1 << 16 | home_range("default", RANGES), "done": 0, "total": 10, "decided": [0, []],
+        assert answer == {"set": 1 << 16 | group_range("default", RANGES), "done": 0, "total": 10, "decided": [0, []],
                           "held": [[i, 0, 0, 0] for i in range(3)]}  # fmt: skip
         assert (await take(worker, view))[1] == answer  # asked twice: the same
         for clock, shard in ((1, 0), (2, 1)):
@@ -79,8 +79,8 @@ def test_a_take_that_cannot_be_ends_the_connection(run: Run, wrong: dict[str, An
     async def test(group: Group) -> None:
         view = await two_servers(group)
         worker = await group.connect("s0")
-        frame = json_frame(Kind.TAKE, TAKE | wrong)
-        worker.ask(Header(Kind.TAKE, epoch=view.epoch), frame[HEADER_BYTES:])
+        frame = json_frame(Kind.CLAIM_SHARDS, TAKE | wrong)
+        worker.ask(Header(Kind.CLAIM_SHARDS, epoch=view.epoch), frame[HEADER_BYTES:])
         await until(worker.task.done)
         worker.task.exception()
         other = await group.connect("s0")

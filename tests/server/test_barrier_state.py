@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from elasticps.server.rounds import Rounds
+from elasticps.server.protocol.barrier_state import Rounds
 from elasticps.wire.frames import Block
 
 P = 4

@@ -1,7 +1,7 @@
 """Samples handed out to workers in shards: which are to do, being done, done. `elasticps.client.shards` asks for them.
 
 A shard is what one step trains. Shards are numbered through all epochs, and handed out in that order. What matters is
-noted where it cannot get lost: a worker's push says which shard it trains, so that the log of the application's *home
+noted where it cannot get lost: a worker's push says which shard it trains, so that the log of the application's *group
 range* holds 'worker w used shard i at clock c' if and only if it holds that push. A shard is done once its worker says
 that clock c is committed. The shards of a worker that has left the roster go back to the others, each with what is
 known of it: whoever gets one that was used asks all heads whether clock c is committed everywhere, and says that the
@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from elasticps.hashing import home_range
-from elasticps.sharding import HOME_BITS, ShardSpec
+from elasticps.hashing import group_range
+from elasticps.sharding import GROUP_BITS, ShardSpec
 
-MAX_SETS = (1 << 16) - 1  # of all applications with one home range
+MAX_SETS = (1 << 16) - 1  # of all applications with one group range
 
 
 class Used(NamedTuple):
@@ -156,7 +156,7 @@ RangeShards = dict[str, dict[str, ShardSet]]
 
 
 class Shards:
-    """The sets of all applications whose home ranges are held here."""
+    """The sets of all applications whose group ranges are held here."""
 
     def __init__(self, ranges: int) -> None:
         self._ranges = ranges
@@ -182,10 +182,10 @@ class Shards:
     def _open(self, app: str, name: str, spec: ShardSpec) -> ShardSet | None:
         found = self.find(app, name)
         if found is None and spec.possible:
-            home = home_range(app, self._ranges)
-            count = sum(len(sets) for other, sets in self._sets.items() if home_range(other, self._ranges) == home)
+            group = group_range(app, self._ranges)
+            count = sum(len(sets) for other, sets in self._sets.items() if group_range(other, self._ranges) == group)
             if count < MAX_SETS:
-                found = ShardSet((count + 1) << HOME_BITS | home, spec)
+                found = ShardSet((count + 1) << GROUP_BITS | group, spec)
                 self._sets.setdefault(app, {})[name] = found
         return found
 
@@ -205,12 +205,12 @@ class Shards:
     def erase(self, ranges: Iterable[int]) -> None:
         """Forgets everything about these ranges."""
         gone = set(ranges)
-        for app in [a for a in self._sets if home_range(a, self._ranges) in gone]:
+        for app in [a for a in self._sets if group_range(a, self._ranges) in gone]:
             del self._sets[app]
 
     def dump(self, r: int) -> RangeShards:
         """What belongs to range r; not a copy."""
-        return {app: sets for app, sets in self._sets.items() if home_range(app, self._ranges) == r}
+        return {app: sets for app, sets in self._sets.items() if group_range(app, self._ranges) == r}
 
     def load(self, piece: RangeShards, more: bool = False) -> None:
         """Takes over what `dump` gave. more: it goes on where the piece before ended, also in the midst of a set."""
@@ -235,6 +235,6 @@ class Shards:
         return words
 
 
-def home_of(mark: Mark) -> int:
-    """The home range of the set that a mark names."""
-    return mark.set & ((1 << HOME_BITS) - 1)
+def group_of(mark: Mark) -> int:
+    """The group range of the set that a mark names."""
+    return mark.set & ((1 << GROUP_BITS) - 1)

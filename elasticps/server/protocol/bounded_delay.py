@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.view import WorkerInfo
-from elasticps.server.reads import DEFAULT_WAIT_S, MAX_PARKED, Asker, Read
-from elasticps.server.refusal import Refusal
-from elasticps.server.slowest import Reached, Slowest
+from elasticps.server.protocol.reads import DEFAULT_WAIT_S, MAX_PARKED, Asker, Read
+from elasticps.server.protocol.request_error import RequestError
+from elasticps.server.protocol.slowest import Reached, Slowest
 from elasticps.wire.frames import ANY
 from replication.progress import Clocks
 
@@ -22,7 +22,7 @@ GRACE_S = 1.0  # workers connect to a server that gets ranges within millisecond
 
 class Company:
     """An application's workers that may hold pulls back, in the ranges that are read. heard: those that have joined
-    here, or that nobody awaits and whose steps are seen here; awaited: those of `Parking._awaited` whose steps are
+    here, or that nobody awaits and whose steps are seen here; awaited: those of `BoundedDelay._awaited` whose steps are
     seen; unseen: those that have said nothing here, and of which nothing is seen."""
 
     __slots__ = ("awaited", "heard", "unseen")
@@ -39,7 +39,7 @@ class Company:
         self.unseen.discard(worker)
 
 
-class Parking:
+class BoundedDelay:
     """Pulls that wait, and what they are judged by: vector clocks, the roster, the ranges that are read here.
 
     tailed: the ranges whose tail we are; held: those of which we are a full replica.
@@ -185,9 +185,9 @@ class Parking:
     # --- pulls that wait --------------------------------------------------------------------------------------------
 
     def park(self, read: Read) -> None:
-        """Keeps a pull until `judge` lets it go. Raises `Refusal` when too many wait."""
+        """Keeps a pull until `judge` lets it go. Raises `RequestError` when too many wait."""
         if len(self._parked) >= MAX_PARKED:
-            raise Refusal("busy", f"this server already has {MAX_PARKED} pulls waiting; try again later")
+            raise RequestError("busy", f"this server already has {MAX_PARKED} pulls waiting; try again later")
         wait_s = read.header.wait_ms / 1e3 or DEFAULT_WAIT_S
         read = read._replace(keys=read.keys.copy(), deadline_s=self._clock() + wait_s)
         self._count += 1
@@ -223,14 +223,14 @@ class Parking:
         for number in self._of_asker.pop(id(connection), ()):
             del self._parked[number]
 
-    def judge(self, tail_since: int, full_since: int) -> list[tuple[Read, Refusal | None]]:
+    def judge(self, tail_since: int, full_since: int) -> list[tuple[Read, RequestError | None]]:
         """The pulls that need not wait any more, as they came, with the reason why if they cannot be answered.
 
         tail_since, full_since: the epochs in which the ranges that are tailed, or held, last changed.
         """
         if not self._parked:
             return []
-        done: dict[int, Refusal | None] = {}
+        done: dict[int, RequestError | None] = {}
         if self._judged_by != (tail_since, full_since):
             self._judged_by = tail_since, full_since
             self._judge_all(done)
@@ -248,18 +248,18 @@ class Parking:
             del self._of_asker[id(read.connection)]
         return read
 
-    def _judge_all(self, done: dict[int, Refusal | None]) -> None:
+    def _judge_all(self, done: dict[int, RequestError | None]) -> None:
         assert self._judged_by is not None
         tail_since, full_since = self._judged_by
         self._own, self._bound = {}, {}
         self._deadlines = sorted((read.deadline_s, number) for number, read in self._parked.items())
         for number, read in self._parked.items():
             if read.header.epoch < (full_since if read.header.flags & ANY else tail_since):
-                done[number] = Refusal("stale-view", "the ranges that may be read here have changed")
+                done[number] = RequestError("stale-view", "the ranges that may be read here have changed")
             elif not self._wait(number, read):
                 done[number] = None
 
-    def _judge_own(self, done: dict[int, Refusal | None]) -> None:
+    def _judge_own(self, done: dict[int, RequestError | None]) -> None:
         """Those that wait for their worker's own steps; they may have to wait for others' then."""
         for key, (reached, numbers) in list(self._own.items()):
             clock = reached.now()
@@ -274,7 +274,7 @@ class Parking:
             if not numbers:
                 self._own.pop(key, None)
 
-    def _judge_bounds(self, done: dict[int, Refusal | None]) -> None:
+    def _judge_bounds(self, done: dict[int, RequestError | None]) -> None:
         """Those that wait for the slowest of their application."""
         for (app, anywhere), numbers in list(self._bound.items()):
             while numbers:
@@ -287,7 +287,7 @@ class Parking:
             if not numbers:
                 del self._bound[app, anywhere]
 
-    def _judge_deadlines(self, done: dict[int, Refusal | None]) -> None:
+    def _judge_deadlines(self, done: dict[int, RequestError | None]) -> None:
         now = self._clock()
         late: dict[tuple[str, int, int], list[str]] = {}  # many end at once that wait for the same workers
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -310,6 +310,6 @@ def _floor(read: Read) -> int:
     return read.header.clock - (read.header.bound - 1)
 
 
-def _too_long(read: Read, behind: list[str]) -> Refusal:
+def _too_long(read: Read, behind: list[str]) -> RequestError:
     text = f"a pull of table {read.table.spec.name!r} at clock {read.header.clock} waited too long for worker "
-    return Refusal("behind", text + ", ".join(behind), behind=behind)
+    return RequestError("behind", text + ", ".join(behind), behind=behind)

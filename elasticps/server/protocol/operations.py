@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.server.rounds import RangeRounds
-from elasticps.server.shards import Mark as ShardMark
-from elasticps.server.shards import RangeShards
+from elasticps.server.protocol.barrier_state import RangeRounds
+from elasticps.server.protocol.data_shards_state import Mark as ShardMark
+from elasticps.server.protocol.data_shards_state import RangeShards
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 from elasticps.wire.frames import Block
@@ -118,7 +118,7 @@ class TableRows(NamedTuple):
     rows: NDArray[np.uint8]
 
 
-class PieceContent(NamedTuple):
+class ChunkContent(NamedTuple):
     """What a piece of a range carries: every table, also those without rows there, so that the joiner knows them all;
     and what is kept for synchronous rounds. The first one has the range's sets of shards."""
 

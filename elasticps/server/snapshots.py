@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from elasticps.server.content import PieceContent, TableRows
-from elasticps.server.packing import pack, size_of
-from elasticps.server.rounds import Rounds
-from elasticps.server.shards import Shards
+from elasticps.server.protocol.barrier_state import Rounds
+from elasticps.server.protocol.data_shards_state import Shards
+from elasticps.server.protocol.operations import ChunkContent, TableRows
+from elasticps.server.protocol.snapshot_packing import pack, size_of
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 from replication.chain import Member
@@ -20,7 +20,7 @@ MOST_BYTES = 4 * PIECE_BYTES  # what is kept for synchronous rounds makes some i
 BUSY_SHARE = 1 / 40  # of this thread's time goes into cutting and sending while workers are served. A piece costs its
 # receiver, and the steps that also go to the joiner, several times as much.
 BUSY_BYTES_PER_S = 100e6  # and at most: faster than that it is the network that is shared
-LONGEST_PAUSE_S = 0.5  # after the state of a home range, which is of one instant however long it takes
+LONGEST_PAUSE_S = 0.5  # after the state of a group range, which is of one instant however long it takes
 USUAL_BYTES_PER_S = 20e6  # what this comes to with several servers on two cores; for forecasts
 BACKLOG_BYTES = 256 << 10  # on a link: what workers push goes behind it, and may have to be acknowledged from there
 RETRY_S = 0.002
@@ -50,7 +50,7 @@ class _Progress:
         self.waits_s: float | None = None
 
 
-class Cutter:
+class SnapshotSender:
     """Schedules pieces. `deliver(r, serial, upto, last, content)` takes each one at the instant at which it was cut;
     `busy()` says whether workers are being served, `backlog(peer)` how many bytes wait on the link to a peer,
     `filling(r)` who is still to be filled with a range, and since which epoch."""
@@ -62,7 +62,7 @@ class Cutter:
         rounds: Rounds,
         shards: Shards,
         ranges: int,
-        deliver: Callable[[int, int, int, bool, PieceContent], None],
+        deliver: Callable[[int, int, int, bool, ChunkContent], None],
         busy: Callable[[], bool],
         backlog: Callable[[Member], int],
         filling: Callable[[int], tuple[Member, int] | None],
@@ -157,18 +157,18 @@ class Cutter:
             pause_s = max((time.thread_time() - began) / BUSY_SHARE, size / BUSY_BYTES_PER_S)
             self._free_s = now + min(pause_s, LONGEST_PAUSE_S)
 
-    def _content(self, r: int, low: int, upto: int) -> PieceContent:
+    def _content(self, r: int, low: int, upto: int) -> ChunkContent:
         """An interval of range r."""
         dumps = ((number, table, *table.dump_interval(r, low, upto)) for number, table in self._tables.items())
         rows = [TableRows(number, t.spec.to_json(), keys, values) for number, t, keys, values in dumps if len(keys)]
-        return PieceContent(rows, self._rounds.dump(r, low, upto, self._tables)._replace(homes={}), {})
+        return ChunkContent(rows, self._rounds.dump(r, low, upto, self._tables)._replace(groups={}), {})
 
-    def _with_state(self, content: PieceContent, r: int) -> PieceContent:
+    def _with_state(self, content: ChunkContent, r: int) -> ChunkContent:
         """The first interval of range r, with what belongs to the range as a whole, and every table."""
         there = {one.table: one for one in content.tables}
         rows = [
             there.get(number) or TableRows(number, table.spec.to_json(), *table.dump_interval(r, 0, 0))
             for number, table in self._tables.items()
         ]
-        rounds = content.rounds._replace(homes=self._rounds.homes_of(r))
-        return PieceContent(rows, rounds, self._shards.dump(r))
+        rounds = content.rounds._replace(groups=self._rounds.groups_of(r))
+        return ChunkContent(rows, rounds, self._shards.dump(r))

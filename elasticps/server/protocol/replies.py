@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, Protocol, TypeVar
 
-from elasticps.server.refusal import Refusal
+from elasticps.server.protocol.request_error import RequestError
 from elasticps.wire.frames import Buffer, Header, Kind, clocks_frame, json_frame, partly_frame
 from replication.effects import ClocksReply, Reply, Status
 
@@ -37,7 +37,7 @@ class RequestTicket(Generic[R]):
 
     __slots__ = ("connection", "refusal", "request")
 
-    def __init__(self, connection: R, request: int, refusal: Refusal | None = None) -> None:
+    def __init__(self, connection: R, request: int, refusal: RequestError | None = None) -> None:
         self.connection = connection
         self.request = request
         self.refusal = refusal

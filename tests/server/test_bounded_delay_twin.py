@@ -1,4 +1,4 @@
-"""Parking that looks at what has changed only lets the same pulls go as one that asks everybody every time."""
+"""BoundedDelay that looks at what has changed only lets the same pulls go as one that asks everybody every time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.view import WorkerInfo
-from elasticps.server.parking import Parking
-from elasticps.server.reads import Read
+from elasticps.server.protocol.bounded_delay import BoundedDelay
+from elasticps.server.protocol.reads import Read
 from elasticps.wire.frames import ANY, Header, Kind
 from replication.progress import Clocks
-from tests.server.parking_twin import ParkingTwin
+from tests.server.bounded_delay_twin import ParkingTwin
 
 P = 4
 WORKERS = {w: WorkerInfo(w, f"w{w}", 1, "b" if w == 5 else "a") for w in range(1, 6)}
@@ -53,7 +53,7 @@ class Both:
     def __init__(self, awaited: bool) -> None:
         self.now = 0.0
         clocks = self.clocks = Clocks(P)
-        self.fast = Parking(P, clocks, lambda: self.now)
+        self.fast = BoundedDelay(P, clocks, lambda: self.now)
         self.slow = ParkingTwin(P, clocks, lambda: self.now)
         self.askers = {w: Asking(w) for w in WORKERS}
         self.epochs = [0, 0]

@@ -10,29 +10,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticps.optimizers import Accumulate
-from elasticps.server.content import (
+from elasticps.server.executor import Executor
+from elasticps.server.fast.path import FastPath
+from elasticps.server.protocol.barrier_state import BarrierGroup, RangeRounds
+from elasticps.server.protocol.data_shards_state import Doing, RangeShards, ShardSet, Take, Used
+from elasticps.server.protocol.data_shards_state import Mark as ShardMark
+from elasticps.server.protocol.operations import (
+    ChunkContent,
     Content,
     Contribution,
     Mark,
     NewTable,
-    PieceContent,
     RoundStep,
     TableRows,
     positions_of,
 )
-from elasticps.server.fast.path import FastPath
-from elasticps.server.messages import Codec
-from elasticps.server.rounds import Home, RangeRounds
-from elasticps.server.shards import Doing, RangeShards, ShardSet, Take, Used
-from elasticps.server.shards import Mark as ShardMark
-from elasticps.server.shell import Shell
+from elasticps.server.protocol.replica_codec import ReplicaCodec
 from elasticps.sharding import ShardSpec
 from elasticps.spec import TableSpec
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Block, FrameError, unpack_header
 from replication.chain import Member
 from replication.effects import Effect
-from replication.messages import Ack, Forward, Installed, Kind, Message, Operation, Piece, Resync
+from replication.messages import Ack, ChunkAck, Forward, Message, Operation, OperationKind, Resync, SnapshotChunk
 
 P = 16
 
@@ -42,7 +42,7 @@ def numbers(*values: int) -> np.ndarray:
 
 
 def through_the_wire(message: Message, store: Store) -> Message:
-    codec = Codec(store.tables, P)
+    codec = ReplicaCodec(store.tables, P)
     frame = b"".join(bytes(part) for part in codec.encode(message))
     header = unpack_header(frame)
     assert header.body == len(frame) - HEADER_BYTES
@@ -83,13 +83,15 @@ def a_push(store: Store, ranges: np.ndarray, count: int = 200) -> Operation:
         keys = numbers(*at)
         grads = np.outer(keys, np.ones(table.spec.dim)).astype(np.float32)
         blocks.append(Block(number, keys, grads, np.empty(0, np.float32)))
-    return Operation(Kind.PUSH, 5, 7 << 16, Content(blocks, ranges, positions), 1000)
+    return Operation(OperationKind.PUSH, 5, 7 << 16, Content(blocks, ranges, positions), 1000)
 
 
 SOME = numbers(3, 5, 4, 9)
 A_SET = ShardSet(1 << 16 | 3, ShardSpec(100, 7, 2, None), 5, 2, {1: Used(4, 9)}, {6: {0: Doing(8, Used(0, 0))}})
 SHARDS: RangeShards = {"a": {"train": A_SET}}
 A_TAKE = Take("a", "train", ShardSpec(100, 7, 2, 5), 6, 11, 4, (1, 2), (3,), ())
+A_ROUND = RoundStep("a", 3, (5, 6))
+A_GROUP = BarrierGroup({5: 3}, 4, (5, 6), {5: 4, 2: 1}, 9)
 A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.float32))
 
 
@@ -98,20 +100,20 @@ A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.fl
     [
         Ack(4, numbers(1, 2, 15), numbers(10, 20, 1 << 40)),
         Resync(4, numbers(1, 2), numbers(-1, 20), numbers(0, 19)),
-        Installed(4, 3, 2, 7, True, 55),
-        Forward(4, numbers(1), numbers(9), Operation(Kind.CREATE, -1, 0, NewTable(3, '{"x":1}'), 10)),
-        Forward(4, numbers(1), numbers(9), Operation(Kind.AUDIT, -1, 0, Mark(1 << 61), 10)),
-        Forward(4, numbers(1), numbers(9), Operation(Kind.ROUND, -1, 0, RoundStep("a", 3, (5, 6)), 10)),
-        Forward(4, numbers(1), numbers(9), Operation(Kind.LEAVE, -1, 0, RoundStep("a", 0, (5,)), 10)),
-        Forward(4, numbers(1), numbers(9), Operation(Kind.TAKE, -1, 0, A_TAKE, 10)),
-        Piece(
+        ChunkAck(4, 3, 2, 7, True, 55),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.CREATE, -1, 0, NewTable(3, '{"x":1}'), 10)),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.AUDIT, -1, 0, Mark(1 << 61), 10)),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.BARRIER_CLOSE, -1, 0, A_ROUND, 10)),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.BARRIER_LEAVE, -1, 0, RoundStep("a", 0, (5,)), 10)),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.CLAIM_SHARDS, -1, 0, A_TAKE, 10)),
+        SnapshotChunk(
             4, 3, 2, 1, 1 << 61, False, 44, numbers(5, 6), numbers(1 << 16, 1 << 17),
-            PieceContent(
+            ChunkContent(
                 [
                     TableRows(1, "{}", numbers(1, 2), np.arange(32, dtype=np.uint8).reshape(2, 16)),
                     TableRows(2, '{"no":"rows"}', numbers(), np.empty((0, 8), np.uint8)),
                 ],
-                RangeRounds({"a": 4}, {"a": Home({5: 3}, 4, (5, 6), {5: 4, 2: 1}, 9)}, [("a", 5, 6, [A_BLOCK])]),
+                RangeRounds({"a": 4}, {"a": A_GROUP}, [("a", 5, 6, [A_BLOCK])]),
                 SHARDS,
             ),
         ),
@@ -136,7 +138,7 @@ def test_any_part_of_a_push_arrives_with_the_keys_of_its_ranges(data: st.DataObj
     content = heard.operation.payload
     assert isinstance(content, Content)
     kept = Contribution("ads", 7, content.blocks, part, positions_of(part, P), ShardMark(1 << 16 | 2, 0))
-    again = through_the_wire(Forward(4, part, said.seqs, Operation(Kind.PUSH, 5, 7 << 16, kept, 10)), store)
+    again = through_the_wire(Forward(4, part, said.seqs, Operation(OperationKind.PUSH, 5, 7 << 16, kept, 10)), store)
     assert isinstance(again, Forward)
     assert isinstance(again.operation.payload, Contribution)
     assert (again.operation.payload.app, again.operation.payload.clock) == ("ads", 7)
@@ -152,16 +154,18 @@ def test_any_part_of_a_push_arrives_with_the_keys_of_its_ranges(data: st.DataObj
 def test_damaged_messages_raise_frame_errors_only(data: st.DataObject) -> None:
     store = a_store()
     tables = [TableRows(1, "{}", numbers(1), np.zeros((1, 8), np.uint8))]
-    rows = PieceContent(tables, RangeRounds({"a": 4}, {"a": Home({5: 3}, 4, (5,))}, [("a", 5, 6, [A_BLOCK])]), SHARDS)
+    rows = ChunkContent(
+        tables, RangeRounds({"a": 4}, {"a": BarrierGroup({5: 3}, 4, (5,))}, [("a", 5, 6, [A_BLOCK])]), SHARDS
+    )
     messages: list[Message] = [
         Ack(4, numbers(1, 2), numbers(10, 20)),
         Resync(4, numbers(1, 2), numbers(-1, 20), numbers(0, 19)),
         Forward(4, SOME, np.arange(4, dtype=np.int64), a_push(store, SOME, 20)),
-        Forward(4, numbers(1), numbers(9), Operation(Kind.AUDIT, -1, 0, Mark(3), 10)),
-        Forward(4, numbers(1), numbers(9), Operation(Kind.TAKE, -1, 0, A_TAKE, 10)),
-        Piece(4, 3, 2, 1, 9, False, 4, numbers(5), numbers(1), rows),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.AUDIT, -1, 0, Mark(3), 10)),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.CLAIM_SHARDS, -1, 0, A_TAKE, 10)),
+        SnapshotChunk(4, 3, 2, 1, 9, False, 4, numbers(5), numbers(1), rows),
     ]
-    codec = Codec(store.tables, P)
+    codec = ReplicaCodec(store.tables, P)
     frame = bytearray(b"".join(bytes(p) for p in codec.encode(data.draw(st.sampled_from(messages)))))
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
@@ -178,14 +182,14 @@ def test_the_shell_carries_out_every_effect() -> None:
         def __getattr__(self, name: str) -> object:
             return lambda *_: None
 
-    shell = Shell(Member("s", 1), P, Nobody(), 1000, FastPath(P, 1000, Nobody()))  # type: ignore[arg-type]
-    assert set(shell._handlers) == set(typing.get_args(Effect))
+    executor = Executor(Member("s", 1), P, Nobody(), 1000, FastPath(P, 1000, Nobody()))  # type: ignore[arg-type]
+    assert set(executor._handlers) == set(typing.get_args(Effect))
 
 
 @pytest.mark.parametrize("field", ["clock", "epoch"])
 def test_positions_that_no_log_has_are_refused(field: str) -> None:
-    codec = Codec({}, P)
-    for message in (Installed(4, 3, 2, 7, True, 55), Ack(4, numbers(1), numbers(10))):
+    codec = ReplicaCodec({}, P)
+    for message in (ChunkAck(4, 3, 2, 7, True, 55), Ack(4, numbers(1), numbers(10))):
         frame = b"".join(bytes(part) for part in codec.encode(message))
         header = unpack_header(frame)._replace(**{field: (1 << 63) + 1})
         with pytest.raises(FrameError):
@@ -198,4 +202,6 @@ def test_positions_that_no_log_has_are_refused(field: str) -> None:
 def test_a_take_of_shards_that_cannot_be_is_refused(spec: tuple[object, ...]) -> None:
     take = A_TAKE._replace(spec=spec)  # type: ignore[arg-type]
     with pytest.raises(FrameError, match="TAKE cannot be read"):
-        through_the_wire(Forward(4, numbers(1), numbers(9), Operation(Kind.TAKE, -1, 0, take, 10)), a_store())
+        through_the_wire(
+            Forward(4, numbers(1), numbers(9), Operation(OperationKind.CLAIM_SHARDS, -1, 0, take, 10)), a_store()
+        )

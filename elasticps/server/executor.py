@@ -14,33 +14,33 @@ import numpy as np
 
 from elasticps.admin.subject import MarkedRange
 from elasticps.server import fatal
-from elasticps.server.audit import Marks, digest
-from elasticps.server.content import Content, Contribution, Mark, NewTable, PieceContent, RoundStep
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
-from elasticps.server.rounds import Rounds
-from elasticps.server.shards import Shards, Take, home_of
+from elasticps.server.protocol.audit import Marks, digest
+from elasticps.server.protocol.barrier_state import Rounds
+from elasticps.server.protocol.data_shards_state import Shards, Take, group_of
+from elasticps.server.protocol.operations import ChunkContent, Content, Contribution, Mark, NewTable, RoundStep
 from elasticps.spec import TableSpec
 from elasticps.store import Store
 from elasticps.store.intervals import PLACES
 from replication.chain import Member
 from replication.effects import (
     Apply,
+    CaughtUp,
     ClocksReply,
     Effects,
     Erase,
     Hold,
     Install,
-    Level,
     NeedRoster,
     NeedView,
-    NextPiece,
+    NextChunk,
     Release,
     Reply,
     Send,
     SnapshotRange,
 )
-from replication.messages import Kind, Message
+from replication.messages import Message, OperationKind
 from replication.progress import PART_BITS
 from replication.replica import Replica
 
@@ -81,11 +81,11 @@ class Surroundings(Protocol):
     def next_piece(self, r: int, serial: int) -> None:
         """Cut the next piece."""
 
-    def report_level(self, level: Level) -> None:
+    def report_level(self, level: CaughtUp) -> None:
         """Tell the leader."""
 
 
-class Shell:
+class Executor:
     """A replica with its store. `perform` is the only way in which either changes."""
 
     def __init__(self, me: Member, ranges: int, around: Surroundings, budget_bytes: int, path: FastPath) -> None:
@@ -109,10 +109,10 @@ class Shell:
             NeedView: lambda e: around.need_view(e.epoch),
             NeedRoster: lambda e: around.need_roster(e.version),
             SnapshotRange: lambda e: around.start_fill(e.peer, e.range, e.serial),
-            NextPiece: lambda e: around.next_piece(e.range, e.serial),
+            NextChunk: lambda e: around.next_piece(e.range, e.serial),
             Install: self._install,
             Erase: self._erase,
-            Level: around.report_level,
+            CaughtUp: around.report_level,
         }
 
     @property
@@ -152,7 +152,7 @@ class Shell:
 
     def _apply_rows(self, effect: Apply, content: Content) -> None:
         tables, operation = self.store.tables, effect.operation
-        if content.mark is not None and np.count_nonzero(effect.ranges == home_of(content.mark)):
+        if content.mark is not None and np.count_nonzero(effect.ranges == group_of(content.mark)):
             self.shards.note(content.mark, operation.worker, operation.after >> PART_BITS)
         if effect.inside is None:
             blocks = content.part(effect.ranges, tables)
@@ -164,7 +164,7 @@ class Shell:
             blocks = content.below(bounds, tables)
         if isinstance(content, Contribution):
             self.rounds.keep(content.app, content.clock, operation.worker, effect.ranges, blocks)
-        elif operation.kind == Kind.INIT:
+        elif operation.kind == OperationKind.INIT:
             for table, keys, values, _ in blocks:
                 tables[table].put_if_absent(keys, values)
         else:
@@ -173,11 +173,11 @@ class Shell:
                 self._rows_applied += len(keys)
 
     def _round(self, effect: Apply, step: RoundStep) -> None:
-        if effect.operation.kind == Kind.ENTER:
+        if effect.operation.kind == OperationKind.BARRIER_JOIN:
             self.rounds.enter(step.app, step.clock, step.workers)
-        elif effect.operation.kind == Kind.LEAVE:
+        elif effect.operation.kind == OperationKind.BARRIER_LEAVE:
             self.rounds.leave(step.app, step.workers[0])
-        elif effect.operation.kind == Kind.DECIDE:
+        elif effect.operation.kind == OperationKind.BARRIER_DECISION:
             self.rounds.decide(step.app, step.clock, step.workers)
         else:
             tables = self.store.tables
@@ -198,7 +198,7 @@ class Shell:
     # --- ranges -----------------------------------------------------------------------------------------------------
 
     def _install(self, effect: Install) -> None:
-        content: PieceContent = effect.payload  # type: ignore[assignment]
+        content: ChunkContent = effect.payload  # type: ignore[assignment]
         for number, spec, keys, values in content.tables:
             table = self.store.create(TableSpec.from_json(spec), number)
             if len(keys):
