@@ -14,12 +14,12 @@ from chaos.frames import RequestFrame
 from chaos.shard_checks import NAME
 from chaos.violation import Violation
 from coordinator.view import View
-from elasticps.client.rounds import Answer, Calls, Request, Round
-from elasticps.client.routing import Routes
-from elasticps.client.scripts import leaving, settling
-from elasticps.client.session import Session
-from elasticps.client.starting import Past, Starting, first_past, past_again
-from elasticps.client.taking import Need, TakeScript, Taking
+from elasticps.client.protocol.barrier import leaving, settling
+from elasticps.client.protocol.data_shards import ClaimScript, Need, ShardClaims
+from elasticps.client.protocol.fan_out import Answer, FanOut, FanOuts, Request
+from elasticps.client.protocol.join import Past, Starting, first_past, past_again
+from elasticps.client.protocol.routing import Routes
+from elasticps.client.protocol.session import Session
 from elasticps.errors import ServerError, Timeout
 from elasticps.server.protocol.data_shards_state import Mark
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Kind, unpack_header
@@ -50,13 +50,13 @@ class Training:
         self._session = session
         self._rng = trainer.loop.rng
         self._starting = Starting(trainer.worker, app, FOREVER_S)
-        self._calls = Calls(itertools.count(1), self._send)
+        self._calls = FanOuts(itertools.count(1), self._send)
         self._routes: Routes | None = None
         self._past = Past(0, 0, 0, 0, 0)
         self._open = 0  # the step whose round is not closed yet
         self._program = self._run()
         self._wait: Wait = 0.0
-        self._round: Round | None = None
+        self._round: FanOut | None = None
         self._until_s = 0.0
         self._begun = False
         self._lease = False
@@ -149,7 +149,7 @@ class Training:
             self.finished = True
             return
         if isinstance(self._wait, Request):
-            self._round = Round(self._wait.questions)
+            self._round = FanOut(self._wait.questions)
             self._calls.begin(self._round, self._routes)
         elif isinstance(self._wait, float):
             self._until_s = self.trainer.loop.now + self._wait
@@ -223,7 +223,7 @@ class Training:
     def _train_shards(self) -> Program:
         trainer, world = self.trainer, self._world
         checks = world.checks.shards
-        taking = Taking(CLUSTER, NAME, world.spec, world.plan.rounds, FOREVER_S, self._report)
+        taking = ShardClaims(CLUSTER, NAME, world.spec, world.plan.rounds, FOREVER_S, self._report)
         while True:
             if not world.registered(trainer) or not self._lease:
                 taking.queue.clear()
@@ -245,7 +245,7 @@ class Training:
         self._lease = self._world.registered(self.trainer)
         return min(self._session.committed, self._open - 1) if self._open else self._session.committed
 
-    def _take(self, script: TakeScript[bool]) -> Program:
+    def _take(self, script: ClaimScript[bool]) -> Program:
         """Carries out what asks for shards."""
         answers = list[Answer]()
         try:

@@ -24,7 +24,7 @@ from chaos.workers import Trainer
 from coordinator.planner import Health, Members, plan
 from coordinator.repair import Limits
 from coordinator.view import ClusterConfig, View
-from elasticps.client.starting import Past
+from elasticps.client.protocol.join import Past
 from elasticps.sharding import ShardSpec
 from replication.chain import Chains, Member
 

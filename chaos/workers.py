@@ -14,7 +14,7 @@ from chaos.readers import Reader
 from chaos.servers import Server
 from chaos.taking_part import Part
 from coordinator.view import View
-from elasticps.client.session import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
+from elasticps.client.protocol.session import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
 from replication.chain import Chains, Member
 from replication.effects import ClocksReply, Reply, Status
 from replication.progress import after_part

@@ -21,8 +21,8 @@ from chaos.violation import Violation
 from coordinator.leader import run_coordinator
 from coordinator.membership import VIEW, ServerSession, create_cluster
 from coordinator.view import ClusterConfig, View
-from elasticps.client.cluster import Client
-from elasticps.client.control import Control
+from elasticps.client.client import Client
+from elasticps.client.registry import Registry
 from elasticps.monitor import dial_server
 from elasticps.server.linger import Linger
 from elasticps.server.lives import Identity, Surroundings, live
@@ -215,7 +215,7 @@ class Cluster:
     def connect(self, threads: Threads, worker: str, consistency: Consistency, window: int, app: str) -> Client:
         """What `elasticps.connect` does."""
         store = self.store.client(threads.process.host, WORKER_TIMEOUT_S)
-        control = Control(store, threads, "virtual")
+        control = Registry(store, threads, "virtual")
         return Client(control, worker, consistency, window, WORKER_TIMEOUT_S, app)
 
     # --- what there is ----------------------------------------------------------------------------------------------

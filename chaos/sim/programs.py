@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from chaos.sim.checks import COLUMNS, KEYS, Column, Handed, Rounds, Sums, check_same
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
-from elasticps.client.cluster import Client
-from elasticps.client.handles import SparseTable
+from elasticps.client.client import Client
 from elasticps.client.steps import Step
+from elasticps.client.tables import SparseTable
 from elasticps.errors import Closed
 from elasticps.optimizers import Accumulate
 from elasticps.spec import ASP, BSP, SSP, Consistency, Normal

@@ -19,7 +19,7 @@ from coordinator.memory import MemoryStore
 from coordinator.planner import Health, Members, Plan, plan, plan_roster
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from elasticps import background
-from elasticps.client.routing import Routes
+from elasticps.client.protocol.routing import Routes
 from elasticps.errors import Error, Timeout
 
 RANGES, SERVERS, WORKERS, REPLICAS = 1024, 100, 1000, 2

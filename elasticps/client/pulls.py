@@ -1,20 +1,228 @@
-"""Reads on their way: which PULL frame waits for whom, and who is asked when views change. Runs under the network's
-lock, except for `sink`, which the thread that reads the sockets calls."""
+"""Pulls on their way: what was asked of which server, where its rows land, and who is asked when views change."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from elasticps.client.pushes import Send
-from elasticps.client.reads import Read, ReadPart
-from elasticps.client.routing import Readers, Routes
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.client.protocol.fan_out import Send
+from elasticps.client.protocol.routing import Readers, Routes, place_rows, plan_pull
 from elasticps.errors import Error
-from elasticps.wire.frames import Buffer, Header, Kind
+from elasticps.wire.frames import Buffer, FrameError, Header, Kind
+from elasticps.wire.headers import PullHeader, RowsHeader
 from replication.chain import Member
+
+if TYPE_CHECKING:
+    from elasticps.client.client import Client
+
+Positions = NDArray[np.int64] | None  # where keys stand among the read's own; None: they are all of them
+_PADDING = np.empty(8, np.uint8)
+PULL_FRAME_KEYS = 1 << 20
+
+
+class Target(Protocol):
+    """Where the rows of one answer go."""
+
+    def views(self, offset: int, count: int) -> list[memoryview]:
+        """Writable bytes for `count` rows from row `offset` on."""
+
+
+class RowsTarget:
+    """Rows one after another: float32 [n, dim]."""
+
+    def __init__(self, rows: NDArray[np.float32]) -> None:
+        self.rows = rows
+
+    def views(self, offset: int, count: int) -> list[memoryview]:
+        part = self.rows[offset : offset + count]
+        return [part.data.cast("B")] if count else []
+
+
+class BlocksTarget:
+    """Rows that are blocks of a dense tensor: `keys` says which; the last block's padding is thrown away."""
+
+    def __init__(self, flat: NDArray[np.float32], keys: NDArray[np.int64], dim: int) -> None:
+        self._bytes = flat.data.cast("B")
+        self._keys = keys
+        self._row_bytes = dim * 4
+
+    def views(self, offset: int, count: int) -> list[memoryview]:
+        row, size, views = self._row_bytes, len(self._bytes), []
+        for key in self._keys[offset : offset + count].tolist():
+            at = key * row
+            views.append(self._bytes[at : min(at + row, size)])
+            if at + row > size:
+                views.append(memoryview(bytearray(at + row - size)))
+        return views
+
+
+class ReadPart:
+    """One PULL frame and what has come back of it. member None: no server can answer it under this view."""
+
+    def __init__(self, read: Read, member: Member | None, positions: Positions, keys: NDArray[np.int64],
+                 target: Target) -> None:  # fmt: skip
+        self.read = read
+        self.member = member
+        self.positions = positions
+        self.keys = keys
+        self.request = 0
+        self.epoch = 0  # of the view under which it was asked
+        self._target = target
+
+    def views(self, header: Header) -> Sequence[memoryview]:
+        """Where the body of one answer goes."""
+        said = RowsHeader.of(header)
+        data = said.rows * self.read.dim * 4
+        if said.offset + said.rows > len(self.keys) or header.body != data + (data & 7):
+            raise FrameError(f"an answer of {said.rows} rows in {header.body} bytes does not fit the pull of "
+                             f"{len(self.keys)} rows")  # fmt: skip
+        views = self._target.views(said.offset, said.rows)
+        if data & 7:
+            views.append(_PADDING.data[:4])
+        return views
+
+    def frame(self, epoch: int, worker: int) -> list[bytes | memoryview]:
+        """The PULL frame."""
+        read, keys = self.read, self.keys
+        header = PullHeader(
+            self.request, epoch, read.clock, worker, read.table_id, len(keys), read.bound, read.wait_ms,
+            read.any_replica,
+        )  # fmt: skip
+        return [header.header().pack(), keys.data.cast("B")]
+
+
+class Read(ABC):
+    """A pull in flight. `result` gives the array asked for: float32, rows in the order of the keys.
+
+    What is asked again, because the server that was to answer is no longer the one, lands in arrays of its own and is
+    copied at the end: whatever the first one still sends cannot overwrite it.
+    """
+
+    def __init__(
+        self, client: Client, table_id: int, salt: np.uint64, dim: int, name: str, keys: NDArray[np.int64], read: str
+    ) -> None:
+        self._client = client
+        self.table_id = table_id
+        self.salt = salt
+        self.dim = dim
+        self.name = name
+        self.any_replica = read == "any"
+        self.parts: dict[int, ReadPart] = {}  # by request, those still unanswered
+        self.error: Exception | None = None
+        self.clock = self.wait_ms = 0  # as in the PULL header
+        self.bound: int | None = None
+        self.value: NDArray[np.float32]
+        self.keys = keys
+        self._pieces: list[tuple[NDArray[np.float32], NDArray[np.int64]]] = []  # rows and where they belong, in order
+
+    def done(self) -> bool:
+        """Whether `result` would return, or raise, at once."""
+        return not self.parts or self.error is not None
+
+    def result(self, timeout: float | None = None) -> NDArray[np.float32]:
+        """Waits for the rows; `Timeout` after `timeout` seconds (default: the client's)."""
+        self._client.finish_read(self, timeout)
+        for rows, positions in self._pieces:
+            self._place(rows, positions)
+        self._pieces = []
+        return self.value
+
+    @abstractmethod
+    def plan(self, routes: Routes, readers: Readers) -> list[ReadPart]:
+        """The parts to ask for under a view."""
+
+    def moved(self, part: ReadPart, routes: Routes, readers: Readers) -> bool:
+        """Whether another server than the one asked is to answer a part under this view."""
+        if readers.only >= 0:
+            return routes.members[readers.only] != part.member
+        groups = plan_pull(part.keys, self.salt, routes, readers)
+        return len(groups) > 1 or _member(routes, groups[0][0]) != part.member
+
+    def plan_again(self, part: ReadPart, routes: Routes, readers: Readers) -> list[ReadPart]:
+        """What takes the place of a part, asked of those who answer under this view."""
+        parts = []
+        for server, mine in plan_pull(part.keys, self.salt, routes, readers):
+            positions = mine if part.positions is None else part.positions[mine]
+            parts += self._private(_member(routes, server), positions)
+        return parts
+
+    def _private(self, member: Member | None, positions: NDArray[np.int64]) -> list[ReadPart]:
+        """Parts whose rows land in an array of their own."""
+        rows = np.empty((len(positions), self.dim), np.float32)
+        self._pieces.append((rows, positions))
+        return self._cut(member, positions, self.keys[positions], rows)
+
+    def _cut(
+        self, member: Member | None, positions: Positions, keys: NDArray[np.int64], rows: NDArray[np.float32]
+    ) -> list[ReadPart]:
+        if positions is None and len(keys) > PULL_FRAME_KEYS:
+            positions = np.arange(len(keys))
+        parts = []
+        for at in range(0, len(keys), PULL_FRAME_KEYS):
+            end = at + PULL_FRAME_KEYS
+            where = None if positions is None else positions[at:end]
+            parts.append(ReadPart(self, member, where, keys[at:end], RowsTarget(rows[at:end])))
+        return parts
+
+    @abstractmethod
+    def _place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
+        """Copies rows float32 [n, dim] to their positions, int64 [n], in the order of the keys."""
+
+
+class SparseRead(Read):
+    """Rows of a sparse table: keys int64 [n] -> out float32 [n, dim]."""
+
+    def __init__(self, client: Client, table_id: int, salt: np.uint64, name: str, keys: NDArray[np.int64],
+                 out: NDArray[np.float32], read: str) -> None:  # fmt: skip
+        super().__init__(client, table_id, salt, out.shape[1], name, keys, read)
+        self.value = out
+
+    def plan(self, routes: Routes, readers: Readers) -> list[ReadPart]:
+        if readers.only >= 0:
+            return self._cut(routes.members[readers.only], None, self.keys, self.value)
+        parts = []
+        for server, positions in plan_pull(self.keys, self.salt, routes, readers):
+            parts += self._private(_member(routes, server), positions)
+        return parts
+
+    def _place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
+        place_rows(rows, positions, self.value)
+
+
+class DenseRead(Read):
+    """A whole dense tensor, received straight into `out`."""
+
+    def __init__(self, client: Client, table_id: int, salt: np.uint64, dim: int, name: str,
+                 out: NDArray[np.float32], blocks: int, read: str) -> None:  # fmt: skip
+        super().__init__(client, table_id, salt, dim, name, np.arange(blocks, dtype=np.int64), read)
+        self.value = out
+
+    def plan(self, routes: Routes, readers: Readers) -> list[ReadPart]:
+        flat = self.value.reshape(-1)
+        parts = []
+        for server, blocks in plan_pull(self.keys, self.salt, routes, readers):
+            target = BlocksTarget(flat, blocks, self.dim)
+            parts.append(ReadPart(self, _member(routes, server), blocks, self.keys[blocks], target))
+        return parts
+
+    def _place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
+        flat = self.value.reshape(-1)
+        for row, block in zip(rows, positions.tolist(), strict=True):
+            here = flat[block * self.dim : (block + 1) * self.dim]
+            here[:] = row[: len(here)]
+
+
+def _member(routes: Routes, server: int) -> Member | None:
+    return routes.members[server] if server >= 0 else None
 
 
 class Pulls:
-    """Parts of reads by request. `send` takes frames for a server; `abandon(member, request)` hears that an answer is
+    """Parts of reads by request. Runs under the dispatcher's lock, except for `sink`, which the thread that reads the
+    sockets calls. `send` takes frames for a server; `abandon(member, request)` hears that an answer is
     no longer wanted, before its memory is."""
 
     def __init__(

@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from elasticps.client.routing import FRAME_BYTES, Routes, plan_ranks, take_sum
+from elasticps.client.protocol.routing import FRAME_BYTES, Routes, plan_ranks, take_sum
 from elasticps.client.writes import Cut, Part, Write, refuse_large
 from elasticps.hashing import key_ranges, table_salt
 from elasticps.store.native import carray, pointer

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from elasticps.client.protocol.routing import Routes
+from elasticps.client.protocol.session import Ask, Committed, Effect, Frame, NeedView, Session
 from elasticps.client.push_batch import PackedPart
-from elasticps.client.routing import Routes
-from elasticps.client.session import Ask, Committed, Effect, Frame, NeedView, Session
 from elasticps.client.writes import Cut, Part, named_ranges
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, REPEAT, Buffer, Header, Kind
 from replication.chain import Member, Ranges

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from elasticps.client.handles import Handle
 from elasticps.client.pushes import StepState
+from elasticps.client.tables import Handle
 from elasticps.errors import InputError
 
 if TYPE_CHECKING:
-    from elasticps.client.cluster import Client
+    from elasticps.client.client import Client
 
 Pushes = Mapping[Handle, object]
 Rates = float | Mapping[Handle, float] | None

@@ -23,7 +23,7 @@ from elasticps.torch.distinct import distinct
 
 if TYPE_CHECKING:
     from elasticps.client import Client, SparseTable
-    from elasticps.client.reads import SparseRead
+    from elasticps.client.pulls import SparseRead
 
 MAX_PREFETCHED = 8  # batches of ids whose rows may be under way; older ones are dropped
 

@@ -23,7 +23,7 @@ from elasticps.torch.embedding import Rows, nobody
 
 if TYPE_CHECKING:
     from elasticps.client import Client, DenseTensor, OpenStep, SparseTable, Step
-    from elasticps.client.reads import DenseRead
+    from elasticps.client.pulls import DenseRead
 
 _DENSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _AGAIN = (

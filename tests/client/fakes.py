@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from coordinator.view import ServerInfo, View, WorkerInfo
-from elasticps.client.control import Registration
+from elasticps.client.protocol.join import Past
+from elasticps.client.registry import Registration
 from elasticps.client.runtime import Runtime
-from elasticps.client.starting import Past
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import (
     HEADER_BYTES,
@@ -134,7 +134,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-class FakeControl:
+class FakeRegistry:
     """The coordination store of one test: a view, and tables as they come."""
 
     cluster = "fake"
@@ -145,7 +145,7 @@ class FakeControl:
         self.asked = 0
         self.last: Past | None = None
 
-    def open(self, url: str, timeout_s: float, runtime: Runtime) -> FakeControl:
+    def open(self, url: str, timeout_s: float, runtime: Runtime) -> FakeRegistry:
         return self
 
     def first_view(self, timeout_s: float) -> View:

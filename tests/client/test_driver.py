@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
-from elasticps.client.driver import Driver
-from elasticps.client.link import Link
 from elasticps.client.runtime import READABLE, WRITABLE, Poller, Runtime
+from elasticps.client.transport import Driver, Link
 
 
 class OneSocket(Poller):

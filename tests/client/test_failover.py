@@ -12,9 +12,9 @@ import pytest
 
 import elasticps as eps
 from coordinator.view import ServerInfo, View
-from elasticps.client.link import Link
+from elasticps.client.transport import Link
 from elasticps.wire.frames import ANY, LAST, REPEAT, Kind
-from tests.client.fakes import DIM, FakeControl, FakeServer
+from tests.client.fakes import DIM, FakeRegistry, FakeServer
 
 RANGES = 8
 KEYS = np.arange(40)
@@ -40,9 +40,9 @@ class Cluster:
         self.before = chains([self.a.info, self.b.info], [[0, 1], [1, 0]])
         self.after = chains([self.b.info], [[0]], epoch=2)  # a is gone
         self.a.view = self.b.view = self.before
-        self.control = FakeControl(self.before)
+        self.control = FakeRegistry(self.before)
         self.clients: list[eps.Client] = []
-        patch.setattr("elasticps.client.cluster.Control", self.control)
+        patch.setattr("elasticps.client.client.Registry", self.control)
 
     def connect(self, timeout: float = 10.0) -> eps.Client:
         client = eps.connect("etcd://127.0.0.1:1/fake", worker="w", timeout=timeout)

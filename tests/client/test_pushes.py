@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from elasticps.client.protocol.routing import Routes
+from elasticps.client.protocol.session import Session
 from elasticps.client.push_batch import Packer, Source
 from elasticps.client.pushes import Pushes, StepState
-from elasticps.client.routing import Routes
-from elasticps.client.session import Session
 from elasticps.hashing import table_salt
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, REPEAT, Buffer, Header, Kind, unpack_header
 from elasticps.wire.pool import Pool

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps.client.link import Link
-from elasticps.client.network import Network
+from elasticps.client.dispatcher import Dispatcher
+from elasticps.client.transport import Link
 from elasticps.wire.frames import Kind
 from tests.client.test_failover import KEYS, ONES, Cluster, cluster
 
@@ -42,14 +42,14 @@ def test_initial_values_are_copied(cluster: Cluster, monkeypatch: pytest.MonkeyP
     ps = cluster.connect()
     init = np.zeros(8, np.float32)
     given: list[Any] = []
-    ask_all = Network.ask_all
+    ask_all = Dispatcher.ask_all
 
-    def look(self: Network, questions: Callable[..., Iterable[Any]], timeout_s: float, what: str) -> Any:
+    def look(self: Dispatcher, questions: Callable[..., Iterable[Any]], timeout_s: float, what: str) -> Any:
         if what.startswith("filling"):
             given.extend(b for _, _, body in questions(self.routes) for b in body)
         return ask_all(self, questions, timeout_s, what)
 
-    monkeypatch.setattr(Network, "ask_all", look)
+    monkeypatch.setattr(Dispatcher, "ask_all", look)
     ps.tensor("w", init=init, optimizer=eps.SGD(lr=1.0))
     assert given
     assert not any(np.shares_memory(np.frombuffer(b, np.uint8), init) for b in given)
@@ -145,7 +145,7 @@ def test_the_end_of_the_background_thread_is_told(
     def fail(self: object, *_: object) -> object:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("elasticps.client.wanted.Wanted.turn", fail)
+    monkeypatch.setattr("elasticps.client.protocol.view_refresh.ViewRefresh.turn", fail)
     eventually(lambda: ps._net.error is not None)
     with pytest.raises(eps.Closed, match="MemoryError"):
         table.pull(KEYS)

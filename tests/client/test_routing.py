@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from coordinator.view import ServerInfo, View
-from elasticps.client.routing import Routes, cut_ranks, place_rows, plan_pull, plan_push, take_sum
+from elasticps.client.protocol.routing import Routes, cut_ranks, place_rows, plan_pull, plan_push, take_sum
 from elasticps.hashing import key_ranges, table_salt
 
 RANGES = 16

@@ -9,8 +9,8 @@ import pytest
 
 import elasticps as eps
 from coordinator.memory import MemoryStore
-from elasticps.client.cluster import Client
-from elasticps.client.control import Control
+from elasticps.client.client import Client
+from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime, Stream
 from tests.client.fakes import FakeServer
 from tests.client.test_failover import chains
@@ -44,7 +44,7 @@ def test_a_client_can_be_built_on_another_runtime_and_another_store() -> None:
     store = MemoryStore("fake")
     runtime.run(store.put("view", view.encode()), 5.0)
     try:
-        control = Control(store, runtime, "memory")
+        control = Registry(store, runtime, "memory")
         with Client(control, "w", eps.ASP(), window=4, timeout=5.0, app="default") as ps:
             table = ps.table("t", dim=4, optimizer=eps.Accumulate())
             assert table.pull([1, 2]).shape == (2, 4)
@@ -60,4 +60,4 @@ def test_a_store_that_does_not_answer_is_a_timeout() -> None:
             raise TimeoutError
 
     with pytest.raises(eps.Timeout, match="memory did not answer within 1"):
-        Control(MemoryStore("fake"), Slow(), "memory").first_view(-4.0)
+        Registry(MemoryStore("fake"), Slow(), "memory").first_view(-4.0)

@@ -7,9 +7,9 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
-from elasticps.client.rounds import Answer
+from elasticps.client.data_shards import Parts, Shards
+from elasticps.client.protocol.fan_out import Answer
 from elasticps.client.runtime import Runtime
-from elasticps.client.shards import Parts, Shards
 from elasticps.sharding import ShardSpec
 from elasticps.wire.frames import Header, Kind
 

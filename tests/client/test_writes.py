@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elasticps.client.routing import PushPlan
+from elasticps.client.protocol.routing import PushPlan
 from elasticps.client.writes import LentRows, Write, check_size
 from elasticps.errors import InputError
 from elasticps.wire.frames import MAX_BLOCKS, MAX_BODY_BYTES

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps.client import scripts
+from elasticps.client.protocol import barrier
 from tests.e2e.conftest import Connect
 from tests.e2e.oracle import wait_for
 from tests.e2e.worker_process import HALF, child, counts, keys_of, ones, two_parts
@@ -185,7 +185,7 @@ def test_a_round_that_was_decided_is_closed_by_whoever_comes(connect: Connect, m
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(scripts, "closing", die)
+        patch.setattr(barrier, "closing", die)
         with pytest.raises(ZeroDivisionError):
             first.flush()
     first.close()

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
-from elasticps.client.routing import Routes, plan_push
+from elasticps.client.protocol.routing import Routes, plan_push
 from elasticps.hashing import table_salt
 from elasticps.optimizers import Accumulate
 from elasticps.server.server import LOG_BUDGET_BYTES, Server

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from coordinator.view import View
-from elasticps.client.routing import Routes, plan_push
+from elasticps.client.protocol.routing import Routes, plan_push
 from elasticps.hashing import table_salt
 from elasticps.optimizers import SGD, Accumulate, Adagrad, Adam, Optimizer
 from elasticps.server.fast.layout import H_FORWARDS, H_PUSHES

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from elasticps.client.routing import Routes, plan_push
+from elasticps.client.protocol.routing import Routes, plan_push
 from elasticps.hashing import table_salt
 from elasticps.optimizers import Accumulate
 from elasticps.server.protocol.operations import Content, Contribution, positions_of

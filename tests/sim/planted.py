@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import elasticps.client.taking
+import elasticps.client.protocol.data_shards
 from chaos.control import CLUSTER
 from chaos.programs import Training
 from chaos.servers import Server
-from elasticps.client import scripts
-from elasticps.client.rounds import Round
-from elasticps.client.taking import Taking, Told
+from elasticps.client.protocol import barrier, fan_out
+from elasticps.client.protocol.data_shards import ShardClaims, Told
+from elasticps.client.protocol.fan_out import FanOut
 from elasticps.server.protocol.barrier import BarrierCoordinator
 from elasticps.server.protocol.barrier_state import BarrierGroup, RangeRounds, Rounds, Share
 from elasticps.server.protocol.data_shards import ShardDispenser
@@ -103,13 +103,13 @@ def _close_a_round_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def _close_rounds_in_any_order(patch: pytest.MonkeyPatch) -> None:
-    closing = scripts.closing
+    closing = barrier.closing
 
     def mutant(app: str, clock: int, workers: Any, timeout_s: float) -> Any:
         if clock % 3:  # saves a turn: the next round will do it
             yield from closing(app, clock, workers, timeout_s)
 
-    patch.setattr(scripts, "closing", mutant)
+    patch.setattr(barrier, "closing", mutant)
 
 
 def _average_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
@@ -193,23 +193,23 @@ def _forget_the_last_round_of_a_predecessor(patch: pytest.MonkeyPatch) -> None:
 
 
 def _count_answers_of_different_views_together(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Round, "overtaken", lambda self, routes: False)
-    begin = Round.begin
+    patch.setattr(FanOut, "overtaken", lambda self, routes: False)
+    begin = FanOut.begin
 
-    def mutant(self: Round, routes: Any, requests: Any) -> Any:
+    def mutant(self: FanOut, routes: Any, requests: Any) -> Any:
         had = list(self.answers)
         calls = begin(self, routes, requests)
         self.answers += had
         return calls[len(had) :] if len(calls) > len(had) else calls
 
-    patch.setattr(Round, "begin", mutant)
+    patch.setattr(FanOut, "begin", mutant)
 
 
 def _settle_a_step_that_is_not_committed(patch: pytest.MonkeyPatch) -> None:
     def settle(self: Any) -> Any:
         clock, self._open = self._open, 0
         if clock:
-            yield from scripts.settling(CLUSTER, self.trainer.worker, clock, 30.0)
+            yield from barrier.settling(CLUSTER, self.trainer.worker, clock, 30.0)
             self._world.checks.on_settled(self.trainer, clock)
 
     patch.setattr(Training, "_settle", settle)
@@ -276,38 +276,38 @@ def _note_only_at_the_head_which_step_used_a_shard(patch: pytest.MonkeyPatch) ->
 
 def _take_what_is_applied_for_committed(patch: pytest.MonkeyPatch) -> None:
     def mutant(worker: int, timeout_s: float) -> Any:
-        applied, _ = yield from scripts.clocks_of(worker, timeout_s)
+        applied, _ = yield from fan_out.clocks_of(worker, timeout_s)
         return applied, applied
 
-    patch.setattr(elasticps.client.taking, "clocks_of", mutant)
+    patch.setattr(elasticps.client.protocol.data_shards, "clocks_of", mutant)
 
 
 def _believe_one_head_that_a_step_is_committed(patch: pytest.MonkeyPatch) -> None:
     def mutant(worker: int, timeout_s: float) -> Any:
-        applied, committed = yield from scripts.clocks_of(worker, timeout_s)
+        applied, committed = yield from fan_out.clocks_of(worker, timeout_s)
         return np.full_like(applied, applied.max()), np.full_like(committed, committed.max())
 
-    patch.setattr(elasticps.client.taking, "clocks_of", mutant)
+    patch.setattr(elasticps.client.protocol.data_shards, "clocks_of", mutant)
 
 
 def _train_again_whatever_a_lost_worker_had(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: Taking, told: Told, worker: int, clock: int, last: int) -> Any:
+    def mutant(self: ShardClaims, told: Told, worker: int, clock: int, last: int) -> Any:
         yield from ()
         return False
 
-    patch.setattr(Taking, "_was_trained", mutant)
+    patch.setattr(ShardClaims, "_was_trained", mutant)
 
 
 def _take_a_share_that_arrived_for_a_round_that_was_made(patch: pytest.MonkeyPatch) -> None:
-    was = Taking._was_trained
+    was = ShardClaims._was_trained
 
-    def mutant(self: Taking, told: Told, worker: int, clock: int, last: int) -> Any:
+    def mutant(self: ShardClaims, told: Told, worker: int, clock: int, last: int) -> Any:
         rounds, self._rounds = self._rounds, False
         done = yield from was(self, told, worker, clock, last)
         self._rounds = rounds
         return done
 
-    patch.setattr(Taking, "_was_trained", mutant)
+    patch.setattr(ShardClaims, "_was_trained", mutant)
 
 
 def _end_when_nothing_is_left_to_hand_out(patch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elasticps.client.driver import Driver
-from elasticps.client.link import Link
 from elasticps.client.runtime import READABLE, WRITABLE
+from elasticps.client.transport import Driver, Link
 from elasticps.server import requests
 from elasticps.server.connection import Connection
 from elasticps.server.fast.chunks import Chunks

@@ -24,7 +24,7 @@ from chaos.simulator import run
 from coordinator.planner import Health, Members, Plan, plan
 from coordinator.repair import Limits
 from coordinator.view import ClusterConfig, View
-from elasticps.client.session import Session, resume
+from elasticps.client.protocol.session import Session, resume
 from elasticps.server.protocol.bounded_delay import BoundedDelay
 from replication.chain import Chains, Member, Role
 from replication.core import Core

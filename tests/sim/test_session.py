@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from chaos.contents import Content
-from elasticps.client.session import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
+from elasticps.client.protocol.session import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
 from replication.chain import Chains, Member, Ranges
 from replication.effects import Status
 from replication.progress import MAX_PARTS

@@ -1,4 +1,4 @@
-"""Samples handed out to workers in shards: which are to do, being done, done. `elasticps.client.shards` asks for them.
+"""Samples handed out to workers in shards: what is to do, being done, done. `elasticps.client.data_shards` asks for it.
 
 A shard is what one step trains. Shards are numbered through all epochs, and handed out in that order. What matters is
 noted where it cannot get lost: a worker's push says which shard it trains, so that the log of the application's *group

@@ -10,9 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from elasticps.client.routing import Routes
-from elasticps.wire.frames import Buffer, Header
+import numpy as np
+
+from elasticps.client.protocol.routing import Routes
+from elasticps.hashing import group_range
+from elasticps.wire.frames import Buffer, Header, read_clocks
+from elasticps.wire.headers import GetClocksHeader
 from replication.chain import Member
+from replication.progress import Progress
 
 T = TypeVar("T")
 
@@ -50,7 +55,7 @@ Script = Generator[Request, list[Answer], T]
 """Rounds one after another; what it returns is what came of them."""
 
 
-class Round:
+class FanOut:
     """Who has been asked and who has answered, in one view."""
 
     def __init__(self, questions: Questions) -> None:
@@ -88,17 +93,17 @@ class Round:
         return self.error is not None or (bool(self.answers) and not self.pending and not self.stalled)
 
 
-class Calls:
+class FanOuts:
     """The rounds that somebody waits for, and which of them each request belongs to."""
 
     def __init__(self, requests: Iterator[int], send: Send) -> None:
         self._requests = requests
         self._send = send
-        self._of: dict[int, Round] = {}
-        self._rounds: list[Round] = []
+        self._of: dict[int, FanOut] = {}
+        self._fan_outs: list[FanOut] = []
 
     def __len__(self) -> int:
-        return len(self._rounds)
+        return len(self._fan_outs)
 
     @property
     def oldest(self) -> int:
@@ -108,85 +113,114 @@ class Calls:
     @property
     def asked(self) -> set[Member]:
         """The servers that owe answers."""
-        return {call.member for round_ in self._rounds for call in round_.pending.values()}
+        return {call.member for fan_out in self._fan_outs for call in fan_out.pending.values()}
 
-    def begin(self, round_: Round, routes: Routes) -> None:
+    def begin(self, fan_out: FanOut, routes: Routes) -> None:
         """Asks, and asks again under every view with other heads, until `end`."""
-        self._rounds.append(round_)
-        self._ask(round_, routes)
+        self._fan_outs.append(fan_out)
+        self._ask(fan_out, routes)
 
-    def end(self, round_: Round) -> None:
+    def end(self, fan_out: FanOut) -> None:
         """Nobody waits for it any more."""
-        if round_ in self._rounds:
-            self._rounds.remove(round_)
-        self._drop(round_)
+        if fan_out in self._fan_outs:
+            self._fan_outs.remove(fan_out)
+        self._drop(fan_out)
 
     def recover(self, routes: Routes) -> None:
         """Asks everything again, after something that an exception cut short."""
         self._of.clear()
-        for round_ in self._rounds:
-            if not round_.done():
-                self._ask(round_, routes)
+        for fan_out in self._fan_outs:
+            if not fan_out.done():
+                self._ask(fan_out, routes)
 
     def fail(self, error: Exception) -> None:
         """Ends every round."""
-        for round_ in self._rounds:
-            round_.error = error
+        for fan_out in self._fan_outs:
+            fan_out.error = error
         self._of.clear()
 
     def answered(self, header: Header, body: bytes) -> None:
         """An answer, if somebody still waits for it."""
-        if (round_ := self._of.pop(header.request, None)) is not None:
-            round_.answered(header, body)
+        if (fan_out := self._of.pop(header.request, None)) is not None:
+            fan_out.answered(header, body)
 
     def refused(self, request: int, error: Exception) -> bool:
         """A refusal; False if nobody waits for this."""
-        round_ = self._of.pop(request, None)
-        if round_ is not None:
-            round_.error = error
-        return round_ is not None
+        fan_out = self._of.pop(request, None)
+        if fan_out is not None:
+            fan_out.error = error
+        return fan_out is not None
 
     def stall(self, request: int, routes: Routes) -> None:
         """A server has another view than the one that a round was asked under: it is asked again under a newer one,
         or, should there be none, with the next `resume`."""
-        if (round_ := self._of.get(request)) is not None:
-            round_.stalled = True
-            if round_.routes is not routes:
-                self._ask(round_, routes)
+        if (fan_out := self._of.get(request)) is not None:
+            fan_out.stalled = True
+            if fan_out.routes is not routes:
+                self._ask(fan_out, routes)
 
     def resume(self, routes: Routes) -> None:
         """Asks again what was stalled."""
-        for round_ in self._rounds:
-            if round_.stalled:
-                self._ask(round_, routes)
+        for fan_out in self._fan_outs:
+            if fan_out.stalled:
+                self._ask(fan_out, routes)
 
     def adopt(self, routes: Routes) -> None:
         """Follows a view."""
-        for round_ in self._rounds:
-            if not round_.done() and (round_.stalled or round_.overtaken(routes)):
-                self._ask(round_, routes)
+        for fan_out in self._fan_outs:
+            if not fan_out.done() and (fan_out.stalled or fan_out.overtaken(routes)):
+                self._ask(fan_out, routes)
 
     def connected(self, member: Member) -> None:
         """A new connection to a server: what it may not have heard is asked again."""
-        for round_ in self._rounds:
-            for call in round_.pending.values():
+        for fan_out in self._fan_outs:
+            for call in fan_out.pending.values():
                 if call.member == member:
                     self._send(call.member, call.buffers)
 
-    def _ask(self, round_: Round, routes: Routes) -> None:
-        self._drop(round_)
-        for call in round_.begin(routes, self._requests):
-            self._of[call.request] = round_
+    def _ask(self, fan_out: FanOut, routes: Routes) -> None:
+        self._drop(fan_out)
+        for call in fan_out.begin(routes, self._requests):
+            self._of[call.request] = fan_out
             self._send(call.member, call.buffers)
 
-    def _drop(self, round_: Round) -> None:
-        for request in round_.pending:
+    def _drop(self, fan_out: FanOut) -> None:
+        for request in fan_out.pending:
             self._of.pop(request, None)
 
 
 def of_heads(header: Header, body: bytes = b"") -> Questions:
     """The same question to every head."""
     return lambda routes: [(routes.members[s], header._replace(epoch=routes.epoch), [body]) for s in routes.share_of]
+
+
+def of_group(app: str, header: Header, body: bytes = b"") -> Questions:
+    """A question to the head of an application's group range."""
+
+    def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
+        head = int(routes.view.heads[group_range(app, routes.view.ranges)])
+        return [(routes.members[head], header._replace(epoch=routes.epoch), [body])] if head >= 0 else []
+
+    return questions
+
+
+def clocks_of(worker: int, timeout_s: float) -> Script[tuple[Progress, Progress]]:
+    """How far a worker's pushes are in every range, as their heads say: (applied, committed), int64 [P] each."""
+    head, ranges = GetClocksHeader(worker).header(), 0
+
+    def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
+        nonlocal ranges
+        ranges = routes.view.ranges
+        if (routes.view.heads < 0).any():  # nobody can say it for all ranges now
+            return []
+        return [(routes.members[s], head._replace(epoch=routes.epoch), []) for s in routes.share_of]
+
+    answers = yield Request(questions, timeout_s, f"asking for the clocks of worker {worker}")
+    applied, committed = (np.zeros(ranges, np.int64) for _ in range(2))
+    for answer in answers:
+        named, has, safe = read_clocks(answer.header, np.frombuffer(answer.body, np.uint8))
+        applied[named], committed[named] = has, safe
+    return applied, committed
 
 
 def carry_out(script: Script[T], ask: Callable[[Questions, float, str], list[Answer]]) -> T:

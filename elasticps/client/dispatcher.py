@@ -10,17 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.view import View, WorkerInfo
-from elasticps.client.driver import Driver
-from elasticps.client.link import Link
-from elasticps.client.peers import RETRY_FIRST_S, Peer, server_error
-from elasticps.client.pulls import Pulls
+from elasticps.client.connections import RETRY_FIRST_S, Peer, server_error
+from elasticps.client.protocol.fan_out import Answer, FanOut, FanOuts, Questions, Script, T, carry_out
+from elasticps.client.protocol.routing import Routes
+from elasticps.client.protocol.session import Session
+from elasticps.client.protocol.view_refresh import ViewRefresh
+from elasticps.client.pulls import Pulls, Read
 from elasticps.client.pushes import Pushes
-from elasticps.client.reads import Read
-from elasticps.client.rounds import Answer, Calls, Questions, Round, Script, T, carry_out
-from elasticps.client.routing import Routes
 from elasticps.client.runtime import Lock, Runtime
-from elasticps.client.session import Session
-from elasticps.client.wanted import Wanted
+from elasticps.client.transport import Driver, Link
 from elasticps.errors import (
     Closed,
     ClusterUnreachable,
@@ -52,7 +50,7 @@ CONNECT_TIMEOUT_S = 1.0
 HELLO_TIMEOUT_S = 5.0  # a server that accepts but does not answer is tried again after so long
 
 
-class Network:
+class Dispatcher:
     """Links to all servers of the newest view. `lock` guards everything here; `ask_view` reads the view from the
     coordination store, in a thread of its own, and hands it over."""
 
@@ -78,8 +76,8 @@ class Network:
         self._ask_view = ask_view
         self._presence = JoinHeader(pause=True).header()  # the first word on each connection: whether we take part
         self._peers: dict[Member, Peer] = {}
-        self._calls = Calls(requests, self._send)
-        self._wanted = Wanted()
+        self._calls = FanOuts(requests, self._send)
+        self._wanted = ViewRefresh()
         self._heard = 0  # frames received, from servers of our view
         hello = {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
         self._hello = json_frame(Kind.HELLO, hello)
@@ -216,25 +214,25 @@ class Network:
 
         Raises the first refusal, or `Timeout`.
         """
-        round_ = Round(questions)
+        fan_out = FanOut(questions)
         try:
             with self._lock:
                 self.check()
                 try:
-                    self._calls.begin(round_, self.routes)
+                    self._calls.begin(fan_out, self.routes)
                 except BaseException:
                     self.hurt()
                     raise
             self._driver.nudge()
-            if not self.wait(round_.done, self.runtime.monotonic() + timeout_s):
+            if not self.wait(fan_out.done, self.runtime.monotonic() + timeout_s):
                 self.check()
                 raise Timeout(f"{what} took longer than {timeout_s:.1f} s: {self.explain()}")
         finally:
             with self._lock:
-                self._calls.end(round_)
-        if round_.error is not None:
-            raise round_.error
-        return round_.answers
+                self._calls.end(fan_out)
+        if fan_out.error is not None:
+            raise fan_out.error
+        return fan_out.answers
 
     def carry_out(self, script: Script[T]) -> T:
         """Asks whatever a script wants to know, and returns what came of it."""

@@ -21,7 +21,7 @@ class Want(NamedTuple):
     ask_store: bool
 
 
-class Wanted:
+class ViewRefresh:
     """`epoch`: the newest that somebody spoke of. `reading`: the coordination store is being read."""
 
     def __init__(self) -> None:

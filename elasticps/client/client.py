@@ -14,21 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.view import View
-from elasticps.client.control import Control, Registration
-from elasticps.client.handles import DenseTensor, Handle, SparseTable
+from elasticps.client.barrier import Barrier
+from elasticps.client.data_shards import Parts, Shards
+from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.inputs import checked_floats
-from elasticps.client.joining import Joining
-from elasticps.client.network import Network
+from elasticps.client.join import Joining
+from elasticps.client.protocol.join import Resume
+from elasticps.client.protocol.routing import Routes
+from elasticps.client.protocol.session import Session
+from elasticps.client.pulls import DenseRead, Read
 from elasticps.client.push_batch import PackedPart, Packer, Source
 from elasticps.client.pushes import StepState
-from elasticps.client.reads import DenseRead, Read
-from elasticps.client.routing import Routes
+from elasticps.client.registry import Registration, Registry
 from elasticps.client.runtime import Runtime
-from elasticps.client.session import Session
-from elasticps.client.shards import Parts, Shards
-from elasticps.client.starting import Resume
 from elasticps.client.steps import OpenStep, Pushes, Rates, Step
-from elasticps.client.synchronous import SyncRounds
+from elasticps.client.tables import DenseTensor, Handle, SparseTable
 from elasticps.client.writes import Part, Write, check_size
 from elasticps.errors import ConfigError, Error, InputError, Timeout
 from elasticps.sharding import checked_spec
@@ -61,7 +61,7 @@ class Client:
     """A worker's connection to a cluster; made by `connect`. Threads may share it."""
 
     def __init__(
-        self, control: Control, worker: str, consistency: Consistency, window: int, timeout: float, app: str
+        self, control: Registry, worker: str, consistency: Consistency, window: int, timeout: float, app: str
     ) -> None:
         self.consistency = consistency
         self.timeout = timeout
@@ -74,19 +74,19 @@ class Client:
         self._shard: tuple[int, int] | None = None  # what the next step trains
         self._closed = False
         self._control = control
-        self._network: Network | None = None
-        self._sync: SyncRounds | None = None
+        self._network: Dispatcher | None = None
+        self._sync: Barrier | None = None
         try:
             deadline_s = self._runtime.monotonic() + timeout
             view = self._control.first_view(timeout)
             self.worker = self._control.register(worker, app, self._lost, timeout)
             self._session = Session(self.worker.id, view.ranges, window)
-            self._network = Network(
+            self._network = Dispatcher(
                 self._runtime, self._control.cluster, self.worker, view, self._session, self._lock, itertools.count(1),
                 self._control.ask_view,
             )  # fmt: skip
             if isinstance(consistency, BSP):
-                self._sync = SyncRounds(self._network, self._session, app, self.worker.id)
+                self._sync = Barrier(self._network, self._session, app, self.worker.id)
                 self._network.pushes.flags = ROUND
             self._joining = Joining(self._network, self._control, self._session, self._sync, timeout)
             _clients.add(self)
@@ -446,7 +446,7 @@ class Client:
     # --- waiting ------------------------------------------------------------------------------------------------
 
     @property
-    def _net(self) -> Network:
+    def _net(self) -> Dispatcher:
         assert self._network is not None
         return self._network
 
@@ -514,4 +514,4 @@ def connect(
     if not isinstance(consistency, ASP | SSP | BSP):
         raise ConfigError(f"consistency must be ASP(), SSP(staleness=k) or BSP(), got {consistency!r}")
     name = worker or f"worker-{os.uname().nodename}-{os.getpid()}"
-    return Client(Control.open(url, timeout, Runtime()), name, consistency, window, timeout, app)
+    return Client(Registry.open(url, timeout, Runtime()), name, consistency, window, timeout, app)

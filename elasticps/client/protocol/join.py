@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elasticps.client.rounds import Request, Script, of_heads
-from elasticps.client.scripts import clocks_of, entering
-from elasticps.client.session import resume
+from elasticps.client.protocol.barrier import entering
+from elasticps.client.protocol.fan_out import Request, Script, clocks_of, of_heads
+from elasticps.client.protocol.session import resume
 from elasticps.wire.headers import JoinHeader, OkHeader
 
 

@@ -13,13 +13,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.joining import Joining
-from elasticps.client.network import Network
-from elasticps.client.rounds import Answer, Request
+from elasticps.client.barrier import Barrier
+from elasticps.client.dispatcher import Dispatcher
+from elasticps.client.join import Joining
+from elasticps.client.protocol.data_shards import ClaimScript, Need, ShardClaims, T
+from elasticps.client.protocol.fan_out import Answer, Request
+from elasticps.client.protocol.session import Session
 from elasticps.client.runtime import Lock, Runtime
-from elasticps.client.session import Session
-from elasticps.client.synchronous import SyncRounds
-from elasticps.client.taking import Need, T, TakeScript, Taking
 from elasticps.sharding import ShardSpec, permuted
 
 
@@ -55,10 +55,10 @@ class Parts(NamedTuple):
     """The parts of a client that shards need."""
 
     runtime: Runtime
-    network: Network
+    network: Dispatcher
     session: Session
     joining: Joining
-    sync: SyncRounds | None
+    sync: Barrier | None
     control: Lease
     lock: Lock
 
@@ -91,7 +91,7 @@ class Shards:
         self._owner = owner
         self._parts = parts
         self._lock = parts.runtime.lock()
-        self._taking = Taking(owner.app, name, spec, parts.sync is not None, owner.timeout, self._report)
+        self._taking = ShardClaims(owner.app, name, spec, parts.sync is not None, owner.timeout, self._report)
         self._lease = 0
         self._closed = False
 
@@ -162,7 +162,7 @@ class Shards:
         self._lease = parts.control.registered()
         return committed if parts.sync is None else parts.sync.closed(committed)
 
-    def _carry_out(self, script: TakeScript[T]) -> T:
+    def _carry_out(self, script: ClaimScript[T]) -> T:
         parts, answers = self._parts, list[Answer]()
         try:
             wish = next(script)

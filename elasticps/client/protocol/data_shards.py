@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
-from elasticps.client.rounds import Answer, Request
-from elasticps.client.scripts import clocks_of, closing, of_group
+from elasticps.client.protocol.barrier import closing
+from elasticps.client.protocol.fan_out import Answer, Request, clocks_of, of_group
 from elasticps.sharding import ShardSpec
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
 from replication.progress import PART_BITS
@@ -34,7 +34,7 @@ class Need(Enum):
 Wish = Request | Need | float
 """Questions, something else to do, or a number of seconds to wait."""
 
-TakeScript = Generator[Wish, list[Answer], T]
+ClaimScript = Generator[Wish, list[Answer], T]
 
 
 class Told(NamedTuple):
@@ -46,7 +46,7 @@ class Told(NamedTuple):
     decided: tuple[int, list[int]]
 
 
-class Taking:
+class ShardClaims:
     """The shards that one worker holds. rounds: whether it trains in synchronous ones.
 
     `report()` is called before each question leaves: the clock up to which all is committed, and its round closed.
@@ -83,7 +83,7 @@ class Taking:
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
-    def fetch(self) -> TakeScript[bool]:
+    def fetch(self) -> ClaimScript[bool]:
         """Gets shards to train into the queue, waiting if need be; False when all are done."""
         if self._rounds:
             yield Need.SETTLE
@@ -101,7 +101,7 @@ class Taking:
             yield pause_s
             pause_s = min(2 * pause_s, POLL_MOST_S)
 
-    def give_back(self, timeout_s: float) -> TakeScript[None]:
+    def give_back(self, timeout_s: float) -> ClaimScript[None]:
         """Says what is committed, and gives back what has no step."""
         if self.number:
             yield from self._take(0, back=[*self.queue, *self.passed_over], timeout_s=timeout_s)
@@ -109,7 +109,7 @@ class Taking:
 
     def _take(
         self, want: int, *, done: Sequence[int] = (), back: Sequence[int] = (), timeout_s: float | None = None
-    ) -> TakeScript[Told]:
+    ) -> ClaimScript[Told]:
         """Settles what is committed, and asks to hold `want` shards."""
         committed = self._report()
         self._handed = {n: clock for n, clock in self._handed.items() if n not in back and not 0 < clock <= committed}
@@ -121,7 +121,7 @@ class Taking:
         (answer,) = yield Request(questions, timeout_s, f"asking for shards {self._name!r}")
         return _told(json.loads(answer.body))
 
-    def _choose(self, told: Told) -> TakeScript[Told]:
+    def _choose(self, told: Told) -> ClaimScript[Told]:
         """Queues the shards that are to be trained; says which of them lost workers had trained already."""
         while True:
             self.number = told.number
@@ -135,7 +135,7 @@ class Taking:
                 return told
             told = yield from self._take(PREFETCH, done=done)
 
-    def _was_trained(self, told: Told, worker: int, clock: int, last: int) -> TakeScript[bool]:
+    def _was_trained(self, told: Told, worker: int, clock: int, last: int) -> ClaimScript[bool]:
         """Whether the step of a lost worker that used a shard is in the parameters, in every range. It may be on its
         way down the chains still: then it will be, unless heads die as well."""
         if self._rounds:

@@ -9,16 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.inputs import checked_floats, checked_keys, checked_out, checked_read
+from elasticps.client.protocol.routing import PushPlan, Routes, plan_push
+from elasticps.client.pulls import DenseRead, SparseRead
 from elasticps.client.push_batch import Source
-from elasticps.client.reads import DenseRead, SparseRead
-from elasticps.client.routing import PushPlan, Routes, plan_push
 from elasticps.client.writes import LentRows, Write
 from elasticps.errors import InputError
 from elasticps.hashing import table_salt
 from elasticps.spec import TableSpec
 
 if TYPE_CHECKING:
-    from elasticps.client.cluster import Client
+    from elasticps.client.client import Client
 
 
 class _Handle:

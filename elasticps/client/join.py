@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import logging
 
-from elasticps.client.control import Control
-from elasticps.client.network import Network
-from elasticps.client.session import Session
-from elasticps.client.starting import Past, Resume, Starting, first_past, past_again
-from elasticps.client.synchronous import SyncRounds
+from elasticps.client.barrier import Barrier
+from elasticps.client.dispatcher import Dispatcher
+from elasticps.client.protocol.join import Past, Resume, Starting, first_past, past_again
+from elasticps.client.protocol.session import Session
+from elasticps.client.registry import Registry
 from elasticps.errors import Closed, ClusterUnreachable, Timeout
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Joining:
     """A worker's part in its application. `active`: it has joined and has not paused since."""
 
     def __init__(
-        self, network: Network, control: Control, session: Session, sync: SyncRounds | None, timeout_s: float
+        self, network: Dispatcher, control: Registry, session: Session, sync: Barrier | None, timeout_s: float
     ) -> None:
         self.active = False
         self._network = network

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coordinator.view import ServerInfo
-from elasticps.client.link import Link
+from elasticps.client.transport import Link
 from elasticps.errors import ServerError, SpecError, Timeout, UnknownTable
 from replication.chain import Member
 

@@ -19,8 +19,8 @@ from coordinator.membership import WorkerSession, next_number, register_worker
 from coordinator.names import check_name
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, View, WorkerInfo
+from elasticps.client.protocol.join import Past
 from elasticps.client.runtime import Runtime
-from elasticps.client.starting import Past
 from elasticps.errors import ClusterUnreachable, ConfigError, SpecError, Timeout
 from elasticps.spec import TableSpec
 
@@ -43,7 +43,7 @@ class Registration:
     revision: int
 
 
-class Control:
+class Registry:
     """Synchronous face of a coordination store. Every call has a deadline and raises `elasticps.errors`. `url` is how
     errors name the store."""
 
@@ -54,7 +54,7 @@ class Control:
         self._worker: WorkerSession | None = None
 
     @classmethod
-    def open(cls, url: str, timeout_s: float, runtime: Runtime) -> Control:
+    def open(cls, url: str, timeout_s: float, runtime: Runtime) -> Registry:
         """Connects to the store that `url` names. `timeout_s` bounds that, and each later call of the store: one that
         stands still for less is waited for."""
         try:

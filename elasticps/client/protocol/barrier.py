@@ -1,6 +1,5 @@
 """What a worker asks, and in which order, to take part in synchronous rounds (BSP;
-`elasticps.server.protocol.barrier_state` has the whole story), and how far another worker's pushes have come. Pure;
-`rounds` says what a script is.
+`elasticps.server.protocol.barrier_state` has the whole story). Pure; `fan_out` says what a script is.
 """
 
 from __future__ import annotations
@@ -8,28 +7,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-import numpy as np
-
-from elasticps.client.rounds import Questions, Request, Script, of_heads
-from elasticps.client.routing import Routes
+from elasticps.client.protocol.fan_out import Request, Script, of_group, of_heads
 from elasticps.errors import ServerError
-from elasticps.hashing import group_range
-from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame, read_clocks, unpack_header
-from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader, GetClocksHeader
-from replication.chain import Member
-from replication.progress import Progress
+from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_frame, unpack_header
+from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader
 
 GRACE_S = 1.0  # the server, which knows whom it waits for, gives up first
-
-
-def of_group(app: str, header: Header, body: bytes = b"") -> Questions:
-    """A question to the head of an application's group range."""
-
-    def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
-        head = int(routes.view.heads[group_range(app, routes.view.ranges)])
-        return [(routes.members[head], header._replace(epoch=routes.epoch), [body])] if head >= 0 else []
-
-    return questions
 
 
 def entering(app: str, worker: int, predecessor: int, timeout_s: float) -> Script[tuple[int, int]]:
@@ -64,22 +47,3 @@ def closing(app: str, clock: int, workers: Sequence[int], timeout_s: float) -> S
         frame = json_frame(Kind.BARRIER_CLOSE, {"round": clock, "workers": list(workers)})
         header, body = unpack_header(frame), frame[HEADER_BYTES:]
         yield Request(of_heads(header, body), timeout_s, f"closing round {clock} of {app!r}")
-
-
-def clocks_of(worker: int, timeout_s: float) -> Script[tuple[Progress, Progress]]:
-    """How far a worker's pushes are in every range, as their heads say: (applied, committed), int64 [P] each."""
-    head, ranges = GetClocksHeader(worker).header(), 0
-
-    def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
-        nonlocal ranges
-        ranges = routes.view.ranges
-        if (routes.view.heads < 0).any():  # nobody can say it for all ranges now
-            return []
-        return [(routes.members[s], head._replace(epoch=routes.epoch), []) for s in routes.share_of]
-
-    answers = yield Request(questions, timeout_s, f"asking for the clocks of worker {worker}")
-    applied, committed = (np.zeros(ranges, np.int64) for _ in range(2))
-    for answer in answers:
-        named, has, safe = read_clocks(answer.header, np.frombuffer(answer.body, np.uint8))
-        applied[named], committed[named] = has, safe
-    return applied, committed

@@ -1,4 +1,4 @@
-"""A worker's side of synchronous rounds (BSP); `scripts` has what is asked of whom.
+"""A worker's side of synchronous rounds (BSP); `protocol.barrier` has what is asked of whom.
 
 A step is closed when it is committed everywhere, all workers of the round have said the same of theirs, and every head
 has averaged what it was given. That happens before anything that could see the result: the next push, a pull, a flush.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elasticps.client import scripts
-from elasticps.client.network import Network
-from elasticps.client.session import Session
+from elasticps.client.dispatcher import Dispatcher
+from elasticps.client.protocol import barrier
+from elasticps.client.protocol.session import Session
 
 
-class SyncRounds:
+class Barrier:
     """Rounds of one worker; `settle` closes that of its newest step."""
 
-    def __init__(self, network: Network, session: Session, app: str, worker: int) -> None:
+    def __init__(self, network: Dispatcher, session: Session, app: str, worker: int) -> None:
         self.app = app
         self._network = network
         self._session = session
@@ -37,7 +37,7 @@ class SyncRounds:
 
     def leave(self, timeout_s: float) -> None:
         """Is in no further round, until it enters again."""
-        self._network.carry_out(scripts.leaving(self.app, self._worker, timeout_s))
+        self._network.carry_out(barrier.leaving(self.app, self._worker, timeout_s))
 
     def settle(self, wait_committed: Callable[[], None], timeout_s: float) -> None:
         """Closes the open round, if there is one. Raises `Timeout`, which says for whom it waited."""
@@ -45,5 +45,5 @@ class SyncRounds:
             clock = self._open
             if clock:
                 wait_committed()
-                self._network.carry_out(scripts.settling(self.app, self._worker, clock, timeout_s))
+                self._network.carry_out(barrier.settling(self.app, self._worker, clock, timeout_s))
                 self._closed = clock

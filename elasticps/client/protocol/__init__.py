@@ -1,0 +1,1 @@
+"""A worker's side of the protocol, without I/O: time, chance and answers are arguments."""
