@@ -10,6 +10,7 @@ import typer
 from elasticps import __version__
 from elasticps.bench.cli import app as bench
 from elasticps.cli import audit, local, processes, scale, status
+from elasticps.cli.certificates import certificates
 from elasticps.cli.demo import demo
 from elasticps.cli.output import guarded, out
 
@@ -39,6 +40,7 @@ for command in bench.registered_commands:
 app.add_typer(bench, name="bench", rich_help_panel=SHOW)
 app.command(rich_help_panel=RUN)(guarded(processes.server))
 app.command(rich_help_panel=RUN)(guarded(processes.coordinator))
+app.command(rich_help_panel=RUN)(guarded(certificates))
 for extension in entry_points(group="elasticps.commands"):  # of packages that elasticps itself does not import
     app.command(extension.name, rich_help_panel=SHOW)(guarded(extension.load()))
 

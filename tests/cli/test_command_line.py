@@ -36,6 +36,7 @@ def test_version_and_help() -> None:
         "bench",
         "server",
         "coordinator",
+        "certificates",
         "version",
     ):
         assert run(command, "--help").exit_code == ExitCode.OK

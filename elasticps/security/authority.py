@@ -1,0 +1,151 @@
+"""A certificate authority in a folder, for machines of one's own and for clusters that live on one machine.
+
+    ca.crt, ca.key                          the authority
+    server-s0.crt, server-s0.key, …         whom it has signed for
+    etcd.crt, etcd.key                      etcd's own, by host name and address
+
+Keys are readable by their owner alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from coordinator.url import TlsFiles
+from elasticps.errors import ConfigError
+from elasticps.security.identity import Identity, Role, host_name
+
+CA_DAYS = 3650.0
+LEAF_DAYS = 90.0
+_EARLIER = datetime.timedelta(minutes=5)  # clocks differ
+
+_Key: TypeAlias = ec.EllipticCurvePrivateKey
+
+
+class Authority:
+    """The authority in `folder`. ConfigError if there is none, or it cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self._certificate = x509.load_pem_x509_certificate(self.ca.read_bytes())
+            key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{folder} holds no authority that can be used: {error}") from None
+        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        self._key = key
+
+    @classmethod
+    def create(cls, folder: Path, *, days: float = CA_DAYS) -> Authority:
+        """Makes a new one. ConfigError if there is one already: what it has signed would be worth nothing any more."""
+        if (folder / "ca.key").exists():
+            raise ConfigError(f"{folder} has an authority already; remove it, and what it has signed, for a new one")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = _name("elasticps authority")
+        usage = _usage(key_cert_sign=True, crl_sign=True)
+        certificate = (
+            _builder(name, name, key, days)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(usage, critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .sign(key, hashes.SHA256())
+        )
+        _write(folder, "ca", key, certificate)
+        return cls(folder)
+
+    @property
+    def ca(self) -> Path:
+        """The file to believe."""
+        return self.folder / "ca.crt"
+
+    def issue(self, identity: Identity, *, days: float = LEAF_DAYS) -> TlsFiles:
+        """A new key and certificate; replaces those that were made for the same identity before."""
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(str(identity))]
+        if identity.role is Role.SERVER:
+            names.append(x509.DNSName(host_name(identity.cluster)))
+        parts = (identity.role, identity.app, identity.name)
+        stem = "-".join(part.replace("*", "any") for part in parts if part)
+        return self._sign(stem, identity.common_name, names, days, serves=identity.role is Role.SERVER)
+
+    def issue_etcd(self, hosts: Iterable[str], *, days: float = LEAF_DAYS) -> TlsFiles:
+        """The same for an etcd that is found under `hosts`, names or addresses."""
+        return self._sign("etcd", "etcd", [_host(host) for host in hosts], days, serves=True)
+
+    def _sign(self, stem: str, cn: str, names: Sequence[x509.GeneralName], days: float, *, serves: bool) -> TlsFiles:
+        key = ec.generate_private_key(ec.SECP256R1())
+        # etcd is a client too: of itself.
+        purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if serves else [])]
+        issuer = self._certificate
+        certificate = (
+            _builder(_name(cn), issuer.subject, key, days, issuer.not_valid_after_utc)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(digital_signature=True), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        _write(self.folder, stem, key, certificate)
+        return TlsFiles(*(str(self.folder / name) for name in ("ca.crt", f"{stem}.crt", f"{stem}.key")))
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: _Key, days: float, latest: datetime.datetime | None = None
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    end = now + datetime.timedelta(days=days)
+    return (
+        x509.CertificateBuilder(subject_name=subject, issuer_name=issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(min(now, end) - _EARLIER)
+        .not_valid_after(end if latest is None else min(end, latest))
+    )
+
+
+def _usage(**allowed: bool) -> x509.KeyUsage:
+    names = (
+        "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+        "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+    )  # fmt: skip
+    return x509.KeyUsage(**dict.fromkeys(names, False) | allowed)
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _write(folder: Path, stem: str, key: _Key, certificate: x509.Certificate) -> None:
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    _replace(folder / f"{stem}.key", private)
+    _replace(folder / f"{stem}.crt", certificate.public_bytes(pem))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """In one step, and never readable by others."""
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)

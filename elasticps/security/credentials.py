@@ -1,0 +1,175 @@
+"""What a process proves who it is with: its certificate, its key and the authority that it believes, as files.
+
+The files are looked at again from time to time, since whoever renews certificates replaces them: new connections use
+the new ones, and `generation` tells those which were made with older ones. Files that cannot be used are not: what was
+read before stays, and the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+
+from coordinator.url import ClusterUrl, TlsFiles
+from elasticps.errors import ConfigError
+from elasticps.security.identity import Identity, NotAuthorised, Role, identity_among
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # between looks at the files
+
+
+@dataclass(frozen=True)
+class Pems:
+    """The files' content, for gRPC."""
+
+    ca: bytes
+    cert: bytes
+    key: bytes
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    identity: Identity
+    until_s: float  # Unix time at which the certificate ends
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+    pems: Pems
+
+
+class Credentials:
+    """Of this process, in one cluster. Any thread may use them. ConfigError if the files cannot be used.
+
+    generation: counts the times that the files were replaced
+    """
+
+    def __init__(self, files: TlsFiles, cluster: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.generation = 0
+        self.cluster = cluster
+        self._files = files
+        self._clock = clock
+        self._looked_s = clock()
+        self._seen = _signature(files)
+        self._loaded = _load(files, cluster)
+
+    @classmethod
+    def of(cls, url: ClusterUrl) -> Credentials | None:
+        """Those that a cluster's URL names; None where it names no certificate."""
+        return None if url.tls is None or not url.tls.cert else cls(url.tls, url.cluster)
+
+    @property
+    def identity(self) -> Identity:
+        """Whose they are."""
+        return self._loaded.identity
+
+    def require(self, role: Role, name: str, app: str = "") -> None:
+        """ConfigError unless the certificate is that process's."""
+        try:
+            self.identity.require(self.cluster, role, name, app)
+        except NotAuthorised as error:
+            raise ConfigError(f"the certificate {self._files.cert} is somebody else's: {error}") from None
+
+    def refresh(self) -> None:
+        """Reads the files again if they were replaced; looks at most once in LOOK_S."""
+        now = self._clock()
+        if now - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now
+        seen = _signature(self._files)
+        if seen == self._seen:
+            return
+        try:
+            loaded = _load(self._files, self.cluster)
+            if str(loaded.identity) != str(self.identity):
+                raise ConfigError(f"the new certificate is {loaded.identity}'s, not {self.identity}'s")
+        except ConfigError as error:
+            log.warning("certificates are not renewed, the old ones stay: %s", error)
+        else:
+            self._loaded = loaded
+            self.generation += 1
+            log.info("certificates were renewed; they end in %.1f hours", (loaded.until_s - time.time()) / 3600)
+        self._seen = seen
+
+    def server_context(self) -> ssl.SSLContext:
+        """For a connection that was accepted."""
+        self.refresh()
+        return self._loaded.server
+
+    def client_context(self) -> ssl.SSLContext:
+        """For one that is dialled. Whose certificate the other end has is for the caller to look at."""
+        self.refresh()
+        return self._loaded.client
+
+    def pems(self) -> Pems:
+        """For gRPC."""
+        self.refresh()
+        return self._loaded.pems
+
+    @property
+    def until_s(self) -> float:
+        """When the certificate ends, in Unix time."""
+        return self._loaded.until_s
+
+
+def _signature(files: TlsFiles) -> tuple[tuple[int, int, int], ...]:
+    """Another one when a file was written or replaced."""
+    found = []
+    for path in (files.ca, files.cert, files.key):
+        try:
+            status = os.stat(path)
+            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+        except OSError:
+            found.append((0, 0, 0))
+    return tuple(found)
+
+
+def _load(files: TlsFiles, cluster: str) -> _Loaded:
+    if not files.ca:
+        raise ConfigError("TLS needs the authority that others' certificates are signed by: name its file with ?ca=")
+    pems = Pems(_read("ca", files.ca), _read("cert", files.cert), _read("key", files.key))
+    try:
+        certificate = x509.load_pem_x509_certificate(pems.cert)
+        server, client = _context(files, ssl.PROTOCOL_TLS_SERVER), _context(files, ssl.PROTOCOL_TLS_CLIENT)
+    except (ValueError, OSError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(f"the certificate {files.cert}, its key or its authority cannot be used: {error}") from None
+    # What gRPC would negotiate an older TLS with, and slow to sign with.
+    if not isinstance(certificate.public_key(), ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey):
+        raise ConfigError(f"the key of {files.cert} is neither an elliptic curve's nor Ed25519")
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        identity = identity_among(names.get_values_for_type(x509.UniformResourceIdentifier))
+    except (x509.ExtensionNotFound, NotAuthorised):
+        raise ConfigError(f"{files.cert} names no identity; `elasticps certificates` makes one that does") from None
+    if identity.cluster != cluster:
+        raise ConfigError(f"{files.cert} is of cluster {identity.cluster!r}, not {cluster!r}")
+    until_s = certificate.not_valid_after_utc.timestamp()
+    if until_s <= time.time():
+        raise ConfigError(f"{files.cert} ended on {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
+    return _Loaded(identity, until_s, server, client, pems)
+
+
+def _context(files: TlsFiles, protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # whom an address belongs to is in the certificate's URI
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(files.ca)
+    context.load_cert_chain(files.cert, files.key)
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # a session that is taken up again shows no certificate
+    return context
+
+
+def _read(what: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} file {path}: {error.strerror}") from None

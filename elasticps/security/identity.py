@@ -1,0 +1,120 @@
+"""Identities and what each may do. Pure.
+
+An identity is the one URI in a certificate's subject alternative names:
+
+    spiffe://elasticps/<cluster>/server/<name>
+    spiffe://elasticps/<cluster>/coordinator/<name>
+    spiffe://elasticps/<cluster>/worker/<app>/<name>
+    spiffe://elasticps/<cluster>/operator/<name>
+
+`*` in place of a name, or of an application, stands for each of them: for one certificate that several processes share,
+such as the pods of a Deployment.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.names import check_name
+
+ANY = "*"
+_PREFIX = "spiffe://elasticps/"
+_CN_MAX = 64  # characters of a common name (RFC 5280, ub-common-name)
+
+
+class Role(enum.StrEnum):
+    """What a process is."""
+
+    SERVER = "server"
+    COORDINATOR = "coordinator"
+    WORKER = "worker"
+    OPERATOR = "operator"
+
+
+class Act(enum.Enum):
+    """What may be asked of a server."""
+
+    LOOK = enum.auto()  # status, health
+    CHANGE = enum.auto()  # whatever writes, be it an audit's mark in the logs
+    TRAIN = enum.auto()
+    REPLICATE = enum.auto()
+    LEAD = enum.auto()
+
+
+_MAY = {
+    Role.SERVER: {Act.LOOK, Act.REPLICATE},
+    Role.COORDINATOR: {Act.LOOK, Act.LEAD},
+    Role.WORKER: {Act.LOOK, Act.TRAIN},
+    Role.OPERATOR: {Act.LOOK, Act.CHANGE},
+}
+
+
+class NotAuthorised(Exception):
+    """Somebody is not who they would have to be; the text says who they are, and who would be right."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a certificate says its holder is; `app` of a worker only. ValueError for names that cannot be."""
+
+    cluster: str
+    role: Role
+    name: str
+    app: str = ""
+
+    def __post_init__(self) -> None:
+        check_name("cluster", self.cluster)
+        for what, name in ((self.role, self.name), *([("application", self.app)] if self.role is Role.WORKER else [])):
+            if name != ANY:
+                check_name(what, name)
+        if self.app and self.role is not Role.WORKER:
+            raise ValueError(f"a {self.role} belongs to no application")
+
+    def __str__(self) -> str:
+        middle = f"{self.app}/" if self.role is Role.WORKER else ""
+        return f"{_PREFIX}{self.cluster}/{self.role}/{middle}{self.name}"
+
+    @classmethod
+    def parse(cls, uri: str) -> Identity:
+        """The inverse of `str`. ValueError says what is wrong."""
+        cluster, _, rest = uri.removeprefix(_PREFIX).partition("/")
+        role, _, names = rest.partition("/")
+        app, _, name = names.rpartition("/")
+        if not uri.startswith(_PREFIX) or role not in set(Role) or bool(app) != (role == Role.WORKER):
+            raise ValueError(f"{uri!r} is no identity of elasticps, such as {_PREFIX}train/server/s0")
+        return cls(cluster, Role(role), name, app)
+
+    @property
+    def common_name(self) -> str:
+        """Of a certificate: etcd takes it for the user. Role and cluster, whatever the name is."""
+        return f"{self.role}.{self.cluster}"[:_CN_MAX]
+
+    def may(self, act: Act) -> bool:
+        """Whether the role may do such things."""
+        return act in _MAY[self.role]
+
+    def covers(self, role: Role, name: str, app: str = "") -> bool:
+        """Whether the holder is that server, coordinator, worker or operator."""
+        return self.role is role and self.name in (ANY, name) and (self.app in (ANY, app) or role is not Role.WORKER)
+
+    def require(self, cluster: str, role: Role, name: str, app: str = "") -> None:
+        """NotAuthorised unless the holder is that one."""
+        if self.cluster != cluster or not self.covers(role, name, app):
+            raise NotAuthorised(f"this is {self}, not {Identity(cluster, role, name, app)}")
+
+
+def host_name(cluster: str) -> str:
+    """The DNS name of every server of a cluster: gRPC looks for one in a certificate, never for a URI."""
+    return f"{Role.SERVER}.{cluster}.elasticps"
+
+
+def identity_among(uris: Sequence[str]) -> Identity:
+    """The identity that a certificate with these URIs gives. NotAuthorised if it is not exactly one."""
+    if len(uris) != 1:
+        raise NotAuthorised(f"its certificate has {len(uris)} URIs instead of one identity")
+    try:
+        return Identity.parse(uris[0])
+    except ValueError as error:
+        raise NotAuthorised(f"its certificate: {error}") from None
