@@ -11,7 +11,7 @@ from chaos.moves import MoveChecks
 from chaos.readings import ReadChecks
 from chaos.servers import Server
 from chaos.shard_checks import ShardChecks
-from chaos.violation import Violation
+from chaos.sim.violation import Violation
 from coordinator.view import View
 from replication.chain import Chains, Member, Ranges, Role, unsafe_transition
 from replication.messages import Operation, OperationKind

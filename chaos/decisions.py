@@ -11,7 +11,7 @@ import numpy as np
 from chaos.contents import KEYS_PER_ID, TABLES, Done, Means, averaged
 from chaos.control import CLUSTER
 from chaos.frames import Shown
-from chaos.violation import Violation
+from chaos.sim.violation import Violation
 from elasticps.hashing import group_range
 from elasticps.server.protocol.barrier_state import BarrierGroup
 from elasticps.server.protocol.data_shards_state import Take

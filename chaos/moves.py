@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from chaos.violation import Violation
+from chaos.sim.violation import Violation
 from coordinator.planner import Members
 from coordinator.view import View
 from replication.chain import Member, Role

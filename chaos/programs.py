@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from chaos.control import CLUSTER
 from chaos.frames import RequestFrame
 from chaos.shard_checks import NAME
-from chaos.violation import Violation
+from chaos.sim.violation import Violation
 from coordinator.view import View
 from elasticps.client.protocol.barrier import leaving, settling
 from elasticps.client.protocol.data_shards import ClaimScript, Need, ShardClaims

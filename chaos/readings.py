@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from chaos.frames import Shown
+from chaos.sim.violation import Violation
 from chaos.taking_part import PartChecks
-from chaos.violation import Violation
 from elasticps.wire.frames import Header
 from replication.chain import Role
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from chaos.control import CLUSTER
-from chaos.violation import Violation
+from chaos.sim.violation import Violation
 from elasticps.hashing import group_range
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from chaos.injection import Injector
 from chaos.network import Link, Loop, Network
 from chaos.operators import Operator
 from chaos.servers import Server
-from chaos.violation import Violation
+from chaos.sim.violation import Violation
 from chaos.workers import Trainer
 from coordinator.planner import Health, Members, plan
 from coordinator.repair import Limits

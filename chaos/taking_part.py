@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from chaos.frames import JoinFrame, Shown
 from chaos.network import Link
-from chaos.violation import Violation
+from chaos.sim.violation import Violation
 from elasticps.client.protocol.session import Session
 from replication.chain import Member
 from replication.progress import PART_BITS

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from chaos.violation import Violation
+from chaos.sim.violation import Violation
 
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]

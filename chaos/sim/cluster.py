@@ -17,7 +17,7 @@ from chaos.sim.loop import Loop
 from chaos.sim.network import Listener, Network, Weather
 from chaos.sim.store import StoreProcess
 from chaos.sim.threads import Thread, Threads
-from chaos.violation import Violation
+from chaos.sim.violation import Violation
 from coordinator.leader import run_coordinator
 from coordinator.membership import VIEW, ServerSession, create_cluster
 from coordinator.view import ClusterConfig, View

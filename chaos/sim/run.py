@@ -21,7 +21,7 @@ from chaos.sim.knobs import turned
 from chaos.sim.programs import Free, Sharded, Synchronous, Worker
 from chaos.sim.story import App, Story, tell
 from chaos.sim.threads import Threads
-from chaos.violation import Violation
+from chaos.sim.violation import Violation
 from coordinator.view import ClusterConfig
 from elasticps import store as table_store
 from elasticps.optimizers import Accumulate

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from chaos.plan import Action
-from chaos.targets import Scene
+from chaos.live.plan import Action
+from chaos.live.targets import Scene
 from coordinator.view import ServerInfo, View
 
 

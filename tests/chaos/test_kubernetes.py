@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from chaos.kubernetes import KubernetesStage, OfficialApi
-from chaos.nemesis import Nemesis
-from chaos.plan import ClusterPlan
-from chaos.targets import Scene
+from chaos.live.kubernetes import KubernetesStage, OfficialApi
+from chaos.live.nemesis import Nemesis
+from chaos.live.plan import ClusterPlan
+from chaos.live.targets import Scene
 from elasticps.errors import ConfigError, Error
 from tests.chaos.scenes import action_of, view_of
 

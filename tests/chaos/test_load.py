@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chaos.load import (
+from chaos.live.load import (
     BEGUN,
     COMMITTED,
     DIM,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chaos.nemesis import PATIENCE_S, Nemesis
-from chaos.plan import Action
-from chaos.stage import Loopback, Shape
-from chaos.targets import Scene
+from chaos.live.nemesis import PATIENCE_S, Nemesis
+from chaos.live.plan import Action
+from chaos.live.stage import Loopback, Shape
+from chaos.live.targets import Scene
 from tests.chaos.scenes import action_of, scene_of, view_of
 
 VIEW = view_of([["s0", "s1"], ["s1", "s2"], ["s2", "s0"], ["s0", "s2"]])

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from chaos import netns
-from chaos.proxy import Proxy
-from chaos.stage import Shape
+from chaos.live import netns
+from chaos.live.proxy import Proxy
+from chaos.live.stage import Shape
 from elasticps.errors import ConfigError, Error
 
 PATIENCE_S = 20.0

@@ -9,8 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos.plan import VERBS, Plan, PlanError, expand, parse
-from chaos.run_cli import find_plan, ready_plans
+from chaos.live.cli import find_plan, ready_plans
+from chaos.live.plan import VERBS, Plan, PlanError, expand, parse
 
 READY = (
     "etcd-outage",

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chaos import figures, report
-from chaos.figures import Life
-from chaos.load import BEGUN, COMMITTED, FAILED, RECORD
-from chaos.nemesis import Fault
-from chaos.run_cli import find_plan
-from chaos.runner import Outcome, Seen, command_line, excused, given_up
+from chaos.live import figures, report
+from chaos.live.cli import find_plan
+from chaos.live.figures import Life
+from chaos.live.load import BEGUN, COMMITTED, FAILED, RECORD
+from chaos.live.nemesis import Fault
+from chaos.live.runner import Outcome, Seen, command_line, excused, given_up
 from elasticps.errors import ConfigError
 from tests.chaos.scenes import action_of
 

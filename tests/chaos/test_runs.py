@@ -14,10 +14,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from chaos import netns, run_cli
+from chaos.live import cli, netns
 
 app = typer.Typer()
-app.command()(run_cli.chaos)
+app.command()(cli.chaos)
 READY = ("kill-each-role", "rolling-restart", "random-day", "partition", "zombie")
 
 SHORT = """
@@ -43,7 +43,7 @@ faults:
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "chaos.run_cli", "chaos", *words]
+    return [sys.executable, "-m", "chaos.live.cli", "chaos", *words]
 
 
 def run(tmp_path: Path, text: str) -> dict[str, object]:

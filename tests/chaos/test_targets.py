@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos.targets import Scene, choose, group, unsafe, whole
+from chaos.live.targets import Scene, choose, group, unsafe, whole
 from tests.chaos.scenes import action_of, scene_of, view_of
 
 FOUR = view_of([["s0", "s1"], ["s1", "s2"], ["s0", "s3"], ["s3", "s2"]])

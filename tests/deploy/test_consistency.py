@@ -62,7 +62,7 @@ def command(name: str) -> TyperCommand:
     found = commands.commands.get(name)
     if found is None and name == "chaos":
         alone = typer.Typer()
-        alone.command(name)(pytest.importorskip("chaos.run_cli").chaos)
+        alone.command(name)(pytest.importorskip("chaos.live.cli").chaos)
         found = typer.main.get_command(alone)
     assert isinstance(found, TyperCommand), f"there is no command {name}"
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 import kubernetes_validate
 import yaml
 
-from chaos.plan import parse
+from chaos.live.plan import parse
 from tests.deploy.manifests import BUILDS, DEPLOY, ROOT, Manifest, named, of_kind, selects, workloads
 from tests.deploy.test_schemas import VERSIONS
 

@@ -8,12 +8,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import chaos.cli
+import chaos.sim.cli
 import chaos.sim.run
 from chaos.sim.run import Result
 
 app = typer.Typer()
-app.command()(chaos.cli.sim)
+app.command()(chaos.sim.cli.sim)
 
 
 def test_a_seed_gives_the_same_events_each_time() -> None:
@@ -38,7 +38,7 @@ def test_a_soak_runs_until_it_is_stopped_and_then_says_what_it_saw(monkeypatch: 
 
     def run(seed: int, trace: bool) -> Result:
         seen.append(seed)
-        if len(seen) > chaos.cli.RUNS_PER_LINE + 5:
+        if len(seen) > chaos.sim.cli.RUNS_PER_LINE + 5:
             raise KeyboardInterrupt
         return Result(seed, "progress" if seed == 12 else "", "it waits")
 
@@ -47,5 +47,5 @@ def test_a_soak_runs_until_it_is_stopped_and_then_says_what_it_saw(monkeypatch: 
     assert result.exit_code == 1
     assert seen[0] == 10
     assert "elasticps sim --seed 12" in result.stdout.splitlines()[1]
-    assert f"up to seed {9 + chaos.cli.RUNS_PER_LINE}: {chaos.cli.RUNS_PER_LINE} runs" in result.stdout
-    assert f"{chaos.cli.RUNS_PER_LINE + 5} runs" in result.stdout
+    assert f"up to seed {9 + chaos.sim.cli.RUNS_PER_LINE}: {chaos.sim.cli.RUNS_PER_LINE} runs" in result.stdout
+    assert f"{chaos.sim.cli.RUNS_PER_LINE + 5} runs" in result.stdout

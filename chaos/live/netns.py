@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from chaos.stage import Shape
+from chaos.live.stage import Shape
 from elasticps.errors import ConfigError, Error
 
 _INSIDE = "ELASTICPS_CHAOS_NETNS"
@@ -38,7 +38,7 @@ def enter() -> None:
         return
     if why := refused():
         raise ConfigError(f"network namespaces cannot be made here: {why}; {_PROXY_HINT}")
-    command = [*_unshare(), "--", sys.executable, "-m", "chaos.run_cli", *sys.argv[1:]]
+    command = [*_unshare(), "--", sys.executable, "-m", "chaos.live.cli", *sys.argv[1:]]
     os.environ[_INSIDE] = "1"
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from chaos.plan import ClusterPlan
+from chaos.live.plan import ClusterPlan
 from elasticps.errors import Error
 from elasticps.local import keeper
 from elasticps.local.etcd import EtcdPlan, etcd_binary, free_ports

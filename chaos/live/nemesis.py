@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from chaos.plan import Action
-from chaos.stage import Network, Shape
-from chaos.targets import Scene, choose, group
+from chaos.live.plan import Action
+from chaos.live.stage import Network, Shape
+from chaos.live.targets import Scene, choose, group
 
 PATIENCE_S = 30.0  # how long a fault waits for a moment in which it may be done
 DRAINS = ("terminate", "restart", "shrink")

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from chaos import figures
-from chaos.runner import Outcome
+from chaos.live import figures
+from chaos.live.runner import Outcome
 from elasticps.errors import ConfigError
 
 BUCKET_S = 0.25

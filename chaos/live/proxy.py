@@ -1,9 +1,9 @@
 """A user-space network for machines where namespaces cannot be made: servers and etcd are reached through this proxy.
 
-Run as `python -m chaos.proxy` it is a process that takes a JSON object per line on standard input and ends when that
-closes; `Proxy` is the other side. Every connection is known by who dialled it (found in /proc by its port) and whom,
-so each direction between two processes can be cut, delayed, made lossy and slow by itself. What is cut is held back, as
-TCP would send it again later. Loss is a delay of one retransmission for everything behind a lost packet.
+Run as `python -m chaos.live.proxy` it is a process that takes a JSON object per line on standard input and ends when
+that closes; `Proxy` is the other side. Every connection is known by who dialled it (found in /proc by its port) and
+whom, so each direction between two processes can be cut, delayed, made lossy and slow by itself. What is cut is held
+back, as TCP would send it again later. Loss is a delay of one retransmission for everything behind a lost packet.
 
 While a process is dead its port here is closed too: whoever dials is refused, as without a proxy.
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 import uvloop
 
-from chaos.stage import Shape
+from chaos.live.stage import Shape
 from elasticps.errors import Error
 
 _HOSTS = "127.0.77"  # a process that listens on 127.0.0.1 is found under an address of its own in here
@@ -38,10 +38,10 @@ LOOK_EVERY_S = 0.02  # for processes that have come back
 
 
 class Proxy:
-    """The network as `chaos.stage` wants it, by a proxy process."""
+    """The network as `chaos.live.stage` wants it, by a proxy process."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "chaos.proxy"]
+        command = [sys.executable, "-m", "chaos.live.proxy"]
         self._hosts: dict[str, str] = {}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from chaos.runner import LINES_KEPT, Run, Show
+from chaos.live.runner import LINES_KEPT, Run, Show
 
 _RATE_OVER_S = 2.0
 _REFRESH_S = 0.5

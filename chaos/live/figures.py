@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chaos.load import BEGUN, COMMITTED, FAILED, READ, READ_FAILED, STALE
+from chaos.live.load import BEGUN, COMMITTED, FAILED, READ, READ_FAILED, STALE
 
 Records = NDArray[np.void]
 

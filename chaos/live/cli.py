@@ -17,7 +17,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from chaos.plan import Plan, PlanError, parse
+from chaos.live.plan import Plan, PlanError, parse
 from elasticps.errors import ConfigError
 
 
@@ -56,7 +56,7 @@ def chaos(
     if what is What.PLANS:
         _list(as_json)
     elif what is What.SUMMARY:
-        from chaos.report import summary
+        from chaos.live.report import summary
         from elasticps.cli.output import out
 
         out.print(summary([Path(name) for name in names or ["runs/chaos"]]), markup=False, soft_wrap=True)
@@ -68,7 +68,7 @@ def chaos(
 
 def ready_plans() -> dict[str, str]:
     """The plans that come with elasticps: name -> YAML text."""
-    folder = resources.files("chaos") / "plans"
+    folder = resources.files("chaos.live") / "plans"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
     return {file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8") for file in files}
 
@@ -101,15 +101,15 @@ def _list(as_json: bool) -> None:
 
 def _run(which: str, seed: int, duration: float | None, output: Path | None, proxy: bool, as_json: bool) -> None:
     plan = find_plan(which)
-    from chaos import netns, runner
+    from chaos.live import netns, runner
     from elasticps.cli.output import ExitCode, err, print_json, sigterm_interrupts
 
     if proxy:
         plan = runner.through_proxy(plan)
     if plan.cluster.kind == "netns":
         netns.enter()
-    from chaos.report import write
-    from chaos.screen import screen
+    from chaos.live.report import write
+    from chaos.live.screen import screen
 
     logging.getLogger("coordinator").setLevel(logging.ERROR)  # that etcd is away is what was asked for
     folder = output or Path("runs") / "chaos" / f"{plan.name}-{seed}"
@@ -130,8 +130,8 @@ def _run(which: str, seed: int, duration: float | None, output: Path | None, pro
 
 
 def _tell(report: dict[str, object], folder: Path) -> None:
-    from chaos.figures import by_kind
-    from chaos.report import recovery_rows
+    from chaos.live.figures import by_kind
+    from chaos.live.report import recovery_rows
     from elasticps.cli.output import out
 
     table = Table("fault", box=None, header_style="bold", pad_edge=False)
@@ -161,7 +161,7 @@ def _tell(report: dict[str, object], folder: Path) -> None:
 
 
 def main() -> None:
-    """`python -m chaos.run_cli chaos run …`: as `elasticps chaos run …`, for a run that moves into namespaces."""
+    """`python -m chaos.live.cli chaos run …`: as `elasticps chaos run …`, for a run that moves into namespaces."""
     from elasticps.cli.output import guarded
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

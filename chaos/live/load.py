@@ -5,8 +5,8 @@ tensor, and 1 to a row of its own *in every range*. Sums of whole numbers are ex
 many steps of each life every range has applied: all that were acknowledged, none that was not begun. And everything
 else in that range must be exactly the sum of just those steps.
 
-Run as `python -m chaos.load` it is one worker. What it begins and what is acknowledged goes to a file, a small record
-each, before it goes on: so the story survives kill -9.
+Run as `python -m chaos.live.load` it is one worker. What it begins and what is acknowledged goes to a file, a small
+record each, before it goes on: so the story survives kill -9.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class Worker:
 
 def command_of(job: Job) -> list[str]:
     """The command that runs a worker."""
-    return [sys.executable, "-m", "chaos.load", json.dumps(asdict(job))]
+    return [sys.executable, "-m", "chaos.live.load", json.dumps(asdict(job))]
 
 
 def fill(url: str, rows: int) -> None:

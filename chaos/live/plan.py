@@ -2,7 +2,7 @@
 
 A plan is a YAML file (`load`), checked against the tables below; a message names the file, the path in it, and what is
 allowed there. `expand` makes a timeline of it: the same plan, seed and duration give the same faults at the same times.
-Whom a fault hits is decided when its time has come (`chaos.targets`), by a number that is drawn here.
+Whom a fault hits is decided when its time has come (`chaos.live.targets`), by a number that is drawn here.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chaos import figures, load
-from chaos.nemesis import Fault, Nemesis
-from chaos.netns import Namespaces
-from chaos.plan import Action, Plan, PlanError, expand
-from chaos.proxy import Proxy
-from chaos.stage import LocalStage, Loopback, Network, Processes
-from chaos.targets import Scene, whole
+from chaos.live import figures, load
+from chaos.live.nemesis import Fault, Nemesis
+from chaos.live.netns import Namespaces
+from chaos.live.plan import Action, Plan, PlanError, expand
+from chaos.live.proxy import Proxy
+from chaos.live.stage import LocalStage, Loopback, Network, Processes
+from chaos.live.targets import Scene, whole
 from coordinator.connect import open_store
 from coordinator.errors import CoordinationError
 from coordinator.leader import ELECTION
@@ -358,7 +358,7 @@ class Run:
 def open_stage(plan: Plan, actions: tuple[Action, ...], progress: Callable[[str], None]) -> Any:
     """The place that a plan names; PlanError where it cannot be had here."""
     if plan.cluster.kind == "kubernetes":
-        from chaos.kubernetes import KubernetesStage
+        from chaos.live.kubernetes import KubernetesStage
 
         return KubernetesStage(plan.cluster)
     network: Network = Loopback()

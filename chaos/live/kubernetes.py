@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from chaos.plan import ClusterPlan
-from chaos.stage import Loopback, Processes
+from chaos.live.plan import ClusterPlan
+from chaos.live.stage import Loopback, Processes
 from elasticps.errors import ConfigError, Error
 
 # A process that is number 1 of its pod gets no SIGSTOP from inside; so whatever our process is, it must not be that.

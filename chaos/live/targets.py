@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from chaos.plan import VERBS, WORD_ROLES, Action
+from chaos.live.plan import VERBS, WORD_ROLES, Action
 from coordinator.view import View
 
 
