@@ -15,13 +15,14 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any
 
 import numpy as np
 
 from coordinator.errors import Fenced, LeaseLost, StoreUnavailable
+from coordinator.grace import Grace
 from coordinator.health import Dial
 from coordinator.lines import Lines
 from coordinator.membership import ROSTER, VIEW, farewell
@@ -30,13 +31,14 @@ from coordinator.pace import Pace
 from coordinator.planner import Health, Members, Plan, UnsafePlan, plan, plan_roster
 from coordinator.repair import Limits
 from coordinator.store import Guard, Listing, Put, Store
-from coordinator.view import View
+from coordinator.view import View, WorkerInfo
 from coordinator.world import ELECTION, News, World
 
 log = logging.getLogger(__name__)
 
 __all__ = ["ELECTION", "run_coordinator"]
 
+ASKED_S = 1.0  # how often the store is asked at least, whether the office is still ours
 _RETRY_S = 0.2  # pause after an outage; each attempt waits for the store's time-out as well
 _JUDGED_S = 1.0  # a view that could not be written for so long is planned anew: who was silent may have spoken since,
 # and who was to stand in for it may be gone
@@ -67,7 +69,8 @@ async def _serve(store: Store, name: str, ttl_s: float, settle_s: float, dial: D
             lease, guard = await _campaign(store, name, ttl_s)
             try:
                 log.info("%s leads cluster %s", name, store.cluster)
-                await _first_of(_keep_office(store, lease, ttl_s), _Term(store, guard, settle_s, dial).lead())
+                term = _Term(store, guard, settle_s, dial)
+                await _first_of(_keep_office(store, lease, ttl_s, term.answered), term.lead())
             finally:
                 await farewell(store, lease)
         except Fenced as error:
@@ -99,11 +102,12 @@ async def _vacancy(store: Store, listing: Listing) -> None:
                 return
 
 
-async def _keep_office(store: Store, lease: int, ttl_s: float) -> None:
+async def _keep_office(store: Store, lease: int, ttl_s: float, answered: Callable[[], None]) -> None:
     while True:
-        await asyncio.sleep(ttl_s / 3)
+        await asyncio.sleep(min(ASKED_S, ttl_s / 3))
         try:
             await store.keep_alive(lease)
+            answered()
         except LeaseLost as error:
             raise Fenced(f"the office ran out: {error}") from error
         except StoreUnavailable as error:
@@ -147,7 +151,9 @@ class _Term:
         self._alarm = _Alarm()
         self._lines = None if dial is None else Lines(dial, self._heard)
         self._pace = Pace()
+        self._grace = Grace(asyncio.get_running_loop().time())
         self._timer: asyncio.TimerHandle | None = None
+        self._roster_timer: asyncio.TimerHandle | None = None
         self._view: View | None = None
         self._said = ""
         self._unsure: Plan | None = None  # written or not: the next listing tells
@@ -160,8 +166,13 @@ class _Term:
             else:
                 await _first_of(self._lines.run(), self._follow_store())
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
+            for timer in (self._timer, self._roster_timer):
+                if timer is not None:
+                    timer.cancel()
+
+    def answered(self) -> None:
+        """The store has answered just now."""
+        self._grace.answered(asyncio.get_running_loop().time())
 
     async def _follow_store(self) -> None:
         """After a lost race or an outage it starts from a fresh listing. The lines to servers stay."""
@@ -232,14 +243,25 @@ class _Term:
         return done
 
     async def _write_roster(self, world: World) -> bool:
-        decision = plan_roster(world.roster, world.workers.values())
+        decision = plan_roster(world.roster, self._present(world))
         if decision is None:
             return True
         done = await self._put(world, ROSTER, decision.roster.encode())
         if done:
             world.roster = decision.roster
+            world.signed_off &= {worker.name for worker in decision.roster.workers}
             log.info("roster version=%d reason=%s", decision.roster.version, decision.reason)
         return done
+
+    def _present(self, world: World) -> list[WorkerInfo]:
+        """The workers to list; looks again when those who are missing can no longer come back."""
+        loop = asyncio.get_running_loop()
+        present = self._grace.present(world.roster, world.workers.values(), world.signed_off, loop.time())
+        if self._roster_timer is not None:
+            self._roster_timer.cancel()
+        if len(present) > len(world.workers):
+            self._roster_timer = loop.call_later(self._grace.left_s(loop.time()), self._alarm.ring, False)
+        return present
 
     async def _put(self, world: World, key: str, value: bytes, timeout_s: float = 0.0) -> bool:
         revision = await self._store.compare_and_set(

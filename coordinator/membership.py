@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 CONFIG, VIEW, ROSTER = "config", "view", "roster"
 SERVERS, WORKERS = "servers/", "workers/"
 DRAINS = "drains/"
+SIGNED_OFF = b"signed off"
+"""A worker's last word under its key: it is not coming back, whatever becomes of the lease."""
+
+LEASE_S = 5.0  # how long a member stays registered without a word from it
 _INCARNATIONS = "incarnations/"
 _NEXT_WORKER_ID = "next-worker-id"
 
@@ -125,8 +129,17 @@ class Session(Generic[Info]):
     deadline  loop time until which the store will keep our key, counted from when the last renewal was sent
     """
 
-    def __init__(self, store: Store, prefix: str, info: Info, ttl_s: float, on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        info: Info,
+        ttl_s: float,
+        on_lost: Callable[[str], None],
+        last_word: bytes = b"",
+    ) -> None:
         self.info = info
+        self._last_word = last_word
         self.lease = 0
         self.deadline = 0.0
         self._store = store
@@ -146,7 +159,16 @@ class Session(Generic[Info]):
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._last_word:
+            with suppress(StoreUnavailable, LeaseLost, TimeoutError):
+                async with asyncio.timeout(FAREWELL_S):
+                    await self._sign_off()
         await farewell(self._store, self.lease)
+
+    async def _sign_off(self) -> None:
+        entry = await self._store.get(self._key)
+        if entry is not None and entry.value == self.info.to_json():
+            await self._store.compare_and_set(self._key, self._last_word, expect=entry.revision, lease=self.lease)
 
     async def _take(self) -> None:
         sent = asyncio.get_running_loop().time()
@@ -221,7 +243,7 @@ async def register_server(
     admin: str = "",
     zone: str = "",
     weight: float = 1.0,
-    ttl_s: float = 5.0,
+    ttl_s: float = LEASE_S,
     on_lost: Callable[[str], None],
 ) -> ServerSession:
     """Registers a server under a new incarnation and keeps it registered, through outages of the store too.
@@ -238,7 +260,7 @@ async def register_server(
 
 
 async def register_worker(
-    store: Store, *, name: str, app: str, ttl_s: float = 5.0, on_lost: Callable[[str], None] = lambda reason: None
+    store: Store, *, name: str, app: str, ttl_s: float = LEASE_S, on_lost: Callable[[str], None] = lambda reason: None
 ) -> WorkerSession:
     """Registers a worker under a new incarnation with an id (from 1) that no worker had before.
 
@@ -247,7 +269,7 @@ async def register_worker(
     WorkerInfo(1, name, 1, app)
     number = await next_number(store, _NEXT_WORKER_ID)
     incarnation = await next_number(store, _INCARNATIONS + WORKERS + name)
-    session = Session(store, WORKERS, WorkerInfo(number, name, incarnation, app), ttl_s, on_lost)
+    session = Session(store, WORKERS, WorkerInfo(number, name, incarnation, app), ttl_s, on_lost, SIGNED_OFF)
     await session.start()
     return session
 

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TypeVar
 
 from coordinator.errors import Fenced
-from coordinator.membership import CONFIG, DRAINS, ROSTER, SERVERS, VIEW, WORKERS, drained_incarnation
+from coordinator.membership import CONFIG, DRAINS, ROSTER, SERVERS, SIGNED_OFF, VIEW, WORKERS, drained_incarnation
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from replication.chain import Member
@@ -34,6 +34,7 @@ class World:
 
     revisions  of the view and the roster, to write against; servers and workers by their keys
     drains     the requests to drain, by their keys: of whom, and the revision of the request
+    signed_off  the names of workers that have said they leave
     """
 
     def __init__(self, cluster: str, listing: Listing) -> None:
@@ -48,6 +49,7 @@ class World:
         self.revisions = {VIEW: 0, ROSTER: 0}
         self.servers: dict[str, ServerInfo] = {}
         self.workers: dict[str, WorkerInfo] = {}
+        self.signed_off: set[str] = set()
         self.drains: dict[str, tuple[Member, int]] = {}
         self._term = 0
         for entry in listing.entries:
@@ -108,12 +110,21 @@ class World:
             _register(self.servers, key, lambda: ServerInfo.from_json(entry.value))
             return News.DEATH if self._replaces(key) else News.CHANGE
         elif key.startswith(WORKERS):
-            _register(self.workers, key, lambda: WorkerInfo.from_json(entry.value))
+            self._put_worker(entry)
         elif key.startswith(DRAINS):
             self._put_drain(entry)
         else:
             return News.NOTHING
         return News.CHANGE
+
+    def _put_worker(self, entry: Entry) -> None:
+        name = entry.key.removeprefix(WORKERS)
+        if entry.value == SIGNED_OFF:
+            self.workers.pop(entry.key, None)
+            self.signed_off.add(name)
+        else:
+            _register(self.workers, entry.key, lambda: WorkerInfo.from_json(entry.value))
+            self.signed_off.discard(name)
 
     def _put_drain(self, entry: Entry) -> None:
         try:

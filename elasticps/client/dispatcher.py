@@ -325,7 +325,9 @@ class Dispatcher:
             self._end(Closed(text))
         elif code == "version":
             self._end(VersionMismatch(f"server {link.server.name}: {text}"))
-        elif code in ("malformed", "cluster"):  # the latter: another cluster's server has taken a lost one's address
+        # Another cluster's server has taken a lost one's address; or the roster is without us, until we are registered
+        # again. Only who has our name now ends us.
+        elif code in ("malformed", "cluster", "unlisted"):
             raise ConnectionResetError(text)
         elif code == "stale-view":
             if not self.pushes.not_done(request, Status.STALE_VIEW, epoch):

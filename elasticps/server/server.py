@@ -63,6 +63,8 @@ _COUNTERS = {
     "pushes": at.H_PUSHES, "pulls": at.H_PULLS, "rows_pushed": at.H_ROWS_PUSHED, "rows_pulled": at.H_ROWS_PULLED,
 }  # fmt: skip
 
+_STARTED_AGAIN = "worker {!r} was started again; this is the older incarnation"
+
 Body = NDArray[np.uint8]
 Handler = Callable[[Connection, Header, Body], None]
 
@@ -115,6 +117,7 @@ class Server:
             self._filling,
         )
         self.workers: dict[int, WorkerInfo] = {}  # the roster
+        self._newest: dict[tuple[Any, Any], int] = {}  # by application and name, the id that the roster has
         self._roster_version = 0
         self.delay = BoundedDelay(ranges, self.replica.clocks, clock)
         self._herald = Herald(loop.call_soon)
@@ -224,11 +227,13 @@ class Server:
         if not (isinstance(worker, int) and 0 < worker < 1 << 32 and names):
             raise FrameError("a worker's hello gives its id (above 0), its name and its app")
         if worker not in self.workers:
+            if self._newest.get((app, name), 0) > worker:
+                raise RequestError("fenced", _STARTED_AGAIN.format(name))
             self.behind.set()
             if self._wait(connection, header, body):
                 return
-            raise RequestError("fenced", f"worker {name!r} (id {worker}) is not in the roster; it left, or a newer "
-                                    "incarnation took its name")  # fmt: skip
+            text = f"worker {name!r} (id {worker}) is not in the roster: it left, or its registration ran out"
+            raise RequestError("unlisted", text)
         connection.is_worker(worker, str(name), str(app))
         self._welcome(connection, header)
 
@@ -328,11 +333,11 @@ class Server:
         self._roster_version = roster.version
         self.workers = {w.id: w for w in roster.workers}
         self.delay.follow(self.workers)
-        newest = {(w.app, w.name): w.id for w in roster.workers}
+        self._newest = {(w.app, w.name): w.id for w in roster.workers}
         for connection in list(self._connections):
             connection.set_rostered(connection.worker in self.workers)
-            if newest.get((connection.app, connection.worker_name), 0) > connection.worker > 0:
-                text = f"worker {connection.worker_name!r} was started again; this is the older incarnation"
+            if self._newest.get((connection.app, connection.worker_name), 0) > connection.worker > 0:
+                text = _STARTED_AGAIN.format(connection.worker_name)
                 connection.send(json_frame(Kind.ERROR, {"code": "fenced", "message": text}))
                 connection.transport.close()
         self.executor.perform(self.replica.adopt_roster, roster.version, frozenset(self.workers))

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
 
 import numpy as np
 
 import elasticps as eps
+from coordinator.connect import open_store
+from coordinator.store import Store
+from coordinator.view import Roster
+from elasticps import background
 from tests.conftest import NewCluster
 from tests.e2e.oracle import Watcher, owners, wait_for
+
+T = TypeVar("T")
 
 
 def test_training_goes_on_while_etcd_is_away_and_everything_recovers(local_cluster: NewCluster) -> None:
@@ -33,6 +42,76 @@ def test_training_goes_on_while_etcd_is_away_and_everything_recovers(local_clust
             other.push({again: (keys, grads)}).result()
         assert set(table.pull(keys).ravel().tolist()) == {steps + 2.0}
         assert set(later.pull(keys).ravel().tolist()) == {1.0}
+
+
+def test_nobody_ends_because_etcd_stood_still(local_cluster: NewCluster) -> None:
+    """Longer than any lease: as it thaws all have run out, of workers that push all the time."""
+    cluster = local_cluster(servers=2)
+    keys, grads = np.arange(100), np.ones((100, 2), np.float32)
+    over = threading.Event()
+
+    def train(name: str) -> int:
+        with eps.connect(cluster.url, worker=name, timeout=30.0) as ps:
+            table = ps.table("t", dim=2, optimizer=eps.Accumulate())
+            steps = 0
+            while not over.is_set():
+                ps.push({table: (keys, grads)}).result()
+                steps += 1
+            return steps
+
+    with ThreadPoolExecutor(6) as threads:
+        training = [threads.submit(train, f"w{i}") for i in range(6)]
+        try:
+            wait_for(lambda: len(roster_of(cluster.url)) == 6, lambda: cluster.log("c0"), 40.0)
+            listed = roster_of(cluster.url)
+            cluster.pause("etcd")
+            time.sleep(7.0)  # not a wait for anything: leases have to run out
+            cluster.resume("etcd")
+            wait_for(lambda: cluster.log("c0").count("c0 leads cluster") > 1, lambda: cluster.log("c0"), 40.0)
+            assert roster_of(cluster.url) == listed, "the new leader keeps them"
+            with eps.connect(cluster.url, worker="new", timeout=30.0):  # a roster is written
+                assert set(listed) < set(roster_of(cluster.url))
+        finally:
+            over.set()
+        steps = sum(each.result(60.0) for each in training)
+    with eps.connect(cluster.url, worker="reader", timeout=30.0) as ps:
+        table = ps.table("t", dim=2, optimizer=eps.Accumulate())
+        assert set(table.pull(keys).ravel().tolist()) == {float(steps)}
+
+
+def test_a_worker_whose_registration_is_lost_takes_it_up_again(local_cluster: NewCluster) -> None:
+    cluster = local_cluster(servers=2)
+    keys, grads = np.arange(100), np.ones((100, 2), np.float32)
+    with eps.connect(cluster.url, worker="w0", timeout=30.0) as ps:
+        table = ps.table("t", dim=2, optimizer=eps.Accumulate())
+        ps.push({table: (keys, grads)}).result()
+        me = ps.worker.id
+
+        def left_out() -> bool:
+            on_store(cluster.url, lambda store: store.delete("workers/w0"))
+            return me not in roster_of(cluster.url)
+
+        wait_for(left_out, lambda: cluster.log("c0"), 40.0)
+        for _ in range(200):
+            ps.push({table: (keys, grads)}).result()
+        assert me in roster_of(cluster.url)
+        assert set(table.pull(keys).ravel().tolist()) == {201.0}
+
+
+def roster_of(url: str) -> list[int]:
+    entry = on_store(url, lambda store: store.get("roster"))
+    return [] if entry is None else [worker.id for worker in Roster.decode(entry.value).workers]
+
+
+def on_store(url: str, call: Callable[[Store], Awaitable[T]]) -> T:
+    async def once() -> T:
+        store = await open_store(url)
+        try:
+            return await call(store)
+        finally:
+            await store.close()
+
+    return background.run(once(), 30.0)
 
 
 def test_a_worker_waits_for_an_etcd_that_stands_still_as_long_as_its_timeout(local_cluster: NewCluster) -> None:

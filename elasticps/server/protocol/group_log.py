@@ -138,7 +138,7 @@ class GroupRequests(Generic[R]):
         if self._host.wait_for_view(connection, header, body):
             return None
         if connection.worker not in self._host.workers:
-            raise RequestError("fenced", f"worker {connection.worker_name!r} is no longer in the roster")
+            raise RequestError("unlisted", f"worker {connection.worker_name!r} is not in the roster now")
         group = group_range(connection.app, self._host.ranges)
         if not np.count_nonzero(self._host.headed == group):
             self._stale(connection, header.request)

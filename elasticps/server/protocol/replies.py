@@ -82,5 +82,5 @@ class RequestTicket(Generic[R]):
 _REFUSALS = {
     Status.STALE_VIEW: ("stale-view", "the ranges headed here have changed since the frame's epoch"),
     Status.GAP: ("gap", "an earlier part of the worker's steps is missing here"),
-    Status.FENCED: ("fenced", "the worker is no longer in the roster: it left, or a newer incarnation has its name"),
+    Status.FENCED: ("unlisted", "the worker is not in the roster now: it left, or its registration ran out"),
 }
