@@ -274,6 +274,11 @@ async def register_worker(
     return session
 
 
+async def newest_incarnation(store: Store, server: str) -> int:
+    """The last one that was given to a server of that name; 0 if there never was one."""
+    return _count(await store.get(_INCARNATIONS + SERVERS + server))
+
+
 class ViewFollower:
     """The newest view and roster, as the store tells them. Callbacks run in the event loop, in order."""
 

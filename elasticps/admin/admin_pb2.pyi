@@ -113,3 +113,25 @@ class StatusResponse(_message.Message):
     log_bytes: int
     sent_bytes: int
     def __init__(self, id: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., admin: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., ranges_headed: _Optional[int] = ..., ranges_held: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., connections: _Optional[int] = ..., pushes: _Optional[int] = ..., pulls: _Optional[int] = ..., rows_pushed: _Optional[int] = ..., rows_pulled: _Optional[int] = ..., refused: _Optional[int] = ..., parked: _Optional[int] = ..., tables: _Optional[int] = ..., uptime_s: _Optional[float] = ..., ranges_joining: _Optional[int] = ..., log_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ...) -> None: ...
+
+class TablesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TableStatus(_message.Message):
+    __slots__ = ("id", "rows_headed", "rows", "bytes")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ROWS_HEADED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    rows_headed: int
+    rows: int
+    bytes: int
+    def __init__(self, id: _Optional[int] = ..., rows_headed: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class TablesResponse(_message.Message):
+    __slots__ = ("tables",)
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedCompositeFieldContainer[TableStatus]
+    def __init__(self, tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ...) -> None: ...

@@ -39,6 +39,11 @@ class AdminStub:
                 request_serializer=elasticps_dot_admin_dot_admin__pb2.StatusRequest.SerializeToString,
                 response_deserializer=elasticps_dot_admin_dot_admin__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Tables = channel.unary_unary(
+                '/elasticps.v1.Admin/Tables',
+                request_serializer=elasticps_dot_admin_dot_admin__pb2.TablesRequest.SerializeToString,
+                response_deserializer=elasticps_dot_admin_dot_admin__pb2.TablesResponse.FromString,
+                _registered_method=True)
         self.Mark = channel.unary_unary(
                 '/elasticps.v1.Admin/Mark',
                 request_serializer=elasticps_dot_admin_dot_admin__pb2.MarkRequest.SerializeToString,
@@ -56,6 +61,13 @@ class AdminServicer:
 
     def Status(self, request, context):
         """What the server is, what it holds and what it has done so far.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tables(self, request, context):
+        """What it holds of each table that it has been told of.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -82,6 +94,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=elasticps_dot_admin_dot_admin__pb2.StatusRequest.FromString,
                     response_serializer=elasticps_dot_admin_dot_admin__pb2.StatusResponse.SerializeToString,
+            ),
+            'Tables': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tables,
+                    request_deserializer=elasticps_dot_admin_dot_admin__pb2.TablesRequest.FromString,
+                    response_serializer=elasticps_dot_admin_dot_admin__pb2.TablesResponse.SerializeToString,
             ),
             'Mark': grpc.unary_unary_rpc_method_handler(
                     servicer.Mark,
@@ -121,6 +138,33 @@ class Admin:
             '/elasticps.v1.Admin/Status',
             elasticps_dot_admin_dot_admin__pb2.StatusRequest.SerializeToString,
             elasticps_dot_admin_dot_admin__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tables(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticps.v1.Admin/Tables',
+            elasticps_dot_admin_dot_admin__pb2.TablesRequest.SerializeToString,
+            elasticps_dot_admin_dot_admin__pb2.TablesResponse.FromString,
             options,
             channel_credentials,
             insecure,

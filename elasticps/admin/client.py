@@ -30,6 +30,19 @@ async def fetch_status(address: str, timeout_s: float) -> dict[str, Any]:
     return {field.name: getattr(answer, field.name) for field in answer.DESCRIPTOR.fields}
 
 
+async def fetch_tables(address: str, timeout_s: float) -> list[dict[str, Any]]:
+    """The fields of TableStatus (admin.proto) of each table at the server at `address`.
+
+    Raises ClusterUnreachable when it does not answer within `timeout_s`.
+    """
+    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+        try:
+            answer = await admin_pb2_grpc.AdminStub(channel).Tables(admin_pb2.TablesRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise _unreachable(address, timeout_s, error) from error
+    return [{"id": t.id, "rows_headed": t.rows_headed, "rows": t.rows, "bytes": t.bytes} for t in answer.tables]
+
+
 async def take_mark(address: str, mark: int, timeout_s: float) -> bool:
     """Has the server at `address` send mark `mark` down the logs of its ranges; False if its view changed meanwhile.
 

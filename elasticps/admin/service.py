@@ -45,6 +45,10 @@ class _Admin(admin_pb2_grpc.AdminServicer):
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusResponse:  # noqa: N802
         return admin_pb2.StatusResponse(**(await self._subject(context)).status())
 
+    async def Tables(self, request: admin_pb2.TablesRequest, context: Context) -> admin_pb2.TablesResponse:  # noqa: N802
+        tables = (await self._subject(context)).tables()
+        return admin_pb2.TablesResponse(tables=[admin_pb2.TableStatus(**table) for table in tables])
+
     async def Mark(self, request: admin_pb2.MarkRequest, context: Context) -> admin_pb2.MarkResponse:  # noqa: N802
         subject = await self._subject(context)
         complete = await subject.mark(request.mark)

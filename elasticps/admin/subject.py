@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from coordinator.view import ServerInfo
@@ -28,6 +28,9 @@ class Subject(Protocol):
     def told(self) -> Mapping[int, int]: ...
     def status(self) -> Mapping[str, Any]:
         """The fields of StatusResponse in admin.proto."""
+
+    def tables(self) -> Sequence[Mapping[str, Any]]:
+        """The fields of TableStatus in admin.proto, for each table."""
 
     async def mark(self, mark: int) -> bool:
         """Has every replica of the ranges headed here note their digests; False if the view changed meanwhile."""

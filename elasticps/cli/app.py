@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from elasticps import __version__
 from elasticps.bench.cli import app as bench
-from elasticps.cli import audit, local, processes, scale, status
+from elasticps.cli import audit, local, logs, processes, scale, status, tables
 from elasticps.cli.certificates import certificates
 from elasticps.cli.demo import demo
-from elasticps.cli.output import guarded, out
+from elasticps.cli.options import command
+from elasticps.cli.output import out
 
 app = typer.Typer(
     name="elasticps",
     help="An elastic, fault-tolerant parameter server, coordinated through etcd.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -26,29 +28,47 @@ app = typer.Typer(
 
 LOCAL, LOOK, SHOW = "Clusters on this machine", "Any cluster", "See it work"
 RUN, ABOUT = "Processes of a cluster", "About"
-app.command(rich_help_panel=LOCAL)(guarded(local.up))
-app.command(rich_help_panel=LOCAL)(guarded(local.down))
-app.command(rich_help_panel=LOCAL)(guarded(scale.scale))
-app.command(rich_help_panel=LOCAL)(guarded(local.kill))
-app.command(rich_help_panel=LOOK)(guarded(scale.drain))
-app.command(rich_help_panel=LOOK)(guarded(status.status))
-app.command(rich_help_panel=LOOK)(guarded(audit.audit))
-app.command(rich_help_panel=SHOW)(guarded(demo))
-for command in bench.registered_commands:
-    if command.callback is not None:
-        command.callback = guarded(command.callback)
+app.command(rich_help_panel=LOCAL)(command(local.up))
+app.command(rich_help_panel=LOCAL)(command(local.down))
+app.command(rich_help_panel=LOCAL)(command(scale.scale))
+app.command(rich_help_panel=LOCAL)(command(local.kill))
+app.command(rich_help_panel=LOCAL)(command(logs.logs))
+app.command(rich_help_panel=LOOK)(command(scale.drain))
+app.command(rich_help_panel=LOOK)(command(status.status))
+app.command(rich_help_panel=LOOK)(command(tables.tables))
+app.command(rich_help_panel=LOOK)(command(audit.audit))
+app.command(rich_help_panel=SHOW)(command(demo))
+for measure in bench.registered_commands:
+    if measure.callback is not None:
+        measure.callback = command(measure.callback)
 app.add_typer(bench, name="bench", rich_help_panel=SHOW)
-app.command(rich_help_panel=RUN)(guarded(processes.server))
-app.command(rich_help_panel=RUN)(guarded(processes.coordinator))
-app.command(rich_help_panel=RUN)(guarded(certificates))
+app.command(rich_help_panel=RUN)(command(processes.server))
+app.command(rich_help_panel=RUN)(command(processes.coordinator))
+app.command(rich_help_panel=RUN)(command(certificates))
 for extension in entry_points(group="elasticps.commands"):  # of packages that elasticps itself does not import
-    app.command(extension.name, rich_help_panel=SHOW)(guarded(extension.load()))
+    app.command(extension.name, rich_help_panel=SHOW)(command(extension.load()))
 
 
 @app.command(rich_help_panel=ABOUT)
 def version() -> None:
     """Print the version."""
     out.print(f"elasticps {__version__} with Python {platform.python_version()}")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")
+    ] = False,
+    config: Annotated[Path | None, typer.Option("--config", help="The same as --config of the command.")] = None,
+) -> None:
+    """An elastic, fault-tolerant parameter server, coordinated through etcd."""
 
 
 def main() -> None:

@@ -12,15 +12,16 @@ from rich.text import Text
 
 from elasticps import audit as auditing
 from elasticps.cli.local import target
+from elasticps.cli.options import Json, Name, Url
 from elasticps.cli.output import ExitCode, err, out, print_json
 
 _SHOWN = 10
 
 
 def audit(
-    url: Annotated[str | None, typer.Option(help="A cluster anywhere, as etcd://host:port/name.")] = None,
-    name: Annotated[str | None, typer.Option(help="A local cluster; may be left out if there is one.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    url: Url = None,
+    name: Name = None,
+    as_json: Json = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that it may take.")] = 30.0,
 ) -> None:
     """Compare all replicas of every range bit for bit, and each worker's acknowledged steps with what is applied.

@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from coordinator.url import parse
+from elasticps.cli.options import Every, Name, Url
 from elasticps.cli.output import ExitCode, err, out, print_json, sigterm_interrupts
 from elasticps.errors import ConfigError, Error
 from elasticps.local import LocalCluster, keeper, state
@@ -94,14 +96,11 @@ def _watch(cluster: LocalCluster) -> None:
             err.print(line, style="yellow", markup=False)
 
 
-def down(
-    name: Annotated[str | None, typer.Option(help="Which cluster; may be left out if there is one.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="All local clusters of this user.")] = False,
-) -> None:
+def down(url: Url = None, name: Name = None, every: Every = False) -> None:
     """End a cluster that `up` has started, and remove its data and logs."""
-    if every and name is not None:
-        raise ConfigError("--all and --name exclude each other")
-    chosen = state.records() if every else [find(name)]
+    if every and (url or name):
+        raise ConfigError(f"--all and --{'name' if name else 'url'} exclude each other")
+    chosen = state.records() if every else [find(url, name)]
     for record in chosen:
         with err.status(f"ending {record.name}"):
             state.end(state.folder_of(record.name), record)
@@ -121,12 +120,15 @@ class Signal(enum.StrEnum):
 
 
 def kill(
-    process: Annotated[str, typer.Argument(metavar="SERVER", help="For example s1; also c0 or etcd.")],
+    process: Annotated[
+        str, typer.Argument(metavar="SERVER", help="For example s1; also c0 or etcd.", autocompletion=processes)
+    ],
     signal: Annotated[Signal, typer.Option(help="STOP freezes it, CONT lets it go on.")] = Signal.KILL,
-    name: Annotated[str | None, typer.Option(help="Which cluster; may be left out if there is one.")] = None,
+    url: Url = None,
+    name: Name = None,
 ) -> None:
     """Send a signal to a process of a local cluster, as a crash would: KILL unless another is given."""
-    record = find(name)
+    record = find(url, name)
     entry = next((p for p in record.processes if p.name == process and p.role != "owner"), None)
     if entry is None:
         names = ", ".join(p.name for p in record.processes if p.role != "owner")
@@ -139,12 +141,21 @@ def kill(
     err.print(f"{entry.role} {entry.name} (pid {entry.pid}) was sent SIG{signal.value}", markup=False)
 
 
-def find(name: str | None) -> state.Record:
-    """The recorded local cluster of that name; without a name, the only one there is."""
+def find(url: str | None, name: str | None) -> state.Record:
+    """The recorded local cluster of that URL or name; without either, the only one there is."""
+    _one_of(url, name)
     if name is not None:
         record = state.read(state.folder_of(name))
         if record is None:
             raise ConfigError(f"no local cluster is called {name!r}; {_known()}")
+        return record
+    if url is not None:
+        record = started_here(url)
+        if record is None:
+            raise ConfigError(
+                f"the cluster at {url} was not started by `elasticps up` on this machine ({_known()}): "
+                "start and end its processes where they run"
+            )
         return record
     records = state.records()
     if len(records) != 1:
@@ -152,11 +163,34 @@ def find(name: str | None) -> state.Record:
     return records[0]
 
 
+def started_here(url: str) -> state.Record | None:
+    """The recorded local cluster of that URL, None if it is none of them."""
+    try:
+        wanted = parse(url)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    for record in state.records():
+        found = parse(record.url) if record.url else None
+        if found and found.cluster == wanted.cluster and set(found.endpoints) & set(wanted.endpoints):
+            return record
+    return None
+
+
 def target(url: str | None, name: str | None) -> str:
     """The URL of the cluster that --url or --name means."""
+    _one_of(url, name)
+    return url if url is not None else find(None, name).url
+
+
+def processes(incomplete: str) -> list[str]:
+    """For shell completion."""
+    names = {p.name for record in state.records() for p in record.processes if p.role != "owner"}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def _one_of(url: str | None, name: str | None) -> None:
     if url is not None and name is not None:
         raise ConfigError("--url and --name exclude each other")
-    return url if url is not None else find(name).url
 
 
 def _known() -> str:

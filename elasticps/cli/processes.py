@@ -17,13 +17,13 @@ from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
 from coordinator.names import check_name
 from coordinator.store import Store
-from coordinator.url import EXAMPLE, parse
+from coordinator.url import parse
 from coordinator.view import ClusterConfig
 from elasticps import logs
+from elasticps.cli.options import RequiredUrl
 from elasticps.cli.output import print_json
 from elasticps.errors import ConfigError
 
-Url = Annotated[str, typer.Option("--url", help=f"The cluster, for example {EXAMPLE}.", show_default=False)]
 Name = Annotated[str, typer.Option("--name", help="A name that no other process of its kind has.", show_default=False)]
 LogLevel = Annotated[str, typer.Option("--log-level", help=f"{', '.join(logs.LEVELS)}.")]
 LogFormat = Annotated[str, typer.Option("--log-format", help=f"{', '.join(logs.FORMATS)}.")]
@@ -33,11 +33,15 @@ MetricsPort = Annotated[
 
 
 def server(
-    url: Url,
+    url: RequiredUrl,
     name: Name,
     host: Annotated[str, typer.Option(help="Address to listen on, and to be found under.")] = "127.0.0.1",
     advertise: Annotated[
-        str, typer.Option(help="Host to be found under, where it listens on another, such as 0.0.0.0.")
+        str,
+        typer.Option(
+            help="Host to be found under, where it listens on another. Unless given, with --host 0.0.0.0 it is the "
+            "address from which etcd is reached."
+        ),
     ] = "",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the data plane; 0: any free one.")] = 0,
     admin_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gRPC service; 0: any free one.")] = 0,
@@ -54,6 +58,9 @@ def server(
     wait: Annotated[
         float, typer.Option(min=0, help="Seconds to wait at the start for etcd (at least 10) and for the cluster.")
     ] = 0.0,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Take the name though another process lives under it; that one ends.")
+    ] = False,
     metrics_port: MetricsPort = 0,
     log_level: LogLevel = "info",
     log_format: LogFormat = "logfmt",
@@ -76,12 +83,13 @@ def server(
             advertise=advertise,
             metrics_port=metrics_port,
             wait_s=wait,
+            take_over=take_over,
         )
     )
 
 
 def coordinator(
-    url: Url,
+    url: RequiredUrl,
     name: Name,
     ranges: Annotated[
         int | None,

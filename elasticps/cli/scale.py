@@ -17,16 +17,13 @@ from rich.text import Text
 
 from coordinator.forecast import Forecast
 from coordinator.wording import standing_of
-from elasticps.cli.local import find, target
+from elasticps.cli.local import find, started_here, target
+from elasticps.cli.options import Json, Name, Url
 from elasticps.cli.output import err, out, print_json, size
 from elasticps.errors import ConfigError
 from elasticps.local import scaling, state
 from elasticps.local.following import Following, holds
 from elasticps.local.following import Progress as News
-
-Url = Annotated[str | None, typer.Option(help="A cluster anywhere, as etcd://host:port/name.")]
-Name = Annotated[str | None, typer.Option(help="A local cluster; may be left out if there is one.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
 def drain(
@@ -62,6 +59,7 @@ def drain(
 
 def scale(
     servers: Annotated[int, typer.Argument(metavar="N", min=1, help="How many servers are to serve.")],
+    url: Url = None,
     name: Name = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would move, and do nothing.")] = False,
     weight: Annotated[float, typer.Option(min=0.01, help="Share of the ranges of each new server.")] = 1.0,
@@ -72,11 +70,13 @@ def scale(
 ) -> None:
     """Grow or shrink a local cluster while training goes on, and wait until nothing moves any more.
 
-    New servers get the lowest free names; those with the highest numbers are drained.
+    New servers get the lowest free names; those with the highest numbers are drained. Of a cluster that runs elsewhere
+    it only says what would move.
     """
-    record = find(name)
-    with Following(record.url) as following:
-        change = scaling.change([entry.name for entry in record.servers], following.draining(), servers)
+    record = started_here(url) if url is not None and dry_run else find(url, name)
+    with Following(target(url, name)) as following:
+        running = following.registered() if record is None else record.servers
+        change = scaling.change([server.name for server in running], following.draining(), servers)
         stored = following.stored()
         try:
             forecast = scaling.predict(following, change, zone=zone, weight=weight, nbytes=stored)
@@ -89,7 +89,7 @@ def scale(
         return
     if not as_json or dry_run:
         (out if dry_run else err).print(_render(change, forecast, figures, ranges))
-    if dry_run:
+    if dry_run or record is None:
         return
     if change.drain and not yes and sys.stdin.isatty():
         typer.confirm(f"drain {', '.join(change.drain)}?", abort=True, err=True)

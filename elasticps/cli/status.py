@@ -22,6 +22,7 @@ from coordinator.view import Roster, ServerInfo, View
 from elasticps import background
 from elasticps.admin import fetch_status
 from elasticps.cli.local import target
+from elasticps.cli.options import Json, Name, Url
 from elasticps.cli.output import ExitCode, out, print_json, size
 from elasticps.errors import ClusterUnreachable, ConfigError
 from elasticps.local.scaling import by_number
@@ -30,9 +31,9 @@ _ASKED_AT_ONCE = 64
 
 
 def status(
-    url: Annotated[str | None, typer.Option(help="A cluster anywhere, as etcd://host:port/name.")] = None,
-    name: Annotated[str | None, typer.Option(help="A local cluster; may be left out if there is one.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    url: Url = None,
+    name: Name = None,
+    as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every --interval seconds.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd, and for each server.")] = 3.0,

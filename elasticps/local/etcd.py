@@ -39,6 +39,14 @@ def free_ports(count: int) -> list[int]:
     From below the range that outgoing connections take theirs from: etcd must get the same port again when it
     restarts, and a client that keeps dialling a closed port of that range can end up connected to itself.
     """
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("127.0.0.1", 9))  # sends nothing
+        except OSError as error:
+            raise ConfigError(
+                f"this machine cannot reach its own address 127.0.0.1 ({error.strerror}), which a local cluster needs: "
+                "bring the loopback interface up, with: ip link set lo up"
+            ) from None
     held: list[socket.socket] = []
     try:
         for port in random.sample(range(20000, 32768), 2000):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -116,6 +117,14 @@ class Following:
         if entry is None:
             raise ConfigError(f"cluster {self._store.cluster!r} does not exist")
         return ClusterConfig.from_json(entry.value)
+
+    def tables(self) -> dict[int, dict[str, Any]]:
+        """The application and the spec of each table, as plain values, by the table's id."""
+        found = {}
+        for entry in self._run(self._store.list("tables/")).entries:
+            document = json.loads(entry.value)
+            found[document["id"]] = {"app": entry.key.split("/")[1], **json.loads(document["spec"])}
+        return found
 
     def stored(self) -> dict[str, int]:
         """Bytes that each registered server which answers has allocated for rows, by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ from elasticps.errors import Error, Timeout
 from elasticps.local import keeper
 
 _LOG_TAIL_BYTES = 2000
+_ERROR = re.compile(r"^error: (.+)\Z", re.MULTILINE)  # what a command prints last
 
 
 @dataclass
@@ -103,10 +105,12 @@ class Process:
         return f"ended with exit code {code}"
 
     def last_words(self) -> str:
-        """The end of its log, for an error message."""
+        """The end of its log, for an error message; only the error that it ended with, if it said so."""
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - _LOG_TAIL_BYTES), os.SEEK_SET)
             text = log.read().decode(errors="replace").strip()
+        if said := _ERROR.search(text):
+            return said[1]
         return f"its log ends with:\n{text}" if text else "its log is empty"
 
 

@@ -20,6 +20,7 @@ from elasticps.local import keeper
 
 _FILE = keeper.RECORD
 _FORMAT = 1
+_SAY_WHERE = "name a folder that can be written in XDG_STATE_HOME"
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,17 @@ class Record:
 
 
 def state_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """The folder that holds a folder per cluster: the user's run-time folder, else ~/.local/state/elasticps."""
-    runtime = environment.get("XDG_RUNTIME_DIR", "")
+    """The folder that holds a folder per cluster: in the user's run-time folder if that can be written, else where
+    $XDG_STATE_HOME says, else ~/.local/state/elasticps."""
+    runtime, given = environment.get("XDG_RUNTIME_DIR", ""), environment.get("XDG_STATE_HOME", "")
     if runtime and os.access(runtime, os.W_OK | os.X_OK):
         return Path(runtime) / "elasticps"
-    return Path.home() / ".local" / "state" / "elasticps"
+    if given:
+        return Path(given).absolute() / "elasticps"
+    try:
+        return Path.home() / ".local" / "state" / "elasticps"
+    except RuntimeError:  # nobody says where home is
+        raise ConfigError(f"there is no home folder for what runs here; {_SAY_WHERE}") from None
 
 
 def folder_of(name: str, root: Path | None = None) -> Path:
@@ -125,7 +132,11 @@ def records(root: Path | None = None) -> list[Record]:
 def claim(folder: Path) -> None:
     """Makes `folder` for a new cluster that this process owns. ConfigError if one of that name is running; what a
     cluster that died has left there is removed."""
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder.parent / ".lock").open("a").close()
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder.parent}: {error.strerror}; {_SAY_WHERE}") from None
     with _locked(folder.parent):
         if folder.exists():
             old = read(folder)

@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from coordinator.errors import CoordinationError, StoreUnavailable
 from coordinator.membership import (
     ROSTER,
+    SERVERS,
     VIEW,
     ServerSession,
     ViewFollower,
     list_drains,
+    newest_incarnation,
     register_server,
     request_drain,
 )
 from coordinator.store import Store
-from coordinator.view import ClusterConfig, Roster, View
+from coordinator.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps import logs
 from elasticps.server.replica_links import BEAT_S
 from elasticps.server.server import Server
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 
 REPORT_S = 0.1
 REGISTER_AGAIN_S = 0.2
+OTHERS_LOOK_S = 0.5  # whether somebody is there to drain to
 
 Build = Callable[[ServerSession, str, int, asyncio.AbstractEventLoop], Server]
 
@@ -75,9 +78,13 @@ async def live(
     """
     loop = asyncio.get_running_loop()
     served = False
+    incarnation = 0
     registered_by = loop.time() + wait_s
     while not stop.done():
         try:
+            if incarnation and (newest := await newest_incarnation(around.store, me.name)) > incarnation:
+                resolve(stop, f"{me.name} now belongs to incarnation {newest}; this was {incarnation}")
+                return  # to register again would take the name back, and so on for ever
             session = await register_server(
                 around.store,
                 name=me.name,
@@ -87,6 +94,7 @@ async def live(
                 weight=me.weight,
                 on_lost=lambda reason: resolve(stop, reason),
             )
+            incarnation = session.info.incarnation
             async with _life(around, session) as server:
                 served = True
                 await around.show(server)
@@ -139,11 +147,29 @@ async def _drain(store: Store, server: Server, stop: asyncio.Future[str], timeou
     except CoordinationError as error:
         log.warning("name=%s cannot ask to be drained: %s", server.me.name, error)
         timeout_s = 0.0
-    await asyncio.wait((stop, server.removed), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    loop = asyncio.get_running_loop()
+    until = loop.time() + timeout_s
+    while not (stop.done() or server.removed.done()) and (left := until - loop.time()) > 0:
+        if await _nobody_else(store, server):
+            log.warning("name=%s ends at once: no server is there that could take what it holds", server.me.name)
+            break
+        wait_s = min(left, OTHERS_LOOK_S)
+        await asyncio.wait((stop, server.removed), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
     if not server.removed.done():
         held = server.status()["ranges_held"]
         log.warning("name=%s ends with %d ranges still held: what has no other replica is lost", server.me.name, held)
         resolve(stop, "SIGTERM")
+
+
+async def _nobody_else(store: Store, server: Server) -> bool:
+    """Whether every server that is registered, or in the view, has been asked to go."""
+    try:
+        listing, drains = await store.list(SERVERS), await list_drains(store)
+    except StoreUnavailable:
+        return False
+    there = {ServerInfo.from_json(entry.value).member for entry in listing.entries}
+    there |= {other.member for other in server.view.servers} if server.view is not None else set()
+    return all(drains.get(member.name) == member.incarnation for member in there)
 
 
 async def _drained(store: Store, session: ServerSession) -> bool:

@@ -7,20 +7,24 @@ import gc
 import importlib
 import json
 import logging
+import os
 import signal
-import socket
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from coordinator.connect import insist, open_store
 from coordinator.store import Store
+from coordinator.url import parse
 from coordinator.view import ClusterConfig, ServerInfo
 from elasticps import store as table_store
 from elasticps.admin.service import start_admin
 from elasticps.errors import ConfigError
+from elasticps.server.addresses import found_under, joined, listen
 from elasticps.server.fast import receive as fast_path
 from elasticps.server.lives import Build, Identity, Surroundings, live, plain, resolve
+from elasticps.server.names import wait_for_name
 from elasticps.server.server import Server
 
 log = logging.getLogger(__name__)
@@ -28,7 +32,6 @@ log = logging.getLogger(__name__)
 STORE_TIMEOUT_S = 10.0
 DRAIN_TIMEOUT_S = 60.0
 CONFIG_LOOK_S = 0.2
-CONNECT_BACKLOG = 512
 GARBAGE_THRESHOLD = 20_000  # objects between collections: frames make no cycles, so little is ever found
 
 
@@ -46,6 +49,7 @@ async def serve(
     advertise: str = "",
     metrics_port: int = 0,
     wait_s: float = 0.0,
+    take_over: bool = False,
 ) -> None:
     """Runs a server until SIGINT, until it has drained after SIGTERM, or until another process takes its name.
 
@@ -54,12 +58,15 @@ async def serve(
     `plugins` are modules to import first; they may call `register_optimizer`. Ports of 0 are chosen by the system.
     For up to `wait_s` it waits for etcd, and for a coordinator to create the cluster; once it has served, for etcd as
     long as it takes.
-    Others find it under `advertise`, or under `host` if that is "". It serves metrics unless `metrics_port` is 0.
+    Others find it under `advertise`, or under `host` if that is "", see `found_under`. It serves metrics unless
+    `metrics_port` is 0. ConfigError if another process lives under this name, unless it is to `take_over`.
     When ready it prints one line of JSON on stdout. Raises coordinator's `StoreUnavailable` when the coordination
     store cannot be reached at start, `Fenced` when the name is lost later.
     """
+    endpoints = parse(url).endpoints
+    host_found = found_under(host, advertise, endpoints)
     for plugin in plugins:
-        importlib.import_module(plugin)
+        load_plugin(plugin)
     warm()
     gc.collect()
     gc.freeze()  # kernels and modules stay: no collection need look at them again
@@ -78,13 +85,13 @@ async def serve(
             await asyncio.gather(finding, return_exceptions=True)
             return
         store, config = finding.result()
-        sock = socket.create_server((host, port), backlog=CONNECT_BACKLOG)  # connections wait there until we are ready
+        sock = listen(host, port)  # connections wait there until we are ready
         stack.callback(sock.close)
         lives: list[Server] = []
         admin = await start_admin(host, admin_port, lambda: lives[-1] if lives else None)
         stack.push_async_callback(admin.stop)
-        address = _found_under(advertise or host, sock.getsockname()[1])
-        admin_address = _found_under(advertise or host, int(admin.address.rpartition(":")[2]))
+        address = joined(host_found, sock.getsockname()[1])
+        admin_address = joined(host_found, int(admin.address.rpartition(":")[2]))
         build: Build = plain
         if metrics_port:
             from elasticps.metrics.server import ServerMetrics  # who serves none need not wait for its import
@@ -102,6 +109,8 @@ async def serve(
             await admin.set_serving(True)
             _say_ready(server.me)
 
+        if not take_over:
+            await wait_for_name(store, name, address, max(wait_s, STORE_TIMEOUT_S))
         around = Surroundings(store, config, sock, build, show)
         me = Identity(name, address, admin_address, zone, weight)
         await live(around, me, stop, leave, wait_s=max(wait_s, STORE_TIMEOUT_S), drain_timeout_s=drain_timeout_s)
@@ -134,5 +143,15 @@ async def _find_cluster(url: str, wait_s: float, stack: AsyncExitStack) -> tuple
         await asyncio.sleep(CONFIG_LOOK_S)
 
 
-def _found_under(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def load_plugin(name: str) -> None:
+    """Imports a plug-in. ConfigError if there is none of that name, or it cannot be imported."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        log.debug("plug-in %s", name, exc_info=True)
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            text = f"no module is called so, on PYTHONPATH, in {os.getcwd()} or among the installed packages"
+        else:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
+        raise ConfigError(f"plug-in {name!r} cannot be imported: {text}") from None

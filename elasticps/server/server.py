@@ -537,3 +537,15 @@ class Server:
             "tables": len(self.store.tables),
             "uptime_s": self._clock() - self._started,
         }
+
+    def tables(self) -> list[dict[str, Any]]:
+        """What `elasticps tables` shows of this server."""
+        return [
+            {
+                "id": table.table_id,
+                "rows_headed": sum(table.count_range(r) for r in self.headed.tolist()),
+                "rows": table.rows,
+                "bytes": table.nbytes,
+            }
+            for table in self.store.tables.values()
+        ]

@@ -56,6 +56,9 @@ class Subject:
     def status(self) -> dict[str, Any]:
         return self._status
 
+    def tables(self) -> list[dict[str, Any]]:
+        return [{"id": 3, "rows_headed": 5, "rows": 10, "bytes": 640}]
+
     async def mark(self, mark: int) -> bool:
         self._marks[mark] = {5: MarkedRange(90, b"d" * 16, (4, 6), (121 << PART_BITS | 3, 1 << PART_BITS))}
         return mark != 1

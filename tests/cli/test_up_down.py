@@ -10,6 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+import elasticps as eps
 from elasticps.cli.output import ExitCode
 from elasticps.local import state
 
@@ -49,11 +52,25 @@ def test_a_detached_cluster_from_up_to_down(state_folder: Path, eventually: Even
             assert server["rows"] == server["bytes"] == 0
         assert sum(server["ranges_headed"] for server in seen["servers"]) == 32
 
-        table = run("status", "--url", started["url"])
-        assert table.returncode == ExitCode.OK
-        assert started["servers"][0]["address"] in table.stdout
+        shown = run("status", "--url", started["url"])
+        assert shown.returncode == ExitCode.OK
+        assert started["servers"][0]["address"] in shown.stdout
 
         assert "is running" in run("up", "--name", "demo").stderr
+
+        with eps.connect(started["url"], worker="w0", app="ads") as ps:
+            table = ps.table("users", dim=8, optimizer=eps.Adagrad(lr=0.5))
+            ps.push({table: (np.arange(1000), np.ones((1000, 8), np.float32))}).result()
+        stored = json.loads(run("tables", "--json").stdout)["tables"]
+        assert [(t["app"], t["name"], t["dim"], t["rows"]) for t in stored] == [("ads", "users", 8, 1000)]
+        assert sum(there["rows"] for there in stored[0]["servers"].values()) == 2000
+        assert "users  [keys, 8]  float32  adagrad lr=0.5  1,000" in run("tables", "--url", started["url"]).stdout
+
+        said = run("logs").stdout.splitlines()
+        assert {line.split()[0] for line in said} == {"c0", "etcd", "s0", "s1"}
+        assert all(line.startswith("ts=") for line in run("logs", "s0").stdout.splitlines())
+        assert len(run("logs", "--lines", "3").stdout.splitlines()) == 3
+        assert "there are c0, etcd, s0, s1" in run("logs", "s7").stderr
 
         assert json.loads(run("audit", "--json").stdout)["clean"]
 

@@ -127,7 +127,7 @@ def test_the_end_leaves_nothing_and_may_come_twice() -> None:
 
 
 def test_a_server_that_cannot_start_shows_its_log_and_ends_the_rest(tmp_path: Path) -> None:
-    with pytest.raises(Error, match=r"(?s)server s0 ended with exit code 1 .*no_such_plugin"):
+    with pytest.raises(Error, match=r"(?s)server s0 ended with exit code 2 .*no_such_plugin"):
         LocalCluster(servers=1, plugins=["no_such_plugin"], directory=tmp_path / "c").start()
     assert not (tmp_path / "c").exists()
 

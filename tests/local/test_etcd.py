@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from pathlib import Path
@@ -80,3 +81,12 @@ def test_free_ports_are_distinct_and_outside_the_ephemeral_range() -> None:
     ports = etcd.free_ports(8)
     assert len(set(ports)) == 8
     assert all(20000 <= port < 32768 for port in ports)
+
+
+def test_a_machine_without_loopback_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(self: socket.socket, address: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket.socket, "connect", unreachable)
+    with pytest.raises(ConfigError, match="ip link set lo up"):
+        etcd.free_ports(1)

@@ -1,0 +1,74 @@
+"""Ports and addresses of a server: what it listens on, and what others find it under."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+
+from elasticps.errors import ConfigError
+
+CONNECT_BACKLOG = 512
+
+_WHY = {
+    errno.EADDRINUSE: "another process listens there; take another {option}, or 0 for any free port",
+    errno.EACCES: "ports below 1024 are not for every user; take a higher {option}",
+    errno.EADDRNOTAVAIL: "this machine has no such address; --host names one of its own, or 0.0.0.0 for all of them",
+}
+
+
+def listen(host: str, port: int, option: str = "--port") -> socket.socket:
+    """A socket that listens: connections wait in it until they are taken. ConfigError where that cannot be."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, port), family=family, backlog=CONNECT_BACKLOG)
+    except socket.gaierror:
+        raise ConfigError(f"{host!r} is no address of this machine: no such name is known") from None
+    except OSError as error:
+        why = _WHY.get(error.errno or 0, error.strerror or str(error)).format(option=option)
+        raise ConfigError(f"cannot listen on {joined(host, port)}: {why}") from None
+
+
+def found_under(host: str, advertise: str, endpoints: Sequence[str]) -> str:
+    """The host that others reach a server at which listens on `host`.
+
+    A server that listens on every address takes the one from which it reaches etcd, if that is not loopback: who can
+    reach etcd there can reach us. ConfigError where it cannot be known.
+    """
+    if advertise:
+        if _is_any(advertise):
+            raise ConfigError(f"--advertise {advertise} is no address that others can connect to; name one that is")
+        return advertise
+    if not _is_any(host):
+        return host
+    for endpoint in endpoints:
+        name, _, port = endpoint.rpartition(":")
+        with suppress(OSError):
+            found = _local_address(name.strip("[]"), int(port))
+            if not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+                return found
+    raise ConfigError(
+        f"--host {host} listens on every address, and the way to etcd at {', '.join(endpoints)} does not tell which of "
+        "them others can reach: give it as --advertise ADDRESS"
+    )
+
+
+def joined(host: str, port: int) -> str:
+    """As "host:port", brackets around IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_any(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_unspecified
+    return not host
+
+
+def _local_address(host: str, port: int) -> str:
+    """Ours on the way to `host`; a datagram socket's connect sends nothing."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

@@ -1,0 +1,65 @@
+"""Whether a server may take its name: not while another process lives under it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from coordinator.connect import insist
+from coordinator.membership import SERVERS
+from coordinator.store import Store
+from coordinator.view import ServerInfo
+from elasticps.admin import fetch_status
+from elasticps.errors import ClusterUnreachable, ConfigError
+
+log = logging.getLogger(__name__)
+
+_LEASE_S = 6.0  # by then the lease of one that has died has run out
+_LOOK_S = 0.2
+_ANSWER_S = 1.0
+
+
+async def wait_for_name(store: Store, name: str, address: str, timeout_s: float) -> None:
+    """Returns when nobody lives under `name`; ConfigError if somebody does.
+
+    Who was registered there has died if nothing listens at its address, or if that is ours now. One that is frozen, or
+    that cannot be reached, has died for us when its lease has run out.
+    """
+    loop = asyncio.get_running_loop()
+    until = loop.time() + _LEASE_S
+    told = False
+    while (entry := await insist(lambda: store.get(SERVERS + name), timeout_s)) is not None:
+        other = ServerInfo.from_json(entry.value)
+        if other.address == address or await _refuses(other.address):
+            return
+        if loop.time() > until or await _answers(other):
+            raise ConfigError(
+                f"a server called {name!r} is alive at {other.address} (incarnation {other.incarnation}): take another "
+                "--name, or end that one first, or give --take-over to put this one in its place"
+            )
+        if not told:
+            log.warning("name=%s waiting until the lease of the one at %s has ended", name, other.address)
+            told = True
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _refuses(address: str) -> bool:
+    """Whether nothing listens there any more."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(_ANSWER_S):
+            try:
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            except ConnectionRefusedError:
+                return True
+            writer.transport.abort()
+    return False
+
+
+async def _answers(other: ServerInfo) -> bool:
+    try:
+        status = await fetch_status(other.admin, _ANSWER_S)
+    except ClusterUnreachable:
+        return False
+    return (status["id"], status["incarnation"]) == (other.name, other.incarnation)

@@ -1,0 +1,37 @@
+"""What docs/machines.md says can be typed, and its file can be read."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from elasticps.cli.app import app
+
+PAGE = (Path(__file__).parents[2] / "docs" / "machines.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(
+    r"(?:^|`|/bin/)elasticps ((?:server|coordinator|status|tables|audit|drain|scale) ?[^`\n]*)", PAGE, re.M
+)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_of_the_page_is_one(line: str, tmp_path: Path) -> None:
+    block = re.search(r"```toml\n(.*?)```", PAGE, re.S)
+    assert block is not None
+    file = tmp_path / "elasticps.toml"
+    file.write_text(block[1], encoding="utf-8")
+    name, *words = shlex.split(line.replace("/etc/elasticps.toml", str(file)).replace("%i", "1"))
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    context = command.make_context(name, words, parent=typer.main.get_command(app).make_context("elasticps", [name]))
+    if "--config" in words:
+        assert context.params["url"].endswith("/ads")
+    if name == "server":
+        assert context.params["host"] == "0.0.0.0"
+        assert (context.params["drain_timeout"], context.params["wait"]) == (600, 240)
+
+
+def test_there_are_commands_on_the_page() -> None:
+    assert {line.split()[0] for line in COMMANDS} >= {"server", "coordinator", "status", "drain", "scale"}

@@ -1,0 +1,123 @@
+"""Where values of options come from: argument, environment, file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from elasticps.cli.app import app
+from elasticps.cli.output import ExitCode
+from elasticps.local import state
+
+HERE, ELSEWHERE = "etcd://127.0.0.1:1/here", "etcd://127.0.0.1:2/elsewhere"
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def plain(result: Result) -> str:
+    return re.sub(r"[\s│]+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
+
+
+@pytest.fixture
+def recorded(state_folder: Path) -> None:
+    """A local cluster called "here", of which nothing runs any more."""
+    state.claim(state_folder / "here")
+    entry = state.Entry("s0", "server", 2**22 + 1, "never")
+    state.write(state_folder / "here", state.Record("here", HERE, (entry,)))
+
+
+def written(folder: Path, text: str) -> str:
+    file = folder / "elasticps.toml"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def test_the_environment_names_the_cluster_of_every_command(
+    monkeypatch: pytest.MonkeyPatch, state_folder: Path
+) -> None:
+    monkeypatch.setenv("ELASTICPS_URL", ELSEWHERE)
+    for command in (["status", "--timeout", "0.1"], ["tables", "--timeout", "0.1"], ["audit", "--timeout", "0.1"]):
+        result = run(*command)
+        assert result.exit_code == ExitCode.UNREACHABLE, result.output
+        assert "127.0.0.1:2" in plain(result)
+    for command in (["kill", "s0"], ["down"], ["logs"], ["scale", "3"]):
+        result = run(*command)
+        assert result.exit_code == ExitCode.USAGE
+        assert f"the cluster at {ELSEWHERE} was not started by" in plain(result)
+    assert "No such option" in plain(run("coordinator", "--name", "c0", "--no-such-option"))
+    assert "Missing option" not in plain(run("coordinator", "--name", "a b"))
+
+
+def test_a_name_on_the_command_line_beats_the_environment(monkeypatch: pytest.MonkeyPatch, recorded: None) -> None:
+    monkeypatch.setenv("ELASTICPS_URL", ELSEWHERE)
+    assert "s0 is not running any more" in plain(run("kill", "s0", "--name", "here"))
+    assert "exclude each other" in plain(run("kill", "s0", "--name", "here", "--url", HERE))
+    assert run("down", "--all").exit_code == ExitCode.OK
+    assert state.records() == []
+
+
+def test_a_local_cluster_is_found_by_its_url(recorded: None) -> None:
+    assert "s0 is not running any more" in plain(run("kill", "s0", "--url", HERE))
+    assert "no local cluster is called 'there'" in plain(run("kill", "s0", "--name", "there"))
+    assert run("down", "--url", HERE).exit_code == ExitCode.OK
+    assert state.records() == []
+
+
+def test_a_file_gives_defaults_to_every_command(
+    monkeypatch: pytest.MonkeyPatch, recorded: None, tmp_path: Path
+) -> None:
+    file = written(tmp_path, f'url = "{HERE}"\n[kill]\nsignal = "TERM"\n[up]\nservers = 65\n[server]\nname = "a b"\n')
+    assert "is not running any more" in plain(run("kill", "s0", "--config", file))
+    assert "is not running any more" in plain(run("--config", file, "kill", "s0"))
+    assert "not 65" in plain(run("up", "--config", file))
+    assert "not 66" in plain(run("up", "--config", file, "--servers", "66"))
+    monkeypatch.setenv("ELASTICPS_URL", ELSEWHERE)
+    assert "elsewhere was not started by" in plain(run("kill", "s0", "--config", file))
+    monkeypatch.setenv("ELASTICPS_CONFIG", file)
+    assert "not 65" in plain(run("up"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("servers = ", "Invalid value"),
+        ("[sacle]\nservers = 3\n", "no command called 'sacle'"),
+        ("colour = 3\n", "no command has an option --colour"),
+        ("[up]\ncolour = 3\n", "up has no option --colour; it has coordinators"),
+        ("[up]\nservers = 'three'\n", "'--servers'"),
+        ("[up]\nservers = [3, 4]\n", "servers"),
+        ("up = 3\n", "no command has an option --up"),
+        ("[bench]\nsparse = 3\n", None),
+    ],
+)
+def test_a_wrong_file_is_said_without_a_traceback(text: str, says: str | None, tmp_path: Path) -> None:
+    result = run("up", "--ranges", "100", "--config", written(tmp_path, text))
+    assert result.exit_code == ExitCode.USAGE, result.output
+    assert (says or "power of two") in plain(result)
+    assert "Traceback" not in result.output
+
+
+def test_a_file_that_is_not_there() -> None:
+    result = run("status", "--config", "/nowhere/x.toml")
+    assert result.exit_code == ExitCode.USAGE
+    assert "cannot read /nowhere/x.toml: No such file" in plain(result)
+
+
+def test_the_version_and_a_script_for_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert re.fullmatch(r"elasticps \d+\.\d+\.\d+ with Python 3\.\d+\.\S+\n", run("--version").output)
+    monkeypatch.setenv("SHELL", "/bin/bash")
+    assert "complete" in run("--show-completion").output
+
+
+def test_names_of_clusters_and_processes_are_completed(monkeypatch: pytest.MonkeyPatch, recorded: None) -> None:
+    def completed(line: str) -> list[str]:
+        words = {"_ELASTICPS_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()))}
+        return CliRunner().invoke(app, prog_name="elasticps", env=words).output.split()
+
+    assert completed("elasticps kill ") == ["s0"]
+    assert completed("elasticps status --name ") == ["here"]

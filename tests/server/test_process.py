@@ -1,0 +1,101 @@
+"""Server processes as people start and end them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elasticps.errors import ConfigError
+from elasticps.server.process import load_plugin
+from tests.conftest import NewCluster
+
+Eventually = Callable[[Callable[[], bool]], None]
+
+
+def server(url: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "elasticps", "server", "--url", url, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def refusal(url: str, *arguments: str) -> str:
+    """The one line that a server says that does not start."""
+    with server(url, *arguments) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2, errors
+    assert "Traceback" not in errors
+    return errors.strip().splitlines()[-1]
+
+
+def test_a_name_that_somebody_lives_under_is_refused(local_cluster: NewCluster, eventually: Eventually) -> None:
+    cluster = local_cluster(servers=2, ranges=32)
+    said = refusal(cluster.url, "--name", "s0")
+    assert f"a server called 's0' is alive at {cluster.server('s0').address}" in said
+    assert cluster.server("s0").running
+    assert cluster.server("s0").incarnation == 1
+
+    port = cluster.server("s0").address.rpartition(":")[2]
+    assert f"cannot listen on 127.0.0.1:{port}: another process" in refusal(cluster.url, "--name", "x", "--port", port)
+
+    with server(cluster.url, "--name", "s0", "--take-over") as taker:
+        eventually(lambda: not cluster.server("s0").running)
+        assert taker.poll() is None
+        taker.kill()
+    with server(cluster.url, "--name", "s0") as heir:  # at once: whoever was there has died
+        assert heir.stdout is not None
+        assert '"incarnation": 3' in heir.stdout.readline()
+        heir.send_signal(signal.SIGINT)
+        assert "waiting until the lease" not in heir.communicate(timeout=30)[1]
+
+
+def test_one_that_was_frozen_leaves_its_name_to_who_took_it_meanwhile(
+    local_cluster: NewCluster, eventually: Eventually
+) -> None:
+    cluster = local_cluster(servers=2, ranges=32)
+    cluster.pause("s1")
+    with server(cluster.url, "--name", "s1") as heir:
+        assert heir.stdout is not None
+        assert '"incarnation": 2' in heir.stdout.readline()
+        cluster.resume("s1")
+        eventually(lambda: not cluster.server("s1").running)
+        assert heir.poll() is None
+        heir.send_signal(signal.SIGINT)
+        assert heir.wait(30) == 0
+
+
+def test_the_last_server_ends_at_once(local_cluster: NewCluster, eventually: Eventually) -> None:
+    cluster = local_cluster(servers=2, ranges=32)
+    for one in cluster.servers:
+        os.kill(one.pid, signal.SIGTERM)
+    # Long before the drain's time-out of 60 s, after which they would end too.
+    eventually(lambda: not any(one.running for one in cluster.servers))
+    assert any("no server is there that could take what it holds" in cluster.log(name) for name in ("s0", "s1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+        ("x = 1 / 0", "ZeroDivisionError: division by zero"),
+        ("x = (", "SyntaxError"),
+    ],
+)
+def test_a_plugin_that_fails_is_one_line(text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_plugin.py").write_text(f"{text}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="plug-in 'my_plugin' cannot be imported") as caught:
+        load_plugin("my_plugin")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["no_such_plugin", "no_such_plugin.inner", ".relative"])
+def test_a_plugin_that_is_not_there(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be imported") as caught:
+        load_plugin(name)
+    assert "\n" not in str(caught.value)
