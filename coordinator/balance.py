@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.draft import Draft, Flags, Pair
-from coordinator.repair import Limits
+from coordinator.repair import Limits, Places
 from coordinator.ring import SPREAD, Node
 from coordinator.share import Band, Counts, Floats, held_shares
 from replication.chain import Member
@@ -33,6 +33,7 @@ _WORTH_FRESH = 0.2  # where nothing is copied
 _NEW_PAIR, _PAIR_TOO_MANY = 0.1, 0.5  # against a successor that a server does not have yet
 _NOISE = 0.02  # equal moves are told apart by hashes, so that ranges that move are spread, and the same each time
 _EQUAL = 2.0  # targets that gain about as much as the neediest
+_ANY: Mapping[Member, Places] = {}
 _TARGETS = 6  # looked at together, of all zones; two at least of each
 
 _Rows = NDArray[np.int32]
@@ -54,11 +55,12 @@ def start_moves(
     cut: Collection[Pair] = (),
     *,
     even: bool = True,
+    places: Mapping[Member, Places] = _ANY,
 ) -> list[Move]:
     """Starts the fillings of moves, as many as limits allow, and returns them.
 
     sites: the live servers that may hold ranges. draining: live servers whose ranges are to go to those. Without
-    `even`, nothing else is moved.
+    `even`, nothing else is moved. places: what they have memory for; who is not in it has no limit.
 
     A tail fills one server at a time: what reaches it goes on to everyone that it fills, as a message to each.
     """
@@ -76,9 +78,11 @@ def start_moves(
     movable = ~filling & live[tails] & (draft.lengths == draft.replicas)
     if not even:
         movable &= field.draining[field.chains].any(axis=1)
+    most = np.array([places[m].moves if m in places else len(tails) for m in draft.members])
     moves: list[Move] = []
     while len(moves) < room:
-        move = field.best(movable, out_of[tails] < limits.per_server, fills[tails], into >= limits.per_server)
+        startable, full = out_of[tails] < limits.per_server, into >= limits.per_server
+        move = field.best(movable, startable, fills[tails], full, into < most)
         if move is None:
             break
         draft.fill(move.r, move.target, move.leaver)
@@ -97,7 +101,7 @@ def even_out(chains: _Rows, members: tuple[Member, ...], nodes: Mapping[Member, 
     field = _Field(draft.settled(()), draft, nodes, (), (), _WORTH_FRESH)
     movable = draft.lengths == draft.replicas
     anyone, nobody = np.full(len(chains), -1, np.int32), np.zeros(len(members), np.bool_)
-    while (move := field.best(movable, movable, anyone, nobody)) is not None:
+    while (move := field.best(movable, movable, anyone, nobody, ~nobody)) is not None:
         field.apply(move)
     return field.chains
 
@@ -170,10 +174,10 @@ class _Field:
         self.tails[row[-1]] += sign
         self._pairs[row[:-1], row[1:]] += sign
 
-    def best(self, movable: Flags, startable: Flags, only: NDArray[np.int32], full: Flags) -> Move | None:
+    def best(self, movable: Flags, startable: Flags, only: NDArray[np.int32], full: Flags, roomy: Flags) -> Move | None:
         """The best move that may start now, of a range both movable and startable, to a server that is not full.
 
-        only: per range, the one server that it may go to, or -1.
+        only: per range, the one server that it may go to, or -1. full: for now; roomy: it has the memory.
 
         None if there is none worth it, or if one that is better has to wait its turn: what the neediest are to get is
         not given to others meanwhile.
@@ -182,7 +186,7 @@ class _Field:
         above = (self.holds > self.held.high) | (self.heads > self._headed.high)
         self._worth = min(self._at_least, _WORTH_LESS) if bool((above & self.able).any()) else self._at_least
         most = (gain_out + _SAME_ZONE * self._crowded).max(axis=1)
-        order = [int(i) for i in np.argsort(-gain_in, kind="stable") if self.able[i]]
+        order = [int(i) for i in np.argsort(-gain_in, kind="stable") if self.able[i] and roomy[i]]
         while order:
             rows = np.flatnonzero(movable & (most + gain_in[order[0]] >= self._worth))
             free = [i for i in self._neediest(order, gain_in) if not full[i]]

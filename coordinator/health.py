@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
 from coordinator.planner import Health
+from coordinator.repair import Places
 from coordinator.view import ServerInfo, View
 from replication.chain import Member
 from replication.effects import CaughtUp
@@ -27,7 +28,25 @@ STALLED_S = 30.0  # who could not be filled by a server is not filled by it agai
 CUT_S = 10.0  # a cut is remembered after it was last reported: nobody reports on a peer that is no neighbour any more
 TICK_S = 0.05  # how often `tick` is to be called
 LATE_S = 0.2  # a tick that comes this much later than planned: the leader was suspended, and heard nobody
+_STEPS = 50
 STALE_S = 0.5  # so long after that a report may be an old one, which waited to be read
+
+
+class Memory(NamedTuple):
+    """Bytes that a server uses; up to where ranges may move to it, and up to where it may be filled in a repair. All 0:
+    it has no limit."""
+
+    used: int = 0
+    mark: int = 0
+    full: int = 0
+
+    def places(self, range_bytes: float) -> Places:
+        """How many more ranges of that size it has memory for."""
+        size = max(1.0, range_bytes)
+        return Places(int((self.full - self.used) / size), int((self.mark - self.used) / size))
+
+
+_NO_LIMIT = Memory()
 
 
 @dataclass(frozen=True)
@@ -39,6 +58,7 @@ class Report:
     suspects  members that it has not been able to reach, and for how many seconds
     stalled   joining replicas that have not got on with what it fills them with, for longer than is bearable
     nbytes    stored there; requests: done since it started
+    memory    what it uses of what it may
     """
 
     epoch: int
@@ -47,6 +67,7 @@ class Report:
     stalled: frozenset[Member] = frozenset()
     nbytes: int = 0
     requests: int = 0
+    memory: Memory = _NO_LIMIT
 
 
 class Line(Protocol):
@@ -72,10 +93,16 @@ class Gone(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Bytes stored at a server, and requests done since it started."""
+    """Bytes stored at a server, requests done since it started, and its memory."""
 
     nbytes: int
     requests: int
+    memory: Memory = _NO_LIMIT
+
+    @property
+    def step(self) -> int:
+        """Changes when the memory in use has changed so much that the planner should look again."""
+        return _STEPS * self.memory.used // max(1, self.memory.full)
 
 
 @dataclass(eq=False)
@@ -127,7 +154,9 @@ class Detector:
         """It told how it is."""
         changed = self._alive(member, now)
         if member in self._peers:
-            self._peers[member].load = Load(report.nbytes, report.requests)
+            before = self._peers[member].load
+            load = self._peers[member].load = Load(report.nbytes, report.requests, report.memory)
+            changed |= before is not None and before.step != load.step
         for level in report.levels:
             known = self._levels.get(level.range)
             if known is None or known.fill < level.fill:
@@ -199,12 +228,15 @@ class Detector:
                     del self._levels[r]
                 elif fill == view.since[r] and chains.joiner_of(r) == joiner:
                     level[r] = fill
+        held = 0 if view is None else int((view.chains >= 0).sum())
+        size = sum(load.nbytes for load in self.loads.values()) / max(1, held)
         return Health(
             gone={member: gone.why for member, gone in self.gone.items()},
             level=level,
             cut=frozenset(self._cuts),
             stalled=frozenset(self._stalled),
             pending=frozenset(member for member, peer in self._peers.items() if not peer.met),
+            places={m: load.memory.places(size) for m, load in self.loads.items() if load.memory.full},
         )
 
     # -- judgement --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import numpy as np
 from coordinator import wording
 from coordinator.balance import even_out, missing, start_moves
 from coordinator.draft import Draft, Flags, Loss, Pair
-from coordinator.repair import Limits, start_fills
+from coordinator.repair import Limits, Places, start_fills
 from coordinator.ring import Node, place
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from coordinator.wording import names
@@ -50,6 +50,7 @@ class Health:
     cut      pairs of members that cannot reach each other, though both are well
     stalled  pairs of members of which one could not fill the other: it is given up, and not tried again for a while
     pending  members that have not been heard yet: they are not listed, or if they are, given nothing to do
+    places   for how many more ranges a member has memory; who is not in it has no limit
     ripe     False: what is level may wait a little for the others under way, so that one view serves for all
     """
 
@@ -58,6 +59,7 @@ class Health:
     cut: frozenset[Pair] = frozenset()
     stalled: frozenset[Pair] = frozenset()
     pending: frozenset[Member] = frozenset()
+    places: Mapping[Member, Places] = field(default_factory=dict)
     ripe: bool = True
 
 
@@ -233,11 +235,11 @@ class _Step:
         if not any(server.member in health.pending for server in self.present.values()):
             draft.release(self.draining, self.serving)
         able = {m: _node(s) for m, s in self.serving.items() if m not in health.pending}
-        fills = start_fills(draft, able, limits, apart, self.draining)
+        fills = start_fills(draft, able, limits, apart, self.draining, health.places)
         repairs = (draft.joining >= 0) & (draft.lengths < draft.replicas)
         # Who has not been heard yet may be well: what it holds is no reason to move anything.
         if not fills.later and not (health.pending & draft.owners):
-            start_moves(draft, able, self.draining, limits, apart, even=not repairs.any())
+            start_moves(draft, able, self.draining, limits, apart, even=not repairs.any(), places=health.places)
         if not draft.changed.any():
             return []
         return [
@@ -279,6 +281,7 @@ class _Step:
         short = int(np.count_nonzero(draft.lengths < draft.replicas))
         if short and len(self.serving) < draft.replicas:
             reasons.append(wording.too_few(short, draft.replicas, len(self.serving)))
+        reasons += wording.no_memory(draft, self.serving, self.draining, self.health.places)
         if self.last is not None:
             reasons.append(f"{self.last.name} cannot be drained: it is the last server")
         return reasons

@@ -22,6 +22,7 @@ _Counts = NDArray[np.int64]
 _NOBODY, _LATER = -1, -2
 _FLIGHT_BYTES = 96 << 20
 _FILLS_LEAST, _FILLS_MOST = 4, 64
+_ANY: Mapping[Member, Places] = {}
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,13 @@ class Limits:
         return cls(4 * per_server, per_server)
 
 
+class Places(NamedTuple):
+    """For how many more ranges a server has memory: in a repair, and in a move, which keeps some free for repairs."""
+
+    repairs: int
+    moves: int
+
+
 class Fills(NamedTuple):
     """How many fillings were started, and how many ranges wait only because as many run as may."""
 
@@ -52,10 +60,12 @@ def start_fills(
     limits: Limits,
     cut: Collection[Pair] = (),
     sources: Collection[Member] = (),
+    places: Mapping[Member, Places] = _ANY,
 ) -> Fills:
     """Starts fillings of the ranges that have too few replicas, the fewest first.
 
-    sites: the live servers that may be filled. Only they and those in `sources` fill others.
+    sites: the live servers that may be filled. Only they and those in `sources` fill others. places: what they have
+    memory for; who is not in it has no limit.
     """
     short = np.flatnonzero((draft.lengths > 0) & (draft.lengths < draft.replicas) & (draft.joining < 0))
     room = limits.fills - int(np.count_nonzero(draft.joining >= 0))
@@ -63,7 +73,7 @@ def start_fills(
         return Fills(0, int(short.size))
     short = short[np.argsort(draft.lengths[short], kind="stable")]
     tails = draft.tails
-    cluster = _Cluster(draft, sites, limits, cut, sources)
+    cluster = _Cluster(draft, sites, limits, cut, sources, places)
     started = later = 0
     for done, r in enumerate(short.tolist()):
         target = cluster.choose(draft.chains[r], int(tails[r]))
@@ -88,12 +98,14 @@ class _Cluster:
         limits: Limits,
         cut: Collection[Pair],
         sources: Collection[Member],
+        places: Mapping[Member, Places],
     ) -> None:
         members, n = draft.members, len(draft.members)
         nodes = [sites.get(m) for m in members]
         zones: dict[str, int] = {}
         self._limits = limits
         self._live = np.array([node is not None for node in nodes], dtype=np.bool_)
+        self._places = np.array([places[m].repairs if m in places else len(draft.chains) for m in members])
         self._serves = self._live | draft.flags(sources)[:-1]
         self._weight = np.array([1.0 if node is None else node.weight for node in nodes])
         self._zone = np.array([zones.setdefault(n.zone, len(zones)) if n and n.zone else -1 for n in nodes])
@@ -111,6 +123,7 @@ class _Cluster:
         """The best member to fill from `source`, the tail of `chain`; _LATER if limits are in the way, or _NOBODY."""
         chain = chain[chain >= 0]
         free: Flags = self._live & ~self._cut[source]
+        free &= self._into < self._places
         free[chain] = False
         if not self._serves[source] or not free.any():
             return _NOBODY

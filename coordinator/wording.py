@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from coordinator.draft import Draft, Flags, Loss
+from coordinator.repair import Places
 from coordinator.share import Counts
 from coordinator.view import REASON_MAX
 from replication.chain import Member
@@ -103,6 +104,24 @@ def moves(draft: Draft, moved: int, missing: Counts) -> list[str]:
     others = int(into.sum() - into[new].sum())
     if others or (moved and not reasons):
         reasons.append(f"balance: {moved} ranges moved, {others} under way")
+    return reasons
+
+
+def no_memory(
+    draft: Draft, serving: Collection[Member], draining: Collection[Member], places: Mapping[Member, Places]
+) -> list[str]:
+    """Ranges that wait because servers have no memory for them."""
+    full = sorted(m.name for m in serving if m in places and places[m].repairs < 1)
+    crowded = sorted(m.name for m in serving if m in places and places[m].moves < 1)
+    still = draft.joining < 0
+    short = int(np.count_nonzero((draft.lengths > 0) & (draft.lengths < draft.replicas) & still))
+    leaving = int(np.count_nonzero(draft.flags(draining)[draft.chains].any(axis=1) & still))
+    reasons = []
+    if short and full:
+        reasons.append(f"no memory at {names(full)}: {short} ranges wait for a replica; add servers")
+    if leaving and crowded:
+        whose = names(sorted(m.name for m in draining))
+        reasons.append(f"no memory to spare at {names(crowded)}: {leaving} ranges stay at {whose}; add servers")
     return reasons
 
 

@@ -56,3 +56,18 @@ class Closed(Definite):
 
 class ServerError(Definite):
     """A server refused a request; the text is the server's own."""
+
+
+class ServerFull(ServerError):
+    """A push would add rows for which a server has no memory. It ticks without its rows at that server's head, as with
+    every `ServerError`; rows that are there can still be updated.
+
+    server: which one is full; table: name of the table; nbytes: what the rows would take.
+    """
+
+    def __init__(self, text: str, server: str, table: str, nbytes: int) -> None:
+        super().__init__(text)
+        self.server, self.table, self.nbytes = server, table, nbytes
+
+    def __reduce__(self) -> tuple[type[ServerFull], tuple[str, str, str, int]]:
+        return type(self), (str(self), self.server, self.table, self.nbytes)

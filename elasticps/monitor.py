@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from coordinator.health import Dial, Line, Report
+from coordinator.health import Dial, Line, Memory, Report
 from coordinator.view import ServerInfo, View
 from elasticps.wire.frames import (
     HEADER_BYTES,
@@ -82,6 +82,8 @@ def _report(header: Header, document: dict[str, Any]) -> Report:
         levels = tuple(CaughtUp(r, fill, Member(name, number)) for r, fill, name, number in document["levels"])
         suspects = {Member(name, number): float(seconds) for name, number, seconds in document["suspects"]}
         stalled = frozenset(Member(str(name), int(number)) for name, number in document["stalled"])
-        return Report(header.epoch, levels, suspects, stalled, int(document["bytes"]), int(document["requests"]))
+        nbytes, requests = int(document["bytes"]), int(document["requests"])
+        used, mark, full = map(int, document["memory"])
+        return Report(header.epoch, levels, suspects, stalled, nbytes, requests, Memory(used, mark, full))
     except (KeyError, TypeError, ValueError) as error:
         raise FrameError(f"a report that is none: {error}") from None

@@ -33,6 +33,9 @@ def up(
         list[str] | None,
         typer.Option(help="A module that every server imports first. May be given again."),
     ] = None,
+    memory_limit: Annotated[
+        str, typer.Option(help="What each server may use, such as 4GiB.  [default: the machine's]", show_default=False)
+    ] = "",
     detach: Annotated[bool, typer.Option("--detach", help="Leave it running; `elasticps down` ends it.")] = False,
     restart: Annotated[
         bool, typer.Option("--restart", help="Start servers and coordinators that die again under their names.")
@@ -51,6 +54,7 @@ def up(
             replicas=replicas,
             coordinators=coordinators,
             ranges=ranges,
+            memory_limit=memory_limit,
             plugins=plugin or (),
             directory=state.folder_of(name),
             detach=detach,

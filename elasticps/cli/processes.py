@@ -23,6 +23,7 @@ from elasticps import logs
 from elasticps.cli.options import RequiredUrl
 from elasticps.cli.output import print_json
 from elasticps.errors import ConfigError
+from elasticps.memory import parse_size
 
 Name = Annotated[str, typer.Option("--name", help="A name that no other process of its kind has.", show_default=False)]
 LogLevel = Annotated[str, typer.Option("--log-level", help=f"{', '.join(logs.LEVELS)}.")]
@@ -61,6 +62,14 @@ def server(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Take the name though another process lives under it; that one ends.")
     ] = False,
+    memory_limit: Annotated[
+        str,
+        typer.Option(
+            help="What it may use, such as 4GiB; above four fifths or less of it no push may add rows.  "
+            "[default: the limit of its control group, or the machine's memory]",
+            show_default=False,
+        ),
+    ] = "",
     metrics_port: MetricsPort = 0,
     log_level: LogLevel = "info",
     log_format: LogFormat = "logfmt",
@@ -84,6 +93,7 @@ def server(
             metrics_port=metrics_port,
             wait_s=wait,
             take_over=take_over,
+            memory_limit=parse_size(memory_limit) if memory_limit else 0,
         )
     )
 

@@ -77,13 +77,15 @@ def scale(
     with Following(target(url, name)) as following:
         running = following.registered() if record is None else record.servers
         change = scaling.change([server.name for server in running], following.draining(), servers)
-        stored = following.stored()
+        statuses = following.statuses()
+        stored = {server: status["bytes"] for server, status in statuses.items()}
         try:
             forecast = scaling.predict(following, change, zone=zone, weight=weight, nbytes=stored)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         ranges = following.view.ranges
-    figures = _figures(forecast, len(stored))
+        memory = scaling.memory(statuses.values(), following.view, servers)
+    figures = _figures(forecast, len(stored)) | {"memory": None if memory is None else asdict(memory)}
     if dry_run and as_json:
         print_json({"dry_run": True, "servers": servers, **asdict(change), **figures})
         return
@@ -127,8 +129,9 @@ def _render(change: scaling.Change, forecast: Forecast, figures: dict[str, Any],
         for verb, some in (("start", change.start), ("drain", change.drain), ("keep", change.keep))
         if some
     ]
+    fullness = _fullness(figures["memory"], len(change.start) + len(change.keep) + len(change.stay))
     if not parts and not forecast.copies:
-        return Group(Text("nothing is to be done"))
+        return Group(Text("nothing is to be done"), *fullness)
     text = f"{'; '.join(parts) or 'no server comes or goes'}: "
     text += f"{forecast.copies} copies of {ranges} ranges, about {size(forecast.nbytes)}"
     text += f" in {max(0.1, figures['seconds']):,.1f} s, if workers are served meanwhile"
@@ -141,7 +144,21 @@ def _render(change: scaling.Change, forecast: Forecast, figures: dict[str, Any],
     lines: list[Text | Table] = [Text(text)]
     lines += [table] if figures["moves"] else []
     lines += [Text(f"waiting: {forecast.waiting}", "yellow")] if forecast.waiting else []
-    return Group(*lines)
+    return Group(*lines, *fullness)
+
+
+def _fullness(memory: dict[str, int] | None, servers: int) -> list[Text]:
+    if memory is None:
+        return []
+    text = (
+        f"memory: each would use about {size(memory['each'])}, and takes new rows up to {size(memory['mark'])} of its "
+        f"limit of {size(memory['limit'])}; "
+    )
+    if not memory["servers"]:
+        return [Text(f"{text}no number of servers like these is enough: give them more memory", "red")]
+    enough = servers >= memory["servers"]
+    text += f"what is stored needs {memory['servers']} servers"
+    return [Text(text if enough else f"{text}: too few", "" if enough else "red")]
 
 
 @contextmanager

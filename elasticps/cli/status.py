@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -28,6 +28,7 @@ from elasticps.errors import ClusterUnreachable, ConfigError
 from elasticps.local.scaling import by_number
 
 _ASKED_AT_ONCE = 64
+WARN_SHARE = 0.8  # of what a server may use for new rows: from here on `status` says so
 
 
 def status(
@@ -175,6 +176,9 @@ async def _ask(server: ServerInfo, view: View | None, limit: asyncio.Semaphore, 
         "rows": None,
         "bytes": None,
         "log_bytes": None,
+        "memory_used": None,
+        "memory_mark": None,
+        "memory_limit": None,
         "zone": server.zone,
         "weight": server.weight,
         "error": "",
@@ -205,7 +209,7 @@ def _render(found: dict[str, Any]) -> Group:
     if found["ranges_moving"]:
         head.append(f"\n{found['ranges_moving']} ranges are on their way to another server", "cyan")
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("server", "pid", "inc", "state", "heads", "holds", "joining", "rows", "memory", "log"):
+    for column in ("server", "pid", "inc", "state", "heads", "holds", "joining", "rows", "memory", "room", "log"):
         table.add_column(column, justify="left" if column in ("server", "state") else "right", no_wrap=True)
     table.add_column("address", overflow="fold")  # gives way first on a narrow terminal
     for server in found["servers"]:
@@ -219,6 +223,7 @@ def _render(found: dict[str, Any]) -> Group:
             str(server["ranges_joining"]),
             "–" if server["rows"] is None else f"{server['rows']:,}",
             "–" if server["bytes"] is None else size(server["bytes"]),
+            size(max(0, server["memory_mark"] - server["memory_used"])) if server["memory_limit"] else "–",
             "–" if server["log_bytes"] is None else size(server["log_bytes"]),
             server["address"],
             style="red" if server["error"] else "cyan" if server["draining"] else "",
@@ -227,4 +232,17 @@ def _render(found: dict[str, Any]) -> Group:
     lines = [Text(f"largest load over the mean: {even}")] if even else []
     workers = ", ".join(f"{worker['name']} (id {worker['id']})" for worker in found["workers"]) or "none"
     silent = [Text(f"{server['id']}: {server['error']}", style="red") for server in found["servers"] if server["error"]]
-    return Group(head, table, *lines, Text(f"workers: {workers}"), *silent)
+    return Group(head, table, *lines, *_fullness(found["servers"]), Text(f"workers: {workers}"), *silent)
+
+
+def _fullness(servers: Sequence[dict[str, Any]]) -> Iterator[Text]:
+    """Who takes no new rows any more, and who soon will not."""
+    for server in servers:
+        used, mark = server["memory_used"], server["memory_mark"]
+        if not mark or used < WARN_SHARE * mark:
+            continue
+        how = f"uses {size(used)}, and takes new rows up to {size(mark)} of its limit of {size(server['memory_limit'])}"
+        if used < mark:
+            yield Text(f"{server['id']} {how}: add servers", style="yellow")
+        else:
+            yield Text(f"{server['id']} is full: it {how}; pushes that add rows are refused: add servers", style="red")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from coordinator.view import ServerInfo
 from elasticps.client.transport import Link
-from elasticps.errors import ServerError, SpecError, Timeout, UnknownTable
+from elasticps.errors import ServerError, ServerFull, SpecError, Timeout, UnknownTable
 from replication.chain import Member
 
 RETRY_FIRST_S = 0.01
@@ -26,12 +28,15 @@ class Peer:
     trouble: str = "not connected yet"
 
 
-def server_error(code: object, server: str, text: str) -> Exception:
-    """What a refusal of some code is raised as."""
+def server_error(document: Mapping[str, Any], server: str) -> Exception:
+    """What a refusal is raised as."""
+    code, text = document.get("code"), str(document.get("message"))
     if code == "spec":
         return SpecError(text)
     if code == "unknown-table":
         return UnknownTable(text)
     if code == "behind":
         return Timeout(text)
+    if code == "memory":
+        return ServerFull(text, str(document.get("server")), str(document.get("table")), int(document.get("bytes", 0)))
     return ServerError(f"server {server} refused: {text}")

@@ -333,7 +333,7 @@ class Dispatcher:
             if not self.pushes.not_done(request, Status.STALE_VIEW, epoch):
                 self._stall(request, epoch)
         elif code != "gap" or not self.pushes.not_done(request, Status.GAP, header.epoch):
-            error = server_error(code, link.server.name, text)
+            error = server_error(document, link.server.name)
             answered = not document.get("partly")
             if self.pulls.finish(request, error) or self.pushes.refused(request, error, answered):
                 return

@@ -26,6 +26,7 @@ from elasticps.local.etcd import EtcdPlan
 from elasticps.local.following import Following
 from elasticps.local.process import Process, stop_all
 from elasticps.local.scaling import SERVERS_MAX
+from elasticps.memory import parse_size
 
 COORDINATORS_MAX = 5
 _GRACE_S = 10.0
@@ -60,6 +61,7 @@ class LocalCluster:
     replicas     copies of each range; with fewer servers there are fewer, until more servers are started
     coordinators  how many are started, c0, c1, …: one leads, the others stand by
     ranges       slices of the hash space, a power of two
+    memory_limit  what each server may use, such as "4GiB"; "": what its control group or the machine has
     plugins      modules that every server imports, for instance to register an optimizer
     directory    for state, data and logs; must not exist. None: a temporary folder. Removed at the end
     detach       leave everything running when this process ends; otherwise it all ends with this process, even killed
@@ -79,6 +81,7 @@ class LocalCluster:
         replicas: int = 2,
         coordinators: int = 1,
         ranges: int = 256,
+        memory_limit: str = "",
         plugins: Iterable[str] = (),
         directory: Path | None = None,
         detach: bool = False,
@@ -105,7 +108,9 @@ class LocalCluster:
         self._detach = detach
         self._environment = dict(environment or {})
         self._log_options = ("--log-level", log_level)
-        self._server_options = (*self._log_options, *(part for name in plugins for part in ("--plugin", name)))
+        memory = ("--memory-limit", str(parse_size(memory_limit))) if memory_limit else ()
+        plugged = (part for name in plugins for part in ("--plugin", name))
+        self._server_options = (*self._log_options, *memory, *plugged)
         self._timeout_s = timeout_s
         self._progress = progress or (lambda _: None)
         self._owned = True  # by this process, until a detached cluster has started

@@ -126,9 +126,9 @@ class Following:
             found[document["id"]] = {"app": entry.key.split("/")[1], **json.loads(document["spec"])}
         return found
 
-    def stored(self) -> dict[str, int]:
-        """Bytes that each registered server which answers has allocated for rows, by name."""
-        return background.run(_stored(self.registered(), self._timeout_s))
+    def statuses(self) -> dict[str, dict[str, Any]]:
+        """What each registered server which answers says of itself, by name."""
+        return background.run(_statuses(self.registered(), self._timeout_s))
 
     # --- what is asked ----------------------------------------------------------------------------------------------
 
@@ -188,10 +188,6 @@ def held(view: View | None) -> dict[str, int]:
     return {s.name: int(count) for s, count in zip(view.servers, counts, strict=True)}
 
 
-async def _stored(servers: tuple[ServerInfo, ...], timeout_s: float) -> dict[str, int]:
+async def _statuses(servers: tuple[ServerInfo, ...], timeout_s: float) -> dict[str, dict[str, Any]]:
     answers = await asyncio.gather(*(fetch_status(s.admin, timeout_s) for s in servers), return_exceptions=True)
-    return {
-        s.name: int(answer["bytes"])
-        for s, answer in zip(servers, answers, strict=True)
-        if not isinstance(answer, BaseException)
-    }
+    return {s.name: answer for s, answer in zip(servers, answers, strict=True) if not isinstance(answer, BaseException)}

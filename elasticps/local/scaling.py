@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from coordinator import forecast as forecasts
 from coordinator.names import check_name
@@ -18,8 +20,10 @@ from elasticps.errors import ConfigError, Error, Timeout
 from elasticps.local import keeper, state
 from elasticps.local.following import LOOK_S, Following, Progress, Tell, held
 from elasticps.local.process import Process
+from elasticps.memory import rows_mark
 
 SERVERS_MAX = 64
+NEEDED_MAX = 4096  # servers that a forecast of memory looks at
 _END_S = 15.0  # for a drained server to end by itself
 
 Spawn = Callable[[str, list[str]], Process]  # name and options -> the server, started and recorded
@@ -88,6 +92,37 @@ def predict(
     there = tuple(s for s in now.servers if s.name not in wanted.start)
     members = Members(now.cluster, (*there, *new), frozenset(draining))
     return forecasts.forecast(view, members, following.config(), nbytes=nbytes)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a number of servers means for each of them, by what is stored now. Bytes; servers is 0 where no number is
+    enough.
+
+    each     that each would use; mark: up to where each would take new rows; limit: what each may use
+    servers  how many it takes so that each uses less than that
+    """
+
+    each: int
+    mark: int
+    limit: int
+    servers: int
+
+
+def memory(statuses: Collection[Mapping[str, Any]], view: View, wanted: int) -> Memory | None:
+    """Of `wanted` servers like those whose statuses these are; None if they have no limits."""
+    limit = min((status["memory_limit"] for status in statuses), default=0)
+    if not limit:
+        return None
+    whole = view.ranges * view.replicas / max(1, int((view.chains >= 0).sum()))  # replicas that are missing come back
+    rows = whole * sum(status["bytes"] for status in statuses)
+    base = median(max(0, status["memory_used"] - status["bytes"]) for status in statuses)
+
+    def each(servers: int) -> int:
+        return int(base + rows / servers * min(1.0, servers / view.replicas))
+
+    enough = (n for n in range(view.replicas, NEEDED_MAX) if each(n) < rows_mark(limit, n, view.replicas))
+    return Memory(each(wanted), rows_mark(limit, wanted, view.replicas), limit, next(enough, 0))
 
 
 def scale(

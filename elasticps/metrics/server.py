@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from coordinator.membership import ServerSession
 from elasticps.metrics.exposition import Scrape
 from elasticps.metrics.timing import Histogram, Meter, TimedServer
+from elasticps.server.protocol.headroom import NO_LIMIT, Memory
 from elasticps.server.server import Server
 from replication.progress import PART_BITS
 
@@ -38,11 +39,16 @@ class ServerMetrics(Collector):
             await self._scrape.close()
 
     def build(
-        self, session: ServerSession, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop
-    ) -> Server:  # fmt: skip
+        self,
+        session: ServerSession,
+        cluster: str,
+        ranges: int,
+        loop: asyncio.AbstractEventLoop,
+        memory: Memory = NO_LIMIT,
+    ) -> Server:
         """A server that is measured; from now on the one that is shown."""
         self._session = session
-        self._server = TimedServer(self.meter, session.info, cluster, ranges, loop)
+        self._server = TimedServer(self.meter, session.info, cluster, ranges, loop, memory=memory)
         return self._server
 
     def collect(self) -> Iterator[Metric]:
@@ -99,6 +105,9 @@ def _content(server: Server, status: dict[str, Any]) -> Iterator[Metric]:
     yield _gauge("rows", "Rows in all tables.", status["rows"])
     yield _gauge("tables", "Tables.", status["tables"])
     yield _gauge("store_bytes", "Memory mapped for tables.", status["bytes"])
+    yield _gauge("memory_used_bytes", "Its own memory, without what dropped rows have left.", status["memory_used"])
+    yield _gauge("memory_mark_bytes", "Above that pushes may add no rows; 0: no limit.", status["memory_mark"])
+    yield _gauge("memory_limit_bytes", "What it may use; 0: no limit.", status["memory_limit"])
     yield _gauge("log_bytes", "Operations not acknowledged by their tails yet.", status["log_bytes"])
     yield _gauge("log_operations", "The same, counted.", len(server.replica.log))
 

@@ -28,6 +28,7 @@ from coordinator.membership import (
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps import logs
+from elasticps.server.protocol.headroom import NO_LIMIT, Memory
 from elasticps.server.replica_links import BEAT_S
 from elasticps.server.server import Server
 
@@ -179,9 +180,11 @@ async def _drained(store: Store, session: ServerSession) -> bool:
     return False
 
 
-def plain(session: ServerSession, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop) -> Server:
+def plain(
+    session: ServerSession, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop, memory: Memory = NO_LIMIT
+) -> Server:
     """A server that measures nothing."""
-    return Server(session.info, cluster, ranges, loop)
+    return Server(session.info, cluster, ranges, loop, memory=memory)
 
 
 def resolve(future: asyncio.Future[str], reason: str) -> None:
@@ -199,6 +202,7 @@ async def _beat(server: Server) -> None:
 async def _report(server: Server) -> None:
     while True:
         await asyncio.sleep(REPORT_S)
+        server.look_at_memory()
         server.tell_leaders()
 
 

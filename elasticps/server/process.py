@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
 from coordinator.connect import insist, open_store
 from coordinator.store import Store
@@ -21,10 +22,12 @@ from coordinator.view import ClusterConfig, ServerInfo
 from elasticps import store as table_store
 from elasticps.admin.service import start_admin
 from elasticps.errors import ConfigError
+from elasticps.memory import find_limit, make_reader
 from elasticps.server.addresses import found_under, joined, listen
 from elasticps.server.fast import receive as fast_path
 from elasticps.server.lives import Build, Identity, Surroundings, live, plain, resolve
 from elasticps.server.names import wait_for_name
+from elasticps.server.protocol.headroom import Memory
 from elasticps.server.server import Server
 
 log = logging.getLogger(__name__)
@@ -50,6 +53,7 @@ async def serve(
     metrics_port: int = 0,
     wait_s: float = 0.0,
     take_over: bool = False,
+    memory_limit: int = 0,
 ) -> None:
     """Runs a server until SIGINT, until it has drained after SIGTERM, or until another process takes its name.
 
@@ -60,6 +64,7 @@ async def serve(
     long as it takes.
     Others find it under `advertise`, or under `host` if that is "", see `found_under`. It serves metrics unless
     `metrics_port` is 0. ConfigError if another process lives under this name, unless it is to `take_over`.
+    It takes no new rows when it uses most of `memory_limit` bytes; 0: what its control group or the machine has.
     When ready it prints one line of JSON on stdout. Raises coordinator's `StoreUnavailable` when the coordination
     store cannot be reached at start, `Fenced` when the name is lost later.
     """
@@ -92,14 +97,15 @@ async def serve(
         stack.push_async_callback(admin.stop)
         address = joined(host_found, sock.getsockname()[1])
         admin_address = joined(host_found, int(admin.address.rpartition(":")[2]))
-        build: Build = plain
+        memory = Memory(memory_limit or find_limit(), make_reader())
+        build: Build = partial(plain, memory=memory)
         if metrics_port:
             from elasticps.metrics.server import ServerMetrics  # who serves none need not wait for its import
 
             metrics = ServerMetrics()
             await metrics.start(host, metrics_port)
             stack.push_async_callback(metrics.close)
-            build = metrics.build
+            build = partial(metrics.build, memory=memory)
 
         async def show(server: Server | None) -> None:
             if server is None:

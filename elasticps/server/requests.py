@@ -13,6 +13,7 @@ from coordinator.view import ServerInfo
 from elasticps.errors import SpecError
 from elasticps.server.connection import Connection
 from elasticps.server.executor import Executor
+from elasticps.server.fast.layout import UNLIMITED
 from elasticps.server.fast.path import FastPath
 from elasticps.server.protocol.bounded_delay import BoundedDelay
 from elasticps.server.protocol.operations import Content, Contribution, NewTable, positions_of
@@ -57,6 +58,9 @@ class Host(Protocol):
 
     def judged(self) -> list[tuple[Read, RequestError | None]]:
         """The waiting pulls that need not wait any more."""
+
+    def no_room(self, table: Table, rows: int, nbytes: int) -> RequestError:
+        """Why a push may not add that many rows, of so many bytes, to a table."""
 
 
 class Requests:
@@ -115,6 +119,7 @@ class Requests:
         ranges, positions = self._order_of(header.epoch) if named is None else self._named(named)
         for block in blocks if len(ranges) else ():
             self._check(block, positions, values=0)
+        self._take_room(blocks)
         self._control(connection, header, OperationKind.INIT, Content(blocks, ranges, positions), len(body), ranges)
 
     # --- pushes -----------------------------------------------------------------------------------------------------
@@ -148,13 +153,13 @@ class Requests:
         else:
             ranges, positions = self._named(named)
         ticket = RequestTicket(connection, header.request)
-        for block in blocks:
-            try:
+        try:
+            for block in blocks:
                 self._check(block, positions, values=None)
-            except RequestError as refusal:
-                self._host.counts["refused"] += 1
-                ticket.refusal, blocks = refusal, []
-                break
+            self._take_room(blocks)
+        except RequestError as refusal:
+            self._host.counts["refused"] += 1
+            ticket.refusal, blocks = refusal, []
         mark = shard_mark(header)
         if mark is not None:
             if self._executor.shards.owns(connection.app, mark.set):
@@ -210,6 +215,19 @@ class Requests:
         if at >= 0:
             text = f"key {block.keys[at]} of table {table.spec.name!r} is not in a range that the push ticks at server "
             raise RequestError("foreign", f"{text}{self._host.me.name}, or not in their order")
+
+    def _take_room(self, blocks: list[Block]) -> None:
+        """Room for the rows that blocks add, in all tables or in none."""
+        fast, needed = self._host.fast, 0
+        if fast.room > UNLIMITED // 2:
+            return
+        for block in blocks:
+            table = self._table(block.table)
+            rows, nbytes = table.bytes_for(block.keys)
+            needed += nbytes
+            if nbytes and needed > fast.room:
+                raise self._host.no_room(table, rows, nbytes)
+        fast.room -= needed
 
     # --- pulls ------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.admin.subject import MarkedRange
+from elasticps.memory import fill_mark
 from elasticps.server.awaited import FutureTicket
 from elasticps.server.connection import Connection
 from elasticps.server.executor import Executor
@@ -30,6 +31,7 @@ from elasticps.server.protocol.barrier import BarrierCoordinator
 from elasticps.server.protocol.bounded_delay import BoundedDelay
 from elasticps.server.protocol.data_shards import ShardDispenser
 from elasticps.server.protocol.data_shards_state import Mark as ShardMark
+from elasticps.server.protocol.headroom import NO_LIMIT, Headroom, Memory, full
 from elasticps.server.protocol.operations import ChunkContent, Mark
 from elasticps.server.protocol.reads import Read
 from elasticps.server.protocol.replica_codec import ReplicaCodec
@@ -37,6 +39,7 @@ from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.replica_links import ReplicaLinks
 from elasticps.server.requests import Requests
 from elasticps.server.snapshots import SnapshotSender
+from elasticps.store import Table
 from elasticps.wire.frames import (
     ANY,
     FrameError,
@@ -56,6 +59,7 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 4096
 HOLD_TIMEOUT_S = 10.0
 LOG_BUDGET_BYTES = 256 << 20
+LOG_SHARE = 16  # of its memory limit a server gives at most such a part to the log
 BUSY_S = 0.5  # a server that served a worker so recently gives fillings the smaller share
 MARKED_AT_ONCE = 16  # ranges whose digests are taken in one go
 
@@ -86,6 +90,7 @@ class Server:
         log_budget_bytes: int = LOG_BUDGET_BYTES,
         clock: Callable[[], float] = time.monotonic,
         linger: Linger | None = None,
+        memory: Memory = NO_LIMIT,
     ) -> None:
         self.me = me
         self.member = Member(me.name, me.incarnation)
@@ -100,6 +105,9 @@ class Server:
         self.behind = asyncio.Event()
         self.removed: asyncio.Future[None] = loop.create_future()
         self._linger = linger or Linger(loop)
+        self.headroom = Headroom(me.name, memory)
+        if memory.limit:
+            log_budget_bytes = min(log_budget_bytes, memory.limit // LOG_SHARE)
         self.fast = FastPath(ranges, log_budget_bytes, self)
         self.executor = Executor(self.member, ranges, self, log_budget_bytes, self.fast)
         self.store, self.replica = self.executor.store, self.executor.replica
@@ -137,6 +145,7 @@ class Server:
             **dict.fromkeys((Kind.FORWARD, Kind.ACK, Kind.RESYNC, Kind.SNAPSHOT_CHUNK, Kind.CHUNK_ACK), self._message),
             Kind.GET_VIEW: self._want,
             Kind.VIEW: self._view,
+            Kind.ROOM: self._room,
         }
 
     # --- connections ------------------------------------------------------------------------------------------------
@@ -290,6 +299,7 @@ class Server:
         headed, tailed = self.headed, self.delay.tailed
         self._follow_reads(before, view, me)
         self.peers.adopt(view)
+        self.headroom.adopt(view, self.member)
         self.executor.perform(self.replica.adopt, view.as_chains)
         log.info("adopted epoch=%d headed=%d reason=%r", view.epoch, len(self.headed), view.reason)
         if len(np.setdiff1d(self.headed, headed)) or len(np.setdiff1d(self.delay.tailed, tailed)):
@@ -354,6 +364,29 @@ class Server:
         for connection in list(self._connections):
             connection.notice_end()
 
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def look_at_memory(self) -> None:
+        """Called several times a second: sets how much room pushes may take, and tells neighbours."""
+        self.headroom.look(self.store.reusable_bytes)
+        self.fast.room = self.headroom.least.nbytes
+        if self.headroom.limited:
+            self.peers.broadcast(json_frame(Kind.ROOM, self.headroom.told()))
+
+    def _room(self, connection: Connection, header: Header, body: Body) -> None:
+        if connection.member is not None and self.peers.link(connection.member) is connection:
+            self.headroom.heard(connection.member, json_body(body.data))
+            self.fast.room = min(self.fast.room, self.headroom.behind.nbytes)
+
+    def no_room(self, table: Table, rows: int, nbytes: int) -> RequestError:
+        """Why a push may not add that many rows, of so many bytes, to a table."""
+        least = self.headroom.least
+        return full(
+            least._replace(nbytes=min(least.nbytes, self.fast.room)), self.me.name, table.spec.name, rows, nbytes
+        )
+
+    # --- who asks for views -----------------------------------------------------------------------------------------
+
     def tell_view(self, connection: Connection) -> None:
         """Sends the view, once per connection and epoch."""
         self._herald.tell(connection)
@@ -379,6 +412,7 @@ class Server:
             "suspects": [[*member, round(seconds, 3)] for member, seconds in self.peers.suspects().items()],
             "stalled": [list(member) for member in self._snapshots.stalled()],
             "bytes": self.store.nbytes,
+            "memory": [self.headroom.used, self.headroom.mark, fill_mark(self.headroom.limit)],
             "requests": self.count("pushes") + self.count("pulls"),
         }
         return json_frame(Kind.REPORT, document, epoch=self.epoch)
@@ -525,6 +559,9 @@ class Server:
             "ranges_joining": int((role == Role.JOINING).sum()),
             "rows": self.store.rows,
             "bytes": self.store.nbytes,
+            "memory_used": self.headroom.used,
+            "memory_mark": self.headroom.mark,
+            "memory_limit": self.headroom.limit,
             "connections": len(self._connections),
             "pushes": self.count("pushes"),
             "pulls": self.count("pulls"),

@@ -43,6 +43,7 @@ from elasticps.store.values import absent_weights, blank_row, initial_weights, u
 hash_key: Any = _hash_key  # numba integers, which are no np.int64 to a type checker
 
 ENTRY = 16  # bytes
+GROWN_BYTES = 48  # that a row takes in a segment which grows: a share of the old one and of the new one
 INDEX_AHEAD = 16  # keys between an index prefetch and its use
 ROW_AHEAD = 10  # rows between a row prefetch and its use
 PREFETCH_LINES = 4  # of a row; the hardware fetches what follows

@@ -41,3 +41,8 @@ class Store:
     def nbytes(self) -> int:
         """Bytes mapped for all tables."""
         return self._memory.nbytes
+
+    @property
+    def reusable_bytes(self) -> int:
+        """Bytes of dropped rows of all tables, which their next rows take first."""
+        return sum(table.reusable_bytes for table in self.tables.values())

@@ -79,6 +79,17 @@ class Table:
         """Bytes of slabs and index segments."""
         return self._slab_bytes + self._segment_bytes
 
+    @property
+    def reusable_bytes(self) -> int:
+        """Bytes of dropped rows, which the next rows take first."""
+        h = self._header
+        return self._slab_bytes - int(h[field.H_END] - h[field.H_NEXT]) - self.rows * self.stride
+
+    def bytes_for(self, keys: NDArray[np.int64]) -> tuple[int, int]:
+        """How many of keys [n] have no row, equal ones counted as often as they come, and what making them takes."""
+        missing = index.find(self._header, keys, self._scratch_rows(len(keys)))
+        return missing, missing * self._row_bytes
+
     # --- batches ------------------------------------------------------------------------------------------------------
 
     def gather(self, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
@@ -109,10 +120,16 @@ class Table:
         """Where the table's state lies, for kernels that are not called from here."""
         return int(self._header.ctypes.data)
 
-    def make_rows(self, keys: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+    def make_rows(self, keys: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
         """Makes those rows of keys [n] that are absent, with initial values; rows int64 [n] holds their addresses, 0
-        for none, and gets those of the new ones."""
+        for none, and gets those of the new ones. Returns the bytes that they take."""
+        before = self.rows
         self._insert(keys, rows, _NO_VALUES, index.INITIALISE)
+        return (self.rows - before) * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.stride + index.GROWN_BYTES
 
     def put_if_absent(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> int:
         """Stores values [n, dim] for those keys [n] without a row; returns how many. Of equal keys the first counts."""

@@ -50,6 +50,7 @@ class Kind(IntEnum):
     RESYNC = 18
     SNAPSHOT_CHUNK = 19
     CHUNK_ACK = 20
+    ROOM = 21
     WELCOME = 64
     OK = 65
     ROWS = 66

@@ -39,6 +39,9 @@ STATUS: dict[str, Any] = {
     "ranges_joining": 3,
     "log_bytes": 1 << 33,
     "sent_bytes": 1 << 34,
+    "memory_used": 1 << 35,
+    "memory_mark": 1 << 36,
+    "memory_limit": 1 << 37,
 }
 
 

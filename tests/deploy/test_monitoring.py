@@ -23,8 +23,6 @@ from tests.deploy.manifests import DEPLOY, ROOT, named
 
 FOREIGN = {  # of the process itself, of kubelets, and of kube-state-metrics
     "process_resident_memory_bytes",
-    "container_memory_working_set_bytes",
-    "kube_pod_container_resource_limits",
 }
 SCRAPED = {"namespace", "pod", "container", "resource", "le"}  # labels that Prometheus, or those, add
 VALUES = {"state": set(STATES), "role": {"head", "held", "joining"}, "kind": {"push", "pull", "forward"},

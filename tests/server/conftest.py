@@ -13,6 +13,7 @@ from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.client.protocol.routing import Routes, plan_push
 from elasticps.hashing import table_salt
 from elasticps.optimizers import Accumulate
+from elasticps.server.protocol.headroom import NO_LIMIT, Memory
 from elasticps.server.server import LOG_BUDGET_BYTES, Server
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import (
@@ -66,6 +67,17 @@ class Worker:
 
     def push(self, view: View, server: str, clock: int, keys: Sequence[int], value: float, **more: int) -> Answer:
         """Pushes `value` for those of `keys` that a server heads."""
+        body = self._block(view, server, keys, value)
+        header = Header(Kind.PUSH, LAST | ALL_RANGES, epoch=view.epoch, clock=clock, worker=WORKER, items=1, **more)
+        return self.ask(header, body)
+
+    def init(self, view: View, server: str, keys: Sequence[int], value: float) -> Answer:
+        """Gives those of `keys` that a server heads, and that have no row yet, an initial value."""
+        return self.ask(
+            Header(Kind.INIT, ALL_RANGES, epoch=view.epoch, items=1), self._block(view, server, keys, value)
+        )
+
+    def _block(self, view: View, server: str, keys: Sequence[int], value: float) -> bytes:
         routes = Routes(view)
         share = next(s for s in routes.shares if view.servers[s.server].name == server)
         array = np.array(keys, np.int64)
@@ -73,9 +85,7 @@ class Worker:
         mine = array[plan.order[plan.offsets[share.start] : plan.offsets[share.stop]]]
         grads = np.full((len(mine), DIM), value, np.float32)
         body = block_head(TABLE, len(mine), DIM, np.empty(0, np.float32)) + mine.tobytes() + grads.tobytes()
-        body += b"\0" * grads_padding(len(mine), DIM)
-        header = Header(Kind.PUSH, LAST | ALL_RANGES, epoch=view.epoch, clock=clock, worker=WORKER, items=1, **more)
-        return self.ask(header, body)
+        return body + b"\0" * grads_padding(len(mine), DIM)
 
     async def close(self) -> None:
         self.task.cancel()
@@ -93,13 +103,17 @@ class Group:
         self.view: View | None = None
         self.roster = Roster(1, (WorkerInfo(WORKER, "w", 1, "default"),))
 
-    async def start(self, name: str, incarnation: int = 1, log_budget_bytes: int = LOG_BUDGET_BYTES) -> Server:
+    async def start(
+        self, name: str, incarnation: int = 1, log_budget_bytes: int = LOG_BUDGET_BYTES, memory: Memory = NO_LIMIT
+    ) -> Server:
         loop = asyncio.get_running_loop()
         listener = await loop.create_server(lambda: self.servers[name].connection(), "127.0.0.1", 0)
         port = listener.sockets[0].getsockname()[1]
         self.infos[name] = ServerInfo(name, incarnation, f"127.0.0.1:{port}")
         self.listeners[name] = listener
-        server = self.servers[name] = Server(self.infos[name], "c", RANGES, loop, log_budget_bytes=log_budget_bytes)
+        server = self.servers[name] = Server(
+            self.infos[name], "c", RANGES, loop, log_budget_bytes=log_budget_bytes, memory=memory
+        )
         server.follow(self.roster)
         return server
 

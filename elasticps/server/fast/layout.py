@@ -101,9 +101,11 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_SAMPLE,  # one push in so many is measured, a power of two
     H_WAITED,  # int64 [n]: how long pushes waited for their answers, in nanoseconds, since Python looked last
     H_WAITED_COUNT,
+    H_ROOM,  # bytes that new rows may still take, here and down the chains
     H_FIELDS,
-) = range(80)
+) = range(81)
 
+UNLIMITED = 1 << 62  # H_ROOM where there is no limit
 ORDER = 4
 LANE, L_CONNECTION, L_FIRST, L_LAST, L_PYTHON = 4, 0, 1, 2, 3  # L_PYTHON: entries that Python keeps for this slot
 TABLE, TABLE_ID, TABLE_HEADER, TABLE_UPDATE, TABLE_VALUES = 4, 0, 1, 2, 3

@@ -69,6 +69,7 @@ from elasticps.server.fast.layout import (
     H_RANGES,
     H_RECEIVED_FORWARD,
     H_RECEIVED_PUSH,
+    H_ROOM,
     H_ROWS,
     H_ROWS_APPLIED,
     H_ROWS_PUSHED,
@@ -98,11 +99,13 @@ from elasticps.server.fast.layout import (
     T_FED,
     T_QUIET,
     T_REPORTED,
+    UNLIMITED,
 )
 from elasticps.server.fast.memory import copy, floats, load16, load32, load64, matrix, store64, words
 from elasticps.sharding import GROUP_BITS
 from elasticps.store import index, updates
-from elasticps.store.native import H_SALT, H_SHIFT, HEADER_SIZE, kernel
+from elasticps.store.native import H_ROWS as STORED
+from elasticps.store.native import H_SALT, H_SHIFT, H_STRIDE, HEADER_SIZE, kernel
 from elasticps.wire.frames import ALL_RANGES, LAST
 from replication.progress import MAX_CLOCK, MAX_PARTS, PART_BITS
 
@@ -117,7 +120,7 @@ apply_accumulate = kernel(updates.apply_accumulate.py_func)  # type: ignore[attr
 UPDATES = ("sgd", "adagrad", "row_adagrad", "adam", "adamw", "ftrl", "assign", "accumulate")
 """The optimizers that the compiled path knows, by the number in TABLE_UPDATE."""
 
-INITIALISE = index.INITIALISE
+INITIALISE, INDEX_BYTES = index.INITIALISE, index.GROWN_BYTES
 GROUP_MASK = (1 << GROUP_BITS) - 1
 MARGIN = 64
 
@@ -199,9 +202,9 @@ def keep_inside(h, blocks):
 
 
 @kernel
-def find_rows(h, first, blocks):
-    """Addresses of all rows of the blocks from `first` on; those that are not there are made. ROWS_MISSING when that
-    needs memory."""
+def find_rows(h, first, blocks, room):
+    """Addresses of all rows of the blocks from `first` on; those that are not there are made, unless that takes more
+    bytes than `room`: SLOW then, and none is made. ROWS_MISSING when that needs memory."""
     total = 0
     begin = h[H_BLOCKS] + 8 * BLOCK * first
     b = begin
@@ -213,12 +216,28 @@ def find_rows(h, first, blocks):
         h[H_INFO], h[H_SIZE] = GROW_ROWS, total
         return GROW
     b = begin
+    needed = 0
+    for _ in range(blocks):
+        n = load64(b + 8 * B_ROWS)
+        header = words(load64(b + 8 * B_HEADER), HEADER_SIZE)
+        missing = find(header, words(load64(b + 8 * B_KEYS_AT), n), words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n))
+        needed += missing * (header[H_STRIDE] + INDEX_BYTES)
+        b += 8 * BLOCK
+    if needed == 0:
+        return DONE
+    if needed > room:
+        return SLOW
+    b = begin
     for i in range(blocks):
         n = load64(b + 8 * B_ROWS)
         header = words(load64(b + 8 * B_HEADER), HEADER_SIZE)
         keys = words(load64(b + 8 * B_KEYS_AT), n)
         rows = words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n)
-        if find(header, keys, rows) and insert(header, keys, matrix(h[H_ROWS], 0, 0), INITIALISE, rows, 0) < n:
+        before = header[STORED]
+        done = insert(header, keys, matrix(h[H_ROWS], 0, 0), INITIALISE, rows, 0)
+        # As many as were made: what is tried again needs so much less, and is not refused in between.
+        h[H_ROOM] -= (header[STORED] - before) * (header[H_STRIDE] + INDEX_BYTES)
+        if done < n:
             h[H_INFO] = first + i
             return ROWS_MISSING
         b += 8 * BLOCK
@@ -333,7 +352,7 @@ def push(h, c, at):
     reason = room_for_operation(h, m, blocks, slots, body)
     if reason:
         return reason
-    reason = find_rows(h, 0, blocks)
+    reason = find_rows(h, 0, blocks, h[H_ROOM])
     if reason:
         return reason
     # So far nothing was changed that others can see, and from here on nothing can fail.
@@ -438,10 +457,10 @@ def checked_forward(h, begin, end, blocks, positions, ranges, m, body):
     if reason:
         return reason
     if h[H_INSIDE] < 0:
-        return find_rows(h, 0, blocks)
+        return find_rows(h, 0, blocks, UNLIMITED)  # its head has decided
     used = h[H_ARENA_USED]
     keep_inside(h, blocks)
-    reason = find_rows(h, BLOCKS, h[H_INSIDE])
+    reason = find_rows(h, BLOCKS, h[H_INSIDE], UNLIMITED)
     if reason:
         h[H_ARENA_USED] = used
     return reason

@@ -104,7 +104,7 @@ class FastPath:
         self.tables: Mapping[int, Table]
         f = self._fields
         f[at.H_RANGES], f[at.H_BUDGET], f[at.H_ENABLED], f[at.H_TURN] = ranges, budget_bytes, 1, TURN_BYTES
-        f[at.H_CHUNK] = reads.CHUNK_BYTES
+        f[at.H_CHUNK], f[at.H_ROOM] = reads.CHUNK_BYTES, at.UNLIMITED
         f[at.H_TAIL_SINCE] = f[at.H_FULL_SINCE] = BIG
         entries = max(64, min(MOST_ENTRIES, ENTRY_WORDS // ranges))
         self._make(at.H_ORDERS, (at.ORDERS, at.ORDER))
@@ -264,6 +264,15 @@ class FastPath:
         found: list[int] = self._waited[:count].tolist()
         return found
 
+    @property
+    def room(self) -> int:
+        """Bytes that new rows may take, here and down the chains, less what they have taken since it was set."""
+        return self._fields[at.H_ROOM]
+
+    @room.setter
+    def room(self, nbytes: int) -> None:
+        self._fields[at.H_ROOM] = nbytes
+
     def note_change(self) -> None:
         """Python applied or acknowledged something: `changed` follows at the end of the buffer at hand."""
         self._fields[at.H_CHANGED] += 1
@@ -407,7 +416,7 @@ class FastPath:
         table = self.tables[int(b[at.B_TABLE])]
         first, n = int(b[at.B_FIRST]), int(b[at.B_ROWS])
         try:
-            table.make_rows(_at_address(int(b[at.B_KEYS_AT]), n), self._rows[first : first + n])
+            self.room -= table.make_rows(_at_address(int(b[at.B_KEYS_AT]), n), self._rows[first : first + n])
         except Exception as error:  # some are made, and of a push that the others may have
             fatal.end(self.replica.me, error)
 

@@ -1,0 +1,57 @@
+"""How many servers it takes, by the memory that they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elasticps.local.scaling import memory
+from elasticps.memory import rows_mark
+from tests.client.views import view
+
+MIB = 1 << 20
+TWO = view([[0, 1], [1, 0]])  # two ranges, two replicas each, on two servers
+
+
+def status(rows_mib: int, limit_mib: int = 1000, base_mib: int = 100) -> dict[str, Any]:
+    rows = rows_mib * MIB
+    return {"bytes": rows, "memory_used": rows + base_mib * MIB, "memory_limit": limit_mib * MIB}
+
+
+def test_without_limits_there_is_nothing_to_say() -> None:
+    assert memory([status(10, 0), status(10, 0)], TWO, 2) is None
+    assert memory([], TWO, 2) is None
+
+
+def test_what_each_would_use() -> None:
+    found = memory([status(600), status(600)], TWO, 4)
+    assert found is not None
+    assert (found.each, found.mark, found.limit) == (400 * MIB, rows_mark(1000 * MIB, 4, 2), 1000 * MIB)
+    assert found.servers == 2  # 700 of 800 MiB, and nobody to be filled
+    fewer = memory([status(600), status(600)], TWO, 1)
+    assert fewer is not None
+    assert fewer.each == 700 * MIB  # one replica of each range
+
+
+@pytest.mark.parametrize(("rows", "servers"), [(800, 4), (1300, 5), (2000, 7)])
+def test_how_many_are_needed(rows: int, servers: int) -> None:
+    found = memory([status(rows), status(rows)], TWO, 2)
+    assert found is not None
+    assert found.servers == servers
+    enough = memory([status(rows), status(rows)], TWO, servers)
+    assert enough is not None
+    assert enough.each < enough.mark
+
+
+def test_the_smallest_server_counts_and_none_may_be_enough() -> None:
+    found = memory([status(600), status(600, 50)], TWO, 8)
+    assert found is not None
+    assert found.limit == 50 * MIB
+    assert found.servers == 0
+
+
+def test_replicas_that_are_missing_come_back() -> None:
+    found = memory([status(600)], view([[0, -1], [0, -1]]), 2)
+    assert found is not None
+    assert found.each == 700 * MIB

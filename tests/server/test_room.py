@@ -1,0 +1,189 @@
+"""Servers near their memory limit: pushes may add no rows, whoever down the chain is full; all else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from elasticps.memory import Reading, rows_mark
+from elasticps.server.fast.layout import H_ENABLED
+from elasticps.server.protocol.headroom import Memory
+from elasticps.server.server import Server
+from elasticps.store.index import GROWN_BYTES
+from elasticps.wire.frames import Kind, json_body
+from tests.server.conftest import DIM, RANGES, TABLE, Answer, Group, Run, until
+
+LIMIT = 1 << 30
+KEYS = list(range(200))
+MORE = list(range(200, 400))
+
+
+@dataclass
+class Gauge:
+    """What a server is told of its memory."""
+
+    used: int = 100 << 20
+    available: int = LIMIT
+
+    def read(self) -> Reading:
+        return Reading(self.used, self.available)
+
+
+async def chain(group: Group, names: str) -> dict[str, Gauge]:
+    """Servers under one view in which every chain is `names`, each with its own gauge."""
+    gauges = {name: Gauge() for name in names}
+    for name, gauge in gauges.items():
+        await group.start(name, memory=Memory(LIMIT, gauge.read))
+    group.adopt(group.make_view(lambda r: list(names)))
+    await until(lambda: all(not server.peers.suspects() for server in group.servers.values()))
+    return gauges
+
+
+def look(group: Group) -> None:
+    for server in group.servers.values():
+        server.look_at_memory()
+
+
+async def until_full(group: Group, head: str, nbytes: int = 0) -> None:
+    """The head has heard that somebody behind it has no more than so much room."""
+    look(group)
+    await until(lambda: group.servers[head].fast.room <= nbytes)
+
+
+async def code(answer: Answer) -> str:
+    header, body = await asyncio.wait_for(answer, 10)
+    return "ok" if header.kind == Kind.OK else str(json_body(body)["code"])
+
+
+def digests(server: Server) -> list[int]:
+    table = server.store.tables[TABLE]
+    return [table.digest_range(r) for r in range(RANGES)]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("who", ["a", "b", "c"])
+def test_a_push_adds_no_rows_where_anybody_in_the_chain_is_full(run: Run, who: str, compiled: bool) -> None:
+    async def story(group: Group) -> None:
+        gauges = await chain(group, "abc")
+        for server in group.servers.values():
+            server.fast.h[H_ENABLED] = compiled
+        worker = await group.connect("a")
+        assert group.view is not None
+        assert await code(worker.push(group.view, "a", 1, KEYS, 1.0)) == "ok"
+        gauges[who].used = LIMIT
+        look(group)  # b hears of c, and then a of b
+        await until(lambda: who == "a" or group.servers["b"].headroom.least.nbytes < 0 or who == "b")
+        await until_full(group, "a")
+
+        header, body = await asyncio.wait_for(worker.push(group.view, "a", 2, [*KEYS, *MORE], 1.0), 10)
+        refusal = json_body(body)
+        assert header.kind == Kind.ERROR
+        assert (refusal["code"], refusal["server"], refusal["table"]) == ("memory", who, "t")
+        assert refusal["bytes"] >= len(MORE) * 4 * DIM
+        assert f"server {who} uses" in refusal["message"]
+        assert "scale" in refusal["message"]
+        # It ticked as empty: the next step follows it, updates what is there, and all replicas are the same.
+        assert await code(worker.push(group.view, "a", 3, KEYS, 1.0)) == "ok"
+        tables = [server.store.tables[TABLE] for server in group.servers.values()]
+        assert [table.rows for table in tables] == [len(KEYS)] * 3
+        assert digests(group.servers["a"]) == digests(group.servers["b"]) == digests(group.servers["c"])
+
+        gauges[who].used = 0
+        look(group)
+        await until(lambda: group.servers["b"].headroom.least.nbytes > 0)
+        look(group)
+        await until(lambda: group.servers["a"].headroom.least.nbytes > 0)
+        look(group)
+        assert await code(worker.push(group.view, "a", 4, MORE, 1.0)) == "ok"
+        assert [table.rows for table in tables] == [len(KEYS) + len(MORE)] * 3
+
+    run(story)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_room_is_used_up_between_two_looks(run: Run, compiled: bool) -> None:
+    """Nothing is read or told meanwhile: the head counts what it gives away."""
+
+    async def story(group: Group) -> None:
+        gauges = await chain(group, "ab")
+        for server in group.servers.values():
+            server.fast.h[H_ENABLED] = compiled
+        worker = await group.connect("a")
+        assert group.view is not None
+        gauges["b"].used = rows_mark(LIMIT, 2, 3) - 64 * 1024
+        await until_full(group, "a", 64 * 1024)
+        answers = [worker.push(group.view, "a", n + 1, range(100 * n, 100 * n + 100), 1.0) for n in range(20)]
+        codes = [await code(answer) for answer in answers]
+        assert codes[0] == "ok"
+        assert "memory" in codes
+        assert set(codes[codes.index("memory") :]) == {"memory"}
+        table = group.servers["b"].store.tables[TABLE]
+        assert table.rows == 100 * codes.index("memory")
+        assert 48 * 1024 < table.rows * (table.stride + GROWN_BYTES) <= 64 * 1024
+
+    run(story)
+
+
+def test_initial_values_are_refused_and_nothing_is_made(run: Run) -> None:
+    async def story(group: Group) -> None:
+        gauges = await chain(group, "ab")
+        worker = await group.connect("a")
+        assert group.view is not None
+        gauges["a"].used = LIMIT
+        await until_full(group, "a")
+        assert await code(worker.init(group.view, "a", KEYS, 1.0)) == "memory"
+        assert group.servers["a"].store.rows == group.servers["b"].store.rows == 0
+        gauges["a"].used = 0
+        look(group)
+        assert await code(worker.init(group.view, "a", KEYS, 1.0)) == "ok"
+        assert group.servers["a"].store.rows == group.servers["b"].store.rows == len(KEYS)
+
+    run(story)
+
+
+def test_what_the_machine_has_left_counts_too(run: Run) -> None:
+    async def story(group: Group) -> None:
+        gauges = await chain(group, "ab")
+        worker = await group.connect("a")
+        assert group.view is not None
+        gauges["b"].available = 10 << 20
+        await until_full(group, "a")
+        assert await code(worker.push(group.view, "a", 1, KEYS, 1.0)) == "memory"
+
+    run(story)
+
+
+def test_dropped_rows_are_room(run: Run) -> None:
+    async def story(group: Group) -> None:
+        gauge = (await chain(group, "a"))["a"]
+        worker = await group.connect("a")
+        assert group.view is not None
+        server = group.servers["a"]
+        assert await code(worker.push(group.view, "a", 1, range(20_000), 1.0)) == "ok"
+        table = server.store.tables[TABLE]
+        gauge.used = server.headroom.mark
+        server.look_at_memory()
+        assert server.fast.room == 0
+        table.drop_range(0)
+        server.look_at_memory()
+        assert server.fast.room > table.stride * 20_000 // RANGES // 2
+
+    run(story)
+
+
+def test_heads_share_a_room(run: Run) -> None:
+    """By the ranges that they have of what the full server holds: a has a quarter of c's ranges, and so has b."""
+
+    async def story(group: Group) -> None:
+        gauges = {name: Gauge() for name in "abc"}
+        for name, gauge in gauges.items():
+            await group.start(name, memory=Memory(LIMIT, gauge.read))
+        group.adopt(group.make_view(lambda r: (["a", "c"], ["b", "c"], ["c"], ["c"])[r % 4]))
+        await until(lambda: all(not server.peers.suspects() for server in group.servers.values()))
+        gauges["c"].used = rows_mark(LIMIT, 3, 3) - 4000
+        look(group)
+        await until(lambda: [group.servers[name].fast.room for name in "abc"] == [1000, 1000, 4000])
+
+    run(story)
