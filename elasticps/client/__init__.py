@@ -1,7 +1,8 @@
 """The worker's side: routing, sessions, connections."""
 
-from elasticps.client.client import Client, connect
+from elasticps.client.client import Client
 from elasticps.client.data_shards import Shard, Shards
+from elasticps.client.opening import connect
 from elasticps.client.protocol.join import Resume
 from elasticps.client.steps import OpenStep, Step
 from elasticps.client.tables import DenseTensor, SparseTable

@@ -10,19 +10,18 @@ from collections.abc import Callable
 
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.protocol import barrier
-from elasticps.client.protocol.session import Session
 
 
 class Barrier:
     """Rounds of one worker; `settle` closes that of its newest step."""
 
-    def __init__(self, network: Dispatcher, session: Session, app: str, worker: int) -> None:
-        self.app = app
-        self._network = network
-        self._session = session
-        self._worker = worker
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.app = dispatcher.worker.app
+        self._dispatcher = dispatcher
+        self._session = dispatcher.session
+        self._worker = dispatcher.worker.id
         self._closed = 0  # the last step whose round is closed
-        self._lock = network.runtime.lock()
+        self._lock = dispatcher.runtime.lock()
 
     def closed(self, clock: int) -> int:
         """The last round up to `clock` that is closed."""
@@ -37,7 +36,7 @@ class Barrier:
 
     def leave(self, timeout_s: float) -> None:
         """Is in no further round, until it enters again."""
-        self._network.carry_out(barrier.leaving(self.app, self._worker, timeout_s))
+        self._dispatcher.carry_out(barrier.leaving(self.app, self._worker, timeout_s))
 
     def settle(self, wait_committed: Callable[[], None], timeout_s: float) -> None:
         """Closes the open round, if there is one. Raises `Timeout`, which says for whom it waited."""
@@ -45,5 +44,5 @@ class Barrier:
             clock = self._open
             if clock:
                 wait_committed()
-                self._network.carry_out(barrier.settling(self.app, self._worker, clock, timeout_s))
+                self._dispatcher.carry_out(barrier.settling(self.app, self._worker, clock, timeout_s))
                 self._closed = clock

@@ -1,17 +1,23 @@
-"""A server as a client sees it: its link, its troubles, its refusals."""
+"""Links to all servers of a view: opened, greeted, tried again when they break."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from coordinator.view import ServerInfo
-from elasticps.client.transport import Link
+from elasticps.client.protocol.routing import Routes
+from elasticps.client.runtime import Lock, Runtime
+from elasticps.client.transport import Driver, Link, OnFrame, Sink
 from elasticps.errors import ServerError, ServerFull, SpecError, Timeout, UnknownTable
+from elasticps.wire.frames import Buffer
 from replication.chain import Member
 
 RETRY_FIRST_S = 0.01
+RETRY_MOST_S = 0.5
+CONNECT_TIMEOUT_S = 1.0
+HELLO_TIMEOUT_S = 5.0  # a server that accepts but does not answer is tried again after so long
 
 
 @dataclass(eq=False)
@@ -26,6 +32,158 @@ class Peer:
     hello_at_s: float = 0.0
     down_since_s: float | None = None
     trouble: str = "not connected yet"
+
+
+class Connections:
+    """Links to servers. Runs under `lock`, except for `open_due`. `hello` is the first frame on each; frames go to
+    `on_frame`, bodies where `sink` says; `on_gone(member)` hears that a link, and what was in flight on it, is gone."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        driver: Driver,
+        lock: Lock,
+        hello: bytes,
+        on_frame: OnFrame,
+        sink: Sink,
+        on_gone: Callable[[Member], None],
+    ) -> None:
+        self.peers: dict[Member, Peer] = {}
+        self._runtime = runtime
+        self._driver = driver
+        self._lock = lock
+        self._hello = hello
+        self._on_frame = on_frame
+        self._sink = sink
+        self._on_gone = on_gone
+        self._closed = False
+
+    @property
+    def ready(self) -> list[Peer]:
+        """Those that have welcomed us."""
+        return [peer for peer in self.peers.values() if peer.link.ready]
+
+    def follow(self, routes: Routes) -> None:
+        """Keeps links to the servers of this view, and no others."""
+        for member, peer in list(self.peers.items()):
+            if member not in routes.index_of:
+                del self.peers[member]
+                self._close(peer)
+        for info, member in zip(routes.view.servers, routes.members, strict=True):
+            known = self.peers.get(member)
+            if known is not None and known.info.address == info.address:
+                continue
+            if known is not None:
+                self._close(known)
+            link = Link(self._runtime, info, self._on_frame, self._sink)
+            self.peers[member] = Peer(info, member, link, down_since_s=self._runtime.monotonic())
+        self._driver.nudge()
+
+    def send(self, member: Member, buffers: Sequence[Buffer]) -> None:
+        """Sends to a server if it can be reached; otherwise its next connection, or the next view, will see to it."""
+        peer = self.peers.get(member)
+        if peer is None or not peer.link.ready:
+            return
+        try:
+            if not peer.link.send(buffers):
+                self._driver.want_write(peer.link)
+        except OSError:  # whoever reads the link learns of it there, and begins again
+            self._driver.nudge()
+
+    def welcomed(self, link: Link, document: dict[str, object]) -> bool:
+        """A server has answered our hello. False if it is not wanted any more; raises if it is not the one we think."""
+        peer = self.peers.get(link.member)
+        if peer is None or peer.link is not link:
+            return False
+        if document.get("incarnation") != peer.info.incarnation:
+            text = f"it was started again (incarnation {document.get('incarnation')}) and has lost its ranges"
+            raise ConnectionResetError(text)
+        link.ready, peer.retry_in_s, peer.down_since_s, peer.trouble = True, RETRY_FIRST_S, None, ""
+        return True
+
+    def broken(self, link: Link, error: Exception) -> bool:
+        """A link has ended: it is opened again after a while. False if it is not wanted any more."""
+        peer = self.peers.get(link.member)
+        if peer is None or peer.link is not link:
+            return False
+        self._close(peer)
+        now = self._runtime.monotonic()
+        peer.down_since_s = peer.down_since_s or now
+        reason = error.strerror if isinstance(error, OSError) else None
+        peer.trouble = reason.lower() if reason else str(error) or type(error).__name__
+        peer.retry_at_s = now + peer.retry_in_s
+        peer.retry_in_s = min(peer.retry_in_s * 2, RETRY_MOST_S)
+        return True
+
+    def stop_receiving(self, member: Member, request: int) -> None:
+        """Nobody wants an answer any more. If half of it has been received, into a caller's memory, the connection ends
+        here, so that the other half lands nowhere."""
+        peer = self.peers.get(member)
+        if peer is not None and peer.link.sinking == request:
+            self._cut(peer, "its answer was no longer wanted")
+
+    def begin_afresh(self) -> None:
+        """Closes every link, to be opened again at once."""
+        for peer in self.peers.values():
+            self._driver.remove(peer.link)
+            peer.link.close()
+            peer.retry_at_s = 0.0
+
+    def close(self) -> None:
+        """Closes every link for good."""
+        self._closed = True
+        for peer in list(self.peers.values()):
+            peer.link.close()
+
+    def disown(self) -> None:
+        """In a forked child: closes its descriptors; the connections are the parent's."""
+        for peer in self.peers.values():
+            if peer.link.socket is not None:
+                peer.link.socket.close()
+
+    def judge_silence(self) -> None:
+        """Gives up connections that do not come about."""
+        now = self._runtime.monotonic()
+        for peer in list(self.peers.values()):
+            link, waited_s = peer.link, now - peer.hello_at_s
+            if link.socket is None or link.ready:
+                continue
+            if link.unsent and waited_s > CONNECT_TIMEOUT_S:
+                self._cut(peer, f"no connection within {CONNECT_TIMEOUT_S:.0f} s")
+            elif waited_s > HELLO_TIMEOUT_S:
+                self._cut(peer, f"it accepted but said nothing for {HELLO_TIMEOUT_S:.0f} s")
+
+    def due(self) -> list[Peer]:
+        """Whose link is to be opened now."""
+        now = self._runtime.monotonic()
+        return [p for p in self.peers.values() if p.link.socket is None and now >= p.retry_at_s]
+
+    def open(self, peer: Peer) -> None:
+        """Not under the lock: a name may take long to resolve."""
+        peer.hello_at_s = self._runtime.monotonic()
+        try:
+            peer.link.connect(self._hello)
+        except OSError as error:
+            with self._lock:
+                self.broken(peer.link, error)
+            self._driver.nudge()
+            return
+        with self._lock:
+            if peer.link.socket is None:  # closed again meanwhile
+                return
+            if self.peers.get(peer.member) is peer and not self._closed:
+                self._driver.add(peer.link)
+            else:
+                peer.link.close()
+
+    def _cut(self, peer: Peer, why: str) -> None:
+        self.broken(peer.link, ConnectionResetError(why))
+        self._driver.nudge()
+
+    def _close(self, peer: Peer) -> None:
+        self._driver.remove(peer.link)
+        peer.link.close()
+        self._on_gone(peer.member)
 
 
 def server_error(document: Mapping[str, Any], server: str) -> Exception:

@@ -6,21 +6,22 @@ for shard in ps.shards(len(data), 64, epochs=3, shuffle_seed=1):
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.barrier import Barrier
 from elasticps.client.dispatcher import Dispatcher
-from elasticps.client.join import Joining
 from elasticps.client.protocol.data_shards import ClaimScript, Need, ShardClaims, T
 from elasticps.client.protocol.fan_out import Answer, Request
-from elasticps.client.protocol.session import Session
-from elasticps.client.runtime import Lock, Runtime
+from elasticps.client.registry import Registry
+from elasticps.client.steps import Steps
+from elasticps.errors import Error
 from elasticps.sharding import ShardSpec, permuted
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,38 +45,6 @@ class Shard:
         return order if self.seed is None else permuted(order, self.samples, self.seed, self.epoch)
 
 
-class Lease(Protocol):
-    """What says whether the cluster still counts on this worker."""
-
-    def registered(self) -> int:
-        """The lease under which this worker is registered, 0 if it has run out."""
-
-
-class Parts(NamedTuple):
-    """The parts of a client that shards need."""
-
-    runtime: Runtime
-    network: Dispatcher
-    session: Session
-    joining: Joining
-    sync: Barrier | None
-    control: Lease
-    lock: Lock
-
-
-class Owner(Protocol):
-    """The client."""
-
-    app: str
-    timeout: float
-
-    def attach(self, shard: tuple[int, int] | None) -> None:
-        """The next step that begins trains this shard: (set, number)."""
-
-    def settle_all(self) -> None:
-        """Waits until every step so far is committed and its round closed."""
-
-
 class Shards:
     """An iterator of the shards that this worker is to train; ends when all of them, whoever trains them, are done.
 
@@ -85,13 +54,16 @@ class Shards:
     with its next operation.
     """
 
-    def __init__(self, owner: Owner, parts: Parts, name: str, spec: ShardSpec) -> None:
+    def __init__(self, dispatcher: Dispatcher, steps: Steps, registry: Registry, name: str, spec: ShardSpec) -> None:
         self.name = name
         self.spec = spec
-        self._owner = owner
-        self._parts = parts
-        self._lock = parts.runtime.lock()
-        self._taking = ShardClaims(owner.app, name, spec, parts.sync is not None, owner.timeout, self._report)
+        self._dispatcher = dispatcher
+        self._steps = steps
+        self._registry = registry
+        self._lock = dispatcher.runtime.lock()
+        self._claims = ShardClaims(
+            dispatcher.worker.app, name, spec, steps.barrier is not None, steps.timeout_s, self._report
+        )
         self._lease = 0
         self._closed = False
 
@@ -102,25 +74,25 @@ class Shards:
         with self._lock:
             if self._closed:
                 raise StopIteration
-            taking = self._taking
-            if self._parts.control.registered() != self._lease or not self._lease:
-                taking.queue.clear()  # the cluster may have given them to others
-            while not taking.queue:
-                if not self._carry_out(taking.fetch()):
+            claims = self._claims
+            if self._registry.registered() != self._lease or not self._lease:
+                claims.queue.clear()  # the cluster may have given them to others
+            while not claims.queue:
+                if not self._carry_out(claims.fetch()):
                     self._end()
-                    self._owner.settle_all()
-                    self._parts.joining.pause()  # whoever goes on need not wait for those who are done
+                    self._steps.settle_all()
+                    self._steps.pause()  # whoever goes on need not wait for those who are done
                     raise StopIteration
-                if self._parts.control.registered() != self._lease:  # while we asked
-                    taking.queue.clear()
-            shard = taking.hand_over()
-            self._owner.attach((taking.number, shard))
+                if self._registry.registered() != self._lease:  # while we asked
+                    claims.queue.clear()
+            shard = claims.hand_over()
+            self._steps.attach((claims.number, shard))
             return self._shard(shard)
 
     @property
     def passed_over(self) -> bool:
         """Whether the shard handed out last has no step yet."""
-        return bool(self._taking.passed_over)
+        return bool(self._claims.passed_over)
 
     def _shard(self, number: int) -> Shard:
         spec = self.spec
@@ -130,13 +102,13 @@ class Shards:
 
     def used(self, shard: tuple[int, int], clock: int) -> None:
         """A step that trains a shard, (set, number), has begun."""
-        self._taking.used(*shard, clock)
+        self._claims.used(*shard, clock)
 
     def close(self) -> None:
         """Waits for the steps so far, says what was trained and gives back what was not. The iterator ends."""
         if not self._closed:
-            self._owner.settle_all()
-            self.leave(self._owner.timeout)
+            self._steps.settle_all()
+            self.leave(self._steps.timeout_s)
 
     def leave(self, timeout_s: float) -> None:
         """The same without waiting for steps: what is not committed yet is left to others."""
@@ -144,40 +116,63 @@ class Shards:
             return
         try:
             if not self._closed:
-                self._carry_out(self._taking.give_back(timeout_s))
+                self._carry_out(self._claims.give_back(timeout_s))
             self._end()
         finally:
             self._lock.release()
 
     def _end(self) -> None:
         self._closed = True
-        self._taking.queue.clear()
-        self._owner.attach(None)
+        self._claims.queue.clear()
+        self._steps.attach(None)
 
     def _report(self) -> int:
         """The clock up to which every step is committed and its round closed; what is held belongs to this lease."""
-        parts = self._parts
-        with parts.lock:
-            committed = parts.session.committed
-        self._lease = parts.control.registered()
-        return committed if parts.sync is None else parts.sync.closed(committed)
+        closed = self._steps.closed()
+        self._lease = self._registry.registered()
+        return closed
 
     def _carry_out(self, script: ClaimScript[T]) -> T:
-        parts, answers = self._parts, list[Answer]()
+        answers = list[Answer]()
         try:
             wish = next(script)
             while True:
                 if isinstance(wish, Request):
-                    answers = parts.network.ask_all(*wish)
+                    answers = self._dispatcher.ask_all(*wish)
                 elif wish is Need.SETTLE:
-                    self._owner.settle_all()
+                    self._steps.settle_all()
                 elif wish is Need.ATTACH_NOTHING:
-                    self._owner.attach(None)
+                    self._steps.attach(None)
                 elif wish is Need.PAUSE:
-                    parts.joining.pause()
+                    self._steps.pause()
                 else:
-                    parts.runtime.sleep(wish)
+                    self._dispatcher.runtime.sleep(wish)
                 wish = script.send(answers)
         except StopIteration as end:
             result: T = end.value
             return result
+
+
+class ShardSets:
+    """The sets of shards that a worker iterates over."""
+
+    def __init__(self, dispatcher: Dispatcher, steps: Steps, registry: Registry) -> None:
+        self._dispatcher = dispatcher
+        self._steps = steps
+        self._registry = registry
+        self._open: list[Shards] = []
+
+    def open(self, name: str, spec: ShardSpec) -> Shards:
+        """Begins to iterate over the set of this name."""
+        shards = Shards(self._dispatcher, self._steps, self._registry, name, spec)
+        self._steps.when_used(shards.used)
+        self._open.append(shards)
+        return shards
+
+    def leave(self, timeout_s: float) -> None:
+        """Gives back what was not trained: others need not wait until this worker is out of the roster."""
+        for shards in self._open:
+            try:
+                shards.leave(timeout_s)
+            except Error as error:
+                log.info("worker %s leaves with shards %r: %s", self._dispatcher.worker.name, shards.name, error)

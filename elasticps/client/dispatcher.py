@@ -1,34 +1,29 @@
-"""What goes on between a client and its servers: links kept up, views followed, requests matched with answers, and
-asked again of whoever is to answer them now."""
+"""Which answer belongs to which request, and who is asked again when views, connections or signals come in between."""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Sequence
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.view import View, WorkerInfo
-from elasticps.client.connections import RETRY_FIRST_S, Peer, server_error
+from elasticps.client.connections import Connections, Peer, server_error
 from elasticps.client.protocol.fan_out import Answer, FanOut, FanOuts, Questions, Script, T, carry_out
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.protocol.session import Session
 from elasticps.client.protocol.view_refresh import ViewRefresh
 from elasticps.client.pulls import Pulls, Read
 from elasticps.client.pushes import Pushes
-from elasticps.client.runtime import Lock, Runtime
+from elasticps.client.runtime import Runtime
 from elasticps.client.transport import Driver, Link
-from elasticps.errors import (
-    Closed,
-    ClusterUnreachable,
-    Error,
-    Timeout,
-    VersionMismatch,
-)
+from elasticps.errors import Closed, ClusterUnreachable, Error, Timeout, VersionMismatch
 from elasticps.wire.frames import (
     LAST,
-    Buffer,
     FrameError,
     Header,
     Kind,
@@ -45,14 +40,13 @@ from replication.effects import Status
 
 log = logging.getLogger(__name__)
 
-RETRY_MOST_S = 0.5
-CONNECT_TIMEOUT_S = 1.0
-HELLO_TIMEOUT_S = 5.0  # a server that accepts but does not answer is tried again after so long
+OWNERS = 4
+PUSH, PULL, FAN_OUT = 1, 2, 3  # the rest of a request's number by OWNERS says whose it is
 
 
 class Dispatcher:
-    """Links to all servers of the newest view. `lock` guards everything here; `ask_view` reads the view from the
-    coordination store, in a thread of its own, and hands it over."""
+    """A worker's requests to the servers of the newest view. `lock` guards everything here; `ask_view` reads the view
+    from the coordination store, in a thread of its own, and hands it over."""
 
     def __init__(
         self,
@@ -60,31 +54,35 @@ class Dispatcher:
         cluster: str,
         worker: WorkerInfo,
         view: View,
-        session: Session,
-        lock: Lock,
-        requests: Iterator[int],
+        window: int,
         ask_view: Callable[[Callable[[View | None], None]], None],
     ) -> None:
         self.runtime = runtime
         self.cluster = cluster
         self.worker = worker
+        self.lock = runtime.rlock()
         self.routes = Routes(view)
+        self.session = Session(worker.id, view.ranges, window)
         self.error: Error | None = None  # once set, nothing goes on
-        self.pushes = Pushes(session, worker.id, requests, self._send, self._fenced)
-        self.pulls = Pulls(self.routes, worker.id, requests, self._send, self._abandon)
-        self._lock = lock
+        self.disowned = False  # this is a fork of the process that connected
         self._ask_view = ask_view
         self._presence = JoinHeader(pause=True).header()  # the first word on each connection: whether we take part
-        self._peers: dict[Member, Peer] = {}
-        self._calls = FanOuts(requests, self._send)
-        self._wanted = ViewRefresh()
+        self._refresh = ViewRefresh()
         self._heard = 0  # frames received, from servers of our view
-        hello = {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
-        self._hello = json_frame(Kind.HELLO, hello)
         self._hurt = False  # an exception came while something here was being changed
         self._driver = Driver(runtime, self._broken, self._turn, self._failed)
-        self._set_peers()
+        hello = {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
+        self.connections = Connections(
+            runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), self._on_frame, self._sink, self._gone
+        )
+        send = self.connections.send
+        numbers = {owner: itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, PULL, FAN_OUT)}
+        self.pushes = Pushes(self.session, worker.id, numbers[PUSH], send, self._fenced)
+        self.pulls = Pulls(self.routes, worker.id, numbers[PULL], send, self.connections.stop_receiving)
+        self._fan_outs = FanOuts(numbers[FAN_OUT], send)
+        self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)
+        _all.add(self)
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -101,10 +99,10 @@ class Dispatcher:
         self.check()
 
     def close(self) -> None:
+        """Closes every connection; whoever still waits is told."""
         self.error = self.error or Closed("the client is closed")
         self._driver.close()
-        for peer in list(self._peers.values()):
-            peer.link.close()
+        self.connections.close()
 
     def check(self) -> None:
         """Raises what has ended this client, if anything has."""
@@ -113,13 +111,15 @@ class Dispatcher:
         if self._hurt:
             self._mend()
 
-    def disown(self, text: str) -> None:
+    def disown(self) -> None:
         """In a forked child: nothing goes on here, and what the parent does is not disturbed."""
-        self.error = Closed(text)
+        self.disowned = True
+        self.error = Closed(
+            f"this client belongs to process {os.getppid()}, of which this is a fork: connect again in the child"
+        )
+        self.lock = self.runtime.rlock()  # a thread that is not here any more may hold the other one
         self._driver.disown()
-        for peer in self._peers.values():
-            if peer.link.socket is not None:
-                peer.link.socket.close()  # the child's descriptor; the connection is the parent's
+        self.connections.disown()
 
     def fence(self, text: str) -> None:
         """Ends everything: another incarnation of this worker has taken over."""
@@ -129,13 +129,13 @@ class Dispatcher:
         self.fence(f"the cluster no longer knows worker {self.worker.name!r}; it left, or was started again")
 
     def _end(self, error: Error) -> None:
-        with self._lock:
+        with self.lock:
             if self.error is not None:
                 return
             self.error = error
             self.pushes.fail(error)
             self.pulls.fail(error)
-            self._calls.fail(error)
+            self._fan_outs.fail(error)
 
     # --- exceptions out of place --------------------------------------------------------------------------------
 
@@ -146,19 +146,16 @@ class Dispatcher:
 
     def _mend(self) -> None:
         """Begins afresh: opens every connection again, asks every server what it has, asks again for every answer."""
-        with self._lock:
+        with self.lock:
             if not self._hurt or self.error is not None:
                 return
-            self._set_peers()
-            for peer in self._peers.values():
-                self._driver.remove(peer.link)
-                peer.link.close()
-                peer.retry_at_s = 0.0
+            self.connections.follow(self.routes)
+            self.connections.begin_afresh()
             self.pushes.routes = self.routes
             self.pushes.recover()
             self.pulls.recover()
             self.pulls.adopt(self.routes)
-            self._calls.recover(self.routes)
+            self._fan_outs.recover(self.routes)
             self._hurt = False
         self._driver.nudge()
 
@@ -175,39 +172,17 @@ class Dispatcher:
         ended.__cause__ = error
         self._end(ended)
 
-    def _serving(self) -> list[Peer]:
-        """Servers that head or answer for some range."""
-        with self._lock:
-            routes = self.routes
-            used = np.unique(np.concatenate([routes.view.heads, routes.view.tails]))
-            return [self._peers[routes.members[i]] for i in used.tolist() if i >= 0]
-
-    # --- sending ------------------------------------------------------------------------------------------------
-
-    def _send(self, member: Member, buffers: Sequence[Buffer]) -> None:
-        """Sends to a server if it can be reached; otherwise its next connection, or the next view, will see to it."""
-        peer = self._peers.get(member)
-        if peer is None or not peer.link.ready:
-            return
-        try:
-            if not peer.link.send(buffers):
-                self._driver.want_write(peer.link)
-        except OSError:  # whoever reads the link learns of it there, and begins again
-            self._driver.nudge()
+    # --- asking and waiting -------------------------------------------------------------------------------------
 
     def nudge(self) -> None:
+        """Tells the background thread that there is something to wait for."""
         self._driver.nudge()
 
-    def wait(self, done: Callable[[], bool], deadline_s: float) -> bool:
-        return self._driver.wait(lambda: done() or self.error is not None, deadline_s) and done()
-
-    # --- rounds -------------------------------------------------------------------------------------------------
-
-    def ask_heads(self, headers: Callable[[Routes], Header], body: bytes, timeout_s: float, what: str) -> list[Answer]:
-        """Asks every head the same; returns their answers."""
-        return self.ask_all(
-            lambda routes: [(routes.members[s], headers(routes), [body]) for s in routes.share_of], timeout_s, what
-        )
+    def wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Waits, reading meanwhile, until `done()`, which has to come true when this ends; `Timeout` says for whom."""
+        if not done() and not self._driver.wait(done, self.runtime.monotonic() + timeout_s):
+            self.check()
+            raise Timeout(f"{what} took longer than {timeout_s:.1f} s: {self.explain()}")
 
     def ask_all(self, questions: Questions, timeout_s: float, what: str) -> list[Answer]:
         """Asks, and asks again under every view with other heads, until all have answered; returns the answers.
@@ -216,20 +191,18 @@ class Dispatcher:
         """
         fan_out = FanOut(questions)
         try:
-            with self._lock:
+            with self.lock:
                 self.check()
                 try:
-                    self._calls.begin(fan_out, self.routes)
+                    self._fan_outs.begin(fan_out, self.routes)
                 except BaseException:
                     self.hurt()
                     raise
             self._driver.nudge()
-            if not self.wait(fan_out.done, self.runtime.monotonic() + timeout_s):
-                self.check()
-                raise Timeout(f"{what} took longer than {timeout_s:.1f} s: {self.explain()}")
+            self.wait(fan_out.done, timeout_s, what)
         finally:
-            with self._lock:
-                self._calls.end(fan_out)
+            with self.lock:
+                self._fan_outs.end(fan_out)
         if fan_out.error is not None:
             raise fan_out.error
         return fan_out.answers
@@ -240,8 +213,8 @@ class Dispatcher:
 
     def join(self, base: int, timeout_s: float) -> None:
         """Tells every server, now and on each later connection, the clock that this worker starts above."""
-        with self._lock:
-            self.pushes.session.start_at(base)
+        with self.lock:
+            self.session.start_at(base)
         self._appear(JoinHeader(base).header(), timeout_s)
 
     def pause(self, timeout_s: float) -> None:
@@ -249,17 +222,15 @@ class Dispatcher:
         self._appear(JoinHeader(pause=True).header(), timeout_s)
 
     def _appear(self, presence: Header, timeout_s: float) -> None:
-        with self._lock:
+        with self.lock:
             self._presence = presence
-            for member in self._peers:
-                self._send(member, [presence.pack()])
+            for member in self.connections.peers:
+                self.connections.send(member, [presence.pack()])
         self.ask_all(lambda routes: [(p.member, presence, []) for p in self._serving()], timeout_s, "joining")
-
-    # --- reads --------------------------------------------------------------------------------------------------
 
     def start_reads(self, reads: Sequence[Read], bound: int | None, wait_ms: int) -> None:
         """Asks for the parts of reads; `bound` and `wait_ms` as in the PULL header."""
-        with self._lock:
+        with self.lock:
             self.check()
             try:
                 self.pulls.start(reads, bound, wait_ms)
@@ -270,56 +241,53 @@ class Dispatcher:
 
     def forget_read(self, read: Read, error: Error) -> None:
         """Gives up what is still unanswered of a read."""
-        with self._lock:
+        with self.lock:
             try:
                 self.pulls.forget(read, error)
             except BaseException:
                 self.hurt()
                 raise
 
-    def _abandon(self, member: Member, request: int) -> None:
-        """Nobody wants an answer any more. If half of it has been received, into a caller's memory, the connection ends
-        here, so that the other half lands nowhere."""
-        peer = self._peers.get(member)
-        if peer is not None and peer.link.sinking == request:
-            self._cut(peer, "its answer was no longer wanted")
-
     # --- receiving ----------------------------------------------------------------------------------------------
 
+    def _sink(self, header: Header) -> Sequence[memoryview] | None:
+        """Where the body of an answer goes, if it is not wanted whole."""
+        return self.pulls.sink(header) if header.kind == Kind.ROWS else None
+
     def _on_frame(self, link: Link, header: Header, body: NDArray[np.uint8]) -> None:
-        with self._lock:
+        with self.lock:
             if self._hurt:  # it may be the answer to a part of what was to be sent: everything is asked again
                 return
             self._heard += link.ready  # a server started again at a lost one's address has no news for us
-            request = header.request
-            if header.kind == Kind.OK:
-                if not self.pushes.ok(request):
-                    self._calls.answered(header, body.tobytes())
-            elif header.kind in (Kind.BARRIER_DECISION, Kind.SHARDS):
-                self._calls.answered(header, body.tobytes())
-            elif header.kind == Kind.ROWS:
+            kind, request = header.kind, header.request
+            owner = request % OWNERS
+            if kind == Kind.OK and owner == PUSH:
+                self.pushes.ok(request)
+            elif kind == Kind.ROWS:
                 if header.flags & LAST:
                     self.pulls.finish(request, None)
-            elif header.kind == Kind.PARTLY:
-                if not self.pushes.partly(request, header.epoch, *read_partly(header, body)):
-                    self._stall(request, header.epoch)
-            elif header.kind == Kind.CLOCKS:
-                if not self.pushes.clocks(request, header.epoch, *read_clocks(header, body)):
-                    self._calls.answered(header, body.tobytes())
-            elif header.kind == Kind.ERROR:
+            elif kind == Kind.PARTLY and owner == PUSH:
+                self.pushes.partly(request, header.epoch, *read_partly(header, body))
+            elif kind == Kind.CLOCKS and owner == PUSH:
+                self.pushes.clocks(request, header.epoch, *read_clocks(header, body))
+            elif kind == Kind.PARTLY:
+                self._stall(request, owner, header.epoch)
+            elif kind in (Kind.OK, Kind.CLOCKS, Kind.BARRIER_DECISION, Kind.SHARDS):
+                self._fan_outs.answered(header, body.tobytes())
+            elif kind == Kind.ERROR:
                 self._on_error(link, header, json_body(body.data))
-            elif header.kind == Kind.VIEW:
+            elif kind == Kind.VIEW:
                 view = read_view(header, body, self.routes.epoch)
                 if view is not None:
                     self._adopt(view)
-            elif header.kind == Kind.WELCOME:
+            elif kind == Kind.WELCOME:
                 self._welcomed(link, json_body(body.data))
             else:
-                raise FrameError(f"{Kind(header.kind).name} is not an answer")
+                raise FrameError(f"{Kind(kind).name} is not an answer")
 
     def _on_error(self, link: Link, header: Header, document: dict[str, object]) -> None:
         code, text, request = document.get("code"), str(document.get("message")), header.request
-        epoch = document.get("epoch")
+        epoch, owner = document.get("epoch"), request % OWNERS
         epoch = epoch if isinstance(epoch, int) else header.epoch
         if code == "fenced":
             self._end(Closed(text))
@@ -329,67 +297,48 @@ class Dispatcher:
         # again. Only who has our name now ends us.
         elif code in ("malformed", "cluster", "unlisted"):
             raise ConnectionResetError(text)
+        elif code == "stale-view" and owner == PUSH:
+            self.pushes.not_done(request, Status.STALE_VIEW, epoch)
         elif code == "stale-view":
-            if not self.pushes.not_done(request, Status.STALE_VIEW, epoch):
-                self._stall(request, epoch)
-        elif code != "gap" or not self.pushes.not_done(request, Status.GAP, header.epoch):
+            self._stall(request, owner, epoch)
+        elif code == "gap" and owner == PUSH:
+            self.pushes.not_done(request, Status.GAP, header.epoch)
+        else:
             error = server_error(document, link.server.name)
-            answered = not document.get("partly")
-            if self.pulls.finish(request, error) or self.pushes.refused(request, error, answered):
-                return
-            if not self._calls.refused(request, error) and request:
+            if owner == PUSH:
+                known = self.pushes.refused(request, error, not document.get("partly"))
+            else:
+                known = (self.pulls.finish if owner == PULL else self._fan_outs.refused)(request, error)
+            if not known and request:
                 log.debug("server %s, to a request that is forgotten: %s", link.server.name, text)
 
-    def _stall(self, request: int, epoch: int) -> None:
-        """A server has another view than the one that a pull or a call was planned under: plan it again, as soon as
+    def _stall(self, request: int, owner: int, epoch: int) -> None:
+        """A server has another view than the one that a pull or a question was planned under: plan it again, as soon as
         there is a newer one or, should it be the same, at the next turn."""
-        self._wanted.epoch = max(self._wanted.epoch, epoch)
-        self.pulls.stall(request)
-        self._calls.stall(request, self.routes)
-
-    def _resume(self) -> None:
-        """Plans again what has nobody to answer it."""
-        self.pulls.resume()
-        self._calls.resume(self.routes)
+        self._refresh.epoch = max(self._refresh.epoch, epoch)
+        if owner == PULL:
+            self.pulls.stall(request)
+        else:
+            self._fan_outs.stall(request, self.routes)
 
     # --- views --------------------------------------------------------------------------------------------------
 
     def _adopt(self, view: View) -> None:
-        """Follows a newer view: links, pushes, reads and rounds."""
+        """Follows a newer view: links, pushes, reads and questions."""
         if view.epoch <= self.routes.epoch or self.error is not None:
             return
         if view.cluster != self.cluster or view.ranges != self.routes.view.ranges:
             raise FrameError(f"a view of cluster {view.cluster!r} with {view.ranges} ranges is not this cluster's")
         log.info("worker %s follows epoch=%d reason=%r", self.worker.name, view.epoch, view.reason)
         self.routes = Routes(view)
-        self._set_peers()
+        self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)
         self.pulls.adopt(self.routes)
-        self._calls.adopt(self.routes)
-
-    def _set_peers(self) -> None:
-        for member, peer in list(self._peers.items()):
-            if member not in self.routes.index_of:
-                del self._peers[member]
-                self._close_link(peer)
-        for info, member in zip(self.routes.view.servers, self.routes.members, strict=True):
-            known = self._peers.get(member)
-            if known is not None and known.info.address == info.address:
-                continue
-            if known is not None:
-                self._close_link(known)
-            link = Link(self.runtime, info, self._on_frame, self.pulls.sink)
-            self._peers[member] = Peer(info, member, link, down_since_s=self.runtime.monotonic())
-        self._driver.nudge()
-
-    def _close_link(self, peer: Peer) -> None:
-        self._driver.remove(peer.link)
-        peer.link.close()
-        self.pushes.disconnected(peer.member)
+        self._fan_outs.adopt(self.routes)
 
     def _from_store(self, view: View | None) -> None:
-        with self._lock:
-            self._wanted.reading = False
+        with self.lock:
+            self._refresh.reading = False
             if view is not None and self.error is None:
                 try:
                     self._adopt(view)
@@ -401,36 +350,20 @@ class Dispatcher:
 
     def _welcomed(self, link: Link, document: dict[str, object]) -> None:
         """A server knows us: tell it whether, and where, we take part, then whatever it has to do for us."""
-        peer = self._peers.get(link.member)
-        if peer is None or peer.link is not link:
-            return
-        if document.get("incarnation") != peer.info.incarnation:
-            text = f"it was started again (incarnation {document.get('incarnation')}) and has lost its ranges"
-            raise ConnectionResetError(text)
-        link.ready, peer.retry_in_s, peer.down_since_s, peer.trouble = True, RETRY_FIRST_S, None, ""
-        self._send(peer.member, [self._presence.pack()])
-        self.pushes.connected(peer.member)
-        self._calls.connected(peer.member)
-        self.pulls.connected(peer.member)
+        if self.connections.welcomed(link, document):
+            self.connections.send(link.member, [self._presence.pack()])
+            self.pushes.connected(link.member)
+            self._fan_outs.connected(link.member)
+            self.pulls.connected(link.member)
+
+    def _gone(self, member: Member) -> None:
+        self.pushes.disconnected(member)
 
     def _broken(self, link: Link, error: Exception) -> None:
-        with self._lock:
-            peer = self._peers.get(link.member)
-            if peer is None or peer.link is not link:
-                return
-            self._close_link(peer)
-            if isinstance(error, VersionError):
+        with self.lock:
+            if self.connections.broken(link, error) and isinstance(error, VersionError):
                 self._end(VersionMismatch(f"server {link.server.name}: {error}"))
-            now = self.runtime.monotonic()
-            peer.down_since_s = peer.down_since_s or now
-            reason = error.strerror if isinstance(error, OSError) else None
-            peer.trouble = reason.lower() if reason else str(error) or type(error).__name__
-            peer.retry_at_s = now + peer.retry_in_s
-            peer.retry_in_s = min(peer.retry_in_s * 2, RETRY_MOST_S)
         self._driver.nudge()
-
-    def _cut(self, peer: Peer, why: str) -> None:
-        self._broken(peer.link, ConnectionResetError(why))
 
     def _turn(self) -> bool:
         """The background thread's, a few times a second: opens links that are due, asks for views that are wanted,
@@ -439,72 +372,64 @@ class Dispatcher:
             return False
         if self._hurt:
             self._mend()
-        with self._lock:
-            now = self.runtime.monotonic()
-            peers = list(self._peers.values())
-            due = [p for p in peers if p.link.socket is None and now >= p.retry_at_s]
-            for peer in peers:
-                self._judge_silence(peer, now)
-            self._resume()
-            oldest = self.pushes.oldest, self.pulls.oldest, self._calls.oldest
-            ready = [p for p in peers if p.link.ready]
-            self._wanted.epoch = max(self._wanted.epoch, self.pushes.needed_epoch)
-            lost = len(ready) < len(peers)
-            want = self._wanted.turn(now, self.routes.epoch, lost, oldest, self._heard)
+        with self.lock:
+            connections = self.connections
+            due = connections.due()
+            connections.judge_silence()
+            self.pulls.resume()
+            self._fan_outs.resume(self.routes)
+            oldest = self.pushes.oldest, self.pulls.oldest, self._fan_outs.oldest
+            ready = connections.ready
+            self._refresh.epoch = max(self._refresh.epoch, self.pushes.needed_epoch)
+            lost = len(ready) < len(connections.peers)
+            want = self._refresh.turn(self.runtime.monotonic(), self.routes.epoch, lost, oldest, self._heard)
             if want.ask_servers:
                 for peer in ready:
                     if not peer.link.unsent:
-                        self._send(peer.member, [Header(Kind.GET_VIEW, epoch=self.routes.epoch).pack()])
+                        connections.send(peer.member, [Header(Kind.GET_VIEW, epoch=self.routes.epoch).pack()])
             if want.ask_store:
-                self._wanted.reading = True
+                self._refresh.reading = True
                 self._ask_view(self._from_store)
-            waiting = any(oldest) or bool(self._calls or self.pushes.session.outstanding)
-            busy = lost or waiting or any(p.link.unsent for p in peers)
+            waiting = any(oldest) or bool(self._fan_outs or self.session.outstanding)
+            busy = lost or waiting or any(p.link.unsent for p in connections.peers.values())
         for peer in due:
-            self._open(peer)
+            connections.open(peer)
         return busy
 
-    def _judge_silence(self, peer: Peer, now: float) -> None:
-        link, waited_s = peer.link, now - peer.hello_at_s
-        if link.socket is None or link.ready:
-            return
-        if link.unsent and waited_s > CONNECT_TIMEOUT_S:
-            self._cut(peer, f"no connection within {CONNECT_TIMEOUT_S:.0f} s")
-        elif waited_s > HELLO_TIMEOUT_S:
-            self._cut(peer, f"it accepted but said nothing for {HELLO_TIMEOUT_S:.0f} s")
-
-    def _open(self, peer: Peer) -> None:
-        """Not under the lock: a name may take long to resolve."""
-        peer.hello_at_s = self.runtime.monotonic()
-        try:
-            peer.link.connect(self._hello)
-        except OSError as error:
-            self._broken(peer.link, error)
-            return
-        with self._lock:
-            if peer.link.socket is None:  # closed again meanwhile
-                return
-            if self._peers.get(peer.member) is peer and self.error is None:
-                self._driver.add(peer.link)
-            else:
-                peer.link.close()
+    def _serving(self) -> list[Peer]:
+        """Servers that head or answer for some range."""
+        with self.lock:
+            routes = self.routes
+            used = np.unique(np.concatenate([routes.view.heads, routes.view.tails]))
+            return [self.connections.peers[routes.members[i]] for i in used.tolist() if i >= 0]
 
     def explain(self) -> str:
         """Who is being waited for, for people."""
-        with self._lock:
+        with self.lock:
             now, routes = self.runtime.monotonic(), self.routes
-            owing = self.pushes.session.owing()
-            asked = self.pulls.asked | self._calls.asked
+            owing = self.session.owing()
+            asked = self.pulls.asked | self._fan_outs.asked
             told = []
             for member in sorted({*owing, *asked}):
-                peer = self._peers[member]
+                peer = self.connections.peers[member]
                 count = int((routes.view.heads == routes.index_of[member]).sum())
                 state = "connected, not answering" if peer.down_since_s is None else (
                     f"unreachable for {now - peer.down_since_s:.1f} s ({peer.trouble})"
                 )  # fmt: skip
                 clock = f", owes step {owing[member]}" if member in owing else ""
                 told.append(f"server {member.name} at {peer.info.address}, head of {count} ranges: {state}{clock}")
-            if headless := self.pushes.session.headless:
+            if headless := self.session.headless:
                 told.append(f"{headless} ranges have no server")
             waits = "; ".join(told) or "nothing is outstanding"
             return f"{waits}; the cluster's view is at epoch {routes.epoch}"
+
+
+_all: WeakSet[Dispatcher] = WeakSet()
+
+
+def _disown_all() -> None:
+    for dispatcher in list(_all):
+        dispatcher.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)

@@ -7,9 +7,14 @@ from numpy.typing import NDArray
 
 from elasticps.errors import InputError
 
+_INT64 = np.dtype(np.int64)
+_FLOAT32 = np.dtype(np.float32)
+
 
 def checked_keys(name: str, keys: object) -> NDArray[np.int64]:
     """Keys as a contiguous int64 [n]; InputError for anything that is not a one-dimensional array of integers."""
+    if type(keys) is np.ndarray and keys.dtype is _INT64 and keys.ndim == 1 and keys.flags.c_contiguous:
+        return keys
     array = np.asarray(keys)
     if array.ndim == 1 and not array.size and not isinstance(keys, np.ndarray):
         return np.empty(0, np.int64)
@@ -23,6 +28,13 @@ def checked_keys(name: str, keys: object) -> NDArray[np.int64]:
 
 def checked_floats(what: str, values: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Values as a C-contiguous float32 array of `shape`; InputError otherwise. Lists are converted, arrays are not."""
+    if (
+        type(values) is np.ndarray
+        and values.dtype is _FLOAT32
+        and values.shape == shape
+        and values.flags.c_contiguous
+    ):  # fmt: skip
+        return values
     array = np.asarray(values) if hasattr(values, "dtype") else np.asarray(values, np.float32)
     if array.dtype != np.float32:
         raise InputError(f"{what} must be float32, got {array.dtype}; convert with .astype(np.float32)")
@@ -41,7 +53,7 @@ def checked_out(what: str, out: object, shape: tuple[int, ...]) -> NDArray[np.fl
     return out
 
 
-def checked_read(what: str, read: object) -> None:
+def checked_read(name: str, read: object) -> None:
     """InputError unless `read` names who may answer a pull."""
     if read not in ("tail", "any"):
-        raise InputError(f"{what}: read must be 'tail' (committed values) or 'any' (any replica's), got {read!r}")
+        raise InputError(f"{name!r}: read must be 'tail' (committed values) or 'any' (any replica's), got {read!r}")

@@ -15,7 +15,6 @@ import logging
 from elasticps.client.barrier import Barrier
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.protocol.join import Past, Resume, Starting, first_past, past_again
-from elasticps.client.protocol.session import Session
 from elasticps.client.registry import Registry
 from elasticps.errors import Closed, ClusterUnreachable, Timeout
 
@@ -25,17 +24,15 @@ log = logging.getLogger(__name__)
 class Joining:
     """A worker's part in its application. `active`: it has joined and has not paused since."""
 
-    def __init__(
-        self, network: Dispatcher, control: Registry, session: Session, sync: Barrier | None, timeout_s: float
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, registry: Registry, barrier: Barrier | None, timeout_s: float) -> None:
         self.active = False
-        self._network = network
-        self._control = control
-        self._session = session
-        self._sync = sync
+        self._dispatcher = dispatcher
+        self._registry = registry
+        self._session = dispatcher.session
+        self._barrier = barrier
         self._timeout_s = timeout_s
-        self._starting = Starting(network.worker.id, "" if sync is None else sync.app, timeout_s)
-        self._lock = network.runtime.lock()
+        self._starting = Starting(dispatcher.worker.id, "" if barrier is None else barrier.app, timeout_s)
+        self._lock = dispatcher.runtime.lock()
         self._resume: Resume | None = None
         self._past = Past(0, 0, 0, 0, 0)
 
@@ -55,27 +52,27 @@ class Joining:
         """Holds nobody back from now on; nothing may be outstanding."""
         with self._lock:
             if self.active:
-                if self._sync is not None:
-                    self._sync.leave(self._timeout_s)
-                self._network.pause(self._timeout_s)
+                if self._barrier is not None:
+                    self._barrier.leave(self._timeout_s)
+                self._dispatcher.pause(self._timeout_s)
                 self.active = False
 
     # --- the first time ---------------------------------------------------------------------------------------------
 
     def _first(self) -> Resume:
-        me = self._network.worker.id
+        me, name = self._dispatcher.worker.id, self._dispatcher.worker.name
         while True:
-            past = self._control.past(self._timeout_s)
+            past = self._registry.past(self._timeout_s)
             if past is not None and past.id > me:
-                raise Closed(f"worker {self._network.worker.name!r} was started again; this is the older incarnation")
-            found = self._network.carry_out(self._starting.first(past))
+                raise Closed(f"worker {name!r} was started again; this is the older incarnation")
+            found = self._dispatcher.carry_out(self._starting.first(past))
             if self._keep(first_past(me, found, past)):
                 break
-        self._network.join(found.clock, self._timeout_s)
+        self._dispatcher.join(found.clock, self._timeout_s)
         return found
 
     def _keep(self, past: Past) -> bool:
-        revision = self._control.keep(past, self._timeout_s)
+        revision = self._registry.keep(past, self._timeout_s)
         if revision is None:
             return False
         self._past = past._replace(revision=revision)
@@ -85,14 +82,14 @@ class Joining:
 
     def _again(self) -> None:
         own, past = self._session.clock, self._past
-        start = max(own, self._network.carry_out(self._starting.lowest()))
+        start = max(own, self._dispatcher.carry_out(self._starting.lowest()))
         if start > own:
             try:
                 if not self._keep(past_again(past, own, start)):
-                    raise Closed(f"worker {self._network.worker.name!r} was started again; this is the older one")
+                    raise Closed(f"worker {self._dispatcher.worker.name!r} was started again; this is the older one")
             except (Timeout, ClusterUnreachable) as error:
-                if self._sync is not None:
+                if self._barrier is not None:
                     raise
                 log.warning("this worker goes on at clock %d instead of %d: %s", own, start, error)
                 start = own
-        self._network.join(start, self._timeout_s)
+        self._dispatcher.join(start, self._timeout_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +16,10 @@ from elasticps.wire.frames import Buffer, FrameError, Header, Kind
 from elasticps.wire.headers import PullHeader, RowsHeader
 from replication.chain import Member
 
-if TYPE_CHECKING:
-    from elasticps.client.client import Client
-
 Positions = NDArray[np.int64] | None  # where keys stand among the read's own; None: they are all of them
 _PADDING = np.empty(8, np.uint8)
 PULL_FRAME_KEYS = 1 << 20
+Finish: TypeAlias = "Callable[[Read, float | None], None]"  # waits until all of a read has arrived
 
 
 class Target(Protocol):
@@ -103,14 +101,15 @@ class Read(ABC):
     """
 
     def __init__(
-        self, client: Client, table_id: int, salt: np.uint64, dim: int, name: str, keys: NDArray[np.int64], read: str
-    ) -> None:
-        self._client = client
+        self, finish: Finish, table_id: int, salt: np.uint64, dim: int, name: str, keys: NDArray[np.int64],
+        any_replica: bool,
+    ) -> None:  # fmt: skip
+        self._finish = finish
         self.table_id = table_id
         self.salt = salt
         self.dim = dim
         self.name = name
-        self.any_replica = read == "any"
+        self.any_replica = any_replica
         self.parts: dict[int, ReadPart] = {}  # by request, those still unanswered
         self.error: Exception | None = None
         self.clock = self.wait_ms = 0  # as in the PULL header
@@ -125,7 +124,7 @@ class Read(ABC):
 
     def result(self, timeout: float | None = None) -> NDArray[np.float32]:
         """Waits for the rows; `Timeout` after `timeout` seconds (default: the client's)."""
-        self._client.finish_read(self, timeout)
+        self._finish(self, timeout)
         for rows, positions in self._pieces:
             self._place(rows, positions)
         self._pieces = []
@@ -176,9 +175,9 @@ class Read(ABC):
 class SparseRead(Read):
     """Rows of a sparse table: keys int64 [n] -> out float32 [n, dim]."""
 
-    def __init__(self, client: Client, table_id: int, salt: np.uint64, name: str, keys: NDArray[np.int64],
-                 out: NDArray[np.float32], read: str) -> None:  # fmt: skip
-        super().__init__(client, table_id, salt, out.shape[1], name, keys, read)
+    def __init__(self, finish: Finish, table_id: int, salt: np.uint64, name: str, keys: NDArray[np.int64],
+                 out: NDArray[np.float32], any_replica: bool) -> None:  # fmt: skip
+        super().__init__(finish, table_id, salt, out.shape[1], name, keys, any_replica)
         self.value = out
 
     def plan(self, routes: Routes, readers: Readers) -> list[ReadPart]:
@@ -196,9 +195,9 @@ class SparseRead(Read):
 class DenseRead(Read):
     """A whole dense tensor, received straight into `out`."""
 
-    def __init__(self, client: Client, table_id: int, salt: np.uint64, dim: int, name: str,
-                 out: NDArray[np.float32], blocks: int, read: str) -> None:  # fmt: skip
-        super().__init__(client, table_id, salt, dim, name, np.arange(blocks, dtype=np.int64), read)
+    def __init__(self, finish: Finish, table_id: int, salt: np.uint64, dim: int, name: str,
+                 out: NDArray[np.float32], blocks: int, any_replica: bool) -> None:  # fmt: skip
+        super().__init__(finish, table_id, salt, dim, name, np.arange(blocks, dtype=np.int64), any_replica)
         self.value = out
 
     def plan(self, routes: Routes, readers: Readers) -> list[ReadPart]:

@@ -1,27 +1,38 @@
-"""Steps as a training loop holds them: ticks of the worker's clock."""
+"""Steps, the ticks of a worker's clock: as a training loop holds them, and how they leave."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.client.barrier import Barrier
+from elasticps.client.dispatcher import Dispatcher
+from elasticps.client.join import Joining
+from elasticps.client.protocol.join import Resume
+from elasticps.client.push_batch import PackedPart, Packer, Source
 from elasticps.client.pushes import StepState
-from elasticps.client.tables import Handle
-from elasticps.errors import InputError
+from elasticps.client.tables import Handle, SparseTable
+from elasticps.client.writes import Part, Write, check_size
+from elasticps.errors import Error, InputError
+from elasticps.wire.frames import MAX_BLOCKS
+from elasticps.wire.pool import Pool
+from replication.progress import MAX_PARTS
 
-if TYPE_CHECKING:
-    from elasticps.client.client import Client
+KEPT_BYTES = 32 << 20
 
-Pushes = Mapping[Handle, object]
+Values = Mapping[Handle, object]
 Rates = float | Mapping[Handle, float] | None
 
 
 class Step:
     """One tick of the worker's clock on its way to the servers."""
 
-    def __init__(self, client: Client, state: StepState) -> None:
-        self._client = client
+    def __init__(self, steps: Steps, state: StepState) -> None:
+        self._steps = steps
         self._state = state
 
     @property
@@ -36,7 +47,7 @@ class Step:
     def result(self, timeout: float | None = None) -> None:
         """Waits until the step is committed. Raises `ServerError` if a server refused a part of it, `Timeout` when
         `timeout` seconds (default: the client's) were not enough; the step goes on being sent then."""
-        self._client.finish_step(self._state, timeout)
+        self._steps.finish(self._state, timeout)
 
 
 class OpenStep:
@@ -46,29 +57,29 @@ class OpenStep:
     As a context manager it commits at the end, also after an exception: what was sent cannot be taken back.
     """
 
-    def __init__(self, client: Client, rates: Rates) -> None:
+    def __init__(self, steps: Steps, rates: Rates) -> None:
         self.state: StepState | None = None  # None before the first part is outstanding
-        self._client = client
+        self._steps = steps
         self._rates = rates
 
-    def push(self, values: Pushes, *, copy: bool = True) -> None:
+    def push(self, values: Values, *, copy: bool = True) -> None:
         """Sends gradients, as `Client.push` does, without ending the step."""
         if self._closed:
             assert self.state is not None
             raise InputError(f"step {self.state.clock} is committed already; begin another one")
-        self._client.push_part(self, values, self._rates, last=False, copy=copy)
+        self._steps.push(self, values, self._rates, last=False, copy=copy)
 
     def commit(self) -> Step:
         """Ends the step: one tick. Again: the same step."""
         if not self._closed:
-            self._client.push_part(self, {}, self._rates, last=True, copy=True)
+            self._steps.push(self, {}, self._rates, last=True, copy=True)
         assert self.state is not None
-        return Step(self._client, self.state)
+        return Step(self._steps, self.state)
 
     @property
     def _closed(self) -> bool:
         """Whether its last part is outstanding, or more than that. Of an interrupted `commit`, the client knows."""
-        return self.state is not None and self._client.is_closed(self.state)
+        return self.state is not None and self._steps.is_closed(self.state)
 
     def __enter__(self) -> OpenStep:
         return self
@@ -78,3 +89,200 @@ class OpenStep:
     ) -> None:
         if self.state is not None or error is None:
             self.commit()
+
+
+class Steps:
+    """The steps of one worker. tables: those that it has opened, by name; barrier: if it trains in rounds."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        joining: Joining,
+        barrier: Barrier | None,
+        tables: Mapping[str, Handle],
+        timeout_s: float,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.barrier = barrier
+        self._dispatcher = dispatcher
+        self._pushes = dispatcher.pushes
+        self._session = dispatcher.session
+        self._joining = joining
+        self._tables = tables
+        self._packer = Packer(Pool(KEPT_BYTES))  # under the lock
+        self._shard: tuple[int, int] | None = None  # what the next step trains
+        self._on_used: list[Callable[[tuple[int, int], int], None]] = []
+
+    # --- sending ------------------------------------------------------------------------------------------------
+
+    def push(self, step: OpenStep, values: Values, rates: Rates, *, last: bool, copy: bool) -> None:
+        """Sends one part of a step, the first of which begins it. Waits as long as the window is full."""
+        dispatcher, session = self._dispatcher, self._session
+        dispatcher.check()
+        if not self._joining.active:
+            self._joining.enter()
+        if self.barrier is not None and step.state is None:
+            self.settle(None)
+        while True:
+            with dispatcher.lock:
+                dispatcher.check()
+                if step.state is not None and not self._pushes.begun(step.state):
+                    step.state = None
+                if step.state is None and session.open:
+                    raise InputError(f"step {session.clock} is still open; commit it before pushing another")
+                if step.state is not None or session.room:
+                    self._push(step, values, rates, last, copy)
+                    break
+            self._wait(lambda: session.room, None, "room in the window")
+        dispatcher.nudge()
+
+    def _push(self, step: OpenStep, values: Values, rates: Rates, last: bool, copy: bool) -> None:
+        """Whatever is raised, at any point: the part is outstanding, with all its content copied, or nothing is."""
+        session, begins, shard = self._session, None, None
+        if step.state is None:
+            clock = session.clock + 1
+            begins, shard = StepState(clock), self._shard
+        else:
+            clock = session.clock
+            if not last and session.parts >= MAX_PARTS - 1:
+                raise InputError(f"a step has at most {MAX_PARTS} parts")
+        part = self._part(values, clock, rates, copy)
+        try:
+            if begins is not None:
+                step.state = begins
+            self._pushes.push(part, last, begins, shard)
+        except BaseException:
+            self._dispatcher.hurt()
+            raise
+        finally:
+            if shard is not None and session.clock == clock:
+                self._shard = None
+                for used in self._on_used:
+                    used(shard, clock)
+
+    def _part(self, values: Values, clock: int, rates: Rates, copy: bool) -> Part | PackedPart:
+        """What a push of these values sends under the view of now; a copy, but for what is lent."""
+        routes = self._dispatcher.routes
+        sources: list[Source] = []
+        lent: list[Write] = []
+        known: dict[tuple[int, object], NDArray[np.float32]] = {}  # many tables have the same
+        if len(values) > MAX_BLOCKS:
+            raise InputError(f"a push of {len(values)} tables is over the limit of {MAX_BLOCKS}; push them in parts")
+        for handle, value in values.items():
+            if self._tables.get(getattr(handle, "name", "")) is not handle:
+                raise InputError(f"push takes the tables and tensors of this client as keys, got {handle!r}")
+            lr = rates.get(handle) if isinstance(rates, Mapping) else rates
+            key = id(handle.optimizer), lr
+            step_values = known.get(key)
+            if step_values is None:
+                step_values = known[key] = handle.optimizer.step_values(clock, lr)
+            if copy or isinstance(handle, SparseTable):
+                sources.append(handle.source(value, step_values))
+            else:
+                lent.append(handle.lent(value, routes, step_values))
+        packed = self._packer.pack(sources, routes)
+        if not lent:
+            return packed
+        writes = packed.writes() + lent
+        check_size(writes)
+        return Part(writes, routes)
+
+    # --- waiting ------------------------------------------------------------------------------------------------
+
+    def is_closed(self, state: StepState) -> bool:
+        """Whether all parts of a step are outstanding, or more than that."""
+        session = self._session
+        with self._dispatcher.lock:
+            self._dispatcher.check()
+            return self._pushes.begun(state) and not (session.open and session.clock == state.clock)
+
+    def finish(self, state: StepState, timeout: float | None) -> None:
+        """Waits until a step is committed, and its round closed."""
+        if not state.done:
+            timeout_s = self.timeout_s if timeout is None else timeout
+            self._dispatcher.wait(lambda: state.done, timeout_s, f"step {state.clock}")
+        if state.error is not None:
+            self._pushes.failures.pop(state.clock, None)
+            raise state.error
+        if self.barrier is not None:
+            self.settle(timeout)
+
+    def flush(self, timeout: float | None) -> None:
+        """Waits until every step so far is committed; raises the first refusal that nobody has been told of."""
+        session, failures = self._session, self._pushes.failures
+        self._dispatcher.check()
+        with self._dispatcher.lock:
+            target = session.clock - session.open
+        self._wait(lambda: session.committed >= target, timeout, "flush")
+        self.settle(timeout)
+        with self._dispatcher.lock:
+            told = dict(failures)
+            failures.clear()
+        if told:
+            raise told[min(told)]
+
+    def settle(self, timeout: float | None) -> None:
+        """Under BSP: closes the round of the newest step, so that whatever comes next sees its result."""
+        if self.barrier is not None:
+            timeout_s = self.timeout_s if timeout is None else timeout
+            self.barrier.settle(lambda: self._wait(self._none_outstanding, timeout_s, "a step"), timeout_s)
+
+    def settle_all(self) -> None:
+        """Waits until every step so far is committed and its round closed."""
+        self._wait(self._none_outstanding, None, "a step")
+        self.settle(None)
+
+    def wait_briefly(self, timeout_s: float) -> None:
+        """Gives what is outstanding a last chance."""
+        with contextlib.suppress(Error):
+            self._wait(self._none_outstanding, timeout_s, "a step")
+
+    def before_read(self) -> int:
+        """Sees to it that a read may begin; returns the clock that it reads at."""
+        self._dispatcher.check()
+        if not self._joining.active:
+            self._joining.enter()
+        if self.barrier is not None:
+            self.settle(None)
+        session = self._session
+        with self._dispatcher.lock:
+            return session.clock - session.open
+
+    def _none_outstanding(self) -> bool:
+        return not self._session.outstanding
+
+    def _wait(self, condition: Callable[[], bool], timeout: float | None, what: str) -> None:
+        """Waits for something that does not come true by itself when the client ends."""
+        dispatcher = self._dispatcher
+        timeout_s = self.timeout_s if timeout is None else timeout
+        dispatcher.wait(lambda: condition() or dispatcher.error is not None, timeout_s, what)
+        dispatcher.check()
+
+    # --- taking part, and shards --------------------------------------------------------------------------------
+
+    def enter(self) -> Resume:
+        """Takes part from now on; says where this worker has started."""
+        self._dispatcher.check()
+        return self._joining.enter()
+
+    def pause(self) -> None:
+        """Holds nobody back until the next operation; all steps are committed."""
+        self._joining.pause()
+
+    def closed(self) -> int:
+        """The clock up to which every step is committed and its round closed."""
+        with self._dispatcher.lock:
+            committed = self._session.committed
+        return committed if self.barrier is None else self.barrier.closed(committed)
+
+    def attach(self, shard: tuple[int, int] | None) -> None:
+        """What the next step that begins trains: (set, number) of a shard."""
+        if shard is not None:
+            self._dispatcher.check()
+        with self._dispatcher.lock:
+            self._shard = shard
+
+    def when_used(self, used: Callable[[tuple[int, int], int], None]) -> None:
+        """`used(shard, clock)` hears of each step that begins and trains a shard."""
+        with self._dispatcher.lock:
+            self._on_used.append(used)

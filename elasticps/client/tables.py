@@ -1,53 +1,51 @@
-"""Tables and tensors as a training loop holds them."""
+"""Tables and tensors as a training loop holds them, and how they are opened."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.inputs import checked_floats, checked_keys, checked_out, checked_read
+from elasticps.client.protocol.fan_out import of_heads
 from elasticps.client.protocol.routing import PushPlan, Routes, plan_push
 from elasticps.client.pulls import DenseRead, SparseRead
 from elasticps.client.push_batch import Source
-from elasticps.client.writes import LentRows, Write
+from elasticps.client.reads import Reads
+from elasticps.client.registry import Registration, Registry
+from elasticps.client.writes import LentRows, Part, Write, check_size
 from elasticps.errors import InputError
 from elasticps.hashing import table_salt
 from elasticps.spec import TableSpec
-
-if TYPE_CHECKING:
-    from elasticps.client.client import Client
+from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, Buffer, Header, Kind, json_frame, unpack_header
+from replication.chain import Member
 
 
 class _Handle:
-    def __init__(self, client: Client, spec: TableSpec, table_id: int, own: TableSpec) -> None:
-        self._client = client
+    def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec) -> None:
+        self._reads = reads
         self.spec = spec
         self.id = table_id
+        self.name = spec.name
+        self.dim = spec.dim
         self.salt = table_salt(table_id)
         self._signed_salt = int(self.salt.view(np.int64))
         self.optimizer = own.optimizer  # the caller's own: a schedule is no part of the registered spec
 
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r} of cluster {self._client.cluster!r}>"
+        return f"<{type(self).__name__} {self.name!r} of cluster {self._reads.cluster!r}>"
 
 
 class SparseTable(_Handle):
     """int64 key -> row of `dim` floats. A key never pushed has its initial value."""
 
-    def __init__(self, client: Client, spec: TableSpec, table_id: int, own: TableSpec) -> None:
-        super().__init__(client, spec, table_id, own)
+    def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec) -> None:
+        super().__init__(reads, spec, table_id, own)
         self._grads = f"table {self.name!r}: grads"
-
-    @property
-    def dim(self) -> int:
-        return self.spec.dim
 
     def pull(self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> NDArray[np.float32]:
         """Rows of `keys`, int64 [n], as float32 [n, dim] in the order of the keys; into `out` if given.
@@ -56,32 +54,33 @@ class SparseTable(_Handle):
         are not committed yet; one's own pushes are always seen. Raises `InputError` for unusable arguments, `Timeout`
         when servers do not answer in time.
         """
-        pulled = self.pull_async(keys, out, read=read)
-        return self._client.pulled(pulled)
+        return self._reads.pulled(self.pull_async(keys, out, read=read))
 
     def pull_async(self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> SparseRead:
         """Asks for rows now; `result()` of what is returned waits for them."""
-        checked_read(f"table {self.name!r}", read)
+        checked_read(self.name, read)
         array = checked_keys(self.name, keys)
         shape = (len(array), self.dim)
         rows = np.empty(shape, np.float32) if out is None else checked_out(f"table {self.name!r}", out, shape)
         private = array if isinstance(keys, list | tuple) else array.copy()  # asked for again when servers change
-        return self._client.start_read(SparseRead(self._client, self.id, self.salt, self.name, private, rows, read))
+        return self._reads.start(
+            SparseRead(self._reads.finish, self.id, self.salt, self.name, private, rows, read == "any")
+        )
 
     def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
         """What pushing `value`, a pair (keys int64 [n], grads float32 [n, dim]), sends."""
         if not isinstance(value, tuple) or len(value) != 2:
             raise InputError(f"table {self.name!r}: push a pair (keys, grads), got {type(value).__name__}")
         keys = checked_keys(self.name, value[0])
-        grads = checked_floats(self._grads, value[1], (len(keys), self.spec.dim))
-        return Source(self.id, self._signed_salt, self.spec.dim, -1, keys, grads, step_values)
+        grads = checked_floats(self._grads, value[1], (len(keys), self.dim))
+        return Source(self.id, self._signed_salt, self.dim, -1, keys, grads, step_values)
 
 
 class DenseTensor(_Handle):
     """A float32 tensor on the servers, cut into blocks that are spread over all of them."""
 
-    def __init__(self, client: Client, spec: TableSpec, table_id: int, own: TableSpec) -> None:
-        super().__init__(client, spec, table_id, own)
+    def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec) -> None:
+        super().__init__(reads, spec, table_id, own)
         self._blocks = np.arange(spec.blocks, dtype=np.int64)
         self._size = math.prod(self.shape)
         self._grads = f"tensor {self.name!r}"
@@ -95,22 +94,21 @@ class DenseTensor(_Handle):
     def pull(self, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> NDArray[np.float32]:
         """The tensor, float32 of its shape; into `out` if given, which spares the allocation. `read` and errors as for
         `SparseTable.pull`."""
-        pulled = self.pull_async(out, read=read)
-        return self._client.pulled(pulled)
+        return self._reads.pulled(self.pull_async(out, read=read))
 
     def pull_async(self, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> DenseRead:
         """Asks for the tensor now; `result()` of what is returned waits for it."""
-        return self._client.start_read(self.prepare(out, read))
+        return self._reads.start(self.prepare(out, read))
 
     def prepare(self, out: NDArray[np.float32] | None, read: str) -> DenseRead:
         """A read that nobody has been asked for yet."""
-        checked_read(f"tensor {self.name!r}", read)
+        checked_read(self.name, read)
         if out is None:
             out = np.empty(self.shape, np.float32)
         else:
             checked_out(f"tensor {self.name!r}", out, self.shape)
         dim, blocks = self.spec.dim, self.spec.blocks
-        return DenseRead(self._client, self.id, self.salt, dim, self.name, out, blocks, read)
+        return DenseRead(self._reads.finish, self.id, self.salt, dim, self.name, out, blocks, read == "any")
 
     def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
         """What pushing `value`, a gradient float32 of the tensor's shape, sends."""
@@ -132,3 +130,69 @@ class DenseTensor(_Handle):
 
 
 Handle = SparseTable | DenseTensor
+
+
+class Tables:
+    """Opens tables and tensors; `opened` has them by name."""
+
+    def __init__(
+        self, registry: Registry, dispatcher: Dispatcher, reads: Reads, opened: dict[str, Handle], timeout_s: float
+    ) -> None:
+        self.opened = opened
+        self._registry = registry
+        self._dispatcher = dispatcher
+        self._reads = reads
+        self._timeout_s = timeout_s
+
+    def sparse(self, spec: TableSpec) -> SparseTable:
+        """Opens a sparse table, creating it if it is new."""
+        return cast(SparseTable, self._open(spec, None))
+
+    def dense(self, spec: TableSpec, values: NDArray[np.float32]) -> DenseTensor:
+        """Opens a tensor; one that is new has these values."""
+        return cast(DenseTensor, self._open(spec, values))
+
+    def _open(self, spec: TableSpec, values: NDArray[np.float32] | None) -> Handle:
+        self._dispatcher.check()
+        worker, known = self._dispatcher.worker, self.opened.get(spec.name)
+        registration = self._registry.open_table(worker.app, spec, worker.id, values is None, self._timeout_s)
+        if known is not None and known.id == registration.id:
+            return known
+        handle_type = SparseTable if values is None else DenseTensor
+        handle = handle_type(self._reads, registration.spec, registration.id, spec)
+        self._create(registration)
+        if isinstance(handle, DenseTensor):
+            self._fill(handle, registration, values)
+        with self._dispatcher.lock:
+            return self.opened.setdefault(spec.name, handle)
+
+    def _create(self, registration: Registration) -> None:
+        """Makes the table known to the heads of all ranges, which tell their successors."""
+        document = {"id": registration.id, "spec": registration.spec.to_json()}
+        frame = json_frame(Kind.CREATE, document)
+        header, body = unpack_header(frame), frame[HEADER_BYTES:]
+        what = f"creating table {registration.spec.name!r}"
+        self._dispatcher.ask_all(of_heads(header, body), self._timeout_s, what)
+
+    def _fill(self, tensor: DenseTensor, registration: Registration, values: object) -> None:
+        """Stores initial values where there are none; a no-op on a tensor that is ready."""
+        if registration.ready:
+            return
+        worker = self._dispatcher.worker
+        mine = registration.creator == worker.id
+        if not mine and self._registry.wait_ready(worker.app, tensor.name, registration.creator, self._timeout_s):
+            return
+        nothing = np.empty(0, np.float32)
+        check_size([tensor.lent(values, self._dispatcher.routes, nothing)])
+
+        def questions(routes: Routes) -> Iterator[tuple[Member, Header, list[Buffer]]]:
+            part = Part([tensor.lent(values, routes, nothing)], routes)
+            for server in routes.share_of:
+                for cut in part.whole(server, routes):
+                    flags = LAST | (ALL_RANGES if cut.ranges is None else 0)
+                    size = sum(map(len, cut.buffers))
+                    header = Header(Kind.INIT, flags, size, epoch=routes.epoch, worker=worker.id, items=cut.items)
+                    yield routes.members[server], header, cut.buffers
+
+        self._dispatcher.ask_all(questions, self._timeout_s, f"filling tensor {tensor.name!r}")
+        self._registry.mark_ready(worker.app, registration, self._timeout_s)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,10 @@ TURN_S = 0.02
 IDLE_S = 0.25
 
 
+OnFrame: TypeAlias = "Callable[[Link, Header, NDArray[np.uint8]], None]"
+Sink: TypeAlias = Callable[[Header], Sequence[memoryview] | None]
+
+
 class Link:
     """Bytes to and from one server. `send` may be called by any thread, `receive` by one at a time.
 
@@ -42,8 +47,8 @@ class Link:
         self,
         runtime: Runtime,
         server: ServerInfo,
-        on_frame: Callable[[Link, Header, NDArray[np.uint8]], None],
-        sink: Callable[[Header], Sequence[memoryview] | None],
+        on_frame: OnFrame,
+        sink: Sink,
     ) -> None:
         self._runtime = runtime
         self.server = server
@@ -87,15 +92,17 @@ class Link:
         """Whether buffers wait for room in the socket."""
         return bool(self._queue)
 
-    def send(self, buffers: Iterable[Buffer]) -> bool:
+    def send(self, buffers: Sequence[Buffer]) -> bool:
         """Sends now what the socket takes and queues the rest; True if all of it left. OSError if the link is down.
 
-        The buffers must not change until they have left.
+        The buffers, of bytes, must not change until they have left.
         """
         with self._lock:
             if self.socket is None:
                 raise ConnectionResetError(f"not connected to server {self.server.name}")
-            self._queue.extend(v for b in buffers if len(v := memoryview(b).cast("B")))
+            for buffer in buffers:
+                if len(buffer):
+                    self._queue.append(memoryview(buffer))
             return self._flush(self.socket)
 
     def flush(self) -> bool:
@@ -233,20 +240,21 @@ class Driver:
     def wait(self, done: Callable[[], bool], deadline_s: float) -> bool:
         """Reads, or waits for the thread that does, until `done()` or the monotonic deadline; returns `done()`."""
         while not done():
-            left = deadline_s - self._runtime.monotonic()
+            now = self._runtime.monotonic()
+            left = deadline_s - now
             if left <= 0 or self._closing.is_set():
                 return done()
             given = self._given
             try:
                 mine = self._role.acquire(blocking=False)
                 if mine:
-                    while (
-                        not done()
-                        and (left := deadline_s - self._runtime.monotonic()) > 0
-                        and not self._closing.is_set()
-                    ):
+                    while left > 0 and not self._closing.is_set():
                         self._poll(min(left, POLL_S))
-                    self._last_caller_s = self._runtime.monotonic()
+                        now = self._runtime.monotonic()
+                        if done():
+                            break
+                        left = deadline_s - now
+                    self._last_caller_s = now
             finally:
                 self._give_role()
             if not mine:

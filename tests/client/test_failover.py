@@ -42,7 +42,7 @@ class Cluster:
         self.a.view = self.b.view = self.before
         self.control = FakeRegistry(self.before)
         self.clients: list[eps.Client] = []
-        patch.setattr("elasticps.client.client.Registry", self.control)
+        patch.setattr("elasticps.client.opening.Registry", self.control)
 
     def connect(self, timeout: float = 10.0) -> eps.Client:
         client = eps.connect("etcd://127.0.0.1:1/fake", worker="w", timeout=timeout)
@@ -97,7 +97,7 @@ def test_every_connection_hears_the_base_before_any_push(cluster: Cluster) -> No
     ps = cluster.connect()
     for _ in range(3):
         ps.push({}).result()
-    for peer in list(ps._net._peers.values()):
+    for peer in list(ps._open.connections.peers.values()):
         assert isinstance(peer.link.socket, socket.socket)
         peer.link.socket.shutdown(socket.SHUT_RDWR)
     ps.push({}).result()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
-from types import SimpleNamespace
 from typing import Any, cast
 
-from elasticps.client.data_shards import Parts, Shards
+from coordinator.view import WorkerInfo
+from elasticps.client.data_shards import Shards
 from elasticps.client.protocol.fan_out import Answer
 from elasticps.client.runtime import Runtime
 from elasticps.sharding import ShardSpec
@@ -17,18 +16,24 @@ from elasticps.wire.frames import Header, Kind
 class Owner:
     """A client whose lease is, each time it looks, the next one of `leases`."""
 
-    app = "app"
-    timeout = 5.0
+    timeout_s = 5.0
 
     def __init__(self, *leases: int) -> None:
         self.leases = list(leases)
         self.asked = 0
+
+    barrier = None
+    runtime = Runtime()
+    worker = WorkerInfo(7, "w", 1, "app")
 
     def attach(self, shard: tuple[int, int] | None) -> None:
         """Nothing is pushed here."""
 
     def settle_all(self) -> None:
         """Nothing is outstanding."""
+
+    def closed(self) -> int:
+        return 0
 
     def registered(self) -> int:
         return self.leases.pop(0)
@@ -40,9 +45,7 @@ class Owner:
 
 
 def shards_of(owner: Owner) -> Shards:
-    session = SimpleNamespace(committed=0)
-    parts = Parts(Runtime(), cast(Any, owner), cast(Any, session), cast(Any, None), None, owner, threading.RLock())
-    return Shards(owner, parts, "train", ShardSpec(9, 1, 1, None))
+    return Shards(cast(Any, owner), cast(Any, owner), cast(Any, owner), "train", ShardSpec(9, 1, 1, None))
 
 
 def test_a_shard_is_not_trained_if_the_lease_ran_out_while_it_was_asked_for() -> None:

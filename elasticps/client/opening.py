@@ -1,0 +1,49 @@
+"""How a process becomes a worker."""
+
+from __future__ import annotations
+
+import os
+
+from elasticps.client.client import Client
+from elasticps.client.registry import Registry
+from elasticps.client.runtime import Runtime
+from elasticps.errors import ConfigError
+from elasticps.spec import ASP, BSP, SSP, Consistency
+
+
+def connect(
+    url: str | None = None,
+    *,
+    worker: str = "",
+    consistency: Consistency | None = None,
+    window: int = 4,
+    timeout: float = 30.0,
+    app: str = "default",
+) -> Client:
+    """Joins a cluster as a worker.
+
+    `url` is etcd://host:port[,host:port…]/cluster (default: the environment's ELASTICPS_URL). `worker` names this
+    process: started again under its name, it fences its older self (default: a name of its own). `window` is how
+    many steps may be outstanding before `push` waits. `timeout`, in seconds, bounds every wait that has no timeout of
+    its own. `app` names one of several applications that share the servers: each has tables, rounds, bounds on
+    staleness and shards of its own, and sees nothing of the others.
+
+        with eps.connect(url, worker="w0", app="ads") as ps:             # the classic store: push and pull
+            clicks = ps.table("clicks", dim=1, optimizer=eps.Accumulate())   # or eps.Custom, an update of your own
+            ps.push({clicks: (ids, ones)}).result()
+            clicks.pull(ids)                                               # the sum over all workers of "ads"
+
+    Raises `ConfigError` for unusable arguments and `ClusterUnreachable`, saying what was tried, within the timeout.
+    """
+    url = url or os.environ.get("ELASTICPS_URL", "")
+    if not url:
+        raise ConfigError("no cluster given: pass a URL such as etcd://127.0.0.1:2379/demo or set ELASTICPS_URL")
+    if not 1 <= window <= 1024:
+        raise ConfigError(f"window must be between 1 and 1024 steps, got {window}")
+    if not 0 < timeout < 86_400:
+        raise ConfigError(f"timeout must be between 0 and 86400 seconds, got {timeout}")
+    consistency = consistency or ASP()
+    if not isinstance(consistency, ASP | SSP | BSP):
+        raise ConfigError(f"consistency must be ASP(), SSP(staleness=k) or BSP(), got {consistency!r}")
+    name = worker or f"worker-{os.uname().nodename}-{os.getpid()}"
+    return Client(Registry.open(url, timeout, Runtime()), name, consistency, window, timeout, app)

@@ -1,0 +1,61 @@
+"""How a caller's pulls begin and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.client.dispatcher import Dispatcher
+from elasticps.client.pulls import Read
+from elasticps.errors import Timeout
+
+AnyRead = TypeVar("AnyRead", bound=Read)
+BOUND_GRACE_S = 1.0
+
+
+class Reads:
+    """Starts reads and waits for them. `prepare()` sees to whatever a read has to wait for, and gives the clock that it
+    reads at; bound: of the delay, None for none."""
+
+    def __init__(self, dispatcher: Dispatcher, prepare: Callable[[], int], bound: int | None, timeout_s: float) -> None:
+        self.cluster = dispatcher.cluster
+        self._dispatcher = dispatcher
+        self._prepare = prepare
+        self._bound = bound
+        self._timeout_s = timeout_s
+
+    def start(self, read: AnyRead) -> AnyRead:
+        """Asks for what is to be read."""
+        self.start_all([read])
+        return read
+
+    def start_all(self, reads: Sequence[Read]) -> None:
+        """Asks for what is to be read by any of them, each server once."""
+        clock = self._prepare()
+        for read in reads:
+            read.clock = clock
+        self._dispatcher.start_reads(reads, self._bound, int(self._timeout_s * 1000))
+
+    def pulled(self, read: Read) -> NDArray[np.float32]:
+        """What is pulled; if the wait ends with an exception, its memory is the caller's alone from now on."""
+        try:
+            return read.result()
+        except BaseException:
+            self._dispatcher.forget_read(read, Timeout("nobody waits for it"))
+            raise
+
+    def finish(self, read: Read, timeout: float | None) -> None:
+        """Waits until all of it has arrived."""
+        timeout = self._timeout_s if timeout is None else timeout
+        if self._bound is not None:  # the servers, who know whom it waits for, give up first
+            timeout += BOUND_GRACE_S
+        try:
+            self._dispatcher.wait(read.done, timeout, f"a pull of {read.name!r}")
+        except Timeout as error:
+            self._dispatcher.forget_read(read, error)
+            raise
+        if read.error is not None:
+            raise read.error
