@@ -12,7 +12,6 @@ two writers write the same bytes.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
 import secrets
@@ -33,11 +32,12 @@ import tenacity
 from aetcd import rpc
 from grpc.aio import EOF, AioRpcError  # type: ignore[attr-defined]  # grpc-stubs lacks EOF
 
+from coordinator import fields
 from coordinator.errors import CoordinationError, LeaseLost, StoreUnavailable
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, check_key, check_value
 from coordinator.url import ClusterUrl, TlsFiles
 
-log = logging.getLogger(__name__)
+log = fields.logger(__name__)
 
 ATTEMPT_S = 2.0  # the longest that one endpoint may take to answer before the next is asked
 _RETRY_MAX_S = 0.5
@@ -219,7 +219,7 @@ class EtcdStore:
                 async with aclosing(self._responses(member, prefix, seen)) as responses:
                     async for response in responses:
                         if out.failures:
-                            log.warning("the watch of %r goes on at %s; before, %s", prefix, member.address, out)
+                            log.warning("a watch goes on", prefix=prefix, endpoint=member.address, before=out)
                             out = _Trouble()
                         if reset := await self._gap(response, prefix, seen):
                             seen = reset.revision
@@ -230,7 +230,7 @@ class EtcdStore:
                             yield self._change(event)
             except (AioRpcError, _TryNext, StoreUnavailable) as error:
                 if not out.failures:
-                    log.warning("the watch of %r at %s is broken: %s", prefix, member.address, _why(error))
+                    log.warning("a watch is broken", prefix=prefix, endpoint=member.address, error=_why(error))
                     out.began = time.monotonic()
                 out.failures[member.address] = _why(error)
                 out.attempts += 1

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import logging
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from coordinator import fields
 from coordinator.errors import Fenced, LeaseLost, StoreUnavailable
 from coordinator.grace import Grace
 from coordinator.health import Dial
@@ -34,7 +34,7 @@ from coordinator.store import Guard, Listing, Put, Store
 from coordinator.view import View, WorkerInfo
 from coordinator.world import ELECTION, News, World
 
-log = logging.getLogger(__name__)
+log = fields.logger(__name__)
 
 __all__ = ["ELECTION", "run_coordinator"]
 
@@ -68,15 +68,15 @@ async def _serve(store: Store, name: str, ttl_s: float, settle_s: float, dial: D
         try:
             lease, guard = await _campaign(store, name, ttl_s)
             try:
-                log.info("%s leads cluster %s", name, store.cluster)
+                log.info("leads cluster", leader=name)
                 term = _Term(store, guard, settle_s, dial)
                 await _first_of(_keep_office(store, lease, ttl_s, term.answered), term.lead())
             finally:
                 await farewell(store, lease)
         except Fenced as error:
-            log.warning("%s steps down: %s", name, error)
+            log.warning("steps down", leader=name, error=error)
         except StoreUnavailable as error:
-            log.warning("%s waits for the store: %s", name, error)
+            log.warning("waits for the store", leader=name, error=error)
             await asyncio.sleep(_RETRY_S)
 
 
@@ -111,7 +111,7 @@ async def _keep_office(store: Store, lease: int, ttl_s: float, answered: Callabl
         except LeaseLost as error:
             raise Fenced(f"the office ran out: {error}") from error
         except StoreUnavailable as error:
-            log.warning("the office cannot be renewed, trying on: %s", error)
+            log.warning("the office cannot be renewed, trying on", error=error)
 
 
 class _Alarm:
@@ -180,7 +180,7 @@ class _Term:
             try:
                 await self._lead_from(await self._store.list(""))
             except StoreUnavailable as error:
-                log.warning("the store is out; the view stands as it is: %s", error)
+                log.warning("the store is out; the view stands as it is", error=error)
                 if not error.indefinite:
                     await asyncio.sleep(_RETRY_S)
 
@@ -250,7 +250,7 @@ class _Term:
         if done:
             world.roster = decision.roster
             world.signed_off &= {worker.name for worker in decision.roster.workers}
-            log.info("roster version=%d reason=%s", decision.roster.version, decision.reason)
+            log.info("roster", version=decision.roster.version, reason=decision.reason)
         return done
 
     def _present(self, world: World) -> list[WorkerInfo]:
@@ -316,15 +316,19 @@ class _Term:
             gone = {} if self._lines is None else self._lines.gone()
             since = min((now - gone[m].at for m in decision.lost if m in gone), default=since)
             log.warning(
-                "failover epoch=%d gone=%s detected=%.3f written=%.3f reason=%s",
-                *(decision.view.epoch, ",".join(map(str, decision.lost)), wall - since, wall, decision.reason),
+                "failover",
+                epoch=decision.view.epoch,
+                gone=",".join(map(str, decision.lost)),
+                detected=round(wall - since, 3),
+                written=round(wall, 3),
+                reason=decision.reason,
             )
-        log.info("view epoch=%d after_ms=%.1f reason=%s", decision.view.epoch, since * 1e3, decision.reason)
+        log.info("view", epoch=decision.view.epoch, after_ms=round(since * 1e3, 1), reason=decision.reason)
 
     def _say(self, reason: str) -> None:
         """Logs why nothing is written, when the reason changes."""
         if reason and reason != self._said:
-            log.warning("cluster %s: %s", self._store.cluster, reason)
+            log.warning("no view is written", reason=reason)
         self._said = reason
 
 

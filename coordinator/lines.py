@@ -8,17 +8,17 @@ cut come seconds after it is whole again, a new connection at once.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from coordinator import fields
 from coordinator.health import TICK_S, Detector, Dial, Gone, Line, Load, Report
 from coordinator.planner import Health
 from coordinator.view import ServerInfo, View
 from replication.chain import Member
 
-log = logging.getLogger(__name__)
+log = fields.logger(__name__)
 
 _SECOND_TRY_S = 0.003  # between the two refusals that mean death
 _RETRY_S = 0.25  # between attempts to reach one that is dead
@@ -137,11 +137,11 @@ class Lines:
                 if refusals > 1:
                     self._refused(member, "connection refused")
             except (TimeoutError, OSError) as error:
-                log.debug("the line to %s: %s", member, error)
+                log.debug("a line ended", member=member, error=error)
                 failures = 0 if _now() - began > _LASTING_S else failures + 1
                 pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10)) if failures else 0.0
             except Exception:  # a server that talks nonsense is as good as silent; the others are still heard
-                log.exception("the line to %s failed", member)
+                log.exception("a line failed", member=member)
                 pause = _RETRY_S
             await asyncio.sleep(pause)
 
@@ -188,7 +188,7 @@ class Lines:
         new = gone.keys() - before.keys()
         self._on_change(bool(new))
         for member in sorted(new):
-            log.warning("%s is taken to be gone: %s", member, gone[member].why)
+            log.warning("taken to be gone", member=member, reason=gone[member].why)
 
 
 def _now() -> float:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Callable
 from contextlib import aclosing, suppress
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
+from coordinator import fields
 from coordinator.errors import Fenced, LeaseLost, StoreUnavailable, UnknownServer
 from coordinator.names import check_name
 from coordinator.store import Entry, Put, Reset, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 
-log = logging.getLogger(__name__)
+log = fields.logger(__name__)
 
 CONFIG, VIEW, ROSTER = "config", "view", "roster"
 SERVERS, WORKERS = "servers/", "workers/"
@@ -202,16 +202,16 @@ class Session(Generic[Info]):
                 await self._renew_once()
             except StoreUnavailable as error:
                 if not out:
-                    log.warning("%s cannot be renewed, trying on: %s", self._key, error)
+                    log.warning("cannot be renewed, trying on", key=self._key, error=error)
                 out = True
             except Exception as error:  # a member must not go on believing that it is registered when it is not
                 if not isinstance(error, Fenced):
-                    log.exception("renewing %s failed", self._key)
+                    log.exception("renewing failed", key=self._key)
                 self._on_lost(str(error) or repr(error))
                 return
             else:
                 if out:
-                    log.warning("%s is renewed again", self._key)
+                    log.warning("renewed again", key=self._key)
                 out = False
 
     async def _renew_once(self) -> None:
@@ -219,9 +219,7 @@ class Session(Generic[Info]):
         try:
             left = await self._store.keep_alive(self.lease)
         except LeaseLost:
-            log.warning(
-                "the lease of %s ran out; registering again as incarnation %d", self._key, self.info.incarnation
-            )
+            log.warning("the lease ran out; registering again", key=self._key, incarnation=self.info.incarnation)
             await self._take()
             return
         await self._check_newest()
@@ -341,7 +339,7 @@ class ViewFollower:
                     try:
                         adopt(entry.value)
                     except ValueError:  # one bad value must not end the following
-                        log.exception("the %s at revision %d was not adopted", key, entry.revision)
+                        log.exception("not adopted", key=key, revision=entry.revision)
                 async with self._changed:
                     self._changed.notify_all()
 

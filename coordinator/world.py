@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import aclosing
 from enum import Enum
 from typing import TypeVar
 
+from coordinator import fields
 from coordinator.errors import Fenced
 from coordinator.membership import CONFIG, DRAINS, ROSTER, SERVERS, SIGNED_OFF, VIEW, WORKERS, drained_incarnation
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from replication.chain import Member
 
-log = logging.getLogger(__name__)
+log = fields.logger(__name__)
 
 ELECTION = "election"
 
@@ -130,7 +130,7 @@ class World:
         try:
             member = Member(entry.key.removeprefix(DRAINS), drained_incarnation(entry.value))
         except ValueError:
-            log.exception("the entry under %s is ignored", entry.key)
+            log.exception("an entry is ignored", key=entry.key)
             self.drains.pop(entry.key, None)
         else:
             self.drains[entry.key] = member, entry.revision
@@ -159,7 +159,7 @@ def _register(members: dict[str, _Info], key: str, parse: Callable[[], _Info]) -
         if not key.endswith("/" + info.name):
             raise ValueError(f"it is named {info.name}")
     except ValueError:
-        log.exception("the entry under %s is ignored", key)
+        log.exception("an entry is ignored", key=key)
         members.pop(key, None)
     else:
         members[key] = info

@@ -1,14 +1,15 @@
-"""How the processes of elasticps log: one line of key=value pairs per event, on standard error.
+"""How the processes of elasticps log: one line per event on standard error, as key=value pairs or as one JSON object.
 
-    log = logging.getLogger(__name__)
-    log.info("view adopted", extra={"epoch": 7, "reason": reason})
+    log = fields.logger(__name__)
+    log.info("view adopted", epoch=7, reason=reason)
 
 gives
 
     ts=2026-03-01T12:00:00.125Z level=info process=s0 logger=elasticps.server event="view adopted" epoch=7 reason="…"
 
-or, in the format `json`, the same as one JSON object. What every line of a process says beside its event (its cluster
-and name, a server's incarnation and epoch) comes before the logger's name.
+or, in the format `json`, the same with numbers as numbers. What every line of a process says beside its event (its
+cluster and name, a server's incarnation and epoch) comes before the logger's name. Lines of other packages, which log
+through the standard library, look the same.
 """
 
 from __future__ import annotations
@@ -16,68 +17,27 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+import structlog
+from structlog.typing import EventDict, WrappedLogger
+
+from coordinator import fields
 from elasticps.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
+
 FORMATS = ("logfmt", "json")
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
-_NEEDS_QUOTES = frozenset(' ="\\')
-
-
-class KeyValueFormatter(logging.Formatter):
-    """Formats a record as key=value pairs; `context` comes in every line, `extra` of the call after it.
-
-    Values of `context` that can be called are, for each line.
-    """
-
-    def __init__(self, context: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.context = dict(context)
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        return " ".join(f"{key}={_value(value)}" for key, value in self.pairs(record).items())
-
-    def pairs(self, record: logging.LogRecord) -> dict[str, Any]:
-        """What the line says."""
-        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        pairs: dict[str, Any] = {
-            "ts": when.replace("+00:00", "Z"),
-            "level": record.levelname.lower(),
-            **{key: value() if callable(value) else value for key, value in self.context.items()},
-            "logger": record.name,
-            "event": record.getMessage(),
-            **{key: value for key, value in vars(record).items() if key not in _STANDARD},
-        }
-        if record.exc_info:
-            pairs["error"] = self.formatException(record.exc_info)
-        return pairs
-
-
-class JsonFormatter(KeyValueFormatter):
-    """Formats a record as one JSON object; what JSON has no word for becomes text."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        return json.dumps(self.pairs(record), ensure_ascii=False, separators=(",", ":"), default=str)
-
-
-def _value(value: Any) -> str:
-    text = value if isinstance(value, str) else str(value)
-    if text.isprintable() and text and _NEEDS_QUOTES.isdisjoint(text):
-        return text
-    return json.dumps(text, ensure_ascii=False)  # also keeps a line break inside a value from starting a new line
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", fields.FIELDS}
 
 
 def bind(**context: Any) -> None:
     """Adds to what every further line says; a value that can be called is called for each. No-op before `configure`."""
     for handler in logging.getLogger().handlers:
-        if isinstance(handler.formatter, KeyValueFormatter):
+        if isinstance(handler.formatter, _Formatter):
             handler.formatter.context.update(context)
 
 
@@ -91,10 +51,44 @@ def configure(level: str = "info", stream: TextIO | None = None, *, log_format: 
     if level not in LEVELS:
         raise ConfigError(f"{level!r} is no log level; there are {', '.join(LEVELS)}")
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter((JsonFormatter if log_format == "json" else KeyValueFormatter)(context))
+    handler.setFormatter(_Formatter(_json if log_format == "json" else _logfmt, context))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     for chatty in ("numba", "asyncio", "grpc", "aetcd"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
     logging.captureWarnings(True)
+
+
+class _Formatter(structlog.stdlib.ProcessorFormatter):
+    """Also for lines of the standard library's logging; `context` comes in every line, what it says itself after it."""
+
+    def __init__(self, render: Callable[[WrappedLogger, str, EventDict], str], context: dict[str, Any]) -> None:
+        super().__init__(processors=[self._arrange, render])
+        self.context = context
+
+    def _arrange(self, _: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        record: logging.LogRecord = event["_record"]
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        said = getattr(record, fields.FIELDS, None)
+        if said is None:
+            said = {"event": event["event"]} | {k: v for k, v in vars(record).items() if k not in _STANDARD}
+        arranged = {
+            "ts": when.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            **{key: value() if callable(value) else value for key, value in self.context.items()},
+            "logger": record.name,
+            **said,
+        }
+        if event.get("exc_info"):
+            arranged["error"] = self.formatException(event["exc_info"])
+        return arranged
+
+
+def _logfmt(_: WrappedLogger, method: str, event: EventDict) -> str:
+    return " ".join(fields.pair(key, value) for key, value in event.items())
+
+
+def _json(_: WrappedLogger, method: str, event: EventDict) -> str:
+    values = {key: fields.plain(value) for key, value in event.items()}
+    return fields.safe(json.dumps(values, ensure_ascii=False, separators=(",", ":")))

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from coordinator import fields
 from elasticps.cli.local import find, processes
 from elasticps.cli.options import Name, Url
 from elasticps.errors import ConfigError
@@ -88,4 +89,4 @@ class _Log:
         for line in whole.decode(errors="replace").split("\n")[:-1]:
             found = _WHEN.search(line)
             self._when = found[1] if found else self._when
-            yield self._when, "".join(c if c.isprintable() or c == "\t" else "�" for c in line)
+            yield self._when, fields.safe(line)

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from coordinator import fields
 from coordinator.errors import CoordinationError, StoreUnavailable, UnknownServer
 from elasticps.errors import ClusterUnreachable, ConfigError, Error, Timeout
 
@@ -62,10 +63,15 @@ def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
         except KeyboardInterrupt:
             raise typer.Exit(ExitCode.INTERRUPTED) from None
         except (Error, CoordinationError) as error:
-            err.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+            err.print(Text.assemble(("error: ", "bold red"), _visible(str(error))), soft_wrap=True)
             raise typer.Exit(_code(error)) from None
 
     return run
+
+
+def _visible(text: str) -> str:
+    """Several lines as they are; else what cannot be seen escaped, as names and reasons may be a peer's."""
+    return "\n".join(fields.safe(line) for line in text.split("\n"))
 
 
 def _code(error: Exception) -> ExitCode:

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from datetime import datetime
 
-_FAILOVER = re.compile(r"failover epoch=(\d+) gone=(\S+) detected=([\d.]+) written=([\d.]+)")
-_ADOPTED = re.compile(r"ts=(\S+) .*adopted epoch=(\d+) ")
+_FAILOVER = re.compile(r"event=failover epoch=(\d+) gone=(\S+) detected=([\d.]+) written=([\d.]+)")
+_ADOPTED = re.compile(r"ts=(\S+) .*\bepoch=(\d+) .*event=adopted ")
 
 
 @dataclass(frozen=True)

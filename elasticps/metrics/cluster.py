@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Set
@@ -18,6 +17,7 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from coordinator import fields
 from coordinator.errors import StoreUnavailable
 from coordinator.leader import ELECTION
 from coordinator.membership import DRAINS, ROSTER, SERVERS, VIEW, drained_incarnation
@@ -26,7 +26,7 @@ from coordinator.view import Roster, ServerInfo, View
 from elasticps.metrics.exposition import Scrape
 from replication.chain import Member
 
-log = logging.getLogger(__name__)
+log = fields.logger(__name__)
 
 PROBE_S = 5.0
 RETRY_S = 0.5
@@ -112,7 +112,7 @@ class ClusterMetrics(Collector):
             elif key.startswith(DRAINS):
                 self._drains[key.removeprefix(DRAINS)] = drained_incarnation(entry.value)
         except (ValueError, KeyError, TypeError):
-            log.warning("the entry under %s makes no sense and is left out of the metrics", key)
+            log.warning("an entry makes no sense and is left out of the metrics", key=key)
 
     def _delete(self, change: Delete) -> None:
         if change.key == ELECTION:

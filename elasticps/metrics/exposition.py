@@ -8,7 +8,6 @@ loop still turns, which is what a liveness probe of a coordinator asks `/healthz
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -17,9 +16,10 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from coordinator import fields
 from elasticps.errors import ConfigError
 
-log = logging.getLogger(__name__)
+log = fields.logger(__name__)
 
 MAX_HEAD_BYTES = 8 << 10
 MAX_SCRAPES_AT_ONCE = 16

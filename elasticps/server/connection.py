@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator import fields
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
 from elasticps.server.linger import Linger
@@ -28,7 +28,7 @@ from elasticps.wire.frames import (
 )
 from replication.chain import Member
 
-log = logging.getLogger(__name__)
+log = fields.logger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
 STALLED_TIMEOUT_S = 60.0  # a peer that reads nothing for so long, while answers wait for it, is cut off
@@ -255,12 +255,12 @@ class Connection(asyncio.BufferedProtocol):
         if self.transport.is_closing() or sock is None or self.transport.is_reading():
             return
         if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _ENDED:
-            log.info("peer=%s worker=%s has gone", self.peer, self.worker_name)
+            log.info("worker gone", peer=self.peer, worker=self.worker_name)
             self.transport.abort()
 
     def refuse(self, error: FrameError) -> None:
         """Tells the peer why and closes: a stream that is wrong once cannot be trusted again."""
-        log.warning("refused peer=%s worker=%s reason=%r", self.peer, self.worker_name, str(error))
+        log.warning("refused", peer=self.peer, worker=self.worker_name, reason=error)
         code = "version" if isinstance(error, VersionError) else "malformed"
         if not self.transport.is_closing():
             self.transport.write(json_frame(Kind.ERROR, {"code": code, "message": str(error)}))
@@ -327,8 +327,7 @@ class Connection(asyncio.BufferedProtocol):
             self.refuse(FrameError(f"no hello within {HELLO_TIMEOUT_S:.0f} s"))
 
     def _stalled(self) -> None:
-        log.warning("cut off peer=%s worker=%s reason='read nothing for %.0f s'", self.peer, self.worker_name,
-                    STALLED_TIMEOUT_S)  # fmt: skip
+        log.warning("cut off", peer=self.peer, worker=self.worker_name, read_nothing_s=STALLED_TIMEOUT_S)
         self.transport.abort()
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 
-log = logging.getLogger(__name__)
+from coordinator import fields
+
+log = fields.logger(__name__)
 
 EXIT_FATAL = 70
 
 
 def end(who: object, error: Exception) -> None:
     """Ends the process at once because of an error: a replica never goes on differing."""
-    log.critical("member=%s ends: it can no longer vouch for its copy", who, exc_info=error)
+    log.critical("ends: it can no longer vouch for its copy", member=who, exc_info=error)
     sys.stderr.flush()
     os._exit(EXIT_FATAL)

@@ -7,12 +7,12 @@ Knows no signals and opens no socket, so that the simulator runs exactly this.
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
+from coordinator import fields
 from coordinator.errors import CoordinationError, StoreUnavailable
 from coordinator.membership import (
     ROSTER,
@@ -32,7 +32,7 @@ from elasticps.server.protocol.headroom import NO_LIMIT, Memory
 from elasticps.server.replica_links import BEAT_S
 from elasticps.server.server import Server
 
-log = logging.getLogger(__name__)
+log = fields.logger(__name__)
 
 REPORT_S = 0.1
 REGISTER_AGAIN_S = 0.2
@@ -108,7 +108,7 @@ async def live(
         except StoreUnavailable as error:  # only before it serves: from then on it does without the store
             if not served and loop.time() > registered_by:
                 raise
-            log.warning("name=%s cannot register, trying on: %s", me.name, error)
+            log.warning("cannot register, trying on", error=error)
             await asyncio.wait((stop, leave), timeout=REGISTER_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
             if leave.done():
                 resolve(stop, "SIGTERM, before it was registered")
@@ -138,7 +138,7 @@ async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[S
 
 async def _drain(store: Store, server: Server, stop: asyncio.Future[str], timeout_s: float) -> None:
     """Asks the leader to move everything off this server, and waits until it has, or for `stop`, or too long."""
-    log.info("draining name=%s ranges_held=%d timeout_s=%g", server.me.name, server.status()["ranges_held"], timeout_s)
+    log.info("draining", ranges_held=server.status()["ranges_held"], timeout_s=timeout_s)
     if not server.listed:
         resolve(stop, "SIGTERM, before any view knew it")
         return
@@ -146,19 +146,19 @@ async def _drain(store: Store, server: Server, stop: asyncio.Future[str], timeou
         if timeout_s > 0:
             await request_drain(store, server.me.name)
     except CoordinationError as error:
-        log.warning("name=%s cannot ask to be drained: %s", server.me.name, error)
+        log.warning("cannot ask to be drained", error=error)
         timeout_s = 0.0
     loop = asyncio.get_running_loop()
     until = loop.time() + timeout_s
     while not (stop.done() or server.removed.done()) and (left := until - loop.time()) > 0:
         if await _nobody_else(store, server):
-            log.warning("name=%s ends at once: no server is there that could take what it holds", server.me.name)
+            log.warning("ends at once: no server is there that could take what it holds")
             break
         wait_s = min(left, OTHERS_LOOK_S)
         await asyncio.wait((stop, server.removed), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
     if not server.removed.done():
         held = server.status()["ranges_held"]
-        log.warning("name=%s ends with %d ranges still held: what has no other replica is lost", server.me.name, held)
+        log.warning("ends with ranges still held: what has no other replica is lost", ranges_held=held)
         resolve(stop, "SIGTERM")
 
 

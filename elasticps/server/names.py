@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextlib import suppress
 
+from coordinator import fields
 from coordinator.connect import insist
 from coordinator.membership import SERVERS
 from coordinator.store import Store
@@ -13,7 +13,7 @@ from coordinator.view import ServerInfo
 from elasticps.admin import fetch_status
 from elasticps.errors import ClusterUnreachable, ConfigError
 
-log = logging.getLogger(__name__)
+log = fields.logger(__name__)
 
 _LEASE_S = 6.0  # by then the lease of one that has died has run out
 _LOOK_S = 0.2
@@ -39,7 +39,7 @@ async def wait_for_name(store: Store, name: str, address: str, timeout_s: float)
                 "--name, or end that one first, or give --take-over to put this one in its place"
             )
         if not told:
-            log.warning("name=%s waiting until the lease of the one at %s has ended", name, other.address)
+            log.warning("waiting until the lease of whoever had this name has ended", address=other.address)
             told = True
         await asyncio.sleep(_LOOK_S)
 

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import importlib
 import json
-import logging
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
+from coordinator import fields
 from coordinator.connect import insist, open_store
 from coordinator.store import Store
 from coordinator.url import parse
@@ -30,7 +30,7 @@ from elasticps.server.names import wait_for_name
 from elasticps.server.protocol.headroom import Memory
 from elasticps.server.server import Server
 
-log = logging.getLogger(__name__)
+log = fields.logger(__name__)
 
 STORE_TIMEOUT_S = 10.0
 DRAIN_TIMEOUT_S = 60.0
@@ -120,7 +120,7 @@ async def serve(
         around = Surroundings(store, config, sock, build, show)
         me = Identity(name, address, admin_address, zone, weight)
         await live(around, me, stop, leave, wait_s=max(wait_s, STORE_TIMEOUT_S), drain_timeout_s=drain_timeout_s)
-        log.info("stopping name=%s reason=%r", name, stop.result())
+        log.info("stopping", reason=stop.result())
 
 
 def warm() -> None:
@@ -133,7 +133,7 @@ def _say_ready(me: ServerInfo) -> None:
     ready = {"ready": True, "name": me.name, "address": me.address, "admin": me.admin, "incarnation": me.incarnation}
     sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
-    log.info("ready name=%s incarnation=%d address=%s", me.name, me.incarnation, me.address)
+    log.info("ready", name=me.name, address=me.address)
 
 
 async def _find_cluster(url: str, wait_s: float, stack: AsyncExitStack) -> tuple[Store, ClusterConfig]:
@@ -154,7 +154,7 @@ def load_plugin(name: str) -> None:
     try:
         importlib.import_module(name)
     except Exception as error:
-        log.debug("plug-in %s", name, exc_info=True)
+        log.debug("a plug-in fails", plugin=name, exc_info=True)
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             text = f"no module is called so, on PYTHONPATH, in {os.getcwd()} or among the installed packages"
         else:

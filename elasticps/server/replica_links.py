@@ -6,16 +6,16 @@ The dialler numbers its links, and the higher number is the link that counts: wh
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from coordinator import fields
 from coordinator.view import ServerInfo, View
 from elasticps.server.connection import Connection
 from elasticps.wire.frames import Header, Kind, json_frame
 from replication.chain import Member, place
 
-log = logging.getLogger(__name__)
+log = fields.logger(__name__)
 
 RETRY_FIRST_S = 0.005
 RETRY_MOST_S = 0.2
@@ -104,7 +104,7 @@ class ReplicaLinks:
         self.broadcast(Header(Kind.GET_VIEW, epoch=self._epoch).pack())
         for member, connection in list(self._links.items()):
             if now - connection.heard_s > SILENCE_S:
-                log.warning("peer=%s silent for %.1f s: link dropped", member, now - connection.heard_s)
+                log.warning("link dropped", peer=member, silent_s=round(now - connection.heard_s, 1))
                 self._drop(member)
                 self._missing[member] = connection.heard_s
                 self._dial(member, 0.0)

@@ -7,7 +7,6 @@ lock, and no other frame can come in between.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator import fields
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.admin.subject import MarkedRange
 from elasticps.memory import fill_mark
@@ -54,7 +54,7 @@ from replication.core import NO_RANGES
 from replication.effects import CaughtUp, Push, Status
 from replication.messages import Message, OperationKind
 
-log = logging.getLogger(__name__)
+log = fields.logger(__name__)
 
 MAX_CONNECTIONS = 4096
 HOLD_TIMEOUT_S = 10.0
@@ -200,7 +200,7 @@ class Server:
             self.peers.arrived(connection)
             return
         if header.kind == Kind.ERROR and connection.member is not None:
-            log.warning("peer=%s refused our link: %s", connection.member, json_body(body.data).get("message"))
+            log.warning("our link is refused", peer=connection.member, message=json_body(body.data).get("message"))
             connection.transport.abort()
             return
         if header.kind != Kind.HELLO:
@@ -291,7 +291,7 @@ class Server:
         before, self.view, self.epoch = self.view, view, view.epoch
         self._herald.adopt(view)
         if me < 0 and self.listed:
-            log.warning("left out of epoch=%d reason=%r", view.epoch, view.reason)
+            log.warning("left out", epoch=view.epoch, reason=view.reason)
             self.listed = False
             self.removed.set_result(None)
             return
@@ -301,7 +301,7 @@ class Server:
         self.peers.adopt(view)
         self.headroom.adopt(view, self.member)
         self.executor.perform(self.replica.adopt, view.as_chains)
-        log.info("adopted epoch=%d headed=%d reason=%r", view.epoch, len(self.headed), view.reason)
+        log.info("adopted", epoch=view.epoch, headed=len(self.headed), reason=view.reason)
         if len(np.setdiff1d(self.headed, headed)) or len(np.setdiff1d(self.delay.tailed, tailed)):
             # nobody else can tell them as early as who has ranges now
             self._herald.tell_all(connection for connection in self._connections if connection.worker)
@@ -451,7 +451,7 @@ class Server:
         self._snapshots.next(r, serial)
 
     def report_level(self, level: CaughtUp) -> None:
-        log.debug("level range=%d fill=%d joiner=%s", level.range, level.fill, level.joiner)
+        log.debug("level", range=level.range, fill=level.fill, joiner=level.joiner)
         self._loop.call_soon(self.tell_leaders)
 
     def _cut(self, r: int, serial: int, upto: int, last: bool, content: ChunkContent) -> None:
@@ -502,14 +502,14 @@ class Server:
         return self.fast.told()
 
     def peer_up(self, member: Member) -> None:
-        log.info("peer=%s up", member)
+        log.info("peer up", peer=member)
         connection = self.peers.link(member)
         if connection is not None:
             connection.is_peer()
         self.executor.perform(self.replica.peer_up, member)
 
     def peer_down(self, member: Member) -> None:
-        log.info("peer=%s down", member)
+        log.info("peer down", peer=member)
         self.executor.perform(self.replica.peer_down, member)
 
     def _message(self, connection: Connection, header: Header, body: Body) -> None:

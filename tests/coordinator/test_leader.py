@@ -251,8 +251,8 @@ async def test_entries_that_make_no_sense_are_ignored(caplog: pytest.LogCaptureF
     async with coordinator(memory), following(memory) as follower, servers(memory, "a"):
         view = await follower.wait_for(lambda view: True, 20)
         assert [server.name for server in view.servers] == ["a"]
-    assert "servers/bad is ignored" in caplog.text
-    assert "workers/worse is ignored" in caplog.text
+    assert "an entry is ignored key=servers/bad" in caplog.text
+    assert "an entry is ignored key=workers/worse" in caplog.text
 
 
 async def test_the_reason_for_waiting_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -212,7 +212,7 @@ def test_the_containers_make_a_cluster_that_trains(pods: Pods) -> None:
     assert server.popen.wait(90) == 0
     lines = [json.loads(line) for line in server.log.read_text().splitlines()]
     assert {"cluster", "process", "incarnation", "epoch", "event", "level", "ts"} <= lines[-1].keys()
-    assert any("drained" in line["event"] for line in lines)
+    assert any((line["event"], line.get("reason")) == ("stopping", "drained") for line in lines)
     found = scrape(pods.ports["elasticps-coordinator-0"]["metrics"])
     assert found["elasticps_cluster_short_ranges"] == {(): 0}
     assert found["elasticps_cluster_failovers_total"] == {(): 0}
