@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.server.protocol.barrier_state import RangeRounds
-from elasticps.server.protocol.data_shards_state import Mark, RangeShards
+from elasticps.server.protocol.data_shards_state import RangeShards, ShardMark
 from elasticps.wire.frames import Block
 from replication.chain import Ranges
 from replication.messages import OperationKind
@@ -52,7 +52,7 @@ class Content:
     """
 
     def __init__(
-        self, updates: dict[int, list[Update]], round: int = 0, rate: int = 0, mark: Mark | None = None
+        self, updates: dict[int, list[Update]], round: int = 0, rate: int = 0, mark: ShardMark | None = None
     ) -> None:
         self.updates = updates
         self.round = round

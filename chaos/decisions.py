@@ -14,7 +14,7 @@ from chaos.frames import Shown
 from chaos.sim.violation import Violation
 from elasticps.hashing import group_range
 from elasticps.server.protocol.barrier_state import BarrierGroup
-from elasticps.server.protocol.data_shards_state import Take
+from elasticps.server.protocol.data_shards_state import Claim
 from elasticps.server.protocol.operations import RoundStep
 from replication.messages import OperationKind
 
@@ -30,11 +30,11 @@ class DecisionChecks:
     def __init__(self, checks: Checks) -> None:
         self.made: dict[int, tuple[int, ...]] = {}
         self._checks = checks
-        self._payloads: list[RoundStep | Take] = []
+        self._payloads: list[RoundStep | Claim] = []
         self._numbers: dict[int, int] = {}
         self._means: dict[tuple[int, int], Means] = {}
 
-    def number(self, payload: RoundStep | Take) -> int:
+    def number(self, payload: RoundStep | Claim) -> int:
         """An operation's number: equal contents are different operations."""
         number = self._numbers.get(id(payload))
         if number is None:
@@ -42,7 +42,7 @@ class DecisionChecks:
             self._payloads.append(payload)  # which keeps its id from being used again
         return number
 
-    def payload(self, done: Done) -> RoundStep | Take:
+    def payload(self, done: Done) -> RoundStep | Claim:
         """The operation that observers call so."""
         return self._payloads[done[1]]
 

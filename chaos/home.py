@@ -4,7 +4,7 @@ of sockets. Pure."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -12,9 +12,10 @@ from chaos.control import CLUSTER
 from chaos.frames import AnswerFrame, ViewFrame
 from chaos.network import Link
 from coordinator.view import WorkerInfo
+from elasticps.server.protocol.asker import Body
 from elasticps.server.protocol.barrier import BarrierCoordinator
 from elasticps.server.protocol.data_shards import ShardDispenser
-from elasticps.server.protocol.group_log import Body
+from elasticps.server.protocol.group_log import GroupLog
 from elasticps.server.protocol.replies import RequestTicket
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame, unpack_header
@@ -70,10 +71,12 @@ class Home:
         self.workers: dict[int, WorkerInfo] = {}
         self._callers: dict[Link, Caller] = {}
         self._early: list[tuple[Caller, Header, Body]] = []
-        self._decider = BarrierCoordinator[Caller](self, self, lambda: server.loop.now)
-        self._handlers: dict[int, Callable[[Caller, Header, Body], None]] = {
+        all_of_it = cast(Any, self)
+        log = GroupLog(all_of_it, all_of_it, all_of_it, self.replica, self.rounds, self.shards, self.perform)
+        self._decider = BarrierCoordinator(log, lambda: server.loop.now)
+        self._handlers: dict[int, Callable[[Any, Header, Body], None]] = {
             **self._decider.handlers,
-            **ShardDispenser[Caller](self, self).handlers,
+            **ShardDispenser(log).handlers,
             Kind.GET_CLOCKS: self._ask,
             Kind.JOIN: self._join,
         }
@@ -104,16 +107,14 @@ class Home:
         """Of the roster that is followed."""
         return self.server.roster
 
-    def need_roster(self, version: int) -> None:
+    def need_roster(self) -> None:
         """Gets a newer roster."""
         self.server.world.fetch_roster(self.server)
 
-    def tell_view(self, connection: Caller) -> None:
-        """Sends the view."""
-        connection.tell_view()
-
     def refuse(self, connection: Caller, request: int, refusal: RequestError) -> None:
         """Tells why a request was not done."""
+        if refusal.document["code"] == "stale-view":
+            connection.tell_view()
         connection.send(json_frame(Kind.ERROR, refusal.document, request=request, epoch=self.epoch))
 
     def perform(self, event: Callable[..., Effects], *arguments: Any) -> None:
@@ -160,7 +161,7 @@ class Home:
                 self.perform(self.replica.forget, ticket)
 
     def _ask(self, caller: Caller, header: Header, body: Body) -> None:
-        ticket = RequestTicket(caller, header.request)
+        ticket = RequestTicket(cast(Any, caller), header.request)
         self.perform(self.replica.ask, Ask(ticket, header.worker, header.epoch))
 
     def _join(self, caller: Caller, header: Header, body: Body) -> None:

@@ -21,7 +21,7 @@ from elasticps.client.protocol.join import Past, Starting, first_past, past_agai
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.protocol.session import Session
 from elasticps.errors import ServerError, Timeout
-from elasticps.server.protocol.data_shards_state import Mark
+from elasticps.server.protocol.data_shards_state import ShardMark
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Kind, unpack_header
 from replication.chain import Member
 
@@ -43,7 +43,7 @@ class Training:
     def __init__(self, trainer: Trainer, session: Session) -> None:
         self.trainer = trainer
         self.finished = False
-        self.next_mark: Mark | None = None
+        self.next_mark: ShardMark | None = None
         plan = trainer.world.plan
         app = CLUSTER if plan.rounds else ""
         self._world = trainer.world
@@ -234,7 +234,7 @@ class Training:
                     taking.queue.clear()
             shard = taking.hand_over()
             checks.on_handed(trainer, shard)
-            self.next_mark = Mark(taking.number, shard)
+            self.next_mark = ShardMark(taking.number, shard)
             if self._rng.random() < 0.05:  # the program has no use for it
                 checks.on_passed_over(shard)
                 continue

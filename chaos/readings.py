@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from chaos.frames import Shown
 from chaos.sim.violation import Violation
 from chaos.taking_part import PartChecks
-from elasticps.wire.frames import Header
+from elasticps.wire.headers import PullHeader
 from replication.chain import Role
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ class ReadChecks:
         """What a pull that begins now must show at least: range -> seq."""
         return {r: self._seen.get((worker, r), 0) for r in ranges}
 
-    def on_gather(self, server: Server, worker: int, header: Header, shown: tuple[Shown, ...]) -> None:
+    def on_gather(self, server: Server, worker: int, header: PullHeader, shown: tuple[Shown, ...]) -> None:
         """A server is about to answer a pull."""
         clock = header.clock
-        if header.bound:
-            self.parts.on_gather(server, worker, clock - (header.bound - 1), shown)
+        if header.bound is not None:
+            self.parts.on_gather(server, worker, clock - header.bound, shown)
         self._checks.decisions.on_gather(server, worker, clock, shown)
         for part in shown:
             r = part.range

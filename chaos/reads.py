@@ -17,7 +17,7 @@ from chaos.network import Link
 from coordinator.view import View, WorkerInfo
 from elasticps.server.protocol.bounded_delay import BoundedDelay
 from elasticps.server.protocol.reads import Read
-from elasticps.wire.frames import ANY, Header, Kind
+from elasticps.wire.headers import PullHeader
 
 if TYPE_CHECKING:
     from chaos.servers import Server
@@ -111,9 +111,8 @@ class Reads:
         if asker is None:
             asker = self._askers[link] = Asker(link, frame.worker, frame.base)
         asker.base = frame.base  # which its worker has told before
-        header = Header(
-            Kind.PULL, ANY if frame.anywhere else 0, 0, frame.pull, frame.epoch, frame.clock, bound=frame.bound
-        )
+        bound = frame.bound - 1 if frame.bound else None
+        header = PullHeader(frame.pull, frame.epoch, frame.clock, frame.worker, 0, 0, bound, 0, frame.anywhere)
         read = Read(cast(Any, asker), header, cast(Any, None), np.array(frame.keys), 0.0)
         if not self._serves(header):
             self._refuse(read)
@@ -147,9 +146,9 @@ class Reads:
         self._early = [(k, frame) for k, frame in self._early if k is not link]
         self._unsaid = [answer for answer in self._unsaid if _link(answer.read) is not link]
 
-    def _serves(self, header: Header) -> bool:
+    def _serves(self, header: PullHeader) -> bool:
         """Whether the ranges that may be read here are the same as in the pull's epoch."""
-        return header.epoch >= (self._full_since if header.flags & ANY else self._tail_since)
+        return header.epoch >= (self._full_since if header.anywhere else self._tail_since)
 
     def _answer(self, read: Read) -> None:
         """Gathers what is there now."""
@@ -165,7 +164,7 @@ class Reads:
         read, header = answer.read, answer.read.header
         if not self._serves(header):
             self._refuse(read)
-        elif header.flags & ANY or self.acknowledged(answer.shown):
+        elif header.anywhere or self.acknowledged(answer.shown):
             _link(read).send(self.server, PullReply(header.request, self.server.replica.epoch, answer.shown))
         else:
             self._unsaid.append(answer)

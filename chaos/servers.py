@@ -26,10 +26,10 @@ from chaos.network import Link, Process
 from chaos.reads import Reads
 from coordinator.health import Report
 from coordinator.view import View
-from elasticps.server.executor import Ticket
 from elasticps.server.protocol.barrier_state import Rounds
-from elasticps.server.protocol.data_shards_state import Shards, Take, group_of
+from elasticps.server.protocol.data_shards_state import Claim, Shards, group_of
 from elasticps.server.protocol.operations import RoundStep
+from elasticps.server.protocol.replies import RequestTicket
 from replication.chain import Member, Ranges, place
 from replication.effects import (
     Apply,
@@ -268,7 +268,7 @@ class Server(Process):
     def _answer(self, effect: Reply | ClocksReply | Hold | Release) -> None:
         token = effect.token
         if not isinstance(token, tuple):
-            ticket = cast(Ticket, token)
+            ticket = cast(RequestTicket, token)
             if isinstance(effect, Reply):
                 ticket.reply(effect)
             elif isinstance(effect, ClocksReply):
@@ -296,7 +296,7 @@ class Server(Process):
                 checks.on_control(self, operation, r, seq)
                 parts = [payload.done]
                 self._control(payload, r, bounds[r])
-            elif isinstance(payload, (RoundStep, Take)):
+            elif isinstance(payload, (RoundStep, Claim)):
                 checks.on_control(self, operation, r, seq)
                 parts = [(-operation.kind, checks.decisions.number(payload))]
             else:
@@ -312,7 +312,7 @@ class Server(Process):
             self.hashes[r].append(self._link_of(r, operation))
         if isinstance(payload, RoundStep):
             self._round(operation.kind, payload, effect.ranges, bounds)
-        elif isinstance(payload, Take):
+        elif isinstance(payload, Claim):
             before = checks.shards.done_at(self)
             self.shards.take(payload)
             checks.shards.on_change(self, before)
@@ -339,7 +339,7 @@ class Server(Process):
     def _link_of(self, r: int, operation: Operation) -> int:
         payload = operation.payload
         number = payload.number if isinstance(payload, Control) else 0
-        if isinstance(payload, (RoundStep, Take)):
+        if isinstance(payload, (RoundStep, Claim)):
             number = self.world.checks.decisions.number(payload)
         return hash((self.hashes[r][-1], operation.kind, operation.worker, operation.after, number))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 
+import grimp
 import pytest
 
 import elasticps
@@ -25,3 +27,9 @@ def test_commands_that_need_no_kernels_do_not_wait_for_them() -> None:
     code = "import sys, elasticps.cli.app; print(*(heavy for heavy in ('numba', 'torch') if heavy in sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == ""
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions count."""
+    graph = grimp.build_graph("elasticps")
+    TopologicalSorter({m: graph.find_modules_directly_imported_by(m) for m in graph.modules}).prepare()

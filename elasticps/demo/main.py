@@ -72,7 +72,11 @@ def run(
     console.print(report.table())
     for line in report.story():
         console.print(line, highlight=False)
-    files = report.write(out)
+    files = out / "report.json", out / "report.png"
+    report.write(files[0])
+    from elasticps.demo.picture import draw  # only here: matplotlib takes half a second
+
+    draw(report, files[1])
     console.print(f"written: {', '.join(str(file) for file in files)}", highlight=False)
     if not report.agrees:
         console.print(f"[red]the AUCs differ by more than {AGREE}[/]")

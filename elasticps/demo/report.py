@@ -1,4 +1,4 @@
-"""What a run of the demo found: numbers for programs, a picture and a table for people."""
+"""What a run of the demo found: numbers for programs, and a table for people; `picture` draws it."""
 
 from __future__ import annotations
 
@@ -151,14 +151,9 @@ class Report:
         rounded: dict[str, Any] = json.loads(json.dumps(content), parse_float=lambda text: round(float(text), 5))
         return rounded
 
-    def write(self, folder: Path) -> tuple[Path, Path]:
-        """Writes report.json and report.png."""
-        data, picture = folder / "report.json", folder / "report.png"
-        data.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
-        from elasticps.demo.picture import draw  # only here: matplotlib takes half a second
-
-        draw(self, picture)
-        return data, picture
+    def write(self, path: Path) -> None:
+        """Writes it as JSON."""
+        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
 
     def table(self) -> Table:
         """The two runs side by side."""

@@ -54,7 +54,7 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """The families; those of the server once there is one."""
         if self._server is not None and self._session is not None:
-            status = self._server.status()
+            status = self._server.subject.status()
             yield from _identity(self._server, self._session)
             yield from _content(self._server, status)
             yield from _traffic(self._server, status)
@@ -93,7 +93,7 @@ def _identity(server: Server, session: ServerSession) -> Iterator[Metric]:
     yield _gauge("epoch", "The view that it acts under.", server.epoch)
     left = session.deadline - asyncio.get_running_loop().time()
     yield _gauge("lease_seconds", "Until its lease ends unless renewed; below 0: etcd does not answer.", left)
-    yield _gauge("unreachable_peers", "Neighbours in chains that it has no link to.", len(server.peers.suspects()))
+    yield _gauge("unreachable_peers", "Neighbours in chains that it has no link to.", len(server.links.suspects()))
 
 
 def _content(server: Server, status: dict[str, Any]) -> Iterator[Metric]:
@@ -135,10 +135,10 @@ def _workers(server: Server) -> Iterator[Metric]:
     clock = GaugeMetricFamily("elasticps_server_worker_clock", "Steps applied in every range headed.", labels=labels)
     lag = GaugeMetricFamily("elasticps_server_worker_lag", "Steps behind the first of its app.", labels=labels)
     most = GaugeMetricFamily("elasticps_server_worker_lag_max", "The lag of the last worker.", labels=["app"])
-    headed, clocks = server.headed, server.replica.clocks
+    headed, clocks = server.serving.headed, server.replica.clocks
     if len(headed):
         apps: dict[str, dict[str, int]] = {}
-        for worker in server.workers.values():
+        for worker in server.serving.workers.values():
             if clocks.known(worker.id):
                 at = int(np.min(clocks.row(worker.id)[headed])) >> PART_BITS
                 apps.setdefault(worker.app, {})[worker.name] = at

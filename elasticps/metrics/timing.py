@@ -157,13 +157,13 @@ class TimedServer(Server):
         for name, field in RECEIVED.items():
             meter.counts(name, partial(self.fast.counter, field))
         for kind, name in TIMED.items():
-            for handlers in (self._handlers, self._peer_handlers):
-                if kind in handlers:
-                    handlers[kind] = meter.timed(name, handlers[kind])
+            for role in (self.worker, self.peer):
+                if kind in role.handlers:
+                    role.handlers[kind] = meter.timed(name, role.handlers[kind])
 
     def connection(self) -> Connection:
         """A protocol object that notes when timed requests are answered."""
-        return TimedConnection(self._meter, self, self._loop, self._linger, self.fast)
+        return TimedConnection(self._meter, self.handshake.newcomer, self.herald, self._loop, self._linger, self.fast)
 
 
 class TimedConnection(Connection):

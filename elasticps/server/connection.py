@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Protocol, cast
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 from coordinator import fields
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
 from elasticps.server.linger import Linger
+from elasticps.server.protocol.asker import Body
+from elasticps.server.protocol.herald import Herald
+from elasticps.server.protocol.request_error import RequestError
 from elasticps.wire.frames import (
     MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,
@@ -39,25 +39,27 @@ MAX_HELD_FRAMES = 4096
 _ENDED = (7, 8)  # TCP_CLOSE and TCP_CLOSE_WAIT, as the kernel counts states
 
 Chunks = Iterator[list[Buffer]]
+Handler = Callable[["Connection", Header, Body], None]
 
 
-class Handler(Protocol):
-    """What a connection needs of its server."""
+class Role:
+    """What one kind of peer may say, by kind of frame. `opened` and `closed` are told of its connections; `rest` goes
+    on with a pull of which so many rows have been sent; `wrong` says of another frame why it is refused."""
 
-    def opened(self, connection: Connection) -> None:
-        """A peer connected."""
-
-    def closed(self, connection: Connection) -> None:
-        """It is gone."""
-
-    def handle(self, connection: Connection, header: Header, body: NDArray[np.uint8]) -> None:
-        """One frame. Whoever refers to `body` keeps it as it is."""
-
-    def answer_rest(self, connection: Connection, header: Header, body: NDArray[np.uint8], done: int) -> None:
-        """A pull of which `done` rows have been sent."""
-
-    def tell_view(self, connection: Connection) -> None:
-        """Sends the view, once per connection and epoch."""
+    def __init__(
+        self,
+        handlers: Mapping[int, Handler],
+        closed: Callable[[Connection], None],
+        *,
+        opened: Callable[[Connection], None] | None = None,
+        rest: Callable[[Connection, Header, Body, int], None] | None = None,
+        wrong: str = "is not for this side of this connection",
+    ) -> None:
+        self.handlers = dict(handlers)
+        self.opened = opened
+        self.closed = closed
+        self.rest = rest
+        self.wrong = wrong
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -68,15 +70,18 @@ class Connection(asyncio.BufferedProtocol):
     bounded amount of memory and holds up nobody else.
     """
 
-    def __init__(self, handler: Handler, loop: asyncio.AbstractEventLoop, linger: Linger, path: FastPath) -> None:
-        self._handler = handler
+    def __init__(
+        self, role: Role, herald: Herald, loop: asyncio.AbstractEventLoop, linger: Linger, path: FastPath
+    ) -> None:  # fmt: skip
+        self._role = role
+        self._herald = herald
         self._loop = loop
         self._linger = linger
         self._path = path
         self.slot = -1  # in the path, while connected
         self._answers: deque[Chunks] = deque()
         self._paused = False  # by the transport: its write buffer is full
-        self._held: deque[tuple[Header, NDArray[np.uint8]]] = deque()
+        self._held: deque[tuple[Header, Body]] = deque()
         self.holding = False  # frames wait for a view or roster
         self._timer: asyncio.TimerHandle | None = None
         self.transport: asyncio.Transport
@@ -101,7 +106,8 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
         self._timer = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
         self.slot = self._path.open(self, MAX_CONTROL_BYTES)
-        self._handler.opened(self)
+        if self._role.opened is not None:
+            self._role.opened(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._path.buffer(self.slot)
@@ -124,7 +130,7 @@ class Connection(asyncio.BufferedProtocol):
         self._cancel_timer()
         self._answers.clear()
         self._held.clear()
-        self._handler.closed(self)
+        self._role.closed(self)
         self._path.close(self.slot)
         self.slot = -1
 
@@ -148,9 +154,9 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- frames -------------------------------------------------------------------------------------------------
 
-    def welcome(self) -> None:
+    def welcome(self, role: Role) -> None:
         """The peer is who it says: full-size frames from now on."""
-        self.known = True
+        self.known, self._role = True, role
         self._set(at.C_LIMIT, MAX_BODY_BYTES if self.member is None else MAX_LINK_BODY_BYTES)
         self._cancel_timer()
 
@@ -195,16 +201,28 @@ class Connection(asyncio.BufferedProtocol):
         self.tickets.discard(ticket)
         self._read_on()
 
-    def frame(self, header: Header, body: NDArray[np.uint8], answered: int) -> None:
+    def frame(self, header: Header, body: Body, answered: int) -> None:
         """One frame that is not usual. `answered`: of a pull, the rows that have been sent."""
         if self.holding:
             if len(self._held) >= MAX_HELD_FRAMES:
                 raise FrameError(f"more than {MAX_HELD_FRAMES} frames arrived while one was held")
             self._held.append((header, body.copy()))
-        elif answered:
-            self._handler.answer_rest(self, header, body, answered)
         else:
-            self._handler.handle(self, header, body)
+            self._handle(header, body, answered)
+
+    def _handle(self, header: Header, body: Body, answered: int = 0) -> None:
+        """Whatever is wrong with a request is told to its sender and changes nothing here."""
+        role = self._role
+        handler = role.handlers.get(header.kind)
+        if handler is None:
+            raise FrameError(f"{Kind(header.kind).name} {role.wrong}")
+        try:
+            if answered and role.rest is not None:
+                role.rest(self, header, body, answered)
+            else:
+                handler(self, header, body)
+        except RequestError as error:
+            self._herald.refuse(self, header.request, error)
 
     def rest(self) -> None:
         """Others have their turn: libuv reads a socket up to 32 times in a row, and timers wait."""
@@ -224,7 +242,7 @@ class Connection(asyncio.BufferedProtocol):
         self._receive(0)
         self._read_on()
 
-    def hold(self, header: Header, body: NDArray[np.uint8]) -> None:
+    def hold(self, header: Header, body: Body) -> None:
         """Keeps this frame, and all that follow, until `release`: the server lacks what it needs to judge it."""
         self.holding = True
         self._set(at.C_SLOW, 1)
@@ -239,7 +257,7 @@ class Connection(asyncio.BufferedProtocol):
         self._set(at.C_SLOW, 0)
         try:
             while self._held and not self.holding:
-                self._handler.handle(self, *self._held.popleft())
+                self._handle(*self._held.popleft())
         except FrameError as error:
             self.refuse(error)
         self._go_on_reading()
@@ -268,7 +286,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def tell_view(self) -> None:
         """Sends the newest view unless the peer has it from here."""
-        self._handler.tell_view(self)
+        self._herald.tell(self)
 
     # --- answers ------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,8 @@ here leaves a copy that may differ from the others, so it ends the process.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,77 +17,34 @@ from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
 from elasticps.server.protocol.audit import Marks, digest
 from elasticps.server.protocol.barrier_state import Rounds
-from elasticps.server.protocol.data_shards_state import Shards, Take, group_of
-from elasticps.server.protocol.operations import ChunkContent, Content, Contribution, Mark, NewTable, RoundStep
+from elasticps.server.protocol.data_shards_state import Claim, ShardMark, Shards, group_of
+from elasticps.server.protocol.operations import AuditMark, ChunkContent, Content, Contribution, NewTable, RoundStep
 from elasticps.spec import TableSpec
 from elasticps.store import Store
 from elasticps.store.intervals import PLACES
 from replication.chain import Member
 from replication.effects import (
     Apply,
-    CaughtUp,
     ClocksReply,
     Effects,
     Erase,
     Hold,
     Install,
-    NeedRoster,
-    NeedView,
-    NextChunk,
     Release,
     Reply,
-    Send,
-    SnapshotRange,
 )
-from replication.messages import Message, OperationKind
+from replication.messages import OperationKind
 from replication.progress import PART_BITS
 from replication.replica import Replica
 
-log = logging.getLogger(__name__)
-
-
-class Ticket(Protocol):
-    """Who waits for an answer of the replica: the token of a Push or an Ask."""
-
-    def reply(self, reply: Reply) -> None:
-        """The push was answered."""
-
-    def clocks(self, reply: ClocksReply) -> None:
-        """The question for clocks was answered."""
-
-    def hold(self) -> None:
-        """Read no more from the connection that it came from."""
-
-    def release(self) -> None:
-        """Read on."""
-
-
-class Surroundings(Protocol):
-    """What the replica needs of its server besides the store."""
-
-    def send(self, peer: Member, message: Message) -> None:
-        """Queues a message on the current link to a peer."""
-
-    def need_view(self, epoch: int) -> None:
-        """Somebody speaks from a later epoch: get that view."""
-
-    def need_roster(self, version: int) -> None:
-        """The same for the roster."""
-
-    def start_fill(self, peer: Member, r: int, serial: int) -> None:
-        """Cut the range into pieces for its joining replica."""
-
-    def next_piece(self, r: int, serial: int) -> None:
-        """Cut the next piece."""
-
-    def report_level(self, level: CaughtUp) -> None:
-        """Tell the leader."""
-
 
 class Executor:
-    """A replica with its store. `perform` is the only way in which either changes."""
+    """A replica with its store. `perform` is the only way in which either changes.
 
-    def __init__(self, me: Member, ranges: int, around: Surroundings, budget_bytes: int, path: FastPath) -> None:
+    handlers: what carries out each type of effect. Those that concern neither the store nor who asked are set by
+    whoever does them."""
+
+    def __init__(self, me: Member, ranges: int, budget_bytes: int, path: FastPath) -> None:
         self.replica = Replica(me, ranges, budget_bytes, path.log)
         self.store = Store(ranges)
         self._path = path
@@ -97,22 +53,15 @@ class Executor:
         self.rounds = Rounds(ranges)
         self.shards = Shards(ranges)
         self._applied = self._rows_applied = 0  # by Python
-        self._around = around
         self._ranges = ranges
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            Send: lambda e: around.send(e.peer, e.message),
+        self.handlers: dict[type, Callable[[Any], None]] = {
             Apply: self._apply,
             Reply: lambda e: e.token.reply(e),
             ClocksReply: lambda e: e.token.clocks(e),
             Hold: lambda e: e.token.hold(),
             Release: lambda e: e.token.release(),
-            NeedView: lambda e: around.need_view(e.epoch),
-            NeedRoster: lambda e: around.need_roster(e.version),
-            SnapshotRange: lambda e: around.start_fill(e.peer, e.range, e.serial),
-            NextChunk: lambda e: around.next_piece(e.range, e.serial),
             Install: self._install,
             Erase: self._erase,
-            CaughtUp: around.report_level,
         }
 
     @property
@@ -129,10 +78,22 @@ class Executor:
         """Gives the replica an event and carries out its effects. Does not return if any of it fails."""
         try:
             for effect in event(*arguments):
-                self._handlers[type(effect)](effect)
+                self.handlers[type(effect)](effect)
             self._path.sync()
         except Exception as error:
             fatal.end(self.replica.me, error)
+
+    def note_change(self) -> None:
+        """Python applied or acknowledged something outside of the compiled path: pulls may go on."""
+        self._path.note_change()
+
+    def note_committed(self, worker: int, clock: int) -> None:
+        """A worker has said that it knows its steps up to `clock` to be committed."""
+        self._path.tell(worker, clock)
+
+    def note_shard(self, number: int, shard: int, worker: int, clock: int) -> None:
+        """A push that trains a shard was applied by the compiled path."""
+        self.shards.note(ShardMark(number, shard), worker, clock)
 
     # --- operations -------------------------------------------------------------------------------------------------
 
@@ -142,11 +103,11 @@ class Executor:
             self._apply_rows(effect, payload)
         elif isinstance(payload, NewTable):
             self.store.create(TableSpec.from_json(payload.spec), payload.table)
-        elif isinstance(payload, Mark):
+        elif isinstance(payload, AuditMark):
             self._mark(effect, payload)
         elif isinstance(payload, RoundStep):
             self._round(effect, payload)
-        elif isinstance(payload, Take):
+        elif isinstance(payload, Claim):
             self.shards.take(payload)
         self._applied += 1
 
@@ -187,7 +148,7 @@ class Executor:
                 tables[table].apply(keys, grads, values)
                 self._rows_applied += len(keys)
 
-    def _mark(self, effect: Apply, mark: Mark) -> None:
+    def _mark(self, effect: Apply, mark: AuditMark) -> None:
         unfinished = effect.inside or {}
         for r, seq in zip(effect.ranges.tolist(), effect.seqs.tolist(), strict=True):
             if r not in unfinished:

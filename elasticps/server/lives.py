@@ -138,8 +138,8 @@ async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[S
 
 async def _drain(store: Store, server: Server, stop: asyncio.Future[str], timeout_s: float) -> None:
     """Asks the leader to move everything off this server, and waits until it has, or for `stop`, or too long."""
-    log.info("draining", ranges_held=server.status()["ranges_held"], timeout_s=timeout_s)
-    if not server.listed:
+    log.info("draining", ranges_held=server.subject.status()["ranges_held"], timeout_s=timeout_s)
+    if not server.serving.listed:
         resolve(stop, "SIGTERM, before any view knew it")
         return
     try:
@@ -157,7 +157,7 @@ async def _drain(store: Store, server: Server, stop: asyncio.Future[str], timeou
         wait_s = min(left, OTHERS_LOOK_S)
         await asyncio.wait((stop, server.removed), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
     if not server.removed.done():
-        held = server.status()["ranges_held"]
+        held = server.subject.status()["ranges_held"]
         log.warning("ends with ranges still held: what has no other replica is lost", ranges_held=held)
         resolve(stop, "SIGTERM")
 
@@ -169,7 +169,7 @@ async def _nobody_else(store: Store, server: Server) -> bool:
     except StoreUnavailable:
         return False
     there = {ServerInfo.from_json(entry.value).member for entry in listing.entries}
-    there |= {other.member for other in server.view.servers} if server.view is not None else set()
+    there |= {other.member for other in view.servers} if (view := server.serving.view) is not None else set()
     return all(drains.get(member.name) == member.incarnation for member in there)
 
 
@@ -202,8 +202,8 @@ async def _beat(server: Server) -> None:
 async def _report(server: Server) -> None:
     while True:
         await asyncio.sleep(REPORT_S)
-        server.look_at_memory()
-        server.tell_leaders()
+        server.memory.look()
+        server.leaders.tell()
 
 
 async def _refresh(store: Store, server: Server) -> None:

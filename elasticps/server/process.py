@@ -93,7 +93,7 @@ async def serve(
         sock = listen(host, port)  # connections wait there until we are ready
         stack.callback(sock.close)
         lives: list[Server] = []
-        admin = await start_admin(host, admin_port, lambda: lives[-1] if lives else None)
+        admin = await start_admin(host, admin_port, lambda: lives[-1].subject if lives else None)
         stack.push_async_callback(admin.stop)
         address = joined(host_found, sock.getsockname()[1])
         admin_address = joined(host_found, int(admin.address.rpartition(":")[2]))

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
 from coordinator import fields
 from coordinator.view import ServerInfo, View
-from elasticps.server.connection import Connection
-from elasticps.wire.frames import Header, Kind, json_frame
+from elasticps.server.connection import Connection, Handler
+from elasticps.server.executor import Executor
+from elasticps.server.protocol.asker import Body
+from elasticps.server.protocol.replica_codec import ReplicaCodec
+from elasticps.wire.frames import FrameError, Header, Kind, json_frame
 from replication.chain import Member, place
+from replication.effects import Send
 
 log = fields.logger(__name__)
 
@@ -24,30 +27,22 @@ BEAT_S = 0.25
 SILENCE_S = 1.5  # a link on which nothing came for so long is dropped: the peer beats too
 
 
-class Owner(Protocol):
-    """The server that these links belong to."""
-
-    def peer_up(self, member: Member) -> None:
-        """A new link; whatever came on an older one is over."""
-
-    def peer_down(self, member: Member) -> None:
-        """The link is lost."""
-
-
 class ReplicaLinks:
-    """Keeps the links that the view wants, and knows since when one is missing."""
+    """Keeps the links that the view wants, and knows since when one is missing. What comes on them is the replica's."""
 
     def __init__(
         self,
-        me: Member,
         cluster: str,
-        owner: Owner,
+        ranges: int,
+        executor: Executor,
         loop: asyncio.AbstractEventLoop,
         make_connection: Callable[[], Connection],
     ) -> None:
-        self._me = me
+        self._executor = executor
+        self._replica = executor.replica
+        self._me = executor.replica.me
         self._cluster = cluster
-        self._owner = owner
+        self._codec = ReplicaCodec(executor.store.tables, ranges)
         self._loop = loop
         self._make_connection = make_connection
         self._wanted: dict[Member, ServerInfo] = {}
@@ -56,6 +51,9 @@ class ReplicaLinks:
         self._dials: dict[Member, asyncio.Task[None]] = {}
         self._number = 0
         self._epoch = 0
+        self.handlers: dict[int, Handler] = dict.fromkeys(
+            (Kind.FORWARD, Kind.ACK, Kind.RESYNC, Kind.SNAPSHOT_CHUNK, Kind.CHUNK_ACK), self.receive
+        )
 
     def adopt(self, view: View) -> None:
         """Follows a view: neighbours get a link, former ones lose theirs."""
@@ -77,7 +75,7 @@ class ReplicaLinks:
                 self._dial(member, 0.0)
 
     def close(self) -> None:
-        """Drops every link without telling the owner."""
+        """Drops every link."""
         for task in self._dials.values():
             task.cancel()
         links, self._links, self._wanted = self._links, {}, {}
@@ -88,10 +86,35 @@ class ReplicaLinks:
         """The current link to a peer."""
         return self._links.get(member)
 
+    def backlog(self, member: Member) -> int:
+        """How many bytes wait on the link to a peer."""
+        link = self._links.get(member)
+        return 0 if link is None else link.waiting_bytes
+
+    def send(self, effect: Send) -> None:
+        """Queues a message on the current link to a peer."""
+        link = self._links.get(effect.peer)
+        if link is not None:
+            link.send_all(self._codec.encode(effect.message))
+
+    def receive(self, connection: Connection, header: Header, body: Body) -> None:
+        """A message of the replica's protocol; heard if it came on the current link."""
+        member = connection.member
+        if member is None:
+            raise FrameError(f"{Kind(header.kind).name} came from somebody who is no replica")
+        if self._links.get(member) is connection:
+            message = self._codec.decode(header, body)
+            self._executor.perform(self._replica.receive, member, message)
+            self._executor.note_change()
+
     def suspects(self) -> dict[Member, float]:
         """Neighbours that cannot be reached, and for how many seconds."""
         now = self._loop.time()
         return {member: now - since for member, since in self._missing.items()}
+
+    def ask_for_view(self) -> None:
+        """Has every peer send its view, if it is newer."""
+        self.broadcast(Header(Kind.GET_VIEW, epoch=self._epoch).pack())
 
     def broadcast(self, frame: bytes) -> None:
         """Sends a small frame to every peer."""
@@ -101,7 +124,7 @@ class ReplicaLinks:
     def tick(self) -> None:
         """A few times a second: beats, which also ask for a newer view, and drops links that have gone silent."""
         now = self._loop.time()
-        self.broadcast(Header(Kind.GET_VIEW, epoch=self._epoch).pack())
+        self.ask_for_view()
         for member, connection in list(self._links.items()):
             if now - connection.heard_s > SILENCE_S:
                 log.warning("link dropped", peer=member, silent_s=round(now - connection.heard_s, 1))
@@ -122,7 +145,7 @@ class ReplicaLinks:
             self._drop(member)
         self._links[member] = connection
         self._missing.pop(member, None)
-        self._owner.peer_up(member)
+        self._up(member, connection)
         return True
 
     def lost(self, connection: Connection) -> None:
@@ -131,14 +154,23 @@ class ReplicaLinks:
         if member is None or self._links.get(member) is not connection:
             return
         del self._links[member]
-        self._owner.peer_down(member)
+        self._down(member)
         if member in self._wanted:
             self._missing[member] = self._loop.time()
             self._dial(member, RETRY_FIRST_S)
 
+    def _up(self, member: Member, connection: Connection) -> None:
+        log.info("peer up", peer=member)
+        connection.is_peer()
+        self._executor.perform(self._replica.peer_up, member)
+
+    def _down(self, member: Member) -> None:
+        log.info("peer down", peer=member)
+        self._executor.perform(self._replica.peer_down, member)
+
     def _drop(self, member: Member) -> None:
         connection = self._links.pop(member)
-        self._owner.peer_down(member)
+        self._down(member)
         connection.transport.abort()
 
     def _dial(self, member: Member, delay_s: float) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from elasticps.server.protocol.barrier_state import Rounds
-from elasticps.server.protocol.data_shards_state import Shards
+from elasticps.server.executor import Executor
 from elasticps.server.protocol.operations import ChunkContent, TableRows
+from elasticps.server.protocol.serving import Serving
 from elasticps.server.protocol.snapshot_packing import pack, size_of
-from elasticps.store import Table
+from elasticps.server.replica_links import ReplicaLinks
 from elasticps.store.intervals import PLACES
 from replication.chain import Member
+from replication.effects import NextChunk, SnapshotRange
 
 PIECE_BYTES = 256 << 10  # cutting one stops the server for a fraction of a millisecond
 MOST_BYTES = 4 * PIECE_BYTES  # what is kept for synchronous rounds makes some intervals larger: those are cut anew
+BUSY_S = 0.5  # a server that served a worker so recently gives snapshots the smaller share
 BUSY_SHARE = 1 / 40  # of this thread's time goes into cutting and sending while workers are served. A piece costs its
 # receiver, and the steps that also go to the joiner, several times as much.
 BUSY_BYTES_PER_S = 100e6  # and at most: faster than that it is the network that is shared
@@ -51,49 +52,49 @@ class _Progress:
 
 
 class SnapshotSender:
-    """Schedules pieces. `deliver(r, serial, upto, last, content)` takes each one at the instant at which it was cut;
-    `busy()` says whether workers are being served, `backlog(peer)` how many bytes wait on the link to a peer,
-    `filling(r)` who is still to be filled with a range, and since which epoch."""
+    """Schedules chunks; each goes to the replica at the instant at which it was cut."""
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        tables: Mapping[int, Table],
-        rounds: Rounds,
-        shards: Shards,
-        ranges: int,
-        deliver: Callable[[int, int, int, bool, ChunkContent], None],
-        busy: Callable[[], bool],
-        backlog: Callable[[Member], int],
-        filling: Callable[[int], tuple[Member, int] | None],
-    ) -> None:
+        self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, links: ReplicaLinks
+    ) -> None:  # fmt: skip
         self._loop = loop
-        self._tables = tables
-        self._rounds = rounds
-        self._shards = shards
-        self._width = PLACES // ranges
-        self._deliver = deliver
-        self._busy = busy
-        self._backlog = backlog
-        self._filling = filling
+        self._executor = executor
+        self._tables = executor.store.tables
+        self._rounds = executor.rounds
+        self._shards = executor.shards
+        self._serving = serving
+        self._links = links
+        self._width = PLACES // serving.ranges
+        self._served_s = -BUSY_S
         self._progress: dict[int, _Progress] = {}
         self._looked_s = 0.0
         self._cuts: dict[int, _Cut] = {}
         self._free_s = 0.0  # loop time at which the next piece may be cut
         self.sent_bytes = 0
 
-    def start(self, peer: Member, r: int, serial: int) -> None:
-        """Snapshot `serial` of range r for `peer` begins; an earlier one of the range is void."""
+    @property
+    def busy(self) -> bool:
+        """Whether a worker was served just now."""
+        return self._loop.time() - self._served_s < BUSY_S
+
+    def served(self) -> None:
+        """A worker's push or pull was handled: chunks take the smaller share for a moment."""
+        self._served_s = self._loop.time()
+
+    def start(self, effect: SnapshotRange) -> None:
+        """A snapshot of a range begins; an earlier one of the range is void."""
+        peer, r, serial = effect.peer, effect.range, effect.serial
         size = sum(table.count_range(r) * (table.stride + 8) for table in self._tables.values())
         step = -(-self._width // max(1, -(-size // PIECE_BYTES)))
         self._cuts[r] = _Cut(peer, serial, r * self._width, (r + 1) * self._width, step)
-        filling = self._filling(r)
+        filling = self._serving.joiner(r)
         if filling is not None and (r not in self._progress or self._progress[r].filling != filling):
             self._progress[r] = _Progress(filling)
         self._schedule(r, serial)
 
-    def next(self, r: int, serial: int) -> None:
-        """The piece before is in place."""
+    def next(self, effect: NextChunk) -> None:
+        """The chunk before is in place."""
+        r, serial = effect.range, effect.serial
         cut, progress = self._cuts.get(r), self._progress.get(r)
         if cut is not None and cut.serial == serial and progress is not None and cut.low > progress.best:
             progress.best, progress.waits_s = cut.low, None
@@ -106,7 +107,7 @@ class SnapshotSender:
         self._looked_s = now
         found = set()
         for r, progress in list(self._progress.items()):
-            if self._filling(r) != progress.filling:
+            if self._serving.joiner(r) != progress.filling:
                 del self._progress[r]
             elif progress.waits_s is not None and now - before > STALLED_S / 4:
                 progress.waits_s = now
@@ -128,7 +129,7 @@ class SnapshotSender:
         progress = self._progress.get(r)
         if progress is not None and progress.waits_s is None:
             progress.waits_s = now
-        if self._backlog(cut.peer) > BACKLOG_BYTES:
+        if self._links.backlog(cut.peer) > BACKLOG_BYTES:
             self._loop.call_later(RETRY_S, self._piece, r, serial)
             return
         first = cut.low == r * self._width
@@ -151,9 +152,9 @@ class SnapshotSender:
         self.sent_bytes += size
         *contents, end = pack(content, MOST_BYTES)
         for part in contents:  # of one instant: on the link nothing comes in between
-            self._deliver(r, serial, upto, False, part)
-        self._deliver(r, serial, upto, last, end)
-        if self._busy():
+            self._executor.perform(self._executor.replica.piece, r, serial, upto, False, part)
+        self._executor.perform(self._executor.replica.piece, r, serial, upto, last, end)
+        if self.busy:
             pause_s = max((time.thread_time() - began) / BUSY_SHARE, size / BUSY_BYTES_PER_S)
             self._free_s = now + min(pause_s, LONGEST_PAUSE_S)
 

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from elasticps.demo.picture import draw
 from elasticps.demo.report import (
     AuditAnswer,
     Evaluation,
@@ -45,7 +46,10 @@ def test_the_aucs_agree_within_a_hundredth(servers: float, reference: float, agr
 
 
 def test_the_files_hold_what_was_found(tmp_path: Path) -> None:
-    data, picture = a_report(0.7812345, 0.78).write(tmp_path)
+    data, picture = tmp_path / "report.json", tmp_path / "report.png"
+    report = a_report(0.7812345, 0.78)
+    report.write(data)
+    draw(report, picture)
     content = json.loads(data.read_text())
     assert content["elasticps"]["auc"] == 0.78123
     assert content["elasticps"]["samples_per_s"] == 100

@@ -8,16 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.view import WorkerInfo
+from elasticps.server.protocol.asker import Asker
 from elasticps.server.protocol.bounded_delay import GRACE_S
-from elasticps.server.protocol.reads import DEFAULT_WAIT_S, MAX_PARKED, Asker, Read
+from elasticps.server.protocol.reads import DEFAULT_WAIT_S, MAX_PARKED, Read
 from elasticps.server.protocol.request_error import RequestError
-from elasticps.wire.frames import ANY
 from replication.progress import PART_BITS, Clocks
 
 Ranges = NDArray[np.intp]
 
 
-class ParkingTwin:
+class BoundedDelayTwin:
     """Pulls that wait, and what they are judged by: vector clocks, the roster, the ranges that are read here."""
 
     def __init__(self, ranges: int, clocks: Clocks, clock: Callable[[], float]) -> None:
@@ -69,12 +69,12 @@ class ParkingTwin:
     def behind(self, read: Read) -> list[str]:
         """The workers that a pull has to wait for: its own pushes (read your writes), then the bounded delay's."""
         header, own = read.header, read.connection.worker
-        ranges = self.held if header.flags & ANY else self.tailed
+        ranges = self.held if header.anywhere else self.tailed
         if self._reached(own, read.connection.base, ranges) < header.clock:
             return [read.connection.worker_name]
-        if not header.bound:
+        if header.bound is None:
             return []
-        floor = header.clock - (header.bound - 1)
+        floor = header.clock - header.bound
         minimums = self._minimums(read.connection.app, ranges)
         return [self._workers[w].name for w, clock in minimums.items() if clock < floor]
 
@@ -118,7 +118,7 @@ class ParkingTwin:
         now = self._clock()
         done: list[tuple[Read, RequestError | None]] = []
         for read in parked:
-            if read.header.epoch < (full_since if read.header.flags & ANY else tail_since):
+            if read.header.epoch < (full_since if read.header.anywhere else tail_since):
                 done.append((read, RequestError("stale-view", "the ranges that may be read here have changed")))
             elif not (behind := self.behind(read)):
                 done.append((read, None))

@@ -10,7 +10,7 @@ import numpy as np
 from coordinator.view import WorkerInfo
 from elasticps.server.protocol.bounded_delay import GRACE_S, BoundedDelay
 from elasticps.server.protocol.reads import Read
-from elasticps.wire.frames import Header, Kind
+from elasticps.wire.headers import PullHeader
 from replication.progress import Clocks
 
 P = 4
@@ -39,7 +39,7 @@ class Scene:
 
     def _pull(self, clock: int, bound: int, wait_s: float) -> Read:
         asker: Any = SimpleNamespace(worker=1, worker_name="asker", app="a", base=0)
-        header = Header(Kind.PULL, clock=clock, worker=1, bound=bound + 1, wait_ms=int(wait_s * 1e3))
+        header = PullHeader(0, 0, clock, 1, 0, 0, bound, int(wait_s * 1e3))
         table: Any = SimpleNamespace(spec=SimpleNamespace(name="t"))
         return Read(asker, header, table, np.empty(0, np.int64), 0.0)
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from coordinator.view import WorkerInfo
 from elasticps.server.protocol.bounded_delay import BoundedDelay
 from elasticps.server.protocol.reads import Read
-from elasticps.wire.frames import ANY, Header, Kind
+from elasticps.wire.headers import PullHeader
 from replication.progress import Clocks
-from tests.server.bounded_delay_twin import ParkingTwin
+from tests.server.bounded_delay_twin import BoundedDelayTwin
 
 P = 4
 WORKERS = {w: WorkerInfo(w, f"w{w}", 1, "b" if w == 5 else "a") for w in range(1, 6)}
@@ -54,15 +54,15 @@ class Both:
         self.now = 0.0
         clocks = self.clocks = Clocks(P)
         self.fast = BoundedDelay(P, clocks, lambda: self.now)
-        self.slow = ParkingTwin(P, clocks, lambda: self.now)
+        self.slow = BoundedDelayTwin(P, clocks, lambda: self.now)
         self.askers = {w: Asking(w) for w in WORKERS}
         self.epochs = [0, 0]
         self.pulls = 0
-        for parking in (self.fast, self.slow):
+        for delay in (self.fast, self.slow):
             if awaited:
-                parking.follow(WORKERS)
-            parking.serve(np.arange(P), np.arange(P))
-            parking.follow(WORKERS)
+                delay.follow(WORKERS)
+            delay.serve(np.arange(P), np.arange(P))
+            delay.follow(WORKERS)
 
     def do(self, event: tuple[Any, ...]) -> None:
         match event:
@@ -95,7 +95,8 @@ class Both:
 
     def pull(self, worker: int, clock: int, bound: int, anywhere: bool) -> None:
         self.pulls += 1
-        header = Header(Kind.PULL, ANY * anywhere, 0, self.pulls, max(self.epochs), clock, bound=bound, wait_ms=1500)
+        within = bound - 1 if bound else None
+        header = PullHeader(self.pulls, max(self.epochs), clock, worker, 0, 0, within, 1500, anywhere)
         asker: Any = self.askers[worker]
         table: Any = Table()
         read = Read(asker, header, table, np.empty(0, np.int64), 0.0)

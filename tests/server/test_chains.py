@@ -114,11 +114,11 @@ def test_only_workers_make_a_server_busy(run: Run) -> None:
         for clock in (1, 2, 3):
             await worker.push(view, "s0", clock, KEYS, 1.0)
         head, tail = group.servers["s0"], group.servers["s1"]
-        assert head._busy()
-        assert not tail._busy()
+        assert head.snapshots.busy
+        assert not tail.snapshots.busy
         group.adopt(group.make_view(lambda r: ["s0", "s1"], lambda r: "s2"))
         await until(lambda: len(tail.replica.levels()) == RANGES)
-        assert not tail._busy()
+        assert not tail.snapshots.busy
 
     run(test)
 
@@ -209,16 +209,16 @@ def test_marks_find_equal_digests_on_every_replica(run: Run) -> None:
         group.adopt(view)
         worker = await group.connect("s0")
         pushes = [worker.push(view, "s0", clock, KEYS, 1.0) for clock in range(1, 30)]
-        assert await group.servers["s0"].mark(1)
+        assert await group.servers["s0"].subject.mark(1)
         await asyncio.gather(*pushes)
-        found = [server.marked(1) for server in group.servers.values()]
+        found = [server.subject.marked(1) for server in group.servers.values()]
         assert all(len(f) == RANGES for f in found)
         assert found[0] == found[1] == found[2]
         group.servers["s1"].store.tables[TABLE].apply(
             np.array([1], np.int64), np.ones((1, DIM), np.float32), np.empty(0, np.float32)
         )
-        assert await group.servers["s0"].mark(2)
-        found = [server.marked(2) for server in group.servers.values()]
+        assert await group.servers["s0"].subject.mark(2)
+        found = [server.subject.marked(2) for server in group.servers.values()]
         assert found[0] == found[2] != found[1]
 
     run(test)
@@ -235,13 +235,13 @@ def test_a_flood_of_pushes_leaves_the_loop_its_turns(run: Run, monkeypatch: pyte
         loop, handled = asyncio.get_running_loop(), [0]
 
         def turn() -> None:
-            handled.append(server.count("pushes"))
+            handled.append(server.counts.count("pushes"))
             loop.call_soon(turn)
 
         turn()
         many = list(range(5000))
         await asyncio.gather(*[worker.push(view, "s0", clock, many, 1.0) for clock in range(1, 61)])
-        assert server.count("pushes") == 60  # frames of 100 kB, all sent at once
+        assert server.counts.count("pushes") == 60  # frames of 100 kB, all sent at once
         assert max(np.diff(handled)) <= 2
 
     run(test)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elasticps.errors import InputError
 from elasticps.hashing import group_range
 from elasticps.server.protocol.barrier_state import RangeRounds
-from elasticps.server.protocol.data_shards_state import UNUSED, Mark, Shards, Take, Used, group_of
+from elasticps.server.protocol.data_shards_state import UNUSED, Claim, ShardMark, Shards, Used, group_of
 from elasticps.server.protocol.operations import ChunkContent
 from elasticps.server.protocol.snapshot_codec import decode_content, encode_content
 from elasticps.sharding import ShardSpec, checked_spec, permuted
@@ -32,7 +32,7 @@ class Twin:
     before: list[Used] = field(default_factory=lambda: [UNUSED] * SPEC.total)
     touched: set[int] = field(default_factory=set)
 
-    def take(self, step: Take) -> None:
+    def take(self, step: Claim) -> None:
         for i, state in enumerate(self.state):
             mine = state == step.worker
             if (mine and 0 < self.used[i] <= step.committed) or (mine and not self.used[i] and i in step.done):
@@ -65,7 +65,7 @@ class Twin:
 
 numbers = st.lists(st.integers(0, SPEC.total - 1), max_size=4).map(tuple)
 takes = st.builds(
-    Take, st.just("app"), st.just("train"), st.just(SPEC), st.sampled_from(WORKERS), st.integers(0, 9),
+    Claim, st.just("app"), st.just("train"), st.just(SPEC), st.sampled_from(WORKERS), st.integers(0, 9),
     st.integers(0, 5), st.sets(st.sampled_from(WORKERS), max_size=2).map(tuple), numbers, numbers,
 )  # fmt: skip
 notes = st.tuples(st.integers(0, SPEC.total - 1), st.sampled_from(WORKERS), st.integers(1, 9))
@@ -75,10 +75,10 @@ notes = st.tuples(st.integers(0, SPEC.total - 1), st.sampled_from(WORKERS), st.i
 @settings(deadline=None)
 def test_shards_are_those_of_a_twin(events: list[object]) -> None:
     shards, twin = Shards(P), Twin()
-    shards.take(Take("app", "train", SPEC, 3, 0, 0, (), (), ()))
+    shards.take(Claim("app", "train", SPEC, 3, 0, 0, (), (), ()))
     group = group_range("app", P)
     for event in events:
-        if isinstance(event, Take):
+        if isinstance(event, Claim):
             found = shards.find("app", "train")
             assert found is not None
             idle, before = found.idle(event), copy.deepcopy(found)
@@ -91,7 +91,7 @@ def test_shards_are_those_of_a_twin(events: list[object]) -> None:
             assert isinstance(event, tuple)
             found = shards.find("app", "train")
             assert found is not None
-            shards.note(Mark(found.id, event[0]), event[1], event[2])
+            shards.note(ShardMark(found.id, event[0]), event[1], event[2])
             twin.note(*event)
         found = shards.find("app", "train")
         assert found is not None
@@ -116,7 +116,7 @@ def test_a_lost_workers_shards_go_to_others_with_what_is_known_of_them() -> None
 
     def take(worker: int, committed: int = 0, want: int = 4, **more: tuple[int, ...]) -> list[tuple[int, Used]]:
         empty: dict[str, tuple[int, ...]] = {"lost": (), "done": (), "back": ()}
-        shards.take(Take("app", "train", SPEC, worker, committed, want, **(empty | more)))
+        shards.take(Claim("app", "train", SPEC, worker, committed, want, **(empty | more)))
         found = shards.find("app", "train")
         assert found is not None
         return found.held(worker)
@@ -124,10 +124,10 @@ def test_a_lost_workers_shards_go_to_others_with_what_is_known_of_them() -> None
     assert take(3) == [(i, UNUSED) for i in range(4)]
     number = next(iter(shards.dump(group_range("app", P))["app"].values())).id
     for shard, clock in ((0, 1), (1, 2)):
-        shards.note(Mark(number, shard), 3, clock)
+        shards.note(ShardMark(number, shard), 3, clock)
     assert take(3, committed=1) == [(i, UNUSED) for i in range(2, 6)]  # 0 is done, 1 under way
     assert take(4, lost=(3,)) == [(1, Used(3, 2)), *((i, UNUSED) for i in (2, 3, 4))]
-    shards.note(Mark(number, 5), 3, 9)  # it is no longer among those who hold it
+    shards.note(ShardMark(number, 5), 3, 9)  # it is no longer among those who hold it
     assert take(5, lost=(4,)) == [(1, Used(3, 2)), *((i, UNUSED) for i in (2, 3, 4))]  # what is known is not lost
     assert take(5, done=(1,), back=(2, 3, 4), want=0) == []
     found = shards.find("app", "train")
@@ -141,11 +141,11 @@ def test_sets_belong_to_their_application_and_home_range() -> None:
     apps = [f"app{i}" for i in range(40)]
     for app in apps:
         for name in ("train", "test"):
-            shards.take(Take(app, name, spec, 3, 0, 1, (), (), ()))
+            shards.take(Claim(app, name, spec, 3, 0, 1, (), (), ()))
     for app in apps:
         found = shards.find(app, "train")
         assert found is not None
-        assert group_of(Mark(found.id, 0)) == group_range(app, P)
+        assert group_of(ShardMark(found.id, 0)) == group_range(app, P)
         assert [other for other in apps if shards.owns(other, found.id)] == [app]
     group = group_range("app0", P)
     shards.erase([group])
@@ -154,8 +154,8 @@ def test_sets_belong_to_their_application_and_home_range() -> None:
 
 def test_another_cut_changes_nothing() -> None:
     shards = Shards(P)
-    shards.take(Take("app", "train", SPEC, 3, 0, 2, (), (), ()))
-    shards.take(Take("app", "train", SPEC._replace(size=3), 4, 0, 2, (), (), ()))
+    shards.take(Claim("app", "train", SPEC, 3, 0, 2, (), (), ()))
+    shards.take(Claim("app", "train", SPEC._replace(size=3), 4, 0, 2, (), (), ()))
     found = shards.find("app", "train")
     assert found is not None
     assert (found.spec, found.held(4)) == (SPEC, [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from elasticps.client.protocol.routing import Routes, plan_push
 from elasticps.hashing import table_salt
 from elasticps.optimizers import SGD, Accumulate, Adagrad, Adam, Optimizer
 from elasticps.server.fast.layout import H_FORWARDS, H_PUSHES
+from elasticps.server.snapshots import SnapshotSender
 from elasticps.spec import Normal, TableSpec
 from elasticps.wire.frames import (
     ALL_RANGES,
@@ -27,6 +28,7 @@ from elasticps.wire.frames import (
     grads_padding,
     json_frame,
 )
+from replication.effects import Effect
 from tests.server.conftest import RANGES
 from tests.server.wires import Pipe, Wires
 
@@ -37,6 +39,12 @@ TABLES = {
     for i, (dim, dtype) in enumerate(((3, "float32"), (4, "float32"), (1, "float32"), (8, "bfloat16")))
 }
 SERVERS = ("s0", "s1", "s2", "s3")
+
+
+@pytest.fixture(autouse=True)
+def one_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a snapshot's chunk took is no reason to wait before the next."""
+    monkeypatch.setattr(SnapshotSender, "busy", False)
 
 
 class Story:
@@ -114,14 +122,14 @@ class Story:
             names = [s for s in SERVERS if any(s in c for c in self.chains) or s in self.joining]
             for i, a in enumerate(names):
                 for b in names[i + 1 :]:
-                    if self.wires.servers[a].peers.link(self.wires.servers[b].member) is None:
+                    if self.wires.servers[a].links.link(self.wires.servers[b].member) is None:
                         self.wires.link(a, b)
 
     def cut(self) -> None:
         """A link between servers, or a worker's connection, ends and begins anew."""
         if self.random.random() < 0.5:
             a, b = sorted(self.random.sample(SERVERS, 2))
-            link = self.wires.servers[a].peers.link(self.wires.servers[b].member)
+            link = self.wires.servers[a].links.link(self.wires.servers[b].member)
             if link is not None:
                 link.transport.abort()
                 self.wires.settle()
@@ -235,3 +243,7 @@ def test_compiled_and_python_give_the_same_bytes_and_the_same_state(seed: int) -
         assert bool(handled) == compiled
     assert outcomes[0][0] == outcomes[1][0]
     assert outcomes[0][1] == outcomes[1][1]
+
+
+def test_every_effect_is_carried_out() -> None:
+    assert set(Wires(1, compiled=True).start("a", ()).executor.handlers) == set(get_args(Effect))

@@ -15,6 +15,7 @@ from elasticps.server.protocol.barrier import BarrierCoordinator
 from elasticps.server.protocol.barrier_state import Rounds
 from elasticps.server.protocol.data_shards import ShardDispenser
 from elasticps.server.protocol.data_shards_state import Shards
+from elasticps.server.protocol.group_log import GroupLog
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame
 from replication.core import NO_RANGES
 from replication.effects import Push, Reply, Status
@@ -25,14 +26,14 @@ APP = "app"
 GROUP = group_range(APP, P)
 
 
-class Worker:
+class Worker(SimpleNamespace):
     """A connection that keeps its answers."""
 
     app = APP
     worker_name = "w"
 
     def __init__(self, worker: int) -> None:
-        self.worker = worker
+        super().__init__(worker=worker)
         self.answers: list[dict[str, Any]] = []
 
     def send(self, frame: Buffer) -> None:
@@ -59,7 +60,16 @@ class Head:
         self.replica = SimpleNamespace(push=None, waits=lambda ticket: ticket in self.waiting)
         self.waiting: list[object] = []
         self.logged: list[Push] = []
-        self.full = False
+        self.full = self.asked_for_a_roster = False
+
+    def log(self) -> GroupLog:
+        all_of_it = cast(Any, self)
+        return GroupLog(
+            all_of_it, all_of_it, all_of_it, all_of_it.replica, self.rounds, self.shards, self.perform
+        )  # fmt: skip
+
+    def barrier(self) -> BarrierCoordinator:
+        return BarrierCoordinator(self.log(), lambda: 0.0)
 
     def wait_for_view(self, *_: object) -> bool:
         return False
@@ -81,8 +91,8 @@ class Head:
         else:
             self.shards.take(step)
 
-    def need_roster(self, version: int) -> None:
-        self.wanted = version
+    def need_roster(self) -> None:
+        self.asked_for_a_roster = True
 
     def commit(self, push: Push) -> None:
         cast(Any, push.token).reply(Reply(push.token, Status.COMMITTED, 1, np.array([GROUP]), NO_RANGES))
@@ -91,10 +101,7 @@ class Head:
 @pytest.mark.parametrize("kind", [Kind.BARRIER_JOIN, Kind.CLAIM_SHARDS])
 def test_a_decision_that_may_yet_be_lost_is_not_told(kind: Kind) -> None:
     head, worker = Head(), Worker(1)
-    fakes = cast(Any, head)
-    handlers = (
-        BarrierCoordinator[Worker](fakes, fakes, lambda: 0.0).handlers | ShardDispenser[Worker](fakes, fakes).handlers
-    )
+    handlers = head.barrier().handlers | ShardDispenser(head.log()).handlers
     document = {"name": "train", "samples": 9, "size": 1, "epochs": 1, "seed": None, "want": 1, "done": [], "back": []}
     body = np.frombuffer(json_frame(kind, document)[HEADER_BYTES:], np.uint8)
     handlers[kind](worker, Header(kind, epoch=1), body)
@@ -106,14 +113,13 @@ def test_a_decision_that_may_yet_be_lost_is_not_told(kind: Kind) -> None:
 
 def test_a_head_with_an_older_roster_takes_nobody_for_lost() -> None:
     head, known, new = Head(), Worker(1), Worker(3)
-    fakes = cast(Any, head)
-    decider, hand_out = BarrierCoordinator[Worker](fakes, fakes, lambda: 0.0), ShardDispenser[Worker](fakes, fakes)
+    barrier, dispenser = head.barrier(), ShardDispenser(head.log())
     document = {"name": "train", "samples": 9, "size": 1, "epochs": 1, "seed": None, "want": 1, "done": [], "back": []}
     take = np.frombuffer(json_frame(Kind.CLAIM_SHARDS, document)[HEADER_BYTES:], np.uint8)
     empty = np.empty(0, np.uint8)
 
     def ask(worker: Worker, kind: Kind, body: Any = empty, clock: int = 0) -> None:
-        (decider.handlers | hand_out.handlers)[kind](worker, Header(kind, epoch=1, clock=clock), body)
+        (barrier.handlers | dispenser.handlers)[kind](worker, Header(kind, epoch=1, clock=clock), body)
 
     roster = head.workers
     head.roster_version, head.workers = 4, roster | {3: SimpleNamespace(name="w3")}
@@ -124,12 +130,12 @@ def test_a_head_with_an_older_roster_takes_nobody_for_lost() -> None:
     ask(known, Kind.CLAIM_SHARDS, take)
     ask(known, Kind.BARRIER_ARRIVE, clock=1)
     assert head.rounds.groups[APP].decided == 0
-    assert head.wanted == 4
+    assert head.asked_for_a_roster
     found = head.shards.find(APP, "train")
     assert found is not None
     assert sorted(found.doing) == [1, 3]
     head.roster_version = 5  # and it is gone
-    decider.judge()
+    barrier.judge()
     assert head.rounds.groups[APP].workers == (1,)
     ask(known, Kind.CLAIM_SHARDS, take)
     assert sorted(found.doing) == [1]
@@ -137,17 +143,16 @@ def test_a_head_with_an_older_roster_takes_nobody_for_lost() -> None:
 
 def test_nothing_is_decided_while_a_member_waits_for_room_in_the_log() -> None:
     head, first, second = Head(), Worker(1), Worker(2)
-    fakes = cast(Any, head)
-    decider = BarrierCoordinator[Worker](fakes, fakes, lambda: 0.0)
-    decider.handlers[Kind.BARRIER_JOIN](first, Header(Kind.BARRIER_JOIN, epoch=1), np.empty(0, np.uint8))
+    barrier = head.barrier()
+    barrier.handlers[Kind.BARRIER_JOIN](first, Header(Kind.BARRIER_JOIN, epoch=1), np.empty(0, np.uint8))
     head.full = True
-    decider.handlers[Kind.BARRIER_JOIN](second, Header(Kind.BARRIER_JOIN, epoch=1), np.empty(0, np.uint8))
+    barrier.handlers[Kind.BARRIER_JOIN](second, Header(Kind.BARRIER_JOIN, epoch=1), np.empty(0, np.uint8))
     head.full = False
-    decider.handlers[Kind.BARRIER_ARRIVE](first, Header(Kind.BARRIER_ARRIVE, epoch=1, clock=1), np.empty(0, np.uint8))
+    barrier.handlers[Kind.BARRIER_ARRIVE](first, Header(Kind.BARRIER_ARRIVE, epoch=1, clock=1), np.empty(0, np.uint8))
     assert head.rounds.groups[APP].decided == 0
     head.apply(head.logged[1])
     head.waiting.clear()
-    decider.judge()
+    barrier.judge()
     assert head.rounds.groups[APP].decided == 0  # the second one is in it
-    decider.handlers[Kind.BARRIER_ARRIVE](second, Header(Kind.BARRIER_ARRIVE, epoch=1, clock=1), np.empty(0, np.uint8))
+    barrier.handlers[Kind.BARRIER_ARRIVE](second, Header(Kind.BARRIER_ARRIVE, epoch=1, clock=1), np.empty(0, np.uint8))
     assert head.rounds.groups[APP].workers == (1, 2)

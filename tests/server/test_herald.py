@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from coordinator.view import ServerInfo, View
-from elasticps.server.herald import MAX_WAITING_BYTES, TOLD_IN_A_TURN, Herald
+from elasticps.server.protocol.herald import MAX_WAITING_BYTES, TOLD_IN_A_TURN, Herald
 from elasticps.wire.frames import HEADER_BYTES, Kind, bytes_frame, json_frame, unpack_header
 from tests.server.conftest import Group, Run, until
 
@@ -40,12 +41,16 @@ class Loop:
             call()
 
 
-def told(listeners: list[Listener]) -> int:
-    return sum(len(listener.frames) for listener in listeners)
+def listener(waiting_bytes: int = 0) -> Any:
+    return Listener(waiting_bytes)
+
+
+def told(listeners: list[Any]) -> int:
+    return sum(len(one.frames) for one in listeners)
 
 
 def test_everybody_gets_the_same_frame_some_in_each_turn() -> None:
-    loop, listeners = Loop(), [Listener() for _ in range(3 * TOLD_IN_A_TURN)]
+    loop, listeners = Loop(), [listener() for _ in range(3 * TOLD_IN_A_TURN)]
     herald = Herald(loop.soon)
     herald.adopt(VIEW)
     herald.tell_all(listeners)
@@ -54,12 +59,12 @@ def test_everybody_gets_the_same_frame_some_in_each_turn() -> None:
         assert told(listeners[:-1]) == turn * TOLD_IN_A_TURN - (turn == 3)
         loop.turn()
     assert not loop.next
-    assert {id(frame) for listener in listeners for frame in listener.frames} == {id(listeners[0].frames[0])}
-    assert all(len(listener.frames) == 1 for listener in listeners)
+    assert {id(frame) for one in listeners for frame in one.frames} == {id(listeners[0].frames[0])}
+    assert all(len(one.frames) == 1 for one in listeners)
 
 
 def test_a_view_that_comes_in_between_is_told_to_those_who_have_not_heard_and_the_newcomers() -> None:
-    loop, listeners = Loop(), [Listener() for _ in range(2 * TOLD_IN_A_TURN)]
+    loop, listeners = Loop(), [listener() for _ in range(2 * TOLD_IN_A_TURN)]
     herald = Herald(loop.soon)
     herald.adopt(VIEW)
     herald.tell_all(listeners)
@@ -68,17 +73,17 @@ def test_a_view_that_comes_in_between_is_told_to_those_who_have_not_heard_and_th
     loop.turn()
     loop.turn()
     assert not loop.next
-    epochs = [[unpack_header(frame).epoch for frame in listener.frames] for listener in listeners]
+    epochs = [[unpack_header(frame).epoch for frame in one.frames] for one in listeners]
     assert epochs == [[1, 2]] + [[1]] * (TOLD_IN_A_TURN - 1) + [[2]] * TOLD_IN_A_TURN
 
 
 def test_who_reads_nothing_is_told_when_it_asks() -> None:
-    herald, listener = Herald(Loop().soon), Listener(MAX_WAITING_BYTES)
+    herald, idle = Herald(Loop().soon), listener(MAX_WAITING_BYTES)
     herald.adopt(VIEW)
-    herald.tell_all([listener])
-    assert not listener.frames
-    herald.tell(listener)
-    assert len(listener.frames) == 1
+    herald.tell_all([idle])
+    assert not idle.frames
+    herald.tell(idle)
+    assert len(idle.frames) == 1
 
 
 async def a_peer(group: Group, of: str, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -1,4 +1,4 @@
-"""ReplicaLinks that do not read, and peers that go while nobody reads from them."""
+"""Peers that do not read, and peers that go while nobody reads from them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pulls(count: int) -> bytes:
 
 
 def waiting_bytes(server: Server) -> int:
-    return sum(connection.waiting_bytes for connection in server._connections)
+    return sum(connection.waiting_bytes for connection in server.handshake.connections)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -79,12 +79,12 @@ def test_a_peer_that_goes_while_nothing_is_read_from_it_is_noticed(run: Run) -> 
         sock = await greet(group, "a")
         await asyncio.get_running_loop().sock_sendall(sock, pulls(8))
         await until(lambda: waiting_bytes(server) > 0)
-        assert len(server._connections) == 1
+        assert len(server.handshake.connections) == 1
         sock.shutdown(socket.SHUT_WR)
 
         def gone() -> bool:
             server.tick()
-            return not server._connections
+            return not server.handshake.connections
 
         await until(gone)
         sock.close()

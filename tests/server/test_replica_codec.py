@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import typing
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticps.optimizers import Accumulate
-from elasticps.server.executor import Executor
-from elasticps.server.fast.path import FastPath
 from elasticps.server.protocol.barrier_state import BarrierGroup, RangeRounds
-from elasticps.server.protocol.data_shards_state import Doing, RangeShards, ShardSet, Take, Used
-from elasticps.server.protocol.data_shards_state import Mark as ShardMark
+from elasticps.server.protocol.data_shards_state import Claim, Doing, RangeShards, ShardMark, ShardSet, Used
 from elasticps.server.protocol.operations import (
+    AuditMark,
     ChunkContent,
     Content,
     Contribution,
-    Mark,
     NewTable,
     RoundStep,
     TableRows,
@@ -30,8 +25,6 @@ from elasticps.sharding import ShardSpec
 from elasticps.spec import TableSpec
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Block, FrameError, unpack_header
-from replication.chain import Member
-from replication.effects import Effect
 from replication.messages import Ack, ChunkAck, Forward, Message, Operation, OperationKind, Resync, SnapshotChunk
 
 P = 16
@@ -89,7 +82,7 @@ def a_push(store: Store, ranges: np.ndarray, count: int = 200) -> Operation:
 SOME = numbers(3, 5, 4, 9)
 A_SET = ShardSet(1 << 16 | 3, ShardSpec(100, 7, 2, None), 5, 2, {1: Used(4, 9)}, {6: {0: Doing(8, Used(0, 0))}})
 SHARDS: RangeShards = {"a": {"train": A_SET}}
-A_TAKE = Take("a", "train", ShardSpec(100, 7, 2, 5), 6, 11, 4, (1, 2), (3,), ())
+A_TAKE = Claim("a", "train", ShardSpec(100, 7, 2, 5), 6, 11, 4, (1, 2), (3,), ())
 A_ROUND = RoundStep("a", 3, (5, 6))
 A_GROUP = BarrierGroup({5: 3}, 4, (5, 6), {5: 4, 2: 1}, 9)
 A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.float32))
@@ -102,7 +95,7 @@ A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.fl
         Resync(4, numbers(1, 2), numbers(-1, 20), numbers(0, 19)),
         ChunkAck(4, 3, 2, 7, True, 55),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.CREATE, -1, 0, NewTable(3, '{"x":1}'), 10)),
-        Forward(4, numbers(1), numbers(9), Operation(OperationKind.AUDIT, -1, 0, Mark(1 << 61), 10)),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.AUDIT, -1, 0, AuditMark(1 << 61), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.BARRIER_CLOSE, -1, 0, A_ROUND, 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.BARRIER_LEAVE, -1, 0, RoundStep("a", 0, (5,)), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.CLAIM_SHARDS, -1, 0, A_TAKE, 10)),
@@ -161,7 +154,7 @@ def test_damaged_messages_raise_frame_errors_only(data: st.DataObject) -> None:
         Ack(4, numbers(1, 2), numbers(10, 20)),
         Resync(4, numbers(1, 2), numbers(-1, 20), numbers(0, 19)),
         Forward(4, SOME, np.arange(4, dtype=np.int64), a_push(store, SOME, 20)),
-        Forward(4, numbers(1), numbers(9), Operation(OperationKind.AUDIT, -1, 0, Mark(3), 10)),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.AUDIT, -1, 0, AuditMark(3), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.CLAIM_SHARDS, -1, 0, A_TAKE, 10)),
         SnapshotChunk(4, 3, 2, 1, 9, False, 4, numbers(5), numbers(1), rows),
     ]
@@ -175,15 +168,6 @@ def test_damaged_messages_raise_frame_errors_only(data: st.DataObject) -> None:
             codec.decode(header, np.frombuffer(bytes(frame[HEADER_BYTES:]), np.uint8))
     except FrameError:
         pass
-
-
-def test_the_shell_carries_out_every_effect() -> None:
-    class Nobody:
-        def __getattr__(self, name: str) -> object:
-            return lambda *_: None
-
-    executor = Executor(Member("s", 1), P, Nobody(), 1000, FastPath(P, 1000, Nobody()))  # type: ignore[arg-type]
-    assert set(executor._handlers) == set(typing.get_args(Effect))
 
 
 @pytest.mark.parametrize("field", ["clock", "epoch"])
@@ -201,7 +185,7 @@ def test_positions_that_no_log_has_are_refused(field: str) -> None:
 )
 def test_a_take_of_shards_that_cannot_be_is_refused(spec: tuple[object, ...]) -> None:
     take = A_TAKE._replace(spec=spec)  # type: ignore[arg-type]
-    with pytest.raises(FrameError, match="TAKE cannot be read"):
+    with pytest.raises(FrameError, match="CLAIM_SHARDS cannot be read"):
         through_the_wire(
             Forward(4, numbers(1), numbers(9), Operation(OperationKind.CLAIM_SHARDS, -1, 0, take, 10)), a_store()
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 
 from elasticps.server.protocol.replies import RequestTicket
@@ -13,29 +15,16 @@ from replication.effects import Reply, Status
 class Connection:
     """Keeps what is sent."""
 
-    worker = 1
-    worker_name = "w"
-    app = "default"
-
     def __init__(self) -> None:
         self.sent: list[bytes] = []
 
     def send(self, frame: Buffer) -> None:
         self.sent.append(bytes(frame))
 
-    def tell_view(self) -> None:
-        """Nobody asked."""
-
-    def wait_for(self, ticket: object) -> None:
-        """It has been admitted."""
-
-    def admitted(self, ticket: object) -> None:
-        """So it has."""
-
 
 def test_a_refused_push_whose_range_moves_is_told_of_both() -> None:
     connection = Connection()
-    ticket = RequestTicket(connection, 5, RequestError("shape", "the push has dim 3"))
+    ticket = RequestTicket(cast(Any, connection), 5, RequestError("shape", "the push has dim 3"))
     two = np.arange(2)
     ticket.reply(Reply(ticket, Status.COMMITTED, 2, two, two + 2))
     headers = [unpack_header(frame) for frame in connection.sent]

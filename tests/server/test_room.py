@@ -37,13 +37,13 @@ async def chain(group: Group, names: str) -> dict[str, Gauge]:
     for name, gauge in gauges.items():
         await group.start(name, memory=Memory(LIMIT, gauge.read))
     group.adopt(group.make_view(lambda r: list(names)))
-    await until(lambda: all(not server.peers.suspects() for server in group.servers.values()))
+    await until(lambda: all(not server.links.suspects() for server in group.servers.values()))
     return gauges
 
 
 def look(group: Group) -> None:
     for server in group.servers.values():
-        server.look_at_memory()
+        server.memory.look()
 
 
 async def until_full(group: Group, head: str, nbytes: int = 0) -> None:
@@ -164,10 +164,10 @@ def test_dropped_rows_are_room(run: Run) -> None:
         assert await code(worker.push(group.view, "a", 1, range(20_000), 1.0)) == "ok"
         table = server.store.tables[TABLE]
         gauge.used = server.headroom.mark
-        server.look_at_memory()
+        server.memory.look()
         assert server.fast.room == 0
         table.drop_range(0)
-        server.look_at_memory()
+        server.memory.look()
         assert server.fast.room > table.stride * 20_000 // RANGES // 2
 
     run(story)
@@ -181,7 +181,7 @@ def test_heads_share_a_room(run: Run) -> None:
         for name, gauge in gauges.items():
             await group.start(name, memory=Memory(LIMIT, gauge.read))
         group.adopt(group.make_view(lambda r: (["a", "c"], ["b", "c"], ["c"], ["c"])[r % 4]))
-        await until(lambda: all(not server.peers.suspects() for server in group.servers.values()))
+        await until(lambda: all(not server.links.suspects() for server in group.servers.values()))
         gauges["c"].used = rows_mark(LIMIT, 3, 3) - 4000
         look(group)
         await until(lambda: [group.servers[name].fast.room for name in "abc"] == [1000, 1000, 4000])

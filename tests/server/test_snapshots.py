@@ -7,13 +7,14 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticps.hashing import group_range
 from elasticps.optimizers import Accumulate
 from elasticps.server.protocol.barrier_state import BarrierGroup, RangeRounds, Rounds
-from elasticps.server.protocol.data_shards_state import Doing, Shards, ShardSet, Take, Used
+from elasticps.server.protocol.data_shards_state import Claim, Doing, Shards, ShardSet, Used
 from elasticps.server.protocol.operations import ChunkContent, TableRows
 from elasticps.server.protocol.replica_codec import ReplicaCodec
 from elasticps.server.protocol.snapshot_codec import decode_content, encode_content
@@ -231,7 +232,7 @@ def test_a_home_range_full_of_state_reaches_its_joiner_while_workers_go_on(run: 
 def fill_up(of_rounds: Rounds, of_shards: Shards, store: Store) -> None:
     spec = ShardSpec(100_000_000, 64, 1, None)
     for worker in range(1, 14_001):
-        of_shards.take(Take("default", "train", spec, 1_000_000 + worker, 0, 4, (), (), ()))
+        of_shards.take(Claim("default", "train", spec, 1_000_000 + worker, 0, 4, (), (), ()))
     of_rounds.enter("default", 3, range(1, 5_001))
     store.create(TableSpec("wide", 512, Accumulate()), 9)
     keys = np.arange(300, dtype=np.int64)
@@ -252,20 +253,20 @@ def kept_in(of_rounds: Rounds, store: Store, r: int) -> set[tuple[int, int, floa
     }
 
 
-def test_no_piece_is_much_larger_than_the_limit(run: Run) -> None:
+def test_no_chunk_is_much_larger_than_the_limit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(group: Group) -> None:
         a, b = await group.start("a"), await group.start("b")
         group.adopt(group.make_view(lambda r: ["a"]))
         await group.connect("a")
         fill_up(a.executor.rounds, a.executor.shards, a.store)
         sizes: list[int] = []
-        cut = a._snapshots._deliver
+        cut = a.replica.piece
 
-        def deliver(r: int, serial: int, upto: int, last: bool, content: ChunkContent) -> None:
+        def piece(r: int, serial: int, upto: int, last: bool, content: Any) -> Any:
             sizes.append(sum(map(len, encode_content(content))))
-            cut(r, serial, upto, last, content)
+            return cut(r, serial, upto, last, content)
 
-        a._snapshots._deliver = deliver
+        monkeypatch.setattr(a.replica, "piece", piece)
         group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
         await until(lambda: b.replica.filled.all(), 60)
         assert max(sizes) <= MOST_BYTES + (64 << 10)

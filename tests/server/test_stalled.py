@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from elasticps.spec import TableSpec
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_body
 from replication.chain import Member
+from replication.effects import NextChunk, SnapshotRange
 from tests.server.conftest import RANGES, Group, Run, until
 
 P = 2
@@ -41,7 +43,7 @@ class Loop:
 
 
 class Tail:
-    """A snapshots with one table; `run` lets time pass, and asks for what stands still ten times a second."""
+    """A sender of snapshots with one table; `run` lets time pass, and asks for what stands still ten times a second."""
 
     def __init__(self) -> None:
         self.loop = Loop()
@@ -51,12 +53,20 @@ class Tail:
         self.delivered: list[tuple[int, bool]] = []
         self.filling: tuple[Member, int] | None = (B, 3)
         self.backlog = 0
-        loop: Any = self.loop
-        self.snapshots = SnapshotSender(
-            loop, store.tables, Rounds(P), Shards(P), P,
-            lambda r, serial, upto, last, content: self.delivered.append((serial, last)),
-            lambda: False, lambda peer: self.backlog, lambda r: self.filling,
+        replica: Any = SimpleNamespace(piece=None)
+        executor: Any = SimpleNamespace(
+            store=store, rounds=Rounds(P), shards=Shards(P), replica=replica,
+            perform=lambda event, r, serial, upto, last, content: self.delivered.append((serial, last)),
         )  # fmt: skip
+        serving: Any = SimpleNamespace(ranges=P, joiner=lambda r: self.filling)
+        links: Any = SimpleNamespace(backlog=lambda peer: self.backlog)
+        self.snapshots = SnapshotSender(cast(Any, self.loop), executor, serving, links)
+
+    def start(self, peer: Member, serial: int) -> None:
+        self.snapshots.start(SnapshotRange(peer, 0, 3, serial))
+
+    def next(self, serial: int) -> None:
+        self.snapshots.next(NextChunk(B, 0, serial))
 
     def run(self, seconds: float) -> set[Member]:
         end, found = self.loop.now + seconds, set()
@@ -72,22 +82,22 @@ class Tail:
 
 def test_a_joiner_that_installs_nothing_is_told_of_and_one_that_gets_on_is_not() -> None:
     tail = Tail()
-    tail.snapshots.start(B, 0, 1)
+    tail.start(B, 1)
     for _ in range(3):  # slowly, but it gets on
         assert not tail.run(STALLED_S - 1)
-        tail.snapshots.next(0, 1)
+        tail.next(1)
     assert not tail.run(STALLED_S - 1)
     assert tail.run(2) == {B}
-    tail.snapshots.next(0, 1)
+    tail.next(1)
     assert not tail.run(1)
 
 
 def test_the_last_piece_counts_as_well_until_the_joiner_has_all() -> None:
     tail = Tail()
-    tail.snapshots.start(B, 0, 1)
+    tail.start(B, 1)
     while not tail.delivered or not tail.delivered[-1][1]:
         tail.run(0.2)
-        tail.snapshots.next(0, 1)
+        tail.next(1)
     assert len(tail.delivered) > 3
     tail.run(1)
     tail.filling = None
@@ -97,7 +107,7 @@ def test_the_last_piece_counts_as_well_until_the_joiner_has_all() -> None:
 def test_one_that_reads_nothing_is_told_of() -> None:
     tail = Tail()
     tail.backlog = BACKLOG_BYTES + 1
-    tail.snapshots.start(B, 0, 1)
+    tail.start(B, 1)
     assert tail.run(STALLED_S + 1) == {B}
     assert not tail.delivered
 
@@ -107,30 +117,30 @@ def test_beginning_again_and_again_is_no_progress() -> None:
     tail = Tail()
     found = set()
     for serial in range(1, int(STALLED_S) + 5):
-        tail.snapshots.start(B, 0, serial)
+        tail.start(B, serial)
         tail.run(0.5)
-        tail.snapshots.next(0, serial)
+        tail.next(serial)
         found |= tail.run(0.5)
     assert found == {B}
 
 
 def test_another_joiner_and_another_filling_of_the_same_one_have_time_of_their_own() -> None:
     tail = Tail()
-    tail.snapshots.start(B, 0, 1)
+    tail.start(B, 1)
     assert tail.run(STALLED_S + 1) == {B}
     tail.filling = C, 4
     assert not tail.run(1)
-    tail.snapshots.start(C, 0, 2)
+    tail.start(C, 2)
     assert not tail.run(STALLED_S - 1)
     tail.filling = C, 5
-    tail.snapshots.start(C, 0, 3)
+    tail.start(C, 3)
     assert not tail.run(STALLED_S - 1)
     assert tail.run(2) == {C}
 
 
 def test_a_tail_that_was_stopped_blames_nobody() -> None:
     tail = Tail()
-    tail.snapshots.start(B, 0, 1)
+    tail.start(B, 1)
     tail.run(1)
     tail.loop.now += 10 * STALLED_S
     assert not tail.snapshots.stalled()
@@ -145,15 +155,15 @@ def test_a_server_reports_a_joiner_that_stands_still(run: Run, monkeypatch: pyte
         a, b = await group.start("a"), await group.start("b")
         group.adopt(group.make_view(lambda r: ["a"]))
         await group.connect("a")
-        b._peer_handlers[Kind.SNAPSHOT_CHUNK] = lambda *_: None
+        b.peer.handlers[Kind.SNAPSHOT_CHUNK] = lambda *_: None
         group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
-        await until(lambda: reported(a.report()) == [["b", 1]])
+        await until(lambda: reported(a.leaders.report()) == [["b", 1]])
         group.adopt(group.make_view(lambda r: ["a"]))
-        assert reported(a.report()) == []
-        b._peer_handlers[Kind.SNAPSHOT_CHUNK] = b._message
+        assert reported(a.leaders.report()) == []
+        b.peer.handlers[Kind.SNAPSHOT_CHUNK] = b.links.receive
         group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
         await until(lambda: len(a.replica.levels()) == RANGES)
-        assert reported(a.report()) == []
+        assert reported(a.leaders.report()) == []
 
     run(test)
 

@@ -175,7 +175,6 @@ class Wires:
             self.infos[name], "c", RANGES, cast(Any, self.clock), log_budget_bytes=budget_bytes, clock=self.clock.time
         )
         server.fast.h[H_ENABLED] = self.compiled
-        server._snapshots._busy = lambda: False
         server._linger = cast(Any, Quiet())
         server.follow(Roster(1, tuple(WorkerInfo(w, f"w{w}", 1, "default") for w in workers)))
         self.servers[name] = server
@@ -270,7 +269,7 @@ class Wires:
             ]
             found[name] = (
                 replica.seq.tolist(), replica.acked.tolist(), replica.joined.tolist(), clocks, tables, entries,
-                replica.log.nbytes, server.told, {w: server.count(w) for w in ("pushes", "rows_pushed")},
+                replica.log.nbytes, server.subject.told, {w: server.counts.count(w) for w in ("pushes", "rows_pushed")},
                 server.executor.applied, server.executor.rows_applied, np.flatnonzero(replica.waiting).tolist(),
             )  # fmt: skip
         return found

@@ -20,8 +20,8 @@ from elasticps.client.protocol.fan_out import FanOut
 from elasticps.server.protocol.barrier import BarrierCoordinator
 from elasticps.server.protocol.barrier_state import BarrierGroup, RangeRounds, Rounds, Share
 from elasticps.server.protocol.data_shards import ShardDispenser
-from elasticps.server.protocol.data_shards_state import UNUSED, Shards, ShardSet, Take, Used
-from elasticps.server.protocol.group_log import GroupRequests
+from elasticps.server.protocol.data_shards_state import UNUSED, Claim, Shards, ShardSet, Used
+from elasticps.server.protocol.group_log import GroupLog
 from replication.messages import OperationKind
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -40,7 +40,7 @@ def _wait_for_workers_that_died(patch: pytest.MonkeyPatch) -> None:
     decide = BarrierCoordinator._decide
 
     def mutant(self: Any, app: str) -> None:
-        state = self._executor.rounds.groups.get(app)
+        state = self._rounds.groups.get(app)
         ready = self._waiting.get(app, {})
         if state is not None and all(w in ready for w, above in state.members.items() if above <= state.decided):
             decide(self, app)
@@ -52,7 +52,7 @@ def _go_on_without_those_who_are_late(patch: pytest.MonkeyPatch) -> None:
     decide = BarrierCoordinator._decide
 
     def mutant(self: Any, app: str) -> None:
-        state, ready = self._executor.rounds.groups.get(app), self._waiting.get(app, {})
+        state, ready = self._rounds.groups.get(app), self._waiting.get(app, {})
         if state is not None and len(ready) > 1:
             for worker in [w for w in state.members if w not in ready]:
                 state.members[worker] = state.decided + 1
@@ -62,7 +62,7 @@ def _go_on_without_those_who_are_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def _tell_a_decision_before_it_is_committed(patch: pytest.MonkeyPatch) -> None:
-    log = GroupRequests._log
+    log = GroupLog.log
 
     def mutant(self: Any, ticket: Any, kind: Any, payload: Any, ranges: Any) -> None:
         log(self, ticket, kind, payload, ranges)
@@ -72,7 +72,7 @@ def _tell_a_decision_before_it_is_committed(patch: pytest.MonkeyPatch) -> None:
             if hasattr(ticket, "tickets"):
                 ticket.tickets = []
 
-    patch.setattr(GroupRequests, "_log", mutant)
+    patch.setattr(GroupLog, "log", mutant)
 
 
 def _apply_a_share_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def _lose_the_shards_of_workers_that_died(patch: pytest.MonkeyPatch) -> None:
 def _take_for_lost_who_only_waits(patch: pytest.MonkeyPatch) -> None:
     take = Shards.take
 
-    def mutant(self: Shards, step: Take) -> None:
+    def mutant(self: Shards, step: Claim) -> None:
         found = self.find(step.app, step.name)
         if found is not None and found.upcoming == found.spec.total and not found.returned:
             step = step._replace(lost=tuple(sorted(set(found.doing) - {step.worker})))
@@ -311,7 +311,7 @@ def _take_a_share_that_arrived_for_a_round_that_was_made(patch: pytest.MonkeyPat
 
 
 def _end_when_nothing_is_left_to_hand_out(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: Any, found: ShardSet, asked: Take) -> Any:
+    def mutant(self: Any, found: ShardSet, asked: Claim) -> Any:
         document_ = document(self, found, asked)
         left = found.returned or found.upcoming < found.spec.total
         return document_ if left else document_ | {"done": found.spec.total}

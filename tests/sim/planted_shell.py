@@ -13,7 +13,7 @@ import pytest
 
 from elasticps.client.runtime import READABLE, WRITABLE
 from elasticps.client.transport import Driver, Link
-from elasticps.server import requests
+from elasticps.server import pulls
 from elasticps.server.connection import Connection
 from elasticps.server.fast.chunks import Chunks
 from elasticps.server.fast.layout import C_SERIAL, H_ENABLED
@@ -21,8 +21,8 @@ from elasticps.server.fast.path import FastPath
 from elasticps.server.fast.young import YoungLog
 from elasticps.server.protocol import reads
 from elasticps.server.protocol.bounded_delay import BoundedDelay
-from elasticps.server.requests import Requests
-from elasticps.server.server import Server
+from elasticps.server.protocol.serving import Serving
+from elasticps.server.pushes import Pushes
 from elasticps.wire.frames import Header, Kind
 from replication.effects import Install
 from replication.replica import Replica
@@ -54,7 +54,7 @@ def keep_the_keys_of_a_pull_as_a_view_of_a_buffer_that_is_used_again(patch: pyte
             read.connection.stream(reads._chunks(read, judge, done))
 
     _leave_every_frame_to_python(patch)
-    patch.setattr(requests, "answer", answer)
+    patch.setattr(pulls, "answer", answer)
     patch.setattr(Chunks, "pinned", lambda self, number: False)
 
 
@@ -175,21 +175,21 @@ def forget_to_read_on_when_answers_have_left(patch: pytest.MonkeyPatch) -> None:
 def reply_before_the_log_holds_the_entry(patch: pytest.MonkeyPatch) -> None:
     _leave_every_frame_to_python(patch)
 
-    def push(self: Requests, connection: Connection, header: Header, body: Any) -> None:
-        before = self._host.counts["pushes"]
+    def push(self: Pushes, connection: Connection, header: Header, body: Any) -> None:
+        before = self._counts["pushes"]
         handle(self, connection, header, body)
-        if self._host.counts["pushes"] > before:
-            connection.send(Header(Kind.OK, request=header.request, epoch=self._host.epoch).pack())
+        if self._counts["pushes"] > before:
+            connection.send(Header(Kind.OK, request=header.request, epoch=self._serving.epoch).pack())
 
-    handle = Requests._push
-    patch.setattr(Requests, "_push", push)
-    build = Requests.__init__
+    handle = Pushes._push
+    patch.setattr(Pushes, "_push", push)
+    build = Pushes.__init__
 
-    def init(self: Requests, *arguments: Any) -> None:
+    def init(self: Pushes, *arguments: Any) -> None:
         build(self, *arguments)
         self.handlers[Kind.PUSH] = self._push
 
-    patch.setattr(Requests, "__init__", init)
+    patch.setattr(Pushes, "__init__", init)
 
 
 def serve_pulls_of_any_epoch(patch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def serve_pulls_of_any_epoch(patch: pytest.MonkeyPatch) -> None:
 
     share = FastPath.serve
     patch.setattr(FastPath, "serve", serve)
-    patch.setattr(Server, "serves", lambda self, header: True)
+    patch.setattr(Serving, "serves", lambda self, epoch, anywhere: True)
 
 
 # --- views and rosters ----------------------------------------------------------------------------------------------

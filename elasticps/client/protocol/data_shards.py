@@ -38,7 +38,7 @@ ClaimScript = Generator[Wish, list[Answer], T]
 
 
 class Told(NamedTuple):
-    """The answer to a TAKE. number: of the set; held: [shard, worker, clock, last round of that worker] each."""
+    """The answer to CLAIM_SHARDS. number: of the set; held: [shard, worker, clock, last round of that worker] each."""
 
     number: int
     held: list[list[int]]

@@ -20,13 +20,14 @@ from elasticps.server.fast.operations import UPDATES
 from elasticps.server.fast.receive import consume, release, warm
 from elasticps.server.fast.young import YoungLog
 from elasticps.server.protocol import reads
+from elasticps.server.protocol.asker import Asker
 from elasticps.server.protocol.operations import Content, positions_of
 from elasticps.server.protocol.replica_codec import shard_mark
-from elasticps.server.protocol.replies import Requester, RequestTicket
+from elasticps.server.protocol.replies import RequestTicket
 from elasticps.store import Table
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, read_blocks, read_push, unpack_header
 from elasticps.wire.pool import Bytes
-from replication.chain import Ranges
+from replication.chain import Member, Ranges
 from replication.log import Frame
 from replication.messages import Operation, OperationKind, Seqs
 from replication.replica import Replica
@@ -41,7 +42,7 @@ ROWS = 1 << 14
 BIG = np.iinfo(np.int64).max
 
 
-class Receiver(Requester, Protocol):
+class Receiver(Asker, Protocol):
     """A connection, as far as its bytes are concerned. slot: where the path has it."""
 
     slot: int
@@ -59,22 +60,6 @@ class Receiver(Requester, Protocol):
         """Queues bytes that lie in several places and do not change any more."""
 
 
-class Owner(Protocol):
-    """The server that the path belongs to."""
-
-    def link_of(self, member: Any) -> Receiver | None:
-        """The current link to a peer."""
-
-    def changed(self) -> None:
-        """Something was applied or acknowledged: a waiting pull may go on."""
-
-    def served(self) -> None:
-        """A worker's push or pull was handled."""
-
-    def note_shard(self, number: int, shard: int, worker: int, clock: int) -> None:
-        """A push that trains a shard was applied."""
-
-
 class Observer(Protocol):
     """Who measures the compiled path."""
 
@@ -85,9 +70,12 @@ class Observer(Protocol):
 class FastPath:
     """The arrays of one server, and the calls into the compiled code."""
 
-    def __init__(self, ranges: int, budget_bytes: int, owner: Owner) -> None:
+    def __init__(self, ranges: int, budget_bytes: int) -> None:
         warm()
-        self._owner = owner
+        self._link_of: Callable[[Member], Receiver | None]
+        self._on_change: Callable[[], None]
+        self._on_served: Callable[[], None]
+        self._on_shard: Callable[[int, int, int, int], None]
         self._ranges = ranges
         self.h = np.zeros(at.H_FIELDS, np.int64)
         self._fields = memoryview(cast(Any, self.h))  # a field is read and written faster so
@@ -149,6 +137,17 @@ class FastPath:
         self._fields[field] = array.ctypes.data
         return array
 
+    def connect(
+        self,
+        link_of: Callable[[Member], Receiver | None],
+        changed: Callable[[], None],
+        served: Callable[[], None],
+        note_shard: Callable[[int, int, int, int], None],
+    ) -> None:
+        """Before anything else happens: who has the link to a peer; who is told that something was applied or
+        acknowledged, that a worker was served, and of pushes that train shards (set, shard, worker, clock)."""
+        self._link_of, self._on_change, self._on_served, self._on_shard = link_of, changed, served, note_shard
+
     def follow_replica(self, replica: Replica, tables: Mapping[int, Table]) -> None:
         """Shares the replica's state from now on."""
         self.replica, self.tables = replica, tables
@@ -198,7 +197,7 @@ class FastPath:
             self._lanes = self._share(at.H_LANES, more)
         self.connections[:, at.C_PEER] = -1
         for slot, member in enumerate(shared.members):
-            link = self._owner.link_of(member) if shared.linked[slot] else None
+            link = self._link_of(member) if shared.linked[slot] else None
             self._lanes[slot, at.L_CONNECTION] = -1 if link is None else link.slot
             if link is not None:
                 self.connections[link.slot, at.C_PEER] = slot
@@ -357,10 +356,10 @@ class FastPath:
             reason = consume(h, slot, 0)
         if f[at.H_CHANGED] != self._changed:
             self._changed = f[at.H_CHANGED]
-            self._owner.changed()
+            self._on_change()
         if f[at.H_PUSHES] + f[at.H_PULLS] != self._served:
             self._served = f[at.H_PUSHES] + f[at.H_PULLS]
-            self._owner.served()
+            self._on_served()
 
     def _act(self, reason: int, connection: Receiver) -> bool:
         """Does what the compiled code stopped for; whether it is to go on."""
@@ -433,7 +432,7 @@ class FastPath:
     def _tell_notes(self) -> None:
         count, self._fields[at.H_NOTE_COUNT] = self._fields[at.H_NOTE_COUNT], 0
         for number, shard, worker, clock in self._notes[:count].tolist():
-            self._owner.note_shard(number, shard, worker, clock)
+            self._on_shard(number, shard, worker, clock)
 
     # --- sending ----------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""Synchronous rounds at the servers: who is in a round, and when it closes. `rounds` has the whole story.
+"""Synchronous rounds at the servers: who is in a round, and when it closes. `barrier_state` has the whole story.
 
-Four requests: ENTER, LEAVE and DONE go to the head of the application's group range, CLOSE to the heads of all.
+BARRIER_JOIN, LEAVE and ARRIVE go to the head of the application's group range, BARRIER_CLOSE to the heads of all.
 Whatever is answered has been logged and committed. What waits here is in memory only: after a failover the workers ask
 again.
 """
@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic
 
 import numpy as np
 
 from elasticps.hashing import group_range
+from elasticps.server.protocol.asker import Asker, Body
 from elasticps.server.protocol.barrier_state import BarrierGroup
-from elasticps.server.protocol.group_log import Body, GroupRequests, Host, Log, Nobody
+from elasticps.server.protocol.group_log import GroupLog, Nobody
 from elasticps.server.protocol.operations import RoundStep
 from elasticps.server.protocol.reads import DEFAULT_WAIT_S
-from elasticps.server.protocol.replies import R, RequestTicket
+from elasticps.server.protocol.replies import RequestTicket
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame
 from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader, OkHeader
@@ -29,18 +29,18 @@ from replication.progress import MAX_CLOCK
 
 
 @dataclass(frozen=True)
-class _Waiting(Generic[R]):
+class _Waiting:
     """A worker that is done with a round, and until when it waits for the others."""
 
     clock: int
-    ticket: RequestTicket[R]
+    ticket: RequestTicket
     deadline_s: float
 
 
-class _Several(Nobody, Generic[R]):
+class _Several(Nobody):
     """One operation that several requests wait for. `headed`: the ranges it was logged for."""
 
-    def __init__(self, headed: Ranges, tickets: list[RequestTicket[R]]) -> None:
+    def __init__(self, headed: Ranges, tickets: list[RequestTicket]) -> None:
         self.headed = headed
         self.tickets = tickets
         self.done = False  # committed, in all of them
@@ -53,64 +53,67 @@ class _Several(Nobody, Generic[R]):
         self.tickets = []
 
 
-class BarrierCoordinator(GroupRequests[R]):
-    """The handlers of ENTER, LEAVE, DONE and CLOSE."""
+class BarrierCoordinator:
+    """The handlers of these four; judges a barrier again when something has changed."""
 
-    def __init__(self, host: Host[R], executor: Log, clock: Callable[[], float]) -> None:
-        super().__init__(host, executor)
+    def __init__(self, log: GroupLog, clock: Callable[[], float]) -> None:
+        self._group = log
+        self._serving, self._rounds = log.serving, log.rounds
         self._clock = clock
-        self._waiting: dict[str, dict[int, _Waiting[R]]] = {}  # app -> worker
-        self._entering: dict[str, list[RequestTicket[R]]] = {}  # app -> those that wait for room in the log
-        self._closing: dict[str, tuple[int, _Several[R]]] = {}  # app -> the newest round closed here
-        self.handlers: dict[int, Callable[[R, Header, Body], None]] = {
-            Kind.BARRIER_JOIN: self._enter,
+        self._waiting: dict[str, dict[int, _Waiting]] = {}  # app -> worker
+        self._joining: dict[str, list[RequestTicket]] = {}  # app -> those that wait for room in the log
+        self._closing: dict[str, tuple[int, _Several]] = {}  # app -> the newest round closed here
+        self.handlers: dict[int, Callable[[Asker, Header, Body], None]] = {
+            Kind.BARRIER_JOIN: self._join,
             Kind.BARRIER_LEAVE: self._leave,
-            Kind.BARRIER_ARRIVE: self._done,
+            Kind.BARRIER_ARRIVE: self._arrive,
             Kind.BARRIER_CLOSE: self._close,
         }
 
     # --- the group range ----------------------------------------------------------------------------------------------
 
-    def _enter(self, connection: R, header: Header, body: Body) -> None:
+    def _join(self, connection: Asker, header: Header, body: Body) -> None:
         app, worker = connection.app, connection.worker
         predecessor = BarrierJoinHeader.of(header).predecessor
-        group = self._group(connection, header, body)
+        group = self._group.group_range(connection, header, body)
         if group is None:
             return
 
         def answer() -> bytes:
-            state = self._executor.rounds.groups[app]
+            state = self._rounds.groups[app]
             document = {
                 "round": state.decided, "workers": list(state.workers), "base": state.members.get(worker, 0),
                 "last": state.last.get(predecessor, 0),
             }  # fmt: skip
-            return json_frame(Kind.BARRIER_DECISION, document, request=header.request, epoch=self._host.epoch)
+            return json_frame(Kind.BARRIER_DECISION, document, request=header.request, epoch=self._serving.epoch)
 
-        ticket = self._once(connection, header.request, answer)
-        self._log(ticket, OperationKind.BARRIER_JOIN, RoundStep(app, self._host.roster_version, (worker,)), group)
-        if self._executor.replica.waits(ticket):
-            self._entering.setdefault(app, []).append(ticket)
+        ticket = self._group.once(connection, header.request, answer)
+        self._group.log(
+            ticket, OperationKind.BARRIER_JOIN, RoundStep(app, self._serving.roster_version, (worker,)), group
+        )
+        if self._group.replica.waits(ticket):
+            self._joining.setdefault(app, []).append(ticket)
 
-    def _leave(self, connection: R, header: Header, body: Body) -> None:
+    def _leave(self, connection: Asker, header: Header, body: Body) -> None:
         app, worker = connection.app, connection.worker
-        group = self._group(connection, header, body)
+        group = self._group.group_range(connection, header, body)
         if group is None:
             return
         ticket = RequestTicket(connection, header.request)
-        self._log(ticket, OperationKind.BARRIER_LEAVE, RoundStep(app, 0, (worker,)), group)
+        self._group.log(ticket, OperationKind.BARRIER_LEAVE, RoundStep(app, 0, (worker,)), group)
         self._decide(app)  # the others need not wait for it any more
 
-    def _done(self, connection: R, header: Header, body: Body) -> None:
+    def _arrive(self, connection: Asker, header: Header, body: Body) -> None:
         app, worker = connection.app, connection.worker
-        group = self._group(connection, header, body)
+        group = self._group.group_range(connection, header, body)
         if group is None:
             return
-        state, said = self._executor.rounds.groups.get(app, BarrierGroup()), BarrierArriveHeader.of(header)
+        state, said = self._rounds.groups.get(app, BarrierGroup()), BarrierArriveHeader.of(header)
         if said.clock <= state.decided:
             if said.clock < state.decided or worker not in state.workers:
                 raise RequestError("left-out", f"round {said.clock} of {app!r} was closed without this worker")
             # decided, but maybe not committed yet: the answer waits for an operation behind it
-            self._log(self._decided(connection, header, app), OperationKind.BARRIER_DECISION,
+            self._group.log(self._decided(connection, header, app), OperationKind.BARRIER_DECISION,
                       RoundStep(app, state.decided, state.workers), group)  # fmt: skip
             return
         if worker not in state.members or said.clock != state.decided + 1:
@@ -120,60 +123,62 @@ class BarrierCoordinator(GroupRequests[R]):
         self._waiting.setdefault(app, {})[worker] = _Waiting(said.clock, ticket, deadline_s)
         self._decide(app)
 
-    def _decided(self, connection: R, header: Header, app: str) -> RequestTicket[R]:
+    def _decided(self, connection: Asker, header: Header, app: str) -> RequestTicket:
         def answer() -> bytes:
-            state = self._executor.rounds.groups[app]
+            state = self._rounds.groups[app]
             document = {"round": state.decided, "workers": list(state.workers)}
-            return json_frame(Kind.BARRIER_DECISION, document, request=header.request, epoch=self._host.epoch)
+            return json_frame(Kind.BARRIER_DECISION, document, request=header.request, epoch=self._serving.epoch)
 
-        return self._once(connection, header.request, answer)
+        return self._group.once(connection, header.request, answer)
 
     def _decide(self, app: str) -> None:
         """Closes the list of the next round's workers, if all that are still there are done."""
-        waiting, state = self._waiting.get(app, {}), self._executor.rounds.groups.get(app)
-        if state is None or not waiting or not self._knows_the_lost(app):
+        waiting, state = self._waiting.get(app, {}), self._rounds.groups.get(app)
+        if state is None or not waiting or not self._group.knows_the_lost(app):
             return
-        if app in self._entering:  # what we decide now would be logged behind members that we do not see yet
-            still = [ticket for ticket in self._entering.pop(app) if self._executor.replica.waits(ticket)]
+        if app in self._joining:  # what we decide now would be logged behind members that we do not see yet
+            still = [ticket for ticket in self._joining.pop(app) if self._group.replica.waits(ticket)]
             if still:
-                self._entering[app] = still
+                self._joining[app] = still
                 return
         clock = state.decided + 1
-        required = {w for w, above in state.members.items() if above < clock and w in self._host.workers}
+        required = {w for w, above in state.members.items() if above < clock and w in self._serving.workers}
         if not required or not all(worker in waiting and waiting[worker].clock == clock for worker in required):
             return
         tickets = [waiting.pop(worker).ticket for worker in sorted(required)]
-        group = np.array([group_range(app, self._host.ranges)], np.int64)
+        group = np.array([group_range(app, self._serving.ranges)], np.int64)
         step = RoundStep(app, clock, tuple(sorted(required)))
-        self._log(_Several(group, tickets), OperationKind.BARRIER_DECISION, step, group)
+        self._group.log(_Several(group, tickets), OperationKind.BARRIER_DECISION, step, group)
 
     def judge(self) -> None:
         """The roster or the view has changed, or time has passed."""
-        headed = set(self._host.headed.tolist())
+        headed = set(self._serving.headed.tolist())
         for app in list(self._waiting):
-            if group_range(app, self._host.ranges) in headed:
+            if group_range(app, self._serving.ranges) in headed:
                 self._decide(app)
                 self._end_waits(app)
             else:
                 for waiting in self._waiting.pop(app).values():
-                    self._stale(waiting.ticket.connection, waiting.ticket.request)
+                    self._group.stale(waiting.ticket.connection, waiting.ticket.request)
 
     def _end_waits(self, app: str) -> None:
         """Tells those that have waited too long for whom they did."""
-        state, waiting = self._executor.rounds.groups.get(app, BarrierGroup()), self._waiting[app]
-        late = [w for w in state.members if w in self._host.workers and w not in waiting]
-        names = sorted(self._host.workers[w].name for w in late)
+        state, waiting = self._rounds.groups.get(app, BarrierGroup()), self._waiting[app]
+        late = [w for w in state.members if w in self._serving.workers and w not in waiting]
+        names = sorted(self._serving.workers[w].name for w in late)
         now = self._clock()
         for worker, one in list(waiting.items()):
             if now >= one.deadline_s:
                 del waiting[worker]
                 text = f"round {one.clock} of {app!r} waited too long for worker {', '.join(names)}"
-                self._host.refuse(one.ticket.connection, one.ticket.request, RequestError("behind", text, behind=names))
+                self._group.herald.refuse(
+                    one.ticket.connection, one.ticket.request, RequestError("behind", text, behind=names)
+                )
 
     # --- all ranges ---------------------------------------------------------------------------------------------------
 
-    def _close(self, connection: R, header: Header, body: Body) -> None:
-        if self._host.wait_for_view(connection, header, body):
+    def _close(self, connection: Asker, header: Header, body: Body) -> None:
+        if self._group.held.wait_for_view(connection, header, body):
             return
         document = json_body(body.data)
         match document:
@@ -183,10 +188,10 @@ class BarrierCoordinator(GroupRequests[R]):
                 raise FrameError("a close gives a round and the ids of its workers")
         ticket = RequestTicket(connection, header.request)
         newest, several = self._closing.get(step.app, (0, None))
-        headed = self._host.headed
-        if several is not None and newest == clock and several.headed is headed and header.epoch == self._host.epoch:
+        headed = self._serving.headed
+        if several is not None and newest == clock and several.headed is headed and header.epoch == self._serving.epoch:
             if several.done:
-                connection.send(OkHeader(header.request, self._host.epoch).header().pack())
+                connection.send(OkHeader(header.request, self._serving.epoch).header().pack())
                 return
             if several.tickets:
                 several.tickets.append(ticket)
@@ -194,7 +199,7 @@ class BarrierCoordinator(GroupRequests[R]):
         several = _Several(headed, [ticket])
         self._closing[step.app] = clock, several
         push = Push(several, -1, header.epoch, 0, 0, True, None, step, 64, kind=OperationKind.BARRIER_CLOSE)
-        self._executor.perform(self._executor.replica.push, push)
+        self._group.perform(self._group.replica.push, push)
 
 
 def _ids(workers: list[object]) -> bool:

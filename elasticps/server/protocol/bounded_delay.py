@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.view import WorkerInfo
-from elasticps.server.protocol.reads import DEFAULT_WAIT_S, MAX_PARKED, Asker, Read
+from elasticps.server.protocol.asker import Asker
+from elasticps.server.protocol.reads import DEFAULT_WAIT_S, MAX_PARKED, Read
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.slowest import Reached, Slowest
-from elasticps.wire.frames import ANY
 from replication.progress import Clocks
 
 Ranges = NDArray[np.intp]
@@ -65,12 +65,12 @@ class BoundedDelay:
         self._paused: set[int] = set()  # those that said they take no part now
         self._awaited: set[int] = set()  # those that have said nothing yet, and
         self._awaited_until_s = 0.0  # until when it may be news
-        self._companies: dict[tuple[str, int], Company] = {}  # by application and whether `held` is read
+        self._companies: dict[tuple[str, bool], Company] = {}  # by application and whether `held` is read
         self._parked: dict[int, Read] = {}  # by number, as they came
         self._count = 0
         self._of_asker: dict[int, set[int]] = {}  # the numbers of a connection's pulls, by its id()
-        self._own: dict[tuple[int, int], tuple[Reached, Numbers]] = {}  # wait for their worker's own steps
-        self._bound: dict[tuple[str, int], Numbers] = {}  # wait for the slowest of their application
+        self._own: dict[tuple[int, bool], tuple[Reached, Numbers]] = {}  # wait for their worker's own steps
+        self._bound: dict[tuple[str, bool], Numbers] = {}  # wait for the slowest of their application
         self._deadlines: list[tuple[float, int]] = []
         self._judged_by: tuple[int, int] | None = None  # the epochs that `judge` was told; None: judge all anew
 
@@ -122,14 +122,14 @@ class BoundedDelay:
 
     def minimum(self, app: str) -> int:
         """The lowest clock of an application's active workers, 0 if there is none."""
-        first = self._company(app, 0).heard.first()
+        first = self._company(app, False).heard.first()
         return 0 if first is None else first[0]
 
     def _companies_of(self, app: str) -> list[Company]:
-        return [company for key in ((app, 0), (app, ANY)) if (company := self._companies.get(key)) is not None]
+        return [company for key in ((app, False), (app, True)) if (company := self._companies.get(key)) is not None]
 
-    def _company(self, app: str, anywhere: int) -> Company:
-        """An application's workers as they are now. anywhere: ANY if what is held is read, else 0."""
+    def _company(self, app: str, anywhere: bool) -> Company:
+        """An application's workers as they are now. anywhere: what is held is read, not what is tailed."""
         company = self._companies.get((app, anywhere))
         ranges = self.held if anywhere else self.tailed
         if company is None:
@@ -153,14 +153,14 @@ class BoundedDelay:
         """A worker that a pull has to wait for: its own, until it can read its writes, else one that the bounded delay
         waits for. Nobody: it can be answered."""
         header, connection = read.header, read.connection
-        anywhere = header.flags & ANY
+        anywhere = header.anywhere
         own = Reached(self._clocks, self.held if anywhere else self.tailed, connection.worker, connection.base)
         if own.now() < header.clock:
             return [connection.worker_name]
-        worker = self._before(connection.app, anywhere, _floor(read)) if header.bound else None
+        worker = self._before(connection.app, anywhere, _floor(read)) if header.bound is not None else None
         return [] if worker is None else [self._workers[worker].name]
 
-    def _before(self, app: str, anywhere: int, floor: int) -> int | None:
+    def _before(self, app: str, anywhere: bool, floor: int) -> int | None:
         """One of the workers that hold back a pull that wants all to have reached `floor`."""
         company = self._company(app, anywhere)
         first = company.heard.before(floor) or company.awaited.before(floor)
@@ -170,7 +170,7 @@ class BoundedDelay:
             return next(iter(company.unseen & self._awaited), None)
         return None
 
-    def _late(self, app: str, anywhere: int, floor: int) -> list[str]:
+    def _late(self, app: str, anywhere: bool, floor: int) -> list[str]:
         """All of them, sorted by name."""
         company, ranges = self._company(app, anywhere), self.held if anywhere else self.tailed
         news = company.unseen & self._awaited if floor > 0 and self._clock() < self._awaited_until_s else ()
@@ -202,7 +202,7 @@ class BoundedDelay:
     def _wait(self, number: int, read: Read) -> bool:
         """Notes what a pull waits for first; False if it need not wait."""
         header, connection = read.header, read.connection
-        anywhere = header.flags & ANY
+        anywhere = header.anywhere
         key = connection.worker, anywhere
         if key not in self._own:
             ranges = self.held if anywhere else self.tailed
@@ -213,7 +213,7 @@ class BoundedDelay:
             return True
         if not numbers:
             del self._own[key]
-        if header.bound and self._before(connection.app, anywhere, _floor(read)) is not None:
+        if header.bound is not None and self._before(connection.app, anywhere, _floor(read)) is not None:
             heappush(self._bound.setdefault((connection.app, anywhere), []), (_floor(read), number))
             return True
         return False
@@ -254,7 +254,7 @@ class BoundedDelay:
         self._own, self._bound = {}, {}
         self._deadlines = sorted((read.deadline_s, number) for number, read in self._parked.items())
         for number, read in self._parked.items():
-            if read.header.epoch < (full_since if read.header.flags & ANY else tail_since):
+            if read.header.epoch < (full_since if read.header.anywhere else tail_since):
                 done[number] = RequestError("stale-view", "the ranges that may be read here have changed")
             elif not self._wait(number, read):
                 done[number] = None
@@ -289,13 +289,13 @@ class BoundedDelay:
 
     def _judge_deadlines(self, done: dict[int, RequestError | None]) -> None:
         now = self._clock()
-        late: dict[tuple[str, int, int], list[str]] = {}  # many end at once that wait for the same workers
+        late: dict[tuple[str, bool, int], list[str]] = {}  # many end at once that wait for the same workers
         while self._deadlines and self._deadlines[0][0] <= now:
             number = heappop(self._deadlines)[1]
             read = self._parked.get(number)
             if read is None or number in done:
                 continue
-            connection, anywhere, floor = read.connection, read.header.flags & ANY, _floor(read)
+            connection, anywhere, floor = read.connection, read.header.anywhere, _floor(read)
             ranges = self.held if anywhere else self.tailed
             if Reached(self._clocks, ranges, connection.worker, connection.base).now() < read.header.clock:
                 done[number] = _too_long(read, [connection.worker_name])
@@ -306,8 +306,8 @@ class BoundedDelay:
 
 
 def _floor(read: Read) -> int:
-    """The clock that the slowest worker must have reached; the bound is that of the pull plus one."""
-    return read.header.clock - (read.header.bound - 1)
+    """The clock that the slowest worker must have reached."""
+    return read.header.clock - (read.header.bound or 0)
 
 
 def _too_long(read: Read, behind: list[str]) -> RequestError:

@@ -1,14 +1,14 @@
-"""TAKE: a worker asks for shards. `shards` has the whole story. Pure."""
+"""CLAIM_SHARDS: a worker asks for shards. `data_shards_state` has the whole story. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from elasticps.server.protocol.asker import Asker, Body
 from elasticps.server.protocol.barrier_state import BarrierGroup
-from elasticps.server.protocol.data_shards_state import ShardSet, Take
-from elasticps.server.protocol.group_log import Body, GroupRequests, Host, Log, Nobody
+from elasticps.server.protocol.data_shards_state import Claim, ShardSet
+from elasticps.server.protocol.group_log import GroupLog, Nobody
 from elasticps.server.protocol.operations import RoundStep
-from elasticps.server.protocol.replies import R, Requester
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.sharding import ShardSpec
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame
@@ -18,51 +18,50 @@ MAX_HELD = 1024
 MAX_NAME = 200
 
 
-class ShardDispenser(GroupRequests[R]):
-    """The handler of TAKE."""
+class ShardDispenser:
+    """Its handler."""
 
-    def __init__(self, host: Host[R], executor: Log) -> None:
-        super().__init__(host, executor)
-        self.handlers: dict[int, Callable[[R, Header, Body], None]] = {Kind.CLAIM_SHARDS: self._take}
+    def __init__(self, log: GroupLog) -> None:
+        self._group = log
+        self._serving, self._rounds, self._shards = log.serving, log.rounds, log.shards
+        self.handlers: dict[int, Callable[[Asker, Header, Body], None]] = {Kind.CLAIM_SHARDS: self._claim}
 
-    def _take(self, connection: R, header: Header, body: Body) -> None:
+    def _claim(self, connection: Asker, header: Header, body: Body) -> None:
         asked = _read(connection, header, body)
-        group = self._group(connection, header, body)
+        group = self._group.group_range(connection, header, body)
         if group is None:
             return
-        found = self._executor.shards.find(asked.app, asked.name)
+        found = self._shards.find(asked.app, asked.name)
         if found is not None:
             _check(asked, found)
-            if self._knows_the_lost(asked.app):
-                asked = asked._replace(lost=tuple(sorted(w for w in found.doing if w not in self._host.workers)))
+            if self._group.knows_the_lost(asked.app):
+                asked = asked._replace(lost=tuple(sorted(w for w in found.doing if w not in self._serving.workers)))
             if found.idle(asked):  # workers that wait ask often: that need not go down the log
                 document = self._document(found, asked)
-                connection.send(json_frame(Kind.SHARDS, document, request=header.request, epoch=self._host.epoch))
+                connection.send(json_frame(Kind.SHARDS, document, request=header.request, epoch=self._serving.epoch))
                 return
 
         def answer() -> bytes:
-            found = self._executor.shards.find(asked.app, asked.name)
+            found = self._shards.find(asked.app, asked.name)
             if found is None:
                 raise RequestError("busy", f"there are too many sets of shards already for {asked.name!r} to be made")
             _check(asked, found)  # another one with that name may have been on its way
             document = self._document(found, asked)
-            return json_frame(Kind.SHARDS, document, request=header.request, epoch=self._host.epoch)
+            return json_frame(Kind.SHARDS, document, request=header.request, epoch=self._serving.epoch)
 
-        version = self._host.roster_version
-        if (
-            self._executor.rounds.groups.get(asked.app, BarrierGroup()).roster < version
-        ):  # by which whoever asks is known
-            self._log(Nobody(), OperationKind.BARRIER_JOIN, RoundStep(asked.app, version, ()), group)
-        self._log(self._once(connection, header.request, answer), OperationKind.CLAIM_SHARDS, asked, group)
+        version = self._serving.roster_version
+        if self._rounds.groups.get(asked.app, BarrierGroup()).roster < version:  # by which whoever asks is known
+            self._group.log(Nobody(), OperationKind.BARRIER_JOIN, RoundStep(asked.app, version, ()), group)
+        self._group.log(self._group.once(connection, header.request, answer), OperationKind.CLAIM_SHARDS, asked, group)
 
-    def _document(self, found: ShardSet, asked: Take) -> dict[str, object]:
-        rounds = self._executor.rounds.groups.get(asked.app, BarrierGroup())
+    def _document(self, found: ShardSet, asked: Claim) -> dict[str, object]:
+        rounds = self._rounds.groups.get(asked.app, BarrierGroup())
         held = [[shard, *used, rounds.last.get(used.worker, 0)] for shard, used in found.held(asked.worker)]
         decided = [rounds.decided, list(rounds.workers)]
         return {"set": found.id, "held": held, "done": found.done, "total": found.spec.total, "decided": decided}
 
 
-def _read(connection: Requester, header: Header, body: Body) -> Take:
+def _read(connection: Asker, header: Header, body: Body) -> Claim:
     document = json_body(body.data)
     try:
         samples, size, epochs = (_whole(document[name]) for name in ("samples", "size", "epochs"))
@@ -76,7 +75,7 @@ def _read(connection: Requester, header: Header, body: Body) -> Take:
         raise FrameError(f"a take gives a name of at most {MAX_NAME} letters, and speaks of at most {MAX_HELD} shards")
     if not spec.possible:
         raise FrameError(f"a take of shards that cannot be: {spec}")
-    return Take(connection.app, name, spec, connection.worker, header.clock, want, (), done, back)
+    return Claim(connection.app, name, spec, connection.worker, header.clock, want, (), done, back)
 
 
 def _whole(value: object) -> int:
@@ -85,7 +84,7 @@ def _whole(value: object) -> int:
     return value
 
 
-def _check(asked: Take, found: ShardSet) -> None:
+def _check(asked: Claim, found: ShardSet) -> None:
     if found.spec != asked.spec:
         theirs, ours = found.spec._asdict(), asked.spec._asdict()
         differ = ", ".join(f"{key} {ours[key]} instead of {theirs[key]}" for key in theirs if ours[key] != theirs[key])

@@ -34,16 +34,16 @@ class Used(NamedTuple):
 UNUSED = Used(0, 0)
 
 
-class Mark(NamedTuple):
+class ShardMark(NamedTuple):
     """What a push says of the shard that it trains: the id of the set, and the shard's number."""
 
     set: int
     shard: int
 
 
-class Take(NamedTuple):
-    """A TAKE: `worker` wants to hold `want` unused shards. `committed`: its steps up to there are; lost: workers that
-    hold shards and have left the roster; done: shards that somebody else had trained already; back: it gives back."""
+class Claim(NamedTuple):
+    """CLAIM_SHARDS: `worker` wants to hold `want` unused shards. `committed`: its steps up to there are; lost: workers
+    that hold shards and have left the roster; done: shards that others had trained already; back: it gives back."""
 
     app: str
     name: str
@@ -76,8 +76,8 @@ class ShardSet:
     returned: dict[int, Used] = field(default_factory=dict)
     doing: dict[int, dict[int, Doing]] = field(default_factory=dict)
 
-    def idle(self, step: Take) -> bool:
-        """Whether a TAKE would change nothing, and there is nothing to tell but to wait, or that all is done."""
+    def idle(self, step: Claim) -> bool:
+        """Whether a claim would change nothing, and there is nothing to tell but to wait, or that all is done."""
         mine = self.doing.get(step.worker, {}).values()
         return (
             not (step.done or step.back or step.lost or self.returned)
@@ -168,8 +168,8 @@ class Shards:
 
     # --- operations -------------------------------------------------------------------------------------------------
 
-    def take(self, step: Take) -> None:
-        """Carries out a TAKE; one with another spec than the set has changes nothing."""
+    def take(self, step: Claim) -> None:
+        """Carries out a claim; one with another spec than the set has changes nothing."""
         found = self._open(step.app, step.name, step.spec)
         if found is None or found.spec != step.spec:
             return
@@ -189,7 +189,7 @@ class Shards:
                 self._sets.setdefault(app, {})[name] = found
         return found
 
-    def note(self, mark: Mark, worker: int, clock: int) -> None:
+    def note(self, mark: ShardMark, worker: int, clock: int) -> None:
         """A worker's push of step `clock` uses a shard; no effect if the worker does not hold it any more."""
         for sets in self._sets.values():
             for one in sets.values():
@@ -235,6 +235,6 @@ class Shards:
         return words
 
 
-def group_of(mark: Mark) -> int:
+def group_of(mark: ShardMark) -> int:
     """The group range of the set that a mark names."""
     return mark.set & ((1 << GROUP_BITS) - 1)

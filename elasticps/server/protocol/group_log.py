@@ -4,81 +4,35 @@ and the server around are given."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from coordinator.view import WorkerInfo
 from elasticps.hashing import group_range
+from elasticps.server.protocol.asker import Asker, Body
 from elasticps.server.protocol.barrier_state import Rounds
 from elasticps.server.protocol.data_shards_state import Shards
-from elasticps.server.protocol.replies import R, Requester, RequestTicket
+from elasticps.server.protocol.held_frames import HeldFrames
+from elasticps.server.protocol.herald import Herald
+from elasticps.server.protocol.replies import RequestTicket
 from elasticps.server.protocol.request_error import RequestError
+from elasticps.server.protocol.serving import Serving
 from elasticps.wire.frames import Header
 from replication.chain import Ranges
-from replication.effects import Effects, Push, Reply, Status
+from replication.effects import Push, Reply, Status
 from replication.messages import OperationKind
 from replication.replica import Replica
 
-Body = NDArray[np.uint8]
-Asker = TypeVar("Asker", bound=Requester, contravariant=True)
 
-
-class Log(Protocol):
-    """What logs and applies operations: the server's executor."""
-
-    replica: Replica
-    rounds: Rounds
-    shards: Shards
-
-    def perform(self, event: Callable[..., Effects], *arguments: Any) -> None:
-        """Gives the replica an event and carries out its effects."""
-
-
-class Host(Protocol[Asker]):
-    """The server around this."""
-
-    ranges: int
-
-    @property
-    def epoch(self) -> int:
-        """Of the view that is followed."""
-
-    @property
-    def roster_version(self) -> int:
-        """Of the roster that is followed."""
-
-    @property
-    def headed(self) -> Ranges:
-        """The ranges headed here; the same array as long as they are the same."""
-
-    @property
-    def workers(self) -> dict[int, WorkerInfo]:
-        """The roster."""
-
-    def wait_for_view(self, connection: Asker, header: Header, body: Body) -> bool:
-        """Holds a frame that speaks of a view to come."""
-
-    def need_roster(self, version: int) -> None:
-        """Somebody has judged by a newer roster: get it."""
-
-    def tell_view(self, connection: Asker) -> None:
-        """Sends the view, once per connection and epoch."""
-
-    def refuse(self, connection: Asker, request: int, refusal: RequestError) -> None:
-        """Tells why a request was not done."""
-
-
-class Once(RequestTicket[R]):
+class Once(RequestTicket):
     """Answers in its own way when the operation is committed, with what there was when it was applied: what was logged
     behind it may yet be lost, and whoever is told of it would act on it."""
 
-    __slots__ = ("_answer", "_host", "_made", "_open")
+    __slots__ = ("_answer", "_herald", "_made", "_open")
 
-    def __init__(self, host: Host[R], connection: R, request: int, answer: Callable[[], bytes]) -> None:
+    def __init__(self, herald: Herald, connection: Asker, request: int, answer: Callable[[], bytes]) -> None:
         super().__init__(connection, request)
-        self._host = host
+        self._herald = herald
         self._answer = answer
         self._made: bytes | RequestError | None = None
         self._open = True  # nothing is settled yet: neither answered, nor does it wait for admission
@@ -105,7 +59,7 @@ class Once(RequestTicket[R]):
             return
         made = self._made or self._make()
         if isinstance(made, RequestError):
-            self._host.refuse(self.connection, self.request, made)
+            self._herald.refuse(self.connection, self.request, made)
         else:
             self.connection.send(made)
 
@@ -126,43 +80,61 @@ class Nobody:
         """Nothing was held."""
 
 
-class GroupRequests(Generic[R]):
-    """What handlers of such requests share."""
+class GroupLog:
+    """Group ranges headed here: who asks is judged by the view and the roster, what is asked goes into the log.
 
-    def __init__(self, host: Host[R], executor: Log) -> None:
-        self._host = host
-        self._executor = executor
+    `perform(event, …)` gives the replica an event and carries out its effects."""
 
-    def _group(self, connection: R, header: Header, body: Body) -> Ranges | None:
-        """The group range of the asker's application; None if the answer must wait, or is somebody else's to give."""
-        if self._host.wait_for_view(connection, header, body):
+    def __init__(
+        self,
+        serving: Serving,
+        held: HeldFrames,
+        herald: Herald,
+        replica: Replica,
+        rounds: Rounds,
+        shards: Shards,
+        perform: Callable[..., None],
+    ) -> None:
+        self.serving = serving
+        self.held = held
+        self.herald = herald
+        self.replica = replica
+        self.rounds = rounds
+        self.shards = shards
+        self.perform = perform
+
+    def group_range(self, connection: Asker, header: Header, body: Body) -> Ranges | None:
+        """That of the asker's application; None if the answer must wait, or is somebody else's to give."""
+        if self.held.wait_for_view(connection, header, body):
             return None
-        if connection.worker not in self._host.workers:
+        if connection.worker not in self.serving.workers:
             raise RequestError("unlisted", f"worker {connection.worker_name!r} is not in the roster now")
-        group = group_range(connection.app, self._host.ranges)
-        if not np.count_nonzero(self._host.headed == group):
-            self._stale(connection, header.request)
+        group = group_range(connection.app, self.serving.ranges)
+        if not np.count_nonzero(self.serving.headed == group):
+            self.stale(connection, header.request)
             return None
         return np.array([group], np.int64)
 
-    def _knows_the_lost(self, app: str) -> bool:
+    def knows_the_lost(self, app: str) -> bool:
         """Whether whoever is not in our roster is gone. It may only be new, as long as the last head knew more."""
-        group = self._executor.rounds.groups.get(app)
-        if group is None or group.roster <= self._host.roster_version:
+        group = self.rounds.groups.get(app)
+        if group is None or group.roster <= self.serving.roster_version:
             return True
-        self._host.need_roster(group.roster)
+        self.held.need_roster()
         return False
 
-    def _stale(self, connection: R, request: int) -> None:
-        self._host.tell_view(connection)
+    def stale(self, connection: Asker, request: int) -> None:
+        """Another server heads the asker's group range."""
         text = "the application's group range has another head"
-        self._host.refuse(connection, request, RequestError("stale-view", text, epoch=self._host.epoch))
+        self.herald.refuse(connection, request, RequestError("stale-view", text, epoch=self.serving.epoch))
 
-    def _once(self, connection: R, request: int, answer: Callable[[], bytes]) -> Once[R]:
-        return Once(self._host, connection, request, answer)
+    def once(self, connection: Asker, request: int, answer: Callable[[], bytes]) -> Once:
+        """Who asked, to be answered with `answer()`."""
+        return Once(self.herald, connection, request, answer)
 
-    def _log(self, ticket: object, kind: OperationKind, payload: Any, ranges: Ranges) -> None:
-        push = Push(ticket, -1, self._host.epoch, 0, 0, True, ranges, payload, 64, kind=kind)
-        self._executor.perform(self._executor.replica.push, push)
+    def log(self, ticket: object, kind: OperationKind, payload: Any, ranges: Ranges) -> None:
+        """Logs an operation of a group range."""
+        push = Push(ticket, -1, self.serving.epoch, 0, 0, True, ranges, payload, 64, kind=kind)
+        self.perform(self.replica.push, push)
         if isinstance(ticket, Once):
             ticket.applied()

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.server.protocol.barrier_state import RangeRounds
-from elasticps.server.protocol.data_shards_state import Mark as ShardMark
-from elasticps.server.protocol.data_shards_state import RangeShards
+from elasticps.server.protocol.data_shards_state import RangeShards, ShardMark
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 from elasticps.wire.frames import Block
@@ -88,7 +87,7 @@ class Contribution(Content):
 
 
 class RoundStep(NamedTuple):
-    """ENTER, LEAVE, DECIDE or ROUND: workers become members, judged by the roster of version `clock`; one is none any
+    """BARRIER_JOIN, LEAVE, DECISION or CLOSE: workers become members, by the roster of version `clock`; one is none any
     more; a round is made of `workers`; it closes."""
 
     app: str
@@ -103,7 +102,7 @@ class NewTable(NamedTuple):
     spec: str
 
 
-class Mark(NamedTuple):
+class AuditMark(NamedTuple):
     """An AUDIT: every replica notes the digest of its ranges at this place of their logs, under `id`."""
 
     id: int

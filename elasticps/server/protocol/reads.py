@@ -2,60 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.server.protocol.asker import Asker
+from elasticps.server.protocol.serving import Serving
 from elasticps.store import Table
-from elasticps.wire.frames import LAST, Buffer, Header, Kind, json_frame
+from elasticps.wire.frames import Buffer, Kind, json_frame
+from elasticps.wire.headers import PullHeader, RowsHeader
+from replication.replica import Replica
 
 CHUNK_BYTES = 512 << 10
 MAX_PARKED = 4096
 DEFAULT_WAIT_S = 30.0
 
 
-class Asker(Protocol):
-    """The connection that a pull came on."""
-
-    worker: int
-    worker_name: str
-    app: str
-    base: int
-
-    def send_all(self, buffers: Sequence[Buffer]) -> None:
-        """Sends a frame in several buffers."""
-
-    def stream(self, chunks: Iterator[list[Buffer]]) -> None:
-        """Sends an answer of several chunks, each made when there is room for it."""
-
-    @property
-    def waiting_bytes(self) -> int:
-        """What has been sent and has not left yet."""
-
-
 class Read(NamedTuple):
     """One pull: keys int64 [n] of a table, asked for on a connection."""
 
     connection: Asker
-    header: Header
+    header: PullHeader
     table: Table
     keys: NDArray[np.int64]
     deadline_s: float  # on the server's monotonic clock; meaningful once parked
 
 
-class Judge(Protocol):
-    """What decides about an answer while it is being made."""
+def _at_once() -> bool:
+    return True
+
+
+class Judge:
+    """Of one answer, while it is being made. A tail whose joiner is level does not show what the joiner may lack: it
+    may be the next tail. unshown: connections with answers that wait for that, to be looked at again."""
+
+    def __init__(self, read: Read, serving: Serving, replica: Replica, unshown: dict[Asker, None]) -> None:
+        self._read = read
+        self._serving = serving
+        self._replica = replica
+        self._unshown = unshown
 
     def served(self) -> bool:
         """Whether its ranges are still served here."""
+        return self._serving.serves(self._read.header.epoch, self._read.header.anywhere)
 
     def guarded(self) -> bool:
         """Whether values may have to wait before they are shown."""
+        return self._replica.guarded and not self._read.header.anywhere
 
     def shown_when(self, keys: NDArray[np.int64]) -> Callable[[], bool]:
         """Tells when values of `keys` gathered at this instant may be shown."""
+        if not self.guarded():
+            return _at_once
+        acked, seq = self._replica.acked, self._replica.seq
+        ranges = np.unique(self._read.table.ranges_of(keys))
+        ranges = ranges[self._replica.waiting[ranges] & (acked[ranges] < seq[ranges])]
+        seen = seq[ranges]
+
+        def shown() -> bool:
+            if not np.count_nonzero(self._replica.acked[ranges] < seen):
+                return True
+            self._unshown[self._read.connection] = None
+            return False
+
+        return shown
 
 
 def answer(read: Read, judge: Judge, done: int = 0) -> None:
@@ -99,16 +111,8 @@ def _chunks(read: Read, judge: Judge, done: int) -> Iterator[list[Buffer]]:
 def _chunk(read: Read, keys: NDArray[np.int64], out: NDArray[np.float32], offset: int, *, last: bool) -> list[Buffer]:
     read.table.gather(keys, out)
     padding = out.nbytes & 7
-    header = Header(
-        Kind.ROWS,
-        LAST if last else 0,
-        out.nbytes + padding,
-        read.header.request,
-        read.header.epoch,
-        clock=offset,
-        items=len(keys),
-    )
-    parts: list[Buffer] = [header.pack()]
+    header = RowsHeader(read.header.request, read.header.epoch, offset, len(keys), last)
+    parts: list[Buffer] = [header.header(out.nbytes + padding).pack()]
     if len(keys):
         parts.append(out.data.cast("B"))
     if padding:

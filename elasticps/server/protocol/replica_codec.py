@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.server.protocol.data_shards_state import Mark as ShardMark
-from elasticps.server.protocol.data_shards_state import Take
+from elasticps.server.protocol.data_shards_state import Claim, ShardMark
 from elasticps.server.protocol.operations import (
+    AuditMark,
     ChunkContent,
     Content,
     Contribution,
-    Mark,
     NewTable,
     RoundStep,
     positions_of,
@@ -114,11 +113,11 @@ class ReplicaCodec:
                 parts += block_buffers(block)
         elif isinstance(payload, NewTable):
             parts.append(_json({"id": payload.table, "spec": payload.spec}))
-        elif isinstance(payload, Mark):
+        elif isinstance(payload, AuditMark):
             parts.append(_json({"id": payload.id}))
         elif isinstance(payload, RoundStep):
             parts.append(_json({"id": payload.clock, "app": payload.app, "workers": payload.workers}))
-        elif isinstance(payload, Take):
+        elif isinstance(payload, Claim):
             parts.append(_json({"id": payload.worker, "take": payload}))
         header = ForwardHeader(
             message.epoch, operation.kind, max(operation.worker, 0), operation.after, len(message.ranges), len(blocks),
@@ -194,7 +193,7 @@ class ReplicaCodec:
             document = _document(body, at)
             payload = NewTable(document["id"], str(document.get("spec")))
         elif said.kind == OperationKind.AUDIT:
-            payload = Mark(_document(body, at)["id"])
+            payload = AuditMark(_document(body, at)["id"])
         elif said.kind in _ROUND_STEPS:
             document = _document(body, at)
             payload = RoundStep(str(document.get("app")), document["id"], _numbers(document.get("workers")))
@@ -217,10 +216,10 @@ class ReplicaCodec:
         said = SnapshotChunkHeader.of(header)
         at = 8 + 16 * said.workers
         if said.range >= self._ranges or at > len(body):
-            raise FrameError(f"a PIECE of range {said.range} with {said.workers} workers has {len(body)} bytes")
+            raise FrameError(f"a SNAPSHOT_CHUNK of range {said.range} and {said.workers} workers has {len(body)} bytes")
         upto = int.from_bytes(body[:8].tobytes(), "little")
         if upto > PLACES:
-            raise FrameError(f"a PIECE ends at place {upto}, the last is {PLACES}")
+            raise FrameError(f"a SNAPSHOT_CHUNK ends at place {upto}, the last is {PLACES}")
         numbers = body[8:at].view(np.int64)
         content = decode_content(said.tables, body, at)
         return SnapshotChunk(
@@ -231,7 +230,7 @@ class ReplicaCodec:
     def _decode_installed(self, header: Header, body: Bytes) -> ChunkAck:
         said = ChunkAckHeader.of(header)
         if said.range >= self._ranges:
-            raise FrameError(f"an INSTALLED names range {said.range}, outside 0..{self._ranges - 1}")
+            raise FrameError(f"a CHUNK_ACK names range {said.range}, outside 0..{self._ranges - 1}")
         return ChunkAck(*said)
 
 
@@ -258,16 +257,16 @@ def _read_section(body: Bytes, at: int) -> tuple[dict[str, Any], int]:
     return json_body(body[at + 8 : end].data), end
 
 
-def _take(document: Any) -> Take:
+def _take(document: Any) -> Claim:
     try:
         app, name, spec, worker, committed, want, lost, done, back = document
         numbers = int(worker), int(committed), int(want)
         cut = ShardSpec(*spec)
         if not all(isinstance(n, int) for n in spec if n is not None) or not cut.possible:
             raise ValueError(f"there can be no shards like {cut}")
-        return Take(str(app), str(name), cut, *numbers, _numbers(lost), _numbers(done), _numbers(back))
+        return Claim(str(app), str(name), cut, *numbers, _numbers(lost), _numbers(done), _numbers(back))
     except (TypeError, ValueError) as error:
-        raise FrameError(f"a FORWARD's TAKE cannot be read: {error}") from None
+        raise FrameError(f"a FORWARD's CLAIM_SHARDS cannot be read: {error}") from None
 
 
 def shard_mark(header: Header) -> ShardMark | None:

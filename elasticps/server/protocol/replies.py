@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
+from elasticps.server.protocol.asker import Asker
 from elasticps.server.protocol.request_error import RequestError
-from elasticps.wire.frames import Buffer, Header, Kind, clocks_frame, json_frame, partly_frame
+from elasticps.wire.frames import Kind, clocks_frame, json_frame, partly_frame
+from elasticps.wire.headers import OkHeader
 from replication.effects import ClocksReply, Reply, Status
 
 
-class Requester(Protocol):
-    """A worker's connection, as far as its requests are concerned."""
-
-    worker: int
-    worker_name: str
-    app: str
-
-    def send(self, frame: Buffer) -> None:
-        """Queues an answer."""
-
-    def tell_view(self) -> None:
-        """Sends the view, once per connection and epoch."""
-
-    def wait_for(self, ticket: object) -> None:
-        """Reads nothing more until this request, and every other that waits, has been admitted."""
-
-    def admitted(self, ticket: object) -> None:
-        """It has been."""
-
-
-R = TypeVar("R", bound=Requester)
-
-
-class RequestTicket(Generic[R]):
+class RequestTicket:
     """A frame of a worker. `refusal`: what was wrong with its content, told when the step has ticked without it."""
 
     __slots__ = ("connection", "refusal", "request")
 
-    def __init__(self, connection: R, request: int, refusal: RequestError | None = None) -> None:
+    def __init__(self, connection: Asker, request: int, refusal: RequestError | None = None) -> None:
         self.connection = connection
         self.request = request
         self.refusal = refusal
@@ -53,7 +32,7 @@ class RequestTicket(Generic[R]):
         elif self.refusal is not None:
             self._tell(self.refusal.document, reply.epoch)
         else:
-            self.connection.send(Header(Kind.OK, request=self.request, epoch=reply.epoch).pack())
+            self.connection.send(OkHeader(self.request, reply.epoch).header().pack())
 
     def clocks(self, reply: ClocksReply) -> None:
         """Answers the question."""

@@ -108,7 +108,7 @@ def decode_content(tables: int, body: Bytes, at: int) -> ChunkContent:
     try:
         return ChunkContent(rows, *_decode_state(reader))
     except (IndexError, ValueError) as error:
-        raise FrameError(f"a PIECE's rounds or shards cannot be read: {error}") from None
+        raise FrameError(f"a SNAPSHOT_CHUNK's rounds or shards cannot be read: {error}") from None
 
 
 class _Reader:
@@ -189,13 +189,13 @@ def _decode_set(reader: _Reader) -> tuple[int, int, ShardSet]:
 
 def _read_rows(body: Bytes, at: int) -> tuple[TableRows, int]:
     if at + _TABLE.size > len(body):
-        raise FrameError("a PIECE ends inside a table's header")
+        raise FrameError("a SNAPSHOT_CHUNK ends inside a table's header")
     table, text, rows, stride = _TABLE.unpack_from(body.data, at)
     keys_at = (at + _TABLE.size + text + 7) & ~7
     rows_at = keys_at + 8 * rows
     end = rows_at + rows * stride
     if rows > _MAX_ROWS or stride > _MAX_STRIDE or end > len(body):
-        raise FrameError(f"a PIECE of {rows} rows of {stride} bytes does not fit in a body of {len(body)} bytes")
+        raise FrameError(f"a SNAPSHOT_CHUNK of {rows} rows of {stride} bytes does not fit in {len(body)} bytes")
     spec = body[at + _TABLE.size : at + _TABLE.size + text].tobytes().decode(errors="replace")
     keys = body[keys_at:rows_at].view(np.int64)
     return TableRows(table, spec, keys, body[rows_at:end].reshape(rows, stride)), end

@@ -1,0 +1,146 @@
+"""Who connects, what they may say from then on, and who of them is still there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from coordinator import fields
+from elasticps.server.connection import Connection, Handler, Role
+from elasticps.server.leaders import Leaders
+from elasticps.server.protocol.asker import Body
+from elasticps.server.protocol.held_frames import HeldFrames
+from elasticps.server.protocol.request_error import RequestError
+from elasticps.server.protocol.serving import Serving
+from elasticps.server.replica_links import ReplicaLinks
+from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame
+from replication.chain import Member
+
+log = fields.logger(__name__)
+
+MAX_CONNECTIONS = 4096
+_STARTED_AGAIN = "worker {!r} was started again; this is the older incarnation"
+
+
+class Handshake:
+    """Gives each connection its role once its peer has said who it is; `worker` and `peer` are the roles of others."""
+
+    def __init__(
+        self, cluster: str, serving: Serving, held: HeldFrames, links: ReplicaLinks, leaders: Leaders, worker: Role,
+        peer: Role,
+    ) -> None:  # fmt: skip
+        self._me = serving.me
+        self._cluster = cluster
+        self._serving = serving
+        self._held = held
+        self._links = links
+        self._leaders = leaders
+        self._worker = worker
+        self._peer = peer
+        self.connections: dict[Connection, None] = {}  # in the order in which they came
+        handlers: dict[int, Handler] = {
+            Kind.HELLO: self._hello, Kind.WELCOME: self._welcomed, Kind.ERROR: self._rejected,
+        }  # fmt: skip
+        self.newcomer = Role(handlers, self.forget, opened=self._opened, wrong="came before HELLO")
+        self._leader = Role({}, self._leader_gone)
+
+    @property
+    def workers(self) -> Iterable[Connection]:
+        """Those of workers."""
+        return (connection for connection in self.connections if connection.worker)
+
+    def follow(self) -> None:
+        """There is a newer roster: older incarnations of its workers are cut off."""
+        workers, newest = self._serving.workers, self._serving.newest
+        for connection in list(self.connections):
+            connection.set_rostered(connection.worker in workers)
+            if newest.get((connection.app, connection.worker_name), 0) > connection.worker > 0:
+                text = _STARTED_AGAIN.format(connection.worker_name)
+                connection.send(json_frame(Kind.ERROR, {"code": "fenced", "message": text}))
+                connection.transport.close()
+
+    def tick(self) -> None:
+        """A few times a second: drops connections whose peer has gone while nothing is read from it."""
+        for connection in list(self.connections):
+            connection.notice_end()
+
+    def close(self) -> None:
+        """Drops every connection."""
+        for connection in list(self.connections):
+            connection.transport.abort()
+
+    def forget(self, connection: Connection) -> None:
+        """It is gone."""
+        self.connections.pop(connection, None)
+        self._held.forget(connection)
+
+    def _leader_gone(self, connection: Connection) -> None:
+        self.forget(connection)
+        self._leaders.remove(connection)
+
+    def _opened(self, connection: Connection) -> None:
+        self.connections[connection] = None
+        if len(self.connections) > MAX_CONNECTIONS:
+            connection.refuse(FrameError(f"server {self._me.name} already has {MAX_CONNECTIONS} connections"))
+
+    # --- the first frame --------------------------------------------------------------------------------------------
+
+    def _welcomed(self, connection: Connection, header: Header, body: Body) -> None:
+        if connection.member is None:
+            raise FrameError("WELCOME came before HELLO")
+        connection.welcome(self._peer)
+        self._links.arrived(connection)
+
+    def _rejected(self, connection: Connection, header: Header, body: Body) -> None:
+        if connection.member is None:
+            raise FrameError("ERROR came before HELLO")
+        log.warning("our link is refused", peer=connection.member, message=json_body(body.data).get("message"))
+        connection.transport.abort()
+
+    def _hello(self, connection: Connection, header: Header, body: Body) -> None:
+        document, me = json_body(body.data), self._me
+        if document.get("cluster") != self._cluster:
+            text = f"server {me.name} belongs to cluster {self._cluster!r}, not {document.get('cluster')!r}"
+            raise RequestError("cluster", text)
+        if "worker" in document:
+            self._hello_worker(connection, header, body, document)
+        elif document.get("to") != list(me):
+            raise RequestError("incarnation", f"this is {me}, not {document.get('to')}")
+        elif "peer" in document:
+            self._hello_peer(connection, header, document)
+        elif "leader" in document:
+            self._welcome(connection, header, self._leader)
+            self._leaders.add(connection)
+        else:
+            raise FrameError("a hello says who speaks: a worker, a peer or a leader")
+
+    def _hello_worker(self, connection: Connection, header: Header, body: Body, document: dict[str, Any]) -> None:
+        worker, name, app = document["worker"], document.get("name"), document.get("app")
+        names = isinstance(name, str) and isinstance(app, str)
+        if not (isinstance(worker, int) and 0 < worker < 1 << 32 and names):
+            raise FrameError("a worker's hello gives its id (above 0), its name and its app")
+        if worker not in self._serving.workers:
+            if self._serving.newest.get((str(app), str(name)), 0) > worker:
+                raise RequestError("fenced", _STARTED_AGAIN.format(name))
+            self._held.need_roster()
+            if self._held.wait(connection, header, body):
+                return
+            text = f"worker {name!r} (id {worker}) is not in the roster: it left, or its registration ran out"
+            raise RequestError("unlisted", text)
+        connection.is_worker(worker, str(name), str(app))
+        self._welcome(connection, header, self._worker)
+
+    def _hello_peer(self, connection: Connection, header: Header, document: dict[str, Any]) -> None:
+        match document:
+            case {"peer": [str(name), int(incarnation)], "number": int(number)} if number > 0:
+                connection.member, connection.number = Member(name, incarnation), number
+            case _:
+                raise FrameError("a peer's hello gives its name and incarnation, and the number of its link")
+        self._welcome(connection, header, self._peer)
+        if not self._links.arrived(connection):
+            connection.transport.abort()
+
+    def _welcome(self, connection: Connection, header: Header, role: Role) -> None:
+        connection.welcome(role)
+        document = {"server": self._me.name, "incarnation": self._me.incarnation, "cluster": self._cluster}
+        connection.send(json_frame(Kind.WELCOME, document, request=header.request, epoch=self._serving.epoch))

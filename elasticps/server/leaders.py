@@ -1,0 +1,75 @@
+"""What leaders hear: reports, on which their failure detectors live."""
+
+from __future__ import annotations
+
+from asyncio import AbstractEventLoop
+
+from coordinator import fields
+from elasticps.memory import fill_mark
+from elasticps.server.connection import Connection
+from elasticps.server.counts import Counts
+from elasticps.server.executor import Executor
+from elasticps.server.protocol.headroom import Headroom
+from elasticps.server.protocol.serving import Serving
+from elasticps.server.replica_links import ReplicaLinks
+from elasticps.server.snapshots import SnapshotSender
+from elasticps.wire.frames import Kind, json_frame
+from replication.effects import CaughtUp
+
+log = fields.logger(__name__)
+
+
+class Leaders:
+    """Their connections."""
+
+    def __init__(
+        self,
+        loop: AbstractEventLoop,
+        serving: Serving,
+        executor: Executor,
+        links: ReplicaLinks,
+        snapshots: SnapshotSender,
+        headroom: Headroom,
+        counts: Counts,
+    ) -> None:
+        self._loop = loop
+        self._serving = serving
+        self._executor = executor
+        self._links = links
+        self._snapshots = snapshots
+        self._headroom = headroom
+        self._counts = counts
+        self._connections: dict[Connection, None] = {}
+
+    def add(self, connection: Connection) -> None:
+        """A leader is there."""
+        self._connections[connection] = None
+        connection.send(self.report())
+
+    def remove(self, connection: Connection) -> None:
+        """It is gone."""
+        self._connections.pop(connection, None)
+
+    def report(self) -> bytes:
+        """The REPORT frame: what a leader wants to know, as it is now."""
+        document = {
+            "levels": [[level.range, level.fill, *level.joiner] for level in self._executor.replica.levels()],
+            "suspects": [[*member, round(seconds, 3)] for member, seconds in self._links.suspects().items()],
+            "stalled": [list(member) for member in self._snapshots.stalled()],
+            "bytes": self._executor.store.nbytes,
+            "memory": [self._headroom.used, self._headroom.mark, fill_mark(self._headroom.limit)],
+            "requests": self._counts.count("pushes") + self._counts.count("pulls"),
+        }
+        return json_frame(Kind.REPORT, document, epoch=self._serving.epoch)
+
+    def tell(self) -> None:
+        """Sends a report to every one."""
+        if self._connections:
+            frame = self.report()
+            for connection in self._connections:
+                connection.send(frame)
+
+    def caught_up(self, effect: CaughtUp) -> None:
+        """A joiner has all: leaders are told at once."""
+        log.debug("caught up", range=effect.range, fill=effect.fill, joiner=effect.joiner)
+        self._loop.call_soon(self.tell)

@@ -1,0 +1,51 @@
+"""Keeps pushes from adding rows where memory runs out: here, or at the servers down the chains."""
+
+from __future__ import annotations
+
+from elasticps.server.connection import Connection, Handler
+from elasticps.server.fast.layout import UNLIMITED
+from elasticps.server.fast.path import FastPath
+from elasticps.server.protocol.asker import Body
+from elasticps.server.protocol.headroom import Headroom, full
+from elasticps.server.replica_links import ReplicaLinks
+from elasticps.store import Store
+from elasticps.wire.frames import Block, Header, Kind, json_body, json_frame
+
+
+class MemoryLimit:
+    """What `headroom` knows, for pushes to take from, and for neighbours. What is left is in the compiled path."""
+
+    def __init__(self, headroom: Headroom, store: Store, path: FastPath, links: ReplicaLinks, server: str) -> None:
+        self._headroom = headroom
+        self._store = store
+        self._path = path
+        self._links = links
+        self._server = server
+        self.handlers: dict[int, Handler] = {Kind.ROOM: self._hear}
+
+    def look(self) -> None:
+        """Called several times a second: sets how much room pushes may take, and tells neighbours."""
+        self._headroom.look(self._store.reusable_bytes)
+        self._path.room = self._headroom.least.nbytes
+        if self._headroom.limited:
+            self._links.broadcast(json_frame(Kind.ROOM, self._headroom.told()))
+
+    def take(self, blocks: list[Block]) -> None:
+        """Room for the rows that blocks add, in all tables or in none. Raises `RequestError` if there is none."""
+        room, needed = self._path.room, 0
+        if room > UNLIMITED // 2:
+            return
+        for block in blocks:
+            table = self._store.tables[block.table]
+            rows, nbytes = table.bytes_for(block.keys)
+            needed += nbytes
+            if nbytes and needed > room:
+                least = self._headroom.least
+                left = least._replace(nbytes=min(least.nbytes, room))
+                raise full(left, self._server, table.spec.name, rows, nbytes)
+        self._path.room = room - needed
+
+    def _hear(self, connection: Connection, header: Header, body: Body) -> None:
+        if connection.member is not None and self._links.link(connection.member) is connection:
+            self._headroom.heard(connection.member, json_body(body.data))
+            self._path.room = min(self._path.room, self._headroom.behind.nbytes)

@@ -1,0 +1,111 @@
+"""What a worker reads, and when it may: pulls, and what it says of its part in bounded delay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from elasticps.server.connection import Connection, Handler
+from elasticps.server.counts import Counts
+from elasticps.server.protocol.asker import Asker, Body
+from elasticps.server.protocol.bounded_delay import BoundedDelay
+from elasticps.server.protocol.held_frames import HeldFrames
+from elasticps.server.protocol.herald import Herald
+from elasticps.server.protocol.reads import Judge, Read, answer
+from elasticps.server.protocol.request_error import RequestError
+from elasticps.server.protocol.serving import Serving
+from elasticps.store import Store
+from elasticps.wire.frames import FrameError, Header, Kind
+from elasticps.wire.headers import JoinHeader, OkHeader, PullHeader
+from replication.progress import MAX_CLOCK
+from replication.replica import Replica
+
+
+class Pulls:
+    """Their handlers. `served()` is told of each pull."""
+
+    def __init__(
+        self, serving: Serving, held: HeldFrames, herald: Herald, delay: BoundedDelay, store: Store, replica: Replica,
+        counts: Counts, served: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._serving = serving
+        self._held = held
+        self._herald = herald
+        self._delay = delay
+        self._store = store
+        self._replica = replica
+        self._counts = counts
+        self._served = served
+        self._unshown: dict[Asker, None] = {}  # whose answers hold values that must not be shown yet
+        self.handlers: dict[int, Handler] = {Kind.PULL: self._pull, Kind.JOIN: self._join}
+
+    def _join(self, connection: Connection, header: Header, body: Body) -> None:
+        said = JoinHeader.of(header)
+        if said.pause:
+            self._delay.pause(connection.worker)
+            self.judge()
+        elif said.base is not None:
+            if said.base >= MAX_CLOCK:
+                raise FrameError(f"a base clock of {said.base} is over the limit of {MAX_CLOCK}")
+            connection.base = said.base
+            self._delay.join(connection.worker, said.base)
+        minimum = self._delay.minimum(connection.app)
+        connection.send(OkHeader(header.request, self._serving.epoch, minimum).header().pack())
+
+    def _pull(self, connection: Connection, header: Header, body: Body) -> None:
+        if self._held.wait_for_view(connection, header, body):
+            return
+        asked = PullHeader.of(header)
+        epoch, name = self._serving.epoch, self._serving.me.name
+        if not self._serving.serves(asked.epoch, asked.anywhere):
+            text = f"server {name} is at epoch {epoch}, the request at {asked.epoch}"
+            raise RequestError("stale-view", text, epoch=epoch)
+        read = self._read(connection, asked, body)
+        self._counts["pulls"] += 1
+        self._counts["rows_pulled"] += asked.keys
+        self._served()
+        if (asked.bound is not None or asked.clock) and self._delay.behind(read):
+            self._delay.park(read)
+        else:
+            self._answer(read)
+
+    def rest(self, connection: Connection, header: Header, body: Body, done: int) -> None:
+        """Goes on with an answer of which `done` rows have left: its ranges may have, too, or must not be shown yet."""
+        self._answer(self._read(connection, PullHeader.of(header), body), done)
+
+    def _read(self, connection: Connection, asked: PullHeader, body: Body) -> Read:
+        table = self._store.tables.get(asked.table)
+        if table is None:
+            raise unknown_table(self._serving, asked.table)
+        return Read(connection, asked, table, body.view(np.int64), 0.0)
+
+    def _answer(self, read: Read, done: int = 0) -> None:
+        answer(read, Judge(read, self._serving, self._replica, self._unshown), done)
+
+    def changed(self) -> None:
+        """Something was applied or acknowledged: pulls that wait may go on."""
+        if self._delay or self._unshown:
+            self.judge()
+
+    def judge(self) -> None:
+        """Answers the pulls that need not wait any more, and those that waited too long."""
+        if self._unshown:
+            connections = list(self._unshown)
+            self._unshown.clear()
+            for connection in connections:
+                connection.go_on()
+        for read, error in self._delay.judge(self._serving.tail_since, self._serving.full_since):
+            if error is None:
+                self._answer(read)
+            else:
+                self._herald.refuse(read.connection, read.header.request, error)
+
+    def forget(self, connection: Connection) -> None:
+        """Nobody waits for its answers any more."""
+        self._delay.forget(connection)
+
+
+def unknown_table(serving: Serving, table: int) -> RequestError:
+    """A request speaks of a table that is not here."""
+    return RequestError("unknown-table", f"server {serving.me.name} has no table with id {table}")

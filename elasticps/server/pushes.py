@@ -1,0 +1,177 @@
+"""What a worker changes: its steps, and tables. Each request is checked here, at the edge, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.errors import SpecError
+from elasticps.server.connection import Connection, Handler
+from elasticps.server.counts import Counts
+from elasticps.server.executor import Executor
+from elasticps.server.memory_limit import MemoryLimit
+from elasticps.server.protocol.asker import Body
+from elasticps.server.protocol.data_shards_state import ShardMark
+from elasticps.server.protocol.held_frames import HeldFrames
+from elasticps.server.protocol.herald import Herald
+from elasticps.server.protocol.operations import Content, Contribution, NewTable, positions_of
+from elasticps.server.protocol.replies import RequestTicket
+from elasticps.server.protocol.request_error import RequestError
+from elasticps.server.protocol.serving import Serving
+from elasticps.server.pulls import unknown_table
+from elasticps.spec import TableSpec
+from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push
+from elasticps.wire.headers import GetClocksHeader, PushHeader
+from replication.chain import Ranges
+from replication.core import NO_RANGES
+from replication.effects import Ask, Push
+from replication.messages import OperationKind
+from replication.progress import MAX_CLOCK, MAX_PARTS
+
+
+class Pushes:
+    """Their handlers. `served()` is told of each push."""
+
+    def __init__(
+        self, serving: Serving, held: HeldFrames, herald: Herald, executor: Executor, memory: MemoryLimit,
+        counts: Counts, served: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._serving = serving
+        self._held = held
+        self._herald = herald
+        self._executor = executor
+        self._store, self._replica = executor.store, executor.replica
+        self._memory = memory
+        self._counts = counts
+        self._served = served
+        self._order = NO_RANGES, positions_of(NO_RANGES, serving.ranges)  # the newest answer of `_order_of`
+        self.handlers: dict[int, Handler] = {
+            Kind.PUSH: self._push,
+            Kind.GET_CLOCKS: self._get_clocks,
+            Kind.CREATE: self._create,
+            Kind.INIT: self._init,
+        }
+
+    # --- tables -----------------------------------------------------------------------------------------------------
+
+    def _create(self, connection: Connection, header: Header, body: Body) -> None:
+        document = json_body(body.data)
+        table_id, text = document.get("id"), document.get("spec")
+        if not isinstance(table_id, int) or not 0 < table_id < 1 << 32 or not isinstance(text, str):
+            raise FrameError("a create gives a table id above 0 and a spec")
+        try:
+            self._store.create(TableSpec.from_json(text), table_id)
+        except SpecError as error:
+            raise RequestError("spec", str(error)) from None
+        self._control(connection, header, OperationKind.CREATE, NewTable(table_id, text), len(text))
+
+    def _control(
+        self, connection: Connection, header: Header, kind: OperationKind, payload: Any, nbytes: int,
+        ranges: Ranges | None = None,
+    ) -> None:  # fmt: skip
+        """Logs an operation of the ranges themselves; answered when it is committed."""
+        ticket = RequestTicket(connection, header.request)
+        push = Push(ticket, -1, header.epoch, 0, 0, True, ranges, payload, nbytes, kind=kind)
+        self._executor.perform(self._replica.push, push)
+
+    def _init(self, connection: Connection, header: Header, body: Body) -> None:
+        if self._held.wait_for_view(connection, header, body):
+            return
+        named, blocks = read_push(header, body)
+        ranges, positions = self._order_of(header.epoch) if named is None else self._named(named)
+        for block in blocks if len(ranges) else ():
+            self._check(block, positions, values=0)
+        self._memory.take(blocks)
+        self._control(connection, header, OperationKind.INIT, Content(blocks, ranges, positions), len(body), ranges)
+
+    # --- pushes -----------------------------------------------------------------------------------------------------
+
+    def _get_clocks(self, connection: Connection, header: Header, body: Body) -> None:
+        said = GetClocksHeader.of(header)
+        ask = Ask(RequestTicket(connection, said.request), said.worker, said.epoch)
+        self._executor.perform(self._replica.ask, ask)
+
+    def _push(self, connection: Connection, header: Header, body: Body) -> None:
+        said = PushHeader.of(header)
+        if connection.base < 0:
+            raise RequestError("not-joined", f"worker {connection.worker_name!r} pushed before it joined")
+        if not 0 < said.clock < MAX_CLOCK or not said.first <= said.part < MAX_PARTS:
+            raise FrameError(f"a push of step {said.clock}, parts {said.first}..{said.part}, cannot be")
+        if self._held.wait_for_view(connection, header, body):
+            return
+        named, blocks = read_push(header, body)
+        if named is None:
+            ranges, positions = self._order_of(said.epoch)
+        else:
+            ranges, positions = self._named(named)
+        ticket = RequestTicket(connection, said.request)
+        try:
+            for block in blocks:
+                self._check(block, positions, values=None)
+            self._memory.take(blocks)
+        except RequestError as error:
+            self._herald.refused += 1
+            ticket.refusal, blocks = error, []
+        mark = None
+        if said.shard is not None and self._executor.shards.owns(connection.app, said.shard.set):
+            connection.set_shards(said.shard.set)
+            mark = ShardMark(*said.shard)
+        content = Content(blocks, ranges, positions, mark)
+        if said.round:
+            content = Contribution(connection.app, said.clock, blocks, ranges, positions, mark)
+        push = Push(
+            ticket, connection.worker, said.epoch, said.clock, said.part, said.last,
+            None if named is None else ranges, content, len(body), connection.base,
+            repeat=said.repeat, first=said.first,
+        )  # fmt: skip
+        self._counts["pushes"] += 1
+        self._counts["rows_pushed"] += sum([len(block.keys) for block in blocks])
+        self._served()
+        # The base itself says nothing of ranges that are not pushed to yet.
+        if said.committed is not None and said.committed > connection.base:
+            self._executor.note_committed(connection.worker, said.committed)
+        self._executor.perform(self._replica.push, push)
+        self._executor.note_change()
+
+    def forget(self, connection: Connection) -> None:
+        """Nobody waits for its answers any more."""
+        for ticket in list(connection.tickets):
+            self._executor.perform(self._replica.forget, ticket)
+
+    def _order_of(self, epoch: int) -> tuple[Ranges, NDArray[np.int64]]:
+        """What a push of that epoch calls all ranges headed here, and where each stands; nothing if it is stale."""
+        ranges = self._replica.headed(epoch)
+        if ranges is None:
+            ranges = NO_RANGES
+        if ranges is not self._order[0]:
+            self._order = ranges, positions_of(ranges, self._serving.ranges)
+        return self._order
+
+    def _named(self, named: NDArray[np.int32]) -> tuple[Ranges, NDArray[np.int64]]:
+        ranges = named.astype(np.int64)
+        if len(ranges) and (ranges.min() < 0 or ranges.max() >= self._serving.ranges):
+            raise RequestError("foreign", f"a push names ranges outside 0..{self._serving.ranges - 1}")
+        positions = positions_of(ranges, self._serving.ranges)
+        if np.count_nonzero(positions >= 0) != len(ranges):
+            raise RequestError("foreign", "a push names a range twice")
+        return ranges, positions
+
+    def _check(self, block: Block, positions: NDArray[np.int64], *, values: int | None) -> None:
+        """A block fits its table and this server. `values`: step values expected (None: the optimizer's number)."""
+        table = self._store.tables.get(block.table)
+        if table is None:
+            raise unknown_table(self._serving, block.table)
+        dim, expected = table.spec.dim, table.spec.optimizer.step_floats if values is None else values
+        if block.grads.shape[1] != dim:
+            raise RequestError("shape", f"table {table.spec.name!r} has dim {dim}, the push has {block.grads.shape[1]}")
+        if len(block.step_values) != expected:
+            raise RequestError(
+                "shape", f"table {table.spec.name!r} takes {expected} step values, not {len(block.step_values)}"
+            )
+        at = table.first_misplaced(block.keys, positions)
+        if at >= 0:
+            text = f"key {block.keys[at]} of table {table.spec.name!r} is not in a range that the push ticks at server "
+            raise RequestError("foreign", f"{text}{self._serving.me.name}, or not in their order")

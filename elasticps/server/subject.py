@@ -1,0 +1,139 @@
+"""What a server tells of itself: its status, and digests of its ranges at one place of their logs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any
+
+from coordinator.view import ServerInfo
+from elasticps.admin.subject import MarkedRange
+from elasticps.server.counts import COUNTED, Counts
+from elasticps.server.executor import Executor
+from elasticps.server.fast.path import FastPath
+from elasticps.server.handshake import Handshake
+from elasticps.server.protocol.bounded_delay import BoundedDelay
+from elasticps.server.protocol.headroom import Headroom
+from elasticps.server.protocol.herald import Herald
+from elasticps.server.protocol.operations import AuditMark
+from elasticps.server.protocol.serving import Serving
+from elasticps.server.snapshots import SnapshotSender
+from replication.chain import Role
+from replication.effects import ClocksReply, Push, Reply, Status
+from replication.messages import OperationKind
+
+MARKED_AT_ONCE = 16  # ranges whose digests are taken in one go
+
+
+class FutureTicket:
+    """An operation of this server's own, awaited: resolves to the Reply."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.future: asyncio.Future[Reply] = loop.create_future()
+
+    def reply(self, reply: Reply) -> None:
+        """Resolves."""
+        if not self.future.done():
+            self.future.set_result(reply)
+
+    def clocks(self, reply: ClocksReply) -> None:
+        raise AssertionError("an operation was answered with clocks")
+
+    def hold(self) -> None:
+        """Nothing is read for it."""
+
+    def release(self) -> None:
+        """Nothing was held."""
+
+
+class Subject:
+    """Of the admin service."""
+
+    def __init__(
+        self, me: ServerInfo, serving: Serving, executor: Executor, path: FastPath, counts: Counts, herald: Herald,
+        delay: BoundedDelay, snapshots: SnapshotSender, headroom: Headroom, handshake: Handshake,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self.me = me
+        self._serving = serving
+        self._executor = executor
+        self._path = path
+        self._counts = counts
+        self._herald = herald
+        self._delay = delay
+        self._snapshots = snapshots
+        self._headroom = headroom
+        self._handshake = handshake
+        self._clock = clock
+        self._started = clock()
+
+    @property
+    def epoch(self) -> int:
+        """Of the view that is followed."""
+        return self._serving.epoch
+
+    @property
+    def told(self) -> dict[int, int]:
+        """Worker -> the clock up to which it has been told that all is committed."""
+        return self._path.told()
+
+    async def mark(self, mark: int) -> bool:
+        """Has every replica of the ranges headed here note their digests; False if the view changed meanwhile."""
+        ranges, replica = self._serving.headed, self._executor.replica
+        for start in range(0, len(ranges), MARKED_AT_ONCE):
+            ticket = FutureTicket(asyncio.get_running_loop())
+            some = ranges[start : start + MARKED_AT_ONCE]
+            push = Push(ticket, -1, self.epoch, 0, 0, True, some, AuditMark(mark), 64, kind=OperationKind.AUDIT)
+            self._executor.perform(replica.push, push)
+            reply = await ticket.future
+            if reply.status is not Status.COMMITTED or len(reply.moved):
+                return False
+        return True
+
+    def marked(self, mark: int) -> dict[int, MarkedRange]:
+        """What this replica found at a mark, by range."""
+        return self._executor.marks.of(mark)
+
+    def status(self) -> dict[str, Any]:
+        """What `elasticps status` shows of this server."""
+        store, replica, role = self._executor.store, self._executor.replica, self._executor.replica.role
+        held = int((role == Role.FULL).sum())
+        return {
+            "id": self.me.name,
+            "pid": os.getpid(),
+            "address": self.me.address,
+            "admin": self.me.admin,
+            "incarnation": self.me.incarnation,
+            "state": "serving" if held else "spare",
+            "epoch": self.epoch,
+            "ranges_headed": len(self._serving.headed),
+            "ranges_held": held,
+            "ranges_joining": int((role == Role.JOINING).sum()),
+            "rows": store.rows,
+            "bytes": store.nbytes,
+            "memory_used": self._headroom.used,
+            "memory_mark": self._headroom.mark,
+            "memory_limit": self._headroom.limit,
+            "connections": len(self._handshake.connections),
+            **{what: self._counts.count(what) for what in COUNTED},
+            "refused": self._herald.refused,
+            "parked": len(self._delay),
+            "log_bytes": replica.log.nbytes,
+            "sent_bytes": self._snapshots.sent_bytes,
+            "tables": len(store.tables),
+            "uptime_s": self._clock() - self._started,
+        }
+
+    def tables(self) -> list[dict[str, Any]]:
+        """What `elasticps tables` shows of this server."""
+        headed = self._serving.headed.tolist()
+        return [
+            {
+                "id": table.table_id,
+                "rows_headed": sum(table.count_range(r) for r in headed),
+                "rows": table.rows,
+                "bytes": table.nbytes,
+            }
+            for table in self._executor.store.tables.values()
+        ]
