@@ -15,8 +15,8 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-BUILDS = ("base", "overlays/dev", "overlays/production", "workers", "chaos")
-CLUSTERS = ("overlays/dev", "overlays/production")
+BUILDS = ("base", "overlays/dev", "overlays/production", "overlays/chaos", "workers", "chaos")
+CLUSTERS = ("overlays/dev", "overlays/production", "overlays/chaos")
 COMPONENT = "app.kubernetes.io/component"
 WORKLOADS = ("Deployment", "StatefulSet", "Job")
 

@@ -177,7 +177,7 @@ def test_budgets_cover_each_kind_of_process() -> None:
 
 
 def test_policies_speak_of_pods_and_ports_that_there_are() -> None:
-    for policy in of_kind("overlays/production", "NetworkPolicy"):
+    for policy in (p for build in (CLUSTERS[1], "chaos") for p in of_kind(build, "NetworkPolicy")):
         spec = policy["spec"]
         subjects = [each for each in EVERYWHERE.values() if selects(spec["podSelector"], each.labels)]
         assert subjects
@@ -186,7 +186,7 @@ def test_policies_speak_of_pods_and_ports_that_there_are() -> None:
                 assert any(port["port"] in each.ports for each in subjects)
         for rule in spec.get("egress", ()):
             peers = [p["podSelector"] for p in rule.get("to", ())]
-            assert peers or {port["port"] for port in rule["ports"]} == {53}
+            assert peers or {port["port"] for port in rule["ports"]} in ({53}, {443, 6443})
             for peer in peers:
                 (target,) = (each for each in EVERYWHERE.values() if selects(peer, each.labels))
                 assert {port["port"] for port in rule["ports"]} <= set(target.ports.values())
@@ -208,15 +208,24 @@ def test_policies_let_through_what_the_processes_do(source: str, target: str, po
 
 @pytest.mark.parametrize(
     ("source", "target", "port"),
-    [("worker", "etcd", "peer"), ("coordinator", "server", "admin"), ("worker", "coordinator", "metrics")],
+    [
+        ("worker", "etcd", "peer"),
+        ("coordinator", "server", "admin"),
+        ("worker", "coordinator", "metrics"),
+        ("server", "coordinator", "metrics"),
+        ("worker", "worker", "metrics"),
+        ("etcd", "server", "data"),
+        ("chaos", "coordinator", "metrics"),
+    ],
 )
 def test_policies_keep_out_what_they_do_not(source: str, target: str, port: str) -> None:
     assert not _allowed(source, target, port)
 
 
 def _allowed(source: str, target: str, port: str) -> bool:
-    """What the policies of production say of a connection between pods of two components."""
-    policies = [p["spec"] for p in of_kind("overlays/production", "NetworkPolicy")]
+    """What the policies of the base, and those of a chaos run if one is meant, say of a connection between pods."""
+    builds = ("base", "chaos") if "chaos" in (source, target) else ("base",)
+    policies = [p["spec"] for build in builds for p in of_kind(build, "NetworkPolicy")]
     one, other = EVERYWHERE[source], EVERYWHERE[target]
     wanted = (port, other.ports[port])
     for direction, subject, peer in (("Ingress", other, one), ("Egress", one, other)):
@@ -231,6 +240,18 @@ def _allowed(source: str, target: str, port: str) -> bool:
         if mine and not let_through:
             return False
     return True
+
+
+@pytest.mark.parametrize("build", CLUSTERS)
+def test_what_no_policy_allows_is_denied_to_every_pod(build: str) -> None:
+    everything = [p["spec"] for p in of_kind(build, "NetworkPolicy") if not p["spec"]["podSelector"]]
+    assert everything == [{"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_only_for_chaos_runs_processes_share_a_namespace(build: str) -> None:
+    shared = {each.labels[COMPONENT] for each in workloads(build) if each.spec.get("shareProcessNamespace")}
+    assert shared == ({"server", "coordinator"} if build == "overlays/chaos" else set())
 
 
 def test_monitors_and_the_autoscaler_find_their_targets() -> None:
