@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 CODE := $(patsubst %/__init__.py,%,$(wildcard */__init__.py)) tests examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all soak lint format bench proto clean distclean
+.PHONY: help setup demo test test-all soak lint format bench proto hashes clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,15 @@ bench: $(READY) ## Measure pulls and pushes against this machine's own limits, r
 
 proto: $(READY) ## Generate the gRPC stubs again
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. elasticps/admin/admin.proto
+
+# For Python 3.12, as the image has it; a release's hashes are those of all its files, for other processors too.
+HASHES = echo setuptools | $(BIN)/uv pip compile -q --generate-hashes --no-header --no-annotate -c constraints.txt \
+	--python-version 3.12 --python-platform x86_64-unknown-linux-gnu pyproject.toml -
+
+hashes: $(READY) ## Write down again what images install, with hashes, after constraints.txt has changed
+	$(PIP) install -c constraints.txt uv
+	$(HASHES) -o deploy/requirements.txt
+	$(HASHES) --extra chaos --extra kubernetes -o deploy/requirements-chaos.txt
 
 clean: ## Remove caches and what runs have left
 	rm -rf build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

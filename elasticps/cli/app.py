@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -45,8 +47,19 @@ app.add_typer(bench, name="bench", rich_help_panel=SHOW)
 app.command(rich_help_panel=RUN)(command(processes.server))
 app.command(rich_help_panel=RUN)(command(processes.coordinator))
 app.command(rich_help_panel=RUN)(command(certificates))
-for extension in entry_points(group="elasticps.commands"):  # of packages that elasticps itself does not import
-    app.command(extension.name, rich_help_panel=SHOW)(command(extension.load()))
+
+
+def extensions() -> dict[str, Callable[..., None]]:
+    """Commands of packages that elasticps itself does not import, and that an image of servers does not have."""
+    return {
+        found.name: found.load()
+        for found in entry_points(group="elasticps.commands")
+        if find_spec(found.module.partition(".")[0]) is not None
+    }
+
+
+for name, extension in extensions().items():
+    app.command(name, rich_help_panel=SHOW)(command(extension))
 
 
 @app.command(rich_help_panel=ABOUT)

@@ -15,7 +15,7 @@ from coordinator.url import parse
 from elasticps.cli.options import Every, Name, Url
 from elasticps.cli.output import ExitCode, err, out, print_json, sigterm_interrupts
 from elasticps.errors import ConfigError, Error
-from elasticps.local import LocalCluster, keeper, state
+from elasticps.local import LocalCluster, etcd, keeper, state
 
 DEFAULT_NAME = "local"
 
@@ -87,6 +87,8 @@ def _announce(cluster: LocalCluster, *, detach: bool, as_json: bool) -> None:
     if len(cluster.servers) < cluster.config.replicas:
         text = f"{cluster.config.replicas} replicas of each range were asked for: that needs as many servers"
         err.print(f"{text}. What a server holds is lost with it if nobody else has a copy", style="yellow")
+    if text := etcd.warning(etcd.etcd_binary()):
+        err.print(text, style="yellow", markup=False)
     err.print(f"logs in {cluster.directory}", markup=False, soft_wrap=True)
     err.print(f"end it with: elasticps down --name {cluster.name}" if detach else "end it with Ctrl-C")
     out.print(cluster.url, markup=False)

