@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 import functools
 import json
 import signal
@@ -52,6 +53,10 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+# What the machine refuses, and no fault of ours.
+_SURROUNDINGS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE}
+
+
 def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
     """The same command, with what elasticps raises on purpose turned into one message and an exit code. Anything else
     is a bug of ours and keeps its traceback."""
@@ -65,6 +70,12 @@ def guarded(command: Callable[_P, None]) -> Callable[_P, None]:
         except (Error, CoordinationError) as error:
             err.print(Text.assemble(("error: ", "bold red"), _visible(str(error))), soft_wrap=True)
             raise typer.Exit(_code(error)) from None
+        except OSError as error:
+            if error.errno not in _SURROUNDINGS:
+                raise
+            what = f"{error.filename or 'what was to be written'}: {error.strerror}"
+            err.print(Text.assemble(("error: ", "bold red"), _visible(what)), soft_wrap=True)
+            raise typer.Exit(ExitCode.FAILED) from None
 
     return run
 

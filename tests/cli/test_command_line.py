@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from elasticps.cli.app import app
 from elasticps.cli.output import ExitCode
+from elasticps.local import state
 
 
 def run(*arguments: str) -> Result:
@@ -88,3 +89,14 @@ def test_an_etcd_that_is_not_there_is_said_within_the_time_allowed() -> None:
     assert "127.0.0.1:1" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_a_full_disk_is_said_without_a_traceback(state_folder: Path) -> None:
+    state.claim(state_folder / "here")
+    (state_folder / "here" / "s0.log").write_text("ts=2026-01-01T00:00:00Z event=ready\n")
+    command = [sys.executable, "-m", "elasticps", "logs", "--name", "here"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert "error: what was to be written: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode != ExitCode.OK
