@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coordinator.connect import open_store
-from coordinator.membership import ROSTER, VIEW
+from coordinator.membership import ROSTER, VIEW, list_drains
 from coordinator.store import Store
 from coordinator.view import Roster, ServerInfo, View
 from elasticps import background
@@ -77,8 +77,10 @@ class AuditReport:
 
     ranges, replicas  as the cluster is meant to be; epoch: of the view at the end
     compared          replicas that were compared
+    alone             ranges with one replica, which was compared with nothing
     short             ranges with fewer replicas than wanted: no failure
     unjudged          range -> why it was not compared in time
+    lost              servers that held ranges and were left out of the view meanwhile, unasked, with the view's reason
     """
 
     cluster: str
@@ -86,16 +88,23 @@ class AuditReport:
     ranges: int
     replicas: int
     compared: int
+    alone: int
     short: int
     differences: tuple[Difference, ...]
     workers: tuple[WorkerClocks, ...]
     unjudged: Mapping[int, str]
+    lost: Mapping[str, str]
     seconds: float
 
     @property
     def clean(self) -> bool:
-        """Every range was compared, all replicas are equal, and no promise was broken."""
-        return not (self.wrong or self.unjudged)
+        """Every range was compared, all replicas are equal, no promise was broken, and no server was lost."""
+        return not (self.wrong or self.unjudged or self.lost or self.idle)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing was compared with anything, though there should be several replicas."""
+        return self.replicas > 1 and self.alone + len(self.unjudged) == self.ranges
 
     @property
     def wrong(self) -> bool:
@@ -106,7 +115,7 @@ class AuditReport:
         """The report as plain values."""
         workers = [asdict(worker) | {"lag": worker.lag} for worker in self.workers]
         unjudged = [{"range": r, "reason": text} for r, text in self.unjudged.items()]
-        return {**asdict(self), "clean": self.clean, "workers": workers, "unjudged": unjudged}
+        return {**asdict(self), "clean": self.clean, "idle": self.idle, "workers": workers, "unjudged": unjudged}
 
 
 def audit(url: str, timeout_s: float = 30.0) -> AuditReport:
@@ -136,10 +145,12 @@ async def audit_store(store: Store, timeout_s: float) -> AuditReport:
     view = await _view(store)
     told, _ = await _ask(view.servers, 0, deadline)
     promised = _newest(told.values())
-    judged = Judged(view.ranges)
+    judged, lost = Judged(view.ranges), dict[str, str]()
     while True:
+        asked = await list_drains(store)  # a request is taken away when it is done
         await _round(store, view, judged, deadline)
-        view = await _view(store)
+        before, view = view, await _view(store)
+        lost |= _lost(before, view, asked | await list_drains(store))
         names = await _names(store)
         workers = judged.workers(promised, names)
         settled = not judged.open and not any(worker.pending and worker.name for worker in workers)
@@ -150,8 +161,9 @@ async def audit_store(store: Store, timeout_s: float) -> AuditReport:
         await asyncio.sleep(_PAUSE_S)
     short = int((view.chains < 0).any(axis=1).sum())
     return AuditReport(
-        view.cluster, view.epoch, view.ranges, view.replicas, judged.compared, short, tuple(judged.differences),
-        tuple(workers), {r: judged.reasons.get(r, "no time was left") for r in sorted(judged.open)},
+        view.cluster, view.epoch, view.ranges, view.replicas, judged.compared, judged.alone, short,
+        tuple(judged.differences), tuple(workers),
+        {r: judged.reasons.get(r, "no time was left") for r in sorted(judged.open)}, lost,
         time.monotonic() - began,
     )  # fmt: skip
 
@@ -173,6 +185,11 @@ class Judged:
     def compared(self) -> int:
         """Replicas compared."""
         return sum(len(replicas) for replicas in self._replicas.values())
+
+    @property
+    def alone(self) -> int:
+        """Ranges of which there was one replica only."""
+        return sum(len(replicas) == 1 for replicas in self._replicas.values())
 
     def judge(self, before: View, after: View, found: Mapping[str, Mapping[int, Found]]) -> None:
         """Compares the replicas of the open ranges that had the same chain from before the mark until after it.
@@ -301,6 +318,14 @@ async def _view(store: Store) -> View:
     if entry is None:
         raise ClusterUnreachable(f"cluster {store.cluster!r} has no view: no server has served yet")
     return View.decode(entry.value)
+
+
+def _lost(before: View, after: View, drains: Mapping[str, int]) -> dict[str, str]:
+    """Servers that had a place in a chain and are not listed any more, though nobody asked them to go."""
+    listed = {server.member for server in after.servers}
+    held = (before.servers[i] for i in np.unique(before.chains).tolist() if i >= 0)
+    gone = (server for server in held if server.member not in listed and drains.get(server.name) != server.incarnation)
+    return {server.name: after.reason for server in gone}
 
 
 async def _names(store: Store) -> dict[int, str]:

@@ -26,6 +26,7 @@ from coordinator.view import ClusterConfig
 from elasticps import store as table_store
 from elasticps.optimizers import Accumulate
 from elasticps.server.protocol.audit import digest
+from elasticps.server.protocol.operations import AuditMark
 from elasticps.spec import ASP
 
 BOUND_S = 40.0  # after faults have ended, everything must have come to rest
@@ -187,7 +188,7 @@ class Scene:
                 if server is not None:
                     words = server.executor.rounds.words(r) + server.executor.shards.words(r)
                     clocks = [a.tobytes() for a in server.replica.clocks.column(r)]
-                    found[server.me.name] = digest(server.store.tables, r, words), clocks
+                    found[server.me.name] = digest(server.store.tables, r, AuditMark(0), words), clocks
             if any(other != first for first in found.values() for other in found.values()):
                 raise Violation("replicas agree", f"range {r} differs between {', '.join(found)}")
 

@@ -27,7 +27,7 @@ def audit(
     """Compare all replicas of every range bit for bit, and each worker's acknowledged steps with what is applied.
 
     Training goes on meanwhile. The exit code is 0 if all is equal, 1 if a replica differs or an acknowledged step is
-    missing, 3 if not everything could be compared in time.
+    missing, 3 if not everything could be compared in time or nothing could, 4 if a server was lost meanwhile.
     """
     with err.status("comparing replicas"):
         report = auditing.audit(target(url, name), timeout)
@@ -37,7 +37,9 @@ def audit(
         out.print(_render(report))
     if report.wrong:
         raise typer.Exit(ExitCode.FAILED)
-    raise typer.Exit(ExitCode.UNREACHABLE if report.unjudged else ExitCode.OK)
+    if report.lost:
+        raise typer.Exit(ExitCode.DEGRADED)
+    raise typer.Exit(ExitCode.UNREACHABLE if report.unjudged or report.idle else ExitCode.OK)
 
 
 def _render(report: auditing.AuditReport) -> Group:
@@ -46,9 +48,14 @@ def _render(report: auditing.AuditReport) -> Group:
     head.append(f"{report.compared} replicas of {compared} ranges compared in {report.seconds:.1f} s: ")
     if report.differences:
         head.append(f"{len(report.differences)} differ", "bold red")
-    else:
+    elif compared > report.alone:
         head.append("all equal", "bold green")
+    else:
+        head.append("nothing was compared", "bold yellow")
     lines = [head, *_shown([f"range {d.range} at {d.server}: {d.text}" for d in report.differences], "red")]
+    lines += _shown([f"{name} was lost meanwhile: {reason}" for name, reason in report.lost.items()], "red")
+    if report.alone:
+        lines.append(Text(f"{report.alone} ranges have one replica, which was compared with nothing", "yellow"))
     if report.short:
         lines.append(Text(f"{report.short} ranges have fewer than {report.replicas} replicas", "yellow"))
     reasons = Counter(report.unjudged.values())

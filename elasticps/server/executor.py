@@ -7,6 +7,7 @@ here leaves a copy that may differ from the others, so it ends the process.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -153,8 +154,9 @@ class Executor:
         for r, seq in zip(effect.ranges.tolist(), effect.seqs.tolist(), strict=True):
             if r not in unfinished:
                 workers, progress = self.replica.clocks.column(r)
-                found = digest(self.store.tables, r, self.rounds.words(r) + self.shards.words(r))
-                self.marks.note(mark.id, r, MarkedRange(seq, found, tuple(workers.tolist()), tuple(progress.tolist())))
+                words = chain(self.rounds.words(r), self.shards.words(r)) if mark.part == 0 else ()
+                found = digest(self.store.tables, r, mark, words)
+                self.marks.note(mark, r, MarkedRange(seq, found, tuple(workers.tolist()), tuple(progress.tolist())))
 
     # --- ranges -----------------------------------------------------------------------------------------------------
 

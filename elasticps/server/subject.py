@@ -13,17 +13,15 @@ from elasticps.server.counts import COUNTED, Counts
 from elasticps.server.executor import Executor
 from elasticps.server.fast.path import FastPath
 from elasticps.server.handshake import Handshake
+from elasticps.server.protocol.audit import slices
 from elasticps.server.protocol.bounded_delay import BoundedDelay
 from elasticps.server.protocol.headroom import Headroom
 from elasticps.server.protocol.herald import Herald
-from elasticps.server.protocol.operations import AuditMark
 from elasticps.server.protocol.serving import Serving
 from elasticps.server.snapshots import SnapshotSender
 from replication.chain import Role
 from replication.effects import ClocksReply, Push, Reply, Status
 from replication.messages import OperationKind
-
-MARKED_AT_ONCE = 16  # ranges whose digests are taken in one go
 
 
 class FutureTicket:
@@ -80,11 +78,10 @@ class Subject:
 
     async def mark(self, mark: int) -> bool:
         """Has every replica of the ranges headed here note their digests; False if the view changed meanwhile."""
-        ranges, replica = self._serving.headed, self._executor.replica
-        for start in range(0, len(ranges), MARKED_AT_ONCE):
+        replica = self._executor.replica
+        for ranges, part in slices(self._executor.store.tables, self._serving.headed, mark):
             ticket = FutureTicket(asyncio.get_running_loop())
-            some = ranges[start : start + MARKED_AT_ONCE]
-            push = Push(ticket, -1, self.epoch, 0, 0, True, some, AuditMark(mark), 64, kind=OperationKind.AUDIT)
+            push = Push(ticket, -1, self.epoch, 0, 0, True, ranges, part, 64, kind=OperationKind.AUDIT)
             self._executor.perform(replica.push, push)
             reply = await ticket.future
             if reply.status is not Status.COMMITTED or len(reply.moved):

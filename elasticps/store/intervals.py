@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.hashing import hash_key as _hash_key
-from elasticps.store.index import ENTRY
+from elasticps.store.index import ENTRY, digest
 from elasticps.store.native import H_DESCRIPTORS, H_SALT, H_SHIFT, carray, kernel, load64, pointer
 
 hash_key: Any = _hash_key
 
 PLACES = 1 << 62
+_AT_ONCE = 512  # rows
 _S2 = np.uint64(2)
 
 
@@ -87,3 +88,26 @@ def list_interval(
                 rows[n] = row
                 n += 1
     return n
+
+
+@kernel
+def digest_interval(h: NDArray[np.int64], r: int, low: int, high: int) -> np.uint64:
+    """`index.digest` of the keys of range r whose places are in low..high-1."""
+    salt = np.uint64(h[H_SALT])
+    descriptors = carray(pointer(h[H_DESCRIPTORS]), (2 << (64 - h[H_SHIFT]),), np.int64)
+    base, capacity = descriptors[2 * r], descriptors[2 * r + 1]
+    keys, rows = np.empty(_AT_ONCE, np.int64), np.empty(_AT_ONCE, np.int64)
+    total, n = np.uint64(0), 0
+    for i in range(capacity + min(capacity, 32)):
+        row = load64(base + i * ENTRY + 8)
+        if row != 0:
+            key = load64(base + i * ENTRY)
+            place = np.int64(hash_key(key, salt) >> _S2)
+            if low <= place < high:
+                keys[n] = key
+                rows[n] = row
+                n += 1
+                if n == _AT_ONCE:
+                    total += digest(h, keys, rows)
+                    n = 0
+    return total + digest(h, keys[:n], rows[:n])

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import elasticps as eps
 from coordinator.memory import MemoryStore
-from coordinator.view import ServerInfo
+from coordinator.view import ServerInfo, View
 from elasticps import background
 from elasticps.admin import AdminServer, start_admin
+from elasticps.admin.subject import MarkedRange
 from elasticps.audit import AuditReport, Found, Judged, audit, audit_store, compare
+from elasticps.optimizers import Accumulate
+from elasticps.server.protocol import audit as audits
+from elasticps.server.protocol.audit import MARKS_KEPT, PART_BYTES, Marks, slices
+from elasticps.server.protocol.operations import AuditMark
+from elasticps.spec import TableSpec
+from elasticps.store import Table
 from tests.e2e.oracle import Trainers
-from tests.server.conftest import DIM, RANGES, TABLE, WORKER, Group
+from tests.server.conftest import DIM, RANGES, TABLE, WORKER, Group, Worker
 
 NAMES = ["s0", "s1", "s2"]
 HEAD = Found(7, b"rows", {1: 5, 2: 9})
@@ -104,7 +113,7 @@ def staged(test: Callable[[Stage], Awaitable[None]]) -> None:
             admins = {}
             for name in NAMES:
                 server = await group.start(name)
-                admin = admins[name] = await start_admin("127.0.0.1", 0, lambda server=server: server)  # type: ignore[misc]
+                admin = admins[name] = await start_admin("127.0.0.1", 0, lambda server=server: server.subject)  # type: ignore[misc]
                 stack.push_async_callback(admin.stop, 0.0)
                 group.infos[name] = replace(group.infos[name], admin=admin.address)
             view = group.make_view(lambda r: NAMES)
@@ -176,6 +185,133 @@ def test_a_silent_server_leaves_its_ranges_unjudged() -> None:
         assert all("s2" in reason for reason in report.unjudged.values())
 
     staged(test)
+
+
+# ------------------------------------------------------------------------------------------------------- large ranges
+
+
+def rows_in(count: int, dim: int = 64) -> dict[int, Table]:
+    table = Table(TableSpec("t", dim, Accumulate()), TABLE, 4)
+    table.apply(np.arange(count), np.ones((count, dim), np.float32), np.empty(0, np.float32))
+    return {TABLE: table}
+
+
+def test_a_large_range_is_marked_in_parts_and_small_ones_together() -> None:
+    tables, every = rows_in(40_000), np.arange(4)
+    marks = list(slices(tables, every, 9))
+    assert {mark.id for _, mark in marks} == {9}
+    for r in range(4):
+        mine = [mark for ranges, mark in marks if r in ranges]
+        assert [mark.part for mark in mine] == list(range(mine[0].parts))
+        table = tables[TABLE]
+        assert table.count_range(r) * table.stride / len(mine) <= PART_BYTES
+        whole = table.digest_range(r)
+        assert sum(table.digest_range(r, mark.part, mark.parts) for mark in mine) % (1 << 64) == whole
+    assert [(ranges.tolist(), mark) for ranges, mark in slices(rows_in(100), every, 9)] == [
+        ([0, 1, 2, 3], AuditMark(9))
+    ]
+
+
+def test_parts_are_put_together_and_a_range_that_came_late_has_none() -> None:
+    marks = Marks()
+    ends = [MarkedRange(seq, bytes([seq]), (), ()) for seq in range(3)]
+    for part in range(3):
+        marks.note(AuditMark(1, part, 3), 0, ends[part])
+        if part:
+            marks.note(AuditMark(1, part, 3), 1, ends[part])
+    assert list(marks.of(1)) == [0]
+    assert marks.of(1)[0].seq == 2
+    other = Marks()
+    for part in (0, 2, 1):  # what differs in any part shows
+        other.note(AuditMark(1, (0, 2, 1).index(part), 3), 0, ends[part]._replace(seq=(0, 2, 1).index(part)))
+    assert other.of(1)[0].digest != marks.of(1)[0].digest
+    for later in range(2, 2 + MARKS_KEPT):
+        marks.note(AuditMark(later), 0, ends[0])
+    assert not marks.of(1)
+    assert not marks._parts
+
+
+def test_pushes_go_on_between_the_parts_of_an_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all replicas still agree, at every part's own place of the log."""
+    monkeypatch.setattr(audits, "PART_BYTES", 64)
+
+    async def test(stage: Stage) -> None:
+        worker = stage.group.workers[0]
+        view = stage.group.view
+        assert view is not None
+        applied: list[tuple[int, AuditMark]] = []
+        for server in stage.group.servers.values():
+            note = server.executor.marks.note
+
+            def noted(mark: AuditMark, r: int, found: MarkedRange, note: Any = note, seqs: Any = applied) -> None:
+                seqs.append((found.seq, mark))
+                note(mark, r, found)
+
+            server.executor.marks.note = noted  # type: ignore[method-assign]
+        pushing = asyncio.create_task(push_on(worker, view))
+        report = await stage.audit()
+        pushing.cancel()
+        await asyncio.gather(pushing, return_exceptions=True)
+        assert report.clean, report
+        assert max(mark.parts for _, mark in applied) > 2
+
+    staged(test)
+
+
+async def push_on(worker: Worker, view: View) -> None:
+    clock = 5
+    while True:
+        clock += 1
+        await worker.push(view, "s0", clock, range(200), 1.0, table=1)
+
+
+def test_a_row_that_changes_in_one_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audits, "PART_BYTES", 64)
+    test_a_changed_row_is_found_in_its_range_at_its_server()
+
+
+def test_a_server_that_is_lost_meanwhile_is_part_of_the_answer() -> None:
+    async def test(stage: Stage) -> None:
+        group = stage.group
+        before = group.view
+        assert before is not None
+        admin = group.servers["s0"].subject.mark
+
+        async def lose_first(mark: int) -> bool:
+            if group.view is before:
+                view = group.make_view(lambda r: NAMES[:2])
+                view = replace(view, servers=view.servers[:2], reason="s2 lost (silent for 0.8 s)")
+                entry = await stage.store.get("view")
+                assert entry is not None
+                await stage.store.compare_and_set("view", view.encode(), expect=entry.revision)
+                group.view = view
+                group.adopt(view)
+            return await admin(mark)
+
+        group.servers["s0"].subject.mark = lose_first  # type: ignore[method-assign]
+        report = await stage.audit()
+        assert not report.differences
+        assert report.lost == {"s2": "s2 lost (silent for 0.8 s)"}
+        assert not report.clean
+
+    staged(test)
+
+
+def test_what_was_compared_with_nothing_is_said() -> None:
+    def report(**more: Any) -> AuditReport:
+        values: dict[str, Any] = {
+            "cluster": "c", "epoch": 3, "ranges": 4, "replicas": 2, "compared": 8, "alone": 0, "short": 0,
+            "differences": (), "workers": (), "unjudged": {}, "lost": {}, "seconds": 1.0,
+        }  # fmt: skip
+        return AuditReport(**values | more)
+
+    assert report().clean
+    assert report(compared=7, alone=1).clean
+    assert not report(compared=4, alone=4).clean
+    assert not report(compared=3, alone=3, unjudged={2: "no time was left"}).clean
+    assert report(compared=4, alone=4, replicas=1).clean
+    assert not report(lost={"s1": "silent"}).clean
+    assert report(compared=4, alone=4).as_dict()["idle"]
 
 
 # -------------------------------------------------------------------------------------------------- a cluster at work

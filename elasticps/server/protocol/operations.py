@@ -103,9 +103,11 @@ class NewTable(NamedTuple):
 
 
 class AuditMark(NamedTuple):
-    """An AUDIT: every replica notes the digest of its ranges at this place of their logs, under `id`."""
+    """An AUDIT: every replica notes the digest of a part of its ranges at this place of their logs, under `id`."""
 
     id: int
+    part: int = 0
+    parts: int = 1
 
 
 class TableRows(NamedTuple):

@@ -114,7 +114,7 @@ class ReplicaCodec:
         elif isinstance(payload, NewTable):
             parts.append(_json({"id": payload.table, "spec": payload.spec}))
         elif isinstance(payload, AuditMark):
-            parts.append(_json({"id": payload.id}))
+            parts.append(_json(payload._asdict()))
         elif isinstance(payload, RoundStep):
             parts.append(_json({"id": payload.clock, "app": payload.app, "workers": payload.workers}))
         elif isinstance(payload, Claim):
@@ -193,7 +193,8 @@ class ReplicaCodec:
             document = _document(body, at)
             payload = NewTable(document["id"], str(document.get("spec")))
         elif said.kind == OperationKind.AUDIT:
-            payload = AuditMark(_document(body, at)["id"])
+            document = _document(body, at)
+            payload = AuditMark(document["id"], *_numbers([document.get("part"), document.get("parts")]))
         elif said.kind in _ROUND_STEPS:
             document = _document(body, at)
             payload = RoundStep(str(document.get("app")), document["id"], _numbers(document.get("workers")))
