@@ -22,7 +22,6 @@ from elasticps.client.tables import DenseTensor, SparseTable, Tables
 from elasticps.errors import InputError
 from elasticps.sharding import checked_spec
 from elasticps.spec import BSP, Consistency, Init, Optimizer, TableSpec, Zeros
-from elasticps.wire.frames import ROUND
 
 LEAVE_S = 5.0  # for what is outstanding when a client is closed
 
@@ -50,7 +49,7 @@ class Client:
             barrier = None
             if isinstance(consistency, BSP):
                 barrier = Barrier(dispatcher)
-                dispatcher.pushes.flags = ROUND
+                dispatcher.pushes.round = True
             opened: dict[str, SparseTable | DenseTensor] = {}
             self._steps = Steps(dispatcher, Joining(dispatcher, registry, barrier, timeout), barrier, opened, timeout)
             self._reads = Reads(dispatcher, self._steps.before_read, consistency.bound, timeout)

@@ -33,7 +33,7 @@ from elasticps.wire.frames import (
     read_clocks,
     read_partly,
 )
-from elasticps.wire.headers import JoinHeader
+from elasticps.wire.headers import GetViewHeader, JoinHeader
 from elasticps.wire.views import read_view
 from replication.chain import Member
 from replication.effects import Status
@@ -386,7 +386,7 @@ class Dispatcher:
             if want.ask_servers:
                 for peer in ready:
                     if not peer.link.unsent:
-                        connections.send(peer.member, [Header(Kind.GET_VIEW, epoch=self.routes.epoch).pack()])
+                        connections.send(peer.member, [GetViewHeader(self.routes.epoch).header().pack()])
             if want.ask_store:
                 self._refresh.reading = True
                 self._ask_view(self._from_store)

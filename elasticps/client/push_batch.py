@@ -20,14 +20,11 @@ from elasticps.client.writes import Cut, Part, Write, refuse_large
 from elasticps.hashing import key_ranges, table_salt
 from elasticps.store.native import carray, pointer
 from elasticps.wire.frames import (
-    ALL_RANGES,
     BLOCK_BYTES,
     HEADER_BYTES,
     MAX_BODY_BYTES,
     Block,
     Buffer,
-    Header,
-    Kind,
     read_push,
 )
 from elasticps.wire.pool import Pool
@@ -363,8 +360,7 @@ class PackedPart:
         pieces: dict[int, list[Block]] = {}
         for f in self._rows:
             body = self.memory[f[F_AT] + HEADER_BYTES : f[F_AT] + HEADER_BYTES + f[F_BODY]]
-            header = Header(Kind.PUSH, 0 if f[F_NAMED] else ALL_RANGES, f[F_BODY], items=f[F_ITEMS])
-            for block in read_push(header, body)[1]:
+            for block in read_push(not f[F_NAMED], f[F_ITEMS], body)[1]:
                 pieces.setdefault(block.table, []).append(block)
         writes, ranks = [], np.arange(len(self.routes.rank_of) + 1)
         for table, blocks in pieces.items():

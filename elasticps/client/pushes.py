@@ -14,7 +14,8 @@ from elasticps.client.protocol.routing import Routes
 from elasticps.client.protocol.session import Ask, Committed, Effect, Frame, NeedView, Session
 from elasticps.client.push_batch import PackedPart
 from elasticps.client.writes import Cut, Part, named_ranges
-from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, REPEAT, Buffer, Header, Kind
+from elasticps.wire.frames import HEADER_BYTES, Buffer
+from elasticps.wire.headers import GetClocksHeader, PushHeader, Shard
 from replication.chain import Member, Ranges
 from replication.effects import Status
 from replication.progress import Progress
@@ -60,7 +61,7 @@ class Pushes:
         self.failures: dict[int, Exception] = {}  # by clock: steps that a server refused, until somebody was told
         self.needed_epoch = 0  # somebody spoke of it
         self.shards: dict[int, tuple[int, int]] = {}  # by clock: (set, shard) that a step trains
-        self.flags = 0  # of every PUSH: ROUND for a worker in synchronous rounds
+        self.round = False  # whether each step is a share of a synchronous round
         self.routes: Routes
         self._worker = worker
         self._requests = requests
@@ -208,9 +209,7 @@ class Pushes:
             elif isinstance(effect, Ask):
                 request = next(self._requests)
                 self._asks[request] = effect
-                self._send(
-                    effect.head, [Header(Kind.GET_CLOCKS, 0, 0, request, effect.epoch, worker=self._worker).pack()]
-                )
+                self._send(effect.head, [GetClocksHeader(self._worker, request, effect.epoch).header().pack()])
             elif isinstance(effect, NeedView):
                 self.needed_epoch = max(self.needed_epoch, effect.epoch)
             else:
@@ -218,19 +217,17 @@ class Pushes:
 
     def _send_frame(self, frame: Frame) -> None:
         sent = _Sent(frame, self._states[frame.clock])
-        flags = self.flags | (LAST if frame.last else 0)
-        told = max(1, frame.clock - self.session.committed)
-        shards, shard = self.shards.get(frame.clock, (0, -1)) if frame.last else (0, -1)
+        committed = min(self.session.committed, frame.clock - 1)
+        shards, number = self.shards.get(frame.clock, (0, -1)) if frame.last else (0, -1)
+        shard = None if number < 0 else Shard(shards, number)
         for cut in self._cuts(frame):
             request = next(self._requests)
             sent.left[request] = cut.ranges
             self._sent[request] = sent
-            mark = flags | (ALL_RANGES if cut.ranges is None else 0) | (REPEAT if frame.content is None else 0)
-            body = sum(map(len, cut.buffers)) if cut.frame is None else len(cut.frame) - HEADER_BYTES
-            header = Header(
-                Kind.PUSH, mark, body, request, frame.epoch, frame.clock, self._worker,
-                frame.first, frame.part, told, cut.items, shard + 1, shards,
-            )  # fmt: skip
+            header = PushHeader(
+                request, frame.epoch, frame.clock, self._worker, cut.items, frame.first, frame.part, frame.last,
+                cut.ranges is None, frame.content is None, self.round, committed, shard,
+            ).header(sum(map(len, cut.buffers)) if cut.frame is None else len(cut.frame) - HEADER_BYTES)  # fmt: skip
             if cut.frame is None:
                 self._send(frame.head, [header.pack(), *cut.buffers])
             else:

@@ -21,7 +21,8 @@ from elasticps.client.writes import LentRows, Part, Write, check_size
 from elasticps.errors import InputError
 from elasticps.hashing import table_salt
 from elasticps.spec import TableSpec
-from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, Buffer, Header, Kind, json_frame, unpack_header
+from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame, unpack_header
+from elasticps.wire.headers import InitHeader
 from replication.chain import Member
 
 
@@ -189,10 +190,8 @@ class Tables:
             part = Part([tensor.lent(values, routes, nothing)], routes)
             for server in routes.share_of:
                 for cut in part.whole(server, routes):
-                    flags = LAST | (ALL_RANGES if cut.ranges is None else 0)
-                    size = sum(map(len, cut.buffers))
-                    header = Header(Kind.INIT, flags, size, epoch=routes.epoch, worker=worker.id, items=cut.items)
-                    yield routes.members[server], header, cut.buffers
+                    said = InitHeader(routes.epoch, worker.id, cut.items, cut.ranges is None)
+                    yield routes.members[server], said.header(sum(map(len, cut.buffers))), cut.buffers
 
         self._dispatcher.ask_all(questions, self._timeout_s, f"filling tensor {tensor.name!r}")
         self._registry.mark_ready(worker.app, registration, self._timeout_s)

@@ -24,7 +24,7 @@ from elasticps.server.protocol.serving import Serving
 from elasticps.server.pulls import unknown_table
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push
-from elasticps.wire.headers import GetClocksHeader, PushHeader
+from elasticps.wire.headers import GetClocksHeader, InitHeader, PushHeader
 from replication.chain import Ranges
 from replication.core import NO_RANGES
 from replication.effects import Ask, Push
@@ -80,8 +80,9 @@ class Pushes:
     def _init(self, connection: Connection, header: Header, body: Body) -> None:
         if self._held.wait_for_view(connection, header, body):
             return
-        named, blocks = read_push(header, body)
-        ranges, positions = self._order_of(header.epoch) if named is None else self._named(named)
+        said = InitHeader.of(header)
+        named, blocks = read_push(said.all_ranges, said.blocks, body)
+        ranges, positions = self._order_of(said.epoch) if named is None else self._named(named)
         for block in blocks if len(ranges) else ():
             self._check(block, positions, values=0)
         self._memory.take(blocks)
@@ -102,7 +103,7 @@ class Pushes:
             raise FrameError(f"a push of step {said.clock}, parts {said.first}..{said.part}, cannot be")
         if self._held.wait_for_view(connection, header, body):
             return
-        named, blocks = read_push(header, body)
+        named, blocks = read_push(said.all_ranges, said.blocks, body)
         if named is None:
             ranges, positions = self._order_of(said.epoch)
         else:

@@ -15,6 +15,7 @@ from elasticps.server.executor import Executor
 from elasticps.server.protocol.asker import Body
 from elasticps.server.protocol.replica_codec import ReplicaCodec
 from elasticps.wire.frames import FrameError, Header, Kind, json_frame
+from elasticps.wire.headers import GetViewHeader
 from replication.chain import Member, place
 from replication.effects import Send
 
@@ -114,7 +115,7 @@ class ReplicaLinks:
 
     def ask_for_view(self) -> None:
         """Has every peer send its view, if it is newer."""
-        self.broadcast(Header(Kind.GET_VIEW, epoch=self._epoch).pack())
+        self.broadcast(GetViewHeader(self._epoch).header().pack())
 
     def broadcast(self, frame: bytes) -> None:
         """Sends a small frame to every peer."""

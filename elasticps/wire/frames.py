@@ -84,17 +84,8 @@ class VersionError(FrameError):
 
 
 class Header(NamedTuple):
-    """The fixed part of a frame, in wire order (magic and version are implied).
-
-    `clock` is a step's clock in PUSH, the worker's own clock in PULL (read your writes), and the row offset in ROWS.
-    A PUSH covers the step's parts `first`..`part`; `items` is its number of blocks. In PULL and INIT, `table` and
-    `items` give the table and the number of keys. `bound` is the staleness bound of a PULL plus one, 0 for none, and
-    `wait_ms` how long the server may let it wait for that. JOIN asks for the active workers' minimum clock; with LAST
-    it says that the worker starts above the base `clock`, and comes before any PUSH on a connection. In a PUSH that
-    trains a shard, `bound` is the shard's number plus one and `wait_ms` the id of its set. GET_CLOCKS wants the
-    progress of `worker` in the ranges headed there, CLOCKS gives it. GET_VIEW asks for a view newer than `epoch`, if
-    there is one. PARTLY answers a PUSH of which some ranges left the server before they were committed.
-    """
+    """The fixed part of a frame, in wire order (magic and version are implied). What the fields of a kind say, and only
+    of that kind, is in `headers`."""
 
     kind: int
     flags: int = 0
@@ -234,15 +225,15 @@ def grads_padding(rows: int, dim: int) -> int:
     return (rows * dim * 4) & 7
 
 
-def read_push(header: Header, body: NDArray[np.uint8]) -> tuple[NDArray[np.int32] | None, list[Block]]:
-    """Splits a PUSH body into the ranges that it names (None for ALL_RANGES) and its blocks, as views.
+def read_push(all_ranges: bool, blocks: int, body: NDArray[np.uint8]) -> tuple[NDArray[np.int32] | None, list[Block]]:
+    """Splits the body of a PUSH or INIT into the ranges that it names (None for all) and its blocks, as views.
 
-    Layout: unless ALL_RANGES, uint64 m and int32 [m] ranges padded to 8; then `header.items` blocks.
+    Layout: unless `all_ranges`, uint64 m and int32 [m] ranges padded to 8; then so many blocks.
     Raises `FrameError` when lengths do not add up.
     """
     at = 0
     ranges: NDArray[np.int32] | None = None
-    if not header.flags & ALL_RANGES:
+    if not all_ranges:
         if len(body) < 8:
             raise FrameError("a push that names its ranges is too short to do so")
         m = int.from_bytes(body[:8].tobytes(), "little")
@@ -250,7 +241,7 @@ def read_push(header: Header, body: NDArray[np.uint8]) -> tuple[NDArray[np.int32
             raise FrameError(f"a push names {m} ranges but its body has {len(body)} bytes")
         ranges = body[8 : 8 + 4 * m].view(np.int32)
         at = (8 + 4 * m + 7) & ~7
-    return ranges, read_blocks(header.items, body, at)
+    return ranges, read_blocks(blocks, body, at)
 
 
 def read_blocks(count: int, body: NDArray[np.uint8], at: int, limit: int = MAX_BLOCKS) -> list[Block]:

@@ -58,6 +58,27 @@ class PushHeader(NamedTuple):
         )  # fmt: skip
 
 
+class InitHeader(NamedTuple):
+    """INIT: values for rows that do not exist yet, in `blocks` blocks. all_ranges: of all that its receiver heads at
+    `epoch`; else it names them."""
+
+    epoch: int
+    worker: int
+    blocks: int
+    all_ranges: bool = True
+    request: int = 0
+
+    def header(self, body_bytes: int) -> Header:
+        """The 64 bytes' fields, before a body of so many bytes."""
+        flags = LAST | self.all_ranges * ALL_RANGES
+        return Header(Kind.INIT, flags, body_bytes, self.request, self.epoch, worker=self.worker, items=self.blocks)
+
+    @classmethod
+    def of(cls, h: Header) -> InitHeader:
+        """The inverse of `header`."""
+        return cls(h.epoch, h.worker, h.items, bool(h.flags & ALL_RANGES), h.request)
+
+
 class PullHeader(NamedTuple):
     """PULL: the rows of `keys` keys of a table, by a worker at `clock`. bound: of the delay, None for none; wait_ms:
     how long the server may let it wait, 0 for as long as usual. anywhere: any full replica may answer."""
@@ -126,6 +147,21 @@ class GetClocksHeader(NamedTuple):
         return cls(h.worker, h.request, h.epoch)
 
 
+class GetViewHeader(NamedTuple):
+    """GET_VIEW: send a view newer than that of `epoch`, if there is one."""
+
+    epoch: int
+
+    def header(self) -> Header:
+        """The 64 bytes' fields; there is no body."""
+        return Header(Kind.GET_VIEW, epoch=self.epoch)
+
+    @classmethod
+    def of(cls, h: Header) -> GetViewHeader:
+        """The inverse of `header`."""
+        return cls(h.epoch)
+
+
 class BarrierJoinHeader(NamedTuple):
     """BARRIER_JOIN: `worker` takes part in its application's rounds. predecessor: its id before, 0 for none."""
 
@@ -157,6 +193,36 @@ class BarrierArriveHeader(NamedTuple):
     def of(cls, h: Header) -> BarrierArriveHeader:
         """The inverse of `header`."""
         return cls(h.worker, h.clock, h.wait_ms)
+
+
+class BarrierLeaveHeader(NamedTuple):
+    """BARRIER_LEAVE: `worker` is in no further round, until it joins again."""
+
+    worker: int
+
+    def header(self) -> Header:
+        """The 64 bytes' fields; there is no body."""
+        return Header(Kind.BARRIER_LEAVE, worker=self.worker)
+
+    @classmethod
+    def of(cls, h: Header) -> BarrierLeaveHeader:
+        """The inverse of `header`."""
+        return cls(h.worker)
+
+
+class ClaimShardsHeader(NamedTuple):
+    """CLAIM_SHARDS: the asker's steps up to `committed` are committed everywhere."""
+
+    committed: int
+
+    def header(self, body_bytes: int) -> Header:
+        """The 64 bytes' fields, before a body of so many bytes."""
+        return Header(Kind.CLAIM_SHARDS, 0, body_bytes, clock=self.committed)
+
+    @classmethod
+    def of(cls, h: Header) -> ClaimShardsHeader:
+        """The inverse of `header`."""
+        return cls(h.clock)
 
 
 class OkHeader(NamedTuple):

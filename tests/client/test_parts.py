@@ -11,7 +11,7 @@ from elasticps.client.protocol.routing import Routes, cut_ranks, plan_push
 from elasticps.client.push_batch import PackedPart, Packer, Source
 from elasticps.client.writes import Cut, LentRows, Part, Write, runs_of
 from elasticps.hashing import key_ranges, table_salt
-from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, Header, Kind, read_push
+from elasticps.wire.frames import HEADER_BYTES, read_push
 from elasticps.wire.pool import Pool
 from tests.client.views import view
 
@@ -32,8 +32,7 @@ def decode(cuts: list[Cut], table: int, routes: Routes) -> Rows:
     rows: Rows = {}
     for cut in cuts:
         body = np.frombuffer(content(cut), np.uint8)
-        flags = ALL_RANGES if cut.ranges is None else 0
-        named, blocks = read_push(Header(Kind.PUSH, flags, len(body), items=cut.items), body)
+        named, blocks = read_push(cut.ranges is None, cut.items, body)
         assert (named is None) == (cut.ranges is None)
         for block in blocks:
             home = np.empty(len(block.keys), np.int32)

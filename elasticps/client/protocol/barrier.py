@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from elasticps.client.protocol.fan_out import Request, Script, of_group, of_heads
 from elasticps.errors import ServerError
-from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_frame, unpack_header
-from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader
+from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
+from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader, BarrierLeaveHeader
 
 GRACE_S = 1.0  # the server, which knows whom it waits for, gives up first
 
@@ -28,7 +28,7 @@ def entering(app: str, worker: int, predecessor: int, timeout_s: float) -> Scrip
 
 def leaving(app: str, worker: int, timeout_s: float) -> Script[None]:
     """Is in no further round, until it enters again."""
-    yield Request(of_group(app, Header(Kind.BARRIER_LEAVE, worker=worker)), timeout_s, f"leaving the rounds of {app!r}")
+    yield Request(of_group(app, BarrierLeaveHeader(worker).header()), timeout_s, f"leaving the rounds of {app!r}")
 
 
 def settling(app: str, worker: int, clock: int, timeout_s: float) -> Script[None]:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 from elasticps.client.protocol.barrier import closing
 from elasticps.client.protocol.fan_out import Answer, Request, clocks_of, of_group
 from elasticps.sharding import ShardSpec
-from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
+from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame
+from elasticps.wire.headers import ClaimShardsHeader
 from replication.progress import PART_BITS
 
 PREFETCH = 4  # shards that a worker asks to hold at once
@@ -114,9 +115,8 @@ class ShardClaims:
         committed = self._report()
         self._handed = {n: clock for n, clock in self._handed.items() if n not in back and not 0 < clock <= committed}
         document = {**self._spec._asdict(), "name": self._name, "want": want, "done": [*done], "back": [*back]}
-        frame = json_frame(Kind.CLAIM_SHARDS, document)
-        header = unpack_header(frame)._replace(clock=committed)
-        questions = of_group(self._app, header, frame[HEADER_BYTES:])
+        body = json_frame(Kind.CLAIM_SHARDS, document)[HEADER_BYTES:]
+        questions = of_group(self._app, ClaimShardsHeader(committed).header(len(body)), body)
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         (answer,) = yield Request(questions, timeout_s, f"asking for shards {self._name!r}")
         return _told(json.loads(answer.body))

@@ -25,7 +25,7 @@ from elasticps.server.protocol.operations import Content, positions_of
 from elasticps.server.protocol.replica_codec import shard_mark
 from elasticps.server.protocol.replies import RequestTicket
 from elasticps.store import Table
-from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, read_blocks, read_push, unpack_header
+from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, Buffer, Header, Kind, read_blocks, read_push, unpack_header
 from elasticps.wire.pool import Bytes
 from replication.chain import Member, Ranges
 from replication.log import Frame
@@ -544,7 +544,7 @@ class FastPath:
         header = unpack_header(array.data, row[at.F_OFFSET], len(array))
         body = array[row[at.F_OFFSET] + HEADER_BYTES : row[at.F_OFFSET] + HEADER_BYTES + header.body]
         if header.kind == Kind.PUSH:
-            _, blocks = read_push(header, body)
+            _, blocks = read_push(bool(header.flags & ALL_RANGES), header.items, body)
         else:
             blocks = read_blocks(header.items, body, ((4 * header.table + 7) & ~7) + 8 * header.table)
         content = Content(blocks, ranges, positions_of(ranges, self._ranges), shard_mark(header))

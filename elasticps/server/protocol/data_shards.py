@@ -12,6 +12,7 @@ from elasticps.server.protocol.operations import RoundStep
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.sharding import ShardSpec
 from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame
+from elasticps.wire.headers import ClaimShardsHeader
 from replication.messages import OperationKind
 
 MAX_HELD = 1024
@@ -75,7 +76,9 @@ def _read(connection: Asker, header: Header, body: Body) -> Claim:
         raise FrameError(f"a take gives a name of at most {MAX_NAME} letters, and speaks of at most {MAX_HELD} shards")
     if not spec.possible:
         raise FrameError(f"a take of shards that cannot be: {spec}")
-    return Claim(connection.app, name, spec, connection.worker, header.clock, want, (), done, back)
+    return Claim(
+        connection.app, name, spec, connection.worker, ClaimShardsHeader.of(header).committed, want, (), done, back
+    )
 
 
 def _whole(value: object) -> int:

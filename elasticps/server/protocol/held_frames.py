@@ -9,6 +9,7 @@ from elasticps.server.protocol.herald import Herald
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.serving import Serving
 from elasticps.wire.frames import Header
+from elasticps.wire.headers import GetViewHeader
 
 HOLD_TIMEOUT_S = 10.0
 
@@ -53,10 +54,11 @@ class HeldFrames:
 
     def get_view(self, connection: Asker, header: Header, body: Body) -> None:
         """GET_VIEW: the peer wants a view newer than its own, or has one that we want."""
-        if header.epoch < self._serving.epoch:
-            connection.told_epoch = min(connection.told_epoch, header.epoch)
+        has = GetViewHeader.of(header).epoch
+        if has < self._serving.epoch:
+            connection.told_epoch = min(connection.told_epoch, has)
             self._herald.tell(connection)
-        elif header.epoch > self._serving.epoch:
+        elif has > self._serving.epoch:
             self.need_view()
 
     def release(self) -> None:
