@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from elasticps import cli
 from elasticps.cli.app import app
 from elasticps.cli.output import ExitCode
 from elasticps.local import state
@@ -100,3 +101,16 @@ def test_a_full_disk_is_said_without_a_traceback(state_folder: Path) -> None:
     assert "error: what was to be written: No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.returncode != ExitCode.OK
+
+
+def test_ctrl_c_while_the_command_is_loaded_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupt:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "elasticps.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "elasticps.cli.app")
+    monkeypatch.setattr(sys, "meta_path", [Interrupt(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == ExitCode.INTERRUPTED
