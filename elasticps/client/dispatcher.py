@@ -251,8 +251,8 @@ class Dispatcher:
     # --- receiving ----------------------------------------------------------------------------------------------
 
     def _sink(self, header: Header) -> Sequence[memoryview] | None:
-        """Where the body of an answer goes, if it is not wanted whole."""
-        return self.pulls.sink(header) if header.kind == Kind.ROWS else None
+        """Where the rows of an answer go."""
+        return self.pulls.sink(header)
 
     def _on_frame(self, link: Link, header: Header, body: NDArray[np.uint8]) -> None:
         with self.lock:

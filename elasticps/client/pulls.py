@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from elasticps.client.protocol.fan_out import Send
 from elasticps.client.protocol.routing import Readers, Routes, place_rows, plan_pull
 from elasticps.errors import Error
-from elasticps.wire.frames import Buffer, FrameError, Header, Kind
+from elasticps.wire.frames import Buffer, FrameError, Header
 from elasticps.wire.headers import PullHeader, RowsHeader
 from replication.chain import Member
 
@@ -270,8 +270,8 @@ class Pulls:
         self._parts.clear()
 
     def sink(self, header: Header) -> Sequence[memoryview] | None:
-        """Where the body of an answer goes; None for what is not wanted."""
-        part = self._parts.get(header.request) if header.kind == Kind.ROWS else None
+        """Where the rows of an answer go; None for what is not wanted."""
+        part = self._parts.get(header.request)
         return None if part is None else part.views(header)
 
     def finish(self, request: int, error: Exception | None) -> bool:

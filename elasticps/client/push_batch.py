@@ -350,6 +350,19 @@ class PackedPart:
                     self._sent[i] = True
                     yield Cut(ranges, f[F_ITEMS], [], self._view[at:end])
 
+    def ready(self, server: int, routes: Routes) -> Cut | None:
+        """The same, if it is one frame that has not been sent."""
+        if routes is self.routes:
+            share = routes.share_index[server]
+            for i, f in enumerate(self._rows):
+                if f[F_SHARE] == share:
+                    if f[F_NAMED] or i >= self._done or self._sent[i]:
+                        return None
+                    self._sent[i] = True
+                    at = f[F_AT]
+                    return Cut(None, f[F_ITEMS], [], self._view[at : at + HEADER_BYTES + f[F_BODY]])
+        return None
+
     def named(self, ranges: Ranges) -> Iterator[Cut]:
         """What the head of `ranges`, ordered by chain, gets for these and no others."""
         return self._unpacked().named(ranges)

@@ -6,7 +6,7 @@ their answers are gathered here, and the session hears of one. Everything runs u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -234,13 +234,17 @@ class Pushes:
                 header.pack_into(cut.frame)
                 self._send(frame.head, [cut.frame])
 
-    def _cuts(self, frame: Frame) -> Iterator[Cut]:
-        if frame.content is None:
-            return iter([Cut(frame.ranges, 0, [] if frame.ranges is None else [named_ranges(frame.ranges)])])
-        assert isinstance(frame.content, Part | PackedPart)
-        if frame.ranges is None:
-            return frame.content.whole(self.routes.index_of[frame.head], self.routes)
-        return frame.content.named(frame.ranges)
+    def _cuts(self, frame: Frame) -> Iterable[Cut]:
+        content = frame.content
+        if content is None:
+            return (Cut(frame.ranges, 0, [] if frame.ranges is None else [named_ranges(frame.ranges)]),)
+        assert isinstance(content, Part | PackedPart)
+        if frame.ranges is not None:
+            return content.named(frame.ranges)
+        server = self.routes.index_of[frame.head]
+        if isinstance(content, PackedPart) and (cut := content.ready(server, self.routes)) is not None:
+            return (cut,)
+        return content.whole(server, self.routes)
 
     def _finish(self, clock: int) -> None:
         state = self._states.pop(clock)

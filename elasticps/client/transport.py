@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from coordinator.view import ServerInfo
 from elasticps.client.runtime import READABLE, WRITABLE, Runtime, Stream
 from elasticps.wire.assembler import Assembler
-from elasticps.wire.frames import MAX_BODY_BYTES, Buffer, FrameError, Header
+from elasticps.wire.frames import MAX_BODY_BYTES, Buffer, FrameError, Header, Kind
 from replication.chain import Member
 
 MAX_BUFFERS_PER_CALL = 512  # IOV_MAX is 1024 on Linux
@@ -40,7 +40,7 @@ class Link:
     """Bytes to and from one server. `send` may be called by any thread, `receive` by one at a time.
 
     `ready` turns true when the server has welcomed us; before that only `hello` frames may be sent. `sinking` is the
-    request whose answer is just being received into memory that `sink` gave, 0 for none.
+    request whose answer is just being received into memory that `sink` gave for its rows, 0 for none.
     """
 
     def __init__(
@@ -152,6 +152,8 @@ class Link:
                 return
 
     def _target(self, header: Header) -> Sequence[memoryview] | None:
+        if header.kind != Kind.ROWS:
+            return None
         targets = self._sink(header)
         if targets is not None:
             self.sinking = header.request

@@ -80,6 +80,12 @@ class Assembler:
             targets = self._sink(header) if self._sink is not None else None
             if targets is not None:
                 self._start = body_at + have
+                if have == header.body:  # all of it is here: the usual small answer
+                    for target in targets:
+                        target[:] = self._view[body_at : body_at + len(target)]
+                        body_at += len(target)
+                    self._on_frame(header, _EMPTY)
+                    continue
                 self._divert(header, targets, body_at, have)
                 if self._targets:
                     break

@@ -111,12 +111,13 @@ class Header(NamedTuple):
 
 def unpack_header(buffer: Buffer, offset: int = 0, limit: int = MAX_BODY_BYTES) -> Header:
     """Reads and checks a header; raises `FrameError` before anything of the promised length is allocated."""
-    magic, version, *fields = _HEADER.unpack_from(buffer, offset)
+    fields = _HEADER.unpack_from(buffer, offset)
+    magic, version = fields[:2]
     if magic != MAGIC:
         raise FrameError(f"not an elasticps frame: it starts with {magic:#010x} instead of {MAGIC:#010x}")
     if version != VERSION:
         raise VersionError(f"the peer speaks wire version {version}, this side speaks {VERSION}; upgrade the older one")
-    header = Header._make(fields)
+    header = Header._make(fields[2:])
     if header.kind not in _KINDS:
         raise FrameError(f"unknown frame kind {header.kind}")
     if header.body > limit:
