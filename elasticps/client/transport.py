@@ -279,12 +279,12 @@ class Driver:
         except RuntimeError:
             if given:
                 self._given += 1
-                self._announce()
+                if self._waiters:
+                    self._announce()
 
     def _announce(self) -> None:
-        if self._waiters:
-            with self._changed:
-                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
 
     def _poll(self, timeout_s: float) -> None:
         """One turn of reading; only with the role."""
@@ -305,7 +305,8 @@ class Driver:
             except BaseException as error:
                 self._on_failed(error)
                 raise
-        self._announce()
+        if self._waiters:
+            self._announce()
 
     def _glance(self) -> None:
         """Reads what has come unasked: a fencing, a connection that ended."""
