@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -23,10 +23,6 @@ def sim(
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     runs: Annotated[int, typer.Option(min=0, help="How many seeds, one after another; 0: until stopped.")] = 1,
     trace: Annotated[bool, typer.Option("--trace", help="Print every event of each run.")] = False,
-    protocol: Annotated[
-        bool,
-        typer.Option("--protocol", help="The chain protocol alone, between models of processes."),
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Run whole clusters through crashes, partitions and outages, in virtual time.
@@ -40,7 +36,7 @@ def sim(
     totals = dict.fromkeys(("runs", "events", "views", "steps", "pulls", "rounds", "shards"), 0)
     broken: list[Result] = []
     try:
-        for result in _results(seed, runs, trace, as_json, protocol):
+        for result in _results(seed, runs, trace, as_json):
             _count(totals, result)
             if trace:
                 typer.echo("\n".join(result.trace))
@@ -62,25 +58,13 @@ def sim(
     raise typer.Exit(1 if broken else 0)
 
 
-def _results(seed: int, runs: int, trace: bool, as_json: bool, protocol: bool) -> Iterable[Result]:
-    run = _protocol if protocol else _clusters
+def _results(seed: int, runs: int, trace: bool, as_json: bool) -> Iterable[Result]:
+    import chaos.sim.run  # brings in the servers' code: only this command needs it
 
     seeds: Iterable[int] = range(seed, seed + runs) if runs else itertools.count(seed)
     quiet = runs < 2 or as_json
     for number in track(seeds, "simulating", console=Console(stderr=True), disable=quiet, transient=True):
-        yield run(number, trace)
-
-
-def _clusters(seed: int, trace: bool) -> Result:
-    import chaos.sim.run  # brings in the servers' code: only this command needs it
-
-    return chaos.sim.run.run(seed, trace)
-
-
-def _protocol(seed: int, trace: bool) -> Result:
-    import chaos.simulator
-
-    return cast("Result", chaos.simulator.run(seed, trace))
+        yield chaos.sim.run.run(number, trace)
 
 
 def _count(totals: dict[str, int], result: Result) -> None:

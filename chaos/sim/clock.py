@@ -65,6 +65,7 @@ class Process:
         self.host = host
         self.alive = True
         self.stalled = False
+        self.deaf = False  # it reads nothing from its sockets
         self.turn: Callable[[], float | None] = lambda: None
         self.on_death: dict[Callable[[], None], None] = {}
         self._random = clock.chance(f"turns of {name}")

@@ -12,6 +12,7 @@ from typing import cast
 import numpy as np
 from greenlet import getcurrent
 
+from chaos.sim.checks.views import Views
 from chaos.sim.clock import Clock, Process
 from chaos.sim.loop import Loop
 from chaos.sim.network import Listener, Network, Weather
@@ -19,8 +20,8 @@ from chaos.sim.store import StoreProcess
 from chaos.sim.threads import Thread, Threads
 from chaos.sim.violation import Violation
 from coordinator.leader import run_coordinator
-from coordinator.membership import VIEW, ServerSession, create_cluster
-from coordinator.view import ClusterConfig, View
+from coordinator.membership import ROSTER, VIEW, ServerSession, create_cluster
+from coordinator.view import ClusterConfig, Roster, View
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
 from elasticps.monitor import dial_server
@@ -69,7 +70,7 @@ class ServerProcess:
 class Cluster:
     """Everything that runs, and the first promise that was broken."""
 
-    def __init__(self, seed: int, weather: Weather, config: ClusterConfig) -> None:
+    def __init__(self, seed: int, weather: Weather, config: ClusterConfig, calm: bool = False) -> None:
         self.clock = Clock(seed)
         self.network = Network(self.clock, weather)
         self.config = config
@@ -82,6 +83,9 @@ class Cluster:
         self._numbers: dict[str, int] = {}
         self.store = StoreProcess(self._loop(Process(self.clock, STORE_HOST, STORE_HOST)), self.network, NAME)
         self.store.run(create_cluster(self.store.data, config))
+        self.views = Views(config.replicas, config.ranges, lambda m: self.life(m.name, m.incarnation) is not None, calm)
+        self.store.written = self._written
+        self._revision = 0  # of the newest view
 
     def broken(self, violation: Violation) -> None:
         """A promise is broken: the first one counts."""
@@ -95,6 +99,15 @@ class Cluster:
         if isinstance(thread, Thread):
             return str(thread)
         return str(loop.process) if isinstance(loop, Loop) else "the world"
+
+    def _written(self) -> None:
+        entry = self.store.run(self.store.data.get(VIEW))
+        if entry is not None and entry.revision != self._revision:
+            self._revision = entry.revision
+            try:
+                self.views.on_write(View.decode(entry.value), self.clock.now)
+            except Violation as violation:
+                self.broken(violation)
 
     # --- processes --------------------------------------------------------------------------------------------------
 
@@ -165,6 +178,7 @@ class Cluster:
         """As SIGTERM: a server is asked to move what it has to others, and to end."""
         found = self.servers[name]
         found.asked = True
+        self.views.on_drain(name, self.clock.now)
         if not found.leave.done():
             found.leave.set_result("SIGTERM")
 
@@ -225,6 +239,12 @@ class Cluster:
         """The view that stands."""
         entry = self.store.run(self.store.data.get(VIEW))
         return None if entry is None else View.decode(entry.value)
+
+    @property
+    def counted(self) -> set[int]:
+        """The ids of the workers in the roster that stands."""
+        entry = self.store.run(self.store.data.get(ROSTER))
+        return set() if entry is None else {worker.id for worker in Roster.decode(entry.value).workers}
 
     def life(self, name: str, incarnation: int) -> Server | None:
         """A server that runs under that incarnation, if it does."""

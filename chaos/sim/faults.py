@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from chaos.sim.clock import Process
-from chaos.sim.cluster import STORE_HOST, Cluster
+from chaos.sim.cluster import PORT, STORE_HOST, Cluster
 from chaos.sim.story import Fault
 from chaos.sim.threads import Threads
 
@@ -14,6 +14,7 @@ T = TypeVar("T")
 RESTART_S = 0.4  # a supervisor starts what has died again after about so long
 LOOK_S = 0.1  # until a server may be hit
 PATIENCE_S = 3.0
+CROWD = 60  # more than a server whose limits are small allows
 
 
 class Faults:
@@ -35,6 +36,8 @@ class Faults:
             "server stalls": self._server_stalls,
             "worker stalls": self._worker_stalls,
             "worker restarts": self._worker_restarts,
+            "worker reads nothing": self._worker_reads_nothing,
+            "crowd": self._crowd,
             "leader dies": self._leader_dies,
             "leader stalls": self._leader_stalls,
             "servers apart": self._servers_apart,
@@ -128,6 +131,7 @@ class Faults:
         if self._joined <= 2:
             name = f"s{len(self.cluster.servers)}"
             self._note(f"{name} joins")
+            self.cluster.views.on_join(sum(not s.left for s in self.cluster.servers.values()) + 1)
             self.cluster.start_server(name)
 
     def _server_drains(self, fault: Fault) -> None:
@@ -136,6 +140,23 @@ class Faults:
             name = _pick(staying, fault)
             self._note(f"{name} is asked to drain")
             self.cluster.drain(name)
+
+    def _crowd(self, fault: Fault) -> None:
+        """More connect to a server than it allows, and say nothing."""
+
+        def come(name: str) -> None:
+            crowd = Process(self.cluster.clock, "crowd", "crowd")
+            self._note(f"a crowd connects to {name} for {fault.for_s:.3f} s")
+            for _ in range(CROWD):
+                self.cluster.network.connect(crowd, name, PORT)
+
+            def leave() -> None:
+                self._healed(name)
+                crowd.kill()
+
+            self._later(fault.for_s, leave)
+
+        self._server(fault, come)
 
     # --- links ------------------------------------------------------------------------------------------------------
 
@@ -215,6 +236,18 @@ class Faults:
         name = _pick(list(self.workers), fault)
         for_s = fault.for_s * (4 if fault.pick < 0.3 else 1)  # some longer than a lease
         self._stall(self.workers[name].process, for_s)
+
+    def _worker_reads_nothing(self, fault: Fault) -> None:
+        process = self.workers[_pick(list(self.workers), fault)].process
+        self._note(f"{process} reads nothing for {fault.for_s:.3f} s")
+        process.deaf = True
+
+        def hear() -> None:
+            process.deaf = False
+            for sock in [s for s in self.cluster.network.sockets if s.process is process]:
+                sock.notify()
+
+        self._later(fault.for_s, hear)
 
     def _worker_restarts(self, fault: Fault) -> None:
         name = _pick(list(self.workers), fault)

@@ -323,7 +323,9 @@ class Socket:
 
     @property
     def readable(self) -> bool:
-        return bool(self.arrived) or self._ended or self._error is not None
+        if self._error is not None:
+            return True
+        return (bool(self.arrived) or self._ended) and not self.process.deaf
 
     @property
     def writable(self) -> bool:

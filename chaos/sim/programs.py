@@ -9,7 +9,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from chaos.sim.checks import COLUMNS, KEYS, Column, Handed, Rounds, Sums, check_same
+from chaos.sim.checks.rounds import Rounds
+from chaos.sim.checks.shards import Hand, Handed, key_of
+from chaos.sim.checks.sums import COLUMNS, KEYS, Column, Sums, check_same
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
 from elasticps.client.client import Client
@@ -28,6 +30,7 @@ MOST_AT_ONCE = 6  # pulls
 MOST_BESIDE = 150  # turns of a thread that pulls beside the one that trains
 HURRY_S = 0.004  # between two of them
 WAIT_S = 1e4
+PASSED_OVER = 0.1  # of the shards
 
 
 class Training(Protocol):
@@ -113,7 +116,9 @@ class Free(Worker):
         table = ps.table("sums", dim=COLUMNS, optimizer=Accumulate())
         fixed = ps.table("fixed", dim=FIXED_DIM, optimizer=Accumulate(), init=INIT)
         outstanding: list[Step] = []
-        ps.resume()
+        found = ps.resume()
+        if found.predecessor:
+            self.sums.resume(column, self.now, found.begun, found.trained)
         column.pushed = ps.clock
         readers = [
             self.threads.spawn(f"reader {i}", self._reader(ps, table, fixed, column)) for i in range(self.readers)
@@ -162,7 +167,9 @@ class Free(Worker):
     def push(self, ps: Client, table: SparseTable, column: Column) -> Step:
         keys, at = self.some_keys(), ps.clock + 1
         column.begin(at, keys)
-        step = ps.push({table: (keys, self.sums.grads(column, keys))})
+        grads = self.sums.grads(column, keys)
+        step = ps.push({table: (keys, grads)})
+        keys[:], grads[:] = 0, -1  # they are the caller's again
         self.landed(column, step.clock, at)
         return step
 
@@ -222,7 +229,7 @@ class Synchronous(Worker):
         self.rounds = rounds
 
     def main(self, ps: Client) -> None:
-        column = self.rounds.start()
+        column = self.rounds.start(ps.worker.id)
         table = ps.table("means", dim=COLUMNS, optimizer=Accumulate())
         keys = np.arange(KEYS)
         grads = self.rounds.grads(column, keys)
@@ -231,26 +238,49 @@ class Synchronous(Worker):
             self.steps += 1
             if self.random.random() < 0.7:
                 rows = table.pull(keys)
-                self.rounds.check(self.name, ps.clock, rows)
+                self.rounds.check(self.name, column, ps.clock, rows)
                 self.pulls += 1
             self.think()
         ps.flush()
 
 
 class Sharded(Worker):
-    """Trains shards as they are handed out."""
+    """Trains shards as they are handed out; sometimes in synchronous rounds."""
 
-    def __init__(self, cluster: Cluster, name: str, app: str, window: int, training: Training, handed: Handed) -> None:
+    def __init__(
+        self, cluster: Cluster, name: str, app: str, window: int, training: Training, handed: Handed, rounds: bool
+    ) -> None:
         super().__init__(cluster, name, app, window, training)
         self.handed = handed
+        self.hand: Hand | None = None
+        if rounds:
+            self.consistency = BSP()
 
     def main(self, ps: Client) -> None:
-        table = ps.table("trained", dim=1, optimizer=Accumulate())
+        hand = self.hand = self.handed.start(ps.worker.id)
+        table = ps.table("trained", dim=COLUMNS, optimizer=Accumulate())
+        grads = self.handed.grads(hand)
         for shard in ps.shards(self.handed.shards, 1):
+            self.handed.take(hand, shard.start, self.cluster.counted)
             self.think()
-            ps.push({table: (np.array([shard.start]), np.ones((1, 1), np.float32))})
+            if self.random.random() < PASSED_OVER:
+                self.handed.pass_over(hand, shard.start)
+                continue
+            step = ps.push({table: (key_of(shard.start), grads)})
+            self.handed.step(hand, shard.start, step.clock)
             self.steps += 1
+            if self.random.random() < 0.3:
+                step.result()
+            if self.random.random() < 0.3:
+                self.settled(ps, hand)
+        self.settled(ps, hand)
+
+    def settled(self, ps: Client, hand: Hand) -> None:
+        """Tells what it knows to count for good, unless it is lost and does not know that."""
         ps.flush()
+        if ps.worker.id in self.cluster.counted:
+            self.handed.committed(hand, ps.committed)
 
     def fenced(self) -> None:
-        self.handed.lost = True
+        if self.hand is not None:
+            self.hand.ended = True

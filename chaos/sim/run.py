@@ -14,7 +14,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-from chaos.sim.checks import COLUMNS, KEYS, Handed, Rounds, Sums
+from chaos.sim.checks.rounds import Rounds
+from chaos.sim.checks.shards import Handed
+from chaos.sim.checks.sums import COLUMNS, KEYS, Sums
 from chaos.sim.cluster import Cluster
 from chaos.sim.faults import RESTART_S, Faults
 from chaos.sim.knobs import turned
@@ -68,7 +70,7 @@ class Scene:
         self.story = story
         self.on = True
         config = ClusterConfig(ranges=story.ranges, replicas=story.replicas, min_servers=story.servers)
-        self.cluster = Cluster(story.seed, story.weather, config)
+        self.cluster = Cluster(story.seed, story.weather, config, story.calm)
         self.sums: dict[str, Sums] = {}
         self.rounds: dict[str, Rounds] = {}
         self.handed: dict[str, Handed] = {}
@@ -97,9 +99,9 @@ class Scene:
             return Synchronous(
                 cluster, name, app.name, app.window, self, self.rounds.setdefault(app.name, Rounds(app.name))
             )
-        if app.kind == "shards":
+        if app.kind in ("shards", "shards in rounds"):
             handed = self.handed.setdefault(app.name, Handed(app.name, KEYS))
-            return Sharded(cluster, name, app.name, app.window, self, handed)
+            return Sharded(cluster, name, app.name, app.window, self, handed, app.kind == "shards in rounds")
         sums = self.sums.setdefault(app.name, Sums(app.name, app.bound if app.kind == "bounded" else None))
         sums.calm = self.story.calm
         return Free(cluster, name, app.name, app.window, self, sums, app.large, app.readers)
@@ -167,8 +169,8 @@ class Scene:
                         ranges = server.store.tables[table.id].ranges_of(np.arange(KEYS))
                         self.sums[app.name].check_end(rows, ranges)
                     elif app.name in self.handed:
-                        trained = ps.table("trained", dim=1, optimizer=Accumulate()).pull(np.arange(KEYS))
-                        self.handed[app.name].check_end(trained[:, 0].tolist())
+                        trained = ps.table("trained", dim=COLUMNS, optimizer=Accumulate()).pull(np.arange(KEYS))
+                        self.handed[app.name].check_end(trained)
                 ended.append(app.name)
 
             self.cluster.start_worker(f"{app.name}-auditor", look)
@@ -176,6 +178,7 @@ class Scene:
         until = clock.now + BOUND_S
         clock.run(until, lambda: len(ended) == len(self.story.apps) or self.cluster.violation is not None)
         self._judge("" if len(ended) == len(self.story.apps) else "the auditors have not finished")
+        self.cluster.views.check_end()
         self._compare()
 
     def _compare(self) -> None:

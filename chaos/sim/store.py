@@ -29,6 +29,7 @@ class StoreProcess:
         self.network = network
         self.data = MemoryStore(cluster)
         self.up = True
+        self.written: Callable[[], None] = lambda: None  # called after each call that may have written
 
     def client(self, host: str, timeout_s: float) -> VirtualStore:
         """A client of a process on a host."""
@@ -139,6 +140,8 @@ class VirtualStore:
             back: Callable[[], None]
             try:
                 back = partial(answer.set_result, server.run(make()))
+                if writes:
+                    server.written()
             except (LeaseLost, ValueError) as error:
                 back = partial(answer.set_exception, error)
             clock.after(server.network.delay(self._random), reply, back)

@@ -7,8 +7,8 @@ from random import Random
 
 from chaos.sim.network import Weather
 
-FLAVOURS = ("calm", "kills", "stalls", "partitions", "resets", "readers", "store", "moves", "mixed")
-KINDS = ("free", "free", "bounded", "rounds", "shards")
+FLAVOURS = ("calm", "kills", "stalls", "partitions", "resets", "readers", "store", "moves", "crowds", "mixed")
+KINDS = ("free", "free", "bounded", "rounds", "shards", "shards in rounds")
 CALM = ("calm", "resets", "moves")  # stories in which no process and no link is slow for long
 
 _USUAL: dict[str, tuple[str, ...]] = {
@@ -17,8 +17,17 @@ _USUAL: dict[str, tuple[str, ...]] = {
     "stalls": ("server stalls", "server stalls", "worker stalls", "leader stalls", "worker restarts"),
     "partitions": ("servers apart", "one way", "worker apart", "leader apart", "store apart"),
     "resets": ("reset", "reset", "reset", "reset all", "worker restarts"),
+    "crowds": ("crowd", "crowd", "worker reads nothing", "reset all", "worker restarts"),
     "store": ("store away", "store apart", "leader dies", "server dies", "worker restarts"),
-    "readers": ("worker stalls", "worker stalls", "worker stalls", "reset", "server joins", "server dies"),
+    "readers": (
+        "worker stalls",
+        "worker stalls",
+        "worker reads nothing",
+        "worker reads nothing",
+        "reset",
+        "server joins",
+        "server dies",
+    ),
     "moves": ("server joins", "server drains", "server joins", "reset", "worker restarts"),
 }
 _USUAL["mixed"] = tuple(sorted({what for some in _USUAL.values() for what in some}))

@@ -1,367 +1,63 @@
-"""Bugs in rounds and shards, each of a kind that a careful person could have written."""
+"""All planted bugs, and the stories that have to find them.
+
+`python -m tests.sim.planted [NAME…]` looks for a story for each (`make soak`).
+"""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
+import sys
+from collections.abc import Iterator
+from itertools import count, islice
 
-import numpy as np
 import pytest
 
-import elasticps.client.protocol.data_shards
-from chaos.control import CLUSTER
-from chaos.programs import Training
-from chaos.servers import Server
-from elasticps.client.protocol import barrier, fan_out
-from elasticps.client.protocol.data_shards import ShardClaims, Told
-from elasticps.client.protocol.fan_out import FanOut
-from elasticps.server.protocol.barrier import BarrierCoordinator
-from elasticps.server.protocol.barrier_state import BarrierGroup, RangeRounds, Rounds, Share
-from elasticps.server.protocol.data_shards import ShardDispenser
-from elasticps.server.protocol.data_shards_state import UNUSED, Claim, Shards, ShardSet, Used
-from elasticps.server.protocol.group_log import GroupLog
-from replication.messages import OperationKind
-
-Patch = Callable[[pytest.MonkeyPatch], None]
-
-
-def _decide_again_after_the_head_of_the_home_range_moved(patch: pytest.MonkeyPatch) -> None:
-    def load(self: Rounds, r: int, piece: RangeRounds) -> None:
-        groups = {app: dataclasses.replace(of, decided=max(0, of.decided - 1)) for app, of in piece.groups.items()}
-        load_all(self, r, piece._replace(groups=groups))
-
-    load_all = Rounds.load
-    patch.setattr(Rounds, "load", load)
-
-
-def _wait_for_workers_that_died(patch: pytest.MonkeyPatch) -> None:
-    decide = BarrierCoordinator._decide
-
-    def mutant(self: Any, app: str) -> None:
-        state = self._rounds.groups.get(app)
-        ready = self._waiting.get(app, {})
-        if state is not None and all(w in ready for w, above in state.members.items() if above <= state.decided):
-            decide(self, app)
-
-    patch.setattr(BarrierCoordinator, "_decide", mutant)
-
-
-def _go_on_without_those_who_are_late(patch: pytest.MonkeyPatch) -> None:
-    decide = BarrierCoordinator._decide
-
-    def mutant(self: Any, app: str) -> None:
-        state, ready = self._rounds.groups.get(app), self._waiting.get(app, {})
-        if state is not None and len(ready) > 1:
-            for worker in [w for w in state.members if w not in ready]:
-                state.members[worker] = state.decided + 1
-        decide(self, app)
-
-    patch.setattr(BarrierCoordinator, "_decide", mutant)
-
-
-def _tell_a_decision_before_it_is_committed(patch: pytest.MonkeyPatch) -> None:
-    log = GroupLog.log
-
-    def mutant(self: Any, ticket: Any, kind: Any, payload: Any, ranges: Any) -> None:
-        log(self, ticket, kind, payload, ranges)
-        if kind == OperationKind.BARRIER_DECISION:
-            for one in getattr(ticket, "tickets", []):
-                one.connection.send(one._answer())
-            if hasattr(ticket, "tickets"):
-                ticket.tickets = []
-
-    patch.setattr(GroupLog, "log", mutant)
-
-
-def _apply_a_share_at_once(patch: pytest.MonkeyPatch) -> None:
-    keep = Rounds.keep
-
-    def mutant(self: Rounds, app: str, clock: int, worker: int, ranges: Any, blocks: Any) -> None:
-        keep(self, app, clock, worker, ranges, blocks)
-        for share in self._kept.get((app, clock), []):
-            share.live[:] = share.live & (self.closed(app) + 1 == clock) & (worker % 2 == 0)
-
-    patch.setattr(Rounds, "keep", mutant)
-
-
-def _close_a_round_twice(patch: pytest.MonkeyPatch) -> None:
-    close = Rounds.close
-
-    def mutant(self: Rounds, app: str, clock: int, workers: Any, ranges: Any, tables: Any) -> Any:
-        kept = copy.deepcopy(self._kept)
-        before = self.closed(app).copy()
-        blocks = close(self, app, clock, workers, ranges, tables)
-        self._kept = kept
-        if (before[ranges] == clock).all():
-            self.closed(app)[ranges] = clock - 1
-            blocks = close(self, app, clock, workers, ranges, tables)
-        return blocks
-
-    patch.setattr(Rounds, "close", mutant)
-
-
-def _close_rounds_in_any_order(patch: pytest.MonkeyPatch) -> None:
-    closing = barrier.closing
-
-    def mutant(app: str, clock: int, workers: Any, timeout_s: float) -> Any:
-        if clock % 3:  # saves a turn: the next round will do it
-            yield from closing(app, clock, workers, timeout_s)
-
-    patch.setattr(barrier, "closing", mutant)
-
-
-def _average_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
-    close = Rounds.close
-
-    def mutant(self: Rounds, app: str, clock: int, workers: Any, ranges: Any, tables: Any) -> Any:
-        shares = self._kept.get((app, clock), [])
-        order = {worker: i for i, worker in enumerate(dict.fromkeys(s.worker for s in shares))}
-        renamed = [Share(order[s.worker], s.live, s.blocks) for s in shares if s.worker in workers]
-        if shares:
-            self._kept[app, clock] = renamed
-        return close(self, app, clock, range(len(workers)), ranges, tables)
-
-    patch.setattr(Rounds, "close", mutant)
-
-
-def _average_over_those_who_have_the_key_s_range(patch: pytest.MonkeyPatch) -> None:
-    import elasticps.server.protocol.barrier_state as module
-
-    average = module._average
-    patch.setattr(module, "_average", lambda shares, count: average(shares, sum(map(bool, shares)) or 1))
-
-
-def _average_all_that_is_kept(patch: pytest.MonkeyPatch) -> None:
-    close = Rounds.close
-
-    def mutant(self: Rounds, app: str, clock: int, workers: Any, ranges: Any, tables: Any) -> Any:
-        everybody = sorted({*workers, *(s.worker for s in self._kept.get((app, clock), ()))})
-        return close(self, app, clock, everybody, ranges, tables)
-
-    patch.setattr(Rounds, "close", mutant)
-
-
-def _drop_the_first_part_of_a_share(patch: pytest.MonkeyPatch) -> None:
-    keep = Rounds.keep
-
-    def mutant(self: Rounds, app: str, clock: int, worker: int, ranges: Any, blocks: Any) -> None:
-        self._kept[app, clock] = [
-            s for s in self._kept.get((app, clock), []) if s.worker != worker or not s.live[ranges].any()
-        ]
-        keep(self, app, clock, worker, ranges, blocks)
-
-    patch.setattr(Rounds, "keep", mutant)
-
-
-def _fill_a_joiner_without_the_rounds(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Rounds, "load", lambda self, r, piece: None)
-
-
-def _fill_a_joiner_without_what_is_kept(patch: pytest.MonkeyPatch) -> None:
-    load = Rounds.load
-    patch.setattr(Rounds, "load", lambda self, r, piece: load(self, r, piece._replace(kept=[])))
-
-
-def _fill_a_joiner_of_the_home_range_without_its_state(patch: pytest.MonkeyPatch) -> None:
-    load = Rounds.load
-    patch.setattr(Rounds, "load", lambda self, r, piece: load(self, r, piece._replace(groups={})))
-
-
-def _ignore_that_a_worker_leaves(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Rounds, "leave", lambda self, app, worker: None)
-
-
-def _count_a_worker_from_the_round_under_way(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: Rounds, app: str, roster: int, workers: Iterable[int]) -> None:
-        group = self.groups.setdefault(app, BarrierGroup())
-        group.members |= {worker: max(0, group.decided - 1) for worker in workers if worker not in group.members}
-
-    patch.setattr(Rounds, "enter", mutant)
-
-
-def _forget_the_last_round_of_a_predecessor(patch: pytest.MonkeyPatch) -> None:
-    decide = Rounds.decide
-
-    def mutant(self: Rounds, app: str, clock: int, workers: Iterable[int]) -> None:
-        decide(self, app, clock, workers)
-        group = self.groups[app]
-        group.last = {w: c for w, c in group.last.items() if w in group.workers}
-
-    patch.setattr(Rounds, "decide", mutant)
-
-
-def _count_answers_of_different_views_together(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FanOut, "overtaken", lambda self, routes: False)
-    begin = FanOut.begin
-
-    def mutant(self: FanOut, routes: Any, requests: Any) -> Any:
-        had = list(self.answers)
-        calls = begin(self, routes, requests)
-        self.answers += had
-        return calls[len(had) :] if len(calls) > len(had) else calls
-
-    patch.setattr(FanOut, "begin", mutant)
-
-
-def _settle_a_step_that_is_not_committed(patch: pytest.MonkeyPatch) -> None:
-    def settle(self: Any) -> Any:
-        clock, self._open = self._open, 0
-        if clock:
-            yield from barrier.settling(CLUSTER, self.trainer.worker, clock, 30.0)
-            self._world.checks.on_settled(self.trainer, clock)
-
-    patch.setattr(Training, "_settle", settle)
-
-
-def _mark_a_shard_done_when_it_is_used(patch: pytest.MonkeyPatch) -> None:
-    settle = ShardSet.settle
-    patch.setattr(ShardSet, "settle", lambda self, worker, committed: settle(self, worker, 1 << 40))
-
-
-def _give_back_a_shard_whose_step_is_committed(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: ShardSet, workers: Iterable[int]) -> None:
-        for worker in workers:
-            for shard in self.doing.pop(worker, {}):
-                self.returned[shard] = UNUSED
-
-    patch.setattr(ShardSet, "lose", mutant)
-
-
-def _keep_the_shards_of_workers_that_died(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ShardSet, "lose", lambda self, workers: None)
-
-
-def _lose_the_shards_of_workers_that_died(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: ShardSet, workers: Iterable[int]) -> None:
-        for worker in workers:
-            self.done += len(self.doing.pop(worker, {}))
-
-    patch.setattr(ShardSet, "lose", mutant)
-
-
-def _take_for_lost_who_only_waits(patch: pytest.MonkeyPatch) -> None:
-    take = Shards.take
-
-    def mutant(self: Shards, step: Claim) -> None:
-        found = self.find(step.app, step.name)
-        if found is not None and found.upcoming == found.spec.total and not found.returned:
-            step = step._replace(lost=tuple(sorted(set(found.doing) - {step.worker})))
-        take(self, step)
-
-    patch.setattr(Shards, "take", mutant)
-
-
-def _fill_a_joiner_without_the_shards(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Shards, "load", lambda self, piece: None)
-
-
-def _forget_which_step_used_a_shard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Shards, "note", lambda self, mark, worker, clock: None)
-
-
-def _note_only_at_the_head_which_step_used_a_shard(patch: pytest.MonkeyPatch) -> None:
-    apply = Server._apply
-
-    def mutant(self: Server, event: str, effect: Any) -> None:
-        note, self.shards.note = self.shards.note, (lambda *_: None)  # type: ignore[method-assign]
-        if event == "push":
-            self.shards.note = note  # type: ignore[method-assign]
-        apply(self, event, effect)
-        self.shards.note = note  # type: ignore[method-assign]
-
-    patch.setattr(Server, "_apply", mutant)
-
-
-def _take_what_is_applied_for_committed(patch: pytest.MonkeyPatch) -> None:
-    def mutant(worker: int, timeout_s: float) -> Any:
-        applied, _ = yield from fan_out.clocks_of(worker, timeout_s)
-        return applied, applied
-
-    patch.setattr(elasticps.client.protocol.data_shards, "clocks_of", mutant)
-
-
-def _believe_one_head_that_a_step_is_committed(patch: pytest.MonkeyPatch) -> None:
-    def mutant(worker: int, timeout_s: float) -> Any:
-        applied, committed = yield from fan_out.clocks_of(worker, timeout_s)
-        return np.full_like(applied, applied.max()), np.full_like(committed, committed.max())
-
-    patch.setattr(elasticps.client.protocol.data_shards, "clocks_of", mutant)
-
-
-def _train_again_whatever_a_lost_worker_had(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: ShardClaims, told: Told, worker: int, clock: int, last: int) -> Any:
-        yield from ()
-        return False
-
-    patch.setattr(ShardClaims, "_was_trained", mutant)
-
-
-def _take_a_share_that_arrived_for_a_round_that_was_made(patch: pytest.MonkeyPatch) -> None:
-    was = ShardClaims._was_trained
-
-    def mutant(self: ShardClaims, told: Told, worker: int, clock: int, last: int) -> Any:
-        rounds, self._rounds = self._rounds, False
-        done = yield from was(self, told, worker, clock, last)
-        self._rounds = rounds
-        return done
-
-    patch.setattr(ShardClaims, "_was_trained", mutant)
-
-
-def _end_when_nothing_is_left_to_hand_out(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: Any, found: ShardSet, asked: Claim) -> Any:
-        document_ = document(self, found, asked)
-        left = found.returned or found.upcoming < found.spec.total
-        return document_ if left else document_ | {"done": found.spec.total}
-
-    document = ShardDispenser._document
-    patch.setattr(ShardDispenser, "_document", mutant)
-
-
-def _hand_out_to_the_next_without_taking_from_the_last(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: ShardSet, worker: int, shards: Iterable[int]) -> None:
-        for shard in shards:
-            doing = self.doing.get(worker, {}).get(shard)
-            if doing is not None and not doing.clock:
-                self.returned[shard] = Used(0, 0)
-
-    patch.setattr(ShardSet, "give_back", mutant)
-
-
-PLANTED = (
-    _decide_again_after_the_head_of_the_home_range_moved,
-    _wait_for_workers_that_died,
-    _go_on_without_those_who_are_late,
-    _tell_a_decision_before_it_is_committed,
-    _apply_a_share_at_once,
-    _close_a_round_twice,
-    _close_rounds_in_any_order,
-    _average_in_the_order_of_arrival,
-    _average_over_those_who_have_the_key_s_range,
-    _average_all_that_is_kept,
-    _drop_the_first_part_of_a_share,
-    _fill_a_joiner_without_the_rounds,
-    _fill_a_joiner_without_what_is_kept,
-    _fill_a_joiner_of_the_home_range_without_its_state,
-    _ignore_that_a_worker_leaves,
-    _count_a_worker_from_the_round_under_way,
-    _forget_the_last_round_of_a_predecessor,
-    _count_answers_of_different_views_together,
-    _settle_a_step_that_is_not_committed,
-    _mark_a_shard_done_when_it_is_used,
-    _give_back_a_shard_whose_step_is_committed,
-    _keep_the_shards_of_workers_that_died,
-    _lose_the_shards_of_workers_that_died,
-    _take_for_lost_who_only_waits,
-    _fill_a_joiner_without_the_shards,
-    _forget_which_step_used_a_shard,
-    _note_only_at_the_head_which_step_used_a_shard,
-    _take_what_is_applied_for_committed,
-    _believe_one_head_that_a_step_is_committed,
-    _train_again_whatever_a_lost_worker_had,
-    _take_a_share_that_arrived_for_a_round_that_was_made,
-    _end_when_nothing_is_left_to_hand_out,
-    _hand_out_to_the_next_without_taking_from_the_last,
-)
+from chaos.sim.run import Result, run
+from chaos.sim.story import tell
+from tests.sim import planted_chain, planted_rounds, planted_shell
+from tests.sim.planting import Patch
+
+STORIES = 50
+
+KINDS: dict[Patch, frozenset[str]] = {
+    **dict.fromkeys(planted_rounds.ROUNDS, frozenset({"rounds", "shards in rounds"})),
+    **dict.fromkeys(planted_rounds.SHARDS, frozenset({"shards", "shards in rounds"})),
+}
+"""Of the training that a bug is in; of those that are not here: any."""
+
+PLANTED: tuple[Patch, ...] = (*planted_chain.PLANTED, *planted_shell.PLANTED, *KINDS)
+
+
+def seeds(plant: Patch) -> Iterator[int]:
+    """Of the stories that have to find a bug."""
+    kinds = KINDS.get(plant)
+    found = (seed for seed in count() if kinds is None or any(app.kind in kinds for app in tell(seed).apps))
+    return islice(found, STORIES)
+
+
+def find(plant: Patch, first: int | None = None) -> Result | None:
+    """The first story that shows a bug that is planted; `first` is tried before all others."""
+    for seed in (*(() if first is None else (first,)), *seeds(plant)):
+        result = run(seed)
+        if not result.ok:
+            return result
+    return None
+
+
+def main(names: list[str]) -> int:
+    """How many bugs survive; prints the seed of each."""
+    survived = 0
+    for plant in PLANTED:
+        if names and plant.__name__ not in names:
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            found = find(plant)
+        survived += found is None
+        told = "SURVIVED" if found is None else f"{found.seed}  # {found.invariant}"
+        sys.stdout.write(f'    "{plant.__name__}": {told}\n')
+        sys.stdout.flush()
+    return survived
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]) > 0)

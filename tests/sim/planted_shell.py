@@ -1,11 +1,10 @@
-"""Bugs in the executor: between the protocol and the sockets, where only a simulator of whole processes can find them.
+"""Bugs in the shell: between the protocol and the sockets, where only a simulator of whole processes can find them.
 
 Each is something that a careful person could have written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from elasticps.client.transport import Driver, Link
 from elasticps.server import pulls
 from elasticps.server.connection import Connection
 from elasticps.server.fast.chunks import Chunks
-from elasticps.server.fast.layout import C_SERIAL, H_ENABLED
+from elasticps.server.fast.layout import C_SERIAL
 from elasticps.server.fast.path import FastPath
 from elasticps.server.fast.young import YoungLog
 from elasticps.server.protocol import reads
@@ -26,20 +25,7 @@ from elasticps.server.pushes import Pushes
 from elasticps.wire.frames import Header, Kind
 from replication.effects import Install
 from replication.replica import Replica
-
-Patch = Callable[[pytest.MonkeyPatch], None]
-
-
-def _leave_every_frame_to_python(patch: pytest.MonkeyPatch) -> None:
-    """For bugs in what Python does: usual frames would not come there."""
-
-    def follow(self: FastPath, *arguments: Any) -> None:
-        share(self, *arguments)
-        self.h[H_ENABLED] = 0
-
-    share = FastPath.follow_replica
-    patch.setattr(FastPath, "follow_replica", follow)
-
+from tests.sim.planting import Patch, leave_every_frame_to_python
 
 # --- whose buffer is it ---------------------------------------------------------------------------------------------
 
@@ -53,13 +39,13 @@ def keep_the_keys_of_a_pull_as_a_view_of_a_buffer_that_is_used_again(patch: pyte
         else:
             read.connection.stream(reads._chunks(read, judge, done))
 
-    _leave_every_frame_to_python(patch)
+    leave_every_frame_to_python(patch)
     patch.setattr(pulls, "answer", answer)
     patch.setattr(Chunks, "pinned", lambda self, number: False)
 
 
 def gather_the_next_chunk_over_one_that_is_not_out_yet(patch: pytest.MonkeyPatch) -> None:
-    _leave_every_frame_to_python(patch)
+    leave_every_frame_to_python(patch)
     patch.setattr(Connection, "waiting_bytes", property(lambda self: 0))
 
 
@@ -173,7 +159,7 @@ def forget_to_read_on_when_answers_have_left(patch: pytest.MonkeyPatch) -> None:
 
 
 def reply_before_the_log_holds_the_entry(patch: pytest.MonkeyPatch) -> None:
-    _leave_every_frame_to_python(patch)
+    leave_every_frame_to_python(patch)
 
     def push(self: Pushes, connection: Connection, header: Header, body: Any) -> None:
         before = self._counts["pushes"]

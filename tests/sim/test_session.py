@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from chaos.contents import Content
 from elasticps.client.protocol.session import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
 from replication.chain import Chains, Member, Ranges
 from replication.effects import Status
@@ -25,8 +24,18 @@ def _connected(window: int = 3) -> tuple[Session, Chains]:
     return session, view
 
 
-def _content() -> Content:
-    return Content({r: [(r * 1000, 1)] for r in range(P)})
+class Rows:
+    """A part that has rows in some ranges."""
+
+    def __init__(self, *having: int) -> None:
+        self.having = having
+
+    def touches(self, ranges: Ranges) -> bool:
+        return bool(np.isin(ranges, self.having).any())
+
+
+def _content() -> Rows:
+    return Rows(*range(P))
 
 
 def _committed(session: Session, view: Chains, frame: Frame) -> list[object]:
@@ -58,13 +67,6 @@ def test_the_window_is_full_until_a_step_commits() -> None:
         session.push(_content())
 
 
-class Sparse(Content):
-    """Content that knows where it has nothing."""
-
-    def touches(self, ranges: Ranges) -> bool:
-        return any(self.updates.get(r) for r in ranges.tolist())
-
-
 def _parts(effects: list[Effect]) -> list[tuple[Member, int, int, bool]]:
     return [(e.head, e.first, e.part, e.last) for e in effects if isinstance(e, Frame)]
 
@@ -72,18 +74,18 @@ def _parts(effects: list[Effect]) -> list[tuple[Member, int, int, bool]]:
 def test_a_part_without_rows_for_a_head_is_covered_by_its_next_frame() -> None:
     session, view = _connected()
     of_a, of_b = (int(view.headed_by(view.index(m))[0]) for m in (A, B))
-    assert _parts(session.push(Sparse({of_a: [(1, 1)]}), last=False)) == [(A, 0, 0, False)]
-    assert _parts(session.push(Sparse({}), last=False)) == []
-    assert _parts(session.push(Sparse({of_b: [(1, 1)]}), last=False)) == [(B, 0, 2, False)]
-    assert _parts(session.push(Sparse({}), last=True)) == [(A, 1, 3, True), (B, 3, 3, True)]
-    assert _parts(session.push(Sparse({}), last=True)) == [(A, 0, 0, True), (B, 0, 0, True)]
+    assert _parts(session.push(Rows(of_a), last=False)) == [(A, 0, 0, False)]
+    assert _parts(session.push(Rows(), last=False)) == []
+    assert _parts(session.push(Rows(of_b), last=False)) == [(B, 0, 2, False)]
+    assert _parts(session.push(Rows(), last=True)) == [(A, 1, 3, True), (B, 3, 3, True)]
+    assert _parts(session.push(Rows(), last=True)) == [(A, 0, 0, True), (B, 0, 0, True)]
 
 
 def test_after_a_reconnect_parts_are_sent_one_by_one_and_all_count_as_sent() -> None:
     session, view = _connected()
     order = view.headed_by(view.index(A))
-    session.push(Sparse({}), last=False)
-    session.push(Sparse({int(order[0]): [(1, 1)]}), last=False)
+    session.push(Rows(), last=False)
+    session.push(Rows(int(order[0])), last=False)
     session.disconnected(A)
     (ask,) = session.connected(A)
     assert isinstance(ask, Ask)
@@ -92,7 +94,7 @@ def test_after_a_reconnect_parts_are_sent_one_by_one_and_all_count_as_sent() -> 
         (A, 0, 0, False),
         (A, 1, 1, False),
     ]
-    assert _parts(session.push(Sparse({}), last=True)) == [(A, 2, 2, True), (B, 0, 2, True)]
+    assert _parts(session.push(Rows(), last=True)) == [(A, 2, 2, True), (B, 0, 2, True)]
 
 
 def test_a_head_says_in_one_word_that_all_its_ranges_are_committed() -> None:

@@ -1,4 +1,4 @@
-"""What must hold: the contents of every pull, and what is left at the end. Knows what workers pushed, and nothing else.
+"""The contents of every pull, and what is left at the end. Knows what workers pushed, and nothing else.
 
 Each incarnation of a worker adds to a column of its own in the rows of an application's table: with each step, a key's
 unit. So a value says how many of whose steps it holds, and a row that belongs to another key says so too.
@@ -6,7 +6,6 @@ unit. So a value says how many of whose steps it holds, and a row that belongs t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,8 +20,6 @@ Counts = NDArray[np.int64]
 COLUMNS = 24
 KEYS = 96  # of an application's table
 SLACK_S = 1.0  # a view reaches everybody within this while nothing is wrong with links
-SHARE = 12  # a round's gradients are multiples of it: exact means of up to four workers
-SHARE_UNITS = 128  # the sum of a BSP column stays exact: SHARE * unit * rounds < 2 ** 24
 
 
 def units(keys: Keys, most: int = 1 << 30) -> Counts:
@@ -56,6 +53,13 @@ class Column:
         if clock > self.told[-1][1]:
             self.told.append((now, clock))
 
+    def forget(self, clock: int) -> None:
+        """No server has, or will have, seen anything of later steps."""
+        while self.clocks[-1] > clock and len(self.clocks) > 1:
+            self.clocks.pop()
+            self.counts.pop()
+        self.pushed = min(self.pushed, clock)
+
     def upto(self, clock: int) -> Counts:
         """Pushes of the steps up to a clock."""
         at = len(self.clocks)
@@ -87,17 +91,32 @@ class Sums:
         self.bound = bound
         self.columns: list[Column] = []
         self.calm = False  # no link and no process is slow: what was committed a while ago is seen by everybody
+        self._predecessor: dict[str, Column | None] = {}
         self._shown = np.zeros((COLUMNS, KEYS), np.int64)  # by any tail
         self._seen: dict[int, Counts] = {}  # by each incarnation, at tails
 
     def start(self, name: str) -> Column:
         """A worker's incarnation begins; the one before it of that name has ended."""
+        self._predecessor[name] = next((c for c in reversed(self.columns) if c.name == name and c.pushed), None)
         for column in self.columns:
             column.ended |= column.name == name
         column = Column(len(self.columns), name)
         self.columns.append(column)
         self._seen[column.index] = np.zeros((COLUMNS, KEYS), np.int64)
         return column
+
+    def resume(self, column: Column, now: float, begun: int, trained: int) -> None:
+        """A worker is told what has become of its predecessor: steps up to `trained` count, those above `begun` never
+        will."""
+        before = self._predecessor[column.name]
+        if before is None:
+            return
+        known = before.told[-1][1]
+        if before.clocks[-1] > trained and known > trained:
+            text = f"{column.name} is to train again what follows step {trained}; {known} was committed"
+            raise Violation("resume", f"{self.app}: {text}")
+        before.commit(now, trained)
+        before.forget(begun)
 
     def grads(self, column: Column, keys: Keys) -> Rows:
         """What a step pushes: float32 [n, COLUMNS]."""
@@ -164,54 +183,6 @@ class Sums:
                     found = counts[column.index][mine].tolist()
                     text = f"{self.app}: range {r} holds no prefix of the steps of {column.name}: {found}"
                     raise Violation("exactly once", text)
-
-
-class Rounds:
-    """The table of an application in synchronous rounds: every worker pushes every key in every round."""
-
-    def __init__(self, app: str) -> None:
-        self.app = app
-        self.rounds = 0  # the newest that somebody has seen closed
-        self._columns = 0
-        self._content: dict[int, bytes] = {}
-
-    def start(self) -> int:
-        """A worker's incarnation begins: its column."""
-        self._columns += 1
-        return self._columns - 1
-
-    def grads(self, column: int, keys: Keys) -> Rows:
-        """What a worker pushes in a round."""
-        grads = np.zeros((len(keys), COLUMNS), np.float32)
-        grads[:, column] = SHARE * units(keys, SHARE_UNITS)
-        return grads
-
-    def check(self, name: str, clock: int, rows: Rows) -> None:
-        """A worker has pulled all keys after round `clock`: the sum of so many rounds' means, the same for all."""
-        keys = np.arange(KEYS)
-        total = rows.astype(np.float64).sum(axis=1) / (SHARE * units(keys, SHARE_UNITS))
-        if not (total == clock).all():
-            at = int(np.flatnonzero(total != clock)[0])
-            raise Violation("rounds", f"{self.app}: {name} sees key {at} after {total[at]} rounds, not {clock}")
-        content = self._content.setdefault(clock, rows.tobytes())
-        if content != rows.tobytes():
-            raise Violation("rounds", f"{self.app}: {name} sees another result of round {clock} than others do")
-        self.rounds = max(self.rounds, clock)
-
-
-class Handed:
-    """An application that trains shards: with each one, its worker adds one to the shard's key."""
-
-    def __init__(self, app: str, shards: int) -> None:
-        self.app = app
-        self.shards = shards
-        self.lost = False  # a worker was: what it had may have been trained twice
-
-    def check_end(self, counts: Iterable[float]) -> None:
-        """How often each shard was trained."""
-        for shard, count in enumerate(counts):
-            if count < 1 or count != int(count) or (count > 1 and not self.lost):
-                raise Violation("shards", f"{self.app}: shard {shard} was trained {count} times")
 
 
 def check_same(name: str, keys: Keys, rows: Rows, expected: Rows) -> None:

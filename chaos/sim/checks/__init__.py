@@ -1,0 +1,7 @@
+"""What must hold. Whoever trains says what it is about to do and what it sees; nothing here knows the protocol.
+
+sums    contents of every pull under no bound and under bounded delay, and what is left at the end
+rounds  one decision for each round, of everybody who takes part, its mean in the order of worker ids
+shards  each shard in one living hand, trained once, and done when its step is committed
+views   who is given ranges by a view, and how many move
+"""

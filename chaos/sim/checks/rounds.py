@@ -1,0 +1,83 @@
+"""What synchronous rounds promise: one decision for each, made of everybody who takes part, that lasts; the mean of
+exactly its workers' gradients, added up in the order of their ids, in every range; nothing in between to be seen.
+
+Every worker pushes every key in every round: a share into a column of its own, so that what is read says whose pushes
+made a round, and into the last column a number whose float32 sum depends on the order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chaos.sim.checks.sums import COLUMNS, KEYS, Keys, Rows, units
+from chaos.sim.violation import Violation
+
+SHARE = 12  # exact means of up to four workers
+SHARE_UNITS = 128  # the sum of a column stays exact: SHARE * unit * rounds < 2 ** 24
+ODD = COLUMNS - 1
+
+
+class Rounds:
+    """The table of an application in synchronous rounds."""
+
+    def __init__(self, app: str) -> None:
+        self.app = app
+        self.rounds = 0  # the newest that somebody has seen closed
+        self._workers: list[int] = []  # by column
+        self._seen: dict[int, Rows] = {0: np.zeros((KEYS, COLUMNS), np.float32)}
+
+    def start(self, worker: int) -> int:
+        """A worker's incarnation, of this id, begins: its column."""
+        self._workers.append(worker)
+        assert len(self._workers) <= ODD
+        return len(self._workers) - 1
+
+    def grads(self, column: int, keys: Keys) -> Rows:
+        """What a worker pushes in a round."""
+        grads = np.zeros((len(keys), COLUMNS), np.float32)
+        grads[:, column] = SHARE * units(keys, SHARE_UNITS)
+        grads[:, ODD] = odd(column, keys)
+        return grads
+
+    def check(self, name: str, column: int, clock: int, rows: Rows) -> None:
+        """A worker has pulled all keys after round `clock`, which it was in: the sum of so many rounds' means, the same
+        for all."""
+        keys = np.arange(KEYS)
+        total = rows[:, :ODD].astype(np.float64).sum(axis=1) / (SHARE * units(keys, SHARE_UNITS))
+        if not (total == clock).all():
+            at = int(np.flatnonzero(total != clock)[0])
+            raise Violation("rounds", f"{self.app}: {name} sees key {at} after {total[at]} rounds, not {clock}")
+        seen = self._seen.setdefault(clock, rows.copy())
+        if seen.tobytes() != rows.tobytes():
+            raise Violation("one decision", f"{self.app}: {name} sees another result of round {clock} than others do")
+        self.rounds = max(self.rounds, clock)
+        for later in (clock, clock + 1):
+            if later - 1 in self._seen and later in self._seen:
+                members = self._check_round(later, self._seen[later - 1], self._seen[later])
+                if later == clock and column not in members:
+                    raise Violation(
+                        "everybody in", f"{self.app}: {name} goes on after round {clock} without being in it"
+                    )
+
+    def _check_round(self, clock: int, before: Rows, after: Rows) -> list[int]:
+        """What a round has changed is the mean of its workers' gradients: their columns."""
+        grown = after[:, :ODD] - before[:, :ODD]
+        members: list[int] = np.flatnonzero(grown.any(axis=0)).tolist()
+        keys = np.arange(KEYS)
+        shares = SHARE * units(keys, SHARE_UNITS) / len(members)
+        if not (grown[:, members] == shares[:, None]).all():
+            text = f"{self.app}: round {clock} is not one mean of the workers in columns {members}"
+            raise Violation("mean of a round", text)
+        total = np.zeros(KEYS, np.float32)
+        for member in sorted(members, key=lambda m: self._workers[m]):
+            total += odd(member, keys)
+        total /= np.float32(len(members))
+        if (before[:, ODD] + total != after[:, ODD]).any():
+            raise Violation("mean of a round", f"{self.app}: round {clock} was not added up in the order of worker ids")
+        return members
+
+
+def odd(column: int, keys: Keys) -> NDArray[np.float32]:
+    """Numbers whose float32 sum depends on the order."""
+    return (((column + 1) * 7919 + keys * 104729) % 10007 / 3).astype(np.float32)

@@ -1,0 +1,70 @@
+"""What views promise: one after another, none leaves a range to the dead, those that drain are given nothing, and where
+nothing goes wrong only what must move is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chaos.sim.violation import Violation
+from coordinator.view import View
+from replication.chain import Member
+
+LATE_S = 1.0  # a leader that is well knows so soon who drains
+MOST_COPIES = 1.25  # for each one that changes ask for; later changes undo some of what earlier ones began
+
+
+class Views:
+    """Follows every view that is written. calm: no process and no link is slow or dies."""
+
+    def __init__(self, replicas: int, ranges: int, alive: Callable[[Member], bool], calm: bool) -> None:
+        self._alive = alive
+        self._calm = calm
+        self._copies_of_a_server = replicas * ranges
+        self._newest: View | None = None
+        self._asked: dict[str, float] = {}  # when a server was asked to go
+        self._copies = 0
+        self._ideal = 0.0
+
+    def on_join(self, staying: int) -> None:
+        """A server starts: it should get its share, and others may be nearer to theirs."""
+        self._ideal += 1 + self._copies_of_a_server / staying
+
+    def on_drain(self, name: str, now: float) -> None:
+        """A server is asked to go: all that it has, or is getting, goes to others."""
+        self._asked[name] = now
+        view = self._newest
+        index = -1 if view is None else next((i for i, s in enumerate(view.servers) if s.name == name), -1)
+        if view is not None and index >= 0:
+            self._ideal += 1 + int((view.chains == index).sum()) + int((view.joining == index).sum())
+
+    def on_write(self, view: View, now: float) -> None:
+        """A view was written."""
+        before, self._newest = self._newest, view
+        if before is None:
+            return
+        if view.epoch != before.epoch + 1:
+            raise Violation("views", f"epoch {view.epoch} follows epoch {before.epoch}")
+        new, old = view.as_chains, before.as_chains
+        for r in range(new.ranges):
+            if new.since[r] != new.epoch:
+                continue
+            members, joiner = new.members_of(r), new.joiner_of(r)
+            if any(map(self._alive, old.members_of(r))) and not any(map(self._alive, members)):
+                raise Violation("last full replica", f"range {r} is left to the dead in epoch {new.epoch}: {members}")
+            if joiner is not None and joiner != old.joiner_of(r):
+                self._copies += 1
+                if self._calm and now > self._asked.get(joiner.name, now) + LATE_S and not self._all_go(view):
+                    raise Violation("drain", f"range {r} is given to {joiner}, which drains, in epoch {new.epoch}")
+        if self._calm:
+            gone = [s.member for s in before.servers if new.index(s.member) < 0 and s.name not in self._asked]
+            if gone:
+                raise Violation("views", f"{gone[0]} is left out of epoch {new.epoch}, and nobody asked for it")
+
+    def _all_go(self, view: View) -> bool:
+        return all(server.name in self._asked for server in view.servers)
+
+    def check_end(self) -> None:
+        """All has come to rest."""
+        if self._calm and self._copies > MOST_COPIES * self._ideal:
+            text = f"{self._copies} copies were begun, {self._ideal:.1f} are asked for"
+            raise Violation("bounded movement", text)

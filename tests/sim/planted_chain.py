@@ -1,0 +1,483 @@
+"""Bugs in the protocol: the chain, views, sessions, who may read. Each is of a kind that a careful person could have
+written, in code that Python runs; usual frames are left to Python where they would not come there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import coordinator.leader
+from coordinator.membership import request_drain
+from coordinator.planner import Health, Members, Plan, plan
+from coordinator.repair import Limits
+from coordinator.view import ClusterConfig, View
+from elasticps.client.protocol.session import Session, resume
+from elasticps.client.push_batch import PackedPart
+from elasticps.server import lives
+from elasticps.server.fast.young import YoungLog
+from elasticps.server.protocol.bounded_delay import BoundedDelay
+from elasticps.server.protocol.reads import Judge
+from elasticps.server.pulls import Pulls
+from elasticps.wire.frames import Header
+from replication.chain import Chains, Member, Role
+from replication.core import Core
+from replication.effects import CaughtUp
+from replication.messages import OperationKind
+from replication.progress import Clocks
+from replication.replica import Replica
+from replication.snapshot_transfer import SnapshotTransfer
+from tests.sim.planting import Patch, leave_every_frame_to_python
+
+
+def skip_the_duplicate_check(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+
+    def judge(self: Replica, push: Any, have: Any, expected: int, after: int) -> Any:
+        return np.ones(have.shape, dtype=np.bool_), np.zeros(have.shape, dtype=np.bool_)
+
+    patch.setattr(Replica, "_judge", judge)
+
+
+def acknowledge_a_duplicate_before_the_tail_has_it(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    patch.setattr(Replica, "_unsafe_repeat", lambda self, ranges, seqs: np.zeros(ranges.shape, dtype=np.bool_))
+
+
+def acknowledge_before_the_tail(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    recode = Core._recode
+
+    def mutant(self: Core) -> None:
+        recode(self)
+        self._code &= ~np.where(self._tail, 0, 1)
+        self._treatments.clear()
+
+    patch.setattr(Core, "_recode", mutant)
+
+
+def report_level_before_acknowledgements_wait(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    wait = SnapshotTransfer._wait_for_joiner
+
+    def mutant(self: SnapshotTransfer, r: int, seq: int, out: Any) -> None:
+        wait(self, r, seq, out)
+        self.waiting[r] = False
+        self._recode()
+        self._commit(int(self._down[r]), np.array([r]), self.seq[[r]], out)
+
+    patch.setattr(SnapshotTransfer, "_wait_for_joiner", mutant)
+
+
+def report_level_before_the_joiner_has_what_was_acknowledged(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    report = SnapshotTransfer._report_level
+
+    def mutant(self: SnapshotTransfer, ranges: Any, out: Any) -> None:
+        joined = self._joined
+        self._joined = np.maximum(joined, self.seq)
+        report(self, ranges, out)
+        self._joined = joined
+
+    patch.setattr(SnapshotTransfer, "_report_level", mutant)
+
+
+def forget_to_resync_after_a_reconnect(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    up = Replica.peer_up
+
+    def mutant(self: Replica, peer: Member) -> Any:
+        before = self._synced.copy()
+        out = up(self, peer)
+        self._synced |= before & (self._down == self._slot(peer)) & (self.role == 2)
+        self._recode()
+        return [e for e in out if type(getattr(e, "message", None)).__name__ != "Resync" or not before.any()]
+
+    patch.setattr(Replica, "peer_up", mutant)
+    patch.setattr(Replica, "peer_down", lambda self, peer: [])
+
+
+def forget_to_resync_after_a_view(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    change = Replica._change_roles
+
+    def mutant(self: Replica, view: Chains, changed: Any, out: Any) -> None:
+        synced = self._synced.copy()
+        down = self._down.copy()
+        change(self, view, changed, out)
+        self._synced |= synced & (self._down == down)
+        self._recode()
+
+    patch.setattr(Replica, "_change_roles", mutant)
+
+
+def promote_a_half_filled_replica(patch: pytest.MonkeyPatch) -> None:
+    def mutant(view: Any, members: Members, config: ClusterConfig, health: Health, limits: Limits) -> Plan | None:
+        level = {} if view is None else {r: int(view.since[r]) for r in range(view.ranges)}
+        return plan(view, members, config, dataclasses.replace(health, level=level), limits)
+
+    patch.setattr(coordinator.leader, "plan", mutant)
+
+
+def accept_an_old_neighbour(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+
+    def heard(self: Core, slot: int, epoch: int, ranges: Any, neighbour: Any) -> Any:
+        return np.ones(ranges.shape, dtype=np.bool_)
+
+    patch.setattr(Core, "_heard", heard)
+
+
+def accept_words_from_before_the_chain_changed(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    patch.setattr(Core, "_heard", lambda self, slot, epoch, ranges, neighbour: neighbour[ranges] == slot)
+
+
+def resume_a_worker_from_uncommitted_clocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        "elasticps.client.protocol.join.resume", lambda applied, committed, base=0: resume(applied, applied, base)
+    )
+
+
+def free_steps_that_are_applied_but_not_committed(patch: pytest.MonkeyPatch) -> None:
+    clocks = Session.clocks
+
+    def mutant(self: Session, ask: int, status: Any, epoch: int, ranges: Any, applied: Any, committed: Any) -> Any:
+        return clocks(self, ask, status, epoch, ranges, applied, applied)
+
+    patch.setattr(Session, "clocks", mutant)
+
+
+def give_up_the_last_replica_under_a_living_lease(patch: pytest.MonkeyPatch) -> None:
+    def mutant(view: Any, members: Members, config: ClusterConfig, health: Health, limits: Limits) -> Plan | None:
+        if view is None:
+            return plan(view, members, config, health, limits)
+        alive = [i for i, server in enumerate(view.servers) if server.member not in health.gone]
+        for r in range(view.ranges):
+            if alive and all(m in health.gone for m in view.as_chains.members_of(r)):
+                chains, joining, since = view.chains.copy(), view.joining.copy(), view.since.copy()
+                chains[r], joining[r], since[r] = -1, -1, view.epoch + 1
+                chains[r, 0] = alive[0]
+                made = dataclasses.replace(view, epoch=view.epoch + 1, chains=chains, joining=joining, since=since)
+                return Plan(made, "somebody has to serve it")
+        return plan(view, members, config, health, limits)
+
+    patch.setattr(coordinator.leader, "plan", mutant)
+
+
+def send_what_the_caller_s_arrays_hold_later(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PackedPart, "complete", lambda self: None)
+
+
+def accept_a_step_beyond_the_next(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+
+    def judge(self: Replica, push: Any, have: Any, expected: int, after: int) -> Any:
+        return have <= expected, have > expected
+
+    patch.setattr(Replica, "_judge", judge)
+
+
+def accept_pushes_of_old_epochs(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    admit = Replica._admit
+
+    def mutant(self: Replica, push: Any, out: Any) -> None:
+        push.epoch = self.epoch
+        admit(self, push, out)
+
+    patch.setattr(Replica, "_admit", mutant)
+
+
+def apply_outside_the_intervals_received(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    perform = Core._perform
+
+    def mutant(self: Core, frame: Any, ranges: Any, seqs: Any, before: Any, out: Any) -> None:
+        perform(self, frame, ranges, seqs, before, out)
+        out[:] = [e._replace(inside=None) if hasattr(e, "inside") else e for e in out]
+
+    patch.setattr(Core, "_perform", mutant)
+
+
+def leave_the_vector_clocks_out_of_a_snapshot(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    patch.setattr(Clocks, "set_column", lambda self, r, workers, progress: None)
+
+
+def forget_what_followers_know_of_clocks(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    forward = Replica._forward
+
+    def mutant(self: Replica, slot: int, message: Any, out: Any) -> None:
+        worker = message.operation.worker
+        before = self.clocks.row(worker)[message.ranges]
+        forward(self, slot, message, out)
+        self.clocks.row(worker)[message.ranges] = before
+
+    patch.setattr(Replica, "_forward", mutant)
+
+
+def write_views_without_comparing(patch: pytest.MonkeyPatch) -> None:
+    async def put(self: Any, world: Any, key: str, value: bytes, timeout_s: float = 0.0) -> bool:
+        world.revisions[key] = await self._store.put(key, value)
+        return True
+
+    patch.setattr(coordinator.leader._Term, "_put", put)
+
+
+def drop_the_log_of_a_middle_replica(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    forward = Replica._forward
+
+    def mutant(self: Replica, slot: int, message: Any, out: Any) -> None:
+        forward(self, slot, message, out)
+        for lane in list(self.log._lanes.values()):
+            kept = [e for e in lane if e.frame.token is not None]
+            for entry in lane:
+                if entry.frame.token is None:
+                    self.log.done(entry.frame)
+            lane.clear()
+            lane.extend(kept)
+
+    patch.setattr(Replica, "_forward", mutant)
+
+
+def drop_a_level_joiner_over_a_lost_link(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    unlink = Replica._unlink
+
+    def mutant(self: Replica, slot: int) -> None:
+        unlink(self, slot)
+        self.waiting &= self._down != slot
+        self._recode()
+        self._commit_all()  # type: ignore[attr-defined]
+
+    def commit_all(self: Replica) -> None:
+        tails = np.flatnonzero(self._tail & ~self.waiting)
+        self.acked[tails] = self.seq[tails]
+
+    patch.setattr(Replica, "_commit_all", commit_all, raising=False)
+    patch.setattr(Replica, "_unlink", mutant)
+
+
+def fence_nobody_and_share_clocks(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    row = Clocks.row
+    patch.setattr(Clocks, "row", lambda self, worker: row(self, 0))
+
+
+def answer_a_pull_before_its_worker_s_pushes_are_applied(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    patch.setattr(BoundedDelay, "behind", lambda self, read: [])
+
+
+def show_at_a_tail_what_its_level_joiner_lacks(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    patch.setattr(Judge, "guarded", lambda self: False)
+
+
+def read_at_heads_what_may_not_last(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    patch.setattr(View, "tails", property(lambda self: self.heads))
+    patch.setattr(Judge, "guarded", lambda self: False)
+
+
+def let_a_stale_tail_answer_for_a_view_it_has_not_seen(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    pull = Pulls._pull
+
+    def mutant(self: Pulls, connection: Any, header: Header, body: Any) -> None:
+        epoch = min(header.epoch, self._serving.epoch)
+        pull(self, connection, header._replace(epoch=epoch, clock=0), body)
+
+    patch.setattr(Pulls, "_pull", mutant)
+
+
+def count_a_frame_of_several_parts_as_its_first(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    admit = Replica._admit_step
+
+    def mutant(self: Replica, push: Any, ranges: Any, out: Any) -> None:
+        if not push.last:
+            push.part = push.first
+        admit(self, push, ranges, out)
+
+    patch.setattr(Replica, "_admit_step", mutant)
+
+
+def leave_out_parts_that_have_rows_for_a_head(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PackedPart, "touches", lambda self, ranges: False)
+
+
+def keep_only_pushes_for_a_new_successor(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    lane = YoungLog.lane
+
+    def mutant(self: YoungLog, number: int) -> Iterator[Any]:
+        return (e for e in lane(self, number) if e.frame.operation.kind == OperationKind.PUSH)
+
+    patch.setattr(YoungLog, "lane", mutant)
+
+
+def keep_no_log_for_a_joiner_that_counts(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    wait = SnapshotTransfer._wait_for_joiner
+
+    def mutant(self: SnapshotTransfer, r: int, seq: int, out: Any) -> None:
+        wait(self, r, seq, out)
+        for lane in self.log._lanes.values():
+            for entry in [e for e in lane if self._tail[e.ranges].all()]:
+                lane.remove(entry)
+                self.log.done(entry.frame)
+
+    patch.setattr(SnapshotTransfer, "_joiner_resync", _without_log(SnapshotTransfer._joiner_resync))
+    patch.setattr(SnapshotTransfer, "_wait_for_joiner", mutant)
+
+
+def _without_log(resync: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: SnapshotTransfer, slot: int, r: int, seq: int, out: Any) -> None:
+        self.log._lanes.pop(slot, None)
+        resync(self, slot, r, seq, out)
+
+    return mutant
+
+
+def fence_nobody(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    patch.setattr(Replica, "adopt_roster", lambda self, version, workers: [])
+
+
+def let_every_replica_report_the_joiner_level(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+
+    def levels(self: Replica) -> list[CaughtUp]:
+        view = self.view
+        if view is None:
+            return []
+        mine = np.flatnonzero((self.role == Role.FULL) & (view.joining >= 0) & (self.acked == self.seq))
+        return [CaughtUp(r, int(view.since[r]), view.members[view.joining[r]]) for r in mine.tolist()]
+
+    patch.setattr(Replica, "levels", levels)
+
+
+def tell_only_one_leader_who_is_level(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+
+    def levels(self: Replica) -> list[CaughtUp]:
+        told = self.__dict__.setdefault("told", set())
+        fresh = [level for level in all_levels(self) if level not in told]
+        told.update(fresh)
+        return fresh
+
+    all_levels = Replica.levels
+    patch.setattr(Replica, "levels", levels)
+
+
+def give_ranges_to_servers_that_drain(patch: pytest.MonkeyPatch) -> None:
+    def mutant(view: Any, members: Members, config: ClusterConfig, health: Health, limits: Limits) -> Plan | None:
+        lately = sorted(members.draining)[1:]  # only the first is remembered
+        return plan(view, dataclasses.replace(members, draining=members.draining - {*lately}), config, health, limits)
+
+    patch.setattr(coordinator.leader, "plan", mutant)
+
+
+def end_on_the_request_to_drain(patch: pytest.MonkeyPatch) -> None:
+    async def drain(store: Any, server: Any, stop: Any, timeout_s: float) -> None:
+        await request_drain(store, server.me.name)
+        lives.resolve(stop, "SIGTERM")
+
+    patch.setattr(lives, "_drain", drain)
+
+
+def move_more_than_must(patch: pytest.MonkeyPatch) -> None:
+    def mutant(view: Any, members: Members, config: ClusterConfig, health: Health, limits: Limits) -> Plan | None:
+        decision = plan(view, members, config, health, limits)
+        if view is None or decision is None or decision.view is None or view.epoch % 2:
+            return decision
+        r, to = view.epoch % view.ranges, view.epoch % len(view.servers)
+        target, full = view.servers[to].member, view.as_chains.members_of(r)
+        if view.joining[r] >= 0 or len(full) < view.replicas or target in {*full, *health.gone, *members.draining}:
+            return decision
+        joining, since = view.joining.copy(), view.since.copy()
+        joining[r], since[r] = to, view.epoch + 1
+        made = dataclasses.replace(view, epoch=view.epoch + 1, joining=joining, since=since, reason="it is better")
+        return Plan(made, made.reason)
+
+    patch.setattr(coordinator.leader, "plan", mutant)
+
+
+def take_a_bounded_delay_one_step_too_long(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    behind = BoundedDelay.behind
+
+    def mutant(self: BoundedDelay, read: Any) -> list[str]:
+        header = read.header
+        bound = None if header.bound is None else header.bound + 1
+        return behind(self, read._replace(header=header._replace(bound=bound)))
+
+    patch.setattr(BoundedDelay, "behind", mutant)
+
+
+def count_only_workers_that_have_pushed(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    patch.setattr(BoundedDelay, "join", lambda self, worker, base: self._paused.discard(worker))
+
+
+def wait_for_workers_that_pause(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    patch.setattr(BoundedDelay, "pause", lambda self, worker: None)
+
+
+def wait_for_workers_that_are_gone(patch: pytest.MonkeyPatch) -> None:
+    leave_every_frame_to_python(patch)
+    follow = BoundedDelay.follow
+    patch.setattr(BoundedDelay, "follow", lambda self, workers: follow(self, {**self._workers, **workers}))
+
+
+PLANTED: tuple[Patch, ...] = (
+    skip_the_duplicate_check,
+    acknowledge_a_duplicate_before_the_tail_has_it,
+    acknowledge_before_the_tail,
+    report_level_before_acknowledgements_wait,
+    report_level_before_the_joiner_has_what_was_acknowledged,
+    forget_to_resync_after_a_reconnect,
+    forget_to_resync_after_a_view,
+    promote_a_half_filled_replica,
+    accept_an_old_neighbour,
+    accept_words_from_before_the_chain_changed,
+    resume_a_worker_from_uncommitted_clocks,
+    free_steps_that_are_applied_but_not_committed,
+    give_up_the_last_replica_under_a_living_lease,
+    send_what_the_caller_s_arrays_hold_later,
+    accept_a_step_beyond_the_next,
+    accept_pushes_of_old_epochs,
+    apply_outside_the_intervals_received,
+    leave_the_vector_clocks_out_of_a_snapshot,
+    forget_what_followers_know_of_clocks,
+    write_views_without_comparing,
+    drop_the_log_of_a_middle_replica,
+    drop_a_level_joiner_over_a_lost_link,
+    fence_nobody_and_share_clocks,
+    answer_a_pull_before_its_worker_s_pushes_are_applied,
+    show_at_a_tail_what_its_level_joiner_lacks,
+    read_at_heads_what_may_not_last,
+    let_a_stale_tail_answer_for_a_view_it_has_not_seen,
+    count_a_frame_of_several_parts_as_its_first,
+    leave_out_parts_that_have_rows_for_a_head,
+    keep_only_pushes_for_a_new_successor,
+    keep_no_log_for_a_joiner_that_counts,
+    fence_nobody,
+    let_every_replica_report_the_joiner_level,
+    tell_only_one_leader_who_is_level,
+    give_ranges_to_servers_that_drain,
+    end_on_the_request_to_drain,
+    move_more_than_must,
+    take_a_bounded_delay_one_step_too_long,
+    count_only_workers_that_have_pushed,
+    wait_for_workers_that_pause,
+    wait_for_workers_that_are_gone,
+)
