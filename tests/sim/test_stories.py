@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from chaos.sim.run import run
-from chaos.sim.story import FLAVOURS, tell
+from chaos.sim.story import FLAVOURS, KINDS, tell
 
 STORIES = 108
 BATCH = 9
@@ -24,7 +24,7 @@ def test_every_promise_is_kept_under_every_seed(start: int) -> None:
 def test_the_stories_have_all_flavours_and_all_kinds_of_training() -> None:
     stories = [tell(seed) for seed in range(STORIES)]
     assert {story.flavour for story in stories} == set(FLAVOURS)
-    assert {app.kind for story in stories for app in story.apps} == {"free", "bounded", "rounds", "shards"}
+    assert {app.kind for story in stories for app in story.apps} == set(KINDS)
 
 
 @pytest.mark.parametrize("seed", [1, 12])
