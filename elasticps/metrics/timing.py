@@ -27,7 +27,7 @@ from elasticps.server.fast.layout import (
     H_RECEIVED_PUSH,
     H_WAITED_COUNT,
 )
-from elasticps.server.fast.path import FastPath, Receiver
+from elasticps.server.fast.path import FastPath
 from elasticps.server.server import Server
 from elasticps.wire.frames import LAST, Buffer, Header, Kind
 
@@ -93,23 +93,23 @@ class Meter:
         """About how long the loop has been busy with frames: the sampled ones stand for the others."""
         return SAMPLE * sum(histogram.total for histogram in self.handling.values())
 
-    def watch(self, path: FastPath, connection: Receiver, nbytes: int) -> None:
-        """One received buffer: its usual frames are handled in compiled code. Of one in SAMPLE the time is told, in
+    def watch(self, path: FastPath, handle: Callable[[], None]) -> None:
+        """What has been received: its usual frames are handled in compiled code. Of one in SAMPLE the time is told, in
         equal parts, for each of them; pushes are sampled there."""
         began = self.clock()
         path.stamp(int(began * 1e9), SAMPLE)
         self._buffers += 1
         if self._buffers % SAMPLE:
-            path.handle(connection, nbytes)
+            handle()
         else:
-            self._time(path, connection, nbytes, began)
+            self._time(path, handle, began)
         if path.counter(H_WAITED_COUNT):
             for nanoseconds in path.waited():
                 self.waiting["push"].add(nanoseconds / 1e9)
 
-    def _time(self, path: FastPath, connection: Receiver, nbytes: int, began: float) -> None:
+    def _time(self, path: FastPath, handle: Callable[[], None], began: float) -> None:
         before = [path.counter(field) for field in COMPILED.values()]
-        path.handle(connection, nbytes)
+        handle()
         took = self.clock() - began
         handled = [path.counter(field) - n for field, n in zip(COMPILED.values(), before, strict=True)]
         for kind, count in zip(COMPILED, handled, strict=True):

@@ -93,7 +93,7 @@ class Connection(asyncio.BufferedProtocol):
         self.number = 0  # of a link between replicas, counted by the one that dials
         self.leader = False
         self.told_epoch = 0  # the newest view sent to this peer
-        self.heard_s = loop.time()
+        self._heard_s = loop.time()
         self._turn_bytes = 0  # handled since the loop last had its turn
         self._resting = False
         self.tickets: set[object] = set()  # pushes from here that wait to be admitted
@@ -113,7 +113,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._path.buffer(self.slot)
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.heard_s = self._loop.time()
+        self._heard_s = self._loop.time()
         self._receive(nbytes)
         self._linger.touched()
         self._turn_bytes += nbytes
@@ -125,6 +125,18 @@ class Connection(asyncio.BufferedProtocol):
             self._path.received(self, nbytes)
         except FrameError as error:
             self.refuse(error)
+
+    def unusual(self, reason: int) -> None:
+        """Compiled code has received something that Python has to look at."""
+        try:
+            self._path.go_on(self, reason)
+        except FrameError as error:
+            self.refuse(error)
+
+    @property
+    def heard_s(self) -> float:
+        """When something was received last, by the loop's clock."""
+        return self._heard_s if self.slot < 0 else max(self._heard_s, self._path.heard_s(self.slot))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()

@@ -128,7 +128,7 @@ async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[S
         follower.subscribe(server.adopt)
         follower.subscribe_roster(server.follow)
         await follower.start()
-        listener = await loop.create_server(server.connection, sock=around.sock.dup())
+        listener = await server.streams.create_server(server.connection, sock=around.sock.dup())
         stack.callback(listener.close)
         for work in (_beat(server), _report(server), _refresh(store, server)):
             task = asyncio.create_task(work)

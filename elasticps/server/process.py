@@ -25,6 +25,7 @@ from elasticps.errors import ConfigError
 from elasticps.memory import find_limit, make_reader
 from elasticps.server.addresses import found_under, joined, listen
 from elasticps.server.fast import receive as fast_path
+from elasticps.server.fast import sockets
 from elasticps.server.lives import Build, Identity, Surroundings, live, plain, resolve
 from elasticps.server.names import wait_for_name
 from elasticps.server.protocol.headroom import Memory
@@ -127,6 +128,7 @@ def warm() -> None:
     """Compiles every kernel of a server, or loads it from the cache: afterwards no frame waits for a compiler."""
     table_store.warm()
     fast_path.warm()
+    sockets.warm()
 
 
 def _say_ready(me: ServerInfo) -> None:

@@ -14,6 +14,7 @@ from elasticps.server.connection import Connection, Handler
 from elasticps.server.executor import Executor
 from elasticps.server.protocol.asker import Body
 from elasticps.server.protocol.replica_codec import ReplicaCodec
+from elasticps.server.pump import Streams
 from elasticps.wire.frames import FrameError, Header, Kind, json_frame
 from elasticps.wire.headers import GetViewHeader
 from replication.chain import Member, place
@@ -37,6 +38,7 @@ class ReplicaLinks:
         ranges: int,
         executor: Executor,
         loop: asyncio.AbstractEventLoop,
+        streams: Streams,
         make_connection: Callable[[], Connection],
     ) -> None:
         self._executor = executor
@@ -45,6 +47,7 @@ class ReplicaLinks:
         self._cluster = cluster
         self._codec = ReplicaCodec(executor.store.tables, ranges)
         self._loop = loop
+        self._streams = streams
         self._make_connection = make_connection
         self._wanted: dict[Member, ServerInfo] = {}
         self._links: dict[Member, Connection] = {}
@@ -194,7 +197,7 @@ class ReplicaLinks:
         connection = self._make_connection()
         self._number += 1
         connection.number = self._number
-        connecting = self._loop.create_connection(lambda: connection, host.strip("[]"), int(port))
+        connecting = self._streams.create_connection(lambda: connection, host.strip("[]"), int(port))
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await connecting

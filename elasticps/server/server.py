@@ -34,6 +34,7 @@ from elasticps.server.protocol.held_frames import HeldFrames
 from elasticps.server.protocol.herald import Herald
 from elasticps.server.protocol.serving import Serving
 from elasticps.server.pulls import Pulls
+from elasticps.server.pump import Pump, streams
 from elasticps.server.pushes import Pushes
 from elasticps.server.replica_links import ReplicaLinks
 from elasticps.server.snapshots import SnapshotSender
@@ -86,7 +87,8 @@ class Server:
         self.serving = serving = Serving(self.member, ranges, self.replica)
         self.herald = herald = Herald(loop.call_soon)
         self.held = held = HeldFrames(serving, herald, clock, self._need_view, self.behind.set)
-        self.links = ReplicaLinks(cluster, ranges, executor, loop, self.connection)
+        self.streams = streams(loop, self.fast, self._linger)
+        self.links = ReplicaLinks(cluster, ranges, executor, loop, self.streams, self.connection)
         self.snapshots = SnapshotSender(loop, executor, serving, self.links)
         served = self.snapshots.served
         self.delay = BoundedDelay(ranges, self.replica.clocks, clock)
@@ -136,6 +138,8 @@ class Server:
         """Drops every connection."""
         self.links.close()
         self.handshake.close()
+        if isinstance(self.streams, Pump):
+            self.streams.close()
 
     # --- views and rosters ------------------------------------------------------------------------------------------
 

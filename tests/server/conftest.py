@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,7 +100,7 @@ class Group:
     def __init__(self) -> None:
         self.servers: dict[str, Server] = {}
         self.infos: dict[str, ServerInfo] = {}
-        self.listeners: dict[str, asyncio.Server] = {}
+        self.listeners: dict[str, Any] = {}
         self.workers: list[Worker] = []
         self.view: View | None = None
         self.roster = Roster(1, (WorkerInfo(WORKER, "w", 1, "default"),))
@@ -107,14 +109,14 @@ class Group:
         self, name: str, incarnation: int = 1, log_budget_bytes: int = LOG_BUDGET_BYTES, memory: Memory = NO_LIMIT
     ) -> Server:
         loop = asyncio.get_running_loop()
-        listener = await loop.create_server(lambda: self.servers[name].connection(), "127.0.0.1", 0)
-        port = listener.sockets[0].getsockname()[1]
+        sock = socket.create_server(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
         self.infos[name] = ServerInfo(name, incarnation, f"127.0.0.1:{port}")
-        self.listeners[name] = listener
         server = self.servers[name] = Server(
             self.infos[name], "c", RANGES, loop, log_budget_bytes=log_budget_bytes, memory=memory
         )
         server.follow(self.roster)
+        self.listeners[name] = await server.streams.create_server(server.connection, sock=sock)
         return server
 
     def stop(self, name: str) -> Server:

@@ -22,11 +22,12 @@ MOST = 1 << 16
 
 
 class Chunks:
-    """Chunks by number. refs: int64 [MOST], what the compiled log keeps of each."""
+    """Chunks by number. refs: int64 [MOST], what the compiled log keeps of each; addresses: int64 [MOST]."""
 
     def __init__(self) -> None:
         self.arrays: list[Bytes] = []
         self.refs = np.zeros(MOST, np.int64)
+        self.addresses = np.zeros(MOST, np.int64)
         self._free: list[int] = []  # numbers without an array
         self._left: deque[int] = deque()  # given up; free as soon as nobody refers to them
         self._left_bytes = 0
@@ -56,6 +57,7 @@ class Chunks:
             if number == MOST:
                 raise MemoryError(f"{MOST} received chunks are in use at once")
             self.arrays.append(array)
+        self.addresses[number] = array.ctypes.data
         return number
 
     def give_up(self, number: int) -> None:

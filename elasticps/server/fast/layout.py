@@ -18,6 +18,11 @@ ROOM = 6  # the connection's chunk cannot hold the frame that has begun: H_INFO 
 TURN = 8  # H_TURN bytes were handled: others have their turn
 GROW = 7  # the arena, the segments or the scratch rows are too small: H_INFO says which, H_SIZE how much
 
+# What `sockets.turn` ends with besides.
+IDLE = 9  # nothing is left to do for now
+WRITABLE = 10  # the connection H_AT takes bytes again
+CLOSED = 11  # it has ended: H_INFO is the error's number, 0 when the peer has closed it
+
 GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
 
 # Fields of the header.
@@ -102,8 +107,14 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_WAITED,  # int64 [n]: how long pushes waited for their answers, in nanoseconds, since Python looked last
     H_WAITED_COUNT,
     H_ROOM,  # bytes that new rows may still take, here and down the chains
+    H_EPOLL,  # descriptor of the epoll that watches the connections
+    H_EVENTS,  # where it writes what has happened
+    H_SLOT_OF,  # int64 [descriptors]: the connection of each
+    H_MESSAGE,  # a msghdr and its vector
+    H_CHUNK_ADDRESSES,  # int64 [chunks]
+    H_AT,  # the connection that Python has to look at
     H_FIELDS,
-) = range(81)
+) = range(87)
 
 UNLIMITED = 1 << 62  # H_ROOM where there is no limit
 ORDER = 4
@@ -139,8 +150,11 @@ T_REPORTED = 32  # it has been reported level
     C_SET,  # a set of shards that belongs to the worker's application, 0 for none
     C_PEER,  # the slot of the member whose current link this is, -1 for none
     C_ANSWERED,  # rows already sent of the pull at the front
+    C_FD,  # -1: only Python receives and sends
+    C_QUEUED,  # Python has bytes that go first
+    C_HEARD,  # nanoseconds of the monotonic clock, when bytes came last
     CONNECTION,
-) = range(18)
+) = range(21)
 ROLE_OTHER, ROLE_WORKER, ROLE_PEER = 0, 1, 2
 
 # Of a frame in the log.

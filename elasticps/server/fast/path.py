@@ -7,8 +7,8 @@ store, the roster and the connections.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,27 +17,24 @@ from elasticps.server import fatal
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.chunks import Chunks, size_for
 from elasticps.server.fast.operations import UPDATES
-from elasticps.server.fast.receive import consume, release, warm
-from elasticps.server.fast.young import YoungLog
+from elasticps.server.fast.outbox import Outbox
+from elasticps.server.fast.receive import consume, warm
+from elasticps.server.fast.shared import Shared
+from elasticps.server.fast.young import YoungEntries, YoungLog
 from elasticps.server.protocol import reads
 from elasticps.server.protocol.asker import Asker
-from elasticps.server.protocol.operations import Content, positions_of
-from elasticps.server.protocol.replica_codec import shard_mark
-from elasticps.server.protocol.replies import RequestTicket
+from elasticps.server.protocol.operations import positions_of
 from elasticps.store import Table
-from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, Buffer, Header, Kind, read_blocks, read_push, unpack_header
+from elasticps.wire.frames import HEADER_BYTES, Header, unpack_header
 from elasticps.wire.pool import Bytes
 from replication.chain import Member, Ranges
-from replication.log import Frame
-from replication.messages import Operation, OperationKind, Seqs
 from replication.replica import Replica
 
 TURN_BYTES = 1 << 20  # of one connection, then others have their turn: about a millisecond
-SENT_COPIED_BYTES = 64 << 10  # up to so many queued bytes are copied for the socket, which then needs no memory of ours
-MOST_ENTRIES = 8192
-ENTRY_WORDS = 1 << 21  # entries times ranges
+
+
 FIRST_CONNECTIONS = 64
-SEGMENTS = MOST_ENTRIES + 4096
+SEGMENTS = 12288
 ROWS = 1 << 14
 BIG = np.iinfo(np.int64).max
 
@@ -53,18 +50,12 @@ class Receiver(Asker, Protocol):
     def rest(self) -> None:
         """Others have their turn."""
 
-    def send(self, frame: Buffer) -> None:
-        """Queues bytes."""
-
-    def send_all(self, buffers: Sequence[Buffer]) -> None:
-        """Queues bytes that lie in several places and do not change any more."""
-
 
 class Observer(Protocol):
     """Who measures the compiled path."""
 
-    def watch(self, path: FastPath, connection: Receiver, nbytes: int) -> None:
-        """Calls `path.handle`, and looks how long that takes."""
+    def watch(self, path: FastPath, handle: Callable[[], None]) -> None:
+        """Calls `handle`, which handles frames that `path` counts, and looks how long that takes."""
 
 
 class FastPath:
@@ -77,9 +68,8 @@ class FastPath:
         self._on_served: Callable[[], None]
         self._on_shard: Callable[[int, int, int, int], None]
         self._ranges = ranges
-        self.h = np.zeros(at.H_FIELDS, np.int64)
-        self._fields = memoryview(cast(Any, self.h))  # a field is read and written faster so
-        self._kept: dict[int, NDArray[Any]] = {}  # arrays that only their addresses in the header refer to
+        self._shared = shared = Shared()
+        self.h, self._fields = shared.h, shared.fields
         self.chunks = Chunks()
         self._slots: list[Receiver | None] = []
         self._changed = self._served = 0
@@ -94,48 +84,29 @@ class FastPath:
         f[at.H_RANGES], f[at.H_BUDGET], f[at.H_ENABLED], f[at.H_TURN] = ranges, budget_bytes, 1, TURN_BYTES
         f[at.H_CHUNK], f[at.H_ROOM] = reads.CHUNK_BYTES, at.UNLIMITED
         f[at.H_TAIL_SINCE] = f[at.H_FULL_SINCE] = BIG
-        entries = max(64, min(MOST_ENTRIES, ENTRY_WORDS // ranges))
-        self._make(at.H_ORDERS, (at.ORDERS, at.ORDER))
-        self._make(at.H_FLAGS, ranges)
-        self._make(at.H_BOUNDS, ranges)
-        self._lanes = self._make(at.H_LANES, (FIRST_CONNECTIONS, at.LANE))
+        f[at.H_REFS] = self.chunks.refs.ctypes.data
+        f[at.H_CHUNK_ADDRESSES] = self.chunks.addresses.ctypes.data
+        shared.make(at.H_ORDERS, (at.ORDERS, at.ORDER))
+        shared.make(at.H_FLAGS, ranges)
+        shared.make(at.H_BOUNDS, ranges)
+        self._lanes = shared.make(at.H_LANES, (FIRST_CONNECTIONS, at.LANE))
         self._lanes[:] = -1
         self._lanes[:, at.L_PYTHON] = 0
-        self._told = self._make(at.H_TOLD, 16)
-        self.connections = self._make(at.H_CONNECTIONS, (FIRST_CONNECTIONS, at.CONNECTION))
-        self._frames = self._make(at.H_FRAMES, (entries, at.FRAME))
-        self._frame_ranges = self._make(at.H_FRAME_RANGES, (entries, ranges), np.int32)
-        self._free_frames = self._make(at.H_FREE_FRAMES, entries)
-        self._entries = self._make(at.H_ENTRIES, (entries, at.ENTRY))
-        self._entry_ranges = self._make(at.H_ENTRY_RANGES, (entries, ranges), np.int32)
-        self._entry_seqs = self._make(at.H_ENTRY_SEQS, (entries, ranges))
-        self._free_entries = self._make(at.H_FREE_ENTRIES, entries)
-        first_ones_first = np.arange(entries)[::-1]  # then less memory is touched
-        self._free_frames[:] = self._free_entries[:] = first_ones_first
-        f[at.H_FREE_FRAME_COUNT] = f[at.H_FREE_ENTRY_COUNT] = entries
-        f[at.H_REFS] = self.chunks.refs.ctypes.data
-        self._segments = self._make(at.H_SEGMENTS, (SEGMENTS, at.SEGMENT))
+        self._told = shared.make(at.H_TOLD, 16)
+        self.connections = shared.make(at.H_CONNECTIONS, (FIRST_CONNECTIONS, at.CONNECTION))
+        self._segments = shared.make(at.H_SEGMENTS, (SEGMENTS, at.SEGMENT))
         f[at.H_SEGMENT_SIZE] = SEGMENTS
-        self._notes = self._make(at.H_NOTES, (at.NOTES, at.NOTE))
-        self._blocks = self._make(at.H_BLOCKS, (2 * at.BLOCKS, at.BLOCK))
-        self._make(at.H_STARTS, (at.BLOCKS, ranges + 1))
-        self._rows = self._make(at.H_ROWS, ROWS)
+        self._notes = shared.make(at.H_NOTES, (at.NOTES, at.NOTE))
+        self._blocks = shared.make(at.H_BLOCKS, (2 * at.BLOCKS, at.BLOCK))
+        shared.make(at.H_STARTS, (at.BLOCKS, ranges + 1))
+        self._rows = shared.make(at.H_ROWS, ROWS)
         f[at.H_ROWS_SIZE] = ROWS
-        self._make(at.H_SCRATCH, ranges)
-        self._make(at.H_POSITIONS, ranges)[:] = -1
-        self._make(at.H_SLOTS, at.SLOTS)
-        self._waited = self._make(at.H_WAITED, at.WAITED)
-        self._arena = -1
-        self._take_arena(at.ARENA_BYTES)
-
-    def _make(self, field: int, shape: int | tuple[int, ...], dtype: type = np.int64) -> NDArray[Any]:
-        """Zeros whose address the header gets."""
-        return self._share(field, np.zeros(shape, dtype))
-
-    def _share(self, field: int, array: NDArray[Any]) -> NDArray[Any]:
-        self._kept[field] = array
-        self._fields[field] = array.ctypes.data
-        return array
+        shared.make(at.H_SCRATCH, ranges)
+        shared.make(at.H_POSITIONS, ranges)[:] = -1
+        shared.make(at.H_SLOTS, at.SLOTS)
+        self._waited = shared.make(at.H_WAITED, at.WAITED)
+        self.young = YoungEntries(shared, self.chunks, self._slots, ranges)
+        self._outbox = Outbox(shared, self.chunks, self._slots)
 
     def connect(
         self,
@@ -151,9 +122,9 @@ class FastPath:
     def follow_replica(self, replica: Replica, tables: Mapping[int, Table]) -> None:
         """Shares the replica's state from now on."""
         self.replica, self.tables = replica, tables
-        self.log.young = self
+        self.log.young = self.young
         for field, array in ((at.H_SEQ, replica.seq), (at.H_ACKED, replica.acked), (at.H_JOINED, replica.joined)):
-            self._share(field, array)
+            self._shared.share(field, array)
         self.sync()
 
     # --- what others change ---------------------------------------------------------------------------------------
@@ -173,7 +144,7 @@ class FastPath:
         for lane, count in self.log.old().items():
             self._lanes[lane, at.L_PYTHON] = count
         if f[at.H_SEGMENT_COUNT]:
-            self.flush()
+            self._outbox.flush()
 
     def _follow_view(self) -> None:
         replica, f = self.replica, self._fields
@@ -182,19 +153,19 @@ class FastPath:
         f[at.H_EPOCH] = replica.epoch
         f[at.H_GUARDED] = replica.guarded
         for field, array in ((at.H_UP, shared.up), (at.H_DOWN, shared.down), (at.H_SINCE, shared.since)):
-            self._share(field, np.ascontiguousarray(array, np.int64))
-        flags = self._kept[at.H_FLAGS]
+            self._shared.share(field, np.ascontiguousarray(array, np.int64))
+        flags = self._shared[at.H_FLAGS]
         flags[:] = shared.waits * at.T_WAITS | shared.synced * at.T_SYNCED | shared.quiet * at.T_QUIET
         flags |= shared.fed * at.T_FED | shared.counted * at.T_COUNTED
         flags[shared.reported] |= at.T_REPORTED
-        bounds = self._kept[at.H_BOUNDS]
+        bounds = self._shared[at.H_BOUNDS]
         bounds[:] = 0
         bounds[list(shared.bounds)] = list(shared.bounds.values())
         if len(shared.members) > len(self._lanes):
             more = np.full((2 * len(shared.members), at.LANE), -1, np.int64)
             more[: len(self._lanes)] = self._lanes
             more[len(self._lanes) :, at.L_PYTHON] = 0
-            self._lanes = self._share(at.H_LANES, more)
+            self._lanes = self._shared.share(at.H_LANES, more)
         self.connections[:, at.C_PEER] = -1
         for slot, member in enumerate(shared.members):
             link = self._link_of(member) if shared.linked[slot] else None
@@ -211,19 +182,19 @@ class FastPath:
                 known[epoch] = ranges, positions_of(ranges, self._ranges)
             self._orders[epoch] = known[epoch]
             addresses = ranges.ctypes.data, known[epoch][1].ctypes.data
-            self._kept[at.H_ORDERS][i] = epoch, len(ranges), *addresses
+            self._shared[at.H_ORDERS][i] = epoch, len(ranges), *addresses
         self._fields[at.H_ORDER_COUNT] = len(newest)
 
     def _follow_clocks(self) -> None:
         clocks = self.replica.clocks
         self._generation = clocks.generation
-        self._share(at.H_CLOCKS, clocks.matrix)
-        self._share(at.H_WORKERS, clocks.workers)
+        self._shared.share(at.H_CLOCKS, clocks.matrix)
+        self._shared.share(at.H_WORKERS, clocks.workers)
         self._fields[at.H_WORKER_COUNT] = clocks.used
         if len(clocks.workers) > len(self._told):
             more = np.zeros(len(clocks.workers), np.int64)
             more[: len(self._told)] = self._told
-            self._told = self._share(at.H_TOLD, more)
+            self._told = self._shared.share(at.H_TOLD, more)
 
     def _follow_tables(self) -> None:
         rows = np.zeros((len(self.tables), at.TABLE), np.int64)
@@ -231,13 +202,13 @@ class FastPath:
             kind = table.spec.optimizer.kind
             update = UPDATES.index(kind) if kind in UPDATES else -1
             rows[i] = number, table.header_address, update, table.spec.optimizer.step_floats
-        self._share(at.H_TABLES, rows)
+        self._shared.share(at.H_TABLES, rows)
         self._fields[at.H_TABLE_COUNT] = self._tables = len(rows)
 
     def serve(self, tailed: Ranges, held: Ranges, tail_since: int, full_since: int) -> None:
         """What may be read here, and since which epochs."""
-        self._share(at.H_TAILED, np.ascontiguousarray(tailed, np.int64))
-        self._share(at.H_HELD, np.ascontiguousarray(held, np.int64))
+        self._shared.share(at.H_TAILED, np.ascontiguousarray(tailed, np.int64))
+        self._shared.share(at.H_HELD, np.ascontiguousarray(held, np.int64))
         f = self._fields
         f[at.H_TAILED_COUNT], f[at.H_HELD_COUNT] = len(tailed), len(held)
         f[at.H_TAIL_SINCE], f[at.H_FULL_SINCE] = tail_since, full_since
@@ -288,16 +259,43 @@ class FastPath:
         if slot == len(self._slots):
             self._slots.append(None)
             if slot == len(self.connections):
-                self.connections = self._share(
+                self.connections = self._shared.share(
                     at.H_CONNECTIONS, np.concatenate([self.connections, np.zeros_like(self.connections)])
                 )
         self._slots[slot] = connection
         row = self.connections[slot]
         serial = row[at.C_SERIAL] + 1
         row[:] = 0
-        row[at.C_SERIAL], row[at.C_LIMIT], row[at.C_BASE], row[at.C_PEER] = serial, limit, -1, -1
+        row[at.C_SERIAL], row[at.C_LIMIT], row[at.C_BASE], row[at.C_PEER], row[at.C_FD] = serial, limit, -1, -1, -1
         self._attach(slot, self.chunks.take(size_for(0)))
         return slot
+
+    def use_epoll(self, descriptor: int, message_bytes: int, event_bytes: int) -> None:
+        """An epoll waits for connections: see `sockets.turn`."""
+        self._fields[at.H_EPOLL] = descriptor
+        self._shared.make(at.H_MESSAGE, message_bytes, np.uint8)
+        self._shared.make(at.H_EVENTS, event_bytes, np.uint8)
+        self._slot_of = self._shared.make(at.H_SLOT_OF, FIRST_CONNECTIONS)
+
+    def watch(self, slot: int, descriptor: int) -> None:
+        """Compiled code receives and sends for a connection."""
+        if descriptor >= len(self._slot_of):
+            more = np.concatenate([self._slot_of, np.zeros(descriptor + 1, np.int64)])
+            self._slot_of = self._shared.share(at.H_SLOT_OF, more)
+        self._slot_of[descriptor] = slot
+        self.connections[slot, at.C_FD] = descriptor
+
+    def unwatch(self, slot: int) -> None:
+        """It does so no longer."""
+        self.connections[slot, at.C_FD] = -1
+
+    def set_queued(self, slot: int, queued: bool) -> None:
+        """Whether bytes that Python has queued for a connection go before all others."""
+        self.connections[slot, at.C_QUEUED] = queued
+
+    def heard_s(self, slot: int) -> float:
+        """When compiled code received something of a connection last, by the monotonic clock."""
+        return float(self.connections[slot, at.C_HEARD]) / 1e9
 
     def close(self, slot: int) -> None:
         """The connection is over: what still answers it answers nobody."""
@@ -336,17 +334,20 @@ class FastPath:
     def received(self, connection: Receiver, nbytes: int) -> None:
         """Handles what can be handled of a connection's bytes, of which `nbytes` are new."""
         if self.observer is None:
-            self.handle(connection, nbytes)
+            self._handle(connection, nbytes)
         else:
-            self.observer.watch(self, connection, nbytes)
+            self.observer.watch(self, lambda: self._handle(connection, nbytes))
 
-    def handle(self, connection: Receiver, nbytes: int) -> None:
-        """The same, not measured."""
+    def _handle(self, connection: Receiver, nbytes: int) -> None:
+        self.go_on(connection, consume(self.h, connection.slot, nbytes))
+        self.tell_owner()
+
+    def go_on(self, connection: Receiver, reason: int) -> None:
+        """Does what the compiled code stopped for, until nothing more can be done for a connection."""
         h, f, slot = self.h, self._fields, connection.slot
-        reason = consume(h, slot, nbytes)
         while True:
             if f[at.H_SEGMENT_COUNT]:
-                self.flush()
+                self._outbox.flush()
             if f[at.H_NOTE_COUNT]:
                 self._tell_notes()
             if reason == at.DONE:
@@ -354,6 +355,20 @@ class FastPath:
             if not self._act(reason, connection) or self._slots[slot] is not connection:
                 break
             reason = consume(h, slot, 0)
+
+    def left_over(self, reason: int) -> Receiver | None:
+        """After a `sockets.turn`: hands over what it did not send, and returns the connection for which Python has to
+        do something, if it has."""
+        f = self._fields
+        if f[at.H_SEGMENT_COUNT]:
+            self._outbox.flush()
+        if f[at.H_NOTE_COUNT]:
+            self._tell_notes()
+        return None if reason in (at.IDLE, at.DONE) else self._slots[f[at.H_AT]]
+
+    def tell_owner(self) -> None:
+        """Tells the server what has happened, of all that was handled since the last time."""
+        f = self._fields
         if f[at.H_CHANGED] != self._changed:
             self._changed = f[at.H_CHANGED]
             self._on_change()
@@ -421,12 +436,12 @@ class FastPath:
 
     def _grow(self, what: int, size: int) -> None:
         if what == at.GROW_ARENA:
-            self._take_arena(size + size // 2)
+            self._outbox.take_arena(size + size // 2)
         elif what == at.GROW_ROWS:
-            self._rows = self._make(at.H_ROWS, 2 * size)
+            self._rows = self._shared.make(at.H_ROWS, 2 * size)
             self._fields[at.H_ROWS_SIZE] = 2 * size
         else:
-            self._segments = self._make(at.H_SEGMENTS, (2 * size, at.SEGMENT))
+            self._segments = self._shared.make(at.H_SEGMENTS, (2 * size, at.SEGMENT))
             self._fields[at.H_SEGMENT_SIZE] = 2 * size
 
     def _tell_notes(self) -> None:
@@ -434,144 +449,7 @@ class FastPath:
         for number, shard, worker, clock in self._notes[:count].tolist():
             self._on_shard(number, shard, worker, clock)
 
-    # --- sending ----------------------------------------------------------------------------------------------------
 
-    def _take_arena(self, nbytes: int) -> None:
-        if self._arena >= 0:
-            self.chunks.give_up(self._arena)
-        self._arena = self.chunks.take(max(nbytes, at.ARENA_BYTES))
-        array = self.chunks.arrays[self._arena]
-        f = self._fields
-        f[at.H_ARENA], f[at.H_ARENA_SIZE], f[at.H_ARENA_USED] = array.ctypes.data, len(array), 0
-
-    def flush(self) -> None:
-        """Hands what is queued to the connections."""
-        f = self._fields
-        count = f[at.H_SEGMENT_COUNT]
-        rows = self._segments[:count].tolist()
-        f[at.H_SEGMENT_COUNT] = f[at.H_ARENA_USED] = 0
-        self._hand_over(rows)
-        for chunk in {row[1] for row in rows if row[1] >= 0}:
-            if self.chunks.pinned(chunk):  # a socket still sends from it: it must not be received over
-                self.connections[self.connections[:, at.C_CHUNK] == chunk, at.C_PINNED] = 1
-        if self.chunks.pinned(self._arena):
-            self._take_arena(f[at.H_ARENA_SIZE])
-
-    def _hand_over(self, rows: list[list[int]]) -> None:
-        if len(rows) == 1:
-            slot, chunk, offset, size = rows[0]
-            connection = self._slots[slot]
-            if connection is not None:
-                connection.send(self._sent(chunk, offset, size))
-            return
-        by_slot: dict[int, list[Buffer]] = {}
-        for slot, chunk, offset, size in rows:
-            by_slot.setdefault(slot, []).append(self._sent(chunk, offset, size))
-        for slot, buffers in by_slot.items():
-            connection = self._slots[slot]
-            if connection is None:
-                continue
-            if len(buffers) == 1:
-                connection.send(buffers[0])
-            else:
-                connection.send_all(buffers)
-
-    def _sent(self, chunk: int, offset: int, size: int) -> Buffer:
-        if chunk >= 0:
-            return self.chunks.arrays[chunk][offset : offset + size].data
-        part = self.chunks.arrays[self._arena][offset : offset + size]
-        return part.tobytes() if size <= SENT_COPIED_BYTES else part.data
-
-    # --- the young end of the log -----------------------------------------------------------------------------------
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the frames that the compiled code keeps."""
-        return self._fields[at.H_YOUNG_BYTES]
-
-    @property
-    def count(self) -> int:
-        """How many entries it keeps."""
-        return self._fields[at.H_YOUNG]
-
-    def release(self, lane: int) -> bool:
-        """Drops what is acknowledged of a lane, and answers; not if others wait whose turn it may be."""
-        if self.replica.careful:
-            return False
-        release(self.h, lane)
-        return True
-
-    def take(self) -> Iterator[tuple[int, Frame, Ranges, Seqs, int]]:
-        """Hands all entries over, oldest first."""
-        found: list[tuple[int, int, int]] = []
-        for lane in np.flatnonzero(self._lanes[:, at.L_FIRST] >= 0).tolist():
-            e = int(self._lanes[lane, at.L_FIRST])
-            while e >= 0:
-                found.append((int(self._entries[e, at.E_NUMBER]), lane, e))
-                e = int(self._entries[e, at.E_NEXT])
-            self._lanes[lane, [at.L_FIRST, at.L_LAST]] = -1
-        frames: dict[int, Frame] = {}
-        taken = []
-        for _, lane, e in sorted(found):
-            number, n = int(self._entries[e, at.E_FRAME]), int(self._entries[e, at.E_COUNT])
-            frame = frames.get(number)
-            if frame is None:
-                frame = frames[number] = self._frame(number)
-            ranges = self._entry_ranges[e, :n].astype(np.int64)
-            before = int(self._frames[number, at.F_BEFORE])
-            taken.append((lane, frame, ranges, self._entry_seqs[e, :n].copy(), before))
-        self._give_back([e for _, _, e in found], list(frames))
-        return iter(taken)
-
-    def _give_back(self, entries: list[int], frames: list[int]) -> None:
-        f = self._fields
-        for free, size, numbers in (
-            (self._free_entries, at.H_FREE_ENTRY_COUNT, entries),
-            (self._free_frames, at.H_FREE_FRAME_COUNT, frames),
-        ):
-            free[f[size] : f[size] + len(numbers)] = numbers
-            f[size] += len(numbers)
-        np.subtract.at(self.chunks.refs, self._frames[frames, at.F_CHUNK], 1)
-        f[at.H_YOUNG] = f[at.H_YOUNG_BYTES] = 0
-        # Python refers to what the log had: whoever needs room looks whether it still does.
-        self.connections[:, at.C_PINNED] = 1
-
-    def _frame(self, number: int) -> Frame:
-        """A frame as Python's log has it; its content is a view of the chunk that it was received into."""
-        row = self._frames[number].tolist()
-        ranges = self._frame_ranges[number, : row[at.F_COUNT]].astype(np.int64)
-        array: Bytes = self.chunks.arrays[row[at.F_CHUNK]]
-        header = unpack_header(array.data, row[at.F_OFFSET], len(array))
-        body = array[row[at.F_OFFSET] + HEADER_BYTES : row[at.F_OFFSET] + HEADER_BYTES + header.body]
-        if header.kind == Kind.PUSH:
-            _, blocks = read_push(bool(header.flags & ALL_RANGES), header.items, body)
-        else:
-            blocks = read_blocks(header.items, body, ((4 * header.table + 7) & ~7) + 8 * header.table)
-        content = Content(blocks, ranges, positions_of(ranges, self._ranges), shard_mark(header))
-        operation = Operation(OperationKind.PUSH, row[at.F_WORKER], row[at.F_AFTER], content, row[at.F_BYTES])
-        token = None
-        if row[at.F_CONNECTION] >= 0:
-            connection = self._slots[row[at.F_CONNECTION]]
-            alive = self.connections[row[at.F_CONNECTION], at.C_SERIAL] == row[at.F_SERIAL]
-            token = RequestTicket(connection, row[at.F_REQUEST]) if connection is not None and alive else _GONE
-        return Frame(operation, token, ranges)
-
-
-class _Gone:
-    """Who asked is no longer there."""
-
-    def reply(self, reply: object) -> None:
-        """Nobody hears it."""
-
-    clocks: Callable[[_Gone, object], None] = reply
-
-    def hold(self) -> None:
-        """Nothing is read."""
-
-    release = hold
-
-
-_GONE = _Gone()
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""The log of a replica whose youngest entries the compiled path keeps.
+"""The youngest entries of a replica's log, which the compiled path keeps.
 
 In each lane they are younger than those that Python keeps: before Python adds an entry, or looks at them, it takes all
 of them over.
@@ -6,42 +6,147 @@ of them over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
+from elasticps.server.fast import layout as at
+from elasticps.server.fast.chunks import Chunks
+from elasticps.server.fast.receive import release
+from elasticps.server.fast.shared import Shared
+from elasticps.server.protocol.asker import Asker
+from elasticps.server.protocol.operations import Content, positions_of
+from elasticps.server.protocol.replica_codec import shard_mark
+from elasticps.server.protocol.replies import RequestTicket
+from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, Kind, read_blocks, read_push, unpack_header
+from elasticps.wire.pool import Bytes
 from replication.chain import Ranges
 from replication.log import Entry, Frame, Log
-from replication.messages import Seqs
+from replication.messages import Operation, OperationKind, Seqs
 from replication.progress import Progress
 
+MOST_ENTRIES = 8192
+ENTRY_WORDS = 1 << 21  # entries times ranges
 
-class Young(Protocol):
-    """The entries that the compiled path keeps."""
+
+class YoungEntries:
+    """slots: the connections by number; it changes as they come and go."""
+
+    def __init__(self, shared: Shared, chunks: Chunks, slots: Sequence[Asker | None], ranges: int) -> None:
+        self._shared = shared
+        self._chunks = chunks
+        self._slots = slots
+        self._ranges = ranges
+        entries = max(64, min(MOST_ENTRIES, ENTRY_WORDS // ranges))
+        self._frames = shared.make(at.H_FRAMES, (entries, at.FRAME))
+        self._frame_ranges = shared.make(at.H_FRAME_RANGES, (entries, ranges), np.int32)
+        self._free_frames = shared.make(at.H_FREE_FRAMES, entries)
+        self._entries = shared.make(at.H_ENTRIES, (entries, at.ENTRY))
+        self._entry_ranges = shared.make(at.H_ENTRY_RANGES, (entries, ranges), np.int32)
+        self._entry_seqs = shared.make(at.H_ENTRY_SEQS, (entries, ranges))
+        self._free_entries = shared.make(at.H_FREE_ENTRIES, entries)
+        first_ones_first = np.arange(entries)[::-1]  # then less memory is touched
+        self._free_frames[:] = self._free_entries[:] = first_ones_first
+        shared.fields[at.H_FREE_FRAME_COUNT] = shared.fields[at.H_FREE_ENTRY_COUNT] = entries
 
     @property
     def nbytes(self) -> int:
-        """Bytes of their frames."""
+        """Bytes of the frames that the compiled code keeps."""
+        return self._shared.fields[at.H_YOUNG_BYTES]
 
     @property
     def count(self) -> int:
-        """How many there are."""
-
-    def take(self) -> Iterator[tuple[int, Frame, Ranges, Seqs, int]]:
-        """Hands all of them over, oldest first, as the arguments of `Log.add`."""
+        """How many entries it keeps."""
+        return self._shared.fields[at.H_YOUNG]
 
     def release(self, lane: int) -> bool:
-        """Drops those of a lane that are acknowledged and answers their frames; False if Python has to take them over
-        for that, because answers of its own would come out of turn."""
+        """Drops what is acknowledged of a lane, and answers; not if others wait whose turn it may be."""
+        if self._shared.fields[at.H_CAREFUL]:
+            return False
+        release(self._shared.h, lane)
+        return True
+
+    def take(self) -> Iterator[tuple[int, Frame, Ranges, Seqs, int]]:
+        """Hands all entries over, oldest first."""
+        found: list[tuple[int, int, int]] = []
+        for lane in np.flatnonzero(self._shared[at.H_LANES][:, at.L_FIRST] >= 0).tolist():
+            e = int(self._shared[at.H_LANES][lane, at.L_FIRST])
+            while e >= 0:
+                found.append((int(self._entries[e, at.E_NUMBER]), lane, e))
+                e = int(self._entries[e, at.E_NEXT])
+            self._shared[at.H_LANES][lane, [at.L_FIRST, at.L_LAST]] = -1
+        frames: dict[int, Frame] = {}
+        taken = []
+        for _, lane, e in sorted(found):
+            number, n = int(self._entries[e, at.E_FRAME]), int(self._entries[e, at.E_COUNT])
+            frame = frames.get(number)
+            if frame is None:
+                frame = frames[number] = self._frame(number)
+            ranges = self._entry_ranges[e, :n].astype(np.int64)
+            before = int(self._frames[number, at.F_BEFORE])
+            taken.append((lane, frame, ranges, self._entry_seqs[e, :n].copy(), before))
+        self._give_back([e for _, _, e in found], list(frames))
+        return iter(taken)
+
+    def _give_back(self, entries: list[int], frames: list[int]) -> None:
+        f = self._shared.fields
+        for free, size, numbers in (
+            (self._free_entries, at.H_FREE_ENTRY_COUNT, entries),
+            (self._free_frames, at.H_FREE_FRAME_COUNT, frames),
+        ):
+            free[f[size] : f[size] + len(numbers)] = numbers
+            f[size] += len(numbers)
+        np.subtract.at(self._chunks.refs, self._frames[frames, at.F_CHUNK], 1)
+        f[at.H_YOUNG] = f[at.H_YOUNG_BYTES] = 0
+        # Python refers to what the log had: whoever needs room looks whether it still does.
+        self._shared[at.H_CONNECTIONS][:, at.C_PINNED] = 1
+
+    def _frame(self, number: int) -> Frame:
+        """A frame as Python's log has it; its content is a view of the chunk that it was received into."""
+        row = self._frames[number].tolist()
+        ranges = self._frame_ranges[number, : row[at.F_COUNT]].astype(np.int64)
+        array: Bytes = self._chunks.arrays[row[at.F_CHUNK]]
+        header = unpack_header(array.data, row[at.F_OFFSET], len(array))
+        body = array[row[at.F_OFFSET] + HEADER_BYTES : row[at.F_OFFSET] + HEADER_BYTES + header.body]
+        if header.kind == Kind.PUSH:
+            _, blocks = read_push(bool(header.flags & ALL_RANGES), header.items, body)
+        else:
+            blocks = read_blocks(header.items, body, ((4 * header.table + 7) & ~7) + 8 * header.table)
+        content = Content(blocks, ranges, positions_of(ranges, self._ranges), shard_mark(header))
+        operation = Operation(OperationKind.PUSH, row[at.F_WORKER], row[at.F_AFTER], content, row[at.F_BYTES])
+        token = None
+        if row[at.F_CONNECTION] >= 0:
+            connection = self._slots[row[at.F_CONNECTION]]
+            alive = self._shared[at.H_CONNECTIONS][row[at.F_CONNECTION], at.C_SERIAL] == row[at.F_SERIAL]
+            token = RequestTicket(connection, row[at.F_REQUEST]) if connection is not None and alive else _GONE
+        return Frame(operation, token, ranges)
+
+
+class _Gone:
+    """Who asked is no longer there."""
+
+    def reply(self, reply: object) -> None:
+        """Nobody hears it."""
+
+    clocks: Callable[[_Gone, object], None] = reply
+
+    def hold(self) -> None:
+        """Nothing is read."""
+
+    release = hold
+
+
+_GONE = _Gone()
 
 
 class YoungLog(Log):
-    """`young` is set by whoever has it."""
+    """A log that counts in the entries which the compiled path keeps. `young` is set by whoever has them."""
 
     __slots__ = ("young",)
 
     def __init__(self) -> None:
         super().__init__()
-        self.young: Young | None = None
+        self.young: YoungEntries | None = None
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,323 @@
+"""The I/O around a server's core: sockets that compiled code receives from and sends to (`fast/sockets.py`).
+
+Same interface as an event loop's own streams (`create_server`, `create_connection`, a transport for each connection),
+at a third of their cost per message. Only what is not usual happens here in Python: connections that come and go,
+pauses, bytes that a socket did not take at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import select
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+from elasticps.server.fast import layout as at
+from elasticps.server.fast import sockets
+from elasticps.server.fast.path import FastPath
+from elasticps.wire.frames import Buffer
+
+if TYPE_CHECKING:
+    from elasticps.server.connection import Connection
+    from elasticps.server.linger import Linger
+
+log = logging.getLogger(__name__)
+
+HIGH_BYTES = 64 << 10
+TURNS = 32  # of the compiled code, then timers and others have theirs
+ACCEPTED_AT_ONCE = 64
+FULL_PAUSE_S = 1.0  # nothing is accepted for so long when there are no descriptors left
+BUFFERS_AT_ONCE = 64
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def streams(loop: asyncio.AbstractEventLoop, path: FastPath, linger: Linger) -> Streams:
+    """What makes a server's connections: a pump, or the loop itself where it, or the system, has no descriptors that
+    compiled code could wait for."""
+    real = getattr(type(loop), "add_reader", asyncio.AbstractEventLoop.add_reader)
+    if hasattr(select, "epoll") and real is not asyncio.AbstractEventLoop.add_reader:
+        return Pump(loop, path, linger)
+    return loop
+
+
+class Pump:
+    """All connections of one server. Everything runs in the thread of the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, path: FastPath, linger: Linger) -> None:
+        self.loop = loop
+        self.path = path
+        self._linger = linger
+        sockets.warm()
+        self.epoll = select.epoll()
+        path.use_epoll(self.epoll.fileno(), sockets.MESSAGE_BYTES, sockets.EVENT_BYTES * sockets.EVENTS)
+        loop.add_reader(self.epoll.fileno(), self._ready)
+
+    def close(self) -> None:
+        """After all its connections."""
+        self.loop.remove_reader(self.epoll.fileno())
+        self.epoll.close()
+
+    # --- connections come ---------------------------------------------------------------------------------------------
+
+    async def create_server(self, make: Callable[[], Connection], *, sock: socket.socket) -> Listener:
+        """Accepts connections from a socket that listens, until the listener is closed, and the socket with it."""
+        return Listener(self, make, sock)
+
+    async def create_connection(self, make: Callable[[], Connection], host: str, port: int) -> None:
+        """Connects to a server; OSError if none of its addresses answers."""
+        error: OSError | None = None
+        for family, kind, protocol, _, address in await self.loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.setblocking(False)
+                await self.loop.sock_connect(sock, address)
+                self.adopt(make(), sock)
+            except OSError as failure:
+                sock.close()
+                error = failure
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                return
+        raise error or OSError(f"no address for {host}")
+
+    def adopt(self, connection: Connection, sock: socket.socket) -> None:
+        """A connection over a socket that is connected and does not block."""
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        Transport(self, connection, sock)
+
+    # --- what sockets have ----------------------------------------------------------------------------------------
+
+    def _ready(self) -> None:
+        observer = self.path.observer
+        if observer is None:
+            self._work()
+        else:
+            observer.watch(self.path, self._work)
+        self._linger.touched()
+
+    def _work(self) -> None:
+        path = self.path
+        for _ in range(TURNS):
+            reason = sockets.turn(path.h)
+            connection = path.left_over(reason)
+            if connection is None:
+                if reason == at.IDLE:
+                    break
+            else:
+                self._act(cast("Connection", connection), reason)
+        path.tell_owner()
+
+    def _act(self, connection: Connection, reason: int) -> None:
+        transport = cast(Transport, connection.transport)
+        try:
+            if reason == at.WRITABLE:
+                transport.send_queued()
+            elif reason == at.CLOSED:
+                transport.ended(self.path.counter(at.H_INFO))
+            else:
+                connection.unusual(reason)
+        except Exception as error:  # as a loop does it: the connection ends, others go on
+            self.loop.call_exception_handler({"message": "a connection failed", "exception": error})
+            transport.end(error)
+
+
+class Listener:
+    """Accepts connections."""
+
+    def __init__(self, pump: Pump, make: Callable[[], Connection], sock: socket.socket) -> None:
+        self._pump = pump
+        self._make = make
+        self._socket = sock
+        self._again: asyncio.TimerHandle | None = None
+        sock.setblocking(False)
+        self._listen()
+
+    @property
+    def sockets(self) -> tuple[socket.socket, ...]:
+        """The one socket, as asyncio's servers tell theirs."""
+        return (self._socket,)
+
+    def close(self) -> None:
+        """Accepts no more."""
+        if self._again is not None:
+            self._again.cancel()
+        self._pump.loop.remove_reader(self._socket)
+        self._socket.close()
+
+    def _listen(self) -> None:
+        self._again = None
+        self._pump.loop.add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                sock, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                log.error("cannot accept connections: %s; tried again in %g s", os.strerror(error.errno), FULL_PAUSE_S)
+                self._pump.loop.remove_reader(self._socket)
+                self._again = self._pump.loop.call_later(FULL_PAUSE_S, self._listen)
+                return
+            sock.setblocking(False)
+            self._pump.adopt(self._make(), sock)
+
+
+class Transport(asyncio.Transport):
+    """One connection's socket, as much as Python has to do with it. Buffers are sent from where they lie."""
+
+    def __init__(self, pump: Pump, connection: Connection, sock: socket.socket) -> None:
+        super().__init__({"peername": _peer_of(sock), "socket": sock})
+        self._pump = pump
+        self._connection = connection
+        self._socket = sock
+        self._queue: deque[memoryview] = deque()
+        self._queued_bytes = 0
+        self._high, self._low = HIGH_BYTES, HIGH_BYTES // 4
+        self._reading = True
+        self._writing_paused = False
+        self._closing = self._ended = False
+        self._mask = select.EPOLLIN
+        pump.epoll.register(sock, self._mask)
+        connection.connection_made(self)
+        if not self._ended:
+            pump.path.watch(connection.slot, sock.fileno())
+
+    def _look_for(self) -> None:
+        """Has the epoll wait for what this connection waits for."""
+        mask = select.EPOLLIN if self.is_reading() else 0
+        if self._queue:
+            mask |= select.EPOLLOUT
+        if mask != self._mask and not self._ended:
+            self._mask = mask
+            self._pump.epoll.modify(self._socket, mask)
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def is_reading(self) -> bool:
+        return self._reading and not self._closing
+
+    def pause_reading(self) -> None:
+        self._reading = False
+        self._look_for()
+
+    def resume_reading(self) -> None:
+        self._reading = True
+        self._look_for()
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._high = HIGH_BYTES if high is None else high
+        self._low = self._high // 4 if low is None else low
+
+    def get_write_buffer_size(self) -> int:
+        return self._queued_bytes
+
+    def write(self, data: Buffer) -> None:
+        self.writelines((data,))
+
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        if self._closing:
+            return
+        waiting = bool(self._queue)
+        for data in list_of_data:
+            view = memoryview(data).cast("B")
+            if len(view):
+                self._queue.append(view)
+                self._queued_bytes += len(view)
+        if not waiting:
+            self.send_queued()
+        self._pause_if_full()
+
+    def send_queued(self) -> None:
+        """Gives the socket what it takes."""
+        while self._queue:
+            batch = [self._queue[i] for i in range(min(len(self._queue), BUFFERS_AT_ONCE))]
+            try:
+                sent = self._socket.sendmsg(batch)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError as error:
+                self.end(error)
+                return
+            self._queued_bytes -= sent
+            while sent:
+                first = self._queue[0]
+                if sent < len(first):
+                    self._queue[0] = first[sent:]
+                    break
+                sent -= len(self._queue.popleft())
+        if self._ended:
+            return
+        self._pump.path.set_queued(self._connection.slot, bool(self._queue))
+        self._look_for()
+        if self._writing_paused and self._queued_bytes <= self._low:
+            self._writing_paused = False
+            self._connection.resume_writing()
+        if self._closing and not self._queue:
+            self.end(None)
+
+    def _pause_if_full(self) -> None:
+        if self._queued_bytes > self._high and not self._writing_paused and not self._ended:
+            self._writing_paused = True
+            self._connection.pause_writing()
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def close(self) -> None:
+        """Ends when what is queued has left."""
+        if not self._closing:
+            self._closing = True
+            if self._queue:
+                self._look_for()
+            else:
+                self.end(None)
+
+    def abort(self) -> None:
+        self.end(None)
+
+    def ended(self, number: int) -> None:
+        """The peer has closed the connection (0), or it is broken (errno)."""
+        if number:
+            self.end(OSError(number, os.strerror(number)))
+        else:
+            self.close()
+
+    def end(self, error: Exception | None) -> None:
+        """Ends at once; what is queued is dropped."""
+        self._closing = True
+        if self._ended:
+            return
+        self._ended = True
+        self._queue.clear()
+        self._queued_bytes = 0
+        self._pump.path.unwatch(self._connection.slot)
+        self._pump.epoll.unregister(self._socket)
+        self._socket.close()
+        self._pump.loop.call_soon(self._connection.connection_lost, error)
+
+
+def _peer_of(sock: socket.socket) -> Any:
+    try:
+        return sock.getpeername()
+    except OSError:  # it has gone already
+        return None
+
+
+Streams = Pump | asyncio.AbstractEventLoop

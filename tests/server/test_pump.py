@@ -1,0 +1,161 @@
+"""Sockets that compiled code receives from and sends to, and what of them is left to Python."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import struct
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elasticps.server.pump import Pump, Transport
+from elasticps.server.server import Server
+from elasticps.wire.frames import HEADER_BYTES, Kind, unpack_header
+from tests.server.conftest import Group, Run, until
+
+KEYS = list(range(1, 9))
+
+
+async def started(group: Group) -> Server:
+    """One server, that heads every range."""
+    server = await group.start("a")
+    assert isinstance(server.streams, Pump)
+    group.adopt(group.make_view(lambda r: ["a"]))
+    return server
+
+
+def transports(server: Server) -> list[Transport]:
+    return [c.transport for c in server.handshake.connections if isinstance(c.transport, Transport)]
+
+
+def test_descriptors_beyond_those_known_and_used_again_reach_their_own_connection(run: Run) -> None:
+    """Each of many connections, of which some end and others take their descriptors, gets its own answers."""
+
+    async def test(group: Group) -> None:
+        server = await started(group)
+        assert group.view is not None
+        first = await group.connect("a")
+        await first.push(group.view, "a", 1, KEYS, 1.0)
+        others = [await asyncio.open_connection("127.0.0.1", port_of(group)) for _ in range(90)]
+        for _, writer in others[::2]:
+            writer.close()
+        await until(lambda: len(server.handshake.connections) == 46)
+        others[::2] = [await asyncio.open_connection("127.0.0.1", port_of(group)) for _ in range(45)]
+        for reader, writer in others:
+            writer.write(b"nonsense" * 16)
+            answer = await reader.readexactly(HEADER_BYTES)
+            assert unpack_header(answer, 0, 1 << 20).kind == Kind.ERROR
+        header, _ = await first.push(group.view, "a", 2, KEYS, 1.0)
+        assert header.kind == Kind.OK
+        for _, writer in others:
+            writer.close()
+        await until(lambda: len(server.handshake.connections) == 1)
+
+    run(test)
+
+
+def test_a_peer_that_resets_while_nothing_is_read_from_it_is_noticed(run: Run) -> None:
+
+    async def test(group: Group) -> None:
+        server = await started(group)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(group))
+        await until(lambda: len(server.handshake.connections) == 1)
+        transports(server)[0].pause_reading()
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+        await until(lambda: not server.handshake.connections)
+        del reader
+
+    run(test)
+
+
+def test_what_a_socket_does_not_take_leaves_later_and_in_order(run: Run) -> None:
+    """A reader that rests: the socket takes a part, Python keeps the rest, and what follows waits behind it."""
+
+    async def test(group: Group) -> None:
+        server = await started(group)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(group), limit=1 << 12)
+        await until(lambda: len(server.handshake.connections) == 1)
+        transport = transports(server)[0]
+        parts = [np.full(1 << 20, i, np.uint8) for i in range(12)]
+        transport.writelines([part.data for part in parts[:6]])
+        assert transport.get_write_buffer_size() > 0
+        for part in parts[6:]:
+            transport.write(part.data)
+        got = await reader.readexactly(len(parts) << 20)
+        assert got == b"".join(part.tobytes() for part in parts)
+        await until(lambda: transport.get_write_buffer_size() == 0)
+        writer.close()
+        await until(lambda: not server.handshake.connections)
+
+    run(test)
+
+
+def test_without_descriptors_nothing_is_accepted_until_there_are_some(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    async def test(group: Group) -> None:
+        await started(group)
+        monkeypatch.setattr("elasticps.server.pump.FULL_PAUSE_S", 0.02)
+        listener = group.listeners["a"]
+        accept, tried = listener._socket.accept, []
+
+        class Full:
+            """A listening socket of a process that has no descriptors left."""
+
+            def accept(self) -> Any:
+                tried.append(1)
+                if len(tried) < 3:
+                    raise OSError(errno.EMFILE, "too many open files")
+                return accept()
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(real, name)
+
+        real, listener._socket = listener._socket, Full()
+        worker = await group.connect("a")
+        assert len(tried) >= 3
+        assert group.view is not None
+        header, _ = await worker.push(group.view, "a", 1, KEYS, 1.0)
+        assert header.kind == Kind.OK
+        listener._socket = real
+
+    run(test)
+
+
+def test_an_error_of_ours_ends_one_connection_and_no_other(run: Run) -> None:
+
+    async def test(group: Group) -> None:
+        server = await started(group)
+        assert group.view is not None
+        worker = await group.connect("a")
+        failed: list[dict[str, Any]] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: failed.append(context))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(group))
+        await until(lambda: len(server.handshake.connections) == 2)
+        newest = list(server.handshake.connections)[-1]
+
+        def fail(reason: int) -> None:
+            raise ValueError("a mistake")
+
+        newest.unusual = fail  # type: ignore[method-assign]
+        writer.write(b"nonsense" * 16)
+        with suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        assert isinstance(failed[0]["exception"], ValueError)
+        header, _ = await worker.push(group.view, "a", 1, KEYS, 1.0)
+        assert header.kind == Kind.OK
+        writer.close()
+
+    run(test)
+
+
+def port_of(group: Group) -> int:
+    return int(group.infos["a"].address.rpartition(":")[2])
