@@ -71,3 +71,18 @@ class ServerFull(ServerError):
 
     def __reduce__(self) -> tuple[type[ServerFull], tuple[str, str, str, int]]:
         return type(self), (str(self), self.server, self.table, self.nbytes)
+
+
+class NotFinite(ServerError):
+    """A push had a gradient with NaN or infinity for a table that takes none. It ticks without its rows at that
+    server, as with every `ServerError`.
+
+    table: name of the table; key: of the first such row there.
+    """
+
+    def __init__(self, text: str, table: str, key: int) -> None:
+        super().__init__(text)
+        self.table, self.key = table, key
+
+    def __reduce__(self) -> tuple[type[NotFinite], tuple[str, str, int]]:
+        return type(self), (str(self), self.table, self.key)

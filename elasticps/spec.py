@@ -224,7 +224,8 @@ class TableSpec(Checked):
     """A table: int64 key -> `dim` weights and the optimizer's slots.
 
     With a `shape` it is a dense tensor, C-ordered and cut into rows of `dim` floats whose keys are 0..blocks-1, the
-    last padded with zeros. Slots are float32 whatever the weights' dtype.
+    last padded with zeros. Slots are float32 whatever the weights' dtype. finite: gradients are refused that hold NaN
+    or infinity.
     """
 
     name: str
@@ -233,6 +234,7 @@ class TableSpec(Checked):
     init: Init = field(default_factory=Zeros)
     dtype: str = "float32"
     shape: tuple[int, ...] | None = None
+    finite: bool = False
 
     def __post_init__(self) -> None:
         if len(text(self.name, "a table name")) > MAX_NAME or not _NAME.fullmatch(self.name):
@@ -246,6 +248,8 @@ class TableSpec(Checked):
             raise SpecError(f"{where}init must be one of elasticps' initialisers, got {self.init!r}")
         if self.dtype not in DTYPES:
             raise SpecError(f"{where}dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if not isinstance(self.finite, bool):
+            raise SpecError(f"{where}finite must be True or False, got {self.finite!r}")
         self._set(dim=integer(self.dim, f"{where}dim", 1, MAX_DIM))
         if self.shape is None:
             return
@@ -256,9 +260,11 @@ class TableSpec(Checked):
             raise SpecError(f"{where}RowAdagrad keeps one accumulator per row, and a dense tensor has no rows")
 
     @classmethod
-    def dense(cls, name: str, shape: tuple[int, ...], optimizer: Optimizer, dtype: str = "float32") -> TableSpec:
+    def dense(
+        cls, name: str, shape: tuple[int, ...], optimizer: Optimizer, dtype: str = "float32", *, finite: bool = False
+    ) -> TableSpec:
         """Spec of a dense tensor of `shape`, its block length chosen here."""
-        return cls(name, dense_block(math.prod(shape)), optimizer, Zeros(), dtype, shape)
+        return cls(name, dense_block(math.prod(shape)), optimizer, Zeros(), dtype, shape, finite)
 
     @property
     def size(self) -> int:
@@ -281,6 +287,7 @@ class TableSpec(Checked):
             "init": self.init.to_dict(),
             "dtype": self.dtype,
             "shape": self.shape,
+            "finite": self.finite,
         }
         return json.dumps(values, separators=(",", ":"))
 
@@ -303,6 +310,7 @@ class TableSpec(Checked):
             init=_from_dict(_INITS, values["init"], "init"),
             dtype=values["dtype"],
             shape=None if shape is None else tuple(shape),
+            finite=values["finite"],
         )
 
     def difference(self, other: TableSpec) -> str:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.connect import open_store
+from coordinator.loss import find_loss
 from coordinator.membership import ROSTER, SERVERS, VIEW, list_drains
 from coordinator.store import Store
 from coordinator.url import parse
@@ -41,7 +42,8 @@ def status(
 ) -> None:
     """Show a cluster: its view, its servers and what each of them holds, its workers.
 
-    The exit code is 0 if all servers answer, 3 if etcd does not, 4 if the cluster has no view or a server is silent.
+    The exit code is 0 if all servers answer, 3 if etcd does not, 4 if the cluster has no view, a server is silent, or
+    ranges have no replica.
     """
     cluster = target(url, name)
     if not watch:
@@ -93,15 +95,19 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
     )
     for server in servers:
         server["draining"] = drains.get(server["id"]) == server["incarnation"]
+    loss = None if view is None else find_loss(view, registered)
     return {
         "cluster": cluster.cluster,
         "url": url,
-        "healthy": view is not None and not any(server["error"] for server in servers),
+        "healthy": view is not None and not loss and not any(server["error"] for server in servers),
         "epoch": view.epoch if view else 0,
         "reason": view.reason if view else "no view has been formed",
         "ranges": view.ranges if view else 0,
         "replicas": view.replicas if view else 0,
         "ranges_short": _short(view) if view else 0,
+        "ranges_lost": [] if loss is None else loss.lost.tolist(),
+        "ranges_waiting": [] if loss is None else loss.waiting.tolist(),
+        "loss": [] if loss is None else loss.lines,
         "ranges_joining": int((view.joining >= 0).sum()) if view else 0,
         "ranges_moving": int(((view.joining >= 0) & (view.chains >= 0).all(axis=1)).sum()) if view else 0,
         "balance": balance(servers, [] if before is None else before["servers"]),
@@ -203,7 +209,9 @@ def _render(found: dict[str, Any]) -> Group:
         (found["cluster"], "bold"),
         f"  epoch {found['epoch']}, {found['ranges']} ranges × {found['replicas']} replicas: {found['reason']}",
     )
-    if found["ranges_short"]:
+    for line in found["loss"]:
+        head.append(f"\n{line}", "bold red")
+    if found["ranges_short"] > len(found["ranges_lost"]) + len(found["ranges_waiting"]):
         filling = found["ranges_joining"] - found["ranges_moving"]
         head.append(f"\n{found['ranges_short']} ranges have fewer replicas; {filling} are being filled", "yellow")
     if found["ranges_moving"]:

@@ -85,21 +85,32 @@ class Client:
         return self._dispatcher
 
     def table(
-        self, name: str, *, dim: int, optimizer: Optimizer, init: Init | None = None, dtype: str = "float32"
+        self,
+        name: str,
+        *,
+        dim: int,
+        optimizer: Optimizer,
+        init: Init | None = None,
+        dtype: str = "float32",
+        finite: bool = False,
     ) -> SparseTable:
-        """Opens a sparse table, creating it if it is new. `SpecError` if it exists with another spec."""
-        spec = TableSpec(name, dim, optimizer, init or Zeros(), dtype)
+        """Opens a sparse table, creating it if it is new. `SpecError` if it exists with another spec.
+
+        finite: servers refuse gradients that hold NaN or infinity (`NotFinite`) before any row of theirs changes."""
+        spec = TableSpec(name, dim, optimizer, init or Zeros(), dtype, finite=finite)
         return self._tables.sparse(spec)
 
-    def tensor(self, name: str, *, init: object, optimizer: Optimizer, dtype: str = "float32") -> DenseTensor:
+    def tensor(
+        self, name: str, *, init: object, optimizer: Optimizer, dtype: str = "float32", finite: bool = False
+    ) -> DenseTensor:
         """Opens a dense tensor. `init`, float32 of any shape, gives its values if it is new, its shape in any case.
 
-        Of several workers that open it at once one fills it and the others wait. `SpecError` as for `table`.
+        Of several workers that open it at once one fills it and the others wait. `finite`, `SpecError`: as for `table`.
         """
         shape = getattr(init, "shape", None)
         shape = np.asarray(init, np.float32).shape if shape is None else tuple(shape)
         values = checked_floats(f"tensor {name!r}: init", init, shape).copy()
-        spec = TableSpec.dense(name, values.shape, optimizer, dtype)
+        spec = TableSpec.dense(name, values.shape, optimizer, dtype, finite=finite)
         return self._tables.dense(spec, values)
 
     def push(self, values: Values, *, lr: Rates = None, copy: bool = True) -> Step:

@@ -172,6 +172,10 @@ class Pushes:
             raise RequestError(
                 "shape", f"table {table.spec.name!r} takes {expected} step values, not {len(block.step_values)}"
             )
+        if values is None and table.spec.finite and not np.isfinite(block.grads).all():
+            row = int(np.flatnonzero(~np.isfinite(block.grads).all(axis=1))[0])
+            text = f"table {table.spec.name!r} takes finite gradients only; that of key {block.keys[row]} is not"
+            raise RequestError("not-finite", text, table=table.spec.name, key=int(block.keys[row]))
         at = table.first_misplaced(block.keys, positions)
         if at >= 0:
             text = f"key {block.keys[at]} of table {table.spec.name!r} is not in a range that the push ticks at server "

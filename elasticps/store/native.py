@@ -47,8 +47,9 @@ _compile_inline: Any = njit(nogil=True, cache=True, error_model="numpy", inline=
     H_END,
     H_ROWS,
     H_NEED,  # what a kernel that stopped early asks for: a range whose segment must grow, or NEED_SLAB
+    H_FINITE,  # 1: gradients are refused that are not all finite
     HEADER_SIZE,
-) = range(21)
+) = range(22)
 NEED_SLAB = -1
 
 

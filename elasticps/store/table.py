@@ -68,6 +68,7 @@ class Table:
         h[field.H_CONSTANTS] = self._constants.ctypes.data
         h[field.H_CONSTANT_COUNT] = len(self._constants) - 1
         h[field.H_SCRATCH] = self._scratch.ctypes.data
+        h[field.H_FINITE] = spec.finite
 
     @property
     def rows(self) -> int:

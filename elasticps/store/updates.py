@@ -28,7 +28,7 @@ from elasticps.store.native import (
     prefetch_write,
     template,
 )
-from elasticps.store.values import pack, unpack
+from elasticps.store.values import canonical, pack, unpack
 
 Floats = NDArray[np.float32]
 Keys = NDArray[np.int64]
@@ -67,6 +67,8 @@ def run(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool
         s = carray(pointer(rows[i] + slots_at), (slot_floats,), np.float32)
         g = carray(pointer(gradients + i * dim * 4), (dim,), np.float32)
         update(w, s, g, v, c)
+        canonical(at, dim)
+        canonical(rows[i] + slots_at, slot_floats)
         if dtype != 0:
             pack(w, rows[i], dtype)
     return 0

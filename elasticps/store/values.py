@@ -33,6 +33,7 @@ from elasticps.store.native import (
     store64,
 )
 
+_MAGNITUDE, _INFINITY, _NAN = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000), np.uint32(0x7FC00000)
 INIT_KINDS = ("constant", "uniform", "normal")
 _UNIFORM, _NORMAL = INIT_KINDS.index("uniform"), INIT_KINDS.index("normal")
 _FLOAT16 = DTYPES.index("float16")
@@ -127,6 +128,27 @@ def bfloat16_of(x: np.float32) -> int:
     if bits & 0x7FFFFFFF > 0x7F800000:
         return (bits >> 16) | 0x40
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+@inlined
+def canonical(address: int, count: int) -> None:
+    """Gives every float32 there that is not a number the same bits. CPUs differ in the sign and payload of those that
+    they make, and in whose payload they hand on; replicas must not. As integers: to a compiler every NaN is the same.
+    """
+    bits = carray(pointer(address), (count,), np.uint32)
+    for j in range(count):
+        if bits[j] & _MAGNITUDE > _INFINITY:
+            bits[j] = _NAN
+
+
+@kernel
+def all_finite(address: int, count: int) -> bool:
+    """Whether so many float32 are neither infinite nor no numbers."""
+    bits = carray(pointer(address), (count,), np.uint32)
+    most = np.uint32(0)
+    for j in range(count):
+        most = max(most, bits[j] & _MAGNITUDE)
+    return bool(most < _INFINITY)
 
 
 @kernel

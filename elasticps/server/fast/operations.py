@@ -104,8 +104,9 @@ from elasticps.server.fast.layout import (
 from elasticps.server.fast.memory import copy, floats, load16, load32, load64, matrix, store64, words
 from elasticps.sharding import GROUP_BITS
 from elasticps.store import index, updates
+from elasticps.store.native import H_FINITE, H_SALT, H_SHIFT, H_STRIDE, HEADER_SIZE, kernel
 from elasticps.store.native import H_ROWS as STORED
-from elasticps.store.native import H_SALT, H_SHIFT, H_STRIDE, HEADER_SIZE, kernel
+from elasticps.store.values import all_finite
 from elasticps.wire.frames import ALL_RANGES, LAST
 from replication.progress import MAX_CLOCK, MAX_PARTS, PART_BITS
 
@@ -245,6 +246,18 @@ def find_rows(h, first, blocks, room):
 
 
 @kernel
+def finite(h, blocks):
+    """Whether the gradients of all blocks are, for tables that ask for that."""
+    b = h[H_BLOCKS]
+    for _ in range(blocks):
+        asked = load64(load64(b + 8 * B_HEADER) + 8 * H_FINITE)
+        if asked and not all_finite(load64(b + 8 * B_GRADS_AT), load64(b + 8 * B_ROWS) * load64(b + 8 * B_DIM)):
+            return False
+        b += 8 * BLOCK
+    return True
+
+
+@kernel
 def apply(h, first, blocks):
     """Runs the optimizers on the rows found."""
     b = h[H_BLOCKS] + 8 * BLOCK * first
@@ -345,6 +358,8 @@ def push(h, c, at):
         if row[ranges[p]] != expected:
             return SLOW
     if not place_blocks(h, blocks, positions, low, m, h[H_RANGES]):
+        return SLOW
+    if not finite(h, blocks):
         return SLOW
     slots = successors(h, ranges, m)
     if slots < 0:

@@ -1,0 +1,58 @@
+"""Ranges without a replica: whether their data are gone, or whom they wait for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from coordinator.loss import find_loss, spans
+from coordinator.view import ServerInfo
+from tests.client.views import view
+
+VIEW = view([[0, 1], [1, 2], [2, -1], [2, 0], [0, -1], [1, 2], [1, 2], [1, 2]])
+S0, S1, S2 = VIEW.servers
+
+
+def again(server: ServerInfo) -> ServerInfo:
+    return ServerInfo(server.name, server.incarnation + 1, server.address)
+
+
+def test_while_each_range_has_somebody_nothing_is_lost() -> None:
+    assert not find_loss(VIEW, [S0, S1, S2])
+    assert not find_loss(view([[0, 1], [1, 2]]), [S1])
+    assert find_loss(VIEW, [S0, S1, S2]).lines == []
+
+
+def test_a_range_waits_for_who_is_away() -> None:
+    loss = find_loss(VIEW, [S0, S1])
+    assert loss.waiting.tolist() == [2]
+    assert not loss.lost.size
+    (line,) = loss.lines
+    assert line.startswith("1 ranges (2) have no replica that can be reached, and wait for s2: ")
+    assert "bring it back" in line
+
+
+def test_who_came_back_empty_has_lost_what_nobody_else_has() -> None:
+    loss = find_loss(VIEW, [again(S0), again(S1), S2])
+    assert (loss.lost.tolist(), loss.waiting.tolist()) == ([0, 4], [])
+    (line,) = loss.lines
+    assert line.startswith("the data of 2 ranges (0, 4) are lost, in all tables: s0 came back as incarnation 2")
+
+
+def test_a_range_of_which_one_is_away_and_one_is_empty_may_come_back() -> None:
+    loss = find_loss(VIEW, [again(S0), S2])
+    assert (loss.lost.tolist(), loss.waiting.tolist()) == ([4], [0])
+    assert len(loss.lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("ranges", "text"),
+    [
+        ([], ""),
+        ([3], "3"),
+        ([0, 1, 2, 7, 9, 10], "0-2, 7, 9-10"),
+        (range(0, 40, 2), "0, 2, 4, 6, 8, 10, 12, 14 and 12 more spans"),
+    ],
+)
+def test_ranges_as_people_write_them(ranges: list[int], text: str) -> None:
+    assert spans(np.array(ranges, np.int64)) == text

@@ -1,0 +1,56 @@
+"""Tables that take finite gradients only."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from elasticps.client.connections import server_error
+from elasticps.errors import NotFinite, SpecError
+from elasticps.optimizers import Accumulate
+from elasticps.server.fast.layout import H_ENABLED
+from elasticps.spec import TableSpec
+from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_body, json_frame
+from tests.server.conftest import DIM, RANGES, TABLE, Group, Run
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("finite", [True, False])
+def test_gradients_that_are_not_finite_are_refused_at_the_edge(run: Run, finite: bool, compiled: bool) -> None:
+    spec = TableSpec("t", DIM, Accumulate(), finite=finite)
+
+    async def story(group: Group) -> None:
+        for name in "ab":
+            (await group.start(name)).fast.h[H_ENABLED] = compiled
+        view = group.make_view(lambda r: ["a", "b"])
+        group.adopt(view)
+        worker = await group.connect("a", create=False)
+        body = json_frame(Kind.CREATE, {"id": TABLE, "spec": spec.to_json()})[HEADER_BYTES:]
+        header, _ = await asyncio.wait_for(worker.ask(Header(Kind.CREATE, epoch=view.epoch), body), 10)
+        assert header.kind == Kind.OK
+        for clock, value in enumerate([1.0, np.nan, np.inf, 2.0], 1):
+            header, body = await asyncio.wait_for(worker.push(view, "a", clock, range(50), value), 10)
+            assert header.kind == (Kind.OK if np.isfinite(value) or not finite else Kind.ERROR)
+            if header.kind == Kind.ERROR:
+                error = server_error(json_body(body), "a")
+                assert isinstance(error, NotFinite)
+                assert error.table == "t"
+                assert 0 <= error.key < 50
+        tables = [server.store.tables[TABLE] for server in group.servers.values()]
+        for r in range(RANGES):
+            assert len({table.digest_range(r) for table in tables}) == 1
+        out = np.empty((50, DIM), np.float32)
+        tables[0].gather(np.arange(50), out)
+        assert (out == 3.0).all() if finite else np.isnan(out).all()
+
+    run(story)
+
+
+def test_a_spec_says_whether_it_is_so() -> None:
+    spec = TableSpec("t", 4, Accumulate(), finite=True)
+    assert TableSpec.from_json(spec.to_json()) == spec
+    assert "finite is True, not False" in spec.difference(TableSpec("t", 4, Accumulate()))
+    with pytest.raises(SpecError, match="finite"):
+        TableSpec("t", 4, Accumulate(), finite=1)  # type: ignore[arg-type]
