@@ -40,6 +40,7 @@ from coordinator.url import ClusterUrl, TlsFiles
 log = fields.logger(__name__)
 
 ATTEMPT_S = 2.0  # the longest that one endpoint may take to answer before the next is asked
+LOOK_S = 1.0  # between looks at whether certificates were replaced
 _RETRY_MAX_S = 0.5
 
 _CHANNEL_OPTIONS = (
@@ -107,7 +108,10 @@ class EtcdStore:
         self._keys = f"elasticps/{url.cluster}/keys/"
         self._marks = f"elasticps/{url.cluster}/by/"
         self._credentials = None if url.tls is None else _credentials(url.tls)
+        self._files = _signature(url.tls)
+        self._looked = time.monotonic()
         self._members: dict[str, _Member] = {}
+        self._leaving: set[asyncio.Task[None]] = set()  # channels with certificates that were replaced
         self._at = 0  # the endpoint in use
         self._closed = asyncio.Event()
 
@@ -245,7 +249,7 @@ class EtcdStore:
         """See `Store.close`."""
         self._closed.set()
         members, self._members = list(self._members.values()), {}
-        await asyncio.gather(*(member.channel.close(None) for member in members))
+        await asyncio.gather(*(member.channel.close(None) for member in members), *self._leaving)
 
     async def _gap(self, response: Any, prefix: str, seen: int) -> Reset | None:
         """The state now, if changes after `seen` were compacted away or etcd has lost what we have seen."""
@@ -318,6 +322,7 @@ class EtcdStore:
     def _member(self, at: int) -> _Member:
         if self._closed.is_set():
             raise StoreUnavailable(f"this store of cluster {self.cluster} is closed")
+        self._follow_files()
         address = self._url.endpoints[at]
         if address not in self._members:
             if self._credentials is None:
@@ -328,6 +333,27 @@ class EtcdStore:
                 address, channel, rpc.KVStub(channel), rpc.LeaseStub(channel), rpc.WatchStub(channel)
             )
         return self._members[address]
+
+    def _follow_files(self) -> None:
+        """Connects anew when certificates were replaced. Calls under way end on the old channels; watches resume."""
+        tls, now = self._url.tls, time.monotonic()
+        if tls is None or now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        files = _signature(tls)
+        if files == self._files:
+            return
+        try:
+            self._credentials = _credentials(tls)
+        except ValueError as error:
+            log.warning("etcd's certificates are not read again: %s", error)
+            return
+        self._files = files
+        members, self._members = list(self._members.values()), {}
+        for member in members:
+            task = asyncio.ensure_future(member.channel.close(ATTEMPT_S))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
 
     def _rotate(self, failed: int) -> None:
         """Turns to the next endpoint, unless another call has done so already."""
@@ -406,6 +432,16 @@ def _compare(key: bytes, target: str, revision: int) -> Any:
 def _end(start: bytes) -> bytes:
     """The first key after all that begin with `start`, whose last byte is ASCII."""
     return start[:-1] + bytes([start[-1] + 1])
+
+
+def _signature(tls: TlsFiles | None) -> tuple[tuple[int, int, int], ...]:
+    """Another one when one of the files was written or replaced."""
+    found = []
+    for path in () if tls is None else filter(None, (tls.ca, tls.cert, tls.key)):
+        with suppress(OSError):
+            status = os.stat(path)
+            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+    return tuple(found)
 
 
 def _credentials(tls: TlsFiles) -> grpc.ChannelCredentials:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,10 @@ from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import fetch_marked, take_mark
 from elasticps.errors import ClusterUnreachable, ConfigError
+from elasticps.security import credentials_of
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
 
 MARK_BITS = 62
 _PAUSE_S = 0.1  # between rounds
@@ -122,33 +126,35 @@ def audit(url: str, timeout_s: float = 30.0) -> AuditReport:
     """Audits the cluster at `url`. Training may go on meanwhile.
 
     Ranges whose view changes are marked again, until `timeout_s`; what could not be compared by then is in `unjudged`.
-    Raises ConfigError for an unusable URL, ClusterUnreachable or StoreUnavailable when etcd does not answer.
+    Raises ConfigError for an unusable URL, ServerError where that is not for us to ask, ClusterUnreachable or
+    StoreUnavailable when etcd does not answer.
     """
     return background.run(_audit_url(url, timeout_s))
 
 
 async def _audit_url(url: str, timeout_s: float) -> AuditReport:
+    credentials = credentials_of(url)
     try:
         store = await open_store(url, timeout_s=timeout_s)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     try:
-        return await audit_store(store, timeout_s)
+        return await audit_store(store, timeout_s, credentials)
     finally:
         await store.close()
 
 
-async def audit_store(store: Store, timeout_s: float) -> AuditReport:
+async def audit_store(store: Store, timeout_s: float, credentials: Credentials | None = None) -> AuditReport:
     """The same for a store that is open."""
     began = time.monotonic()
     deadline = began + timeout_s
     view = await _view(store)
-    told, _ = await _ask(view.servers, 0, deadline)
+    told, _ = await _ask(view.servers, 0, deadline, credentials)
     promised = _newest(told.values())
     judged, lost = Judged(view.ranges), dict[str, str]()
     while True:
         asked = await list_drains(store)  # a request is taken away when it is done
-        await _round(store, view, judged, deadline)
+        await _round(store, view, judged, deadline, credentials)
         before, view = view, await _view(store)
         lost |= _lost(before, view, asked | await list_drains(store))
         names = await _names(store)
@@ -254,15 +260,15 @@ def _clocks(worker: int, name: str, told: int, clocks: Sequence[int], replicas: 
     )
 
 
-async def _round(store: Store, view: View, judged: Judged, deadline: float) -> None:
+async def _round(store: Store, view: View, judged: Judged, deadline: float, credentials: Credentials | None) -> None:
     """One mark through the open ranges."""
     mark = secrets.randbelow(1 << MARK_BITS) + 1
     heads = np.unique(view.heads[sorted(judged.open)])
     await asyncio.gather(
-        *(_mark(view.servers[i], mark, deadline) for i in heads.tolist() if i >= 0),
+        *(_mark(view.servers[i], mark, deadline, credentials) for i in heads.tolist() if i >= 0),
     )
     holders = [view.servers[i] for i in np.unique(view.chains).tolist() if i >= 0]
-    answers, unreachable = await _ask(holders, mark, deadline)
+    answers, unreachable = await _ask(holders, mark, deadline, credentials)
     found = {name: _found(answer) for name, answer in answers.items()}
     judged.judge(view, await _view(store), found)
     for r in judged.open:
@@ -271,13 +277,13 @@ async def _round(store: Store, view: View, judged: Judged, deadline: float) -> N
             judged.reasons[r] = texts[0]
 
 
-async def _mark(server: ServerInfo, mark: int, deadline: float) -> None:
+async def _mark(server: ServerInfo, mark: int, deadline: float, credentials: Credentials | None) -> None:
     with suppress(ClusterUnreachable):  # whether the mark got through is seen where it should have arrived
-        await take_mark(server.admin, mark, _left(deadline))
+        await take_mark(server.admin, mark, _left(deadline), credentials)
 
 
 async def _ask(
-    servers: Iterable[ServerInfo], mark: int, deadline: float
+    servers: Iterable[ServerInfo], mark: int, deadline: float, credentials: Credentials | None
 ) -> tuple[dict[str, admin_pb2.MarkedResponse], dict[str, str]]:
     """What servers found at a mark, by name, and why the others did not answer."""
     answers: dict[str, admin_pb2.MarkedResponse] = {}
@@ -285,7 +291,7 @@ async def _ask(
 
     async def ask(server: ServerInfo) -> None:
         try:
-            answer = await fetch_marked(server.admin, mark, _left(deadline))
+            answer = await fetch_marked(server.admin, mark, _left(deadline), credentials)
         except ClusterUnreachable as error:
             unreachable[server.name] = f"{server.name}: {error}"
         else:

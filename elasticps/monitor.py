@@ -6,12 +6,16 @@ On the data plane, because what is watched then is the very loop and port that w
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from coordinator.health import Dial, Line, Memory, Report
 from coordinator.view import ServerInfo, View
+from elasticps.security.channel import proved, renew_at
+from elasticps.security.identity import NotAuthorised, Role
 from elasticps.wire.frames import (
     HEADER_BYTES,
     MAX_CONTROL_BYTES,
@@ -26,25 +30,30 @@ from elasticps.wire.views import view_frame
 from replication.chain import Member
 from replication.effects import CaughtUp
 
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
+
 HELLO_TIMEOUT_S = 2.0
 MAX_WAITING_BYTES = 4 << 20  # views that a server which reads nothing is not sent any more
 
 
-def dial_server(cluster: str, leader: str) -> Dial:
-    """How the leader of that name connects to the servers of a cluster."""
+def dial_server(cluster: str, leader: str, credentials: Credentials | None = None) -> Dial:
+    """How the leader of that name connects to the servers of a cluster; with TLS if it has credentials."""
 
     @asynccontextmanager
     async def dial(server: ServerInfo) -> AsyncIterator[Line]:
         host, _, port = server.address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        context = None if credentials is None else credentials.client_context()
+        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
         try:
+            vouched = _Vouched() if credentials is None else _vouched(writer, credentials, server.name)
             hello = {"cluster": cluster, "leader": leader, "to": [server.name, server.incarnation]}
             writer.write(json_frame(Kind.HELLO, hello))
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 header, body = await _read(reader)
             if header.kind != Kind.WELCOME:
                 raise PermissionError(str(json_body(body).get("message")))
-            yield _Line(reader, writer)
+            yield _Line(reader, writer, vouched)
         except (TimeoutError, asyncio.IncompleteReadError, FrameError) as error:
             raise ConnectionResetError(str(error) or type(error).__name__) from None
         finally:
@@ -53,10 +62,37 @@ def dial_server(cluster: str, leader: str) -> Dial:
     return dial
 
 
+@dataclass(frozen=True)
+class _Vouched:
+    """How long the certificates of a line are good for: until some moment, or until ours is replaced."""
+
+    credentials: Credentials | None = None
+    generation: int = 0
+    renew_s: float = 0.0
+
+    @property
+    def stale(self) -> bool:
+        if self.credentials is None:
+            return False
+        self.credentials.refresh()
+        return self.credentials.generation != self.generation or time.time() > self.renew_s
+
+
+def _vouched(writer: asyncio.StreamWriter, credentials: Credentials, name: str) -> _Vouched:
+    """PermissionError if it is not the server of that name that answers."""
+    try:
+        peer, until_s = proved(writer.get_extra_info("ssl_object"))
+        peer.require(credentials.cluster, Role.SERVER, name)
+    except NotAuthorised as error:
+        raise PermissionError(str(error)) from None
+    return _Vouched(credentials, credentials.generation, renew_at(min(until_s, credentials.until_s)))
+
+
 class _Line:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, vouched: _Vouched) -> None:
         self._reader = reader
         self._writer = writer
+        self._vouched = vouched
 
     async def reports(self) -> AsyncIterator[Report]:
         while True:
@@ -64,6 +100,8 @@ class _Line:
                 header, body = await _read(self._reader)
                 if header.kind == Kind.REPORT:
                     yield _report(header, json_body(body))
+                    if self._vouched.stale:
+                        raise ConnectionResetError("certificates are renewed")
             except (asyncio.IncompleteReadError, FrameError) as error:
                 raise ConnectionResetError(str(error)) from None
 

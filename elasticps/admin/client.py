@@ -1,14 +1,18 @@
-"""Asks one server about itself."""
+"""Asks one server about itself, with TLS where there are credentials."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from elasticps.admin import admin_pb2, admin_pb2_grpc
-from elasticps.errors import ClusterUnreachable
+from elasticps.errors import ClusterUnreachable, Error, ServerError
+from elasticps.security.identity import host_name
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
@@ -17,72 +21,87 @@ _OPTIONS = (
 )
 
 
-async def fetch_status(address: str, timeout_s: float) -> dict[str, Any]:
+async def fetch_status(address: str, timeout_s: float, credentials: Credentials | None = None) -> dict[str, Any]:
     """The fields of StatusResponse (admin.proto) as the server at `address` ("host:port") gives them.
 
-    Raises ClusterUnreachable when it does not answer within `timeout_s`.
+    Raises ClusterUnreachable when it does not answer within `timeout_s`, ServerError when it does not talk to us.
     """
-    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+    async with _channel(address, credentials) as channel:
         try:
             answer = await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _unreachable(address, timeout_s, error) from error
+            raise _failure(address, timeout_s, error) from error
     return {field.name: getattr(answer, field.name) for field in answer.DESCRIPTOR.fields}
 
 
-async def fetch_tables(address: str, timeout_s: float) -> list[dict[str, Any]]:
+async def fetch_tables(address: str, timeout_s: float, credentials: Credentials | None = None) -> list[dict[str, Any]]:
     """The fields of TableStatus (admin.proto) of each table at the server at `address`.
 
     Raises ClusterUnreachable when it does not answer within `timeout_s`.
     """
-    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+    async with _channel(address, credentials) as channel:
         try:
             answer = await admin_pb2_grpc.AdminStub(channel).Tables(admin_pb2.TablesRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _unreachable(address, timeout_s, error) from error
+            raise _failure(address, timeout_s, error) from error
     return [{"id": t.id, "rows_headed": t.rows_headed, "rows": t.rows, "bytes": t.bytes} for t in answer.tables]
 
 
-async def take_mark(address: str, mark: int, timeout_s: float) -> bool:
+async def take_mark(address: str, mark: int, timeout_s: float, credentials: Credentials | None = None) -> bool:
     """Has the server at `address` send mark `mark` down the logs of its ranges; False if its view changed meanwhile.
 
     Returns when every replica has passed it. Raises ClusterUnreachable when that takes longer than `timeout_s`.
     """
-    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+    async with _channel(address, credentials) as channel:
         try:
             answer = await admin_pb2_grpc.AdminStub(channel).Mark(admin_pb2.MarkRequest(mark=mark), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _unreachable(address, timeout_s, error) from error
+            raise _failure(address, timeout_s, error) from error
     return bool(answer.complete)
 
 
-async def fetch_marked(address: str, mark: int, timeout_s: float) -> admin_pb2.MarkedResponse:
+async def fetch_marked(
+    address: str, mark: int, timeout_s: float, credentials: Credentials | None = None
+) -> admin_pb2.MarkedResponse:
     """What the server at `address` found at a mark. Raises ClusterUnreachable like the others."""
-    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+    async with _channel(address, credentials) as channel:
         request = admin_pb2.MarkedRequest(mark=mark)
         try:
             answer: admin_pb2.MarkedResponse = await admin_pb2_grpc.AdminStub(channel).Marked(
                 request, timeout=timeout_s
             )
         except grpc.aio.AioRpcError as error:
-            raise _unreachable(address, timeout_s, error) from error
+            raise _failure(address, timeout_s, error) from error
     return answer
 
 
-async def fetch_health(address: str, timeout_s: float, service: str = "") -> str:
+async def fetch_health(
+    address: str, timeout_s: float, service: str = "", credentials: Credentials | None = None
+) -> str:
     """What the standard health service at `address` says: "SERVING", "NOT_SERVING" or "SERVICE_UNKNOWN"."""
-    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+    async with _channel(address, credentials) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return "SERVICE_UNKNOWN"
-            raise _unreachable(address, timeout_s, error) from error
+            raise _failure(address, timeout_s, error) from error
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
-def _unreachable(address: str, timeout_s: float, error: grpc.aio.AioRpcError) -> ClusterUnreachable:
+def _channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    pems = credentials.pems()
+    ours = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
+    name = ("grpc.ssl_target_name_override", host_name(credentials.cluster))  # whatever its address is
+    return grpc.aio.secure_channel(address, ours, options=(*_OPTIONS, name))
+
+
+def _failure(address: str, timeout_s: float, error: grpc.aio.AioRpcError) -> Error:
+    if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+        return ServerError(f"the server at {address} refused: {error.details()}")
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return ClusterUnreachable(f"the server at {address} did not answer within {timeout_s:g} s")
     return ClusterUnreachable(

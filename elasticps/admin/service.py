@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -12,7 +12,11 @@ from grpc_health.v1.health import aio as health  # type: ignore[attr-defined]  #
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.admin.subject import Subject
 from elasticps.errors import ConfigError
+from elasticps.security.identity import Act, NotAuthorised, identity_among
 from replication.progress import PART_BITS
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
 
 SERVICE = "elasticps.v1.Admin"
 
@@ -32,10 +36,13 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class _Admin(admin_pb2_grpc.AdminServicer):
     """The names of the methods are the protocol's."""
 
-    def __init__(self, subject: Callable[[], Subject | None]) -> None:
+    def __init__(self, subject: Callable[[], Subject | None], credentials: Credentials | None) -> None:
         self._find = subject
+        self._credentials = credentials
 
-    async def _subject(self, context: Context) -> Subject:
+    async def _subject(self, context: Context, act: Act) -> Subject:
+        if self._credentials is not None and (why := _objection(context, act, self._credentials.cluster)):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
         subject = self._find()
         if subject is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server has not registered yet")
@@ -43,19 +50,19 @@ class _Admin(admin_pb2_grpc.AdminServicer):
         return subject
 
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusResponse:  # noqa: N802
-        return admin_pb2.StatusResponse(**(await self._subject(context)).status())
+        return admin_pb2.StatusResponse(**(await self._subject(context, Act.LOOK)).status())
 
     async def Tables(self, request: admin_pb2.TablesRequest, context: Context) -> admin_pb2.TablesResponse:  # noqa: N802
-        tables = (await self._subject(context)).tables()
+        tables = (await self._subject(context, Act.LOOK)).tables()
         return admin_pb2.TablesResponse(tables=[admin_pb2.TableStatus(**table) for table in tables])
 
     async def Mark(self, request: admin_pb2.MarkRequest, context: Context) -> admin_pb2.MarkResponse:  # noqa: N802
-        subject = await self._subject(context)
+        subject = await self._subject(context, Act.CHANGE)
         complete = await subject.mark(request.mark)
         return admin_pb2.MarkResponse(complete=complete, epoch=subject.epoch)
 
     async def Marked(self, request: admin_pb2.MarkedRequest, context: Context) -> admin_pb2.MarkedResponse:  # noqa: N802
-        subject = await self._subject(context)
+        subject = await self._subject(context, Act.LOOK)
         ranges = [
             admin_pb2.MarkedRange(
                 range=r,
@@ -70,6 +77,30 @@ class _Admin(admin_pb2_grpc.AdminServicer):
         return admin_pb2.MarkedResponse(
             ranges=ranges, told=told, epoch=subject.epoch, incarnation=subject.me.incarnation
         )
+
+
+def _objection(context: Context, act: Act, cluster: str) -> str:
+    """Why whoever calls may not do that; "" if they may."""
+    proof = context.auth_context()
+    if proof.get("ssl_tls_version") != [b"TLSv1.3"]:
+        return "TLS 1.3 is required"
+    try:
+        caller = identity_among([uri.decode("latin-1") for uri in proof.get("peer_uri", ())])
+    except NotAuthorised as error:
+        return str(error)
+    if caller.cluster != cluster:
+        return f"this is cluster {cluster!r}, and you are {caller}"
+    return "" if caller.may(act) else f"{caller} may not do this: it takes an operator"
+
+
+def _secured(credentials: Credentials) -> grpc.ServerCredentials:
+    """Asked for at each handshake, so that certificates which were replaced are used at once."""
+
+    def now() -> grpc.ServerCertificateConfiguration:
+        pems = credentials.pems()
+        return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
+
+    return grpc.dynamic_ssl_server_credentials(now(), now, require_client_authentication=True)
 
 
 class AdminServer:
@@ -92,19 +123,25 @@ class AdminServer:
         await self._server.stop(grace_s)
 
 
-async def start_admin(host: str, port: int, subject: Callable[[], Subject | None]) -> AdminServer:
-    """Serves on `host` (port 0: any free one). `subject` is called on this event loop for every request; while it gives
-    None, calls are refused as unavailable. Healthy only after `set_serving(True)`.
+async def start_admin(
+    host: str, port: int, subject: Callable[[], Subject | None], credentials: Credentials | None = None
+) -> AdminServer:
+    """Serves on `host` (port 0: any free one), with TLS if there are credentials. `subject` is called on this event
+    loop for every request; while it gives None, calls are refused as unavailable. Healthy only after
+    `set_serving(True)`.
 
     Raises ConfigError when the port cannot be had.
     """
     server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS_AT_ONCE)
     health_servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    admin_pb2_grpc.add_AdminServicer_to_server(_Admin(subject), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(_Admin(subject, credentials), server)
     name = f"[{host}]" if ":" in host else host
     try:
-        bound = server.add_insecure_port(f"{name}:{port}")
+        if credentials is None:
+            bound = server.add_insecure_port(f"{name}:{port}")
+        else:
+            bound = server.add_secure_port(f"{name}:{port}", _secured(credentials))
     except RuntimeError as error:
         raise ConfigError(f"the admin port {name}:{port} cannot be had: {error}") from error
     running = AdminServer(server, health_servicer, f"{name}:{bound}")

@@ -183,7 +183,7 @@ def run(
             ps.table("counted", dim=DIM, optimizer=Accumulate())
             progress(f"filling {rows:,} rows of 64 floats")
             fill(ps, ps.table(HEAVY, dim=64, optimizer=Adagrad(lr=0.01)), rows)
-        observer = _Observer(stack.enter_context(Following(cluster.url)))
+        observer = _Observer(stack.enter_context(Following(cluster.operator_url)))
         stack.callback(observer.close)
         workers = []
         for number in range(WORKERS):
@@ -208,7 +208,7 @@ def run(
         with connect(cluster.url, worker="reader", timeout=120.0) as ps:
             found = ps.table("counted", dim=DIM, optimizer=Accumulate()).pull(np.arange(COUNTED))
         wrong = int((found != counts[:, None]).any(axis=1).sum())
-        clean = audit(cluster.url, AUDIT_TIMEOUT_S).clean
+        clean = audit(cluster.operator_url, AUDIT_TIMEOUT_S).clean
         idle = _change(cluster, observer, MORE, rows, progress)
         head_moves = [t for t in observer.head_moves if t <= ended]
     pulls, pushes = (

@@ -170,7 +170,7 @@ def run(
             with connect(cluster.url, worker="reader", timeout=120.0) as ps:
                 found = ps.table("counted", dim=DIM, optimizer=Accumulate()).pull(np.arange(COUNTED))
             wrong = int((found != counts[:, None]).any(axis=1).sum())
-            report = audit(cluster.url, AUDIT_TIMEOUT_S)
+            report = audit(cluster.operator_url, AUDIT_TIMEOUT_S)
     name = signal.SIGSTOP.name if stop else signal.SIGKILL.name
     return Outcome(name, rows, tuple(done), int(counts.sum()), wrong, report.clean)
 
@@ -247,7 +247,7 @@ def _steady(workers: Sequence[Worker]) -> None:
 
 def _view(cluster: LocalCluster) -> View:
     async def read() -> View:
-        store = await open_store(cluster.url, timeout_s=10.0)
+        store = await open_store(cluster.operator_url, timeout_s=10.0)
         try:
             entry = await store.get(VIEW)
         finally:

@@ -40,6 +40,10 @@ def up(
     restart: Annotated[
         bool, typer.Option("--restart", help="Start servers and coordinators that die again under their names.")
     ] = False,
+    tls: Annotated[
+        bool,
+        typer.Option("--tls", help="Encrypt everything; each process gets a certificate, by a throw-away CA."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of the URL.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that the start may take.")] = 300.0,
 ) -> None:
@@ -59,6 +63,7 @@ def up(
             directory=state.folder_of(name),
             detach=detach,
             restart=restart,
+            tls=tls,
             timeout_s=timeout,
             progress=spinner.update,
         )
@@ -78,7 +83,8 @@ def up(
 def _announce(cluster: LocalCluster, *, detach: bool, as_json: bool) -> None:
     if as_json:
         servers = [asdict(server) for server in cluster.servers]
-        print_json({"name": cluster.name, "url": cluster.url, "directory": str(cluster.directory), "servers": servers})
+        urls = {"url": cluster.url, "operator_url": cluster.operator_url}
+        print_json({"name": cluster.name, **urls, "directory": str(cluster.directory), "servers": servers})
         return
     table = Table("server", "pid", "address", box=None, header_style="bold", pad_edge=False)
     for server in cluster.servers:
@@ -91,6 +97,8 @@ def _announce(cluster: LocalCluster, *, detach: bool, as_json: bool) -> None:
         err.print(text, style="yellow", markup=False)
     err.print(f"logs in {cluster.directory}", markup=False, soft_wrap=True)
     err.print(f"end it with: elasticps down --name {cluster.name}" if detach else "end it with Ctrl-C")
+    if cluster.operator_url != cluster.url:
+        err.print(f"for operators: {cluster.operator_url}", markup=False, soft_wrap=True)
     out.print(cluster.url, markup=False)
     out.file.flush()
 

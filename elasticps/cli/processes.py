@@ -24,6 +24,8 @@ from elasticps.cli.options import RequiredUrl
 from elasticps.cli.output import print_json
 from elasticps.errors import ConfigError
 from elasticps.memory import parse_size
+from elasticps.security import credentials_of
+from elasticps.security.identity import Role
 
 Name = Annotated[str, typer.Option("--name", help="A name that no other process of its kind has.", show_default=False)]
 LogLevel = Annotated[str, typer.Option("--log-level", help=f"{', '.join(logs.LEVELS)}.")]
@@ -71,6 +73,9 @@ def server(
         ),
     ] = "",
     metrics_port: MetricsPort = 0,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Serve other machines without TLS: whoever reaches a port is obeyed.")
+    ] = False,
     log_level: LogLevel = "info",
     log_format: LogFormat = "logfmt",
 ) -> None:
@@ -94,6 +99,7 @@ def server(
             wait_s=wait,
             take_over=take_over,
             memory_limit=parse_size(memory_limit) if memory_limit else 0,
+            insecure=insecure,
         )
     )
 
@@ -144,6 +150,9 @@ async def _coordinate(
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    credentials = credentials_of(url)
+    if credentials is not None:
+        credentials.require(Role.COORDINATOR, name)
     try:
         check_name("coordinator", name)
         store = await open_store(url, timeout_s=timeout_s)
@@ -162,7 +171,7 @@ async def _coordinate(
                 stack.push_async_callback(metrics.close)
                 await metrics.start(*metrics_at)
             print_json({"ready": True, "name": name, "pid": os.getpid()})
-            await run_coordinator(store, name=name, stop=stop, dial=dial_server(store.cluster, name))
+            await run_coordinator(store, name=name, stop=stop, dial=dial_server(store.cluster, name, credentials))
     finally:
         await store.close()
 

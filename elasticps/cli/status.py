@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group
@@ -25,8 +25,12 @@ from elasticps.admin import fetch_status
 from elasticps.cli.local import target
 from elasticps.cli.options import Json, Name, Url
 from elasticps.cli.output import ExitCode, out, print_json, size
-from elasticps.errors import ClusterUnreachable, ConfigError
+from elasticps.errors import ClusterUnreachable, ConfigError, ServerError
 from elasticps.local.scaling import by_number
+from elasticps.security import credentials_of
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
 
 _ASKED_AT_ONCE = 64
 WARN_SHARE = 0.8  # of what a server may use for new rows: from here on `status` says so
@@ -74,6 +78,7 @@ def _watch(url: str, *, as_json: bool, interval_s: float, timeout_s: float) -> N
 async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None) -> dict[str, Any]:
     """The cluster at `url` as plain values. StoreUnavailable when etcd does not answer within `timeout_s`; a server
     that does not is listed with the state "no answer". Requests are counted since `before`, an earlier look."""
+    credentials = credentials_of(url)
     try:
         cluster = parse(url)
         store = await open_store(url, timeout_s=timeout_s)
@@ -91,7 +96,7 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
     limit = asyncio.Semaphore(_ASKED_AT_ONCE)
     known = {server.name: server for server in (*(view.servers if view else ()), *registered)}
     servers = await asyncio.gather(
-        *(_ask(known[name], view, limit, timeout_s) for name in sorted(known, key=by_number))
+        *(_ask(known[name], view, limit, timeout_s, credentials) for name in sorted(known, key=by_number))
     )
     for server in servers:
         server["draining"] = drains.get(server["id"]) == server["incarnation"]
@@ -167,7 +172,9 @@ def _uneven(loads: Sequence[float], weights: Sequence[float]) -> float | None:
     return round(max(load / weight for load, weight in zip(loads, weights, strict=True)) / mean, 3)
 
 
-async def _ask(server: ServerInfo, view: View | None, limit: asyncio.Semaphore, timeout_s: float) -> dict[str, Any]:
+async def _ask(
+    server: ServerInfo, view: View | None, limit: asyncio.Semaphore, timeout_s: float, credentials: Credentials | None
+) -> dict[str, Any]:
     index = view.index(server.name) if view is not None else -1
     from_view = {
         "id": server.name,
@@ -191,8 +198,8 @@ async def _ask(server: ServerInfo, view: View | None, limit: asyncio.Semaphore, 
     }
     async with limit:
         try:
-            answer = await fetch_status(server.admin, timeout_s)
-        except ClusterUnreachable as error:
+            answer = await fetch_status(server.admin, timeout_s, credentials)
+        except (ClusterUnreachable, ServerError) as error:
             return {**from_view, "error": str(error)}
     if answer["id"] != server.name or answer["incarnation"] != server.incarnation:
         return {**from_view, "error": f"{server.admin} now belongs to {answer['id']} {answer['incarnation']}"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group
@@ -20,6 +20,9 @@ from elasticps.cli.output import ExitCode, out, print_json, size
 from elasticps.errors import ClusterUnreachable
 from elasticps.local.following import Following
 
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
+
 
 def tables(
     url: Url = None,
@@ -33,8 +36,8 @@ def tables(
     """
     with Following(target(url, name), timeout) as following:
         following.config()  # that there is such a cluster
-        known, servers = following.tables(), following.registered()
-    found = background.run(_look(known, servers, timeout))
+        known, servers, credentials = following.tables(), following.registered(), following.credentials
+    found = background.run(_look(known, servers, timeout, credentials))
     if as_json:
         print_json(found)
     else:
@@ -43,9 +46,13 @@ def tables(
 
 
 async def _look(
-    known: dict[int, dict[str, Any]], servers: Sequence[ServerInfo], timeout_s: float
-) -> dict[str, Any]:  # fmt: skip
-    answers = await asyncio.gather(*(fetch_tables(s.admin, timeout_s) for s in servers), return_exceptions=True)
+    known: dict[int, dict[str, Any]],
+    servers: Sequence[ServerInfo],
+    timeout_s: float,
+    credentials: Credentials | None,
+) -> dict[str, Any]:
+    asked = (fetch_tables(server.admin, timeout_s, credentials) for server in servers)
+    answers = await asyncio.gather(*asked, return_exceptions=True)
     tables = {number: {**spec, "rows": 0, "bytes": 0, "servers": {}} for number, spec in known.items()}
     silent = {}
     for server, answer in zip(servers, answers, strict=True):

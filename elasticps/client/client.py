@@ -44,7 +44,7 @@ class Client:
             view = registry.first_view(timeout)
             self.worker = registry.register(worker, app, self._lost, timeout)
             self._dispatcher = dispatcher = Dispatcher(
-                self._runtime, registry.cluster, self.worker, view, window, registry.ask_view
+                self._runtime, registry.cluster, self.worker, view, window, registry.ask_view, registry.credentials
             )
             barrier = None
             if isinstance(consistency, BSP):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coordinator.view import ServerInfo
 from elasticps.client.protocol.routing import Routes
@@ -13,6 +13,9 @@ from elasticps.client.transport import Driver, Link, OnFrame, Sink
 from elasticps.errors import NotFinite, ServerError, ServerFull, SpecError, Timeout, UnknownTable
 from elasticps.wire.frames import Buffer
 from replication.chain import Member
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
 
 RETRY_FIRST_S = 0.01
 RETRY_MOST_S = 0.5
@@ -47,6 +50,7 @@ class Connections:
         on_frame: OnFrame,
         sink: Sink,
         on_gone: Callable[[Member], None],
+        credentials: Credentials | None = None,
     ) -> None:
         self.peers: dict[Member, Peer] = {}
         self._runtime = runtime
@@ -56,6 +60,7 @@ class Connections:
         self._on_frame = on_frame
         self._sink = sink
         self._on_gone = on_gone
+        self._credentials = credentials
         self._closed = False
 
     @property
@@ -75,7 +80,7 @@ class Connections:
                 continue
             if known is not None:
                 self._close(known)
-            link = Link(self._runtime, info, self._on_frame, self._sink)
+            link = Link(self._runtime, info, self._on_frame, self._sink, self._credentials)
             self.peers[member] = Peer(info, member, link, down_since_s=self._runtime.monotonic())
         self._driver.nudge()
 
@@ -152,6 +157,14 @@ class Connections:
                 self._cut(peer, f"no connection within {CONNECT_TIMEOUT_S:.0f} s")
             elif waited_s > HELLO_TIMEOUT_S:
                 self._cut(peer, f"it accepted but said nothing for {HELLO_TIMEOUT_S:.0f} s")
+
+    def renew(self) -> None:
+        """Connects anew where certificates were renewed or are about to end: to one server after the other."""
+        if all(peer.link.ready for peer in self.peers.values()):
+            for peer in self.peers.values():
+                if peer.link.stale:
+                    self._cut(peer, "certificates are renewed")
+                    return
 
     def due(self) -> list[Peer]:
         """Whose link is to be opened now."""

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import numpy as np
@@ -21,7 +22,7 @@ from elasticps.client.pulls import Pulls, Read
 from elasticps.client.pushes import Pushes
 from elasticps.client.runtime import Runtime
 from elasticps.client.transport import Driver, Link
-from elasticps.errors import Closed, ClusterUnreachable, Error, Timeout, VersionMismatch
+from elasticps.errors import Closed, ClusterUnreachable, ConfigError, Error, Timeout, VersionMismatch
 from elasticps.wire.frames import (
     LAST,
     FrameError,
@@ -37,6 +38,9 @@ from elasticps.wire.headers import GetViewHeader, JoinHeader
 from elasticps.wire.views import read_view
 from replication.chain import Member
 from replication.effects import Status
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +60,7 @@ class Dispatcher:
         view: View,
         window: int,
         ask_view: Callable[[Callable[[View | None], None]], None],
+        credentials: Credentials | None = None,
     ) -> None:
         self.runtime = runtime
         self.cluster = cluster
@@ -73,8 +78,9 @@ class Dispatcher:
         self._driver = Driver(runtime, self._broken, self._turn, self._failed)
         hello = {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
         self.connections = Connections(
-            runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), self._on_frame, self._sink, self._gone
-        )
+            runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), self._on_frame, self._sink, self._gone,
+            credentials,
+        )  # fmt: skip
         send = self.connections.send
         numbers = {owner: itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, PULL, FAN_OUT)}
         self.pushes = Pushes(self.session, worker.id, numbers[PUSH], send, self._fenced)
@@ -291,6 +297,8 @@ class Dispatcher:
         epoch = epoch if isinstance(epoch, int) else header.epoch
         if code == "fenced":
             self._end(Closed(text))
+        elif code == "identity":
+            self._end(ConfigError(f"server {link.server.name} does not let this worker in: {text}"))
         elif code == "version":
             self._end(VersionMismatch(f"server {link.server.name}: {text}"))
         # Another cluster's server has taken a lost one's address; or the roster is without us, until we are registered
@@ -376,6 +384,7 @@ class Dispatcher:
             connections = self.connections
             due = connections.due()
             connections.judge_silence()
+            connections.renew()
             self.pulls.resume()
             self._fan_outs.resume(self.routes)
             oldest = self.pushes.oldest, self.pulls.oldest, self._fan_outs.oldest

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordinator.connect import open_store
 from coordinator.errors import CoordinationError
@@ -22,7 +22,12 @@ from coordinator.view import ClusterConfig, View, WorkerInfo
 from elasticps.client.protocol.join import Past
 from elasticps.client.runtime import Runtime
 from elasticps.errors import ClusterUnreachable, ConfigError, SpecError, Timeout
+from elasticps.security import credentials_of
+from elasticps.security.identity import Role
 from elasticps.spec import TableSpec
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +50,11 @@ class Registration:
 
 class Registry:
     """Synchronous face of a coordination store. Every call has a deadline and raises `elasticps.errors`. `url` is how
-    errors name the store."""
+    errors name the store; `credentials` are for the servers too."""
 
-    def __init__(self, store: Store, runtime: Runtime, url: str) -> None:
+    def __init__(self, store: Store, runtime: Runtime, url: str, credentials: Credentials | None = None) -> None:
         self.runtime = runtime
+        self.credentials = credentials
         self._url = url
         self._store = store
         self._worker: WorkerSession | None = None
@@ -57,9 +63,10 @@ class Registry:
     def open(cls, url: str, timeout_s: float, runtime: Runtime) -> Registry:
         """Connects to the store that `url` names. `timeout_s` bounds that, and each later call of the store: one that
         stands still for less is waited for."""
+        credentials = credentials_of(url)
         try:
             opening = open_store(url, timeout_s=timeout_s, call_timeout_s=timeout_s)
-            return cls(_run(opening, runtime, timeout_s + 1.0, url), runtime, url)
+            return cls(_run(opening, runtime, timeout_s + 1.0, url), runtime, url, credentials)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -86,6 +93,8 @@ class Registry:
         """Takes the name under a lease; an older incarnation of it is fenced."""
         try:
             check_name("worker", name)
+            if self.credentials is not None:
+                self.credentials.require(Role.WORKER, name, app)
             unique = name if app == "default" else f"{app}/{name}"
             registering = register_worker(self._store, name=unique, app=app, ttl_s=WORKER_TTL_S, on_lost=on_lost)
             self._worker = self.call(registering, timeout_s)

@@ -12,16 +12,20 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.view import ServerInfo
 from elasticps.client.runtime import READABLE, WRITABLE, Runtime, Stream
+from elasticps.security.stream import TlsStream
 from elasticps.wire.assembler import Assembler
 from elasticps.wire.frames import MAX_BODY_BYTES, Buffer, FrameError, Header, Kind
 from replication.chain import Member
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
 
 MAX_BUFFERS_PER_CALL = 512  # IOV_MAX is 1024 on Linux
 RECEIVE_CALLS_PER_TURN = 64
@@ -49,8 +53,11 @@ class Link:
         server: ServerInfo,
         on_frame: OnFrame,
         sink: Sink,
+        credentials: Credentials | None = None,
     ) -> None:
         self._runtime = runtime
+        self._credentials = credentials
+        self._tls: TlsStream | None = None
         self.server = server
         self.member = Member(server.name, server.incarnation)
         self.ready = False
@@ -72,6 +79,9 @@ class Link:
         self._attempts += 1
         sock = self._runtime.connect(host.strip("[]"), int(port), self._attempts - 1)
         with self._lock:
+            self._tls = None
+            if self._credentials is not None:
+                sock = self._tls = TlsStream(sock, self._credentials, self.server.name)
             self._assembler = Assembler(self._frame, MAX_BODY_BYTES, self._target)
             self._queue.clear()
             self._queue.append(memoryview(hello))
@@ -90,7 +100,12 @@ class Link:
     @property
     def unsent(self) -> bool:
         """Whether buffers wait for room in the socket."""
-        return bool(self._queue)
+        return bool(self._queue) or (self._tls is not None and self._tls.unsent)
+
+    @property
+    def stale(self) -> bool:
+        """Whether it is time to connect anew: certificates were renewed, or are about to end."""
+        return self._tls is not None and self._tls.stale
 
     def send(self, buffers: Sequence[Buffer]) -> bool:
         """Sends now what the socket takes and queues the rest; True if all of it left. OSError if the link is down.
@@ -126,14 +141,16 @@ class Link:
             if sent:
                 queue[0] = queue[0][sent:]
                 return False
-        return True
+        return self._tls is None or self._tls.flush()
 
     def receive(self) -> None:
         """Takes what the socket has, up to a limit. OSError if the peer closed or broke the connection."""
         assembler, sock = self._assembler, self.socket
         if assembler is None or sock is None:
             return
-        for _ in range(RECEIVE_CALLS_PER_TURN):
+        calls, tls = 0, self._tls
+        while calls < RECEIVE_CALLS_PER_TURN or (tls is not None and tls.buffered):  # of which a poller knows nothing
+            calls += 1
             buffer = assembler.buffer()
             try:
                 n = sock.recv_into(buffer)

@@ -163,7 +163,7 @@ class _Demo:
             names = ", ".join(server.name for server in cluster.servers)
             self._note(f"{self._servers} servers ready")
             self._console.print(f"servers {names} found through [bold]{cluster.url}[/]", highlight=False)
-            with Following(cluster.url) as following, Children(self._out) as children:
+            with Following(cluster.operator_url) as following, Children(self._out) as children:
                 following.on_view(lambda view: self._ranges.append((time.time(), held(view))))
                 return self._train_and_evaluate(cluster, children)
         finally:
@@ -230,7 +230,7 @@ class _Demo:
         if self._kill is not None and self._kill.server:
             self._recovery(self._kill, cluster, result, began)
         with self._console.status("comparing the replicas"):
-            self._audit = AuditAnswer.of(audit(cluster.url, AUDIT_TIMEOUT_S))
+            self._audit = AuditAnswer.of(audit(cluster.operator_url, AUDIT_TIMEOUT_S))
         return began, result
 
     # -- what happens on the way

@@ -21,12 +21,13 @@ from coordinator.names import check_name
 from coordinator.view import ClusterConfig, View
 from elasticps import background
 from elasticps.errors import ConfigError, Error
-from elasticps.local import keeper, scaling, state
+from elasticps.local import certificates, keeper, scaling, state
 from elasticps.local.etcd import EtcdPlan
 from elasticps.local.following import Following
 from elasticps.local.process import Process, stop_all
 from elasticps.local.scaling import SERVERS_MAX
 from elasticps.memory import parse_size
+from elasticps.security.identity import Role
 
 COORDINATORS_MAX = 5
 _GRACE_S = 10.0
@@ -66,6 +67,7 @@ class LocalCluster:
     directory    for state, data and logs; must not exist. None: a temporary folder. Removed at the end
     detach       leave everything running when this process ends; otherwise it all ends with this process, even killed
     restart      start servers and coordinators that have died again under their names
+    tls          a throw-away authority, and a certificate for every process; `url` is then any worker's
     environment  variables for the coordinator and the servers, beside those of this process
     timeout_s    for starting; the first start on a machine compiles the kernels
     progress     called with a line of text for each step of the start
@@ -86,6 +88,7 @@ class LocalCluster:
         directory: Path | None = None,
         detach: bool = False,
         restart: bool = False,
+        tls: bool = False,
         environment: Mapping[str, str] | None = None,
         log_level: str = "info",
         timeout_s: float = 300.0,
@@ -106,6 +109,8 @@ class LocalCluster:
         self._coordinators = [f"c{i}" for i in range(coordinators)]
         self._given_directory = directory
         self._detach = detach
+        self._tls = tls
+        self._urls: dict[Role, str] = {}
         self._environment = dict(environment or {})
         self._log_options = ("--log-level", log_level)
         memory = ("--memory-limit", str(parse_size(memory_limit))) if memory_limit else ()
@@ -147,7 +152,7 @@ class LocalCluster:
             if not self._detach:
                 self._start_keeper()
             self._first_etcd(deadline)
-            background.run(_create(self.url, self.config, deadline))
+            background.run(_create(self.operator_url, self.config, deadline))
             self._progress("etcd is there; starting the coordinator and the servers")
             if self.config.replicas > len(self._first_servers):
                 self._progress(f"{self.config.replicas} replicas need as many servers; until then there are fewer")
@@ -158,7 +163,7 @@ class LocalCluster:
             for process in self._processes.values():
                 process.wait_ready(deadline)
                 self._progress(f"{process.role} {process.name} is ready")
-            background.run(_wait_for_servers(self.url, self._first_servers, self.config.replicas, deadline))
+            background.run(_wait_for_servers(self.operator_url, self._first_servers, self.config.replicas, deadline))
         except BaseException:
             self.stop()
             raise
@@ -185,15 +190,27 @@ class LocalCluster:
             self._keeper.wait()
         self._processes.clear()
         self._etcd = self._etcd_plan = self._keeper = self._folder = None
+        self._urls.clear()
 
     # ------------------------------------------------------------------------------------------------ state
 
     @property
     def url(self) -> str:
         """The cluster's URL, for `eps.connect`."""
+        return self._url_of(Role.WORKER)
+
+    @property
+    def operator_url(self) -> str:
+        """The cluster's URL for whoever looks after it; the same as `url` without TLS."""
+        return self._url_of(Role.OPERATOR)
+
+    def _url_of(self, role: Role) -> str:
         if self._etcd_plan is None:
             raise ConfigError(f"the local cluster {self.name!r} is not running")
-        return f"etcd://{self._etcd_plan.endpoint}/{self.name}"
+        if role not in self._urls:
+            plain = f"etcd://{self._etcd_plan.endpoint}/{self.name}"
+            self._urls[role] = certificates.url_of(plain, self.directory, role)
+        return self._urls[role]
 
     @property
     def directory(self) -> Path:
@@ -267,26 +284,26 @@ class LocalCluster:
 
         Timeout if that takes longer, such as for the last server; the drain goes on. `cancel_drain` takes it back.
         """
-        with Following(self.url) as following:
+        with Following(self.operator_url) as following:
             following.wait_drained(following.request_drain(name), timeout_s)
         scaling.wait_ended(self.directory, name)
         self._forget([name])
 
     def cancel_drain(self, name: str) -> bool:
         """Takes a drain back: what has moved stays where it is. False if there was none, or it is done."""
-        with Following(self.url) as following:
+        with Following(self.operator_url) as following:
             return following.cancel_drain(name)
 
     def scale(self, servers: int, *, zone: str = "", weight: float = 1.0, timeout_s: float = 600.0) -> scaling.Outcome:
         """Starts servers, of this zone and weight, or drains those with the highest numbers, until so many serve;
         returns when nothing moves any more."""
-        with Following(self.url) as following:
+        with Following(self.operator_url) as following:
             draining = following.draining()
         record = state.read(self.directory)
         running = [] if record is None else [entry.name for entry in record.servers]
         wanted = scaling.change(running, draining, servers)
         outcome = scaling.scale(
-            self.url, self.directory, wanted, lambda name, options: self._spawn(name, "server", options),
+            self.operator_url, self.directory, wanted, lambda name, options: self._spawn(name, "server", options),
             zone=zone, weight=weight, timeout_s=timeout_s,
         )  # fmt: skip
         self._forget(wanted.drain)
@@ -325,8 +342,9 @@ class LocalCluster:
         self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
 
     def _first_etcd(self, deadline: float) -> None:
+        tls = certificates.begin(self.directory) if self._tls else None
         for tries_left in reversed(range(_ETCD_TRIES)):
-            self._etcd_plan = EtcdPlan(self.directory / "etcd")
+            self._etcd_plan = EtcdPlan(self.directory / "etcd", tls)
             try:
                 self._start_etcd(deadline)
             except Error:
@@ -376,7 +394,8 @@ class LocalCluster:
 
     def _spawn(self, name: str, role: str, options: list[str]) -> Process:
         more = [*options, *(self._server_options if role == "server" else self._log_options)]
-        command = scaling.server_command(role, self.url, name, more)
+        url = certificates.url_of(self.operator_url, self.directory, Role(role), name)
+        command = scaling.server_command(role, url, name, more)
         process = Process.start(name, role, command, self.directory, {**os.environ, **self._environment})
         with self._lock:
             self._processes[name], self._options[name] = process, options
@@ -412,7 +431,7 @@ class LocalCluster:
             def change(record: state.Record) -> state.Record:
                 others = [entry for entry in record.servers if (entry.pid, entry.moment) not in self._started]
                 return replace(
-                    record, url=self.url, processes=(*entries, *others), server_options=self._server_options,
+                    record, url=self.operator_url, processes=(*entries, *others), server_options=self._server_options,
                     environment=self._environment,
                 )  # fmt: skip
 

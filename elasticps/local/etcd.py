@@ -10,10 +10,12 @@ import random
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+from coordinator.url import TlsFiles
 from elasticps.errors import ConfigError
 
 # What etcd takes from the environment nevertheless: where it may run, and not to wait for a disk that is slow. Without
@@ -82,18 +84,21 @@ def free_ports(count: int) -> list[int]:
 class EtcdPlan:
     """Where one etcd listens and keeps its data, and how it is started."""
 
-    def __init__(self, data: Path) -> None:
+    def __init__(self, data: Path, tls: TlsFiles | None = None) -> None:
         self.data = data
+        self._tls = tls
         self.client_port, self.peer_port = free_ports(2)
         self.endpoint = f"127.0.0.1:{self.client_port}"
 
     def command(self) -> list[str]:
-        client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{self.peer_port}"
+        scheme, files = ("http", []) if self._tls is None else ("https", _files(self._tls))
+        client, peer = f"{scheme}://{self.endpoint}", f"http://127.0.0.1:{self.peer_port}"
         return [
             *(str(etcd_binary()), "--name", "local", "--data-dir", str(self.data)),
             *("--listen-client-urls", client, "--advertise-client-urls", client),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
             *("--initial-cluster", f"local={peer}"),
+            *files,
         ]
 
     @staticmethod
@@ -104,6 +109,10 @@ class EtcdPlan:
     def healthy(self) -> bool:
         """Whether it serves: it has elected itself and answers."""
         connection = http.client.HTTPConnection("127.0.0.1", self.client_port, timeout=1.0)
+        if self._tls is not None:
+            context = ssl.create_default_context(cafile=self._tls.ca)
+            context.load_cert_chain(self._tls.cert, self._tls.key)
+            connection = http.client.HTTPSConnection("127.0.0.1", self.client_port, timeout=1.0, context=context)
         try:
             connection.request("GET", "/health")
             answer = json.loads(connection.getresponse().read(4096))
@@ -112,3 +121,10 @@ class EtcdPlan:
         finally:
             connection.close()
         return isinstance(answer, dict) and str(answer.get("health")).lower() == "true"
+
+
+def _files(tls: TlsFiles) -> list[str]:
+    return [
+        *("--cert-file", tls.cert, "--key-file", tls.key, "--trusted-ca-file", tls.ca),
+        "--client-cert-auth",
+    ]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,10 @@ from coordinator.view import ClusterConfig, ServerInfo, View
 from elasticps import background
 from elasticps.admin import fetch_status
 from elasticps.errors import ClusterUnreachable, ConfigError, Error, Timeout
+from elasticps.security import credentials_of
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
 
 LOOK_S = 0.05
 _ASK_S = 1.0  # between looks into etcd at what no view tells
@@ -44,6 +48,7 @@ class Following:
 
     def __init__(self, url: str, timeout_s: float = 10.0) -> None:
         self._timeout_s = timeout_s
+        self.credentials = credentials_of(url)
         try:
             self._store = background.run(open_store(url, timeout_s=timeout_s))
         except ValueError as error:
@@ -128,7 +133,7 @@ class Following:
 
     def statuses(self) -> dict[str, dict[str, Any]]:
         """What each registered server which answers says of itself, by name."""
-        return background.run(_statuses(self.registered(), self._timeout_s))
+        return background.run(_statuses(self.registered(), self._timeout_s, self.credentials))
 
     # --- what is asked ----------------------------------------------------------------------------------------------
 
@@ -188,6 +193,9 @@ def held(view: View | None) -> dict[str, int]:
     return {s.name: int(count) for s, count in zip(view.servers, counts, strict=True)}
 
 
-async def _statuses(servers: tuple[ServerInfo, ...], timeout_s: float) -> dict[str, dict[str, Any]]:
-    answers = await asyncio.gather(*(fetch_status(s.admin, timeout_s) for s in servers), return_exceptions=True)
+async def _statuses(
+    servers: tuple[ServerInfo, ...], timeout_s: float, credentials: Credentials | None
+) -> dict[str, dict[str, Any]]:
+    asked = (fetch_status(server.admin, timeout_s, credentials) for server in servers)
+    answers = await asyncio.gather(*asked, return_exceptions=True)
     return {s.name: answer for s, answer in zip(servers, answers, strict=True) if not isinstance(answer, BaseException)}

@@ -17,10 +17,11 @@ from coordinator.names import check_name
 from coordinator.planner import Members
 from coordinator.view import ServerInfo, View
 from elasticps.errors import ConfigError, Error, Timeout
-from elasticps.local import keeper, state
+from elasticps.local import certificates, keeper, state
 from elasticps.local.following import LOOK_S, Following, Progress, Tell, held
 from elasticps.local.process import Process
 from elasticps.memory import rows_mark
+from elasticps.security.identity import Role
 
 SERVERS_MAX = 64
 NEEDED_MAX = 4096  # servers that a forecast of memory looks at
@@ -185,10 +186,11 @@ def spawn_recorded(folder: Path) -> Spawn:
     def spawn(name: str, more: list[str]) -> Process:
         record = _record(folder)
         environment = {**os.environ, **record.environment}
+        url = certificates.url_of(record.url, folder, Role.SERVER, name)
         process = Process.start(
             name,
             "server",
-            server_command("server", record.url, name, [*more, *record.server_options]),
+            server_command("server", url, name, [*more, *record.server_options]),
             folder,
             environment,
         )

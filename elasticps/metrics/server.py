@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from coordinator.membership import ServerSession
 from elasticps.metrics.exposition import Scrape
 from elasticps.metrics.timing import Histogram, Meter, TimedServer
+from elasticps.security.transport import Gate
 from elasticps.server.protocol.headroom import NO_LIMIT, Memory
 from elasticps.server.server import Server
 from replication.progress import PART_BITS
@@ -45,10 +46,11 @@ class ServerMetrics(Collector):
         ranges: int,
         loop: asyncio.AbstractEventLoop,
         memory: Memory = NO_LIMIT,
+        gate: Gate | None = None,
     ) -> Server:
         """A server that is measured; from now on the one that is shown."""
         self._session = session
-        self._server = TimedServer(self.meter, session.info, cluster, ranges, loop, memory=memory)
+        self._server = TimedServer(self.meter, session.info, cluster, ranges, loop, memory=memory, gate=gate)
         return self._server
 
     def collect(self) -> Iterator[Metric]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
-from coordinator.url import ClusterUrl, TlsFiles
+from coordinator.url import TlsFiles
 from elasticps.errors import ConfigError
 from elasticps.security.identity import Identity, NotAuthorised, Role, identity_among
 
@@ -59,11 +59,6 @@ class Credentials:
         self._looked_s = clock()
         self._seen = _signature(files)
         self._loaded = _load(files, cluster)
-
-    @classmethod
-    def of(cls, url: ClusterUrl) -> Credentials | None:
-        """Those that a cluster's URL names; None where it names no certificate."""
-        return None if url.tls is None or not url.tls.cert else cls(url.tls, url.cluster)
 
     @property
     def identity(self) -> Identity:

@@ -55,6 +55,13 @@ def found_under(host: str, advertise: str, endpoints: Sequence[str]) -> str:
     )
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
 def joined(host: str, port: int) -> str:
     """As "host:port", brackets around IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 from coordinator import fields
+from elasticps.security.channel import Channel
+from elasticps.security.identity import Identity, NotAuthorised
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
 from elasticps.server.linger import Linger
@@ -85,6 +88,7 @@ class Connection(asyncio.BufferedProtocol):
         self.holding = False  # frames wait for a view or roster
         self._timer: asyncio.TimerHandle | None = None
         self.transport: asyncio.Transport
+        self._channel: Channel | None = None
         self.peer = "?"
         self.known = False  # the peer has said who it is
         self.worker = 0  # its id, 0 for anybody but a worker
@@ -103,6 +107,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from asyncio's
         self.peer = _address(transport.get_extra_info("peername"))
+        self._channel = transport.get_extra_info("channel")
         self.transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
         self._timer = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
         self.slot = self._path.open(self, MAX_CONTROL_BYTES)
@@ -279,6 +284,22 @@ class Connection(asyncio.BufferedProtocol):
         if not waits and not self.transport.is_closing():
             self.transport.resume_reading()
 
+    @property
+    def identity(self) -> Identity | None:
+        """Who the peer has proved to be; None where nobody is asked for a proof."""
+        return None if self._channel is None else self._channel.peer
+
+    @property
+    def stale(self) -> bool:
+        """Whether it is time to connect anew: certificates were renewed, or are about to end."""
+        return self._channel is not None and self._channel.stale
+
+    def notice_expiry(self) -> None:
+        """Drops a connection that a certificate vouches for no longer."""
+        if self._channel is not None and time.time() >= self._channel.until_s and not self.transport.is_closing():
+            log.warning("cut off: a certificate has ended", peer=self.peer, identity=self.identity)
+            self.transport.abort()
+
     def notice_end(self) -> None:
         """Drops a connection that is not read from and whose peer has gone: nobody else would notice."""
         sock = self.transport.get_extra_info("socket")
@@ -288,10 +309,11 @@ class Connection(asyncio.BufferedProtocol):
             log.info("worker gone", peer=self.peer, worker=self.worker_name)
             self.transport.abort()
 
-    def refuse(self, error: FrameError) -> None:
+    def refuse(self, error: FrameError | NotAuthorised) -> None:
         """Tells the peer why and closes: a stream that is wrong once cannot be trusted again."""
         log.warning("refused", peer=self.peer, worker=self.worker_name, reason=error)
         code = "version" if isinstance(error, VersionError) else "malformed"
+        code = "identity" if isinstance(error, NotAuthorised) else code
         if not self.transport.is_closing():
             self.transport.write(json_frame(Kind.ERROR, {"code": code, "message": str(error)}))
             self.transport.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from coordinator import fields
+from elasticps.security.identity import NotAuthorised
+from elasticps.security.identity import Role as PeerRole
 from elasticps.server.connection import Connection, Handler, Role
 from elasticps.server.leaders import Leaders
 from elasticps.server.protocol.asker import Body
@@ -23,11 +25,12 @@ _STARTED_AGAIN = "worker {!r} was started again; this is the older incarnation"
 
 
 class Handshake:
-    """Gives each connection its role once its peer has said who it is; `worker` and `peer` are the roles of others."""
+    """Gives each connection its role once its peer has said who it is; `worker` and `peer` are the roles of others,
+    `from_leader` is what a leader may say."""
 
     def __init__(
         self, cluster: str, serving: Serving, held: HeldFrames, links: ReplicaLinks, leaders: Leaders, worker: Role,
-        peer: Role,
+        peer: Role, from_leader: Mapping[int, Handler],
     ) -> None:  # fmt: skip
         self._me = serving.me
         self._cluster = cluster
@@ -42,7 +45,7 @@ class Handshake:
             Kind.HELLO: self._hello, Kind.WELCOME: self._welcomed, Kind.ERROR: self._rejected,
         }  # fmt: skip
         self.newcomer = Role(handlers, self.forget, opened=self._opened, wrong="came before HELLO")
-        self._leader = Role({}, self._leader_gone)
+        self._leader = Role(from_leader, self._leader_gone)
 
     @property
     def workers(self) -> Iterable[Connection]:
@@ -63,6 +66,7 @@ class Handshake:
         """A few times a second: drops connections whose peer has gone while nothing is read from it."""
         for connection in list(self.connections):
             connection.notice_end()
+            connection.notice_expiry()
 
     def close(self) -> None:
         """Drops every connection."""
@@ -98,6 +102,12 @@ class Handshake:
         connection.transport.abort()
 
     def _hello(self, connection: Connection, header: Header, body: Body) -> None:
+        try:
+            self._hear(connection, header, body)
+        except NotAuthorised as error:
+            connection.refuse(error)
+
+    def _hear(self, connection: Connection, header: Header, body: Body) -> None:
         document, me = json_body(body.data), self._me
         if document.get("cluster") != self._cluster:
             text = f"server {me.name} belongs to cluster {self._cluster!r}, not {document.get('cluster')!r}"
@@ -107,8 +117,9 @@ class Handshake:
         elif document.get("to") != list(me):
             raise RequestError("incarnation", f"this is {me}, not {document.get('to')}")
         elif "peer" in document:
-            self._hello_peer(connection, header, document)
+            self._hello_peer(connection, header, body, document)
         elif "leader" in document:
+            self._prove(connection, PeerRole.COORDINATOR, document["leader"])
             self._welcome(connection, header, self._leader)
             self._leaders.add(connection)
         else:
@@ -127,18 +138,34 @@ class Handshake:
                 return
             text = f"worker {name!r} (id {worker}) is not in the roster: it left, or its registration ran out"
             raise RequestError("unlisted", text)
-        connection.is_worker(worker, str(name), str(app))
+        known = self._serving.workers[worker]
+        if (name, app) != (known.name, known.app):
+            raise NotAuthorised(f"worker {worker} is {known.name!r} of {known.app!r}, not {name!r} of {app!r}")
+        self._prove(connection, PeerRole.WORKER, known.name.rpartition("/")[2], known.app)
+        connection.is_worker(worker, known.name, known.app)
         self._welcome(connection, header, self._worker)
 
-    def _hello_peer(self, connection: Connection, header: Header, document: dict[str, Any]) -> None:
+    def _hello_peer(self, connection: Connection, header: Header, body: Body, document: dict[str, Any]) -> None:
         match document:
             case {"peer": [str(name), int(incarnation)], "number": int(number)} if number > 0:
-                connection.member, connection.number = Member(name, incarnation), number
+                member = Member(name, incarnation)
             case _:
                 raise FrameError("a peer's hello gives its name and incarnation, and the number of its link")
+        self._prove(connection, PeerRole.SERVER, name)
+        if self._held.wait_for_view(connection, header, body):
+            return
+        view = self._serving.view
+        if view is None or member not in view.as_chains.members:
+            raise RequestError("incarnation", f"{member} is not in the view of epoch {self._serving.epoch}")
+        connection.member, connection.number = member, number
         self._welcome(connection, header, self._peer)
         if not self._links.arrived(connection):
             connection.transport.abort()
+
+    def _prove(self, connection: Connection, role: PeerRole, name: object, app: str = "") -> None:
+        """NotAuthorised unless the certificate of whoever connects says that they are who they say."""
+        if connection.identity is not None:
+            connection.identity.require(self._cluster, role, str(name), app)
 
     def _welcome(self, connection: Connection, header: Header, role: Role) -> None:
         connection.welcome(role)

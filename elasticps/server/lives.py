@@ -28,6 +28,7 @@ from coordinator.membership import (
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps import logs
+from elasticps.security.transport import Gate
 from elasticps.server.protocol.headroom import NO_LIMIT, Memory
 from elasticps.server.replica_links import BEAT_S
 from elasticps.server.server import Server
@@ -128,7 +129,7 @@ async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[S
         follower.subscribe(server.adopt)
         follower.subscribe_roster(server.follow)
         await follower.start()
-        listener = await server.streams.create_server(server.connection, sock=around.sock.dup())
+        listener = await server.streams.create_server(server.accept, sock=around.sock.dup())
         stack.callback(listener.close)
         for work in (_beat(server), _report(server), _refresh(store, server)):
             task = asyncio.create_task(work)
@@ -181,10 +182,15 @@ async def _drained(store: Store, session: ServerSession) -> bool:
 
 
 def plain(
-    session: ServerSession, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop, memory: Memory = NO_LIMIT
+    session: ServerSession,
+    cluster: str,
+    ranges: int,
+    loop: asyncio.AbstractEventLoop,
+    memory: Memory = NO_LIMIT,
+    gate: Gate | None = None,
 ) -> Server:
     """A server that measures nothing."""
-    return Server(session.info, cluster, ranges, loop, memory=memory)
+    return Server(session.info, cluster, ranges, loop, memory=memory, gate=gate)
 
 
 def resolve(future: asyncio.Future[str], reason: str) -> None:

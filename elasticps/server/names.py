@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from coordinator import fields
 from coordinator.connect import insist
@@ -11,7 +12,10 @@ from coordinator.membership import SERVERS
 from coordinator.store import Store
 from coordinator.view import ServerInfo
 from elasticps.admin import fetch_status
-from elasticps.errors import ClusterUnreachable, ConfigError
+from elasticps.errors import ClusterUnreachable, ConfigError, ServerError
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
 
 log = fields.logger(__name__)
 
@@ -20,7 +24,9 @@ _LOOK_S = 0.2
 _ANSWER_S = 1.0
 
 
-async def wait_for_name(store: Store, name: str, address: str, timeout_s: float) -> None:
+async def wait_for_name(
+    store: Store, name: str, address: str, timeout_s: float, credentials: Credentials | None = None
+) -> None:
     """Returns when nobody lives under `name`; ConfigError if somebody does.
 
     Who was registered there has died if nothing listens at its address, or if that is ours now. One that is frozen, or
@@ -33,7 +39,7 @@ async def wait_for_name(store: Store, name: str, address: str, timeout_s: float)
         other = ServerInfo.from_json(entry.value)
         if other.address == address or await _refuses(other.address):
             return
-        if loop.time() > until or await _answers(other):
+        if loop.time() > until or await _answers(other, credentials):
             raise ConfigError(
                 f"a server called {name!r} is alive at {other.address} (incarnation {other.incarnation}): take another "
                 "--name, or end that one first, or give --take-over to put this one in its place"
@@ -57,9 +63,9 @@ async def _refuses(address: str) -> bool:
     return False
 
 
-async def _answers(other: ServerInfo) -> bool:
+async def _answers(other: ServerInfo, credentials: Credentials | None) -> bool:
     try:
-        status = await fetch_status(other.admin, _ANSWER_S)
-    except ClusterUnreachable:
+        status = await fetch_status(other.admin, _ANSWER_S, credentials)
+    except (ClusterUnreachable, ServerError):
         return False
     return (status["id"], status["incarnation"]) == (other.name, other.incarnation)

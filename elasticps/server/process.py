@@ -23,7 +23,10 @@ from elasticps import store as table_store
 from elasticps.admin.service import start_admin
 from elasticps.errors import ConfigError
 from elasticps.memory import find_limit, make_reader
-from elasticps.server.addresses import found_under, joined, listen
+from elasticps.security import credentials_of
+from elasticps.security.identity import Role
+from elasticps.security.transport import Gate
+from elasticps.server.addresses import found_under, is_loopback, joined, listen
 from elasticps.server.fast import receive as fast_path
 from elasticps.server.fast import sockets
 from elasticps.server.lives import Build, Identity, Surroundings, live, plain, resolve
@@ -55,6 +58,7 @@ async def serve(
     wait_s: float = 0.0,
     take_over: bool = False,
     memory_limit: int = 0,
+    insecure: bool = False,
 ) -> None:
     """Runs a server until SIGINT, until it has drained after SIGTERM, or until another process takes its name.
 
@@ -63,12 +67,22 @@ async def serve(
     `plugins` are modules to import first; they may call `register_optimizer`. Ports of 0 are chosen by the system.
     For up to `wait_s` it waits for etcd, and for a coordinator to create the cluster; once it has served, for etcd as
     long as it takes.
-    Others find it under `advertise`, or under `host` if that is "", see `found_under`. It serves metrics unless
-    `metrics_port` is 0. ConfigError if another process lives under this name, unless it is to `take_over`.
+    With a certificate in `url` every connection has TLS; without one a `host` that other machines reach is refused,
+    unless `insecure`. Others find it under `advertise`, or under `host` if that is "", see `found_under`. It serves
+    metrics unless `metrics_port` is 0. ConfigError if another process lives under this name, unless it is to
+    `take_over`.
     It takes no new rows when it uses most of `memory_limit` bytes; 0: what its control group or the machine has.
     When ready it prints one line of JSON on stdout. Raises coordinator's `StoreUnavailable` when the coordination
     store cannot be reached at start, `Fenced` when the name is lost later.
     """
+    credentials = credentials_of(url)
+    if credentials is not None:
+        credentials.require(Role.SERVER, name)
+    elif not insecure and not is_loopback(host):
+        raise ConfigError(
+            f"without TLS whoever reaches {host} could read and change everything: give the URL ?ca=, cert= and key= "
+            "(`elasticps certificates` makes them), or say --insecure where a network of your own protects it"
+        )
     endpoints = parse(url).endpoints
     host_found = found_under(host, advertise, endpoints)
     for plugin in plugins:
@@ -94,19 +108,20 @@ async def serve(
         sock = listen(host, port)  # connections wait there until we are ready
         stack.callback(sock.close)
         lives: list[Server] = []
-        admin = await start_admin(host, admin_port, lambda: lives[-1].subject if lives else None)
+        admin = await start_admin(host, admin_port, lambda: lives[-1].subject if lives else None, credentials)
         stack.push_async_callback(admin.stop)
         address = joined(host_found, sock.getsockname()[1])
         admin_address = joined(host_found, int(admin.address.rpartition(":")[2]))
         memory = Memory(memory_limit or find_limit(), make_reader())
-        build: Build = partial(plain, memory=memory)
+        gate = Gate(credentials)
+        build: Build = partial(plain, memory=memory, gate=gate)
         if metrics_port:
             from elasticps.metrics.server import ServerMetrics  # who serves none need not wait for its import
 
             metrics = ServerMetrics()
             await metrics.start(host, metrics_port)
             stack.push_async_callback(metrics.close)
-            build = partial(metrics.build, memory=memory)
+            build = partial(metrics.build, memory=memory, gate=gate)
 
         async def show(server: Server | None) -> None:
             if server is None:
@@ -117,7 +132,7 @@ async def serve(
             _say_ready(server.me)
 
         if not take_over:
-            await wait_for_name(store, name, address, max(wait_s, STORE_TIMEOUT_S))
+            await wait_for_name(store, name, address, max(wait_s, STORE_TIMEOUT_S), credentials)
         around = Surroundings(store, config, sock, build, show)
         me = Identity(name, address, admin_address, zone, weight)
         await live(around, me, stop, leave, wait_s=max(wait_s, STORE_TIMEOUT_S), drain_timeout_s=drain_timeout_s)

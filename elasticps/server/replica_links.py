@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 from coordinator import fields
 from coordinator.view import ServerInfo, View
+from elasticps.security.identity import Identity, Role
+from elasticps.security.transport import Gate
 from elasticps.server.connection import Connection, Handler
 from elasticps.server.executor import Executor
 from elasticps.server.protocol.asker import Body
@@ -40,7 +42,9 @@ class ReplicaLinks:
         loop: asyncio.AbstractEventLoop,
         streams: Streams,
         make_connection: Callable[[], Connection],
+        gate: Gate,
     ) -> None:
+        self._gate = gate
         self._executor = executor
         self._replica = executor.replica
         self._me = executor.replica.me
@@ -135,6 +139,12 @@ class ReplicaLinks:
                 self._drop(member)
                 self._missing[member] = connection.heard_s
                 self._dial(member, 0.0)
+            elif connection.stale and self._me < member:
+                log.info("link dialled anew: certificates are renewed", peer=member)
+                self._drop(member)
+                self._missing[member] = now
+                self._dial(member, 0.0)
+                break  # one after the other
 
     # --- links come and go ------------------------------------------------------------------------------------------
 
@@ -197,11 +207,15 @@ class ReplicaLinks:
         connection = self._make_connection()
         self._number += 1
         connection.number = self._number
-        connecting = self._streams.create_connection(lambda: connection, host.strip("[]"), int(port))
+
+        def expect(peer: Identity) -> None:
+            peer.require(self._cluster, Role.SERVER, member.name)
+
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await connecting
-        except OSError:  # TimeoutError is one
+                await self._gate.dial(self._streams, connection, host.strip("[]"), int(port), expect)
+        except OSError as error:  # TimeoutError is one
+            log.debug("no link", peer=member, reason=error)
             return
         connection.member = member
         document = {

@@ -16,6 +16,7 @@ import numpy as np
 
 from coordinator import fields
 from coordinator.view import Roster, ServerInfo, View
+from elasticps.security.transport import Gate
 from elasticps.server.connection import Connection, Role
 from elasticps.server.counts import Counts
 from elasticps.server.executor import Executor
@@ -68,7 +69,9 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
         linger: Linger | None = None,
         memory: Memory = NO_LIMIT,
+        gate: Gate | None = None,
     ) -> None:
+        self._gate = gate = gate or Gate()
         self.me = me
         self.member = Member(me.name, me.incarnation)
         self.cluster = cluster
@@ -87,8 +90,8 @@ class Server:
         self.serving = serving = Serving(self.member, ranges, self.replica)
         self.herald = herald = Herald(loop.call_soon)
         self.held = held = HeldFrames(serving, herald, clock, self._need_view, self.behind.set)
-        self.streams = streams(loop, self.fast, self._linger)
-        self.links = ReplicaLinks(cluster, ranges, executor, loop, self.streams, self.connection)
+        self.streams = loop if gate.credentials is not None else streams(loop, self.fast, self._linger)
+        self.links = ReplicaLinks(cluster, ranges, executor, loop, self.streams, self.connection, gate)
         self.snapshots = SnapshotSender(loop, executor, serving, self.links)
         served = self.snapshots.served
         self.delay = BoundedDelay(ranges, self.replica.clocks, clock)
@@ -104,9 +107,12 @@ class Server:
             Kind.GET_VIEW: held.get_view,
         }  # fmt: skip
         self.worker = Role(handlers, self._worker_gone, rest=self.pulls.rest)
-        handlers = {**self.links.handlers, **self.memory.handlers, Kind.GET_VIEW: held.get_view, Kind.VIEW: self._view}
+        handlers = {**self.links.handlers, **self.memory.handlers, Kind.GET_VIEW: held.get_view}
+        handlers[Kind.VIEW] = self._view_of_server
         self.peer = Role(handlers, self._peer_gone)
-        self.handshake = Handshake(cluster, serving, held, self.links, self.leaders, self.worker, self.peer)
+        self.handshake = Handshake(
+            cluster, serving, held, self.links, self.leaders, self.worker, self.peer, {Kind.VIEW: self._view}
+        )
         self.subject = Subject(
             me, serving, executor, self.fast, counts, herald, self.delay, self.snapshots, self.headroom,
             self.handshake, clock,
@@ -124,6 +130,10 @@ class Server:
     def connection(self) -> Connection:
         """A protocol object for a new connection, accepted or dialled."""
         return Connection(self.handshake.newcomer, self.herald, self._loop, self._linger, self.fast)
+
+    def accept(self) -> asyncio.BufferedProtocol:
+        """What a listener gives a connection that came."""
+        return self._gate.accept(self.connection())
 
     def _worker_gone(self, connection: Connection) -> None:
         self.handshake.forget(connection)
@@ -151,6 +161,13 @@ class Server:
     def _need_view(self) -> None:
         self.behind.set()
         self.links.ask_for_view()
+
+    def _view_of_server(self, connection: Connection, header: Header, body: Body) -> None:
+        """Counts only where nobody has to prove that they lead; else it is a hint that there is a newer one."""
+        if connection.identity is None:
+            self._view(connection, header, body)
+        else:
+            self.behind.set()
 
     def _view(self, connection: Connection, header: Header, body: Body) -> None:
         view = read_view(header, body, self.serving.epoch)

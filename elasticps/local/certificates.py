@@ -1,0 +1,27 @@
+"""The certificates of a cluster on this machine: an authority in its folder, thrown away with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from coordinator.url import TlsFiles, parse
+from elasticps.security.authority import Authority
+from elasticps.security.identity import ANY, Identity, Role
+
+_FOLDER = "tls"
+
+
+def begin(folder: Path) -> TlsFiles:
+    """Makes the authority of the cluster in `folder`; returns etcd's files."""
+    return Authority.create(folder / _FOLDER).issue_etcd(["127.0.0.1", "localhost"])
+
+
+def url_of(url: str, folder: Path, role: Role, name: str = ANY) -> str:
+    """The cluster's URL for one of its processes; as it is where the cluster has no TLS. A worker's is for every name
+    and application."""
+    found = parse(url)
+    if not (folder / _FOLDER).exists():
+        return url
+    identity = Identity(found.cluster, role, name, ANY if role is Role.WORKER else "")
+    return str(replace(found, tls=Authority(folder / _FOLDER).issue(identity)))

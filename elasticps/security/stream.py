@@ -1,0 +1,137 @@
+"""A worker's connection with TLS: behaves like a non-blocking socket."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from elasticps.security.channel import Channel
+from elasticps.security.identity import Role
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
+
+_READ_BYTES = 256 << 10
+_WRITE_BYTES = 256 << 10  # encrypted in one go; a socket takes about as much
+_SMALL_BYTES = 16 << 10  # a record
+
+
+class Socket(Protocol):
+    """A non-blocking one."""
+
+    def fileno(self) -> int: ...
+    def sendmsg(self, buffers: Sequence[memoryview], /) -> int: ...
+    def recv_into(self, buffer: memoryview, /) -> int: ...
+    def close(self) -> None: ...
+
+
+class TlsStream:
+    """To the server called `server`. Any thread may send, one at a time receive; both at once too. What is sent before
+    the handshake is done leaves when it is: an introduction, no more."""
+
+    def __init__(self, sock: Socket, credentials: Credentials, server: str) -> None:
+        cluster = credentials.cluster
+        self._socket = sock
+        self._channel = Channel(credentials, lambda p: p.require(cluster, Role.SERVER, server), server=False)
+        self._lock = threading.Lock()  # OpenSSL's state is not for two threads at once
+        self._raw = memoryview(bytearray(_READ_BYTES))
+        self._unsent = memoryview(b"")  # encrypted already
+        self._early: list[bytes] | None = []  # until the handshake is done
+        self._more = False  # something may have been received that was not read
+        self._channel.shake()
+        self._unsent = memoryview(self._channel.outgoing())
+
+    def fileno(self) -> int:
+        """The socket's."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """At once; the other end hears of it from its socket."""
+        self._socket.close()
+
+    @property
+    def stale(self) -> bool:
+        """Whether it is time to connect anew, because certificates were renewed or are about to end."""
+        return self._channel.stale
+
+    @property
+    def unsent(self) -> bool:
+        """Whether `flush` has something to send."""
+        return bool(self._unsent)
+
+    @property
+    def buffered(self) -> bool:
+        """Whether `recv_into` may have more although the socket has not."""
+        return self._more
+
+    def flush(self) -> bool:
+        """Sends what was encrypted and did not fit into the socket; True if nothing of that is left."""
+        with self._lock:
+            return self._flush()
+
+    def sendmsg(self, buffers: Sequence[memoryview], /) -> int:
+        """How many bytes were taken; they may still wait for `flush`. BlockingIOError: none."""
+        with self._lock:
+            if not self._flush():
+                raise BlockingIOError
+            if self._early is not None:
+                self._early += [bytes(buffer) for buffer in buffers]
+                return sum(map(len, buffers))
+            taken, some = 0, []
+            for buffer in buffers:
+                part = buffer[: _WRITE_BYTES - taken]
+                some.append(part)
+                taken += len(part)
+                if taken == _WRITE_BYTES:
+                    break
+            self._channel.write(some if taken > _SMALL_BYTES or len(some) == 1 else (b"".join(some),))
+            self._unsent = memoryview(self._channel.outgoing())
+            self._flush()
+            return taken
+
+    def recv_into(self, buffer: memoryview, /) -> int:
+        """As much as there is, up to the buffer's length. BlockingIOError: nothing."""
+        with self._lock:
+            filled = self._read(buffer)
+            while not filled:
+                n = self._socket.recv_into(self._raw)
+                if not n:
+                    raise ConnectionResetError("the peer closed the connection")
+                self._channel.received(self._raw[:n])
+                if self._early is not None and not self._greet():
+                    continue
+                filled = self._read(buffer)
+            return filled
+
+    def _greet(self) -> bool:
+        """Goes on with the handshake, then sends what waited for its end; True when it is done."""
+        try:
+            done = self._channel.shake()
+        finally:
+            self._send()
+        if done:
+            early, self._early = self._early or [], None
+            self._channel.write(early)
+            self._send()
+        return done
+
+    def _send(self) -> None:
+        self._unsent = memoryview(bytes(self._unsent) + self._channel.outgoing())
+        self._flush()
+
+    def _read(self, buffer: memoryview) -> int:
+        filled = 0
+        if self._early is None:
+            while filled < len(buffer) and (n := self._channel.read_into(buffer[filled:])):
+                filled += n
+        self._more = filled == len(buffer)
+        return filled
+
+    def _flush(self) -> bool:
+        while self._unsent:
+            try:
+                self._unsent = self._unsent[self._socket.sendmsg([self._unsent]) :]
+            except BlockingIOError:
+                return False
+        return True
