@@ -139,6 +139,7 @@ class FakeRegistry:
 
     cluster = "fake"
     runtime = Runtime()
+    credentials = None
 
     def __init__(self, view: View) -> None:
         self.view = view
