@@ -27,10 +27,15 @@ TIMEOUT_S = 10.0
 
 
 class Scrape:
-    """A running endpoint, made by `start`: `/metrics` and `/healthz`. port: the one that it listens on."""
+    """A running endpoint, made by `start`: `/metrics`, `/healthz` and `/readyz`.
+
+    port   the one that it listens on
+    ready  what `/readyz` answers: whether whoever is waited for may send requests here
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.port = 0
+        self.ready = True
         self._registry = registry
         self._listener: asyncio.Server | None = None
         self._under_way: set[asyncio.StreamWriter] = set()
@@ -83,8 +88,11 @@ class Scrape:
         path = path.partition("?")[0]
         if path == "/healthz":
             return _http("200 OK", "text/plain", b"ok\n", method)
+        if path == "/readyz":
+            status, text = ("200 OK", b"ok\n") if self.ready else ("503 Service Unavailable", b"not serving\n")
+            return _http(status, "text/plain", text, method)
         if path != "/metrics":
-            return _http("404 Not Found", "text/plain", b"there are /metrics and /healthz\n", method)
+            return _http("404 Not Found", "text/plain", b"there are /metrics, /healthz and /readyz\n", method)
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         encode, content_type = choose_encoder(fields.get("accept", ""))
         try:

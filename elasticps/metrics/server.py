@@ -33,6 +33,12 @@ class ServerMetrics(Collector):
     async def start(self, host: str, port: int) -> None:
         """Serves /metrics. Raises ConfigError when the port cannot be had."""
         self._scrape = await Scrape.start(host, port, [self])
+        self._scrape.ready = False
+
+    def set_serving(self, serving: bool) -> None:
+        """What `/readyz` answers from now on."""
+        if self._scrape is not None:
+            self._scrape.ready = serving
 
     async def close(self) -> None:
         """Serves them no more."""

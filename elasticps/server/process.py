@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -114,6 +114,7 @@ async def serve(
         admin_address = joined(host_found, int(admin.address.rpartition(":")[2]))
         memory = Memory(memory_limit or find_limit(), make_reader())
         gate = Gate(credentials)
+        tell: Callable[[bool], object] = bool  # nobody
         build: Build = partial(plain, memory=memory, gate=gate)
         if metrics_port:
             from elasticps.metrics.server import ServerMetrics  # who serves none need not wait for its import
@@ -122,8 +123,10 @@ async def serve(
             await metrics.start(host, metrics_port)
             stack.push_async_callback(metrics.close)
             build = partial(metrics.build, memory=memory, gate=gate)
+            tell = metrics.set_serving
 
         async def show(server: Server | None) -> None:
+            tell(server is not None)
             if server is None:
                 await admin.set_serving(False)
                 return

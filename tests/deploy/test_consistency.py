@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from coordinator.url import parse
 from coordinator.view import ClusterConfig
 from elasticps.cli.app import app
+from elasticps.security.identity import host_name, identity_among
 from tests.deploy.manifests import (
     BUILDS,
     CLUSTERS,
@@ -122,18 +123,15 @@ def test_probes_ask_ports_that_there_are(build: str, each: Workload) -> None:
     probes = {name: each.container[name] for name in ("startupProbe", "readinessProbe", "livenessProbe")
               if name in each.container}  # fmt: skip
     for probe in probes.values():
-        if "grpc" in probe:
-            assert probe["grpc"] == {"port": each.ports["admin"]}  # service "": the process as a whole
-        else:
-            assert probe["httpGet"]["port"] in each.ports
+        assert probe["httpGet"]["port"] == "metrics"  # which has no TLS
     assert len(probes) == (0 if each.manifest["kind"] == "Job" else 3)
 
 
-def test_servers_are_probed_by_grpc_and_no_probe_asks_etcd_on_behalf_of_others() -> None:
+def test_a_server_is_ready_when_it_serves_and_no_probe_asks_etcd_on_behalf_of_others() -> None:
     for build in CLUSTERS:
-        assert all(
-            "grpc" in workload(build, "server").container[f"{p}Probe"] for p in ("startup", "readiness", "liveness")
-        )
+        probes = {p: workload(build, "server").container[f"{p}Probe"] for p in ("startup", "readiness", "liveness")}
+        paths = {name: probe["httpGet"]["path"] for name, probe in probes.items()}
+        assert paths == {"startup": "/readyz", "readiness": "/readyz", "liveness": "/healthz"}
         etcd = workload(build, "etcd").container["livenessProbe"]["httpGet"]["path"]
         assert "serializable=true" in etcd  # answered by the member alone, without a quorum
 
@@ -290,11 +288,22 @@ def test_the_url_leads_to_etcd(build: str) -> None:
     certificates = {m["spec"]["secretName"]: m["spec"] for m in of_kind(build, "Certificate")}
     for role in ("server", "peer"):
         assert set(members) <= set(certificates[f"elasticps-etcd-{role}"]["dnsNames"])
-    assert "dnsNames" not in certificates["elasticps-etcd-client"]
-    for name in ("coordinator", "server", "worker", "chaos"):
-        (mount,) = (m for m in EVERYWHERE[name].container["volumeMounts"] if m["name"] == "etcd-tls")
+    assert etcd.flag("tls-min-version") == "TLS1.3"
+    assert certificates["elasticps-server"]["dnsNames"] == [host_name(url.cluster)]
+    for name, role in (*((role, role) for role in ("coordinator", "server", "worker")), ("chaos", "operator")):
+        (mount,) = (m for m in EVERYWHERE[name].container["volumeMounts"] if m["name"] == "identity")
         files = {f"{mount['mountPath']}/{file}" for file in ("ca.crt", "tls.crt", "tls.key")}
         assert {url.tls.ca, url.tls.cert, url.tls.key} == files
+        (volume,) = (v for v in EVERYWHERE[name].spec["volumes"] if v["name"] == "identity")
+        certificate = certificates[volume["secret"]["secretName"]]
+        identity = identity_among(certificate["uris"])
+        assert (identity.cluster, identity.role, identity.name) == (url.cluster, role, "*")
+        assert certificate["commonName"] == identity.common_name
+        assert ("server auth" in certificate["usages"]) == (role == "server")
+
+
+def test_only_where_there_is_no_tls_may_servers_do_without() -> None:
+    assert [("--insecure" in workload(build, "server").args) for build in CLUSTERS] == [True, False]
 
 
 @pytest.mark.parametrize(("build", "each"), ANY_WORKLOAD)

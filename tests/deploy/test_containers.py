@@ -20,7 +20,9 @@ from elasticps import background
 from elasticps.admin import fetch_health
 from elasticps.local.etcd import EtcdPlan, etcd_binary, free_ports
 from elasticps.local.process import Process, stop_all
-from tests.deploy.manifests import DEPLOY, ROOT, Workload, environment, expanded, named, workload
+from elasticps.security.authority import Authority
+from elasticps.security.identity import identity_among
+from tests.deploy.manifests import DEPLOY, ROOT, Workload, environment, expanded, named, of_kind, workload
 from tests.metrics.fleet import Fleet, get, scrape
 
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
@@ -134,6 +136,7 @@ class Pods:
         ports = {name: dict(zip(each.ports, free_ports(3), strict=True)) for name in members}
         for name in members:
             arguments = [expanded(arg, environment(each, {"POD_NAME": name})) for arg in each.args]
+            arguments = [arg for arg in arguments if not arg.startswith("--tls-min-version")]  # older ones lack it
             local = [self._mounted(self._local(arg, ports, ports[name], each)) for arg in arguments]
             folder = self.fleet.folder
             command = [str(etcd_binary()), *local, f"--data-dir={folder / name}"]
@@ -166,7 +169,8 @@ class Pods:
     def start(self, component: str, number: int) -> Process:
         each = workload(self.build, component)
         name = f"{each.name}-{number}"
-        values = {"POD_NAME": name, "POD_IP": "127.0.0.1", "ELASTICPS_URL": self.url, "ZONE": "", "WEIGHT": "1.0"}
+        url = self.url.replace("COMPONENT", component)
+        values = {"POD_NAME": name, "POD_IP": "127.0.0.1", "ELASTICPS_URL": url, "ZONE": "", "WEIGHT": "1.0"}
         ports = self.ports[name] = dict(zip(each.ports, free_ports(len(each.ports)), strict=True))
         arguments = []
         for arg in each.args:
@@ -203,7 +207,9 @@ def test_the_containers_make_a_cluster_that_trains(pods: Pods) -> None:
     pods.fleet.wait_ready()
     for number in range(3):
         admin = pods.ports[f"elasticps-server-{number}"]["admin"]
-        assert background.run(fetch_health(f"127.0.0.1:{admin}", 10)) == "SERVING"  # what the kubelet's probe asks
+        assert background.run(fetch_health(f"127.0.0.1:{admin}", 10)) == "SERVING"
+        probe = workload(pods.build, "server").container["readinessProbe"]["httpGet"]["path"]
+        assert get(pods.ports[f"elasticps-server-{number}"]["metrics"], probe) == "ok\n"
     path = workload(pods.build, "coordinator").container["readinessProbe"]["httpGet"]["path"]
     assert get(pods.ports["elasticps-coordinator-0"]["metrics"], path) == "ok\n"
 
@@ -233,26 +239,25 @@ def test_the_containers_make_a_cluster_that_trains(pods: Pods) -> None:
 
 @pytest.fixture
 def certificates(tmp_path: Path) -> Path:
-    """What cert-manager would put into the three secrets: one folder with files of their names, for 127.0.0.1."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make certificates with")
-    folder = tmp_path / "tls"
-    folder.mkdir()
-    (folder / "extensions").write_text("subjectAltName=IP:127.0.0.1\n")
-    key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
-    for arguments in (
-        f"req -x509 {key} -keyout ca.key -out ca.crt -days 2 -subj /CN=test-ca",
-        f"req {key} -keyout tls.key -out tls.csr -subj /CN=elasticps",
-        "x509 -req -in tls.csr -CA ca.crt -CAkey ca.key -CAcreateserial -out tls.crt -days 2 -extfile extensions",
-    ):
-        subprocess.run(["openssl", *arguments.split()], cwd=folder, check=True, capture_output=True)
-    return folder
+    """What cert-manager would put into the secrets: a folder for each, with files of their names, for 127.0.0.1."""
+    authority = Authority.create(tmp_path / "authority")
+    issued = {"etcd": authority.issue_etcd(["127.0.0.1"])}
+    for manifest in of_kind("overlays/production", "Certificate"):
+        if uris := manifest["spec"].get("uris"):
+            identity = identity_among(uris)
+            issued[identity.role] = authority.issue(identity)
+    for name, files in issued.items():
+        (tmp_path / "tls" / name).mkdir(parents=True)
+        for source, target in ((files.ca, "ca.crt"), (files.cert, "tls.crt"), (files.key, "tls.key")):
+            shutil.copy(source, tmp_path / "tls" / name / target)
+    return tmp_path / "tls"
 
 
-def test_three_members_with_tls_serve_coordinators_also_when_one_is_lost(
+def test_three_members_with_tls_serve_also_when_one_is_lost(
     tmp_path: Path, certificates: Path, eventually: Callable[[Callable[[], bool]], None]
 ) -> None:
-    mounts = dict.fromkeys(("/etc/elasticps/etcd", "/etc/etcd/server", "/etc/etcd/peer"), str(certificates))
+    mounts = dict.fromkeys(("/etc/etcd/server", "/etc/etcd/peer"), str(certificates / "etcd"))
+    mounts["/etc/elasticps/identity"] = str(certificates / "COMPONENT")
     found = Pods("overlays/production", tmp_path, mounts)
     try:
         found.start_etcd()
@@ -262,6 +267,9 @@ def test_three_members_with_tls_serve_coordinators_also_when_one_is_lost(
         eventually(lambda: scrape(port)["elasticps_coordinator_leader"] == {(): 1})
         found.etcd[0].kill()
         found.start("coordinator", 1)  # is ready only with an answer of etcd
+        for number in range(3):
+            found.start("server", number)
         found.fleet.wait_ready()
+        eventually(lambda: scrape(port).get("elasticps_cluster_short_ranges") == {(): 0})
     finally:
         found.stop()
