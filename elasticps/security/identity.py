@@ -73,8 +73,7 @@ class Identity:
             raise ValueError(f"a {self.role} belongs to no application")
 
     def __str__(self) -> str:
-        middle = f"{self.app}/" if self.role is Role.WORKER else ""
-        return f"{_PREFIX}{self.cluster}/{self.role}/{middle}{self.name}"
+        return _uri(self.cluster, self.role, self.name, self.app)
 
     @classmethod
     def parse(cls, uri: str) -> Identity:
@@ -100,9 +99,13 @@ class Identity:
         return self.role is role and self.name in (ANY, name) and (self.app in (ANY, app) or role is not Role.WORKER)
 
     def require(self, cluster: str, role: Role, name: str, app: str = "") -> None:
-        """NotAuthorised unless the holder is that one."""
+        """NotAuthorised unless the holder is that one, whatever it calls itself."""
         if self.cluster != cluster or not self.covers(role, name, app):
-            raise NotAuthorised(f"this is {self}, not {Identity(cluster, role, name, app)}")
+            raise NotAuthorised(f"this is {self}, not {_uri(cluster, role, name, app)}")
+
+
+def _uri(cluster: str, role: Role, name: str, app: str) -> str:
+    return f"{_PREFIX}{cluster}/{role}/{f'{app}/' if role is Role.WORKER else ''}{name}"
 
 
 def host_name(cluster: str) -> str:

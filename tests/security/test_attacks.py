@@ -137,7 +137,7 @@ def test_who_is_somebody_else_stays_out(holder: Holder, who: str, hello: dict[st
         async with target(holder("server/s0")) as s0:
             header, document = await ask(s0.port, holder(who), hello)
             assert (header.kind, document["code"]) == (Kind.ERROR, code)
-            assert not any(c.known for c in s0.server._connections)
+            assert not any(c.known for c in s0.server.handshake.connections)
 
     run(main)
 
@@ -252,7 +252,7 @@ def test_a_connection_ends_with_its_certificate(
             writer.write(json_frame(Kind.HELLO, WORKER))
             assert (await answer(reader))[0].kind == Kind.WELCOME
             s0.server.tick()
-            (connection,) = s0.server._connections
+            (connection,) = s0.server.handshake.connections
             assert not connection.transport.is_closing()
             assert connection._channel is not None
             connection._channel.until_s = 0.0
