@@ -111,7 +111,14 @@ class Server:
         handlers[Kind.VIEW] = self._view_of_server
         self.peer = Role(handlers, self._peer_gone)
         self.handshake = Handshake(
-            cluster, serving, held, self.links, self.leaders, self.worker, self.peer, {Kind.VIEW: self._view}
+            cluster,
+            serving,
+            held,
+            self.links,
+            self.leaders,
+            self.worker,
+            self.peer,
+            {Kind.VIEW: self._view, Kind.GET_VIEW: held.get_view},
         )
         self.subject = Subject(
             me, serving, executor, self.fast, counts, herald, self.delay, self.snapshots, self.headroom,
