@@ -302,8 +302,10 @@ def test_the_url_leads_to_etcd(build: str) -> None:
         assert ("server auth" in certificate["usages"]) == (role == "server")
 
 
-def test_only_where_there_is_no_tls_may_servers_do_without() -> None:
-    assert [("--insecure" in workload(build, "server").args) for build in CLUSTERS] == [True, False]
+@pytest.mark.parametrize("build", CLUSTERS)
+def test_only_where_there_is_no_tls_may_servers_do_without(build: str) -> None:
+    url = parse(named(build, "ConfigMap", "elasticps")["data"]["url"])
+    assert ("--insecure" in workload(build, "server").args) == (url.tls is None)
 
 
 @pytest.mark.parametrize(("build", "each"), ANY_WORKLOAD)
