@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from elasticps.security.channel import Buffer, Channel, Expect
@@ -234,12 +234,16 @@ class Gate:
             peer = transport.get_extra_info("peername")
             log.warning("refused peer=%s reason=%r refusals=%d", peer, str(error), count)
 
-    async def dial(self, protocol: asyncio.BufferedProtocol, host: str, port: int, expect: Expect) -> None:
-        """Connects `protocol`; returns when it has its transport. OSError if that fails, or another one answers."""
-        loop = asyncio.get_running_loop()
+    async def dial(
+        self, connect: Callable[..., Awaitable[object]], protocol: asyncio.BufferedProtocol, host: str, port: int,
+        expect: Expect,
+    ) -> None:  # fmt: skip
+        """Connects `protocol`, in the clear by `connect`; returns when it has its transport. OSError if that fails, or
+        another one answers."""
         if self.credentials is None:
-            await loop.create_connection(lambda: protocol, host, port)
+            await connect(lambda: protocol, host, port)
             return
+        loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
         def over(_: TlsTransport, error: Exception | None) -> None:

@@ -213,7 +213,7 @@ class ReplicaLinks:
 
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self._gate.dial(self._streams, connection, host.strip("[]"), int(port), expect)
+                await self._gate.dial(self._streams.create_connection, connection, host.strip("[]"), int(port), expect)
         except OSError as error:  # TimeoutError is one
             log.debug("no link", peer=member, reason=error)
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -138,9 +138,9 @@ class Server:
         """A protocol object for a new connection, accepted or dialled."""
         return Connection(self.handshake.newcomer, self.herald, self._loop, self._linger, self.fast)
 
-    def accept(self) -> asyncio.BufferedProtocol:
-        """What a listener gives a connection that came."""
-        return self._gate.accept(self.connection())
+    def accept(self) -> Connection:
+        """What a listener gives a connection that came; with TLS, what stands between the two."""
+        return cast(Connection, self._gate.accept(self.connection()))
 
     def _worker_gone(self, connection: Connection) -> None:
         self.handshake.forget(connection)
