@@ -15,6 +15,7 @@ import asyncio
 import math
 import os
 import secrets
+import ssl
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
@@ -445,7 +446,18 @@ def _signature(tls: TlsFiles | None) -> tuple[tuple[int, int, int], ...]:
 
 
 def _credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(_pem("ca", tls.ca), _pem("key", tls.key), _pem("cert", tls.cert))
+    """ValueError for files that cannot be used, such as one that is just being written: gRPC would find out when
+    it connects."""
+    ca, key, cert = _pem("ca", tls.ca), _pem("key", tls.key), _pem("cert", tls.cert)
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if tls.ca:
+            context.load_verify_locations(tls.ca)
+        if tls.cert:
+            context.load_cert_chain(tls.cert, tls.key)
+    except OSError as error:  # ssl.SSLError is one
+        raise ValueError(f"the certificate {tls.cert}, its key or the authority cannot be used: {error}") from None
+    return grpc.ssl_channel_credentials(ca, key, cert)
 
 
 def _pem(what: str, path: str) -> bytes | None:

@@ -291,3 +291,26 @@ async def test_memory_forgets_old_changes_and_resets_who_missed_them() -> None:
     async with aclosing(store.watch("a", after=last - 1)) as changes:
         assert isinstance((await take(changes, 1))[0], Reset)
     await store.close()
+
+
+async def test_certificates_that_were_replaced_are_used_and_watches_go_on(
+    new_etcd: NewEtcd, certificates: TlsFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.etcd.LOOK_S", 0.0)
+    mine = TlsFiles(
+        *(str(shutil.copy(path, tmp_path)) for path in (certificates.ca, certificates.cert, certificates.key))
+    )
+    etcd = new_etcd(tls=certificates)
+    store = EtcdStore(replace(fresh_url(etcd), tls=mine))
+    async with aclosing(store.watch("a", after=await store.put("a", b"1"))) as changes:
+        await store.put("a", b"2")
+        await take(changes, 1)
+        before = store._members[etcd.endpoint].channel
+        shutil.copy(certificates.key, mine.cert)  # as if it were half written
+        await store.put("a", b"3")
+        assert store._members[etcd.endpoint].channel is before
+        shutil.copy(certificates.cert, mine.cert)
+        await store.put("a", b"4")
+        assert store._members[etcd.endpoint].channel is not before
+        assert [c.entry.value for c in await take(changes, 2) if isinstance(c, Put)] == [b"3", b"4"]
+    await store.close()

@@ -1,0 +1,46 @@
+"""A cluster of real processes with TLS: it trains, survives a kill, renews its certificates, lets nobody else in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import elasticps as eps
+from coordinator.url import parse
+from elasticps import background
+from elasticps.audit import audit
+from elasticps.cli.status import look
+from elasticps.errors import ClusterUnreachable, ConfigError, ServerError
+from elasticps.security.authority import Authority
+from elasticps.security.identity import Identity
+from tests.conftest import NewCluster
+
+
+def test_a_cluster_with_tls_trains_renews_and_keeps_others_out(
+    local_cluster: NewCluster, eventually: Callable[[Callable[[], bool]], None]
+) -> None:
+    cluster = local_cluster(servers=3, tls=True, ranges=16)
+    keys, ones = np.arange(5000), np.ones((5000, 2), np.float32)
+    with eps.connect(cluster.url, worker="w0") as ps:
+        table = ps.table("t", dim=2, optimizer=eps.Accumulate())
+        ps.push({table: (keys, ones)}).result()
+        files = parse(cluster.url).tls
+        assert files is not None
+        authority = Authority(Path(files.ca).parent)
+        for name in ("worker/*/*", "server/s0", "server/s1", "server/s2"):  # renewed while it trains
+            authority.issue(Identity.parse(f"spiffe://elasticps/local/{name}"))
+        eventually(lambda: "certificates were renewed" in cluster.log("s0"))
+        cluster.kill("s1")
+        ps.push({table: (keys, ones)}).result()
+        np.testing.assert_array_equal(table.pull(keys), 2 * ones)
+    assert background.run(look(cluster.operator_url, 5.0))["epoch"] > 1
+    assert not audit(cluster.operator_url).wrong
+    with pytest.raises(ServerError, match="takes an operator"):
+        audit(cluster.url)
+    with pytest.raises(ClusterUnreachable):
+        eps.connect(cluster.url.partition("?")[0], worker="w1", timeout=2.0)
+    with pytest.raises(ConfigError, match="not spiffe://elasticps/local/worker/default/w1"):
+        eps.connect(cluster.operator_url, worker="w1", timeout=5.0)
