@@ -76,6 +76,8 @@ from elasticps.server.fast.layout import (
     LANE,
     SLOTS,
     SMALL_BYTES,
+    T_COUNTED,
+    T_FED,
     T_QUIET,
     T_SYNCED,
     T_WAITS,
@@ -387,9 +389,9 @@ def vouched(flags, of):
     if of == 1:
         return flags & (T_WAITS | T_QUIET) == 0
     if of == 2:
-        return flags & 24 == 24  # T_FED and T_COUNTED
+        return flags & (T_FED | T_COUNTED) == (T_FED | T_COUNTED)
     if of == 3:
-        return flags & 8 == 0
+        return flags & T_FED == 0
     return True
 
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from elasticps.server import fatal
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.chunks import Chunks, size_for
-from elasticps.server.fast.operations import UPDATES
 from elasticps.server.fast.outbox import Outbox
 from elasticps.server.fast.receive import consume, warm
+from elasticps.server.fast.rows import UPDATES
 from elasticps.server.fast.shared import Shared
 from elasticps.server.fast.young import YoungEntries, YoungLog
 from elasticps.server.protocol import reads

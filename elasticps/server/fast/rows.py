@@ -1,0 +1,178 @@
+"""The rows that an operation changes: found, made where they are missing, updated."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from elasticps.server.fast.frames import allot, hash_key
+from elasticps.server.fast.layout import (
+    B_DIM,
+    B_FIRST,
+    B_GRADS_AT,
+    B_HEADER,
+    B_KEYS_AT,
+    B_ROWS,
+    B_UPDATE,
+    B_VALUES,
+    B_VALUES_AT,
+    BLOCK,
+    BLOCKS,
+    DONE,
+    GROW,
+    GROW_ROWS,
+    H_APPLIED,
+    H_ARENA,
+    H_BLOCKS,
+    H_BOUNDS,
+    H_CHANGED,
+    H_FLAGS,
+    H_INFO,
+    H_INSIDE,
+    H_RANGES,
+    H_ROOM,
+    H_ROWS,
+    H_ROWS_APPLIED,
+    H_ROWS_SIZE,
+    H_SIZE,
+    ROWS_MISSING,
+    SLOW,
+    T_QUIET,
+)
+from elasticps.server.fast.memory import copy, floats, load64, matrix, store64, words
+from elasticps.store import index, updates
+from elasticps.store.native import H_FINITE, H_SALT, H_SHIFT, H_STRIDE, HEADER_SIZE, kernel
+from elasticps.store.native import H_ROWS as STORED
+from elasticps.store.values import all_finite
+
+# Dispatchers of their own, for aligned arrays: of two overloads of one dispatcher numba may take the wrong one.
+find, insert = kernel(index.find.py_func), kernel(index.insert.py_func)  # type: ignore[attr-defined]
+apply_sgd, apply_adagrad = kernel(updates.apply_sgd.py_func), kernel(updates.apply_adagrad.py_func)  # type: ignore[attr-defined]
+apply_row_adagrad = kernel(updates.apply_row_adagrad.py_func)  # type: ignore[attr-defined]
+apply_adam, apply_adamw = kernel(updates.apply_adam.py_func), kernel(updates.apply_adamw.py_func)  # type: ignore[attr-defined]
+apply_ftrl, apply_assign = kernel(updates.apply_ftrl.py_func), kernel(updates.apply_assign.py_func)  # type: ignore[attr-defined]
+apply_accumulate = kernel(updates.apply_accumulate.py_func)  # type: ignore[attr-defined]
+
+UPDATES = ("sgd", "adagrad", "row_adagrad", "adam", "adamw", "ftrl", "assign", "accumulate")
+"""The optimizers that the compiled path knows, by the number in TABLE_UPDATE."""
+
+INITIALISE, INDEX_BYTES = index.INITIALISE, index.GROWN_BYTES
+
+
+@kernel
+def keep_inside(h, blocks):
+    """Copies, of ranges that are being filled here, only the rows whose keys are there already: the blocks behind those
+    of the frame. How many there are is H_INSIDE."""
+    flags, bounds = words(h[H_FLAGS], h[H_RANGES]), words(h[H_BOUNDS], h[H_RANGES])
+    b, kept = h[H_BLOCKS], 0
+    for _ in range(blocks):
+        table, n, row = load64(b + 8 * B_HEADER), load64(b + 8 * B_ROWS), 4 * load64(b + 8 * B_DIM)
+        salt, shift = np.uint64(load64(table + 8 * H_SALT)), np.uint64(load64(table + 8 * H_SHIFT))
+        keys = h[H_ARENA] + allot(h, 8 * n)
+        grads = h[H_ARENA] + allot(h, (row * n + 7) & ~7)
+        k = 0
+        for i in range(n):
+            key = load64(load64(b + 8 * B_KEYS_AT) + 8 * i)
+            hashed = hash_key(key, salt)
+            r = np.int64(hashed >> shift)
+            if flags[r] & T_QUIET and np.int64(hashed >> np.uint64(2)) >= bounds[r]:
+                continue
+            store64(keys + 8 * k, key)
+            copy(grads + row * k, load64(b + 8 * B_GRADS_AT) + row * i, row)
+            k += 1
+        if k:
+            to = h[H_BLOCKS] + 8 * BLOCK * (BLOCKS + kept)
+            copy(to, b, 8 * BLOCK)
+            store64(to + 8 * B_ROWS, k)
+            store64(to + 8 * B_KEYS_AT, keys)
+            store64(to + 8 * B_GRADS_AT, grads)
+            kept += 1
+        b += 8 * BLOCK
+    h[H_INSIDE] = kept
+
+
+@kernel
+def find_rows(h, first, blocks, room):
+    """Addresses of all rows of the blocks from `first` on; those that are not there are made, unless that takes more
+    bytes than `room`: SLOW then, and none is made. ROWS_MISSING when that needs memory."""
+    total = 0
+    begin = h[H_BLOCKS] + 8 * BLOCK * first
+    b = begin
+    for _ in range(blocks):
+        store64(b + 8 * B_FIRST, total)
+        total += load64(b + 8 * B_ROWS)
+        b += 8 * BLOCK
+    if total > h[H_ROWS_SIZE]:
+        h[H_INFO], h[H_SIZE] = GROW_ROWS, total
+        return GROW
+    b = begin
+    needed = 0
+    for _ in range(blocks):
+        n = load64(b + 8 * B_ROWS)
+        header = words(load64(b + 8 * B_HEADER), HEADER_SIZE)
+        missing = find(header, words(load64(b + 8 * B_KEYS_AT), n), words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n))
+        needed += missing * (header[H_STRIDE] + INDEX_BYTES)
+        b += 8 * BLOCK
+    if needed == 0:
+        return DONE
+    if needed > room:
+        return SLOW
+    b = begin
+    for i in range(blocks):
+        n = load64(b + 8 * B_ROWS)
+        header = words(load64(b + 8 * B_HEADER), HEADER_SIZE)
+        keys = words(load64(b + 8 * B_KEYS_AT), n)
+        rows = words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n)
+        before = header[STORED]
+        done = insert(header, keys, matrix(h[H_ROWS], 0, 0), INITIALISE, rows, 0)
+        # As many as were made: what is tried again needs so much less, and is not refused in between.
+        h[H_ROOM] -= (header[STORED] - before) * (header[H_STRIDE] + INDEX_BYTES)
+        if done < n:
+            h[H_INFO] = first + i
+            return ROWS_MISSING
+        b += 8 * BLOCK
+    return DONE
+
+
+@kernel
+def finite(h, blocks):
+    """Whether the gradients of all blocks are, for tables that ask for that."""
+    b = h[H_BLOCKS]
+    for _ in range(blocks):
+        asked = load64(load64(b + 8 * B_HEADER) + 8 * H_FINITE)
+        if asked and not all_finite(load64(b + 8 * B_GRADS_AT), load64(b + 8 * B_ROWS) * load64(b + 8 * B_DIM)):
+            return False
+        b += 8 * BLOCK
+    return True
+
+
+@kernel
+def apply(h, first, blocks):
+    """Runs the optimizers on the rows found."""
+    b = h[H_BLOCKS] + 8 * BLOCK * first
+    for _ in range(blocks):
+        n, dim, update = load64(b + 8 * B_ROWS), load64(b + 8 * B_DIM), load64(b + 8 * B_UPDATE)
+        header = words(load64(b + 8 * B_HEADER), HEADER_SIZE)
+        keys = words(load64(b + 8 * B_KEYS_AT), n)
+        grads = matrix(load64(b + 8 * B_GRADS_AT), n, dim)
+        v = floats(load64(b + 8 * B_VALUES_AT), load64(b + 8 * B_VALUES))
+        rows = words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n)
+        if update == 0:
+            apply_sgd(header, keys, grads, v, rows, True)
+        elif update == 1:
+            apply_adagrad(header, keys, grads, v, rows, True)
+        elif update == 2:
+            apply_row_adagrad(header, keys, grads, v, rows, True)
+        elif update == 3:
+            apply_adam(header, keys, grads, v, rows, True)
+        elif update == 4:
+            apply_adamw(header, keys, grads, v, rows, True)
+        elif update == 5:
+            apply_ftrl(header, keys, grads, v, rows, True)
+        elif update == 6:
+            apply_assign(header, keys, grads, v, rows, True)
+        else:
+            apply_accumulate(header, keys, grads, v, rows, True)
+        h[H_ROWS_APPLIED] += n
+        b += 8 * BLOCK
+    h[H_APPLIED] += 1
+    h[H_CHANGED] += 1
