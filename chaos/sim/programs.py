@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from chaos.sim.checks.rounds import Rounds
 from chaos.sim.checks.shards import Hand, Handed, key_of
-from chaos.sim.checks.sums import COLUMNS, KEYS, Column, Sums, check_same
+from chaos.sim.checks.sums import COLUMNS, KEYS, Asked, Column, Rows, Sums, check_same
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
 from elasticps.client.client import Client
@@ -113,6 +113,7 @@ class Free(Worker):
 
     def main(self, ps: Client) -> None:
         column = self.column = self.sums.start(self.name)
+        column.worker = ps.worker.id
         table = ps.table("sums", dim=COLUMNS, optimizer=Accumulate())
         fixed = ps.table("fixed", dim=FIXED_DIM, optimizer=Accumulate(), init=INIT)
         outstanding: list[Step] = []
@@ -190,7 +191,7 @@ class Free(Worker):
     def pull(self, ps: Client, table: SparseTable, column: Column) -> None:
         keys, tail = self.some_keys(), self.random.random() < 0.7
         asked = self.sums.ask(column, keys, self.now, tail=tail)
-        self.sums.check(asked, table.pull(keys, read="tail" if tail else "any"))
+        self.check(asked, table.pull(keys, read="tail" if tail else "any"))
         self.pulls += 1
 
     def pull_many(self, ps: Client, table: SparseTable, fixed: SparseTable, column: Column) -> None:
@@ -210,10 +211,15 @@ class Free(Worker):
         for keys, read in reads:
             rows = read.result()
             if rows.shape[1] == COLUMNS:
-                self.sums.check(asked.pop(0), rows)
+                self.check(asked.pop(0), rows)
             else:
                 check_same(self.name, keys, rows, initial_rows(INIT, keys, FIXED_DIM))
             self.pulls += 1
+
+    def check(self, asked: Asked, rows: Rows) -> None:
+        if asked.company:
+            self.sums.check_bound(asked, self.cluster.counted)
+        self.sums.check(asked, rows)
 
     def fenced(self) -> None:
         self.column.ended = True

@@ -247,7 +247,7 @@ def take_for_lost_who_only_waits(patch: pytest.MonkeyPatch) -> None:
 
 
 def fill_a_joiner_without_the_shards(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Shards, "load", lambda self, piece: None)
+    patch.setattr(Shards, "load", lambda self, piece, more: None)
 
 
 def forget_which_step_used_a_shard(patch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ unit. So a value says how many of whose steps it holds, and a row that belongs t
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,7 +40,13 @@ class Column:
     counts: list[Counts] = field(default_factory=lambda: [np.zeros(KEYS, np.int64)])
     told: list[tuple[float, int]] = field(default_factory=lambda: [(-1e9, 0)])  # when it knew which clock committed
     pushed: int = 0
+    worker: int = -1
     ended: bool = False
+
+    @property
+    def begun(self) -> int:
+        """The newest step that any server may have seen something of."""
+        return max(self.pushed, self.clocks[-1])
 
     def begin(self, clock: int, keys: Keys) -> None:
         """A step, or one more part of it, is about to be pushed."""
@@ -75,12 +82,15 @@ class Column:
 
 @dataclass
 class Asked:
-    """A pull under way: what it must show at least, [columns, keys of the table]."""
+    """A pull under way, at its worker's step `clock`: what it must show at least, [columns, keys of the table].
+    company: those whom it may have to wait for."""
 
     column: Column
     keys: Keys
     least: Counts
     tail: bool
+    clock: int = 0
+    company: tuple[Column, ...] = ()
 
 
 class Sums:
@@ -133,11 +143,22 @@ class Sums:
             least = np.maximum(least, self._seen[column.index])
             for other in self.columns if self.calm else ():
                 least[other.index] = np.maximum(least[other.index], other.committed(now - SLACK_S))
-        if self.bound is not None:
-            for other in self.columns:
-                if not other.ended and other.joined_s < now - SLACK_S:
-                    least[other.index] = np.maximum(least[other.index], other.upto(clock - self.bound))
-        return Asked(column, keys, least, tail)
+        if self.bound is None:
+            return Asked(column, keys, least, tail)
+        company = tuple(c for c in self.columns if not c.ended and c.joined_s < now - SLACK_S)
+        for other in company:
+            least[other.index] = np.maximum(least[other.index], other.upto(clock - self.bound))
+        return Asked(column, keys, least, tail, clock, company)
+
+    def check_bound(self, asked: Asked, counted: Collection[int]) -> None:
+        """The pull has come back: nobody was further behind than is allowed. counted: the ids of the workers that the
+        cluster knows now. A server that somebody has not reached yet may know nothing of one that has not pushed."""
+        for other in asked.company:
+            late = self.bound is not None and other.begun < asked.clock - self.bound
+            known = self.calm or len(other.clocks) > 1
+            if late and known and other.worker in counted and other.joined_s < float("inf") and not other.ended:
+                text = f"{asked.column.name} reads at step {asked.clock}, {other.name} has begun {other.begun}"
+                raise Violation("bounded delay", f"{self.app}: {text}; bound: {self.bound}")
 
     def check(self, asked: Asked, rows: Rows) -> None:
         """The pull has come back."""
