@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import chain, count, islice
 
 import pytest
 
@@ -26,17 +26,33 @@ KINDS: dict[Patch, frozenset[str]] = {
 
 PLANTED: tuple[Patch, ...] = (*planted_chain.PLANTED, *planted_shell.PLANTED, *KINDS)
 
+SURVIVE: dict[str, str] = {
+    "count_only_workers_that_have_pushed": "each pushes within the second that a server may take to hear of it",
+    "drop_the_first_part_of_a_share": "nobody pushes a round's step in parts",
+    "wait_for_workers_that_pause": "whoever pauses leaves soon after",
+}
+"""What stories lack that would show these."""
+
 
 def seeds(plant: Patch) -> Iterator[int]:
     """Of the stories that have to find a bug."""
     kinds = KINDS.get(plant)
-    found = (seed for seed in count() if kinds is None or any(app.kind in kinds for app in tell(seed).apps))
-    return islice(found, STORIES)
+    return (seed for seed in count() if kinds is None or any(app.kind in kinds for app in tell(seed).apps))
+
+
+def alike(first: int) -> Iterator[int]:
+    """A story, then those in which the same goes wrong in the same kinds of training: what has moved is found there."""
+
+    def kind(seed: int) -> tuple[str, set[str]]:
+        story = tell(seed)
+        return story.flavour, {app.kind for app in story.apps}
+
+    return chain((first,), (seed for seed in count() if seed != first and kind(seed) == kind(first)))
 
 
 def find(plant: Patch, first: int | None = None) -> Result | None:
-    """The first story that shows a bug that is planted; `first` is tried before all others."""
-    for seed in (*(() if first is None else (first,)), *seeds(plant)):
+    """The first story that shows a bug that is planted. first: one that has shown it."""
+    for seed in islice(seeds(plant) if first is None else alike(first), STORIES):
         result = run(seed)
         if not result.ok:
             return result
@@ -53,7 +69,8 @@ def main(names: list[str]) -> int:
             plant(patch)
             found = find(plant)
         survived += found is None
-        told = "SURVIVED" if found is None else f"{found.seed}  # {found.invariant}"
+        why = SURVIVE.get(plant.__name__, "it is not known why")
+        told = f"SURVIVED: {why}" if found is None else f"{found.seed}  # {found.invariant}"
         sys.stdout.write(f'    "{plant.__name__}": {told}\n')
         sys.stdout.flush()
     return survived
