@@ -27,5 +27,13 @@ class LeaseLost(CoordinationError):
     """The store no longer knows the lease: it ran out or was revoked, and its keys are gone."""
 
 
+class OtherCluster(StoreUnavailable):
+    """The store holds another cluster under our name, or none: its data were lost, or it was made anew."""
+
+
+class TooLarge(CoordinationError, ValueError):
+    """The store does not take so much under one key. Nothing was written."""
+
+
 class UnknownServer(CoordinationError, ValueError):
     """No server of that name is registered; the text names those that are."""

@@ -80,8 +80,9 @@ class Line(Protocol):
         """Gives it a view without waiting; it ignores one that it has."""
 
 
-Dial: TypeAlias = Callable[[ServerInfo], AbstractAsyncContextManager[Line]]
-"""Connects to a server. ConnectionRefusedError: nobody listens there. ConnectionError or another OSError: try again.
+Dial: TypeAlias = Callable[[ServerInfo, str], AbstractAsyncContextManager[Line]]
+"""Connects to a server, of a cluster with that identity. ConnectionRefusedError: nobody listens there. ConnectionError
+or another OSError: try again.
 PermissionError: it is another incarnation, or another cluster's, that answers there."""
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from coordinator import fields
-from coordinator.errors import Fenced, LeaseLost, StoreUnavailable
+from coordinator.errors import Fenced, LeaseLost, StoreUnavailable, TooLarge
 from coordinator.grace import Grace
 from coordinator.health import Dial
 from coordinator.lines import Lines
@@ -207,8 +207,9 @@ class _Term:
 
     def _look_at(self, world: World) -> None:
         self._view = world.view
-        if self._lines is not None:
-            self._lines.follow(() if world.view is None else world.view.servers, world.servers.values())
+        if self._lines is not None and world.identity is not None:
+            listed = () if world.view is None else world.view.servers
+            self._lines.follow(world.identity, listed, world.servers.values())
             if world.view is not None:
                 self._lines.announce(world.view)
 
@@ -219,7 +220,7 @@ class _Term:
             world.check_office(self._guard)
             if not (await self._write_view(world) and await self._write_roster(world)):
                 return
-            for key, revision in world.drains_done():
+            for key, revision in [*world.drains_done(), *world.forgotten()]:
                 await self._store.delete(key, expect=revision, guard=self._guard)
             await self._alarm.wait(self._settle_s)
 
@@ -230,6 +231,9 @@ class _Term:
             return True
         try:
             done = await self._put(world, VIEW, decision.view.encode(), _JUDGED_S)
+        except TooLarge as error:  # the view that stands goes on
+            self._say(f"cannot be written: {error} ({decision.reason})")
+            return True
         except StoreUnavailable as error:
             if error.indefinite:
                 self._unsure = decision
@@ -243,7 +247,9 @@ class _Term:
         return done
 
     async def _write_roster(self, world: World) -> bool:
-        decision = plan_roster(world.roster, self._present(world))
+        if world.identity is None or (world.roster is not None and world.roster.cluster != world.identity):
+            return True
+        decision = plan_roster(world.roster, self._present(world), world.identity)
         if decision is None:
             return True
         done = await self._put(world, ROSTER, decision.roster.encode())
@@ -273,10 +279,12 @@ class _Term:
 
     def _decide(self, world: World) -> Plan | None:
         cluster = self._store.cluster
-        if world.config is None:
+        if world.config is None or world.identity is None:
             return Plan(None, f"cluster {cluster} has no config yet")
+        if world.view is not None and world.view.cluster != world.identity:
+            return Plan(None, f"the view is that of {world.view.cluster}, the config that of {world.identity}")
         try:
-            members = Members(cluster, tuple(world.servers.values()), world.draining)
+            members = Members(world.identity, tuple(world.servers.values()), world.draining)
             return plan(world.view, members, world.config, self._paced(world, self._health(world)), self._limits(world))
         except UnsafePlan:  # the view that stands may serve badly, this one would lose data
             log.exception("a plan is not carried out")

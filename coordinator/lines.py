@@ -51,6 +51,7 @@ class Lines:
         self._ending: set[asyncio.Task[None]] = set()
         self._open: dict[Member, _Open] = {}
         self._view: View | None = None
+        self._cluster = ""
 
     async def run(self) -> None:
         """Judges silence until cancelled; then closes all lines."""
@@ -70,8 +71,10 @@ class Lines:
                 self._hang_up(member)
             await asyncio.gather(*self._ending, return_exceptions=True)
 
-    def follow(self, listed: Iterable[ServerInfo], registered: Iterable[ServerInfo]) -> None:
-        """These are the servers of the view and those whose keys are in the store: keeps a line to each."""
+    def follow(self, cluster: str, listed: Iterable[ServerInfo], registered: Iterable[ServerInfo]) -> None:
+        """These are the servers of the view and those whose keys are in the store: keeps a line to each. `cluster`: the
+        identity of theirs."""
+        self._cluster = cluster
         servers = {server.member: server for server in listed}
         keys = {server.member: server for server in registered}
         servers.update(keys)
@@ -125,7 +128,7 @@ class Lines:
         while True:
             began = _now()
             try:
-                async with self._dial(server) as line:
+                async with self._dial(server, self._cluster) as line:
                     refusals = 0
                     await self._listen(member, line)
             except PermissionError:

@@ -1,21 +1,25 @@
 """Being a member: create a cluster, register under a lease and keep it, follow views and rosters.
 
-A name belongs to its newest incarnation: a counter in the store, raised by compare-and-set by everyone who registers.
-Losing the store for a while is no reason to give up a name; a newer incarnation is.
+A name belongs to its newest incarnation. A server's is counted by name; a worker's is its id, which is taken from the
+revision of a write, so that any number of workers may start at once. Losing the store for a while is no reason to give
+up a name; a newer incarnation is. A store that holds another cluster under our name, as its data were lost and it was
+made anew, is as good as lost: nobody registers there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Callable
 from contextlib import aclosing, suppress
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from dataclasses import replace
+from typing import Generic, Protocol, TypeVar
 
 from coordinator import fields
-from coordinator.errors import Fenced, LeaseLost, StoreUnavailable, UnknownServer
+from coordinator.errors import Fenced, LeaseLost, OtherCluster, StoreUnavailable, UnknownServer
 from coordinator.names import check_name
-from coordinator.store import Entry, Put, Reset, Store
+from coordinator.store import Entry, Guard, Put, Reset, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 
 log = fields.logger(__name__)
@@ -27,8 +31,10 @@ SIGNED_OFF = b"signed off"
 """A worker's last word under its key: it is not coming back, whatever becomes of the lease."""
 
 LEASE_S = 5.0  # how long a member stays registered without a word from it
+LAST_WORKER = "last-worker/"
+"""Below it, by name, JSON with the `id` of the worker that took part last: no older one may come back."""
 _INCARNATIONS = "incarnations/"
-_NEXT_WORKER_ID = "next-worker-id"
+_NUMBERS = "numbers"
 
 FAREWELL_S = 1.0  # a lease that the store does not take back by then runs out by itself
 _RETRY_S = 0.2  # pause between attempts while the store is out; each attempt waits for the store's time-out as well
@@ -57,16 +63,26 @@ async def create_cluster(store: Store, config: ClusterConfig) -> ClusterConfig:
 
     ValueError names both configs if the existing one differs in more than `min_servers`.
     """
+    made = config if config.id else replace(config, id=secrets.token_hex(6))
     while (entry := await store.get(CONFIG)) is None:
-        if await store.compare_and_set(CONFIG, config.to_json(), expect=0) is not None:
-            return config
+        if await store.compare_and_set(CONFIG, made.to_json(), expect=0) is not None:
+            return made
     found = ClusterConfig.from_json(entry.value)
     if (found.ranges, found.replicas, found.protocol) != (config.ranges, config.replicas, config.protocol):
         raise ValueError(f"cluster {store.cluster} exists with {found}, which differs from {config}")
     return found
 
 
-async def next_number(store: Store, key: str) -> int:
+async def new_number(store: Store) -> int:
+    """A number above 0 that nobody gets again in this cluster, and above all that were given out before."""
+    entry = await store.get(CONFIG)
+    revision = await store.put(_NUMBERS, b"")
+    if entry is None:
+        return revision
+    return ClusterConfig.from_json(entry.value).base + revision - entry.create_revision
+
+
+async def _next_incarnation(store: Store, key: str) -> int:
     """Takes the next number, from 1, of the counter under `key`; nobody else gets the same one."""
     while True:
         entry = await store.get(key)
@@ -125,26 +141,19 @@ class Session(Generic[Info]):
     """A registered name, kept by renewing a lease every third of its life until closed or fenced.
 
     info      who we are
+    cluster   the identity of the cluster that we have registered in; base: numbers given out there are above it
     lease     the lease that our key is under now; another one after an outage that outlived the first
     deadline  loop time until which the store will keep our key, counted from when the last renewal was sent
     """
 
-    def __init__(
-        self,
-        store: Store,
-        prefix: str,
-        info: Info,
-        ttl_s: float,
-        on_lost: Callable[[str], None],
-        last_word: bytes = b"",
-    ) -> None:
+    def __init__(self, store: Store, prefix: str, info: Info, ttl_s: float, on_lost: Callable[[str], None]) -> None:
         self.info = info
-        self._last_word = last_word
+        self.cluster = ""
+        self.base = 0
         self.lease = 0
         self.deadline = 0.0
         self._store = store
         self._key = prefix + info.name
-        self._counter = _INCARNATIONS + self._key
         self._ttl_s = ttl_s
         self._on_lost = on_lost
         self._task: asyncio.Task[None] | None = None
@@ -159,27 +168,22 @@ class Session(Generic[Info]):
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        if self._last_word:
-            with suppress(StoreUnavailable, LeaseLost, TimeoutError):
-                async with asyncio.timeout(FAREWELL_S):
-                    await self._sign_off()
         await farewell(self._store, self.lease)
 
-    async def _sign_off(self) -> None:
-        entry = await self._store.get(self._key)
-        if entry is not None and entry.value == self.info.to_json():
-            await self._store.compare_and_set(self._key, self._last_word, expect=entry.revision, lease=self.lease)
+    async def newest(self) -> int:
+        """The newest incarnation that the store remembers for our name, whether it is registered or not."""
+        raise NotImplementedError
 
     async def _take(self) -> None:
         sent = asyncio.get_running_loop().time()
         self.lease = await self._store.grant(self._ttl_s)
         while True:
-            await self._check_newest()
-            entry = await self._store.get(self._key)
+            guard = await self._our_cluster()
+            entry = await self._check_newest()
             expect = 0 if entry is None else entry.revision
             try:
                 done = await self._store.compare_and_set(
-                    self._key, self.info.to_json(), expect=expect, lease=self.lease
+                    self._key, self.info.to_json(), expect=expect, lease=self.lease, guard=guard
                 )
             except LeaseLost:  # the attempts took longer than the lease lived
                 sent = asyncio.get_running_loop().time()
@@ -187,12 +191,31 @@ class Session(Generic[Info]):
                 continue
             if done is not None:
                 self.deadline = sent + self._ttl_s
+                await self.restore()
                 return
 
-    async def _check_newest(self) -> None:
-        newest = _count(await self._store.get(self._counter))
+    async def restore(self) -> None:
+        """Registered, perhaps in a store that was made anew and has taken our cluster over."""
+
+    async def _our_cluster(self) -> Guard | None:
+        """What holds while the store holds the cluster that we belong to. OtherCluster if it does not."""
+        entry = await self._store.get(CONFIG)
+        found = identity_of(self._store, entry)
+        if self.cluster and found != self.cluster:
+            raise OtherCluster(other_cluster(self.cluster, found))
+        self.cluster = found
+        self.base = 0 if entry is None else ClusterConfig.from_json(entry.value).base
+        return None if entry is None else Guard(CONFIG, entry.create_revision)
+
+    async def _check_newest(self) -> Entry | None:
+        """What is registered under our name. Fenced if that, or what the store remembers, is newer than we are."""
+        newest = await self.newest()
+        entry = await self._store.get(self._key)
+        if entry is not None:
+            newest = max(newest, _incarnation(entry.value))
         if newest > self.info.incarnation:
             raise Fenced(f"{self._key} now belongs to incarnation {newest}; this is {self.info.incarnation}")
+        return entry
 
     async def _renew(self) -> None:
         out = False
@@ -222,15 +245,61 @@ class Session(Generic[Info]):
             log.warning("the lease ran out; registering again", key=self._key, incarnation=self.info.incarnation)
             await self._take()
             return
-        await self._check_newest()
-        if await self._store.get(self._key) is None:
+        if await self._check_newest() is None:
             await self._take()
         else:
             self.deadline = sent + left
 
 
-ServerSession: TypeAlias = Session[ServerInfo]
-WorkerSession: TypeAlias = Session[WorkerInfo]
+class ServerSession(Session[ServerInfo]):
+    """A server's. Its incarnations are counted by name."""
+
+    async def newest(self) -> int:
+        return _count(await self._store.get(_INCARNATIONS + self._key))
+
+
+class WorkerSession(Session[WorkerInfo]):
+    """A worker's. Its incarnation is its id. took_part: its own record is in the store; without it the cluster has
+    forgotten the worker, which must not come back then, unless the store was made anew meanwhile.
+
+    belongings  what this worker has written, by key: put back, where nobody else has, into a store made anew
+    """
+
+    took_part = False
+    _restored = 0  # the base of the store that has our belongings
+
+    def __init__(
+        self, store: Store, prefix: str, info: WorkerInfo, ttl_s: float, on_lost: Callable[[str], None]
+    ) -> None:
+        super().__init__(store, prefix, info, ttl_s, on_lost)
+        self.belongings: dict[str, bytes] = {}
+
+    async def restore(self) -> None:
+        if self.base > self._restored:
+            for key, value in list(self.belongings.items()):
+                await self._store.compare_and_set(key, value, expect=0)
+        self._restored = self.base
+
+    async def newest(self) -> int:
+        record = await self._store.get(LAST_WORKER + self.info.name)
+        if record is not None:
+            return last_worker(record.value)
+        if self.took_part:
+            await self._our_cluster()
+            if self.base == self._restored:
+                raise Fenced(f"{self._key} was away for so long that the cluster has forgotten it")
+        return 0
+
+    async def close(self) -> None:
+        """Says that it leaves, so that nobody waits for it to come back; then as any member."""
+        if self._task is not None:
+            self._task.cancel()
+        with suppress(StoreUnavailable, LeaseLost, TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                entry = await self._store.get(self._key)
+                if entry is not None and entry.value == self.info.to_json():
+                    await self._store.compare_and_set(self._key, SIGNED_OFF, expect=entry.revision, lease=self.lease)
+        await super().close()
 
 
 async def register_server(
@@ -243,31 +312,42 @@ async def register_server(
     weight: float = 1.0,
     ttl_s: float = LEASE_S,
     on_lost: Callable[[str], None],
+    cluster: str = "",
 ) -> ServerSession:
     """Registers a server under a new incarnation and keeps it registered, through outages of the store too.
 
     `address` and `admin` are "host:port". `on_lost(reason)` is called once, and only when a newer incarnation has the
-    name: then this one must not serve on. Raises ValueError for unusable arguments, Fenced if overtaken at once.
+    name: then this one must not serve on. `cluster`: the identity that the store's cluster must have. Raises ValueError
+    for unusable arguments, Fenced if overtaken at once, OtherCluster.
     """
     ServerInfo(name, 1, address, admin, zone, weight)  # refuse bad arguments before a number is spent on them
-    incarnation = await next_number(store, _INCARNATIONS + SERVERS + name)
+    if cluster and (found := identity_of(store, await store.get(CONFIG))) != cluster:
+        raise OtherCluster(other_cluster(cluster, found))
+    incarnation = await _next_incarnation(store, _INCARNATIONS + SERVERS + name)
     info = ServerInfo(name, incarnation, address, admin, zone, weight)
-    session = Session(store, SERVERS, info, ttl_s, on_lost)
+    session = ServerSession(store, SERVERS, info, ttl_s, on_lost)
+    session.cluster = cluster
     await session.start()
     return session
 
 
 async def register_worker(
-    store: Store, *, name: str, app: str, ttl_s: float = LEASE_S, on_lost: Callable[[str], None] = lambda reason: None
+    store: Store,
+    *,
+    name: str,
+    app: str,
+    ttl_s: float = LEASE_S,
+    on_lost: Callable[[str], None] = lambda reason: None,
+    cluster: str = "",
 ) -> WorkerSession:
-    """Registers a worker under a new incarnation with an id (from 1) that no worker had before.
+    """Registers a worker with an id, above 0, that no worker had before; its incarnation is the same number.
 
-    `on_lost` and errors as for `register_server`.
+    `on_lost`, `cluster` and errors as for `register_server`.
     """
     WorkerInfo(1, name, 1, app)
-    number = await next_number(store, _NEXT_WORKER_ID)
-    incarnation = await next_number(store, _INCARNATIONS + WORKERS + name)
-    session = Session(store, WORKERS, WorkerInfo(number, name, incarnation, app), ttl_s, on_lost, SIGNED_OFF)
+    number = await new_number(store)
+    session = WorkerSession(store, WORKERS, WorkerInfo(number, name, number, app), ttl_s, on_lost)
+    session.cluster = cluster
     await session.start()
     return session
 
@@ -345,13 +425,16 @@ class ViewFollower:
 
     def _adopt_view(self, value: bytes) -> None:
         view = View.decode(value)
-        if self.view is None or view.epoch > self.view.epoch:
+        if self.view is not None and view.cluster != self.view.cluster:
+            log.warning("a view is ignored", reason=other_cluster(self.view.cluster, view.cluster))
+        elif self.view is None or view.epoch > self.view.epoch:
             self.view = view
             _tell(self._on_view, view)
 
     def _adopt_roster(self, value: bytes) -> None:
         roster = Roster.decode(value)
-        if self.roster is None or roster.version > self.roster.version:
+        known = self.roster
+        if known is None or (roster.cluster == known.cluster and roster.version > known.version):
             self.roster = roster
             _tell(self._on_roster, roster)
 
@@ -365,6 +448,32 @@ def _tell(callbacks: list[Callable[[_T], None]], news: _T) -> None:
             callback(news)
         except Exception:  # a subscriber's failure is its own: the others still hear the news
             log.exception("a subscriber failed")
+
+
+def identity_of(store: Store, config: Entry | None) -> str:
+    """The identity of the cluster that a store holds, "" if it holds none; `config`: what is under that key."""
+    return "" if config is None else ClusterConfig.from_json(config.value).identity(store.cluster)
+
+
+def other_cluster(ours: str, found: str) -> str:
+    """What to say of a store that holds another cluster than ours, or none."""
+    there = f"holds cluster {found}" if found else "holds no cluster"
+    return f"the store {there}, not {ours}: its data were lost, or it was made anew; see `elasticps cluster --help`"
+
+
+def last_worker(value: bytes) -> int:
+    """The id in a record below `last-worker/`."""
+    return int(json.loads(value)["id"])
+
+
+def _incarnation(value: bytes) -> int:
+    """Whose key it is; 0 for what is no registration."""
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return 0
+    number = found.get("incarnation") if isinstance(found, dict) else 0
+    return number if isinstance(number, int) else 0
 
 
 def _count(entry: Entry | None) -> int:

@@ -19,6 +19,13 @@ def check_name(what: str, name: object) -> str:
     return name
 
 
+def check_identity(text: object) -> str:
+    """Returns `text` if it is a cluster's name, or a name and an id with "@" between; ValueError otherwise."""
+    for part in text.split("@", 1) if isinstance(text, str) else [text]:
+        check_name("cluster", part)
+    return str(text)
+
+
 def check_worker(name: object) -> None:
     """ValueError if `name` cannot be a worker's: a name, or an application's and a name with "/" between."""
     for part in name.split("/", 1) if isinstance(name, str) else [name]:

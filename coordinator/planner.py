@@ -8,7 +8,7 @@ such as after a server came, is evened out. What is under way is in the view: a 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,11 +18,13 @@ from coordinator.balance import even_out, missing, start_moves
 from coordinator.draft import Draft, Flags, Loss, Pair
 from coordinator.repair import Limits, Places, start_fills
 from coordinator.ring import Node, place
-from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
+from coordinator.store import VALUE_MAX
+from coordinator.view import WORKERS_MAX, ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from coordinator.wording import names
 from replication.chain import Chains, Member, unsafe_transition
 
 _LIMITS = Limits()
+_SURELY_FITS = 4096  # workers with the longest names there are
 
 
 class UnsafePlan(AssertionError):
@@ -31,7 +33,7 @@ class UnsafePlan(AssertionError):
 
 @dataclass(frozen=True)
 class Members:
-    """The servers registered now, in the cluster called `cluster`; names are distinct.
+    """The servers registered now, in the cluster with the identity `cluster`; names are distinct.
 
     draining: incarnations that were asked to hand over all they hold.
     """
@@ -98,17 +100,36 @@ def plan(
     return _Step(view, members, health).decide(limits)
 
 
-def plan_roster(roster: Roster | None, workers: Iterable[WorkerInfo]) -> RosterPlan | None:
-    """The next roster if the workers registered now are not those of `roster` (None: none was ever written)."""
-    now = tuple(sorted(workers, key=lambda worker: worker.id))
+def plan_roster(roster: Roster | None, workers: Iterable[WorkerInfo], cluster: str = "") -> RosterPlan | None:
+    """The next roster if the workers registered now are not those of `roster` (None: none was ever written).
+
+    One that the store would not take is never planned: who is listed stays, and newcomers wait for room, lowest ids
+    first.
+    """
     before = () if roster is None else roster.workers
-    if now == before:
+    known = {worker.id for worker in before}  # an id is never used again
+    ordered = sorted(workers, key=lambda worker: (worker.id not in known, worker.id))
+    made = _roster(1 if roster is None else roster.version + 1, ordered, cluster)
+    if made.workers == before:
         return None
-    known, present = {worker.id for worker in before}, {worker.id for worker in now}  # an id is never used again
-    joined = [worker.name for worker in now if worker.id not in known]
+    present = {worker.id for worker in made.workers}
+    joined = [worker.name for worker in made.workers if worker.id not in known]
     left = [worker.name for worker in before if worker.id not in present]
     parts = [f"{names(some)} {verb}" for some, verb in ((joined, "joined"), (left, "left")) if some]
-    return RosterPlan(Roster(1 if roster is None else roster.version + 1, now), "; ".join(parts))
+    waiting = len(ordered) - len(made.workers)
+    parts += [f"{waiting} workers wait: the roster is full"] if waiting else []
+    return RosterPlan(made, "; ".join(parts))
+
+
+def _roster(version: int, ordered: Sequence[WorkerInfo], cluster: str) -> Roster:
+    """A roster of the first of these workers, as many as fit."""
+    count = min(len(ordered), WORKERS_MAX)
+    while True:
+        roster = Roster(version, tuple(sorted(ordered[:count], key=lambda worker: worker.id)), cluster)
+        size = len(roster.encode()) if count > _SURELY_FITS else 0
+        if size <= VALUE_MAX:
+            return roster
+        count = max(_SURELY_FITS, count * VALUE_MAX // size - 1)
 
 
 def _first(members: Members, config: ClusterConfig, health: Health) -> Plan:

@@ -16,6 +16,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
+from coordinator.errors import TooLarge
+
 KEY_MAX = 512
 VALUE_MAX = 1 << 20  # etcd refuses requests above 1.5 MiB unless configured otherwise
 
@@ -83,7 +85,8 @@ Change: TypeAlias = Put | Delete | Reset
 class Store(Protocol):
     """A client of the coordination store, bound to one cluster. For one event loop.
 
-    Every method may raise `StoreUnavailable`, and ValueError for an unusable key or a value above VALUE_MAX bytes.
+    Every method may raise `StoreUnavailable`, ValueError for an unusable key, `TooLarge` for a value above
+    VALUE_MAX bytes.
     """
 
     @property
@@ -150,7 +153,7 @@ def check_key(key: object) -> str:
 
 
 def check_value(key: str, value: bytes) -> bytes:
-    """Returns the value if it fits; ValueError otherwise."""
+    """Returns the value if it fits; `TooLarge` otherwise."""
     if len(value) > VALUE_MAX:
-        raise ValueError(f"the value of {key!r} has {len(value)} bytes; the store takes {VALUE_MAX} at most")
+        raise TooLarge(f"the value of {key!r} has {len(value)} bytes; the store takes {VALUE_MAX} at most")
     return value

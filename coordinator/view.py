@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.names import check_address, check_name, check_worker
+from coordinator.names import check_address, check_identity, check_name, check_worker
 from replication.chain import Chains, Member
 
 RANGES_MAX = 1 << 16
@@ -29,6 +29,7 @@ WEIGHT_MAX = 64.0
 
 _MAGIC = b"EPSV\x02"
 _FIXED = struct.Struct("<QIII")  # epoch, ranges, replicas, bytes of the JSON that follows
+_ROSTER_MAGIC = b"EPSR\x01"
 _BODY_MAX = 32 << 20  # more than the largest view allowed above: a small message never inflates beyond it
 
 
@@ -76,6 +77,7 @@ class ServerInfo:
 class View:
     """Who owns what, in one epoch. Checked when made; arrays are read-only; equal by value.
 
+    cluster  its identity: the name, and what distinguishes it from others of that name
     chains   int32 [ranges, replicas]: indices into `servers`, head first; -1 = no replica there, only after the last
     joining  int32 [ranges]: index of the replica being filled, -1 = none
     since    int64 [ranges]: the epoch in which the range's chain or joining replica last changed
@@ -96,7 +98,7 @@ class View:
     leaving: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
     def __post_init__(self) -> None:
-        check_name("cluster", self.cluster)
+        check_identity(self.cluster)
         _check_count("epoch", self.epoch, 1, 1 << 62)
         check_ranges(self.ranges)
         _check_count("replicas", self.replicas, 1, REPLICAS_MAX)
@@ -192,7 +194,9 @@ class View:
     @classmethod
     def decode(cls, data: bytes) -> View:
         """The inverse of `encode`. ValueError says what is wrong with bytes that are no valid view."""
-        body = _inflate(data)
+        body = _inflate("view", _MAGIC, data)
+        if len(body) < _FIXED.size:
+            raise ValueError(f"not a view: only {len(body)} bytes")
         epoch, ranges, replicas, meta_size = _FIXED.unpack_from(body)
         check_ranges(ranges)
         _check_count("replicas", replicas, 1, REPLICAS_MAX)
@@ -239,10 +243,12 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class Roster:
-    """The workers that live now, ordered by id. `version` grows by one whenever the leader writes it."""
+    """The workers that live now, ordered by id. `version` grows by one whenever the leader writes it; `cluster`: its
+    identity, as in views."""
 
     version: int
     workers: tuple[WorkerInfo, ...]
+    cluster: str = ""
 
     def __post_init__(self) -> None:
         _check_count("roster version", self.version, 1, 1 << 62)
@@ -253,16 +259,17 @@ class Roster:
             raise ValueError("a roster lists each worker id and name once, in the order of ids")
 
     def encode(self) -> bytes:
-        """The roster as JSON."""
+        """The roster as bytes: magic and version, then zlib of JSON."""
         workers = [[w.id, w.name, w.incarnation, w.app] for w in self.workers]
-        return json.dumps({"version": self.version, "workers": workers}, separators=(",", ":")).encode()
+        document = {"version": self.version, "workers": workers, "cluster": self.cluster}
+        return _ROSTER_MAGIC + zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 1)
 
     @classmethod
     def decode(cls, data: bytes) -> Roster:
         """The inverse of `encode`. ValueError says what is wrong."""
-        found = _fields("roster", data, cls)
+        found = _fields("roster", _inflate("roster", _ROSTER_MAGIC, data), cls)
         rows = _rows("roster", found["workers"], 4)
-        return cls(found["version"], tuple(WorkerInfo(*row) for row in rows))
+        return cls(found["version"], tuple(WorkerInfo(*row) for row in rows), found.get("cluster", ""))
 
 
 @dataclass(frozen=True)
@@ -273,18 +280,29 @@ class ClusterConfig:
     replicas     R, servers per range
     min_servers  servers that must be registered before the first view
     protocol     version of the data plane that its servers and workers speak
+    id           drawn when the cluster was made: another cluster of the same name has another one
+    base         numbers given out under this config are above it
     """
 
     ranges: int = 256
     replicas: int = 2
     min_servers: int = 1
     protocol: int = 2
+    id: str = field(default="", kw_only=True)
+    base: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         check_ranges(self.ranges)
         _check_count("replicas", self.replicas, 1, REPLICAS_MAX)
         _check_count("min_servers", self.min_servers, 1, SERVERS_MAX)
         _check_count("protocol", self.protocol, 1, 1 << 15)
+        if self.id:
+            check_name("cluster id", self.id)
+        _check_count("base", self.base, 0, 1 << 31)
+
+    def identity(self, name: str) -> str:
+        """What views, rosters and hellos of this cluster say of themselves, given its name."""
+        return f"{name}@{self.id}" if self.id else name
 
     def to_json(self) -> bytes:
         """The value under `config`."""
@@ -331,18 +349,16 @@ def _frozen(what: str, array: Any, dtype: type[np.generic], shape: tuple[int, ..
     return _read_only(np.array(source, dtype=dtype))
 
 
-def _inflate(data: bytes) -> bytes:
-    if data[: len(_MAGIC)] != _MAGIC:
-        raise ValueError(f"not a view: the first bytes are {bytes(data[: len(_MAGIC)])!r}, expected {_MAGIC!r}")
+def _inflate(what: str, magic: bytes, data: bytes) -> bytes:
+    if data[: len(magic)] != magic:
+        raise ValueError(f"not a {what}: the first bytes are {bytes(data[: len(magic)])!r}, expected {magic!r}")
     inflate = zlib.decompressobj()
     try:
-        body = inflate.decompress(data[len(_MAGIC) :], _BODY_MAX)
+        body = inflate.decompress(data[len(magic) :], _BODY_MAX)
     except zlib.error as error:
-        raise ValueError(f"not a view: {error}") from error
+        raise ValueError(f"not a {what}: {error}") from error
     if not inflate.eof or inflate.unused_data:
-        raise ValueError("not a view: cut short, too long, or followed by other bytes")
-    if len(body) < _FIXED.size:
-        raise ValueError(f"not a view: only {len(body)} bytes")
+        raise ValueError(f"not a {what}: cut short, too long, or followed by other bytes")
     return body
 
 

@@ -9,7 +9,18 @@ from typing import TypeVar
 
 from coordinator import fields
 from coordinator.errors import Fenced
-from coordinator.membership import CONFIG, DRAINS, ROSTER, SERVERS, SIGNED_OFF, VIEW, WORKERS, drained_incarnation
+from coordinator.membership import (
+    CONFIG,
+    DRAINS,
+    LAST_WORKER,
+    ROSTER,
+    SERVERS,
+    SIGNED_OFF,
+    VIEW,
+    WORKERS,
+    drained_incarnation,
+    last_worker,
+)
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from replication.chain import Member
@@ -17,6 +28,8 @@ from replication.chain import Member
 log = fields.logger(__name__)
 
 ELECTION = "election"
+REMEMBERED = 4096  # names of workers that have left: who comes back under one of them goes on where it was
+AT_ONCE = 64  # names forgotten in one go
 
 _Info = TypeVar("_Info", ServerInfo, WorkerInfo)
 
@@ -35,6 +48,7 @@ class World:
     revisions  of the view and the roster, to write against; servers and workers by their keys
     drains     the requests to drain, by their keys: of whom, and the revision of the request
     signed_off  the names of workers that have said they leave
+    records     of the workers that took part last under their names: id and revision, by their keys
     """
 
     def __init__(self, cluster: str, listing: Listing) -> None:
@@ -50,6 +64,7 @@ class World:
         self.servers: dict[str, ServerInfo] = {}
         self.workers: dict[str, WorkerInfo] = {}
         self.signed_off: set[str] = set()
+        self.records: dict[str, tuple[int, int]] = {}
         self.drains: dict[str, tuple[Member, int]] = {}
         self._term = 0
         for entry in listing.entries:
@@ -67,6 +82,11 @@ class World:
         """Fenced if the office is no longer ours."""
         if self._term != guard.create_revision:
             raise Fenced("somebody else has the office" if self._term else "the office is vacant")
+
+    @property
+    def identity(self) -> str | None:
+        """What the cluster's views say of it, None without a config."""
+        return None if self.config is None else self.config.identity(self.cluster)
 
     @property
     def draining(self) -> frozenset[Member]:
@@ -113,6 +133,8 @@ class World:
             self._put_worker(entry)
         elif key.startswith(DRAINS):
             self._put_drain(entry)
+        elif key.startswith(LAST_WORKER):
+            return self._put_record(entry)
         else:
             return News.NOTHING
         return News.CHANGE
@@ -125,6 +147,22 @@ class World:
         else:
             _register(self.workers, entry.key, lambda: WorkerInfo.from_json(entry.value))
             self.signed_off.discard(name)
+
+    def _put_record(self, entry: Entry) -> News:
+        try:
+            self.records[entry.key] = last_worker(entry.value), entry.revision
+        except (ValueError, TypeError, KeyError):
+            log.exception("an entry is ignored", key=entry.key)
+        return News.CHANGE if len(self.records) > REMEMBERED else News.NOTHING
+
+    def forgotten(self) -> list[tuple[str, int]]:
+        """Keys and revisions of records to drop: of those that are not listed the newest `REMEMBERED` stay."""
+        if len(self.records) <= REMEMBERED:
+            return []
+        listed = {LAST_WORKER + worker.name for worker in (self.roster.workers if self.roster else ())}
+        listed |= {LAST_WORKER + worker.name for worker in self.workers.values()}
+        away = sorted((record, key) for key, record in self.records.items() if key not in listed)
+        return [(key, revision) for (_, revision), key in away[: min(AT_ONCE, len(away) - REMEMBERED)]]
 
     def _put_drain(self, entry: Entry) -> None:
         try:
@@ -147,6 +185,8 @@ class World:
             return News.CHANGE
         if self.servers.pop(change.key, None) is not None:
             return News.DEATH
+        if self.records.pop(change.key, None) is not None:
+            return News.CHANGE if len(self.records) > REMEMBERED else News.NOTHING
         if self.drains.pop(change.key, None) is not None:
             return News.CHANGE
         return News.NOTHING if self.workers.pop(change.key, None) is None else News.CHANGE

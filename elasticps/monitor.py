@@ -37,11 +37,11 @@ HELLO_TIMEOUT_S = 2.0
 MAX_WAITING_BYTES = 4 << 20  # views that a server which reads nothing is not sent any more
 
 
-def dial_server(cluster: str, leader: str, credentials: Credentials | None = None) -> Dial:
-    """How the leader of that name connects to the servers of a cluster; with TLS if it has credentials."""
+def dial_server(leader: str, credentials: Credentials | None = None) -> Dial:
+    """How the leader of that name connects to servers; with TLS if it has credentials."""
 
     @asynccontextmanager
-    async def dial(server: ServerInfo) -> AsyncIterator[Line]:
+    async def dial(server: ServerInfo, cluster: str) -> AsyncIterator[Line]:
         host, _, port = server.address.rpartition(":")
         context = None if credentials is None else credentials.client_context()
         reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)

@@ -6,7 +6,7 @@ import asyncio
 import traceback
 from asyncio import events
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -73,7 +73,6 @@ class Cluster:
     def __init__(self, seed: int, weather: Weather, config: ClusterConfig, calm: bool = False) -> None:
         self.clock = Clock(seed)
         self.network = Network(self.clock, weather)
-        self.config = config
         self.servers: dict[str, ServerProcess] = {}
         self.leaders: dict[str, Process] = {}
         self.violation: Violation | None = None
@@ -82,7 +81,7 @@ class Cluster:
         self._threads: list[Threads] = []
         self._numbers: dict[str, int] = {}
         self.store = StoreProcess(self._loop(Process(self.clock, STORE_HOST, STORE_HOST)), self.network, NAME)
-        self.store.run(create_cluster(self.store.data, config))
+        self.config = self.store.run(create_cluster(self.store.data, replace(config, id="simulated")))
         self.views = Views(config.replicas, config.ranges, lambda m: self.life(m.name, m.incarnation) is not None, calm)
         self.store.written = self._written
         self._revision = 0  # of the newest view
@@ -198,7 +197,7 @@ class Cluster:
         stop = asyncio.Event()
         events._set_running_loop(before)
         loop.create_task(self._lead(process, run_coordinator(
-            store, name=name, ttl_s=OFFICE_S, stop=stop, dial=dial_server(NAME, name)
+            store, name=name, ttl_s=OFFICE_S, stop=stop, dial=dial_server(name)
         )))  # fmt: skip
 
     async def _lead(self, process: Process, work: object) -> None:

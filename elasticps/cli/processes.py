@@ -7,7 +7,7 @@ import os
 import signal
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import uvloop
@@ -171,12 +171,12 @@ async def _coordinate(
                 stack.push_async_callback(metrics.close)
                 await metrics.start(*metrics_at)
             print_json({"ready": True, "name": name, "pid": os.getpid()})
-            await run_coordinator(store, name=name, stop=stop, dial=dial_server(store.cluster, name, credentials))
+            await run_coordinator(store, name=name, stop=stop, dial=dial_server(name, credentials))
     finally:
         await store.close()
 
 
-async def _create(store: Store, chosen: dict[str, int]) -> None:
+async def _create(store: Store, chosen: dict[str, Any]) -> None:
     """Makes sure that there is a cluster, and that it is as `chosen`."""
     existing = await store.get("config")
     config = ClusterConfig.from_json(existing.value) if existing else ClusterConfig()

@@ -42,9 +42,9 @@ class Client:
         try:
             deadline_s = self._runtime.monotonic() + timeout
             view = registry.first_view(timeout)
-            self.worker = registry.register(worker, app, self._lost, timeout)
+            self.worker = registry.register(worker, app, self._lost, timeout, view.cluster)
             self._dispatcher = dispatcher = Dispatcher(
-                self._runtime, registry.cluster, self.worker, view, window, registry.ask_view, registry.credentials
+                self._runtime, view.cluster, self.worker, view, window, registry.ask_view, registry.credentials
             )
             barrier = None
             if isinstance(consistency, BSP):

@@ -10,15 +10,15 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordinator.connect import open_store
 from coordinator.errors import CoordinationError
-from coordinator.membership import WorkerSession, next_number, register_worker
+from coordinator.membership import LAST_WORKER, ROSTER, SIGNED_OFF, WORKERS, WorkerSession, new_number, register_worker
 from coordinator.names import check_name
 from coordinator.store import Store
-from coordinator.view import ClusterConfig, View, WorkerInfo
+from coordinator.view import ClusterConfig, Roster, View, WorkerInfo
 from elasticps.client.protocol.join import Past
 from elasticps.client.runtime import Runtime
 from elasticps.errors import ClusterUnreachable, ConfigError, SpecError, Timeout
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-POLL_S = 0.05
-WORKER_TTL_S = 5.0  # so long a dead worker holds others back; one that is frozen for less goes on
+POLL_S, POLL_MOST_S = 0.05, 0.5
 ASK_VIEW_TIMEOUT_S = 2.0
 
 
@@ -44,6 +43,7 @@ class Registration:
     id: int
     spec: TableSpec
     creator: int  # worker id
+    by: str  # its name
     ready: bool
     revision: int
 
@@ -89,14 +89,16 @@ class Registry:
 
     # --- membership ---------------------------------------------------------------------------------------------
 
-    def register(self, name: str, app: str, on_lost: Callable[[str], None], timeout_s: float) -> WorkerInfo:
-        """Takes the name under a lease; an older incarnation of it is fenced."""
+    def register(
+        self, name: str, app: str, on_lost: Callable[[str], None], timeout_s: float, cluster: str
+    ) -> WorkerInfo:
+        """Takes the name under a lease, in the cluster of that identity; an older incarnation of it is fenced."""
         try:
             check_name("worker", name)
             if self.credentials is not None:
                 self.credentials.require(Role.WORKER, name, app)
             unique = name if app == "default" else f"{app}/{name}"
-            registering = register_worker(self._store, name=unique, app=app, ttl_s=WORKER_TTL_S, on_lost=on_lost)
+            registering = register_worker(self._store, name=unique, app=app, on_lost=on_lost, cluster=cluster)
             self._worker = self.call(registering, timeout_s)
         except ValueError as error:
             raise ConfigError(str(error)) from None
@@ -114,12 +116,16 @@ class Registry:
     def keep(self, past: Past, timeout_s: float) -> int | None:
         """Writes it, if the key still has its revision (0: does not exist); returns the new one, or None."""
         value = json.dumps({key: number for key, number in past._asdict().items() if key != "revision"}).encode()
-        return self.call(self._store.compare_and_set(self._past_key, value, expect=past.revision), timeout_s)
+        revision = self.call(self._store.compare_and_set(self._past_key, value, expect=past.revision), timeout_s)
+        if revision is not None and self._worker is not None:
+            self._worker.belongings[self._past_key] = value
+            self._worker.took_part = True
+        return revision
 
     @property
     def _past_key(self) -> str:
         assert self._worker is not None
-        return f"last-worker/{self._worker.info.name}"
+        return LAST_WORKER + self._worker.info.name
 
     def registered(self) -> int:
         """The lease under which this worker is registered, 0 if it has run out as far as is known here. Another lease:
@@ -165,7 +171,10 @@ class Registry:
 
     def open_table(self, app: str, spec: TableSpec, worker: int, ready: bool, timeout_s: float) -> Registration:
         """Registers the table, or finds it; `SpecError` says how an existing one differs."""
-        found = self.call(self._open_table(f"tables/{app}/{spec.name}", spec, worker, ready), timeout_s)
+        key = f"tables/{app}/{spec.name}"
+        found = self.call(self._open_table(key, spec, worker, ready), timeout_s)
+        if self._worker is not None:
+            self._worker.belongings[key] = _registry_value(found)
         if difference := found.spec.difference(spec):
             raise SpecError(f"table {spec.name!r} exists with another spec: its {difference}. Use the same spec or "
                             "another name")  # fmt: skip
@@ -176,17 +185,18 @@ class Registry:
             entry = await self._store.get(key)
             if entry is not None:
                 return _registration(entry.value, entry.revision)
-            table_id = await next_number(self._store, "next-table-id")
-            value = _registry_value(table_id, spec, worker, ready)
-            revision = await self._store.compare_and_set(key, value, expect=0)
+            made = Registration(await new_number(self._store), spec, worker, self._name, ready, 0)
+            revision = await self._store.compare_and_set(key, _registry_value(made), expect=0)
             if revision is not None:
-                return Registration(table_id, spec, worker, ready, revision)
+                return replace(made, revision=revision)
 
     def mark_ready(self, app: str, registration: Registration, timeout_s: float) -> None:
         """Its initial values are on the servers. Losing the race means that somebody else said so."""
         key = f"tables/{app}/{registration.spec.name}"
-        value = _registry_value(registration.id, registration.spec, registration.creator, True)
+        value = _registry_value(replace(registration, ready=True))
         self.call(self._store.compare_and_set(key, value, expect=registration.revision), timeout_s)
+        if self._worker is not None:
+            self._worker.belongings[key] = value
 
     def wait_ready(self, app: str, name: str, creator: int, timeout_s: float) -> bool:
         """Waits until a dense tensor's creator has filled it; False if the creator is gone before that."""
@@ -194,27 +204,44 @@ class Registry:
 
     async def _wait_ready(self, key: str, creator: int, timeout_s: float) -> bool:
         deadline = self.runtime.monotonic() + timeout_s
+        pause_s = POLL_S
         while True:
             entry = await self._store.get(key)
-            if entry is not None and _registration(entry.value, entry.revision).ready:
+            found = None if entry is None else _registration(entry.value, entry.revision)
+            if found is not None and found.ready:
                 return True
-            workers = (await self._store.list("workers/")).entries
-            if creator not in {WorkerInfo.from_json(e.value).id for e in workers}:
+            if found is None or not await self._lives(creator, found.by):
                 return False
             if self.runtime.monotonic() > deadline:
                 raise Timeout(f"{key.rpartition('/')[2]!r}: its creator, worker {creator}, has not filled it within "
                               f"{timeout_s:.1f} s")  # fmt: skip
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, POLL_MOST_S)
+
+    async def _lives(self, worker: int, name: str) -> bool:
+        """Whether a worker is registered, or listed: then it may come back."""
+        if not name:
+            return False
+        entry = await self._store.get(WORKERS + name)
+        if entry is not None:
+            return entry.value != SIGNED_OFF and WorkerInfo.from_json(entry.value).id == worker
+        roster = await self._store.get(ROSTER)
+        return roster is not None and worker in {one.id for one in Roster.decode(roster.value).workers}
+
+    @property
+    def _name(self) -> str:
+        return "" if self._worker is None else self._worker.info.name
 
 
-def _registry_value(table_id: int, spec: TableSpec, creator: int, ready: bool) -> bytes:
-    return json.dumps({"id": table_id, "spec": spec.to_json(), "creator": creator, "ready": ready}).encode()
+def _registry_value(table: Registration) -> bytes:
+    document = {"id": table.id, "spec": table.spec.to_json(), "creator": table.creator, "by": table.by}
+    return json.dumps(document | {"ready": table.ready}).encode()
 
 
 def _registration(value: bytes, revision: int) -> Registration:
     document = json.loads(value)
     spec = TableSpec.from_json(document["spec"])
-    return Registration(document["id"], spec, document["creator"], document["ready"], revision)
+    return Registration(document["id"], spec, document["creator"], document.get("by", ""), document["ready"], revision)
 
 
 def _run(coroutine: Coroutine[Any, Any, T], runtime: Runtime, timeout_s: float, url: str) -> T:

@@ -95,6 +95,7 @@ async def live(
                 zone=me.zone,
                 weight=me.weight,
                 on_lost=lambda reason: resolve(stop, reason),
+                cluster=around.config.identity(around.store.cluster),
             )
             incarnation = session.info.incarnation
             async with _life(around, session) as server:
@@ -121,7 +122,7 @@ async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[S
     loop, store = asyncio.get_running_loop(), around.store
     async with AsyncExitStack() as stack:
         stack.push_async_callback(session.close)
-        server = around.build(session, store.cluster, around.config.ranges, loop)
+        server = around.build(session, session.cluster, around.config.ranges, loop)
         stack.callback(server.close)
         logs.bind(incarnation=session.info.incarnation, epoch=lambda: server.epoch)
         follower = ViewFollower(store)

@@ -178,13 +178,13 @@ class Server:
 
     def _view(self, connection: Connection, header: Header, body: Body) -> None:
         view = read_view(header, body, self.serving.epoch)
-        if view is not None and view.cluster == self.cluster and view.ranges == self.serving.ranges:
+        if view is not None and view.ranges == self.serving.ranges:
             self.adopt(view)
 
     def adopt(self, view: View) -> None:
-        """Takes a newer view; frames that waited for it go on."""
+        """Takes a newer view of our cluster; frames that waited for it go on."""
         serving = self.serving
-        if view.epoch <= serving.epoch:
+        if view.epoch <= serving.epoch or view.cluster != self.cluster:
             return
         headed, tailed = serving.headed, serving.tailed
         listed = serving.adopt(view)
@@ -206,7 +206,7 @@ class Server:
 
     def follow(self, roster: Roster) -> None:
         """Takes a newer roster: fences older incarnations, forgets who left, lets what waits be judged again."""
-        if roster.version <= self.serving.roster_version:
+        if roster.version <= self.serving.roster_version or roster.cluster != self.cluster:
             return
         self.serving.follow(roster)
         workers = self.serving.workers

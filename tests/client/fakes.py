@@ -152,7 +152,7 @@ class FakeRegistry:
     def first_view(self, timeout_s: float) -> View:
         return self.view
 
-    def register(self, name: str, app: str, on_lost: object, timeout_s: float) -> WorkerInfo:
+    def register(self, name: str, app: str, on_lost: object, timeout_s: float, cluster: str) -> WorkerInfo:
         return WorkerInfo(7, name, 1, app)
 
     def past(self, timeout_s: float) -> Past | None:
@@ -168,7 +168,7 @@ class FakeRegistry:
         return 1
 
     def open_table(self, app: str, spec: TableSpec, worker: int, ready: bool, timeout_s: float) -> Registration:
-        return Registration(1 if spec.shape is None else 2, spec, worker, ready, 1)
+        return Registration(1 if spec.shape is None else 2, spec, worker, "w", ready, 1)
 
     def mark_ready(self, app: str, registration: Registration, timeout_s: float) -> None:
         pass

@@ -9,6 +9,7 @@ import pytest
 
 import elasticps as eps
 from coordinator.memory import MemoryStore
+from coordinator.view import ClusterConfig
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime, Stream
@@ -42,6 +43,7 @@ def test_a_client_can_be_built_on_another_runtime_and_another_store() -> None:
     view = server.view = chains([server.info], [[0]])
     runtime = Counted()
     store = MemoryStore("fake")
+    runtime.run(store.put("config", ClusterConfig(view.ranges).to_json()), 5.0)
     runtime.run(store.put("view", view.encode()), 5.0)
     try:
         control = Registry(store, runtime, "memory")

@@ -117,7 +117,7 @@ class Rack:
                 line.broken = True
 
     @asynccontextmanager
-    async def dial(self, info: ServerInfo) -> AsyncIterator[Line]:
+    async def dial(self, info: ServerInfo, cluster: str) -> AsyncIterator[Line]:
         server = self.servers[info.name]
         server.calls += 1
         await asyncio.sleep(0)

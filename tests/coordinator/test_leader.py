@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 
-from coordinator.errors import StoreUnavailable
+from coordinator.errors import StoreUnavailable, TooLarge
 from coordinator.etcd import EtcdStore
 from coordinator.leader import ELECTION, _Alarm, run_coordinator
 from coordinator.membership import ViewFollower, create_cluster, register_server, register_worker
@@ -69,7 +70,7 @@ async def until_office(store: Store, name: str) -> Entry:
 
 async def test_the_first_view_and_the_roster_come_about(clients: Clients) -> None:
     async with clients() as store, coordinator(store), following(store) as follower:
-        await create_cluster(store, ClusterConfig(ranges=16, replicas=2, min_servers=3))
+        config = await create_cluster(store, ClusterConfig(ranges=16, replicas=2, min_servers=3))
         async with servers(store, "a", "b"):
             worker = await register_worker(store, name="w", app="default")
             await until(lambda: follower.roster is not None)
@@ -79,7 +80,7 @@ async def test_the_first_view_and_the_roster_come_about(clients: Clients) -> Non
             async with servers(store, "c"):
                 view = await follower.wait_for(lambda view: True, 20)
                 assert view.epoch == 1
-                assert view.cluster == store.cluster
+                assert view.cluster == follower.roster.cluster == f"{store.cluster}@{config.id}"
                 assert [server.name for server in view.servers] == ["a", "b", "c"]
                 await worker.close()
                 await until(lambda: follower.roster is not None and follower.roster.workers == ())
@@ -321,3 +322,45 @@ async def test_a_leader_that_is_told_to_end_as_the_alarm_rings_ends(turns: int) 
     if waiting.cancel():
         with pytest.raises(asyncio.CancelledError):
             await waiting
+
+
+class Narrow(FaultyStore):
+    """A store that takes no view while it is narrow."""
+
+    narrow = False
+
+    async def compare_and_set(self, key: str, value: bytes, **options: Any) -> int | None:
+        if self.narrow and key == "view":
+            raise TooLarge("the test takes no view")
+        return await super().compare_and_set(key, value, **options)
+
+
+async def test_a_view_too_large_to_write_ends_no_term(caplog: pytest.LogCaptureFixture) -> None:
+    store = Narrow(MemoryStore())
+    await create_cluster(store, ClusterConfig(ranges=4, min_servers=1))
+    async with coordinator(store), following(store) as follower, servers(store, "a"):
+        await follower.wait_for(lambda view: True, 20)
+        before = await office(store)
+        store.narrow = True
+        async with servers(store, "b"):
+            await until(lambda: "cannot be written: the test takes no view" in caplog.text)
+            store.narrow = False
+            async with servers(store, "c"):
+                await follower.wait_for(lambda view: view.index("c") >= 0, 20)
+        assert await office(store) == before
+
+
+async def test_of_workers_that_left_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.world.REMEMBERED", 3)
+    monkeypatch.setattr("coordinator.world.AT_ONCE", 2)
+    memory = MemoryStore()
+    await create_cluster(memory, ClusterConfig(ranges=4))
+    here = await register_worker(memory, name="here", app="x")
+    await memory.put("last-worker/here", b'{"id": 1}')
+    for i in range(2, 12):
+        await memory.put(f"last-worker/w{i}", b'{"id": %d}' % i)
+    async with coordinator(memory):
+        await until_key(memory, "last-worker/w8", lambda entry: entry is None)
+        left = {entry.key for entry in (await memory.list("last-worker/")).entries}
+        assert left == {f"last-worker/{name}" for name in ("here", "w9", "w10", "w11")}
+    await here.close()

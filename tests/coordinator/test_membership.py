@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
 from coordinator.connect import insist
-from coordinator.errors import StoreUnavailable, UnknownServer
+from coordinator.errors import OtherCluster, StoreUnavailable, UnknownServer
 from coordinator.etcd import EtcdStore
 from coordinator.membership import (
     ServerSession,
@@ -18,6 +21,7 @@ from coordinator.membership import (
     cancel_drain,
     create_cluster,
     list_drains,
+    new_number,
     register_server,
     register_worker,
     request_drain,
@@ -52,8 +56,10 @@ async def test_a_cluster_is_created_once(clients: Clients) -> None:
     async with clients() as store:
         config = ClusterConfig(ranges=64, replicas=2, min_servers=3)
         configs = await asyncio.gather(*(create_cluster(store, config) for _ in range(5)))
-        assert configs == [config] * 5
-        assert await create_cluster(store, ClusterConfig(ranges=64, replicas=2, min_servers=1)) == config
+        made = configs[0]
+        assert made.id
+        assert configs == [replace(config, id=made.id)] * 5
+        assert await create_cluster(store, ClusterConfig(ranges=64, replicas=2, min_servers=1)) == made
         with pytest.raises(ValueError, match=r"ranges=64.*ranges=128"):
             await create_cluster(store, ClusterConfig(ranges=128, replicas=2))
 
@@ -252,16 +258,121 @@ async def test_worker_ids_are_never_used_again(clients: Clients) -> None:
         second = await register_worker(store, name="w1", app="default")
         await first.close()
         third = await register_worker(store, name="w0", app="other")
-        assert [session.info for session in (first, second, third)] == [
-            WorkerInfo(1, "w0", 1, "default"),
-            WorkerInfo(2, "w1", 1, "default"),
-            WorkerInfo(3, "w0", 2, "other"),
+        infos = [session.info for session in (first, second, third)]
+        assert 0 < infos[0].id < infos[1].id < infos[2].id
+        assert infos == [
+            WorkerInfo(i.id, n, i.id, a)
+            for i, n, a in zip(infos, ("w0", "w1", "w0"), ("default", "default", "other"), strict=True)
         ]
         entry = await store.get("workers/w0")
         assert entry is not None
-        assert json.loads(entry.value) == {"id": 3, "name": "w0", "incarnation": 2, "app": "other"}
+        assert WorkerInfo.from_json(entry.value) == third.info
         await second.close()
         await third.close()
+
+
+class Counting(FaultyStore):
+    """Counts requests, each of which lets the others go on."""
+
+    requests = 0
+
+    async def put(self, key: str, value: bytes, *, lease: int | None = None) -> int:
+        self.requests += 1
+        await asyncio.sleep(0)
+        return await super().put(key, value, lease=lease)
+
+    async def get(self, key: str) -> Entry | None:
+        self.requests += 1
+        await asyncio.sleep(0)
+        return await super().get(key)
+
+    async def compare_and_set(self, *arguments: Any, **options: Any) -> int | None:
+        self.requests += 1
+        await asyncio.sleep(0)
+        return await super().compare_and_set(*arguments, **options)
+
+
+async def test_many_workers_that_start_at_once_do_not_race_each_other() -> None:
+    store = Counting(MemoryStore())
+    await create_cluster(store, ClusterConfig(4))
+    workers = await asyncio.gather(*(register_worker(store, name=f"w{i}", app="x") for i in range(200)))
+    assert len({worker.info.id for worker in workers}) == 200
+    assert store.requests <= 200 * 10
+    for worker in workers:
+        await worker.close()
+
+
+async def test_an_older_incarnation_of_a_worker_never_comes_back(clients: Clients) -> None:
+    """Neither while the newer one is registered, nor after that has left, nor when the cluster has forgotten both."""
+    async with clients() as store:
+        await create_cluster(store, ClusterConfig(4))
+        for remembered in (True, False):
+            lost: list[str] = []
+            old = await register_worker(store, name="w", app="x", ttl_s=0.6, on_lost=lost.append)
+            old.took_part = True
+            await store.put("last-worker/w", json.dumps({"id": old.info.id}).encode())
+            new = await register_worker(store, name="w", app="x")
+            if remembered:
+                await store.put("last-worker/w", json.dumps({"id": new.info.id}).encode())
+            else:
+                await store.delete("last-worker/w")
+            await new.close()
+            await until(partial(len, lost))
+            assert ("now belongs to" if remembered else "forgotten") in lost[0]
+            await old.close()
+
+
+async def test_nobody_registers_in_another_cluster_of_the_same_name(clients: Clients) -> None:
+    async with clients() as store:
+        first = await create_cluster(store, ClusterConfig(4))
+        session, lost = await serve(store, ttl_s=0.6)
+        assert session.cluster == first.identity(store.cluster)
+        await store.delete("config")
+        second = await create_cluster(store, ClusterConfig(4))
+        assert second.id != first.id
+        await store.revoke(session.lease)  # as in a store that was made anew
+        await store.put("probe", b"")
+        with pytest.raises(OtherCluster, match=f"holds cluster {store.cluster}@{second.id}, not"):
+            await register_server(
+                store, name="s1", address="h:1", on_lost=lost.append, cluster=first.identity(store.cluster)
+            )
+        before = session.deadline
+        await asyncio.sleep(1.0)
+        assert await registered(store) is None
+        assert session.deadline == before
+        await store.put("config", first.to_json())  # somebody has taken ours over
+        await until_registered(store, 1)
+        assert not lost
+        await session.close()
+
+
+async def test_numbers_start_above_the_base(clients: Clients) -> None:
+    async with clients() as store:
+        await create_cluster(store, ClusterConfig(4, base=5000))
+        numbers = await asyncio.gather(*(new_number(store) for _ in range(20)))
+        assert len(set(numbers)) == 20
+        assert min(numbers) > 5000
+
+
+async def test_what_a_worker_has_written_is_put_back_into_a_store_made_anew() -> None:
+    store = MemoryStore()
+    config = await create_cluster(store, ClusterConfig(4))
+    lost: list[str] = []
+    worker = await register_worker(store, name="w", app="x", ttl_s=0.3, on_lost=lost.append)
+    worker.took_part = True
+    worker.belongings |= {
+        "last-worker/w": b'{"id": %d}' % worker.info.id,
+        "tables/x/t": b"a table",
+        "tables/x/u": b"another",
+    }
+    for entry in (await store.list("")).entries:
+        await store.delete(entry.key)
+    await store.put("tables/x/u", b"somebody has it already")
+    await store.put("config", replace(config, base=worker.info.id).to_json())
+    await until_key(store, "tables/x/t", lambda entry: entry is not None and entry.value == b"a table")
+    await until_key(store, "tables/x/u", lambda entry: entry is not None and entry.value.startswith(b"somebody"))
+    assert not lost
+    await worker.close()
 
 
 def view(epoch: int) -> View:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Sequence
+from random import Random
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 from coordinator.draft import Draft, Loss
 from coordinator.planner import Health, Members, Plan, UnsafePlan, plan, plan_roster
 from coordinator.repair import Limits
-from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
+from coordinator.store import VALUE_MAX
+from coordinator.view import WORKERS_MAX, ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from replication.chain import Member, unsafe_transition
 
 CONFIG = ClusterConfig(ranges=16, replicas=2, min_servers=3)
@@ -526,3 +529,26 @@ def test_the_roster_follows_the_workers() -> None:
     last = plan_roster(second.roster, [])
     assert last is not None
     assert last.roster == Roster(3, ())
+
+
+def test_a_roster_that_the_store_would_not_take_is_never_planned() -> None:
+    """Newcomers wait, who is listed stays, and what is waited for is said."""
+    random = Random(1)
+    crowd = [worker(i, "".join(random.choices(string.ascii_letters, k=60)), i) for i in range(1, WORKERS_MAX + 100)]
+    first = plan_roster(None, crowd)
+    assert first is not None
+    assert 4096 < len(first.roster.workers) < WORKERS_MAX
+    assert len(first.roster.encode()) <= VALUE_MAX
+    assert "workers wait: the roster is full" in first.reason
+    assert Roster.decode(first.roster.encode()) == first.roster
+    assert plan_roster(first.roster, crowd) is None
+    left = first.roster.workers[1:]
+    again = plan_roster(first.roster, [one for one in crowd if one.id != first.roster.workers[0].id])
+    assert again is not None
+    assert set(again.roster.workers) > set(left)
+
+
+def test_a_roster_of_sixty_thousand_workers_with_usual_names_fits() -> None:
+    found = plan_roster(None, [worker(i, f"averyveryverylongworkername{i}", i) for i in range(1, 60_001)])
+    assert found is not None
+    assert len(found.roster.workers) == 60_000
