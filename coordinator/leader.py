@@ -152,6 +152,7 @@ class _Term:
         self._lines = None if dial is None else Lines(dial, self._heard)
         self._pace = Pace()
         self._grace = Grace(asyncio.get_running_loop().time())
+        self._identity: str | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._roster_timer: asyncio.TimerHandle | None = None
         self._view: View | None = None
@@ -206,6 +207,8 @@ class _Term:
         self._alarm.ring(urgent)
 
     def _look_at(self, world: World) -> None:
+        if world.identity != self._identity:  # whose members have yet to register
+            self._identity, self._grace = world.identity, Grace(asyncio.get_running_loop().time())
         self._view = world.view
         if self._lines is not None and world.identity is not None:
             listed = () if world.view is None else world.view.servers

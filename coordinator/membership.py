@@ -33,7 +33,7 @@ SIGNED_OFF = b"signed off"
 LEASE_S = 5.0  # how long a member stays registered without a word from it
 LAST_WORKER = "last-worker/"
 """Below it, by name, JSON with the `id` of the worker that took part last: no older one may come back."""
-_INCARNATIONS = "incarnations/"
+INCARNATIONS = "incarnations/"
 _NUMBERS = "numbers"
 
 FAREWELL_S = 1.0  # a lease that the store does not take back by then runs out by itself
@@ -178,7 +178,7 @@ class Session(Generic[Info]):
         sent = asyncio.get_running_loop().time()
         self.lease = await self._store.grant(self._ttl_s)
         while True:
-            guard = await self._our_cluster()
+            guard = await self.our_cluster()
             entry = await self._check_newest()
             expect = 0 if entry is None else entry.revision
             try:
@@ -197,7 +197,7 @@ class Session(Generic[Info]):
     async def restore(self) -> None:
         """Registered, perhaps in a store that was made anew and has taken our cluster over."""
 
-    async def _our_cluster(self) -> Guard | None:
+    async def our_cluster(self) -> Guard | None:
         """What holds while the store holds the cluster that we belong to. OtherCluster if it does not."""
         entry = await self._store.get(CONFIG)
         found = identity_of(self._store, entry)
@@ -255,7 +255,7 @@ class ServerSession(Session[ServerInfo]):
     """A server's. Its incarnations are counted by name."""
 
     async def newest(self) -> int:
-        return _count(await self._store.get(_INCARNATIONS + self._key))
+        return _count(await self._store.get(INCARNATIONS + self._key))
 
 
 class WorkerSession(Session[WorkerInfo]):
@@ -285,7 +285,7 @@ class WorkerSession(Session[WorkerInfo]):
         if record is not None:
             return last_worker(record.value)
         if self.took_part:
-            await self._our_cluster()
+            await self.our_cluster()
             if self.base == self._restored:
                 raise Fenced(f"{self._key} was away for so long that the cluster has forgotten it")
         return 0
@@ -323,7 +323,7 @@ async def register_server(
     ServerInfo(name, 1, address, admin, zone, weight)  # refuse bad arguments before a number is spent on them
     if cluster and (found := identity_of(store, await store.get(CONFIG))) != cluster:
         raise OtherCluster(other_cluster(cluster, found))
-    incarnation = await _next_incarnation(store, _INCARNATIONS + SERVERS + name)
+    incarnation = await _next_incarnation(store, INCARNATIONS + SERVERS + name)
     info = ServerInfo(name, incarnation, address, admin, zone, weight)
     session = ServerSession(store, SERVERS, info, ttl_s, on_lost)
     session.cluster = cluster
@@ -354,7 +354,7 @@ async def register_worker(
 
 async def newest_incarnation(store: Store, server: str) -> int:
     """The last one that was given to a server of that name; 0 if there never was one."""
-    return _count(await store.get(_INCARNATIONS + SERVERS + server))
+    return _count(await store.get(INCARNATIONS + SERVERS + server))
 
 
 class ViewFollower:

@@ -183,6 +183,13 @@ class World:
         if change.key == ELECTION:
             self._term = 0
             return News.CHANGE
+        if change.key in self.revisions:  # the cluster begins anew
+            self.revisions[change.key] = 0
+            if change.key == VIEW:
+                self.view = None
+            else:
+                self.roster = None
+            return News.CHANGE
         if self.servers.pop(change.key, None) is not None:
             return News.DEATH
         if self.records.pop(change.key, None) is not None:

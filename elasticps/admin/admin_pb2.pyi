@@ -125,16 +125,36 @@ class TablesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TableStatus(_message.Message):
-    __slots__ = ("id", "rows_headed", "rows", "bytes")
+    __slots__ = ("id", "rows_headed", "rows", "bytes", "spec")
     ID_FIELD_NUMBER: _ClassVar[int]
     ROWS_HEADED_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
     id: int
     rows_headed: int
     rows: int
     bytes: int
-    def __init__(self, id: _Optional[int] = ..., rows_headed: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    spec: str
+    def __init__(self, id: _Optional[int] = ..., rows_headed: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., spec: _Optional[str] = ...) -> None: ...
+
+class ClusterRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ClusterResponse(_message.Message):
+    __slots__ = ("name", "incarnation", "view", "roster", "newest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    view: bytes
+    roster: bytes
+    newest: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., view: _Optional[bytes] = ..., roster: _Optional[bytes] = ..., newest: _Optional[int] = ...) -> None: ...
 
 class TablesResponse(_message.Message):
     __slots__ = ("tables",)

@@ -39,6 +39,11 @@ class AdminStub:
                 request_serializer=elasticps_dot_admin_dot_admin__pb2.StatusRequest.SerializeToString,
                 response_deserializer=elasticps_dot_admin_dot_admin__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Cluster = channel.unary_unary(
+                '/elasticps.v1.Admin/Cluster',
+                request_serializer=elasticps_dot_admin_dot_admin__pb2.ClusterRequest.SerializeToString,
+                response_deserializer=elasticps_dot_admin_dot_admin__pb2.ClusterResponse.FromString,
+                _registered_method=True)
         self.Tables = channel.unary_unary(
                 '/elasticps.v1.Admin/Tables',
                 request_serializer=elasticps_dot_admin_dot_admin__pb2.TablesRequest.SerializeToString,
@@ -61,6 +66,13 @@ class AdminServicer:
 
     def Status(self, request, context):
         """What the server is, what it holds and what it has done so far.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cluster(self, request, context):
+        """What it knows of its cluster, for a store that has lost that.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,6 +106,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=elasticps_dot_admin_dot_admin__pb2.StatusRequest.FromString,
                     response_serializer=elasticps_dot_admin_dot_admin__pb2.StatusResponse.SerializeToString,
+            ),
+            'Cluster': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cluster,
+                    request_deserializer=elasticps_dot_admin_dot_admin__pb2.ClusterRequest.FromString,
+                    response_serializer=elasticps_dot_admin_dot_admin__pb2.ClusterResponse.SerializeToString,
             ),
             'Tables': grpc.unary_unary_rpc_method_handler(
                     servicer.Tables,
@@ -138,6 +155,33 @@ class Admin:
             '/elasticps.v1.Admin/Status',
             elasticps_dot_admin_dot_admin__pb2.StatusRequest.SerializeToString,
             elasticps_dot_admin_dot_admin__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticps.v1.Admin/Cluster',
+            elasticps_dot_admin_dot_admin__pb2.ClusterRequest.SerializeToString,
+            elasticps_dot_admin_dot_admin__pb2.ClusterResponse.FromString,
             options,
             channel_credentials,
             insecure,

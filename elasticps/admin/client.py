@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from coordinator.view import Roster, View
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.errors import ClusterUnreachable, Error, ServerError
 from elasticps.security.identity import host_name
@@ -44,7 +45,30 @@ async def fetch_tables(address: str, timeout_s: float, credentials: Credentials 
             answer = await admin_pb2_grpc.AdminStub(channel).Tables(admin_pb2.TablesRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _failure(address, timeout_s, error) from error
-    return [{"id": t.id, "rows_headed": t.rows_headed, "rows": t.rows, "bytes": t.bytes} for t in answer.tables]
+    fields = ("id", "rows_headed", "rows", "bytes", "spec")
+    return [{field: getattr(table, field) for field in fields} for table in answer.tables]
+
+
+class Known(NamedTuple):
+    """What a server knows of its cluster; None where it has had none."""
+
+    name: str
+    incarnation: int
+    view: View | None
+    roster: Roster | None
+    newest: int
+
+
+async def fetch_cluster(address: str, timeout_s: float, credentials: Credentials | None = None) -> Known:
+    """ClusterResponse (admin.proto) of the server at `address`. Raises ClusterUnreachable like the others."""
+    async with _channel(address, credentials) as channel:
+        try:
+            answer = await admin_pb2_grpc.AdminStub(channel).Cluster(admin_pb2.ClusterRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise _failure(address, timeout_s, error) from error
+    view = View.decode(answer.view) if answer.view else None
+    roster = Roster.decode(answer.roster) if answer.roster else None
+    return Known(answer.name, answer.incarnation, view, roster, answer.newest)
 
 
 async def take_mark(address: str, mark: int, timeout_s: float, credentials: Credentials | None = None) -> bool:

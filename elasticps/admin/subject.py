@@ -26,6 +26,9 @@ class Subject(Protocol):
     def me(self) -> ServerInfo: ...
     @property
     def told(self) -> Mapping[int, int]: ...
+    def cluster_known(self) -> Mapping[str, Any]:
+        """The fields of ClusterResponse in admin.proto."""
+
     def status(self) -> Mapping[str, Any]:
         """The fields of StatusResponse in admin.proto."""
 

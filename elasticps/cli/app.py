@@ -13,7 +13,7 @@ import typer
 
 from elasticps import __version__
 from elasticps.bench.cli import app as bench
-from elasticps.cli import audit, local, logs, processes, scale, status, tables
+from elasticps.cli import audit, cluster, local, logs, processes, scale, status, tables
 from elasticps.cli.certificates import certificates
 from elasticps.cli.demo import demo
 from elasticps.cli.options import command
@@ -39,6 +39,7 @@ app.command(rich_help_panel=LOOK)(command(scale.drain))
 app.command(rich_help_panel=LOOK)(command(status.status))
 app.command(rich_help_panel=LOOK)(command(tables.tables))
 app.command(rich_help_panel=LOOK)(command(audit.audit))
+app.add_typer(cluster.app, name="cluster", rich_help_panel=LOOK)
 app.command(rich_help_panel=SHOW)(command(demo))
 for measure in bench.registered_commands:
     if measure.callback is not None:

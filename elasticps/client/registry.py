@@ -181,6 +181,8 @@ class Registry:
         return found
 
     async def _open_table(self, key: str, spec: TableSpec, worker: int, ready: bool) -> Registration:
+        if self._worker is not None:
+            await self._worker.our_cluster()
         while True:
             entry = await self._store.get(key)
             if entry is not None:

@@ -99,7 +99,9 @@ class Identity:
         return self.role is role and self.name in (ANY, name) and (self.app in (ANY, app) or role is not Role.WORKER)
 
     def require(self, cluster: str, role: Role, name: str, app: str = "") -> None:
-        """NotAuthorised unless the holder is that one, whatever it calls itself."""
+        """NotAuthorised unless the holder is that one, whatever it calls itself. Certificates name a cluster, and not
+        which one of that name: the hello does."""
+        cluster = cluster.partition("@")[0]
         if self.cluster != cluster or not self.covers(role, name, app):
             raise NotAuthorised(f"this is {self}, not {_uri(cluster, role, name, app)}")
 

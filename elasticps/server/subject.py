@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from coordinator.view import ServerInfo
+from coordinator.view import Roster, ServerInfo
 from elasticps.admin.subject import MarkedRange
 from elasticps.server.counts import COUNTED, Counts
 from elasticps.server.executor import Executor
@@ -122,6 +122,22 @@ class Subject:
             "uptime_s": self._clock() - self._started,
         }
 
+    def cluster_known(self) -> dict[str, Any]:
+        """What a store that has lost this cluster is told of it."""
+        serving, view = self._serving, self._serving.view
+        roster = b""
+        if view is not None and serving.roster_version:
+            workers = tuple(sorted(serving.workers.values(), key=lambda worker: worker.id))
+            roster = Roster(serving.roster_version, workers, view.cluster).encode()
+        seen = int(self._executor.replica.clocks.workers.max())
+        return {
+            "name": self.me.name,
+            "incarnation": self.me.incarnation,
+            "view": b"" if view is None else view.encode(),
+            "roster": roster,
+            "newest": max(seen, *serving.workers, *self._executor.store.tables, 0, 0),
+        }
+
     def tables(self) -> list[dict[str, Any]]:
         """What `elasticps tables` shows of this server."""
         headed = self._serving.headed.tolist()
@@ -131,6 +147,7 @@ class Subject:
                 "rows_headed": sum(table.count_range(r) for r in headed),
                 "rows": table.rows,
                 "bytes": table.nbytes,
+                "spec": table.spec.to_json(),
             }
             for table in self._executor.store.tables.values()
         ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -9,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import numpy as np
+import pytest
 
 import elasticps as eps
 from coordinator.connect import open_store
@@ -96,6 +100,31 @@ def test_a_worker_whose_registration_is_lost_takes_it_up_again(local_cluster: Ne
             ps.push({table: (keys, grads)}).result()
         assert me in roster_of(cluster.url)
         assert set(table.pull(keys).ravel().tolist()) == {201.0}
+
+
+def test_a_new_etcd_takes_over_the_servers_that_live(local_cluster: NewCluster) -> None:
+    """Its data are gone. Training goes on, nobody joins what is there instead, and adopting it loses nothing."""
+    cluster = local_cluster(servers=2)
+    keys, grads = np.arange(100), np.ones((100, 2), np.float32)
+    admin = cluster.server("s0").admin
+    with eps.connect(cluster.url, worker="w0", timeout=30.0) as ps:
+        table = ps.table("t", dim=2, optimizer=eps.Accumulate())
+        ps.push({table: (keys, grads)}).result()
+        cluster.stop_etcd()
+        shutil.rmtree(cluster.directory / "etcd")
+        cluster.start_etcd()
+        wait_for(lambda: "holds no cluster" in cluster.log("s0"), lambda: cluster.log("s0"), 40.0)
+        ps.push({table: (keys, grads)}).result()
+        with pytest.raises(eps.ClusterUnreachable, match="holds no cluster, not"):
+            ps.table("u", dim=2, optimizer=eps.Accumulate())
+        command = [sys.executable, "-m", "elasticps", "cluster", "adopt", "--url", cluster.url, "--server", admin]
+        subprocess.run(command, check=True, capture_output=True)
+        with eps.connect(cluster.url, worker="w1", timeout=30.0) as other:
+            assert other.worker.id > ps.worker.id
+            again = other.table("t", dim=2, optimizer=eps.Accumulate())
+            other.push({again: (keys, grads)}).result()
+            ps.push({table: (keys, grads)}).result()
+            assert set(again.pull(keys).ravel().tolist()) == {4.0}
 
 
 def roster_of(url: str) -> list[int]:

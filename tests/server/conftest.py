@@ -103,7 +103,7 @@ class Group:
         self.listeners: dict[str, Any] = {}
         self.workers: list[Worker] = []
         self.view: View | None = None
-        self.roster = Roster(1, (WorkerInfo(WORKER, "w", 1, "default"),))
+        self.roster = Roster(1, (WorkerInfo(WORKER, "w", 1, "default"),), "c")
 
     async def start(
         self, name: str, incarnation: int = 1, log_budget_bytes: int = LOG_BUDGET_BYTES, memory: Memory = NO_LIMIT

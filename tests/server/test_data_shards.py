@@ -49,7 +49,7 @@ def test_the_next_head_knows_what_was_handed_out_and_used(run: Run) -> None:
         await until(lambda: second.views)
         _, answer = await take(second, view, committed=1)
         assert (answer["held"], answer["done"]) == ([[i, 0, 0, 0] for i in (2, 3, 4)], 1)
-        group.servers["s1"].follow(Roster(2, (WorkerInfo(9, "other", 1, "default"),)))
+        group.servers["s1"].follow(Roster(2, (WorkerInfo(9, "other", 1, "default"),), "c"))
         header, answer = await take(second, view)
         assert (header.kind, answer["code"]) == (Kind.ERROR, "unlisted")  # what it held goes to others now
 

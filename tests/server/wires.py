@@ -176,7 +176,7 @@ class Wires:
         )
         server.fast.h[H_ENABLED] = self.compiled
         server._linger = cast(Any, Quiet())
-        server.follow(Roster(1, tuple(WorkerInfo(w, f"w{w}", 1, "default") for w in workers)))
+        server.follow(Roster(1, tuple(WorkerInfo(w, f"w{w}", 1, "default") for w in workers), "c"))
         self.servers[name] = server
         return server
 

@@ -1,0 +1,153 @@
+"""A store made anew takes over a cluster whose servers live, or a cluster that is dead is given up. Pure decisions, and
+the writes that carry them out.
+
+What a store holds, servers know as well: the view, the roster, tables, and which numbers are in use. Two things they
+cannot know. Whether there is a newer view: one that only a server knew which is not asked; so all that the newest view
+lists must answer, or be given up by name. And to which application a table belongs: that is asked for, and workers that
+live put back what is theirs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from coordinator.errors import CoordinationError
+from coordinator.membership import CONFIG, DRAINS, INCARNATIONS, LAST_WORKER, ROSTER, SERVERS, VIEW, identity_of
+from coordinator.store import Entry, Store
+from coordinator.view import ClusterConfig, Roster, View
+
+TABLES = "tables/"
+
+
+class CannotAdopt(CoordinationError):
+    """What servers and the store say does not fit together; the text says what to do."""
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What one server knows. newest: the highest number it has seen of a worker or a table; tables: specs by id, as
+    JSON."""
+
+    name: str
+    incarnation: int
+    view: View
+    roster: Roster
+    newest: int
+    tables: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """What to write, by key, in this order; the config comes last. unclear: names of several tables, which are left to
+    their workers."""
+
+    writes: Mapping[str, bytes]
+    unclear: tuple[str, ...]
+
+
+def plan_adoption(witnesses: Sequence[Witness], given_up: Collection[str], app: str) -> Adoption:
+    """From what the servers of a cluster say. CannotAdopt if that is not enough, or not one cluster."""
+    clusters = sorted({witness.view.cluster for witness in witnesses})
+    if len(clusters) != 1:
+        raise CannotAdopt(f"these servers belong to {len(clusters)} clusters: {', '.join(clusters) or 'none'}")
+    view = max((witness.view for witness in witnesses), key=lambda view: view.epoch)
+    roster = max((witness.roster for witness in witnesses), key=lambda roster: roster.version)
+    heard = {(witness.name, witness.incarnation) for witness in witnesses}
+    silent = [s.name for s in view.servers if (s.name, s.incarnation) not in heard and s.name not in given_up]
+    if silent:
+        raise CannotAdopt(
+            f"no answer from {', '.join(silent)}: bring them back, or say --without for each that is gone for good"
+        )
+    specs = {number: spec for witness in witnesses for number, spec in witness.tables.items()}
+    tables, unclear = _tables(specs, app)
+    incarnations: dict[str, int] = {}
+    for name, number in heard | {(server.name, server.incarnation) for server in view.servers}:
+        incarnations[name] = max(number, incarnations.get(name, 0))
+    newest = [witness.newest for witness in witnesses] + [worker.id for worker in roster.workers] + list(specs)
+    config = ClusterConfig(
+        view.ranges, view.replicas, id=view.cluster.partition("@")[2], base=max(newest, default=0) + 1
+    )
+    writes = {INCARNATIONS + SERVERS + name: str(number).encode() for name, number in incarnations.items()}
+    writes |= tables
+    writes[ROSTER] = replace(roster, version=roster.version + 1).encode()
+    writes[VIEW] = view.encode()
+    writes[CONFIG] = config.to_json()
+    return Adoption(writes, unclear)
+
+
+def _tables(specs: Mapping[int, str], app: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    names: dict[str, list[int]] = {}
+    for number, spec in specs.items():
+        names.setdefault(str(json.loads(spec)["name"]), []).append(number)
+    writes = {}
+    for name, (number, *others) in names.items():
+        if not others:
+            document = {"id": number, "spec": specs[number], "creator": 0, "by": "", "ready": True}
+            writes[f"{TABLES}{app}/{name}"] = json.dumps(document).encode()
+    return writes, tuple(sorted(name for name, numbers in names.items() if len(numbers) > 1))
+
+
+async def adopt(store: Store, adoption: Adoption) -> None:
+    """Lets the store hold the cluster that was planned. CannotAdopt if it holds another one that has servers."""
+    ours = ClusterConfig.from_json(adoption.writes[CONFIG]).identity(store.cluster)
+    entries = (await store.list("")).entries
+    held = identity_of(store, _find(entries, CONFIG))
+    if held == ours:
+        raise CannotAdopt(f"the store holds {ours} already")
+    if servers := _below(entries, SERVERS):
+        raise CannotAdopt(f"the store holds {held} with servers {', '.join(servers)}: end them first")
+    await _clear(store, entries)
+    for key, value in adoption.writes.items():
+        await store.put(key, value)
+
+
+@dataclass(frozen=True)
+class Reset:
+    """What a reset gives up: tables, by application and name, and ranges that servers held."""
+
+    tables: tuple[str, ...]
+    ranges: int
+    servers: tuple[str, ...]
+
+
+async def look_at_dead(store: Store) -> Reset:
+    """What a reset would give up. CannotAdopt if the store holds no cluster, or one with registered servers."""
+    entries = (await store.list("")).entries
+    if _find(entries, CONFIG) is None:
+        raise CannotAdopt(f"the store holds no cluster {store.cluster}")
+    if servers := _below(entries, SERVERS):
+        raise CannotAdopt(f"cluster {store.cluster} is not dead: {', '.join(servers)} are registered")
+    found = _find(entries, VIEW)
+    view = None if found is None else View.decode(found.value)
+    names = () if view is None else tuple(server.name for server in view.servers)
+    return Reset(tuple(_below(entries, TABLES)), 0 if view is None else view.ranges, names)
+
+
+async def reset(store: Store, new_id: str) -> ClusterConfig:
+    """Begins a cluster anew under its own name, with the same config and another identity. Numbers go on."""
+    entries = (await store.list("")).entries
+    config = _find(entries, CONFIG)
+    if config is None:
+        raise CannotAdopt(f"the store holds no cluster {store.cluster}")
+    made = replace(ClusterConfig.from_json(config.value), id=new_id)
+    if await store.compare_and_set(CONFIG, made.to_json(), expect=config.revision) is None:
+        raise CannotAdopt(f"somebody else has changed cluster {store.cluster} just now")
+    await _clear(store, entries)
+    return made
+
+
+async def _clear(store: Store, entries: Iterable[Entry]) -> None:
+    """Deletes what belongs to one identity. The config is replaced, never deleted: numbers count from its creation."""
+    for entry in entries:
+        if entry.key in (VIEW, ROSTER) or entry.key.startswith((TABLES, LAST_WORKER, DRAINS)):
+            await store.delete(entry.key, expect=entry.revision)
+
+
+def _find(entries: Iterable[Entry], key: str) -> Entry | None:
+    return next((entry for entry in entries if entry.key == key), None)
+
+
+def _below(entries: Iterable[Entry], prefix: str) -> list[str]:
+    return [entry.key.removeprefix(prefix) for entry in entries if entry.key.startswith(prefix)]

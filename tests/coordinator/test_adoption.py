@@ -1,0 +1,112 @@
+"""Which writes let a new store hold a cluster whose servers live, and what a reset gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from coordinator.adoption import CannotAdopt, Witness, adopt, look_at_dead, plan_adoption, reset
+from coordinator.leader import run_coordinator
+from coordinator.membership import create_cluster, new_number, register_server
+from coordinator.memory import MemoryStore
+from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
+from tests.coordinator.support import until_key
+
+SERVERS = (ServerInfo("a", 3, "h:1"), ServerInfo("b", 1, "h:2"))
+
+
+def view(epoch: int, cluster: str = "test@one") -> View:
+    chains, nobody = np.array([[0, 1], [1, 0]], np.int32), np.full(2, -1, np.int32)
+    return View(cluster, epoch, 2, 2, SERVERS, chains, nobody, np.ones(2, np.int64), "by hand")
+
+
+def witness(name: str, epoch: int = 7, newest: int = 40, tables: dict[int, str] | None = None) -> Witness:
+    incarnation = {"a": 3, "b": 1}[name]
+    roster = Roster(epoch, (WorkerInfo(epoch, "w", epoch, "x"),), "test@one")
+    return Witness(name, incarnation, view(epoch), roster, newest, tables or {})
+
+
+def spec(name: str) -> str:
+    return json.dumps({"name": name})
+
+
+def test_everything_is_above_what_any_server_knows() -> None:
+    found = plan_adoption([witness("a", 7, 40, {9: spec("t")}), witness("b", 8, 55)], (), "x")
+    assert list(found.writes)[-1] == "config"
+    config = ClusterConfig.from_json(found.writes["config"])
+    assert (config.identity("test"), config.ranges, config.replicas) == ("test@one", 2, 2)
+    assert config.base > 55
+    assert View.decode(found.writes["view"]) == view(8)
+    assert Roster.decode(found.writes["roster"]).version == 9
+    assert found.writes["incarnations/servers/a"] == b"3"
+    assert json.loads(found.writes["tables/x/t"])["id"] == 9
+
+
+def test_a_server_that_does_not_answer_may_know_a_newer_view() -> None:
+    with pytest.raises(CannotAdopt, match="no answer from b: "):
+        plan_adoption([witness("a")], (), "x")
+    assert plan_adoption([witness("a")], ("b",), "x").writes
+
+
+def test_servers_of_two_clusters_are_not_mixed() -> None:
+    other = replace(witness("b"), view=view(7, "test@two"))
+    with pytest.raises(CannotAdopt, match="2 clusters: test@one, test@two"):
+        plan_adoption([witness("a"), other], (), "x")
+
+
+def test_tables_of_one_name_are_left_to_their_workers() -> None:
+    tables = {1: spec("t"), 2: spec("u"), 3: spec("t")}
+    found = plan_adoption([witness("a", tables=tables), witness("b")], (), "x")
+    assert found.unclear == ("t",)
+    assert [key for key in found.writes if key.startswith("tables/")] == ["tables/x/u"]
+
+
+async def test_a_store_with_a_cluster_that_lives_is_left_alone() -> None:
+    store = MemoryStore("test")
+    await create_cluster(store, ClusterConfig(2, id="two"))
+    session = await register_server(store, name="new", address="h:1", on_lost=lambda reason: None)
+    adoption = plan_adoption([witness("a"), witness("b")], (), "x")
+    with pytest.raises(CannotAdopt, match="holds test@two with servers new"):
+        await adopt(store, adoption)
+    await session.close()
+    await adopt(store, adoption)
+    with pytest.raises(CannotAdopt, match="holds test@one already"):
+        await adopt(store, adoption)
+    assert await new_number(store) > 41
+
+
+async def test_a_leader_goes_on_from_what_was_adopted_and_begins_anew_after_a_reset() -> None:
+    store = MemoryStore("test")
+    await create_cluster(store, ClusterConfig(2, id="two"))
+    stop = asyncio.Event()
+    leading = asyncio.create_task(run_coordinator(store, name="c0", stop=stop))
+    await adopt(store, plan_adoption([witness("a"), witness("b")], (), "x"))
+    sessions = [
+        await register_server(store, name=name, address="h:1", on_lost=lambda reason: None) for name in ("a", "b", "c")
+    ]
+    assert [session.info.incarnation for session in sessions] == [4, 2, 1]
+    entry = await until_key(store, "view", lambda e: e is not None and View.decode(e.value).epoch > 7)
+    assert entry is not None
+    assert View.decode(entry.value).cluster == "test@one"
+    with pytest.raises(CannotAdopt, match="not dead: a, b, c are registered"):
+        await look_at_dead(store)
+    for session in sessions:
+        await session.close()
+    await store.put("tables/x/t", b"a table")
+    assert (await look_at_dead(store)).tables == ("x/t",)
+    before = await new_number(store)
+    made = await reset(store, "three")
+    assert made.identity("test") == "test@three"
+    assert await store.get("tables/x/t") is None
+    assert await new_number(store) > before
+    again = await register_server(store, name="a", address="h:1", on_lost=lambda reason: None)
+    entry = await until_key(store, "view", lambda e: e is not None and View.decode(e.value).cluster == "test@three")
+    assert entry is not None
+    assert View.decode(entry.value).epoch == 1
+    stop.set()
+    await leading
+    await again.close()
