@@ -59,6 +59,9 @@ class Subject:
     def status(self) -> dict[str, Any]:
         return self._status
 
+    def cluster_known(self) -> dict[str, Any]:
+        return {"name": "s0", "incarnation": 1, "view": b"", "roster": b"", "newest": 7}
+
     def tables(self) -> list[dict[str, Any]]:
         return [{"id": 3, "rows_headed": 5, "rows": 10, "bytes": 640}]
 
