@@ -71,7 +71,7 @@ def test_nobody_ends_because_etcd_stood_still(local_cluster: NewCluster) -> None
             cluster.pause("etcd")
             time.sleep(7.0)  # not a wait for anything: leases have to run out
             cluster.resume("etcd")
-            wait_for(lambda: cluster.log("c0").count("c0 leads cluster") > 1, lambda: cluster.log("c0"), 40.0)
+            wait_for(lambda: cluster.log("c0").count("leads cluster") > 1, lambda: cluster.log("c0"), 40.0)
             assert roster_of(cluster.url) == listed, "the new leader keeps them"
             with eps.connect(cluster.url, worker="new", timeout=30.0):  # a roster is written
                 assert set(listed) < set(roster_of(cluster.url))
