@@ -59,7 +59,7 @@ class _Admin(admin_pb2_grpc.AdminServicer):
     async def Cluster(  # noqa: N802
         self, request: admin_pb2.ClusterRequest, context: Context
     ) -> admin_pb2.ClusterResponse:
-        return admin_pb2.ClusterResponse(**(await self._subject(context)).cluster_known())
+        return admin_pb2.ClusterResponse(**(await self._subject(context, Act.LOOK)).cluster_known())
 
     async def Mark(self, request: admin_pb2.MarkRequest, context: Context) -> admin_pb2.MarkResponse:  # noqa: N802
         subject = await self._subject(context, Act.CHANGE)
