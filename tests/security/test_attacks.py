@@ -37,7 +37,7 @@ class Target:
         loop = asyncio.get_running_loop()
         self.info = ServerInfo("s0", 1, "127.0.0.1:1")
         self.server = Server(self.info, "train", RANGES, loop, gate=Gate(credentials))
-        self.server.follow(Roster(1, (WorkerInfo(5, "ads/w0", 1, "ads"), WorkerInfo(6, "shop/w0", 1, "shop"))))
+        self.server.follow(Roster(1, (WorkerInfo(5, "ads/w0", 1, "ads"), WorkerInfo(6, "shop/w0", 1, "shop")), "train"))
         self.server.adopt(self.view(1))
         self.port = 0
 
