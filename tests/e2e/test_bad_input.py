@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from coordinator.view import WorkerInfo
 from elasticps.wire.frames import ALL_RANGES, LAST, Header, Kind, block_head, json_body, json_frame, unpack_header
 from tests.e2e.conftest import Connect
 
@@ -141,7 +140,8 @@ def ask(server: tuple[str, int], data: bytes) -> list[tuple[Header, bytes]]:
     return frames
 
 
-def hello(worker: WorkerInfo, cluster: str = "local") -> bytes:
+def hello(ps: eps.Client, cluster: str = "") -> bytes:
+    worker, cluster = ps.worker, cluster or ps.view.cluster
     return json_frame(Kind.HELLO, {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app})
 
 
@@ -160,14 +160,14 @@ def hello(worker: WorkerInfo, cluster: str = "local") -> bytes:
 def test_malformed_bytes_are_answered_and_the_connection_closed(
     server: tuple[str, int], connect: Connect, change: Callable[[bytes], bytes], code: str, text: str
 ) -> None:
-    ((header, body),) = ask(server, change(hello(connect().worker)))
+    ((header, body),) = ask(server, change(hello(connect())))
     document = json_body(body)
     assert (header.kind, document["code"]) == (Kind.ERROR, code)
     assert text in document["message"]
 
 
 def test_a_hello_for_another_cluster_is_refused(server: tuple[str, int], connect: Connect) -> None:
-    ((_, body),) = ask(server, hello(connect().worker, cluster="other"))
+    ((_, body),) = ask(server, hello(connect(), cluster="other"))
     assert json_body(body)["code"] == "cluster"
 
 
@@ -176,7 +176,7 @@ def test_an_unknown_table_is_refused_and_the_connection_goes_on(server: tuple[st
     ps.push({}).result()
     pull = Header(Kind.PULL, 0, 8, 1, ps.view.epoch, table=987_654, items=1).pack() + bytes(8)
     join = Header(Kind.JOIN, request=2).pack()
-    frames = ask(server, hello(ps.worker) + pull + join)
+    frames = ask(server, hello(ps) + pull + join)
     assert [h.kind for h, _ in frames] == [Kind.WELCOME, Kind.ERROR, Kind.OK]
     assert json_body(frames[1][1])["code"] == "unknown-table"
 
@@ -184,7 +184,7 @@ def test_an_unknown_table_is_refused_and_the_connection_goes_on(server: tuple[st
 def test_frames_cut_short_leave_the_server_serving(server: tuple[str, int], connect: Connect) -> None:
     ps = connect()
     table = ps.table("t", dim=3, optimizer=eps.Accumulate())
-    frame = hello(ps.worker) + Header(Kind.PUSH, LAST | ALL_RANGES, 4096, 1, 1, 1, ps.worker.id, items=1).pack()
+    frame = hello(ps) + Header(Kind.PUSH, LAST | ALL_RANGES, 4096, 1, 1, 1, ps.worker.id, items=1).pack()
     for cut in (1, 63, 64, 100, len(frame)):
         with socket.create_connection(server) as sock:
             sock.sendall(frame[:cut])
@@ -204,7 +204,7 @@ def test_a_client_that_stops_reading_costs_no_memory_and_holds_nobody_up(
     process = psutil.Process(cluster.servers[0].pid)
     before = process.memory_info().rss
     with socket.create_connection(server, timeout=1.0) as sock:
-        sock.sendall(hello(ps.worker))
+        sock.sendall(hello(ps))
         with pytest.raises(TimeoutError):  # it blocks once the server stops reading
             sock.sendall(pull * 20_000)  # 4 MiB of answers each
         assert process.memory_info().rss - before < 200 << 20
@@ -218,12 +218,14 @@ def test_random_and_mutated_frames_do_not_hurt(server: tuple[str, int], connect:
     ps.push({table: ([1, 2], GRADS)}).result()
     rng = random.Random(1)
     block = block_head(table.id, 2, 3, np.empty(0, np.float32)) + np.array([1, 2]).tobytes() + GRADS.tobytes()
-    spare = connect("fuzz").worker
+    spare = connect("fuzz")
+    worker = spare.worker.id
     valid = [
         hello(spare),
         Header(Kind.JOIN, LAST, request=1, clock=0).pack(),
         Header(Kind.PULL, 0, 16, 2, ps.view.epoch, table=table.id, items=2).pack() + np.array([1, 2]).tobytes(),
-        Header(Kind.PUSH, LAST | ALL_RANGES, len(block), 3, ps.view.epoch, 999, spare.id, items=1).pack() + block,
+        Header(Kind.PUSH, LAST | ALL_RANGES, len(block), 3, ps.view.epoch, 999, spare.worker.id, items=1).pack()
+        + block,
         json_frame(Kind.CREATE, {"id": 77, "spec": table.spec.to_json()}, request=4),
     ]
     for _ in range(300):
