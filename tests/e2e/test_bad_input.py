@@ -219,7 +219,6 @@ def test_random_and_mutated_frames_do_not_hurt(server: tuple[str, int], connect:
     rng = random.Random(1)
     block = block_head(table.id, 2, 3, np.empty(0, np.float32)) + np.array([1, 2]).tobytes() + GRADS.tobytes()
     spare = connect("fuzz")
-    worker = spare.worker.id
     valid = [
         hello(spare),
         Header(Kind.JOIN, LAST, request=1, clock=0).pack(),
