@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
 
 HELLO_TIMEOUT_S = 2.0
+_ANOTHER = ("cluster", "incarnation")  # codes of who answers in its place; any other refusal tells of no death
 MAX_WAITING_BYTES = 4 << 20  # views that a server which reads nothing is not sent any more
 
 
@@ -52,7 +53,9 @@ def dial_server(leader: str, credentials: Credentials | None = None) -> Dial:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 header, body = await _read(reader)
             if header.kind != Kind.WELCOME:
-                raise PermissionError(str(json_body(body).get("message")))
+                document = json_body(body)
+                error = PermissionError if document.get("code") in _ANOTHER else ConnectionResetError
+                raise error(str(document.get("message")))
             yield _Line(reader, writer, vouched)
         except (TimeoutError, asyncio.IncompleteReadError, FrameError) as error:
             raise ConnectionResetError(str(error) or type(error).__name__) from None

@@ -296,10 +296,10 @@ class TableSpec(Checked):
         """The spec that `to_json` wrote. Raises SpecError for anything else."""
         try:
             values = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SpecError(f"a table's spec is not JSON: {error}") from error
         if not isinstance(values, dict) or values.keys() != {f.name for f in fields(cls)}:
-            raise SpecError(f"a table's spec must be an object of {[f.name for f in fields(cls)]}, got {values!r}")
+            raise SpecError(f"a table's spec must be an object of {[f.name for f in fields(cls)]}, got {values!r:.200}")
         shape = values["shape"]
         if not (shape is None or isinstance(shape, list)):
             raise SpecError(f"a table's shape must be a list or null, got {shape!r}")

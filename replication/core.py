@@ -21,7 +21,11 @@ NO_RANGES.setflags(write=False)
 
 
 class ProtocolError(RuntimeError):
-    """What a correct peer or leader cannot say. The process must end: it may no longer vouch for its copy."""
+    """What a correct leader cannot say, after which this copy is in doubt: the process must end."""
+
+
+class PeerError(RuntimeError):
+    """What a correct peer cannot say. Raised before anything has changed: only the link to it ends."""
 
 
 class Part(NamedTuple):
@@ -205,7 +209,7 @@ class Core:
         """The neighbour downstream vouched for `seqs`: pass it on, and let go of what was kept for it."""
         seqs = np.maximum(self.acked[ranges], seqs)
         if np.count_nonzero(seqs > self.seq[ranges]):
-            raise ProtocolError(f"{self.me}: {self._members[lane]} acknowledged operations that it was never sent")
+            raise PeerError(f"{self.me}: {self._members[lane]} acknowledged operations that it was never sent")
         self.acked[ranges] = seqs
         self._vouch(ranges, seqs, out)
         for frame in self.log.release(lane, self.acked):

@@ -156,6 +156,14 @@ class NeedRoster(NamedTuple):
     version: int
 
 
+class Distrust(NamedTuple):
+    """The peer said what no correct one can; nothing has changed here. Drop the link to it, on which nothing is heard
+    any more."""
+
+    peer: Member
+    why: str
+
+
 class SnapshotRange(NamedTuple):
     """Start to fill `peer` with a range: cut its first piece when convenient and hand it to `Replica.piece` at the same
     instant, with no event in between. Replaces any earlier snapshot of the range."""
@@ -207,6 +215,7 @@ Effect: TypeAlias = (
     | Release
     | NeedView
     | NeedRoster
+    | Distrust
     | SnapshotRange
     | NextChunk
     | Install

@@ -40,10 +40,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replication.chain import Chains, Member, Ranges, Role, place
-from replication.core import NO_RANGES, ProtocolError, Shared, Waiter
+from replication.core import NO_RANGES, PeerError, ProtocolError, Shared, Waiter
 from replication.effects import (
     Ask,
     ClocksReply,
+    Distrust,
     Effects,
     Hold,
     NeedRoster,
@@ -243,12 +244,19 @@ class Replica(SnapshotTransfer):
 
     def _hear_held(self, out: Effects) -> None:
         for slot, held in sorted(self._held.items()):
-            while held and held[0].epoch <= self.epoch:
+            while self._linked[slot] and held and held[0].epoch <= self.epoch:
                 self._hear(slot, held.popleft(), out)
-            if held:
+            if self._linked[slot] and held:
                 out.append(NeedView(held[0].epoch))
 
     def _hear(self, slot: int, message: Message, out: Effects) -> None:
+        try:
+            self._handle(slot, message, out)
+        except PeerError as error:
+            self._unlink(slot)
+            out.append(Distrust(self._members[slot], str(error)))
+
+    def _handle(self, slot: int, message: Message, out: Effects) -> None:
         if isinstance(message, Forward):
             self._forward(slot, message, out)
         elif isinstance(message, Ack):
@@ -265,7 +273,7 @@ class Replica(SnapshotTransfer):
         fresh = self._heard(slot, message.epoch, ranges, self._up)
         ahead = seqs - self.seq[ranges]
         if np.count_nonzero(fresh & (ahead > 1)):
-            raise ProtocolError(f"{self.me}: {self._members[slot]} left out an operation")
+            raise PeerError(f"{self.me}: {self._members[slot]} left out an operation")
         fresh &= ahead == 1
         if np.count_nonzero(fresh) < ranges.shape[0]:
             ranges, seqs = ranges[fresh], seqs[fresh]
@@ -288,6 +296,7 @@ class Replica(SnapshotTransfer):
         ok = self._heard(slot, message.epoch, ranges, self._down)
         if np.count_nonzero(ok) < ranges.shape[0]:
             ranges, seqs = ranges[ok], seqs[ok]
+        self._check_sent(slot, ranges, seqs)
         if self._fed:
             joiner = self._tail[ranges]
             self._joiner_acked(slot, ranges[joiner], seqs[joiner], out)
@@ -299,14 +308,13 @@ class Replica(SnapshotTransfer):
         ok = self._heard(slot, message.epoch, message.ranges, self._down)
         ranges, seqs, acked = message.ranges[ok], message.seqs[ok], message.acked[ok]
         joiner = self._tail[ranges]
+        self._check_prefix(slot, ranges, seqs, acked, joiner)
         for r, seq in zip(ranges[joiner].tolist(), seqs[joiner].tolist(), strict=True):
             self._joiner_resync(slot, r, seq, out)
         ranges, seqs, acked = ranges[~joiner], seqs[~joiner], acked[~joiner]
         if ranges.shape[0] == 0:
             return
         self._commit(slot, ranges, acked, out)
-        if np.count_nonzero((seqs < self.acked[ranges]) | (seqs > self.seq[ranges])):
-            raise ProtocolError(f"{self.me}: {self._members[slot]} is not a prefix of me within the log")
         position = np.full(self.ranges, np.iinfo(np.int64).max, dtype=np.int64)
         position[ranges] = seqs
         for entry in self.log.lane(slot):

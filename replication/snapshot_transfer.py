@@ -17,9 +17,10 @@ where f is void.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from replication.chain import Member, Ranges, Role
-from replication.core import Core, ProtocolError
+from replication.core import Core, PeerError
 from replication.effects import CaughtUp, Effects, Erase, Install, NextChunk, SnapshotRange
 from replication.log import Log
 from replication.messages import NOTHING, ChunkAck, Forward, Payload, Seqs, SnapshotChunk
@@ -73,8 +74,6 @@ class SnapshotTransfer(Core):
         return out
 
     def _start_fill(self, r: int, lane: int, out: Effects) -> None:
-        if r in self._reported:
-            raise ProtocolError(f"{self.me}: {self._members[lane]} was level with range {r} and has lost it")
         self._serial += 1
         self._fills[r] = Fill(lane, int(self._since[r]), self._serial)
         self._synced[r] = False
@@ -91,6 +90,8 @@ class SnapshotTransfer(Core):
         fill = self._fills.get(r)
         if fill is None or fill.lane != slot or fill.fill != message.fill or message.number != fill.number - 1:
             return
+        if message.seq > self.seq[r]:
+            raise PeerError(f"{self.me}: {self._members[slot]} has more of range {r} than it was sent")
         if not message.last:
             out.append(NextChunk(self._members[slot], r, fill.serial))
             return
@@ -134,6 +135,24 @@ class SnapshotTransfer(Core):
         self._wait_for_joiner(r, seq, out)
         self._joiner_acked(slot, np.array([r], dtype=np.int64), np.array([seq], dtype=np.int64), out)
 
+    # -- what a successor may say ---------------------------------------------------------------------------------
+
+    def _check_sent(self, slot: int, ranges: Ranges, seqs: Seqs) -> None:
+        if np.count_nonzero(seqs > self.seq[ranges]):
+            raise PeerError(f"{self.me}: {self._members[slot]} acknowledged operations that it was never sent")
+
+    def _check_prefix(
+        self, slot: int, ranges: Ranges, seqs: Seqs, acked: Seqs, joiner: NDArray[np.bool_]
+    ) -> None:  # fmt: skip
+        """A full successor has what it acknowledges, and what was acknowledged before; nobody has more than I have."""
+        self._check_sent(slot, ranges[~joiner], acked[~joiner])
+        known = np.maximum(self.acked[ranges], acked)
+        if np.count_nonzero((seqs > self.seq[ranges]) | ((seqs < known) & ~joiner)):
+            raise PeerError(f"{self.me}: {self._members[slot]} is not a prefix of me within the log")
+        lost: list[int] = ranges[joiner & ((seqs == NOTHING) | (seqs < self.acked[ranges]))].tolist()
+        if not self._reported.keys().isdisjoint(lost):
+            raise PeerError(f"{self.me}: {self._members[slot]} was level with ranges of {lost} and has lost them")
+
     # -- the joiner -------------------------------------------------------------------------------------------------
 
     def _piece(self, slot: int, message: SnapshotChunk, out: Effects) -> None:
@@ -146,7 +165,7 @@ class SnapshotTransfer(Core):
             self.seq[r] = message.seq
             self.clocks.set_column(r, message.workers, message.progress)
         elif message.number != self._pieces.get(r):
-            raise ProtocolError(f"{self.me}: piece {message.number} of range {r} came, not {self._pieces.get(r)}")
+            raise PeerError(f"{self.me}: piece {message.number} of range {r} came, not {self._pieces.get(r)}")
         self._pieces[r] = message.number + 1
         self._bounds[r] = message.upto
         out.append(Install(r, message.upto, message.last, message.payload))

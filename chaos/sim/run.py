@@ -29,7 +29,9 @@ from elasticps import store as table_store
 from elasticps.optimizers import Accumulate
 from elasticps.server.protocol.audit import digest
 from elasticps.server.protocol.operations import AuditMark
+from elasticps.server.replica_links import ReplicaLinks
 from elasticps.spec import ASP
+from replication.effects import Distrust
 
 BOUND_S = 40.0  # after faults have ended, everything must have come to rest
 
@@ -271,6 +273,11 @@ class Machine:
         assert self.cluster is not None
         self.cluster.exited(code)
 
+    def distrust(self, effect: Distrust) -> None:
+        """In place of a method of links: no peer of a correct server is wrong."""
+        assert self.cluster is not None
+        self.cluster.broken(Violation("no peer says what no correct one can", effect.why))
+
 
 @contextmanager
 def virtual() -> Iterator[Machine]:
@@ -282,6 +289,7 @@ def virtual() -> Iterator[Machine]:
         for name in ("monotonic", "thread_time", "time"):
             stack.enter_context(patch.object(time, name, machine.now))
         stack.enter_context(patch.object(os, "_exit", machine.exit))
+        stack.enter_context(patch.object(ReplicaLinks, "distrust", machine.distrust))
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
         yield machine

@@ -277,6 +277,9 @@ class Connection(asyncio.BufferedProtocol):
                 self._handle(*self._held.popleft())
         except FrameError as error:
             self.refuse(error)
+        except Exception:  # as where bytes come in: this connection ends, and nobody whose turn it is beside it
+            log.exception("a connection failed", peer=self.peer, worker=self.worker_name)
+            self.transport.abort()
         self._go_on_reading()
 
     def _read_on(self) -> None:

@@ -20,7 +20,8 @@ from replication.chain import Member
 
 log = fields.logger(__name__)
 
-MAX_CONNECTIONS = 4096
+MAX_WORKERS = 4096  # their connections; leaders and other servers are never too many
+MAX_UNKNOWN = 1024  # connections that have not said yet who they are: then the oldest of them goes
 _STARTED_AGAIN = "worker {!r} was started again; this is the older incarnation"
 
 
@@ -41,6 +42,8 @@ class Handshake:
         self._worker = worker
         self._peer = peer
         self.connections: dict[Connection, None] = {}  # in the order in which they came
+        self._unknown: dict[Connection, None] = {}  # those without a hello, in the same order
+        self._as_workers: dict[Connection, None] = {}  # those that say that they are workers
         handlers: dict[int, Handler] = {
             Kind.HELLO: self._hello, Kind.WELCOME: self._welcomed, Kind.ERROR: self._rejected,
         }  # fmt: skip
@@ -75,7 +78,8 @@ class Handshake:
 
     def forget(self, connection: Connection) -> None:
         """It is gone."""
-        self.connections.pop(connection, None)
+        for those in (self.connections, self._unknown, self._as_workers):
+            those.pop(connection, None)
         self._held.forget(connection)
 
     def _leader_gone(self, connection: Connection) -> None:
@@ -83,15 +87,18 @@ class Handshake:
         self._leaders.remove(connection)
 
     def _opened(self, connection: Connection) -> None:
-        self.connections[connection] = None
-        if len(self.connections) > MAX_CONNECTIONS:
-            connection.refuse(FrameError(f"server {self._me.name} already has {MAX_CONNECTIONS} connections"))
+        self.connections[connection] = self._unknown[connection] = None
+        if len(self._unknown) > MAX_UNKNOWN:
+            oldest = next(iter(self._unknown))
+            del self._unknown[oldest]
+            oldest.refuse(FrameError(f"more than {MAX_UNKNOWN} connections have not said who they are"))
 
     # --- the first frame --------------------------------------------------------------------------------------------
 
     def _welcomed(self, connection: Connection, header: Header, body: Body) -> None:
         if connection.member is None:
             raise FrameError("WELCOME came before HELLO")
+        self._unknown.pop(connection, None)
         connection.welcome(self._peer)
         self._links.arrived(connection)
 
@@ -109,6 +116,7 @@ class Handshake:
 
     def _hear(self, connection: Connection, header: Header, body: Body) -> None:
         document, me = json_body(body.data), self._me
+        self._unknown.pop(connection, None)
         if document.get("cluster") != self._cluster:
             text = f"server {me.name} belongs to cluster {self._cluster!r}, not {document.get('cluster')!r}"
             raise RequestError("cluster", text)
@@ -130,6 +138,9 @@ class Handshake:
         names = isinstance(name, str) and isinstance(app, str)
         if not (isinstance(worker, int) and 0 < worker < 1 << 32 and names):
             raise FrameError("a worker's hello gives its id (above 0), its name and its app")
+        self._as_workers[connection] = None
+        if len(self._as_workers) > MAX_WORKERS:
+            raise FrameError(f"server {self._me.name} already has {MAX_WORKERS} connections of workers")
         if worker not in self._serving.workers:
             if self._serving.newest.get((str(app), str(name)), 0) > worker:
                 raise RequestError("fenced", _STARTED_AGAIN.format(name))

@@ -29,6 +29,7 @@ from coordinator.store import Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps import logs
 from elasticps.security.transport import Gate
+from elasticps.server import fatal
 from elasticps.server.protocol.headroom import NO_LIMIT, Memory
 from elasticps.server.replica_links import BEAT_S
 from elasticps.server.server import Server
@@ -134,6 +135,7 @@ async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[S
         stack.callback(listener.close)
         for work in (_beat(server), _report(server), _refresh(store, server)):
             task = asyncio.create_task(work)
+            task.add_done_callback(fatal.watch)
             stack.callback(task.cancel)
         yield server
 

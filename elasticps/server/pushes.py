@@ -17,7 +17,8 @@ from elasticps.server.protocol.asker import Body
 from elasticps.server.protocol.data_shards_state import ShardMark
 from elasticps.server.protocol.held_frames import HeldFrames
 from elasticps.server.protocol.herald import Herald
-from elasticps.server.protocol.operations import Content, Contribution, NewTable, positions_of
+from elasticps.server.protocol.operations import Content, Contribution, positions_of
+from elasticps.server.protocol.replica_codec import new_table
 from elasticps.server.protocol.replies import RequestTicket
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.serving import Serving
@@ -58,15 +59,14 @@ class Pushes:
     # --- tables -----------------------------------------------------------------------------------------------------
 
     def _create(self, connection: Connection, header: Header, body: Body) -> None:
-        document = json_body(body.data)
-        table_id, text = document.get("id"), document.get("spec")
-        if not isinstance(table_id, int) or not 0 < table_id < 1 << 32 or not isinstance(text, str):
-            raise FrameError("a create gives a table id above 0 and a spec")
+        if self._held.wait_for_view(connection, header, body):
+            return
         try:
-            self._store.create(TableSpec.from_json(text), table_id)
+            new = new_table(json_body(body.data))
+            self._store.create(TableSpec.from_json(new.spec), new.table)
         except SpecError as error:
             raise RequestError("spec", str(error)) from None
-        self._control(connection, header, OperationKind.CREATE, NewTable(table_id, text), len(text))
+        self._control(connection, header, OperationKind.CREATE, new, len(new.spec))
 
     def _control(
         self, connection: Connection, header: Header, kind: OperationKind, payload: Any, nbytes: int,
@@ -91,6 +91,8 @@ class Pushes:
     # --- pushes -----------------------------------------------------------------------------------------------------
 
     def _get_clocks(self, connection: Connection, header: Header, body: Body) -> None:
+        if self._held.wait_for_view(connection, header, body):
+            return
         said = GetClocksHeader.of(header)
         ask = Ask(RequestTicket(connection, said.request), said.worker, said.epoch)
         self._executor.perform(self._replica.ask, ask)

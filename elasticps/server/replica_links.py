@@ -12,6 +12,7 @@ from coordinator import fields
 from coordinator.view import ServerInfo, View
 from elasticps.security.identity import Identity, Role
 from elasticps.security.transport import Gate
+from elasticps.server import fatal
 from elasticps.server.connection import Connection, Handler
 from elasticps.server.executor import Executor
 from elasticps.server.protocol.asker import Body
@@ -20,7 +21,7 @@ from elasticps.server.pump import Streams
 from elasticps.wire.frames import FrameError, Header, Kind, json_frame
 from elasticps.wire.headers import GetViewHeader
 from replication.chain import Member, place
-from replication.effects import Send
+from replication.effects import Distrust, Send
 
 log = fields.logger(__name__)
 
@@ -115,6 +116,13 @@ class ReplicaLinks:
             self._executor.perform(self._replica.receive, member, message)
             self._executor.note_change()
 
+    def distrust(self, effect: Distrust) -> None:
+        """A peer has said what no correct one can: its link ends; until there is another, it is missing."""
+        link = self._links.get(effect.peer)
+        log.error("a peer is wrong", peer=effect.peer, reason=effect.why)
+        if link is not None:
+            link.refuse(FrameError(effect.why))
+
     def suspects(self) -> dict[Member, float]:
         """Neighbours that cannot be reached, and for how many seconds."""
         now = self._loop.time()
@@ -191,7 +199,8 @@ class ReplicaLinks:
         task = self._dials.get(member)
         if self._me < member and (task is None or task.done()):
             dialling = self._keep_dialling(member, delay_s)
-            self._dials[member] = self._loop.create_task(dialling, name=f"link to {member}")
+            self._dials[member] = task = self._loop.create_task(dialling, name=f"link to {member}")
+            task.add_done_callback(fatal.watch)
 
     async def _keep_dialling(self, member: Member, delay_s: float) -> None:
         retry_s = RETRY_FIRST_S
@@ -214,7 +223,7 @@ class ReplicaLinks:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._gate.dial(self._streams.create_connection, connection, host.strip("[]"), int(port), expect)
-        except OSError as error:  # TimeoutError is one
+        except (OSError, ValueError) as error:  # nobody there in time, or an address that is none
             log.debug("no link", peer=member, reason=error)
             return
         connection.member = member

@@ -43,7 +43,7 @@ from elasticps.server.subject import Subject
 from elasticps.wire.frames import Header, Kind
 from elasticps.wire.views import read_view
 from replication.chain import Member
-from replication.effects import CaughtUp, NeedRoster, NeedView, NextChunk, Send, SnapshotRange
+from replication.effects import CaughtUp, Distrust, NeedRoster, NeedView, NextChunk, Send, SnapshotRange
 
 log = fields.logger(__name__)
 
@@ -127,6 +127,7 @@ class Server:
 
         effects: dict[type, Callable[[Any], None]] = {
             Send: self.links.send, NeedView: lambda _: self._need_view(), NeedRoster: lambda _: self.behind.set(),
+            Distrust: self.links.distrust,
             SnapshotRange: self.snapshots.start, NextChunk: self.snapshots.next, CaughtUp: self.leaders.caught_up,
         }  # fmt: skip
         executor.handlers |= effects

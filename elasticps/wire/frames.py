@@ -150,6 +150,27 @@ def json_body(body: Buffer) -> dict[str, Any]:
     return document
 
 
+def whole(value: object, most: int, least: int = 0) -> int:
+    """A number that stood in JSON: `FrameError` unless it is whole and within bounds. Python's have none, int64 has."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise FrameError(f"a whole number from {least} to {most} is expected, not {value!s:.40}")
+    return value
+
+
+def text(value: object, most: int) -> str:
+    """A text that stood in JSON, of so many letters at most. Half a surrogate pair, which JSON can hold, is none."""
+    if not isinstance(value, str) or len(value) > most or any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise FrameError(f"a text of at most {most} letters is expected, not {str(value)!a:.40}")
+    return value
+
+
+def wholes(values: object, most: int, least: int = 0) -> tuple[int, ...]:
+    """A list of such numbers."""
+    if not isinstance(values, list):
+        raise FrameError(f"a list of numbers is expected, not {type(values).__name__}")
+    return tuple([whole(value, most, least) for value in values])
+
+
 def bytes_frame(kind: Kind, body: bytes, *, request: int = 0, epoch: int = 0) -> bytes:
     """A frame around opaque bytes; `items` holds their unpadded length."""
     padded = body + b"\0" * (-len(body) % 8)

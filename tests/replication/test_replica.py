@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from replication.chain import Chains, Member
-from replication.core import ProtocolError
 from replication.effects import (
     Apply,
     Ask,
     CaughtUp,
     ClocksReply,
+    Distrust,
     Erase,
     Hold,
     Install,
@@ -28,7 +28,7 @@ from replication.effects import (
     SnapshotRange,
     Status,
 )
-from replication.messages import Forward, OperationKind, Resync
+from replication.messages import Ack, Forward, Message, OperationKind, Resync
 from replication.replica import Replica
 from tests.replication.views import form, plan_failover, plan_move, plan_repair
 
@@ -225,8 +225,10 @@ def test_what_a_former_neighbour_says_is_void() -> None:
     c.adopt(decision.chains, middle, last)
     c.deliver(first, middle)
     assert (1, 1 << 16, 0) not in c.applied[middle]
-    with pytest.raises(ProtocolError, match="left out"):
-        c.replicas[last].receive(middle, Forward(2, np.array([0]), np.array([9]), _operation()))
+    (effect,) = c.replicas[last].receive(middle, Forward(2, np.array([0]), np.array([9]), _operation()))
+    assert isinstance(effect, Distrust)
+    assert effect.peer == middle
+    assert "left out" in effect.why
 
 
 def _operation() -> Any:
@@ -314,13 +316,30 @@ def test_an_operation_of_the_ranges_is_logged_like_a_push_and_a_retired_worker_i
     assert not c.replicas[head].clocks.known(1)
 
 
-def test_a_resync_that_the_log_does_not_reach_ends_the_process() -> None:
+@pytest.mark.parametrize(
+    "message",
+    [
+        Resync(1, np.array([0]), np.array([0]), np.array([0])),
+        Resync(1, np.array([0]), np.array([2]), np.array([1])),
+        Resync(1, np.array([0]), np.array([1]), np.array([2])),
+        Ack(1, np.array([0]), np.array([2])),
+    ],
+    ids=["lost", "ahead", "acknowledged", "ack"],
+)
+def test_what_no_successor_can_say_ends_its_link_and_changes_nothing(message: Message) -> None:
     c = Cluster()
     head, tail = c.view.members_of(0)
     c.push(head, 1)
     c.settle()
-    with pytest.raises(ProtocolError, match="not a prefix"):
-        c.replicas[head].receive(tail, Resync(1, np.array([0]), np.array([0]), np.array([0])))
+    replica = c.replicas[head]
+    before = replica.seq.copy(), replica.acked.copy()
+    (effect,) = replica.receive(tail, message)
+    assert isinstance(effect, Distrust)
+    assert np.array_equal(before, (replica.seq, replica.acked))
+    assert replica.receive(tail, Ack(1, np.array([0]), np.array([1]))) == []  # nothing more is heard on that link
+    replica.peer_up(tail)
+    c.push(head, 2)
+    assert replica.seq[0] == 2
 
 
 def test_ranges_that_leave_go_back_to_the_worker() -> None:

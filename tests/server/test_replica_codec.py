@@ -24,10 +24,11 @@ from elasticps.server.protocol.replica_codec import ReplicaCodec
 from elasticps.sharding import ShardSpec
 from elasticps.spec import TableSpec
 from elasticps.store import Store
-from elasticps.wire.frames import HEADER_BYTES, Block, FrameError, unpack_header
+from elasticps.wire.frames import HEADER_BYTES, Block, FrameError, Header, Kind, json_frame, unpack_header
 from replication.messages import Ack, ChunkAck, Forward, Message, Operation, OperationKind, Resync, SnapshotChunk
 
 P = 16
+SPEC = TableSpec("a", 3, Accumulate()).to_json()
 
 
 def numbers(*values: int) -> np.ndarray:
@@ -94,7 +95,7 @@ A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.fl
         Ack(4, numbers(1, 2, 15), numbers(10, 20, 1 << 40)),
         Resync(4, numbers(1, 2), numbers(-1, 20), numbers(0, 19)),
         ChunkAck(4, 3, 2, 7, True, 55),
-        Forward(4, numbers(1), numbers(9), Operation(OperationKind.CREATE, -1, 0, NewTable(3, '{"x":1}'), 10)),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.CREATE, -1, 0, NewTable(3, SPEC), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.AUDIT, -1, 0, AuditMark(1 << 61), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.BARRIER_CLOSE, -1, 0, A_ROUND, 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.BARRIER_LEAVE, -1, 0, RoundStep("a", 0, (5,)), 10)),
@@ -103,8 +104,8 @@ A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.fl
             4, 3, 2, 1, 1 << 61, False, 44, numbers(5, 6), numbers(1 << 16, 1 << 17),
             ChunkContent(
                 [
-                    TableRows(1, "{}", numbers(1, 2), np.arange(32, dtype=np.uint8).reshape(2, 16)),
-                    TableRows(2, '{"no":"rows"}', numbers(), np.empty((0, 8), np.uint8)),
+                    TableRows(1, SPEC, numbers(1, 2), np.arange(32, dtype=np.uint8).reshape(2, 16)),
+                    TableRows(2, TableSpec("b", 1, Accumulate()).to_json(), numbers(), np.empty((0, 8), np.uint8)),
                 ],
                 RangeRounds({"a": 4}, {"a": A_GROUP}, [("a", 5, 6, [A_BLOCK])]),
                 SHARDS,
@@ -146,7 +147,7 @@ def test_any_part_of_a_push_arrives_with_the_keys_of_its_ranges(data: st.DataObj
 @settings(max_examples=300, deadline=None)
 def test_damaged_messages_raise_frame_errors_only(data: st.DataObject) -> None:
     store = a_store()
-    tables = [TableRows(1, "{}", numbers(1), np.zeros((1, 8), np.uint8))]
+    tables = [TableRows(1, SPEC, numbers(1), np.zeros((1, 8), np.uint8))]
     rows = ChunkContent(
         tables, RangeRounds({"a": 4}, {"a": BarrierGroup({5: 3}, 4, (5,))}, [("a", 5, 6, [A_BLOCK])]), SHARDS
     )
@@ -189,3 +190,49 @@ def test_a_take_of_shards_that_cannot_be_is_refused(spec: tuple[object, ...]) ->
         through_the_wire(
             Forward(4, numbers(1), numbers(9), Operation(OperationKind.CLAIM_SHARDS, -1, 0, take, 10)), a_store()
         )
+
+
+ROUND = {"id": 1, "app": "a", "workers": [1]}
+AUDIT = {"id": 1, "part": 0, "parts": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "document"),
+    [
+        (OperationKind.BARRIER_CLOSE, ROUND | {"id": 1 << 70}),
+        (OperationKind.BARRIER_CLOSE, ROUND | {"workers": [1 << 70]}),
+        (OperationKind.BARRIER_DECISION, ROUND | {"id": -1}),
+        (OperationKind.BARRIER_JOIN, ROUND | {"workers": [True]}),
+        (OperationKind.BARRIER_JOIN, ROUND | {"app": "\ud800"}),
+        (OperationKind.BARRIER_LEAVE, ROUND | {"workers": []}),
+        (OperationKind.AUDIT, AUDIT | {"id": 1 << 70}),
+        (OperationKind.AUDIT, AUDIT | {"parts": 0}),
+        (OperationKind.CREATE, {"id": 1 << 32, "spec": SPEC}),
+        (OperationKind.CREATE, {"id": 1, "spec": "{}"}),
+        (OperationKind.CREATE, {"id": 1, "spec": "[" * 20_000}),
+        (OperationKind.CLAIM_SHARDS, {"id": 1, "take": ["a", "n", [8, 1, 1, None], 5, 1 << 70, 1, [], [], []]}),
+        (OperationKind.CLAIM_SHARDS, {"id": 1, "take": ["a", "n", [8, 1, 1, None], 5, 0, 1, [], [1 << 70], []]}),
+    ],
+)
+def test_numbers_and_texts_that_nothing_here_could_hold_are_refused(kind: int, document: dict[str, object]) -> None:
+    ranges = numbers(0).astype("<i4").tobytes() + bytes(4) + numbers(1).tobytes()
+    body = ranges + json_frame(Kind.FORWARD, document)[HEADER_BYTES:]
+    header = Header(Kind.FORWARD, 0, len(body), part=kind, table=1)
+    with pytest.raises(FrameError):
+        ReplicaCodec(a_store().tables, P).decode(header, np.frombuffer(body, np.uint8))
+
+
+def test_json_that_is_nested_too_deeply_is_refused() -> None:
+    ranges = numbers(0).astype("<i4").tobytes() + bytes(4) + numbers(1).tobytes()
+    body = ranges + b"[" * 100_000
+    header = Header(Kind.FORWARD, 0, len(body), part=OperationKind.AUDIT, table=1)
+    with pytest.raises(FrameError):
+        ReplicaCodec(a_store().tables, P).decode(header, np.frombuffer(body, np.uint8))
+
+
+def test_a_piece_with_another_spec_than_the_table_has_is_refused() -> None:
+    rows = TableRows(1, TableSpec("a", 4, Accumulate()).to_json(), numbers(), np.empty((0, 16), np.uint8))
+    content = ChunkContent([rows], RangeRounds({}, {}, []), {})
+    piece = SnapshotChunk(1, 2, 1, 0, 1 << 60, False, 5, numbers(), numbers(), content)
+    with pytest.raises(FrameError, match="dim is"):
+        through_the_wire(piece, a_store())

@@ -81,6 +81,9 @@ class Later:
     def cancel(self) -> None:
         pass
 
+    def add_done_callback(self, callback: object) -> None:
+        pass
+
 
 class Quiet:
     """Does not linger: that looks at the machine's clock."""

@@ -10,10 +10,11 @@ from elasticps.server.protocol.data_shards_state import Claim, ShardSet
 from elasticps.server.protocol.group_log import GroupLog, Nobody
 from elasticps.server.protocol.operations import RoundStep
 from elasticps.server.protocol.request_error import RequestError
-from elasticps.sharding import ShardSpec
-from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame
+from elasticps.sharding import MAX_SAMPLES, MAX_SHARDS, ShardSpec
+from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame, text, whole, wholes
 from elasticps.wire.headers import ClaimShardsHeader
 from replication.messages import OperationKind
+from replication.progress import MAX_CLOCK
 
 MAX_HELD = 1024
 MAX_NAME = 200
@@ -63,28 +64,20 @@ class ShardDispenser:
 
 
 def _read(connection: Asker, header: Header, body: Body) -> Claim:
-    document = json_body(body.data)
+    document, committed = json_body(body.data), ClaimShardsHeader.of(header).committed
     try:
-        samples, size, epochs = (_whole(document[name]) for name in ("samples", "size", "epochs"))
-        seed = None if document["seed"] is None else _whole(document["seed"])
-        name, want = document["name"], _whole(document["want"])
-        done, back = (tuple(map(_whole, document[name])) for name in ("done", "back"))
-    except (KeyError, TypeError, ValueError) as error:
-        raise FrameError(f"a take cannot be read: {error!r}") from None
+        samples, size, epochs = (whole(document[name], MAX_SAMPLES, 1) for name in ("samples", "size", "epochs"))
+        seed = None if document["seed"] is None else whole(document["seed"], (1 << 64) - 1)
+        name, want = text(document["name"], MAX_NAME), whole(document["want"], MAX_HELD)
+        done, back = (wholes(document[name], MAX_SHARDS) for name in ("done", "back"))
+    except KeyError as error:
+        raise FrameError(f"a take lacks {error}") from None
     spec = ShardSpec(samples, size, epochs, seed)
-    if not isinstance(name, str) or len(name) > MAX_NAME or max(want, len(done), len(back)) > MAX_HELD or want < 0:
-        raise FrameError(f"a take gives a name of at most {MAX_NAME} letters, and speaks of at most {MAX_HELD} shards")
-    if not spec.possible:
+    if max(len(done), len(back)) > MAX_HELD:
+        raise FrameError(f"a take speaks of at most {MAX_HELD} shards")
+    if not spec.possible or committed >= MAX_CLOCK:
         raise FrameError(f"a take of shards that cannot be: {spec}")
-    return Claim(
-        connection.app, name, spec, connection.worker, ClaimShardsHeader.of(header).committed, want, (), done, back
-    )
-
-
-def _whole(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{value!r} is no whole number")
-    return value
+    return Claim(connection.app, name, spec, connection.worker, committed, want, (), done, back)
 
 
 def _check(asked: Claim, found: ShardSet) -> None:

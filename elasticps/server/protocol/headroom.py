@@ -21,8 +21,11 @@ from coordinator.view import View
 from elasticps.memory import Reading, rows_mark
 from elasticps.server.fast.layout import UNLIMITED
 from elasticps.server.protocol.request_error import RequestError
+from elasticps.wire.frames import MAX_RANGES, FrameError, text, whole, wholes
 from replication.chain import Member, Role, place
 
+_MOST, _LEAST = 1 << 62, 1 << 46  # of a neighbour's numbers, so that a server's share of them fits an int64
+MAX_NAME = 255
 SPARE_SHARE = 0.05  # of the limit: so much is left to others in the same group, or on the same machine
 
 
@@ -88,11 +91,19 @@ class Headroom:
         self._own = Room(room, self._held, self._server, self.used, self.mark, self.limit)
 
     def heard(self, member: Member, document: Mapping[str, Any]) -> None:
-        """A neighbour has told how it is; it counts if it is a successor. ValueError if that makes no sense."""
+        """A neighbour has told how it is; it counts if it is a successor. FrameError if that makes no sense."""
         try:
-            rooms = [Room(int(n), max(1, int(h)), str(s), *map(int, more)) for n, h, s, *more in document["rooms"]]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"no rooms: {error}") from None
+            rooms = [
+                Room(
+                    whole(n, _MOST, -_LEAST),
+                    max(1, whole(h, MAX_RANGES)),
+                    text(s, MAX_NAME),
+                    *wholes(more, _MOST, -_LEAST),
+                )
+                for n, h, s, *more in document["rooms"]
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise FrameError(f"no rooms: {error}") from None
         if member in self._successors:
             self._heard[member] = rooms
 

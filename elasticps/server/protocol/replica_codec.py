@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.errors import SpecError
 from elasticps.server.protocol.data_shards_state import Claim, ShardMark
 from elasticps.server.protocol.operations import (
     AuditMark,
@@ -22,10 +24,12 @@ from elasticps.server.protocol.operations import (
     Contribution,
     NewTable,
     RoundStep,
+    TableRows,
     positions_of,
 )
 from elasticps.server.protocol.snapshot_codec import block_buffers, decode_content, encode_content
-from elasticps.sharding import ShardSpec
+from elasticps.sharding import MAX_SHARDS, ShardSpec
+from elasticps.spec import TableSpec
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 from elasticps.wire.frames import (
@@ -39,12 +43,18 @@ from elasticps.wire.frames import (
     json_body,
     padded,
     read_blocks,
+    text,
+    whole,
+    wholes,
 )
 from elasticps.wire.headers import ChunkAckHeader, ForwardHeader, PushHeader, RangesHeader, Shard, SnapshotChunkHeader
 from replication.chain import Ranges
 from replication.messages import Ack, ChunkAck, Forward, Message, Operation, OperationKind, Resync, SnapshotChunk
+from replication.progress import MAX_CLOCK
 
 _MAX_POSITION = 1 << 62  # of progress, of logs, of epochs: int64 with room for sums
+MAX_NAME = 255
+MAX_WORKER = (1 << 32) - 1
 _ROUND_STEPS = (
     OperationKind.BARRIER_JOIN,
     OperationKind.BARRIER_LEAVE,
@@ -184,20 +194,25 @@ class ReplicaCodec:
         if said.kind == OperationKind.PUSH and said.round:
             document, at = _read_section(body, at)
             blocks = read_blocks(said.blocks, body, at)
-            payload = Contribution(
-                str(document.get("app")), _number(document, "clock"), blocks, ranges, positions, mark
-            )
+            clock = whole(document.get("clock"), MAX_CLOCK - 1, 1)
+            payload = Contribution(text(document.get("app"), MAX_NAME), clock, blocks, ranges, positions, mark)
         elif said.kind in (OperationKind.PUSH, OperationKind.INIT):
             payload = Content(read_blocks(said.blocks, body, at), ranges, positions, mark)
         elif said.kind == OperationKind.CREATE:
-            document = _document(body, at)
-            payload = NewTable(document["id"], str(document.get("spec")))
+            try:
+                payload = new_table(_document(body, at))
+            except SpecError as error:
+                raise FrameError(f"a FORWARD's CREATE has a spec that is none here: {error}") from None
         elif said.kind == OperationKind.AUDIT:
             document = _document(body, at)
-            payload = AuditMark(document["id"], *_numbers([document.get("part"), document.get("parts")]))
+            parts = whole(document.get("parts"), 1 << 32, 1)
+            payload = AuditMark(whole(document.get("id"), (1 << 64) - 1), whole(document.get("part"), parts - 1), parts)
         elif said.kind in _ROUND_STEPS:
             document = _document(body, at)
-            payload = RoundStep(str(document.get("app")), document["id"], _numbers(document.get("workers")))
+            clock, workers = whole(document.get("id"), _MAX_POSITION), wholes(document.get("workers"), MAX_WORKER, 1)
+            if said.kind == OperationKind.BARRIER_LEAVE and len(workers) != 1:
+                raise FrameError("a FORWARD's BARRIER_LEAVE names one worker")
+            payload = RoundStep(text(document.get("app"), MAX_NAME), clock, workers)
         elif said.kind == OperationKind.CLAIM_SHARDS:
             payload = _take(_document(body, at).get("take"))
         else:
@@ -222,11 +237,24 @@ class ReplicaCodec:
         if upto > PLACES:
             raise FrameError(f"a SNAPSHOT_CHUNK ends at place {upto}, the last is {PLACES}")
         numbers = body[8:at].view(np.int64)
+        workers, progress = numbers[: said.workers], numbers[said.workers :]
+        if said.workers and (workers.min() < 1 or workers.max() > MAX_WORKER or progress.min() < 0):
+            raise FrameError("a SNAPSHOT_CHUNK has clocks of nobody, or below 0")
         content = decode_content(said.tables, body, at)
+        for rows in content.tables:
+            self._check_spec(rows)
         return SnapshotChunk(
-            said.epoch, said.range, said.fill, said.number, upto, said.last, said.seq, numbers[: said.workers],
-            numbers[said.workers :], content,
+            said.epoch, said.range, said.fill, said.number, upto, said.last, said.seq, workers, progress, content
         )  # fmt: skip
+
+    def _check_spec(self, rows: TableRows) -> None:
+        try:
+            spec, known = _read_spec(rows.spec), self._tables.get(rows.table)
+            difference = "" if known is None else spec.difference(known.spec)
+        except SpecError as error:
+            difference = str(error)
+        if difference:
+            raise FrameError(f"a SNAPSHOT_CHUNK has a spec of table {rows.table} that cannot be here: {difference}")
 
     def _decode_installed(self, header: Header, body: Bytes) -> ChunkAck:
         said = ChunkAckHeader.of(header)
@@ -240,14 +268,14 @@ def _length(parts: list[Buffer]) -> int:
 
 
 def _json(document: dict[str, Any]) -> bytes:
-    text = json.dumps(document, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)
+    written = json.dumps(document, separators=(",", ":")).encode()
+    return written + b" " * (-len(written) % 8)
 
 
 def _section(document: dict[str, Any]) -> bytes:
     """JSON that is followed by something else: its padded length comes first."""
-    text = _json(document)
-    return len(text).to_bytes(8, "little") + text
+    written = _json(document)
+    return len(written).to_bytes(8, "little") + written
 
 
 def _read_section(body: Bytes, at: int) -> tuple[dict[str, Any], int]:
@@ -258,16 +286,29 @@ def _read_section(body: Bytes, at: int) -> tuple[dict[str, Any], int]:
     return json_body(body[at + 8 : end].data), end
 
 
+@lru_cache(maxsize=64)
+def _read_spec(written: str) -> TableSpec:
+    return TableSpec.from_json(written)
+
+
 def _take(document: Any) -> Claim:
     try:
         app, name, spec, worker, committed, want, lost, done, back = document
-        numbers = int(worker), int(committed), int(want)
         cut = ShardSpec(*spec)
         if not all(isinstance(n, int) for n in spec if n is not None) or not cut.possible:
             raise ValueError(f"there can be no shards like {cut}")
-        return Claim(str(app), str(name), cut, *numbers, _numbers(lost), _numbers(done), _numbers(back))
     except (TypeError, ValueError) as error:
         raise FrameError(f"a FORWARD's CLAIM_SHARDS cannot be read: {error}") from None
+    return Claim(
+        text(app, MAX_NAME), text(name, MAX_NAME), cut, whole(worker, MAX_WORKER, 1), whole(committed, MAX_CLOCK - 1),
+        whole(want, MAX_SHARDS), wholes(lost, MAX_WORKER, 1), wholes(done, MAX_SHARDS), wholes(back, MAX_SHARDS),
+    )  # fmt: skip
+
+
+def new_table(document: dict[str, Any]) -> NewTable:
+    """What a CREATE says. `SpecError` for a spec that is none, or that this server's plug-ins do not know."""
+    spec = TableSpec.from_json(text(document.get("spec"), MAX_CONTROL_BYTES))
+    return NewTable(whole(document.get("id"), (1 << 32) - 1, 1), spec.to_json())
 
 
 def shard_mark(header: Header) -> ShardMark | None:
@@ -276,24 +317,5 @@ def shard_mark(header: Header) -> ShardMark | None:
     return None if shard is None else ShardMark(*shard)
 
 
-def _number(document: dict[str, Any], name: str) -> int:
-    value = document.get(name)
-    if not isinstance(value, int):
-        raise FrameError(f"{name} is {value!r}, not a number")
-    return value
-
-
-def _numbers(values: object) -> tuple[int, ...]:
-    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
-        raise FrameError("a list of workers is none")
-    return tuple(values)
-
-
 def _document(body: Bytes, at: int) -> dict[str, Any]:
-    try:
-        document = json.loads(body[at:].tobytes())
-    except ValueError as error:
-        raise FrameError(f"a FORWARD's content is not JSON: {error}") from None
-    if not isinstance(document, dict) or not isinstance(document.get("id"), int):
-        raise FrameError("a FORWARD's content has no id")
-    return document
+    return json_body(body[at:].data)

@@ -1,0 +1,204 @@
+"""What comes from a worker or another server and makes no sense ends a connection at most, and stops nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import nullcontext
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from coordinator.view import ServerInfo
+from elasticps.monitor import dial_server
+from elasticps.optimizers import Accumulate
+from elasticps.server import fatal, handshake
+from elasticps.server.protocol import held_frames
+from elasticps.spec import TableSpec
+from elasticps.wire.frames import HEADER_BYTES, FrameError, Header, Kind, json_body, json_frame
+from replication.messages import Ack
+from tests.server.conftest import WORKER, Group, Run, Worker, until
+
+NOW, LATER = 1, 99
+
+
+def body_of(kind: Kind, document: dict[str, object]) -> bytes:
+    return json_frame(kind, document)[HEADER_BYTES:]
+
+
+def create(worker: Worker, table: int, epoch: int) -> asyncio.Future[tuple[Header, bytes]]:
+    spec = TableSpec(f"t{table}", 2, Accumulate()).to_json()
+    return worker.ask(Header(Kind.CREATE, epoch=epoch), body_of(Kind.CREATE, {"id": table, "spec": spec}))
+
+
+async def pair(group: Group) -> None:
+    for name in ("a", "b"):
+        await group.start(name)
+    group.adopt(group.make_view(lambda r: ["a", "b"]))
+    await until(lambda: all(not server.links.suspects() for server in group.servers.values()))
+
+
+def test_a_close_of_a_round_that_fits_no_number_ends_its_connection_only(run: Run) -> None:
+    async def test(group: Group) -> None:
+        await pair(group)
+        worker, other = await group.connect("a"), await group.connect("a")
+        worker.ask(
+            Header(Kind.BARRIER_CLOSE, epoch=NOW), body_of(Kind.BARRIER_CLOSE, {"round": 1 << 70, "workers": [WORKER]})
+        )
+        with pytest.raises(asyncio.IncompleteReadError):
+            await asyncio.wait_for(worker.task, 10)
+        assert group.view is not None
+        header, _ = await asyncio.wait_for(other.push(group.view, "a", 1, [1, 2, 3], 1.0), 10)
+        assert header.kind == Kind.OK
+
+    run(test)
+
+
+def test_a_create_for_a_view_to_come_stops_no_other_and_ends_after_a_while(run: Run) -> None:
+    async def test(group: Group) -> None:
+        await pair(group)
+        early, other = await group.connect("a"), await group.connect("a")
+        waiting = create(early, 50, LATER)
+        await until(lambda: any(c.holding for c in group.servers["a"].handshake.connections))
+        header, _ = await asyncio.wait_for(create(other, 51, NOW), 10)
+        assert header.kind == Kind.OK
+        assert 51 in group.servers["b"].store.tables
+        with patch.object(held_frames, "HOLD_TIMEOUT_S", 0.0):
+            group.servers["a"].tick()
+        header, document = await asyncio.wait_for(waiting, 10)
+        assert json_body(document)["code"] == "stale-view"
+        assert 50 not in group.servers["a"].store.tables
+
+    run(test)
+
+
+def test_questions_for_a_view_to_come_wait_on_their_own_connection(run: Run) -> None:
+    async def test(group: Group) -> None:
+        await pair(group)
+        early, other = await group.connect("a"), await group.connect("a")
+        for _ in range(500):
+            early.ask(Header(Kind.GET_CLOCKS, epoch=LATER, worker=WORKER))
+        await until(lambda: any(c.holding for c in group.servers["a"].handshake.connections))
+        assert group.servers["a"].replica.parked == 0
+        header, _ = await asyncio.wait_for(other.ask(Header(Kind.GET_CLOCKS, epoch=NOW, worker=WORKER)), 10)
+        assert header.kind == Kind.CLOCKS
+
+    run(test)
+
+
+def test_a_peer_that_acknowledges_what_it_was_never_sent_loses_its_link_only(run: Run) -> None:
+    async def test(group: Group) -> None:
+        await pair(group)
+        worker = await group.connect("a")
+        head, tail = group.servers["a"], group.servers["b"]
+        link, wrong = head.links.link(tail.member), tail.links.link(head.member)
+        assert wrong is not None
+        ranges = np.arange(4, dtype=np.int64)
+        wrong.send_all(tail.links._codec.encode(Ack(1, ranges, np.full(4, 1 << 60, np.int64))))
+        await until(lambda: head.links.link(tail.member) not in (None, link))
+        assert group.view is not None
+        header, _ = await asyncio.wait_for(worker.push(group.view, "a", 1, [1, 2, 3], 1.0), 10)
+        assert header.kind == Kind.OK
+
+    run(test)
+
+
+def test_a_neighbours_room_that_fits_no_number_is_not_taken_in(run: Run) -> None:
+    async def test(group: Group) -> None:
+        await pair(group)
+        head, tail = group.servers["a"], group.servers["b"]
+        link, wrong = head.links.link(tail.member), tail.links.link(head.member)
+        assert wrong is not None
+        wrong.send(json_frame(Kind.ROOM, {"rooms": [[-(1 << 70), 1, "b", 0, 0, 0]]}))
+        await until(lambda: head.links.link(tail.member) not in (None, link))
+        head.memory.look()
+
+    run(test)
+
+
+def test_what_fails_as_held_frames_are_handled_stops_nobody_else(run: Run) -> None:
+    async def test(group: Group) -> None:
+        await pair(group)
+        server = group.servers["a"]
+        early = await group.connect("a")
+        create(early, 50, LATER)
+        await until(lambda: any(c.holding for c in server.handshake.connections))
+        held = next(c for c in server.handshake.connections if c.holding)
+        with patch.dict(server.worker.handlers, {Kind.CREATE: lambda *_: [].pop()}):
+            server.tick()
+        assert held.transport.is_closing()
+
+    run(test)
+
+
+def test_a_task_that_fails_ends_the_process(run: Run) -> None:
+    async def test(group: Group) -> None:
+        async def fails() -> None:
+            raise LookupError("gone")
+
+        codes: list[int] = []
+        with patch.object(os, "_exit", codes.append):
+            task = asyncio.create_task(fails())
+            task.add_done_callback(fatal.watch)
+            await asyncio.wait((task,))
+            await until(lambda: codes)
+        assert codes == [fatal.EXIT_FATAL]
+
+    run(test)
+
+
+def test_as_many_workers_as_there_may_be_keep_no_leader_and_no_server_out(run: Run) -> None:
+    async def test(group: Group) -> None:
+        with patch.object(handshake, "MAX_WORKERS", 3):
+            await pair(group)
+            for _ in range(3):
+                await group.connect("b", create=False)
+            with pytest.raises(asyncio.IncompleteReadError):
+                late = await group.connect("b", create=False)
+                await late.task
+            async with dial_server("c", "leader")(group.infos["b"]) as line:
+                assert (await anext(aiter(line.reports()))).epoch == 1
+            head, tail = group.servers["a"], group.servers["b"]
+            link = head.links.link(tail.member)
+            assert link is not None
+            link.transport.abort()
+            await until(lambda: head.links.link(tail.member) not in (None, link))
+
+    run(test)
+
+
+def test_connections_that_say_nothing_keep_nobody_out(run: Run) -> None:
+    async def test(group: Group) -> None:
+        with patch.object(handshake, "MAX_UNKNOWN", 4):
+            await pair(group)
+            host, _, port = group.infos["b"].address.rpartition(":")
+            silent = [await asyncio.open_connection(host, int(port)) for _ in range(12)]
+            async with dial_server("c", "leader")(group.infos["b"]):
+                pass
+            await group.connect("b", create=False)
+            reader, _ = silent[0]
+            assert await asyncio.wait_for(reader.read(), 10)  # told why, and ended
+            for _, writer in silent:
+                writer.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "incarnation", "error"),
+    [("d", 1, PermissionError), ("c", 2, PermissionError), ("c", 1, ConnectionResetError)],
+    ids=["another cluster", "another incarnation", "full"],
+)
+def test_only_another_identity_counts_as_death(
+    run: Run, cluster: str, incarnation: int, error: type[Exception]
+) -> None:
+    async def test(group: Group) -> None:
+        await group.start("a")
+        address = group.infos["a"].address
+        full = patch.object(handshake.Handshake, "_hello", side_effect=FrameError("full"))
+        with full if error is ConnectionResetError else nullcontext(), pytest.raises(error):
+            async with dial_server(cluster, "leader")(ServerInfo("a", incarnation, address)):
+                pass
+
+    run(test)
