@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import nullcontext
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -198,7 +198,8 @@ def test_only_another_identity_counts_as_death(
     async def test(group: Group) -> None:
         await group.start("a")
         address = group.infos["a"].address
-        full = patch.object(handshake.Handshake, "_hello", side_effect=FrameError("full"))
+        hello = Mock(side_effect=FrameError("full"))
+        full = patch.dict(group.servers["a"].handshake.newcomer.handlers, {Kind.HELLO: hello})
         with full if error is ConnectionResetError else nullcontext(), pytest.raises(error):
             async with dial_server(cluster, "leader")(ServerInfo("a", incarnation, address)):
                 pass
