@@ -91,6 +91,7 @@ class Connection(asyncio.BufferedProtocol):
         self._channel: Channel | None = None
         self.peer = "?"
         self.known = False  # the peer has said who it is
+        self.refused = False  # it said what nobody can
         self.worker = 0  # its id, 0 for anybody but a worker
         self.worker_name = self.app = ""
         self.member: Member | None = None  # a replica
@@ -314,6 +315,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def refuse(self, error: FrameError | NotAuthorised) -> None:
         """Tells the peer why and closes: a stream that is wrong once cannot be trusted again."""
+        self.refused = True
         log.warning("refused", peer=self.peer, worker=self.worker_name, reason=error)
         code = "version" if isinstance(error, VersionError) else "malformed"
         code = "identity" if isinstance(error, NotAuthorised) else code

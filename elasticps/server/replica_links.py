@@ -6,6 +6,7 @@ The dialler numbers its links, and the higher number is the link that counts: wh
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 from coordinator import fields
@@ -29,6 +30,7 @@ RETRY_FIRST_S = 0.005
 RETRY_MOST_S = 0.2
 CONNECT_TIMEOUT_S = 1.0
 BEAT_S = 0.25
+MOST_REFUSED = 8  # links to one neighbour in one view
 SILENCE_S = 1.5  # a link on which nothing came for so long is dropped: the peer beats too
 
 
@@ -58,6 +60,7 @@ class ReplicaLinks:
         self._links: dict[Member, Connection] = {}
         self._missing: dict[Member, float] = {}  # wanted and not there, since when
         self._dials: dict[Member, asyncio.Task[None]] = {}
+        self._refused: Counter[Member] = Counter()  # links of this view that ended over what the peer said
         self._number = 0
         self._epoch = 0
         self.handlers: dict[int, Handler] = dict.fromkeys(
@@ -67,6 +70,7 @@ class ReplicaLinks:
     def adopt(self, view: View) -> None:
         """Follows a view: neighbours get a link, former ones lose theirs."""
         self._epoch = view.epoch
+        self._refused.clear()
         chains = view.as_chains
         where = place(chains, self._me)
         indices = {*where.up.tolist(), *where.down.tolist()} - {-1}
@@ -177,6 +181,9 @@ class ReplicaLinks:
             return
         del self._links[member]
         self._down(member)
+        self._refused[member] += connection.refused
+        if self._refused[member] >= MOST_REFUSED:  # nor can this copy follow; those that can do better without it
+            fatal.end(self._me, FrameError(f"{member} cannot be understood"))
         if member in self._wanted:
             self._missing[member] = self._loop.time()
             self._dial(member, RETRY_FIRST_S)

@@ -79,13 +79,16 @@ rounds = st.builds(
 shards = st.dictionaries(st.sampled_from(APPS), st.dictionaries(names, sets, min_size=1, max_size=2), max_size=2)
 
 
+NAMED = TableSpec("né", 2, Accumulate()).to_json()
+
+
 @st.composite
 def tables(draw: st.DrawFn) -> list[TableRows]:
     found = []
     for number in range(draw(st.integers(0, 3))):
         rows, stride = draw(st.integers(0, 20)), draw(st.sampled_from([8, 16, 24]))
         values = np.arange(rows * stride, dtype=np.uint8).reshape(rows, stride)
-        found.append(TableRows(number, '{"né":1}', np.arange(rows, dtype=np.int64), values))
+        found.append(TableRows(number, NAMED, np.arange(rows, dtype=np.int64), values))
     return found
 
 
