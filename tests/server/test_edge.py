@@ -159,7 +159,7 @@ def test_as_many_workers_as_there_may_be_keep_no_leader_and_no_server_out(run: R
             writer.write(json_frame(Kind.HELLO, {"cluster": "c", "worker": WORKER, "name": "w", "app": "default"}))
             assert b"already has 3" in await asyncio.wait_for(reader.read(), 10)
             writer.close()
-            async with dial_server("c", "leader")(group.infos["b"]) as line:
+            async with dial_server("leader")(group.infos["b"], "c") as line:
                 assert (await anext(aiter(line.reports()))).epoch == 1
             head, tail = group.servers["a"], group.servers["b"]
             link = head.links.link(tail.member)
@@ -176,7 +176,7 @@ def test_connections_that_say_nothing_keep_nobody_out(run: Run) -> None:
             await pair(group)
             host, _, port = group.infos["b"].address.rpartition(":")
             silent = [await asyncio.open_connection(host, int(port)) for _ in range(12)]
-            async with dial_server("c", "leader")(group.infos["b"]):
+            async with dial_server("leader")(group.infos["b"], "c"):
                 pass
             await group.connect("b", create=False)
             reader, _ = silent[0]
@@ -201,7 +201,7 @@ def test_only_another_identity_counts_as_death(
         hello = Mock(side_effect=FrameError("full"))
         full = patch.dict(group.servers["a"].handshake.newcomer.handlers, {Kind.HELLO: hello})
         with full if error is ConnectionResetError else nullcontext(), pytest.raises(error):
-            async with dial_server(cluster, "leader")(ServerInfo("a", incarnation, address)):
+            async with dial_server("leader")(ServerInfo("a", incarnation, address), cluster):
                 pass
 
     run(test)
