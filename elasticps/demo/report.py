@@ -84,7 +84,10 @@ class Kill:
 
 @dataclass
 class AuditAnswer:
-    """What the audit at the end said, while the cluster lived."""
+    """What the audit at the end said, while the cluster lived.
+
+    clean  nothing was found amiss; with one server left, whose ranges have nothing to be compared with, that is idle
+    """
 
     clean: bool = False
     compared: int = 0
@@ -92,14 +95,20 @@ class AuditAnswer:
     broken_promises: int = 0
     short: int = 0
     unjudged: int = 0
+    idle: bool = False
 
     @classmethod
     def of(cls, report: AuditReport) -> AuditAnswer:
         broken = sum(worker.broken for worker in report.workers)
-        return cls(report.clean, report.compared, len(report.differences), broken, report.short, len(report.unjudged))
+        clean = not (report.wrong or report.unjudged or report.lost)
+        return cls(
+            clean, report.compared, len(report.differences), broken, report.short, len(report.unjudged), report.idle
+        )
 
     def __str__(self) -> str:
-        if self.clean:
+        if self.clean and self.idle:
+            text = "one server is left, so nothing could be compared; no acknowledged step is missing"
+        elif self.clean:
             text = f"all {self.compared} replicas of ranges are equal, no acknowledged step is missing"
         else:
             text = f"{self.differences} replicas differ, {self.broken_promises} workers miss acknowledged steps"

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 from rich.console import Console
 
+from elasticps.audit import AuditReport, WorkerClocks
 from elasticps.demo.picture import draw
 from elasticps.demo.report import (
     AuditAnswer,
@@ -85,6 +87,20 @@ def test_the_story_tells_of_the_kill_and_the_audit() -> None:
         "audit: 2 replicas differ, 1 workers miss acknowledged steps, 3 ranges could not be compared; "
         "6 ranges are short of a replica"
     ]
+
+
+def test_one_server_that_is_left_is_no_fault_and_no_equality_either() -> None:
+    alone = AuditReport(
+        "demo", 7, 256, 2, 256, 256, 256, (), (WorkerClocks(1, "w0", 5, 5, 0, False),), {}, {}, 0.1
+    )  # fmt: skip
+    answer = AuditAnswer.of(alone)
+    assert answer.clean
+    assert str(answer) == (
+        "one server is left, so nothing could be compared; no acknowledged step is missing; "
+        "256 ranges are short of a replica"
+    )
+    assert not AuditAnswer.of(replace(alone, unjudged={3: "s1 did not answer"})).clean
+    assert not AuditAnswer.of(replace(alone, lost={"s0": "silent"})).clean
 
 
 def test_the_longest_pause_is_one_that_was_over_after_the_kill() -> None:
