@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -137,7 +138,7 @@ def drained_incarnation(value: bytes) -> int:
     return number
 
 
-class Session(Generic[Info]):
+class Session(ABC, Generic[Info]):
     """A registered name, kept by renewing a lease every third of its life until closed or fenced.
 
     info      who we are
@@ -170,9 +171,9 @@ class Session(Generic[Info]):
             await asyncio.gather(self._task, return_exceptions=True)
         await farewell(self._store, self.lease)
 
+    @abstractmethod
     async def newest(self) -> int:
         """The newest incarnation that the store remembers for our name, whether it is registered or not."""
-        raise NotImplementedError
 
     async def _take(self) -> None:
         sent = asyncio.get_running_loop().time()

@@ -8,7 +8,6 @@ that one loop carries out faults which overlap. Everything ends with this proces
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import shutil
 import signal
@@ -26,7 +25,7 @@ from typing import Protocol
 from chaos.live.plan import ClusterPlan
 from elasticps.errors import Error
 from elasticps.local import keeper
-from elasticps.local.etcd import EtcdPlan, etcd_binary, free_ports
+from elasticps.local.etcd import EtcdPlan, answers_healthy, etcd_binary, free_ports
 from elasticps.local.process import Process, stop_all
 
 CLUSTER = "chaos"
@@ -337,12 +336,4 @@ def _runs(job: _Job) -> bool:
 
 
 def _healthy(member: _Etcd) -> bool:
-    connection = http.client.HTTPConnection(member.host, member.client, timeout=1.0)
-    try:
-        connection.request("GET", "/health")
-        answer = json.loads(connection.getresponse().read(4096))
-    except (OSError, http.client.HTTPException, ValueError):
-        return False
-    finally:
-        connection.close()
-    return isinstance(answer, dict) and str(answer.get("health")).lower() == "true"
+    return answers_healthy(http.client.HTTPConnection(member.host, member.client, timeout=1.0))

@@ -4,11 +4,11 @@ reference, so whoever writes a buffer must leave it alone until it is out."""
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from chaos.sim.network import Socket
+from elasticps.wire.unsent import Unsent
 
 if TYPE_CHECKING:
     from chaos.sim.loop import Loop
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 HIGH_WATER_BYTES = 64 << 10
 READS_PER_TURN = 8
 READ_BYTES = 64 << 10
-BUFFERS_PER_CALL = 64
 
 
 class Transport(asyncio.Transport):
@@ -27,8 +26,7 @@ class Transport(asyncio.Transport):
         self._loop = loop
         self._socket = sock
         self._protocol = protocol
-        self._queue: deque[memoryview] = deque()
-        self._queued_bytes = 0
+        self._unsent = Unsent()
         self._high, self._low = HIGH_WATER_BYTES, HIGH_WATER_BYTES // 4
         self._paused_reading = False
         self._paused_writing = False
@@ -48,7 +46,7 @@ class Transport(asyncio.Transport):
 
     def _ready(self) -> None:
         self._asked = False
-        if self._queue and self._socket.writable:
+        if self._unsent and self._socket.writable:
             self.flush()
         for _ in range(READS_PER_TURN):
             if self._paused_reading or self._closing or not self._socket.readable:
@@ -106,7 +104,7 @@ class Transport(asyncio.Transport):
         return self._low, self._high
 
     def get_write_buffer_size(self) -> int:
-        return self._queued_bytes
+        return self._unsent.nbytes
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.writelines([data])
@@ -114,12 +112,8 @@ class Transport(asyncio.Transport):
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         if self._closing:
             return
-        for data in list_of_data:
-            view = memoryview(data).cast("B")
-            if len(view):
-                self._queue.append(view)
-                self._queued_bytes += len(view)
-        if self._queued_bytes > self._high and not self._paused_writing:
+        self._unsent.add(list_of_data)
+        if self._unsent.nbytes > self._high and not self._paused_writing:
             self.flush()  # so much must not wait for the end of the turn
             self._pause_if_full()
         else:
@@ -127,31 +121,22 @@ class Transport(asyncio.Transport):
 
     def flush(self) -> None:
         """Gives the socket what it takes."""
-        while self._queue and not self._lost:
-            batch = [self._queue[i] for i in range(min(len(self._queue), BUFFERS_PER_CALL))]
-            try:
-                sent = self._socket.sendmsg(batch)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                self._end(error)
-                return
-            self._queued_bytes -= sent
-            while sent:
-                first = self._queue[0]
-                if sent < len(first):
-                    self._queue[0] = first[sent:]
-                    break
-                sent -= len(self._queue.popleft())
+        if self._lost:
+            return
+        try:
+            self._unsent.send(self._socket)
+        except OSError as error:
+            self._end(error)
+            return
         self._pause_if_full()
-        if self._paused_writing and self._queued_bytes <= self._low:
+        if self._paused_writing and self._unsent.nbytes <= self._low:
             self._paused_writing = False
             self._protocol.resume_writing()
-        if self._closing and not self._queue:
+        if self._closing and not self._unsent:
             self._end(None)
 
     def _pause_if_full(self) -> None:
-        if self._queued_bytes > self._high and not self._paused_writing and not self._lost:
+        if self._unsent.nbytes > self._high and not self._paused_writing and not self._lost:
             self._paused_writing = True
             self._protocol.pause_writing()
 
@@ -166,7 +151,7 @@ class Transport(asyncio.Transport):
     def close(self) -> None:
         if not self._closing:
             self._closing = True
-            if not self._queue:
+            if not self._unsent:
                 self._end(None)
 
     def abort(self) -> None:
@@ -177,7 +162,6 @@ class Transport(asyncio.Transport):
         if self._lost:
             return
         self._lost = True
-        self._queue.clear()
-        self._queued_bytes = 0
+        self._unsent.clear()
         self._loop.call_soon(self._protocol.connection_lost, error)
         self._socket.close()

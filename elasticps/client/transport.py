@@ -9,8 +9,6 @@ else does: acknowledgements of pushes that nobody waits for, new views, broken c
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -22,12 +20,12 @@ from elasticps.client.runtime import READABLE, WRITABLE, Runtime, Stream
 from elasticps.security.stream import TlsStream
 from elasticps.wire.assembler import Assembler
 from elasticps.wire.frames import MAX_BODY_BYTES, Buffer, FrameError, Header, Kind
+from elasticps.wire.unsent import Unsent
 from replication.chain import Member
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
 
-MAX_BUFFERS_PER_CALL = 512  # IOV_MAX is 1024 on Linux
 RECEIVE_CALLS_PER_TURN = 64
 CALLER_RECENT_S = 0.005  # a caller that has just read will be back; keep out of its way for so long
 BACKGROUND_NAP_S = 0.002
@@ -66,7 +64,7 @@ class Link:
         self._on_frame = on_frame
         self._sink = sink
         self._assembler: Assembler | None = None
-        self._queue: deque[memoryview] = deque()
+        self._unsent = Unsent()
         self._lock = runtime.lock()
         self._attempts = 0
 
@@ -83,8 +81,8 @@ class Link:
             if self._credentials is not None:
                 sock = self._tls = TlsStream(sock, self._credentials, self.server.name)
             self._assembler = Assembler(self._frame, MAX_BODY_BYTES, self._target)
-            self._queue.clear()
-            self._queue.append(memoryview(hello))
+            self._unsent.clear()
+            self._unsent.add((hello,))
             self.sinking = 0
             self.socket = sock
 
@@ -93,14 +91,14 @@ class Link:
         self.ready = False
         with self._lock:
             sock, self.socket = self.socket, None
-            self._queue.clear()
+            self._unsent.clear()
         if sock is not None:
             sock.close()
 
     @property
     def unsent(self) -> bool:
         """Whether buffers wait for room in the socket."""
-        return bool(self._queue) or (self._tls is not None and self._tls.unsent)
+        return bool(self._unsent) or (self._tls is not None and self._tls.unsent)
 
     @property
     def stale(self) -> bool:
@@ -115,9 +113,7 @@ class Link:
         with self._lock:
             if self.socket is None:
                 raise ConnectionResetError(f"not connected to server {self.server.name}")
-            for buffer in buffers:
-                if len(buffer):
-                    self._queue.append(memoryview(buffer))
+            self._unsent.add(buffers)
             return self._flush(self.socket)
 
     def flush(self) -> bool:
@@ -126,21 +122,8 @@ class Link:
             return self.socket is None or self._flush(self.socket)
 
     def _flush(self, sock: Stream) -> bool:
-        queue = self._queue
-        while queue:
-            batch = list(itertools.islice(queue, MAX_BUFFERS_PER_CALL))
-            try:
-                sent = sock.sendmsg(batch)
-            except BlockingIOError:
-                return False
-            for view in batch:
-                if sent < len(view):
-                    break
-                sent -= len(view)
-                queue.popleft()
-            if sent:
-                queue[0] = queue[0][sent:]
-                return False
+        if not self._unsent.send(sock):
+            return False
         return self._tls is None or self._tls.flush()
 
     def receive(self) -> None:

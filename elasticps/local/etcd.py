@@ -113,14 +113,19 @@ class EtcdPlan:
             context = ssl.create_default_context(cafile=self._tls.ca)
             context.load_cert_chain(self._tls.cert, self._tls.key)
             connection = http.client.HTTPSConnection("127.0.0.1", self.client_port, timeout=1.0, context=context)
-        try:
-            connection.request("GET", "/health")
-            answer = json.loads(connection.getresponse().read(4096))
-        except (OSError, http.client.HTTPException, ValueError):
-            return False
-        finally:
-            connection.close()
-        return isinstance(answer, dict) and str(answer.get("health")).lower() == "true"
+        return answers_healthy(connection)
+
+
+def answers_healthy(connection: http.client.HTTPConnection) -> bool:
+    """Whether the etcd at the other end serves; closes the connection."""
+    try:
+        connection.request("GET", "/health")
+        answer = json.loads(connection.getresponse().read(4096))
+    except (OSError, http.client.HTTPException, ValueError):
+        return False
+    finally:
+        connection.close()
+    return isinstance(answer, dict) and str(answer.get("health")).lower() == "true"
 
 
 def _files(tls: TlsFiles) -> list[str]:

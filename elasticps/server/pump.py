@@ -13,7 +13,6 @@ import logging
 import os
 import select
 import socket
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +20,7 @@ from elasticps.server.fast import layout as at
 from elasticps.server.fast import sockets
 from elasticps.server.fast.path import FastPath
 from elasticps.wire.frames import Buffer
+from elasticps.wire.unsent import Unsent
 
 if TYPE_CHECKING:
     from elasticps.server.connection import Connection
@@ -32,7 +32,6 @@ HIGH_BYTES = 64 << 10
 TURNS = 32  # of the compiled code, then timers and others have theirs
 ACCEPTED_AT_ONCE = 64
 FULL_PAUSE_S = 1.0  # nothing is accepted for so long when there are no descriptors left
-BUFFERS_AT_ONCE = 64
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -180,8 +179,7 @@ class Transport(asyncio.Transport):
         self._pump = pump
         self._connection = connection
         self._socket = sock
-        self._queue: deque[memoryview] = deque()
-        self._queued_bytes = 0
+        self._unsent = Unsent()
         self._high, self._low = HIGH_BYTES, HIGH_BYTES // 4
         self._reading = True
         self._writing_paused = False
@@ -195,7 +193,7 @@ class Transport(asyncio.Transport):
     def _look_for(self) -> None:
         """Has the epoll wait for what this connection waits for."""
         mask = select.EPOLLIN if self.is_reading() else 0
-        if self._queue:
+        if self._unsent:
             mask |= select.EPOLLOUT
         if mask != self._mask and not self._ended:
             self._mask = mask
@@ -221,7 +219,7 @@ class Transport(asyncio.Transport):
         self._low = self._high // 4 if low is None else low
 
     def get_write_buffer_size(self) -> int:
-        return self._queued_bytes
+        return self._unsent.nbytes
 
     def write(self, data: Buffer) -> None:
         self.writelines((data,))
@@ -229,46 +227,33 @@ class Transport(asyncio.Transport):
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         if self._closing:
             return
-        waiting = bool(self._queue)
-        for data in list_of_data:
-            view = memoryview(data).cast("B")
-            if len(view):
-                self._queue.append(view)
-                self._queued_bytes += len(view)
-        if not waiting:
+        full = bool(self._unsent) or self._pump.path.queued(self._connection.slot)
+        self._unsent.add(list_of_data)
+        if full:
+            self._look_for()
+        else:
             self.send_queued()
         self._pause_if_full()
 
     def send_queued(self) -> None:
         """Gives the socket what it takes."""
-        while self._queue:
-            batch = [self._queue[i] for i in range(min(len(self._queue), BUFFERS_AT_ONCE))]
-            try:
-                sent = self._socket.sendmsg(batch)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError as error:
-                self.end(error)
-                return
-            self._queued_bytes -= sent
-            while sent:
-                first = self._queue[0]
-                if sent < len(first):
-                    self._queue[0] = first[sent:]
-                    break
-                sent -= len(self._queue.popleft())
+        try:
+            self._unsent.send(self._socket)
+        except OSError as error:
+            self.end(error)
+            return
         if self._ended:
             return
-        self._pump.path.set_queued(self._connection.slot, bool(self._queue))
+        self._pump.path.set_queued(self._connection.slot, bool(self._unsent))
         self._look_for()
-        if self._writing_paused and self._queued_bytes <= self._low:
+        if self._writing_paused and self._unsent.nbytes <= self._low:
             self._writing_paused = False
             self._connection.resume_writing()
-        if self._closing and not self._queue:
+        if self._closing and not self._unsent:
             self.end(None)
 
     def _pause_if_full(self) -> None:
-        if self._queued_bytes > self._high and not self._writing_paused and not self._ended:
+        if self._unsent.nbytes > self._high and not self._writing_paused and not self._ended:
             self._writing_paused = True
             self._connection.pause_writing()
 
@@ -284,7 +269,7 @@ class Transport(asyncio.Transport):
         """Ends when what is queued has left."""
         if not self._closing:
             self._closing = True
-            if self._queue:
+            if self._unsent:
                 self._look_for()
             else:
                 self.end(None)
@@ -305,8 +290,7 @@ class Transport(asyncio.Transport):
         if self._ended:
             return
         self._ended = True
-        self._queue.clear()
-        self._queued_bytes = 0
+        self._unsent.clear()
         self._pump.path.unwatch(self._connection.slot)
         self._pump.epoll.unregister(self._socket)
         self._socket.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from coordinator.membership import (
     request_drain,
 )
 from coordinator.memory import MemoryStore
-from coordinator.store import Entry, Store
+from coordinator.store import Entry, Guard, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from tests.coordinator.conftest import Clients
 from tests.coordinator.support import WAIT_S, Etcd, FaultyStore, fresh_url, until, until_key
@@ -322,7 +323,9 @@ async def test_an_older_incarnation_of_a_worker_never_comes_back(clients: Client
             await old.close()
 
 
-async def test_nobody_registers_in_another_cluster_of_the_same_name(clients: Clients) -> None:
+async def test_nobody_registers_in_another_cluster_of_the_same_name(
+    clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with clients() as store:
         first = await create_cluster(store, ClusterConfig(4))
         session, lost = await serve(store, ttl_s=0.6)
@@ -336,8 +339,18 @@ async def test_nobody_registers_in_another_cluster_of_the_same_name(clients: Cli
             await register_server(
                 store, name="s1", address="h:1", on_lost=lost.append, cluster=first.identity(store.cluster)
             )
-        before = session.deadline
-        await asyncio.sleep(1.0)
+        before, refused = session.deadline, Counter[str]()
+        ours = session.our_cluster
+
+        async def counted() -> Guard | None:
+            try:
+                return await ours()
+            except OtherCluster:
+                refused["tries"] += 1
+                raise
+
+        monkeypatch.setattr(session, "our_cluster", counted)
+        await until(lambda: refused["tries"] >= 3)
         assert await registered(store) is None
         assert session.deadline == before
         await store.put("config", first.to_json())  # somebody has taken ours over

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from elasticps.client.runtime import READABLE, WRITABLE
-from elasticps.client.transport import Driver, Link
+from elasticps.client.transport import Driver
 from elasticps.server import pulls
 from elasticps.server.connection import Connection
 from elasticps.server.fast.chunks import Chunks
@@ -23,6 +23,7 @@ from elasticps.server.protocol.bounded_delay import BoundedDelay
 from elasticps.server.protocol.serving import Serving
 from elasticps.server.pushes import Pushes
 from elasticps.wire.frames import Header, Kind
+from elasticps.wire.unsent import Unsent
 from replication.effects import Install
 from replication.replica import Replica
 from tests.sim.planting import Patch, leave_every_frame_to_python
@@ -83,17 +84,16 @@ def acknowledge_young_entries_while_python_has_older_ones(patch: pytest.MonkeyPa
 
 
 def drop_the_rest_of_a_partial_write(patch: pytest.MonkeyPatch) -> None:
-    def flush(self: Link, sock: Any) -> bool:
-        queue = self._queue
-        while queue:
+    def send(self: Unsent, socket: Any) -> bool:
+        while self:
             try:
-                sock.sendmsg([queue[0]])
+                socket.sendmsg([self._queue[0]])
             except BlockingIOError:
                 return False
-            queue.popleft()
+            self.nbytes -= len(self._queue.popleft())
         return True
 
-    patch.setattr(Link, "_flush", flush)
+    patch.setattr(Unsent, "send", send)
 
 
 def answer_whoever_has_the_number_of_a_connection_now(patch: pytest.MonkeyPatch) -> None:

@@ -293,6 +293,10 @@ class FastPath:
         """Whether bytes that Python has queued for a connection go before all others."""
         self.connections[slot, at.C_QUEUED] = queued
 
+    def queued(self, slot: int) -> bool:
+        """Whether that is so, or a socket has just not taken all that compiled code had for it."""
+        return bool(self.connections[slot, at.C_QUEUED])
+
     def heard_s(self, slot: int) -> float:
         """When compiled code received something of a connection last, by the monotonic clock."""
         return float(self.connections[slot, at.C_HEARD]) / 1e9
