@@ -58,6 +58,11 @@ class ServerError(Definite):
     """A server refused a request; the text is the server's own."""
 
 
+class LeftOut(ServerError):
+    """A synchronous round was closed without this worker, which had been away for longer than its lease. The client
+    pushes the step again for a later round, so nobody is told."""
+
+
 class ServerFull(ServerError):
     """A push would add rows for which a server has no memory. It ticks without its rows at that server's head, as with
     every `ServerError`; rows that are there can still be updated.

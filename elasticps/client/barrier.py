@@ -2,6 +2,9 @@
 
 A step is closed when it is committed everywhere, all workers of the round have said the same of theirs, and every head
 has averaged what it was given. That happens before anything that could see the result: the next push, a pull, a flush.
+
+A worker that was away for longer than its lease is in no round meanwhile. What it had pushed for the one that was
+closed without it counts nowhere: it enters again, and the step is its share of a later round.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from collections.abc import Callable
 
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.protocol import barrier
+from elasticps.errors import LeftOut
 
 
 class Barrier:
@@ -21,11 +25,13 @@ class Barrier:
         self._session = dispatcher.session
         self._worker = dispatcher.worker.id
         self._closed = 0  # the last step whose round is closed
+        self._first = 0  # the clock under which the open step was pushed first, 0 if it has not been pushed again
         self._lock = dispatcher.runtime.lock()
 
     def closed(self, clock: int) -> int:
         """The last round up to `clock` that is closed."""
-        return min(clock, self._open - 1) if self._open else clock
+        still_open = self._first or self._open
+        return min(clock, still_open - 1) if still_open else clock
 
     @property
     def _open(self) -> int:
@@ -38,11 +44,16 @@ class Barrier:
         """Is in no further round, until it enters again."""
         self._dispatcher.carry_out(barrier.leaving(self.app, self._worker, timeout_s))
 
-    def settle(self, wait_committed: Callable[[], None], timeout_s: float) -> None:
-        """Closes the open round, if there is one. Raises `Timeout`, which says for whom it waited."""
+    def settle(self, wait_committed: Callable[[], None], push_again: Callable[[], None], timeout_s: float) -> None:
+        """Closes the open round, if there is one. Raises `Timeout`, which says for whom it waited. `push_again()` has
+        the step begun anew in a later round."""
         with self._lock:
-            clock = self._open
-            if clock:
+            while clock := self._open:
                 wait_committed()
-                self._dispatcher.carry_out(barrier.settling(self.app, self._worker, clock, timeout_s))
-                self._closed = clock
+                try:
+                    self._dispatcher.carry_out(barrier.settling(self.app, self._worker, clock, timeout_s))
+                except LeftOut:
+                    self._first = self._first or clock
+                    push_again()
+                else:
+                    self._closed, self._first = clock, 0

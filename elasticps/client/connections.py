@@ -10,7 +10,7 @@ from coordinator.view import ServerInfo
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.runtime import Lock, Runtime
 from elasticps.client.transport import Driver, Link, OnFrame, Sink
-from elasticps.errors import NotFinite, ServerError, ServerFull, SpecError, Timeout, UnknownTable
+from elasticps.errors import LeftOut, NotFinite, ServerError, ServerFull, SpecError, Timeout, UnknownTable
 from elasticps.wire.frames import Buffer
 from replication.chain import Member
 
@@ -212,4 +212,6 @@ def server_error(document: Mapping[str, Any], server: str) -> Exception:
         return ServerFull(text, str(document.get("server")), str(document.get("table")), int(document.get("bytes", 0)))
     if code == "not-finite":
         return NotFinite(text, str(document.get("table")), int(document.get("key", 0)))
+    if code == "left-out":
+        return LeftOut(text)
     return ServerError(f"server {server} refused: {text}")

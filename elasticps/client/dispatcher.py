@@ -217,21 +217,28 @@ class Dispatcher:
         """Asks whatever a script wants to know, and returns what came of it."""
         return carry_out(script, self.ask_all)
 
-    def join(self, base: int, timeout_s: float) -> None:
-        """Tells every server, now and on each later connection, the clock that this worker starts above."""
+    def join(self, base: int, timeout_s: float, begin: Callable[[], None] = lambda: None) -> None:
+        """Tells every server, now and on each later connection, the clock that this worker starts above; `begin()` may
+        push the step after it in the same breath."""
         with self.lock:
             self.session.start_at(base)
-        self._appear(JoinHeader(base).header(), timeout_s)
+            self._appear(JoinHeader(base).header())
+            begin()
+        self._told(timeout_s)
 
     def pause(self, timeout_s: float) -> None:
         """Tells every server that this worker holds nobody back, until it joins again."""
-        self._appear(JoinHeader(pause=True).header(), timeout_s)
-
-    def _appear(self, presence: Header, timeout_s: float) -> None:
         with self.lock:
-            self._presence = presence
-            for member in self.connections.peers:
-                self.connections.send(member, [presence.pack()])
+            self._appear(JoinHeader(pause=True).header())
+        self._told(timeout_s)
+
+    def _appear(self, presence: Header) -> None:
+        self._presence = presence
+        for member in self.connections.peers:
+            self.connections.send(member, [presence.pack()])
+
+    def _told(self, timeout_s: float) -> None:
+        presence = self._presence
         self.ask_all(lambda routes: [(p.member, presence, []) for p in self._serving()], timeout_s, "joining")
 
     def start_reads(self, reads: Sequence[Read], bound: int | None, wait_ms: int) -> None:

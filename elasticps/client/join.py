@@ -11,12 +11,13 @@ its first push has left nothing at the servers. It is written before the worker 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from elasticps.client.barrier import Barrier
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.protocol.join import Past, Resume, Starting, first_past, past_again
 from elasticps.client.registry import Registry
-from elasticps.errors import Closed, ClusterUnreachable, Timeout
+from elasticps.errors import Closed, ClusterUnreachable, ServerError, Timeout
 
 log = logging.getLogger(__name__)
 
@@ -93,3 +94,17 @@ class Joining:
                 log.warning("this worker goes on at clock %d instead of %d: %s", own, start, error)
                 start = own
         self._dispatcher.join(start, self._timeout_s)
+
+    # --- after a round that was closed without this worker ------------------------------------------------------------
+
+    def later(self, push_again: Callable[[], None]) -> None:
+        """Goes on after the last round, with the newest step, which was in none: `push_again()` begins it anew."""
+        with self._lock:
+            lost, name = self._session.clock, self._dispatcher.worker.name
+            start = self._dispatcher.carry_out(self._starting.lowest())
+            if start < lost:
+                raise ServerError(f"worker {name!r} is in round {lost}, its application only after round {start}")
+            if not self._keep(past_again(self._past, lost - 1, start)):
+                raise Closed(f"worker {name!r} was started again; this is the older one")
+            log.warning("round %d was closed without worker %s, which goes on after round %d", lost, name, start)
+            self._dispatcher.join(start, self._timeout_s, push_again)

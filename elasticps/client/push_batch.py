@@ -384,6 +384,10 @@ class PackedPart:
             writes.append(Write(table, rows, offsets, blocks[0].step_values))
         return writes
 
+    def with_values(self, values: Callable[[int], NDArray[np.float32]]) -> Part:
+        """The same rows with other step values, by table's id."""
+        return self._unpacked().with_values(values)
+
     def _unpacked(self) -> Part:
         if self._part is None:
             self._part = Part(self.writes(), self.routes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from elasticps.client.barrier import Barrier
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.join import Joining
 from elasticps.client.protocol.join import Resume
+from elasticps.client.protocol.session import Content
 from elasticps.client.push_batch import PackedPart, Packer, Source
 from elasticps.client.pushes import StepState
 from elasticps.client.tables import Handle, SparseTable
@@ -26,6 +28,19 @@ KEPT_BYTES = 32 << 20
 
 Values = Mapping[Handle, object]
 Rates = float | Mapping[Handle, float] | None
+
+
+def _rate(handle: Handle, rates: Rates) -> float | None:
+    return rates.get(handle) if isinstance(rates, Mapping) else rates
+
+
+class _Share(NamedTuple):
+    """A step that is to be in a synchronous round; `shard`: what it trains."""
+
+    state: StepState
+    parts: list[Content]
+    rates: Rates
+    shard: tuple[int, int] | None
 
 
 class Step:
@@ -111,6 +126,7 @@ class Steps:
         self._tables = tables
         self._packer = Packer(Pool(KEPT_BYTES))  # under the lock
         self._shard: tuple[int, int] | None = None  # what the next step trains
+        self._share: _Share | None = None  # the newest step, as long as its round may be closed without it
         self._on_used: list[Callable[[tuple[int, int], int], None]] = []
 
     # --- sending ------------------------------------------------------------------------------------------------
@@ -155,10 +171,34 @@ class Steps:
             self._dispatcher.hurt()
             raise
         finally:
-            if shard is not None and session.clock == clock:
-                self._shard = None
-                for used in self._on_used:
-                    used(shard, clock)
+            if begins is not None and session.clock == clock:
+                if self.barrier is not None:
+                    self._share = _Share(begins, session.contents, rates, shard)
+                if shard is not None:
+                    self._shard = None
+                    self._use(shard, clock)
+
+    def _use(self, shard: tuple[int, int], clock: int) -> None:
+        for used in self._on_used:
+            used(shard, clock)
+
+    def _push_again(self) -> None:
+        """Begins the newest step anew, all of it, at the clock that has come; under the lock, in the same breath."""
+        share, clock = self._share, self._session.clock + 1
+        assert share is not None
+        handles = {handle.id: handle for handle in self._tables.values()}
+
+        def values(table: int) -> NDArray[np.float32]:
+            handle = handles[table]
+            return handle.optimizer.step_values(clock, _rate(handle, share.rates))
+
+        parts = [part.with_values(values) for part in share.parts if isinstance(part, Part | PackedPart)]
+        state = share.state
+        state.clock, state.done = clock, False
+        for number, part in enumerate(parts, start=1):
+            self._pushes.push(part, number == len(parts), state if number == 1 else None, share.shard)
+        if share.shard is not None:
+            self._use(share.shard, clock)
 
     def _part(self, values: Values, clock: int, rates: Rates, copy: bool) -> Part | PackedPart:
         """What a push of these values sends under the view of now; a copy, but for what is lent."""
@@ -171,7 +211,7 @@ class Steps:
         for handle, value in values.items():
             if self._tables.get(getattr(handle, "name", "")) is not handle:
                 raise InputError(f"push takes the tables and tensors of this client as keys, got {handle!r}")
-            lr = rates.get(handle) if isinstance(rates, Mapping) else rates
+            lr = _rate(handle, rates)
             key = id(handle.optimizer), lr
             step_values = known.get(key)
             if step_values is None:
@@ -201,11 +241,15 @@ class Steps:
         if not state.done:
             timeout_s = self.timeout_s if timeout is None else timeout
             self._dispatcher.wait(lambda: state.done, timeout_s, f"step {state.clock}")
+        self._check(state)
+        if self.barrier is not None:
+            self.settle(timeout)
+            self._check(state)  # it may have been pushed again meanwhile
+
+    def _check(self, state: StepState) -> None:
         if state.error is not None:
             self._pushes.failures.pop(state.clock, None)
             raise state.error
-        if self.barrier is not None:
-            self.settle(timeout)
 
     def flush(self, timeout: float | None) -> None:
         """Waits until every step so far is committed; raises the first refusal that nobody has been told of."""
@@ -225,7 +269,11 @@ class Steps:
         """Under BSP: closes the round of the newest step, so that whatever comes next sees its result."""
         if self.barrier is not None:
             timeout_s = self.timeout_s if timeout is None else timeout
-            self.barrier.settle(lambda: self._wait(self._none_outstanding, timeout_s, "a step"), timeout_s)
+            self.barrier.settle(
+                lambda: self._wait(self._none_outstanding, timeout_s, "a step"),
+                lambda: self._joining.later(self._push_again),
+                timeout_s,
+            )
 
     def settle_all(self) -> None:
         """Waits until every step so far is committed and its round closed."""

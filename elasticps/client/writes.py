@@ -5,8 +5,8 @@ sent first is made by `push_batch`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn, Protocol
 
 import numpy as np
@@ -109,6 +109,10 @@ class Part:
         """Whether it has a row in any of these ranges."""
         ranks = self._routes.rank_of[ranges]
         return any(bool((w.offsets[ranks] < w.offsets[ranks + 1]).any()) for w in self.writes)
+
+    def with_values(self, values: Callable[[int], NDArray[np.float32]]) -> Part:
+        """The same rows with other step values, by table's id."""
+        return Part([replace(write, step_values=values(write.table_id)) for write in self.writes], self._routes)
 
     def complete(self) -> None:
         """Makes the part independent of the caller's arrays, except those that are lent."""

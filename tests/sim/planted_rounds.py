@@ -205,7 +205,7 @@ def count_answers_of_different_views_together(patch: pytest.MonkeyPatch) -> None
 
 def settle_a_step_that_is_not_committed(patch: pytest.MonkeyPatch) -> None:
     settle = Barrier.settle
-    patch.setattr(Barrier, "settle", lambda self, wait, timeout_s: settle(self, lambda: None, timeout_s))
+    patch.setattr(Barrier, "settle", lambda self, wait, *rest: settle(self, lambda: None, *rest))
 
 
 def mark_a_shard_done_when_it_is_used(patch: pytest.MonkeyPatch) -> None:

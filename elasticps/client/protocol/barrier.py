@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 
 from elasticps.client.protocol.fan_out import Request, Script, of_group, of_heads
-from elasticps.errors import ServerError
+from elasticps.errors import LeftOut
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
 from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader, BarrierLeaveHeader
 
@@ -32,12 +32,12 @@ def leaving(app: str, worker: int, timeout_s: float) -> Script[None]:
 
 
 def settling(app: str, worker: int, clock: int, timeout_s: float) -> Script[None]:
-    """Closes the round of a step that is committed everywhere."""
+    """Closes the round of a step that is committed everywhere. `LeftOut` if it was closed without this worker."""
     header = BarrierArriveHeader(worker, clock, int(timeout_s * 1000)).header()
     (answer,) = yield Request(of_group(app, header), timeout_s + GRACE_S, f"round {clock} of {app!r}")
     decision = json.loads(answer.body)
     if decision["round"] != clock:
-        raise ServerError(f"round {clock} of {app!r} was closed without this worker")
+        raise LeftOut(f"round {clock} of {app!r} was closed without this worker")
     yield from closing(app, clock, decision["workers"], timeout_s)
 
 

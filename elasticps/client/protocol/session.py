@@ -153,6 +153,11 @@ class Session:
         return len(next(reversed(self._steps.values())).parts) if self._steps else 0
 
     @property
+    def contents(self) -> list[Content]:
+        """The parts of the newest step, which is outstanding, as they come; they stay when it is committed."""
+        return next(reversed(self._steps.values())).parts
+
+    @property
     def room(self) -> bool:
         """Whether a new step may begin."""
         return len(self._steps) < self._window

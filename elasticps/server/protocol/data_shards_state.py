@@ -190,11 +190,12 @@ class Shards:
         return found
 
     def note(self, mark: ShardMark, worker: int, clock: int) -> None:
-        """A worker's push of step `clock` uses a shard; no effect if the worker does not hold it any more."""
+        """A worker's push of step `clock` uses a shard; no effect if the worker does not hold it any more. A step that
+        its synchronous round was closed without comes again, at a later clock."""
         for sets in self._sets.values():
             for one in sets.values():
                 if one.id == mark.set and (doing := one.doing.get(worker, {}).get(mark.shard)) is not None:
-                    doing.clock = doing.clock or clock
+                    doing.clock = max(doing.clock, clock)
 
     def owns(self, app: str, number: int) -> bool:
         """Whether a set of that id belongs to an application."""

@@ -1,0 +1,94 @@
+"""Workers that stand still for longer than their leases."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from chaos.sim.checks.rounds import Rounds
+from chaos.sim.checks.sums import COLUMNS, KEYS
+from chaos.sim.cluster import Cluster
+from chaos.sim.threads import Threads
+from elasticps.optimizers import Accumulate
+from elasticps.spec import BSP
+from tests.sim.conftest import wait_for
+
+FROZEN_S = 13.0
+SHARDS = 40
+
+
+@pytest.mark.parametrize(("frozen", "parts"), [("w0", 1), ("w1", 3)])
+def test_a_worker_in_rounds_goes_on_after_it_was_frozen_and_every_step_counts_once(
+    cluster: Cluster, frozen: str, parts: int
+) -> None:
+    """What it had pushed for a round that was closed without it is its share of a later one."""
+    rounds, keys = Rounds("app"), np.arange(KEYS)
+    steps: dict[str, int] = {}
+    seen = {0: np.zeros((KEYS, COLUMNS), np.float32)}
+    ids: dict[str, set[int]] = {}
+    over: set[str] = set()
+    training = [True]
+
+    def program(threads: Threads) -> None:
+        name = threads.process.host
+        with cluster.connect(threads, name, BSP(), 1, "app") as ps:
+            column = rounds.start(ps.worker.id)
+            table = ps.table("t", dim=COLUMNS, optimizer=Accumulate())
+            grads = rounds.grads(column, keys)
+            while training:
+                with ps.step() as step:
+                    for part in np.array_split(keys, parts):
+                        step.push({table: (part, grads[part])})
+                        threads.sleep(0.4)
+                steps[name] = steps.get(name, 0) + 1
+                seen[ps.clock] = table.pull(keys)
+                rounds.check(name, column, ps.clock, seen[ps.clock])
+                ids.setdefault(name, set()).add(ps.worker.id)
+        over.add(name)
+
+    started = {name: cluster.start_worker(name, program) for name in ("w0", "w1")}
+    wait_for(cluster, lambda: min(steps.get("w0", 0), steps.get("w1", 0)) > 1)
+    process = started[frozen].process
+    process.stall()
+    cluster.clock.run(cluster.clock.now + FROZEN_S)
+    assert len(cluster.counted) == 1
+    process.thaw()
+    before = steps[frozen]
+    wait_for(cluster, lambda: steps[frozen] > before + 2)
+    training.clear()
+    wait_for(cluster, lambda: over == {"w0", "w1"})
+    assert all(len(used) == 1 for used in ids.values())
+    assert steps["w0"] != steps["w1"]
+    assert len(seen) == max(seen) + 1
+    shares = sum((seen[n][0, :2] != seen[n - 1][0, :2]).astype(int) for n in range(1, len(seen)))
+    assert sorted(shares) == sorted(steps.values())
+
+
+def test_a_shard_whose_round_was_closed_without_its_worker_is_trained(cluster: Cluster) -> None:
+    taken: dict[str, list[int]] = {"w0": [], "w1": []}
+    trained: list[float] = []
+    over: set[str] = set()
+
+    def program(threads: Threads) -> None:
+        name = threads.process.host
+        with cluster.connect(threads, name, BSP(), 1, "app") as ps:
+            table = ps.table("t", dim=1, optimizer=Accumulate())
+            for shard in ps.shards(SHARDS, 1):
+                taken[name].append(shard.start)
+                ps.push({table: (np.array([shard.start]), np.full((1, 1), 2, np.float32))})
+                threads.sleep(1.0)
+            over.add(name)
+            if name == "w0":
+                trained.extend(table.pull(np.arange(SHARDS))[:, 0].tolist())
+
+    started = {name: cluster.start_worker(name, program) for name in taken}
+    wait_for(cluster, lambda: min(map(len, taken.values())) > 2)
+    started["w1"].process.stall()
+    cluster.clock.run(cluster.clock.now + FROZEN_S)
+    started["w1"].process.thaw()
+    wait_for(cluster, lambda: over == {"w0", "w1"})
+    wait_for(cluster, lambda: bool(trained))
+    twice = set(taken["w0"]) & set(taken["w1"])
+    assert len(twice) <= 1  # what the other one was given while w1 was lost, and w1 had pushed
+    for shard, value in enumerate(trained):
+        assert value in ((1, 2) if shard not in twice else (1, 2, 3, 4)), shard
