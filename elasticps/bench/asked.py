@@ -7,6 +7,7 @@ input, end the work.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -32,8 +33,12 @@ class Asked(ABC):
         self.run()
 
     def tell(self, **values: object) -> None:
-        """Writes one answer."""
-        print(json.dumps(values), flush=True)
+        """Writes one answer; ends if nobody is there to read it."""
+        try:
+            print(json.dumps(values), flush=True)
+        except BrokenPipeError:
+            self.ended.set()
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - or the interpreter tries once more when it ends
 
     def _listen(self) -> None:
         for line in sys.stdin:

@@ -32,8 +32,6 @@ MAX_PREFETCHED = 8  # batches of ids whose rows may be under way; older ones are
 class _Lookup:
     """The rows that one batch of ids needs."""
 
-    ids: Tensor
-    version: int | None  # of `ids` when it was read: ids changed in place since then are other ids
     keys: NDArray[np.int64]  # distinct, without the padding id
     positions: Tensor  # shape of ids: index into keys; len(keys) stands for the padding id
     rows: NDArray[np.float32]  # [keys (+ 1 of zeros if padded), dim], once the rows are there
@@ -80,17 +78,17 @@ class Rows(nn.Module):
         self.dim = dim
         self.padding_idx = padding_idx
         self._lock = threading.Lock()  # backward passes on CUDA run in torch's own threads
-        self._ahead: deque[_Lookup] = deque(maxlen=MAX_PREFETCHED)
+        self._ahead: deque[tuple[Tensor, Tensor, _Lookup]] = deque(maxlen=MAX_PREFETCHED)  # ids, as they were
         self.uses: weakref.WeakSet[_Use] = weakref.WeakSet()
         self._gradients: list[tuple[NDArray[np.int64], Tensor]] = []
         self.on_gradient: Callable[[], None] = nobody
 
     def prefetch(self, ids: Tensor) -> None:
-        """Asks for the rows of `ids` now; the forward pass that gets this very tensor takes them.
+        """Asks for the rows of `ids` now; the forward pass that gets this very tensor, unchanged, takes them.
 
         The rows are as new as the servers had them at the time of this call.
         """
-        self._ahead.append(self._ask(ids))
+        self._ahead.append((ids, ids.detach().clone(), self._ask(ids)))
 
     def extra_repr(self) -> str:
         return f"{self.table.name!r}, dim={self.dim}"
@@ -104,12 +102,13 @@ class Rows(nn.Module):
         rows[len(keys) :] = 0.0
         future = self.table.pull_async(keys, rows[: len(keys)]) if len(keys) else None
         positions = torch.from_numpy(where).view(ids.shape).to(ids.device)
-        return _Lookup(ids, _version(ids), keys, positions, rows, future)
+        return _Lookup(keys, positions, rows, future)
 
     def _claim(self, ids: Tensor) -> _Lookup:
-        for lookup in self._ahead:
-            if lookup.ids is ids and lookup.version is not None and lookup.version == _version(ids):
-                self._ahead.remove(lookup)
+        for ahead in self._ahead:
+            asked, copy, lookup = ahead
+            if asked is ids and torch.equal(copy, ids):  # else changed in place: torch's own count does not see it all
+                self._ahead.remove(ahead)
                 return lookup
         return self._ask(ids)
 
@@ -136,11 +135,6 @@ class Rows(nn.Module):
         with self._lock:
             taken, self._gradients = self._gradients, []
         return [keys for keys, _ in taken], [gradient.float().cpu().numpy() for _, gradient in taken]
-
-
-def _version(ids: Tensor) -> int | None:
-    """torch's count of changes in place; tensors made in inference mode have none, and are not recognised."""
-    return None if ids.is_inference() else ids._version
 
 
 def nobody() -> None:

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import numpy as np
@@ -40,8 +40,9 @@ class _Dense:
     name: str
     parameter: nn.Parameter
     tensor: DenseTensor
-    group: dict[str, Any] = field(repr=False)
+    group: int  # index
     left: tuple[int, int] | None = None  # address and version of the gradient that has left in this step
+    shown: int = 0  # version of the parameter when it took the servers' values last
 
 
 @dataclass(eq=False)
@@ -50,7 +51,7 @@ class _Sparse:
 
     table: SparseTable
     modules: list[Rows]
-    group: dict[str, Any] = field(repr=False)
+    group: int  # index
     left: bool = False
 
 
@@ -99,7 +100,7 @@ class Optimizer(torch.optim.Optimizer):
         groups: dict[object, dict[str, Any]] = {}
         self._dense = self._register(ps, model, optimizer, prefix, groups)
         self._sparse = self._tables(model, groups)
-        self._targets: list[tuple[DenseTensor | SparseTable, dict[str, Any]]] = [
+        self._targets: list[tuple[DenseTensor | SparseTable, int]] = [  # and their groups' indices
             *((dense.tensor, dense.group) for dense in self._dense),
             *((sparse.table, sparse.group) for sparse in self._sparse),
         ]
@@ -160,9 +161,9 @@ class Optimizer(torch.optim.Optimizer):
             tensor = ps.tensor(f"{prefix}.{name}", init=initial, optimizer=spec)
             schedule = _schedule(spec)
             # Schedules compare equal, whatever their function.
-            group = groups.setdefault((spec, schedule and id(schedule.function)), _group(f"dense{len(groups)}", spec))
-            group["params"].append(parameter)
-            dense.append(_Dense(name, parameter, tensor, group))
+            same = (spec, schedule and id(schedule.function))
+            groups.setdefault(same, _group(f"dense{len(groups)}", spec))["params"].append(parameter)
+            dense.append(_Dense(name, parameter, tensor, list(groups).index(same)))
         return dense
 
     @staticmethod
@@ -172,8 +173,8 @@ class Optimizer(torch.optim.Optimizer):
             if isinstance(module, Rows):
                 name = module.table.name
                 if name not in tables:
+                    tables[name] = _Sparse(module.table, [], len(groups))
                     groups[name] = _group(name, module.optimizer)
-                    tables[name] = _Sparse(module.table, [], groups[name])
                 tables[name].modules.append(module)
         return list(tables.values())
 
@@ -220,6 +221,17 @@ class Optimizer(torch.optim.Optimizer):
         if getattr(self, "_complete", False):
             raise ConfigError("groups cannot be added to an elasticps Optimizer: build it from the whole model")
         super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the rates of the groups. That is all a state_dict has: slots and clocks are at the servers.
+
+        Raises ConfigError if its groups are not this Optimizer's.
+        """
+        ours = [(group["name"], group["scheduled"]) for group in self.param_groups]
+        theirs = [(group.get("name"), group.get("scheduled")) for group in state_dict["param_groups"]]
+        if ours != theirs:
+            raise ConfigError(f"the state is of another optimizer: its groups are {_names(theirs)}, not {_names(ours)}")
+        super().load_state_dict(state_dict)
 
     def close(self) -> None:
         """Takes the hooks off the model. A newer Optimizer for the same client and model does this to the older."""
@@ -296,7 +308,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _step_rates(self) -> dict[Any, float]:
         rates: dict[Any, float] = {}
-        for target, group in self._targets:
+        for target, index in self._targets:
+            group = self.param_groups[index]
             if not group["scheduled"]:
                 rates[target] = float(group["lr"])
             elif "initial_lr" in group:
@@ -315,6 +328,11 @@ class Optimizer(torch.optim.Optimizer):
                 if float(group["lr"]) != rate:
                     return f"the learning rate of group {group['name']!r}"
         return ""
+
+    def _edited(self) -> str:
+        """A parameter that somebody has changed here since it took the servers' values."""
+        trained = (dense for dense in self._dense if dense.parameter.requires_grad)
+        return next((dense.name for dense in trained if dense.parameter._version != dense.shown), "")
 
     def _forget(self) -> str:
         """Ends a step that will not be completed: drops what has not left, and ticks if something has. Says what."""
@@ -375,7 +393,8 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if getattr(self, "grad_scale", None) is not None:
+        scale, _ = self.__dict__.pop("grad_scale", None), self.__dict__.pop("found_inf", None)
+        if scale is not None:  # the scaler takes it away only if we do not raise, and later steps would see it
             self._forget()
             raise ConfigError("gradients scaled by torch.amp.GradScaler: use bfloat16 autocast, which needs no scaler")
         with self._lock:
@@ -385,6 +404,13 @@ class Optimizer(torch.optim.Optimizer):
                 raise ConfigError(
                     f"{changed} changed between backward() and step(), after it had left for the servers; the step was "
                     "made with what had left. Build the Optimizer with overlap=False to change it there"
+                )
+            if edited := self._edited():
+                self._forget()
+                raise ConfigError(
+                    f"parameter {edited!r} was changed in place since the servers' values were taken, which the "
+                    "servers cannot know and the next values undo. Set weights (load_state_dict, say) before building "
+                    "the Optimizer, under a new prefix=; or call refresh() to go on with what the servers have"
                 )
             for dense in self._dense:
                 if dense.left is None:
@@ -417,6 +443,11 @@ class Optimizer(torch.optim.Optimizer):
         arriving, self._arriving = self._arriving, []
         for dense, future in arriving:
             dense.parameter.copy_(torch.from_numpy(future.result()))
+            dense.shown = dense.parameter._version
+
+
+def _names(groups: list[tuple[Any, Any]]) -> str:
+    return ", ".join(f"{name}{' with a schedule' * bool(scheduled)}" for name, scheduled in groups)
 
 
 def _schedule(spec: ServerOptimizer) -> Schedule | None:

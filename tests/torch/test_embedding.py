@@ -144,6 +144,19 @@ def test_ids_changed_after_the_prefetch_are_other_ids(ps: Any) -> None:
     assert torch.equal(embedding(ids), rows(embedding.table, [8, 1]))
 
 
+def test_ids_changed_behind_torchs_back_are_other_ids(ps: Any) -> None:
+    embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0))
+    array = np.array([4, 1])
+    ids = torch.from_numpy(array)
+    embedding.prefetch(ids)
+    array[0] = 8
+    assert torch.equal(embedding(ids), rows(embedding.table, [8, 1]))
+    ids = torch.tensor([4, 1])
+    embedding.prefetch(ids)
+    ids.data[0] = 8
+    assert torch.equal(embedding(ids), rows(embedding.table, [8, 1]))
+
+
 def test_ids_made_in_inference_mode_are_pulled_afresh(ps: Any) -> None:
     embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0))
     with torch.inference_mode():

@@ -312,6 +312,10 @@ def test_scaled_gradients_are_refused(ps: Any) -> None:
     scaler.scale(loss_of(model, *batch())).backward()
     with pytest.raises(ConfigError, match="bfloat16 autocast"):
         scaler.step(optimizer)
+    for _ in range(2):  # without a scaler, as if nothing had been
+        optimizer.zero_grad()
+        loss_of(model, *batch()).backward()
+        optimizer.step()
 
 
 def test_tied_frozen_and_unused_parameters(ps: Any) -> None:
@@ -489,6 +493,49 @@ def test_rates_survive_a_state_dict(ps: Any) -> None:
     again = Optimizer(ps, model, optimizer=SGD(lr=0.1))
     again.load_state_dict(optimizer.state_dict())
     assert again.param_groups[0]["lr"] == 0.03
+
+
+def test_rates_of_schedulers_reach_the_servers_after_a_state_dict_was_loaded(ps: Any) -> None:
+    embedding = Embedding(ps, "users", 1, optimizer=SGD(lr=1.0), init=Zeros())
+    linear = nn.Linear(1, 1)
+    model = nn.ModuleDict({"users": embedding, "linear": linear})
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0))
+    optimizer.load_state_dict(optimizer.state_dict())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    moved = []
+    for _ in range(3):
+        row, bias = embedding.table.pull(np.array([7]))[0, 0], linear.bias.item()
+        optimizer.zero_grad()
+        (embedding(torch.tensor([7])).sum() + linear(torch.ones(1)).sum()).backward()
+        optimizer.step()
+        scheduler.step()
+        moved.append((row - embedding.table.pull(np.array([7]))[0, 0], bias - linear.bias.item()))
+    assert moved == [(pytest.approx(rate, rel=1e-4), pytest.approx(rate, rel=1e-4)) for rate in (1.0, 0.5, 0.25)]
+
+
+def test_the_state_of_another_optimizer_is_refused(ps: Any) -> None:
+    Embedding(ps, "users", 1, optimizer=SGD(lr=1.0))
+    users = Optimizer(ps, Embedding(ps, "users", 1, optimizer=SGD(lr=1.0)), overlap=False)
+    items = Optimizer(ps, Embedding(ps, "items", 1, optimizer=SGD(lr=1.0)), overlap=False)
+    with pytest.raises(ConfigError, match="its groups are items, not users"):
+        users.load_state_dict(items.state_dict())
+    with pytest.raises(ConfigError, match="not users"):
+        users.load_state_dict(torch.optim.SGD([torch.zeros(1)], lr=0.1).state_dict())
+
+
+def test_weights_edited_in_place_are_not_silently_undone(ps: Any) -> None:
+    model = perceptron()
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1))
+    saved = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(saved)
+    loss_of(model, *batch()).backward()
+    with pytest.raises(ConfigError, match=r"parameter '0.weight' was changed in place"):
+        optimizer.step()
+    optimizer.refresh()
+    optimizer.zero_grad()
+    loss_of(model, *batch()).backward()
+    optimizer.step()
+    agree(ps, model)
 
 
 def test_buffers_stay_local(ps: Any) -> None:
