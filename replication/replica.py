@@ -35,6 +35,7 @@ for the view they speak of. The log drains by messages alone, so a full log alwa
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +75,8 @@ _ORDERS_KEPT = 64
 
 class Replica(SnapshotTransfer):
     """The state machine. `ranges` is P; `budget_bytes` bounds the log at a head: beyond it pushes wait. `log`: where
-    entries are kept, by default a log of its own."""
+    entries are kept, by default a log of its own. wrong: why a message's content cannot be applied, "" if it can; set
+    by who applies it."""
 
     def __init__(self, me: Member, ranges: int, budget_bytes: int = 256 << 20, log: Log | None = None) -> None:
         super().__init__(me, ranges, log)
@@ -85,6 +87,7 @@ class Replica(SnapshotTransfer):
         self._roster_version = 0
         self._parked: deque[Push | Ask] = deque()
         self._held: dict[int, deque[Message]] = {}
+        self.wrong: Callable[[Message], str] = lambda message: ""
 
     # -- views and rosters ------------------------------------------------------------------------------------------
 
@@ -251,6 +254,8 @@ class Replica(SnapshotTransfer):
 
     def _hear(self, slot: int, message: Message, out: Effects) -> None:
         try:
+            if why := self.wrong(message):
+                raise PeerError(f"{self.me}: {self._members[slot]} sent what cannot be: {why}")
             self._handle(slot, message, out)
         except PeerError as error:
             self._unlink(slot)

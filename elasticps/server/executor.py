@@ -6,7 +6,8 @@ here leaves a copy that may differ from the others, so it ends the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,10 +19,11 @@ from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
 from elasticps.server.protocol.audit import Marks, digest
 from elasticps.server.protocol.barrier_state import Rounds
+from elasticps.server.protocol.contents import wrong
 from elasticps.server.protocol.data_shards_state import Claim, ShardMark, Shards, group_of
 from elasticps.server.protocol.operations import AuditMark, ChunkContent, Content, Contribution, NewTable, RoundStep
 from elasticps.spec import TableSpec
-from elasticps.store import Store
+from elasticps.store import Store, Table
 from elasticps.store.intervals import PLACES
 from replication.chain import Member
 from replication.effects import (
@@ -43,13 +45,17 @@ class Executor:
     """A replica with its store. `perform` is the only way in which either changes.
 
     handlers: what carries out each type of effect. Those that concern neither the store nor who asked are set by
-    whoever does them."""
+    whoever does them. tell_tables: has all neighbours know of tables that are new here, before anything of theirs is
+    forwarded: a neighbour in other chains may not have been told by a log."""
 
     def __init__(self, me: Member, ranges: int, budget_bytes: int, path: FastPath) -> None:
         self.replica = Replica(me, ranges, budget_bytes, path.log)
         self.store = Store(ranges)
         self._path = path
+        self.replica.wrong = partial(wrong, self.store, me.name)
         path.follow_replica(self.replica, self.store.tables)
+        self._told = 0  # tables that neighbours know of
+        self.tell_tables: Callable[[Iterable[tuple[int, Table]]], None] = lambda new: None
         self.marks = Marks()
         self.rounds = Rounds(ranges)
         self.shards = Shards(ranges)
@@ -81,6 +87,10 @@ class Executor:
             for effect in event(*arguments):
                 self.handlers[type(effect)](effect)
             self._path.sync()
+            if len(self.store.tables) > self._told:
+                new = list(self.store.tables.items())[self._told :]
+                self._told += len(new)
+                self.tell_tables(new)
         except Exception as error:
             fatal.end(self.replica.me, error)
 

@@ -100,7 +100,8 @@ class Handshake:
             raise FrameError("WELCOME came before HELLO")
         self._unknown.pop(connection, None)
         connection.welcome(self._peer)
-        self._links.arrived(connection)
+        if not self._links.arrived(connection):
+            connection.transport.abort()
 
     def _rejected(self, connection: Connection, header: Header, body: Body) -> None:
         if connection.member is None:

@@ -7,12 +7,14 @@ Knows no signals and opens no socket, so that the simulator runs exactly this.
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from coordinator import fields
+from coordinator.adoption import TABLES
 from coordinator.errors import CoordinationError, StoreUnavailable
 from coordinator.membership import (
     ROSTER,
@@ -28,11 +30,13 @@ from coordinator.membership import (
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps import logs
+from elasticps.errors import SpecError
 from elasticps.security.transport import Gate
 from elasticps.server import fatal
 from elasticps.server.protocol.headroom import NO_LIMIT, Memory
 from elasticps.server.replica_links import BEAT_S
 from elasticps.server.server import Server
+from elasticps.spec import TableSpec
 
 log = fields.logger(__name__)
 
@@ -131,6 +135,7 @@ async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[S
         follower.subscribe(server.adopt)
         follower.subscribe_roster(server.follow)
         await follower.start()
+        server.know_tables(await _tables(store))
         listener = await server.streams.create_server(server.accept, sock=around.sock.dup())
         stack.callback(listener.close)
         for work in (_beat(server), _report(server), _refresh(store, server)):
@@ -216,7 +221,8 @@ async def _report(server: Server) -> None:
 
 
 async def _refresh(store: Store, server: Server) -> None:
-    """Reads the view and the roster when somebody speaks of newer ones, without waiting for the watch to bring them."""
+    """Reads the view and the roster when somebody speaks of newer ones, without waiting for the watch to bring them; and
+    the registry, when somebody speaks of a table that is not known."""
     while True:
         await server.behind.wait()
         server.behind.clear()
@@ -226,8 +232,20 @@ async def _refresh(store: Store, server: Server) -> None:
                 server.adopt(View.decode(view.value))
             if roster is not None:
                 server.follow(Roster.decode(roster.value))
+            if server.registered.wanted:
+                server.know_tables(await _tables(store))
         except StoreUnavailable:
             pass
         except ValueError:  # the view and the roster that are followed stay as they are
             log.exception("the store's view or roster cannot be read")
         await asyncio.sleep(0.02)
+
+
+async def _tables(store: Store) -> dict[int, TableSpec]:
+    """What is registered. What cannot be read, or is of a plug-in that is not here, is left out."""
+    found = {}
+    for entry in (await store.list(TABLES)).entries:
+        with suppress(ValueError, KeyError, TypeError, SpecError):
+            document = json.loads(entry.value)
+            found[document["id"]] = TableSpec.from_json(document["spec"])
+    return found

@@ -10,6 +10,7 @@ from elasticps.server.connection import Connection, Handler
 from elasticps.server.counts import Counts
 from elasticps.server.protocol.asker import Asker, Body
 from elasticps.server.protocol.bounded_delay import BoundedDelay
+from elasticps.server.protocol.contents import unknown_table
 from elasticps.server.protocol.held_frames import HeldFrames
 from elasticps.server.protocol.herald import Herald
 from elasticps.server.protocol.reads import Judge, Read, answer
@@ -77,7 +78,7 @@ class Pulls:
     def _read(self, connection: Connection, asked: PullHeader, body: Body) -> Read:
         table = self._store.tables.get(asked.table)
         if table is None:
-            raise unknown_table(self._serving, asked.table)
+            raise unknown_table(self._serving.me.name, asked.table)
         return Read(connection, asked, table, body.view(np.int64), 0.0)
 
     def _answer(self, read: Read, done: int = 0) -> None:
@@ -104,8 +105,3 @@ class Pulls:
     def forget(self, connection: Connection) -> None:
         """Nobody waits for its answers any more."""
         self._delay.forget(connection)
-
-
-def unknown_table(serving: Serving, table: int) -> RequestError:
-    """A request speaks of a table that is not here."""
-    return RequestError("unknown-table", f"server {serving.me.name} has no table with id {table}")

@@ -14,17 +14,18 @@ from elasticps.server.counts import Counts
 from elasticps.server.executor import Executor
 from elasticps.server.memory_limit import MemoryLimit
 from elasticps.server.protocol.asker import Body
+from elasticps.server.protocol.contents import check_block
 from elasticps.server.protocol.data_shards_state import ShardMark
 from elasticps.server.protocol.held_frames import HeldFrames
 from elasticps.server.protocol.herald import Herald
 from elasticps.server.protocol.operations import Content, Contribution, positions_of
+from elasticps.server.protocol.registered import Registered
 from elasticps.server.protocol.replica_codec import new_table
 from elasticps.server.protocol.replies import RequestTicket
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.serving import Serving
-from elasticps.server.pulls import unknown_table
 from elasticps.spec import TableSpec
-from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push
+from elasticps.wire.frames import FrameError, Header, Kind, json_body, read_push
 from elasticps.wire.headers import GetClocksHeader, InitHeader, PushHeader
 from replication.chain import Ranges
 from replication.core import NO_RANGES
@@ -38,7 +39,7 @@ class Pushes:
 
     def __init__(
         self, serving: Serving, held: HeldFrames, herald: Herald, executor: Executor, memory: MemoryLimit,
-        counts: Counts, served: Callable[[], None],
+        registered: Registered, counts: Counts, served: Callable[[], None],
     ) -> None:  # fmt: skip
         self._serving = serving
         self._held = held
@@ -46,6 +47,7 @@ class Pushes:
         self._executor = executor
         self._store, self._replica = executor.store, executor.replica
         self._memory = memory
+        self._registered = registered
         self._counts = counts
         self._served = served
         self._order = NO_RANGES, positions_of(NO_RANGES, serving.ranges)  # the newest answer of `_order_of`
@@ -63,7 +65,15 @@ class Pushes:
             return
         try:
             new = new_table(json_body(body.data))
-            self._store.create(TableSpec.from_json(new.spec), new.table)
+            spec = TableSpec.from_json(new.spec)
+            if new.table not in self._store.tables:
+                if self._registered.lacks(new.table):
+                    if self._held.wait(connection, header, body):
+                        return
+                    text = f"no table with id {new.table} is registered, as far as server {self._serving.me.name} knows"
+                    raise RequestError("unknown-table", text)
+                self._registered.check(new.table, spec)
+            self._store.create(spec, new.table)
         except SpecError as error:
             raise RequestError("spec", str(error)) from None
         self._control(connection, header, OperationKind.CREATE, new, len(new.spec))
@@ -84,7 +94,7 @@ class Pushes:
         named, blocks = read_push(said.all_ranges, said.blocks, body)
         ranges, positions = self._order_of(said.epoch) if named is None else self._named(named)
         for block in blocks if len(ranges) else ():
-            self._check(block, positions, values=0)
+            check_block(self._store.tables, block, positions, self._serving.me.name, init=True)
         self._memory.take(blocks)
         self._control(connection, header, OperationKind.INIT, Content(blocks, ranges, positions), len(body), ranges)
 
@@ -113,7 +123,7 @@ class Pushes:
         ticket = RequestTicket(connection, said.request)
         try:
             for block in blocks:
-                self._check(block, positions, values=None)
+                check_block(self._store.tables, block, positions, self._serving.me.name, init=False)
             self._memory.take(blocks)
         except RequestError as error:
             self._herald.refused += 1
@@ -161,24 +171,3 @@ class Pushes:
         if np.count_nonzero(positions >= 0) != len(ranges):
             raise RequestError("foreign", "a push names a range twice")
         return ranges, positions
-
-    def _check(self, block: Block, positions: NDArray[np.int64], *, values: int | None) -> None:
-        """A block fits its table and this server. `values`: step values expected (None: the optimizer's number)."""
-        table = self._store.tables.get(block.table)
-        if table is None:
-            raise unknown_table(self._serving, block.table)
-        dim, expected = table.spec.dim, table.spec.optimizer.step_floats if values is None else values
-        if block.grads.shape[1] != dim:
-            raise RequestError("shape", f"table {table.spec.name!r} has dim {dim}, the push has {block.grads.shape[1]}")
-        if len(block.step_values) != expected:
-            raise RequestError(
-                "shape", f"table {table.spec.name!r} takes {expected} step values, not {len(block.step_values)}"
-            )
-        if values is None and table.spec.finite and not np.isfinite(block.grads).all():
-            row = int(np.flatnonzero(~np.isfinite(block.grads).all(axis=1))[0])
-            text = f"table {table.spec.name!r} takes finite gradients only; that of key {block.keys[row]} is not"
-            raise RequestError("not-finite", text, table=table.spec.name, key=int(block.keys[row]))
-        at = table.first_misplaced(block.keys, positions)
-        if at >= 0:
-            text = f"key {block.keys[at]} of table {table.spec.name!r} is not in a range that the push ticks at server "
-            raise RequestError("foreign", f"{text}{self._serving.me.name}, or not in their order")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from coordinator import fields
 from coordinator.view import ServerInfo, View
@@ -17,12 +17,16 @@ from elasticps.server import fatal
 from elasticps.server.connection import Connection, Handler
 from elasticps.server.executor import Executor
 from elasticps.server.protocol.asker import Body
+from elasticps.server.protocol.operations import NewTable
 from elasticps.server.protocol.replica_codec import ReplicaCodec
 from elasticps.server.pump import Streams
-from elasticps.wire.frames import FrameError, Header, Kind, json_frame
+from elasticps.store import Table
+from elasticps.wire.frames import Buffer, FrameError, Header, Kind, json_frame
 from elasticps.wire.headers import GetViewHeader
 from replication.chain import Member, place
+from replication.core import NO_RANGES
 from replication.effects import Distrust, Send
+from replication.messages import Forward, Operation, OperationKind
 
 log = fields.logger(__name__)
 
@@ -53,6 +57,7 @@ class ReplicaLinks:
         self._me = executor.replica.me
         self._cluster = cluster
         self._codec = ReplicaCodec(executor.store.tables, ranges)
+        executor.tell_tables = self._tell_tables
         self._loop = loop
         self._streams = streams
         self._make_connection = make_connection
@@ -161,9 +166,12 @@ class ReplicaLinks:
     # --- links come and go ------------------------------------------------------------------------------------------
 
     def arrived(self, connection: Connection) -> bool:
-        """A link to `connection.member` is there, numbered; False if a later one has taken its place already."""
+        """A link to `connection.member` is there, numbered; False if a later one has taken its place already, or if
+        there are to be no more."""
         member = connection.member
         assert member is not None
+        if self._given_up(member):
+            return False
         old = self._links.get(member)
         if old is not None:
             if old.number >= connection.number:
@@ -182,16 +190,39 @@ class ReplicaLinks:
         del self._links[member]
         self._down(member)
         self._refused[member] += connection.refused
-        if self._refused[member] >= MOST_REFUSED:  # nor can this copy follow; those that can do better without it
-            fatal.end(self._me, FrameError(f"{member} cannot be understood"))
         if member in self._wanted:
             self._missing[member] = self._loop.time()
+            if self._given_up(member):
+                log.error(
+                    "no more links in this view: a peer cannot be understood, which the leader is told", peer=member
+                )
             self._dial(member, RETRY_FIRST_S)
+
+    def _given_up(self, member: Member) -> bool:
+        """Whether links to a peer have ended so often over what it said that it counts as one that cannot be reached.
+        Then the next view does without one of the two."""
+        return self._refused[member] >= MOST_REFUSED
 
     def _up(self, member: Member, connection: Connection) -> None:
         log.info("peer up", peer=member)
         connection.is_peer()
         self._executor.perform(self._replica.peer_up, member)
+        for frame in self._creates(self._executor.store.tables.items()):
+            connection.send_all(frame)
+
+    def _tell_tables(self, new: Iterable[tuple[int, Table]]) -> None:
+        for frame in self._creates(new):
+            for connection in self._links.values():
+                connection.send_all(frame)
+
+    def _creates(self, tables: Iterable[tuple[int, Table]]) -> list[list[Buffer]]:
+        """Frames that make tables known, and tick no range."""
+        operations = [
+            Operation(OperationKind.CREATE, -1, 0, NewTable(number, table.spec.to_json()), 0)
+            for number, table in tables
+        ]
+        epoch = self._replica.epoch
+        return [self._codec.encode(Forward(epoch, NO_RANGES, NO_RANGES, operation)) for operation in operations]
 
     def _down(self, member: Member) -> None:
         log.info("peer down", peer=member)
@@ -211,7 +242,7 @@ class ReplicaLinks:
 
     async def _keep_dialling(self, member: Member, delay_s: float) -> None:
         retry_s = RETRY_FIRST_S
-        while member in self._wanted and member not in self._links:
+        while member in self._wanted and member not in self._links and not self._given_up(member):
             await asyncio.sleep(delay_s)
             delay_s = retry_s
             retry_s = min(2 * retry_s, RETRY_MOST_S)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -33,6 +33,7 @@ from elasticps.server.protocol.group_log import GroupLog
 from elasticps.server.protocol.headroom import NO_LIMIT, Headroom, Memory
 from elasticps.server.protocol.held_frames import HeldFrames
 from elasticps.server.protocol.herald import Herald
+from elasticps.server.protocol.registered import Registered
 from elasticps.server.protocol.serving import Serving
 from elasticps.server.pulls import Pulls
 from elasticps.server.pump import Pump, streams
@@ -40,6 +41,7 @@ from elasticps.server.pushes import Pushes
 from elasticps.server.replica_links import ReplicaLinks
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.server.subject import Subject
+from elasticps.spec import TableSpec
 from elasticps.wire.frames import Header, Kind
 from elasticps.wire.views import read_view
 from replication.chain import Member
@@ -54,7 +56,8 @@ LOG_SHARE = 16  # of its memory limit a server gives at most such a part to the 
 class Server:
     """State and behaviour of one server; `process.serve` connects it to sockets and to the coordination store.
 
-    behind: set when somebody speaks of a view or roster newer than ours; whoever runs this server then gets them.
+    behind: set when somebody speaks of a view or roster newer than ours, or of a table that is not known here; whoever
+    runs this server then gets them.
     removed: done when a view has left this server out: its copy is void, and it may come back as a new incarnation.
     """
 
@@ -97,7 +100,8 @@ class Server:
         self.delay = BoundedDelay(ranges, self.replica.clocks, clock)
         self.pulls = Pulls(serving, held, herald, self.delay, self.store, self.replica, counts, served)
         self.memory = MemoryLimit(self.headroom, self.store, self.fast, self.links, me.name)
-        self.pushes = Pushes(serving, held, herald, executor, self.memory, counts, served)
+        self.registered = Registered(self.behind.set)
+        self.pushes = Pushes(serving, held, herald, executor, self.memory, self.registered, counts, served)
         group = GroupLog(serving, held, herald, self.replica, executor.rounds, executor.shards, executor.perform)
         self._barrier = BarrierCoordinator(group, clock)
         self.leaders = Leaders(loop, serving, executor, self.links, self.snapshots, self.headroom, counts)
@@ -214,6 +218,11 @@ class Server:
         self.delay.follow(workers)
         self.handshake.follow()
         self.executor.perform(self.replica.adopt_roster, roster.version, frozenset(workers))
+        self._judge()
+
+    def know_tables(self, specs: Mapping[int, TableSpec]) -> None:
+        """These tables are registered, by id."""
+        self.registered.follow(specs)
         self._judge()
 
     def tick(self) -> None:

@@ -27,9 +27,11 @@ def body_of(kind: Kind, document: dict[str, object]) -> bytes:
     return json_frame(kind, document)[HEADER_BYTES:]
 
 
-def create(worker: Worker, table: int, epoch: int) -> asyncio.Future[tuple[Header, bytes]]:
-    spec = TableSpec(f"t{table}", 2, Accumulate()).to_json()
-    return worker.ask(Header(Kind.CREATE, epoch=epoch), body_of(Kind.CREATE, {"id": table, "spec": spec}))
+def create(
+    worker: Worker, table: int, epoch: int, spec: TableSpec | None = None
+) -> asyncio.Future[tuple[Header, bytes]]:
+    text = (spec or TableSpec(f"t{table}", 2, Accumulate())).to_json()
+    return worker.ask(Header(Kind.CREATE, epoch=epoch), body_of(Kind.CREATE, {"id": table, "spec": text}))
 
 
 async def pair(group: Group) -> None:

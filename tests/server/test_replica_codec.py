@@ -228,11 +228,3 @@ def test_json_that_is_nested_too_deeply_is_refused() -> None:
     header = Header(Kind.FORWARD, 0, len(body), part=OperationKind.AUDIT, table=1)
     with pytest.raises(FrameError):
         ReplicaCodec(a_store().tables, P).decode(header, np.frombuffer(body, np.uint8))
-
-
-def test_a_piece_with_another_spec_than_the_table_has_is_refused() -> None:
-    rows = TableRows(1, TableSpec("a", 4, Accumulate()).to_json(), numbers(), np.empty((0, 16), np.uint8))
-    content = ChunkContent([rows], RangeRounds({}, {}, []), {})
-    piece = SnapshotChunk(1, 2, 1, 0, 1 << 60, False, 5, numbers(), numbers(), content)
-    with pytest.raises(FrameError, match="dim is"):
-        through_the_wire(piece, a_store())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from elasticps.server.protocol.operations import (
     Contribution,
     NewTable,
     RoundStep,
-    TableRows,
     positions_of,
 )
 from elasticps.server.protocol.snapshot_codec import block_buffers, decode_content, encode_content
@@ -241,20 +239,9 @@ class ReplicaCodec:
         if said.workers and (workers.min() < 1 or workers.max() > MAX_WORKER or progress.min() < 0):
             raise FrameError("a SNAPSHOT_CHUNK has clocks of nobody, or below 0")
         content = decode_content(said.tables, body, at)
-        for rows in content.tables:
-            self._check_spec(rows)
         return SnapshotChunk(
             said.epoch, said.range, said.fill, said.number, upto, said.last, said.seq, workers, progress, content
         )  # fmt: skip
-
-    def _check_spec(self, rows: TableRows) -> None:
-        try:
-            spec, known = _read_spec(rows.spec), self._tables.get(rows.table)
-            difference = "" if known is None else spec.difference(known.spec)
-        except SpecError as error:
-            difference = str(error)
-        if difference:
-            raise FrameError(f"a SNAPSHOT_CHUNK has a spec of table {rows.table} that cannot be here: {difference}")
 
     def _decode_installed(self, header: Header, body: Bytes) -> ChunkAck:
         said = ChunkAckHeader.of(header)
@@ -284,11 +271,6 @@ def _read_section(body: Bytes, at: int) -> tuple[dict[str, Any], int]:
     if size & 7 or size > MAX_CONTROL_BYTES or end > len(body):
         raise FrameError(f"a section of {size} bytes at {at} does not fit in a body of {len(body)} bytes")
     return json_body(body[at + 8 : end].data), end
-
-
-@lru_cache(maxsize=64)
-def _read_spec(written: str) -> TableSpec:
-    return TableSpec.from_json(written)
 
 
 def _take(document: Any) -> Claim:

@@ -1,0 +1,82 @@
+"""What workers and other servers bring fits the tables here. Checked where it comes in, before anything has changed:
+what is applied cannot fail. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.errors import InputError, SpecError
+from elasticps.server.protocol.operations import ChunkContent, Content, NewTable
+from elasticps.server.protocol.request_error import RequestError
+from elasticps.spec import TableSpec
+from elasticps.store import Store, Table
+from elasticps.wire.frames import Block
+from replication.messages import Forward, Message, OperationKind, SnapshotChunk
+
+
+def unknown_table(server: str, table: int) -> RequestError:
+    """A request speaks of a table that is not here."""
+    return RequestError("unknown-table", f"server {server} has no table with id {table}")
+
+
+def check_block(
+    tables: Mapping[int, Table], block: Block, positions: NDArray[np.int64], server: str, *, init: bool
+) -> None:
+    """A block fits its table, and its keys lie in ranges that have a position, in that order; positions: int64 [P].
+    init: it has values of rows, not gradients. Raises RequestError."""
+    table = tables.get(block.table)
+    if table is None:
+        raise unknown_table(server, block.table)
+    name, dim, expected = table.spec.name, table.spec.dim, 0 if init else table.spec.optimizer.step_floats
+    if block.grads.shape[1] != dim:
+        raise RequestError("shape", f"table {name!r} has dim {dim}, the push has {block.grads.shape[1]}")
+    if len(block.step_values) != expected:
+        raise RequestError("shape", f"table {name!r} takes {expected} step values, not {len(block.step_values)}")
+    if table.spec.finite and not init and not np.isfinite(block.grads).all():
+        row = int(np.flatnonzero(~np.isfinite(block.grads).all(axis=1))[0])
+        text = f"table {name!r} takes finite gradients only; that of key {block.keys[row]} is not"
+        raise RequestError("not-finite", text, table=name, key=int(block.keys[row]))
+    at = table.first_misplaced(block.keys, positions)
+    if at >= 0:
+        text = f"key {block.keys[at]} of table {name!r} is not in a range that the push ticks at server "
+        raise RequestError("foreign", f"{text}{server}, or not in their order")
+
+
+def wrong(store: Store, server: str, message: Message) -> str:
+    """Why what another server sent cannot be applied here, "" if it can. A table that it speaks of is made."""
+    try:
+        if isinstance(message, Forward):
+            _check_operation(store, server, message)
+        elif isinstance(message, SnapshotChunk):
+            _check_chunk(store, server, message.range, message.payload)  # type: ignore[arg-type]
+    except (RequestError, SpecError, InputError) as error:
+        return str(error)
+    return ""
+
+
+def _check_operation(store: Store, server: str, message: Forward) -> None:
+    payload = message.operation.payload
+    if isinstance(payload, NewTable):
+        store.create(TableSpec.from_json(payload.spec), payload.table)
+    elif isinstance(payload, Content):
+        for block in payload.blocks:
+            check_block(
+                store.tables, block, payload.positions, server, init=message.operation.kind == OperationKind.INIT
+            )
+
+
+def _check_chunk(store: Store, server: str, r: int, content: ChunkContent) -> None:
+    positions = np.full(store.ranges, -1, np.int64)
+    positions[r] = 0
+    for number, spec, keys, rows in content.tables:
+        table = store.create(TableSpec.from_json(spec), number)
+        if rows.shape[1] != table.stride:
+            raise InputError(f"rows of table {table.spec.name!r} have {table.stride} bytes, not {rows.shape[1]}")
+        if table.first_misplaced(keys, positions) >= 0:
+            raise InputError(f"a piece of range {r} has keys of table {table.spec.name!r} that lie elsewhere")
+    for _, _, _, blocks in content.rounds.kept:
+        for block in blocks:
+            check_block(store.tables, block, positions, server, init=False)

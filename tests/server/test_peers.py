@@ -1,0 +1,207 @@
+"""What another server says and cannot be ends the link to it, is refused by every replica alike, and ends no process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from unittest.mock import Mock, patch
+
+import numpy as np
+import pytest
+
+from elasticps.optimizers import Accumulate
+from elasticps.server import replica_links
+from elasticps.server.protocol import held_frames
+from elasticps.server.protocol.barrier_state import RangeRounds
+from elasticps.server.protocol.operations import ChunkContent, Content, Contribution, NewTable, TableRows, positions_of
+from elasticps.server.server import Server
+from elasticps.spec import TableSpec
+from elasticps.wire.frames import Block, Header, Kind, json_body
+from replication.messages import Forward, Message, Operation, OperationKind, SnapshotChunk
+from tests.server.conftest import DIM, RANGES, SPEC, TABLE, WORKER, Group, Run, until
+from tests.server.test_edge import NOW, create, pair
+
+EVERY = np.arange(RANGES, dtype=np.int64)
+NO_VALUES = np.empty(0, np.float32)
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[Mock]:
+    """Stays uncalled: no process ends."""
+    with patch.object(os, "_exit") as ended:
+        yield ended
+    ended.assert_not_called()
+
+
+def block(table: int = TABLE, dim: int = DIM, keys: tuple[int, ...] = (), values: int = 0) -> Block:
+    found = np.array(keys, np.int64)
+    return Block(table, found, np.ones((len(keys), dim), np.float32), np.zeros(values, np.float32))
+
+
+def forwarded(kind: OperationKind, payload: object, server: Server) -> Message:
+    operation = Operation(kind, WORKER if kind == OperationKind.PUSH else -1, 1 << 16, payload, 64)
+    return Forward(NOW, EVERY, server.replica.seq + 1, operation)
+
+
+def pushed(one: Block, kind: OperationKind = OperationKind.PUSH) -> Callable[[Server], Message]:
+    return lambda server: forwarded(kind, Content([one], EVERY, positions_of(EVERY, RANGES)), server)
+
+
+def shared(one: Block) -> Callable[[Server], Message]:
+    content = Contribution("default", 1, [one], EVERY, positions_of(EVERY, RANGES))
+    return lambda server: forwarded(OperationKind.PUSH, content, server)
+
+
+OTHER_SPEC = TableSpec("t", DIM + 1, Accumulate()).to_json()
+UNKNOWN_OPTIMIZER = SPEC.to_json().replace('"kind":"accumulate"', '"kind":"custom","name":"nobody"')
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pushed(block(table=99)),
+        pushed(block(dim=DIM + 1)),
+        pushed(block(values=2)),
+        pushed(block(keys=(1, 2, 3, 4, 5, 6, 7, 8, 9))),
+        pushed(block(table=99), OperationKind.INIT),
+        pushed(block(dim=DIM + 1, keys=(1,)), OperationKind.INIT),
+        shared(block(table=99)),
+        lambda server: forwarded(OperationKind.CREATE, NewTable(TABLE, OTHER_SPEC), server),
+    ],
+    ids=["unknown table", "another dim", "step values", "no order", "unknown table, init", "another dim, init",
+         "unknown table in a round", "another spec"],
+)  # fmt: skip
+def test_an_operation_that_does_not_fit_the_tables_ends_the_link_only(
+    run: Run, message: Callable[[Server], Message]
+) -> None:
+    async def test(group: Group) -> None:
+        await pair(group)
+        worker = await group.connect("a")
+        head, tail = group.servers["a"], group.servers["b"]
+        link, wrong = tail.links.link(head.member), head.links.link(tail.member)
+        assert wrong is not None
+        wrong.send_all(head.links._codec.encode(message(tail)))
+        await until(lambda: tail.links.link(head.member) not in (None, link))
+        assert group.view is not None
+        header, _ = await asyncio.wait_for(worker.push(group.view, "a", 1, [1, 2, 3], 1.0), 10)
+        assert header.kind == Kind.OK
+
+    run(test)
+
+
+def chunk(*tables: TableRows, kept: tuple[Block, ...] = ()) -> SnapshotChunk:
+    rounds = RangeRounds({}, {}, [("default", 1, WORKER, list(kept))] if kept else [])
+    nothing = np.empty(0, np.int64)
+    return SnapshotChunk(2, 3, 2, 0, 1 << 62, True, 5, nothing, nothing, ChunkContent(list(tables), rounds, {}))
+
+
+def rows(table: int, spec: str, keys: tuple[int, ...], stride: int) -> TableRows:
+    return TableRows(table, spec, np.array(keys, np.int64), np.zeros((len(keys), stride), np.uint8))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        chunk(rows(TABLE, OTHER_SPEC, (), 16)),
+        chunk(rows(50, UNKNOWN_OPTIMIZER, (), 16)),
+        chunk(rows(TABLE, SPEC.to_json(), (), 8)),
+        chunk(rows(TABLE, SPEC.to_json(), (1, 2, 3, 4, 5, 6, 7), 16)),
+        chunk(rows(TABLE, SPEC.to_json(), (), 16), kept=(block(dim=DIM + 1),)),
+        chunk(rows(TABLE, SPEC.to_json(), (), 16), kept=(block(keys=(1, 2, 3, 4, 5, 6, 7)),)),
+    ],
+    ids=["another spec", "unknown optimizer", "stride", "keys of other ranges", "dim of a share", "keys of a share"],
+)
+def test_a_piece_that_does_not_fit_the_tables_ends_the_link_only(run: Run, message: SnapshotChunk) -> None:
+    async def test(group: Group) -> None:
+        await pair(group)
+        a, b = group.servers["a"], group.servers["b"]
+        group.adopt(group.make_view(lambda r: ["a"]))
+        await group.connect("a")
+        a.peer.handlers[Kind.RESYNC] = lambda *_: None  # it fills nobody by itself
+        group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
+        await until(lambda: None not in (b.links.link(a.member), a.links.link(b.member)))
+        link, wrong = b.links.link(a.member), a.links.link(b.member)
+        assert wrong is not None
+        wrong.send_all(a.links._codec.encode(message._replace(epoch=a.epoch)))
+        await until(lambda: b.links.link(a.member) not in (None, link))
+
+    run(test)
+
+
+def test_a_peer_that_is_wrong_again_and_again_gets_no_more_links_until_the_next_view(run: Run) -> None:
+    async def test(group: Group) -> None:
+        await pair(group)
+        head, tail = group.servers["a"], group.servers["b"]
+        for _ in range(replica_links.MOST_REFUSED):
+            await until(lambda: None not in (head.links.link(tail.member), tail.links.link(head.member)))
+            link, wrong = tail.links.link(head.member), head.links.link(tail.member)
+            assert wrong is not None
+            wrong.send_all(head.links._codec.encode(pushed(block(table=99))(tail)))
+            await until(lambda link=link: tail.links.link(head.member) is not link)  # type: ignore[misc]
+        await until(lambda: tail.links.suspects().get(head.member, 0.0) > 0.3)  # what the leader goes by
+        group.adopt(group.make_view(lambda r: ["a"]))
+        group.adopt(group.make_view(lambda r: ["a", "b"]))
+        await until(lambda: tail.links.link(head.member) is not None)
+
+    run(test)
+
+
+def test_a_table_that_a_head_knows_from_others_is_known_to_its_own_successor(run: Run) -> None:
+    """The log of its own ranges has not said so."""
+
+    async def test(group: Group) -> None:
+        for name in ("a", "b", "c"):
+            await group.start(name)
+        view = group.make_view(lambda r: ["a", "b"] if r % 2 else ["b", "c"])
+        group.adopt(view)
+        await until(lambda: all(not server.links.suspects() for server in group.servers.values()))
+        first, second = await group.connect("a", create=False), await group.connect("b", create=False)
+        header, _ = await asyncio.wait_for(create(first, TABLE, NOW, SPEC), 10)
+        assert header.kind == Kind.OK
+        header, _ = await asyncio.wait_for(second.push(view, "b", 1, list(range(20)), 1.0), 10)
+        assert header.kind == Kind.OK
+        assert group.servers["c"].store.rows == group.servers["b"].store.rows > 0
+
+    run(test)
+
+
+def test_one_table_with_two_specs_at_two_heads_is_the_registered_one_everywhere(run: Run) -> None:
+    async def test(group: Group) -> None:
+        for name in ("a", "b"):
+            await group.start(name)
+        group.adopt(group.make_view(lambda r: ["a", "b"] if r % 2 else ["b", "a"]))
+        await until(lambda: all(not server.links.suspects() for server in group.servers.values()))
+        for server in group.servers.values():
+            server.know_tables({TABLE: SPEC})
+        right, wrong = await group.connect("a", create=False), await group.connect("b", create=False)
+        answers = create(right, TABLE, NOW, SPEC), create(wrong, TABLE, NOW, TableSpec("t", DIM + 1, Accumulate()))
+        (header, _), (_, refusal) = await asyncio.wait_for(asyncio.gather(*answers), 10)
+        assert header.kind == Kind.OK
+        assert json_body(refusal)["code"] == "spec"
+        assert [s.store.tables[TABLE].spec for s in group.servers.values()] == [SPEC, SPEC]
+
+    run(test)
+
+
+def test_a_table_that_is_not_registered_is_waited_for_on_its_own_connection(run: Run) -> None:
+    async def test(group: Group) -> None:
+        server = await group.start("a")
+        group.adopt(group.make_view(lambda r: ["a"]))
+        server.know_tables({})
+        early, other = await group.connect("a", create=False), await group.connect("a", create=False)
+        answer = create(early, TABLE, NOW, SPEC)
+        await until(lambda: server.registered.wanted and server.behind.is_set())
+        header, _ = await asyncio.wait_for(other.ask(Header(Kind.GET_CLOCKS, epoch=NOW, worker=WORKER)), 10)
+        assert header.kind == Kind.CLOCKS
+        server.know_tables({TABLE: SPEC})
+        header, _ = await asyncio.wait_for(answer, 10)
+        assert header.kind == Kind.OK
+        never = create(early, 50, NOW)
+        await until(lambda: server.registered.wanted)
+        with patch.object(held_frames, "HOLD_TIMEOUT_S", 0.0):
+            server.tick()
+        _, refusal = await asyncio.wait_for(never, 10)
+        assert json_body(refusal)["code"] == "unknown-table"
+
+    run(test)
