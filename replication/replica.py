@@ -280,6 +280,9 @@ class Replica(SnapshotTransfer):
         if np.count_nonzero(fresh & (ahead > 1)):
             raise PeerError(f"{self.me}: {self._members[slot]} left out an operation")
         fresh &= ahead == 1
+        quiet = ranges[fresh & (self._code[ranges] & 4 != 0)]
+        if quiet.size and not self._bounds.keys() >= set(quiet.tolist()):
+            raise PeerError(f"{self.me}: {self._members[slot]} forwarded to ranges that it has sent nothing of")
         if np.count_nonzero(fresh) < ranges.shape[0]:
             ranges, seqs = ranges[fresh], seqs[fresh]
             if ranges.shape[0] == 0:

@@ -221,8 +221,8 @@ async def _report(server: Server) -> None:
 
 
 async def _refresh(store: Store, server: Server) -> None:
-    """Reads the view and the roster when somebody speaks of newer ones, without waiting for the watch to bring them; and
-    the registry, when somebody speaks of a table that is not known."""
+    """Reads the view and the roster when somebody speaks of newer ones, without waiting for the watch to bring them,
+    and the registry when somebody speaks of a table that is not known."""
     while True:
         await server.behind.wait()
         server.behind.clear()

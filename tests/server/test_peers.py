@@ -1,4 +1,4 @@
-"""What another server says and cannot be ends the link to it, is refused by every replica alike, and ends no process."""
+"""What another server says and cannot be ends the link to it, is refused by all alike, and ends no process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elasticps.server.protocol.operations import ChunkContent, Content, Contribu
 from elasticps.server.server import Server
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import Block, Header, Kind, json_body
-from replication.messages import Forward, Message, Operation, OperationKind, SnapshotChunk
+from replication.messages import Forward, Operation, OperationKind, SnapshotChunk
 from tests.server.conftest import DIM, RANGES, SPEC, TABLE, WORKER, Group, Run, until
 from tests.server.test_edge import NOW, create, pair
 
@@ -39,16 +39,16 @@ def block(table: int = TABLE, dim: int = DIM, keys: tuple[int, ...] = (), values
     return Block(table, found, np.ones((len(keys), dim), np.float32), np.zeros(values, np.float32))
 
 
-def forwarded(kind: OperationKind, payload: object, server: Server) -> Message:
+def forwarded(kind: OperationKind, payload: object, server: Server) -> Forward:
     operation = Operation(kind, WORKER if kind == OperationKind.PUSH else -1, 1 << 16, payload, 64)
     return Forward(NOW, EVERY, server.replica.seq + 1, operation)
 
 
-def pushed(one: Block, kind: OperationKind = OperationKind.PUSH) -> Callable[[Server], Message]:
+def pushed(one: Block, kind: OperationKind = OperationKind.PUSH) -> Callable[[Server], Forward]:
     return lambda server: forwarded(kind, Content([one], EVERY, positions_of(EVERY, RANGES)), server)
 
 
-def shared(one: Block) -> Callable[[Server], Message]:
+def shared(one: Block) -> Callable[[Server], Forward]:
     content = Contribution("default", 1, [one], EVERY, positions_of(EVERY, RANGES))
     return lambda server: forwarded(OperationKind.PUSH, content, server)
 
@@ -73,7 +73,7 @@ UNKNOWN_OPTIMIZER = SPEC.to_json().replace('"kind":"accumulate"', '"kind":"custo
          "unknown table in a round", "another spec"],
 )  # fmt: skip
 def test_an_operation_that_does_not_fit_the_tables_ends_the_link_only(
-    run: Run, message: Callable[[Server], Message]
+    run: Run, message: Callable[[Server], Forward]
 ) -> None:
     async def test(group: Group) -> None:
         await pair(group)
@@ -124,6 +124,23 @@ def test_a_piece_that_does_not_fit_the_tables_ends_the_link_only(run: Run, messa
         link, wrong = b.links.link(a.member), a.links.link(b.member)
         assert wrong is not None
         wrong.send_all(a.links._codec.encode(message._replace(epoch=a.epoch)))
+        await until(lambda: b.links.link(a.member) not in (None, link))
+
+    run(test)
+
+
+def test_an_operation_of_a_range_of_which_nothing_is_here_yet_ends_the_link_only(run: Run) -> None:
+    async def test(group: Group) -> None:
+        await pair(group)
+        a, b = group.servers["a"], group.servers["b"]
+        group.adopt(group.make_view(lambda r: ["a"]))
+        await group.connect("a")
+        a.peer.handlers[Kind.RESYNC] = lambda *_: None  # it fills nobody by itself
+        group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
+        await until(lambda: None not in (b.links.link(a.member), a.links.link(b.member)))
+        link, wrong = b.links.link(a.member), a.links.link(b.member)
+        assert wrong is not None
+        wrong.send_all(a.links._codec.encode(pushed(block())(b)._replace(epoch=a.epoch)))
         await until(lambda: b.links.link(a.member) not in (None, link))
 
     run(test)

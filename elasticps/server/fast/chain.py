@@ -40,6 +40,7 @@ from elasticps.server.fast.layout import (
     H_ACKED,
     H_ARENA,
     H_BLOCKS,
+    H_BOUNDS,
     H_CONNECTIONS,
     H_DOWN,
     H_ENTRIES,
@@ -89,9 +90,9 @@ from elasticps.store.native import kernel
 
 @kernel
 def successors(h, ranges, m):
-    """Writes the successors that ranges [m] have to do with, in ascending order, to H_SLOTS; how many, -1 for too
-    many. H_INFO: how many runs of ranges with the same successor there are; H_INSIDE: 0 if some range is being filled
-    here, else -1."""
+    """Writes the successors that ranges [m] have to do with, in ascending order, to H_SLOTS; how many, -1 for what
+    Python has to look at. H_INFO: how many runs of ranges with the same successor there are; H_INSIDE: 0 if some range
+    is being filled here, else -1."""
     down, flags, found = words(h[H_DOWN], h[H_RANGES]), words(h[H_FLAGS], h[H_RANGES]), words(h[H_SLOTS], SLOTS)
     count = 0
     last = -1
@@ -101,6 +102,8 @@ def successors(h, ranges, m):
     for p in range(m):
         r = ranges[p]
         if flags[r] & T_QUIET:
+            if load64(h[H_BOUNDS] + 8 * r) == 0:
+                return -1  # nothing of it is here: no correct peer forwards to it
             h[H_INSIDE] = 0
         kind = down[r] << 1 | (flags[r] & T_SYNCED != 0)
         runs += kind != before
