@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.view import ServerInfo
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.runtime import Lock, Runtime
-from elasticps.client.transport import Driver, Link, OnFrame, Sink
+from elasticps.client.transport import Driver, Link, OnFrame, Sink, Usual
 from elasticps.errors import LeftOut, NotFinite, ServerError, ServerFull, SpecError, Timeout, UnknownTable
 from elasticps.wire.frames import Buffer
 from replication.chain import Member
@@ -39,7 +39,8 @@ class Peer:
 
 class Connections:
     """Links to servers. Runs under `lock`, except for `open_due`. `hello` is the first frame on each; frames go to
-    `on_frame`, bodies where `sink` says; `on_gone(member)` hears that a link, and what was in flight on it, is gone."""
+    `usual` and `on_frame`, bodies where `sink` says; `on_gone(member)` hears that a link, and what was in flight on it,
+    is gone."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class Connections:
         hello: bytes,
         on_frame: OnFrame,
         sink: Sink,
+        usual: Usual,
         on_gone: Callable[[Member], None],
         credentials: Credentials | None = None,
     ) -> None:
@@ -59,6 +61,7 @@ class Connections:
         self._hello = hello
         self._on_frame = on_frame
         self._sink = sink
+        self._usual = usual
         self._on_gone = on_gone
         self._credentials = credentials
         self._closed = False
@@ -80,7 +83,7 @@ class Connections:
                 continue
             if known is not None:
                 self._close(known)
-            link = Link(self._runtime, info, self._on_frame, self._sink, self._credentials)
+            link = Link(self._runtime, info, self._on_frame, self._sink, self._usual, self._credentials)
             self.peers[member] = Peer(info, member, link, down_since_s=self._runtime.monotonic())
         self._driver.nudge()
 

@@ -18,13 +18,13 @@ from elasticps.client.protocol.fan_out import Answer, FanOut, FanOuts, Questions
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.protocol.session import Session
 from elasticps.client.protocol.view_refresh import ViewRefresh
+from elasticps.client.pull_batch import FAN_OUT, OWNERS, PULL, PUSH
 from elasticps.client.pulls import Pulls, Read
 from elasticps.client.pushes import Pushes
 from elasticps.client.runtime import Runtime
 from elasticps.client.transport import Driver, Link
 from elasticps.errors import Closed, ClusterUnreachable, ConfigError, Error, Timeout, VersionMismatch
 from elasticps.wire.frames import (
-    LAST,
     FrameError,
     Header,
     Kind,
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
 
 log = logging.getLogger(__name__)
-
-OWNERS = 4
-PUSH, PULL, FAN_OUT = 1, 2, 3  # the rest of a request's number by OWNERS says whose it is
 
 
 class Dispatcher:
@@ -78,13 +75,13 @@ class Dispatcher:
         self._driver = Driver(runtime, self._broken, self._turn, self._failed)
         hello = {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
         self.connections = Connections(
-            runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), self._on_frame, self._sink, self._gone,
-            credentials,
+            runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), self._on_frame, self._sink,
+            self._usual, self._gone, credentials,
         )  # fmt: skip
         send = self.connections.send
-        numbers = {owner: itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, PULL, FAN_OUT)}
+        numbers = {owner: itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, FAN_OUT)}
         self.pushes = Pushes(self.session, worker.id, numbers[PUSH], send, self._fenced)
-        self.pulls = Pulls(self.routes, worker.id, numbers[PULL], send, self.connections.stop_receiving)
+        self.pulls = Pulls(self.routes, worker.id, send, self.connections.stop_receiving)
         self._fan_outs = FanOuts(numbers[FAN_OUT], send)
         self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)
@@ -267,6 +264,20 @@ class Dispatcher:
         """Where the rows of an answer go."""
         return self.pulls.sink(header)
 
+    def _usual(self, link: Link, staging: NDArray[np.uint8], start: int, end: int) -> int:
+        """Takes the usual answers out of what was received, in one call; where the first frame stands that is left."""
+        with self.lock:
+            if self._hurt or not link.ready:
+                return start
+            start, answered = self.pulls.landing.take(staging, start, end)
+            for request in answered:
+                if request % OWNERS == PUSH:
+                    self.pushes.ok(request)
+                else:
+                    self.pulls.arrived(request)
+            self._heard += len(answered)
+            return start
+
     def _on_frame(self, link: Link, header: Header, body: NDArray[np.uint8]) -> None:
         with self.lock:
             if self._hurt:  # it may be the answer to a part of what was to be sent: everything is asked again
@@ -277,8 +288,7 @@ class Dispatcher:
             if kind == Kind.OK and owner == PUSH:
                 self.pushes.ok(request)
             elif kind == Kind.ROWS:
-                if header.flags & LAST:
-                    self.pulls.finish(request, None)
+                self.pulls.rows(header, body)
             elif kind == Kind.PARTLY and owner == PUSH:
                 self.pushes.partly(request, header.epoch, *read_partly(header, body))
             elif kind == Kind.CLOCKS and owner == PUSH:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -11,14 +11,18 @@ from numpy.typing import NDArray
 
 from elasticps.client.protocol.fan_out import Send
 from elasticps.client.protocol.routing import Readers, Routes, place_rows, plan_pull
+from elasticps.client.pull_batch import OWNERS, P_FIELDS, PULL, SMALL_BYTES, Landing, cut_pull
 from elasticps.errors import Error
-from elasticps.wire.frames import Buffer, FrameError, Header
+from elasticps.wire.frames import ANY, HEADER_BYTES, LAST, Buffer, FrameError, Header
 from elasticps.wire.headers import PullHeader, RowsHeader
+from elasticps.wire.pool import Pool
 from replication.chain import Member
 
 Positions = NDArray[np.int64] | None  # where keys stand among the read's own; None: they are all of them
 _PADDING = np.empty(8, np.uint8)
+_ALL = np.empty(0, np.int64)
 PULL_FRAME_KEYS = 1 << 20
+KEPT_BYTES = 4 << 20  # of frames, for the next ones
 Finish: TypeAlias = "Callable[[Read, float | None], None]"  # waits until all of a read has arrived
 
 
@@ -59,38 +63,60 @@ class BlocksTarget:
 
 
 class ReadPart:
-    """One PULL frame and what has come back of it. member None: no server can answer it under this view."""
+    """One PULL frame and what has come back of it: rows of the keys at `positions`, of `count`. member None: no server
+    can answer it under this view. target: where a large answer's rows go; small ones go where they belong at once."""
 
-    def __init__(self, read: Read, member: Member | None, positions: Positions, keys: NDArray[np.int64],
-                 target: Target) -> None:  # fmt: skip
+    __slots__ = ("count", "epoch", "member", "positions", "read", "request", "target")
+
+    def __init__(
+        self, read: Read, member: Member | None, positions: Positions, count: int, target: Target | None,
+        request: int = 0, epoch: int = 0,
+    ) -> None:  # fmt: skip
         self.read = read
         self.member = member
         self.positions = positions
-        self.keys = keys
-        self.request = 0
-        self.epoch = 0  # of the view under which it was asked
-        self._target = target
+        self.count = count
+        self.target = target
+        self.request = request
+        self.epoch = epoch  # of the view under which it was asked
 
-    def views(self, header: Header) -> Sequence[memoryview]:
-        """Where the body of one answer goes."""
-        said = RowsHeader.of(header)
-        data = said.rows * self.read.dim * 4
-        if said.offset + said.rows > len(self.keys) or header.body != data + (data & 7):
-            raise FrameError(f"an answer of {said.rows} rows in {header.body} bytes does not fit the pull of "
-                             f"{len(self.keys)} rows")  # fmt: skip
-        views = self._target.views(said.offset, said.rows)
+    @property
+    def keys(self) -> NDArray[np.int64]:
+        return self.read.keys if self.positions is None else self.read.keys[self.positions]
+
+    def views(self, header: Header) -> Sequence[memoryview] | None:
+        """Where the body of a large answer goes; None for a small one."""
+        said, data = self._checked(header)
+        if self.target is None:
+            return None
+        views = self.target.views(said.offset, said.rows)
         if data & 7:
             views.append(_PADDING.data[:4])
         return views
 
+    def place(self, header: Header, body: NDArray[np.uint8]) -> None:
+        """Puts the rows of a small answer where they belong."""
+        said, data = self._checked(header)
+        rows, end = body[:data].view(np.float32).reshape(said.rows, self.read.dim), said.offset + said.rows
+        where = np.arange(said.offset, end) if self.positions is None else self.positions[said.offset : end]
+        self.read.place(rows, where)
+
+    def _checked(self, header: Header) -> tuple[RowsHeader, int]:
+        said = RowsHeader.of(header)
+        data = said.rows * self.read.dim * 4
+        if said.offset + said.rows > self.count or header.body != data + (data & 7):
+            raise FrameError(f"an answer of {said.rows} rows in {header.body} bytes does not fit the pull of "
+                             f"{self.count} rows")  # fmt: skip
+        return said, data
+
     def frame(self, epoch: int, worker: int) -> list[bytes | memoryview]:
         """The PULL frame."""
-        read, keys = self.read, self.keys
+        read = self.read
         header = PullHeader(
-            self.request, epoch, read.clock, worker, read.table_id, len(keys), read.bound, read.wait_ms,
+            self.request, epoch, read.clock, worker, read.table_id, self.count, read.bound, read.wait_ms,
             read.any_replica,
         )  # fmt: skip
-        return [header.header().pack(), keys.data.cast("B")]
+        return [header.header().pack(), self.keys.data.cast("B")]
 
 
 class Read(ABC):
@@ -102,7 +128,7 @@ class Read(ABC):
 
     def __init__(
         self, finish: Finish, table_id: int, salt: np.uint64, dim: int, name: str, keys: NDArray[np.int64],
-        any_replica: bool,
+        value: NDArray[np.float32], any_replica: bool,
     ) -> None:  # fmt: skip
         self._finish = finish
         self.table_id = table_id
@@ -114,7 +140,8 @@ class Read(ABC):
         self.error: Exception | None = None
         self.clock = self.wait_ms = 0  # as in the PULL header
         self.bound: int | None = None
-        self.value: NDArray[np.float32]
+        self.value = value
+        self.flat = value.reshape(-1)
         self.keys = keys
         self._pieces: list[tuple[NDArray[np.float32], NDArray[np.int64]]] = []  # rows and where they belong, in order
 
@@ -126,13 +153,13 @@ class Read(ABC):
         """Waits for the rows; `Timeout` after `timeout` seconds (default: the client's)."""
         self._finish(self, timeout)
         for rows, positions in self._pieces:
-            self._place(rows, positions)
+            self.place(rows, positions)
         self._pieces = []
         return self.value
 
     @abstractmethod
-    def plan(self, routes: Routes, readers: Readers) -> list[ReadPart]:
-        """The parts to ask for under a view."""
+    def target(self, positions: Positions, run: bool) -> Target:
+        """Where the rows of a large part go; run: they lie one after another."""
 
     def moved(self, part: ReadPart, routes: Routes, readers: Readers) -> bool:
         """Whether another server than the one asked is to answer a part under this view."""
@@ -146,29 +173,17 @@ class Read(ABC):
         parts = []
         for server, mine in plan_pull(part.keys, self.salt, routes, readers):
             positions = mine if part.positions is None else part.positions[mine]
-            parts += self._private(_member(routes, server), positions)
+            parts.append(ReadPart(self, _member(routes, server), positions, len(mine), self.private(positions)))
         return parts
 
-    def _private(self, member: Member | None, positions: NDArray[np.int64]) -> list[ReadPart]:
-        """Parts whose rows land in an array of their own."""
+    def private(self, positions: NDArray[np.int64]) -> Target:
+        """An array of its own for the rows at these positions."""
         rows = np.empty((len(positions), self.dim), np.float32)
         self._pieces.append((rows, positions))
-        return self._cut(member, positions, self.keys[positions], rows)
-
-    def _cut(
-        self, member: Member | None, positions: Positions, keys: NDArray[np.int64], rows: NDArray[np.float32]
-    ) -> list[ReadPart]:
-        if positions is None and len(keys) > PULL_FRAME_KEYS:
-            positions = np.arange(len(keys))
-        parts = []
-        for at in range(0, len(keys), PULL_FRAME_KEYS):
-            end = at + PULL_FRAME_KEYS
-            where = None if positions is None else positions[at:end]
-            parts.append(ReadPart(self, member, where, keys[at:end], RowsTarget(rows[at:end])))
-        return parts
+        return RowsTarget(rows)
 
     @abstractmethod
-    def _place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
+    def place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
         """Copies rows float32 [n, dim] to their positions, int64 [n], in the order of the keys."""
 
 
@@ -177,18 +192,14 @@ class SparseRead(Read):
 
     def __init__(self, finish: Finish, table_id: int, salt: np.uint64, name: str, keys: NDArray[np.int64],
                  out: NDArray[np.float32], any_replica: bool) -> None:  # fmt: skip
-        super().__init__(finish, table_id, salt, out.shape[1], name, keys, any_replica)
-        self.value = out
+        super().__init__(finish, table_id, salt, out.shape[1], name, keys, out, any_replica)
 
-    def plan(self, routes: Routes, readers: Readers) -> list[ReadPart]:
-        if readers.only >= 0:
-            return self._cut(routes.members[readers.only], None, self.keys, self.value)
-        parts = []
-        for server, positions in plan_pull(self.keys, self.salt, routes, readers):
-            parts += self._private(_member(routes, server), positions)
-        return parts
+    def target(self, positions: Positions, run: bool) -> Target:
+        if positions is None:
+            return RowsTarget(self.value)
+        return RowsTarget(self.value[positions[0] : positions[-1] + 1]) if run else self.private(positions)
 
-    def _place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
+    def place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
         place_rows(rows, positions, self.value)
 
 
@@ -196,22 +207,15 @@ class DenseRead(Read):
     """A whole dense tensor, received straight into `out`."""
 
     def __init__(self, finish: Finish, table_id: int, salt: np.uint64, dim: int, name: str,
-                 out: NDArray[np.float32], blocks: int, any_replica: bool) -> None:  # fmt: skip
-        super().__init__(finish, table_id, salt, dim, name, np.arange(blocks, dtype=np.int64), any_replica)
-        self.value = out
+                 out: NDArray[np.float32], blocks: NDArray[np.int64], any_replica: bool) -> None:  # fmt: skip
+        super().__init__(finish, table_id, salt, dim, name, blocks, out, any_replica)
 
-    def plan(self, routes: Routes, readers: Readers) -> list[ReadPart]:
-        flat = self.value.reshape(-1)
-        parts = []
-        for server, blocks in plan_pull(self.keys, self.salt, routes, readers):
-            target = BlocksTarget(flat, blocks, self.dim)
-            parts.append(ReadPart(self, _member(routes, server), blocks, self.keys[blocks], target))
-        return parts
+    def target(self, positions: Positions, run: bool) -> Target:
+        return BlocksTarget(self.flat, self.keys if positions is None else positions, self.dim)
 
-    def _place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
-        flat = self.value.reshape(-1)
+    def place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
         for row, block in zip(rows, positions.tolist(), strict=True):
-            here = flat[block * self.dim : (block + 1) * self.dim]
+            here = self.flat[block * self.dim : (block + 1) * self.dim]
             here[:] = row[: len(here)]
 
 
@@ -224,20 +228,15 @@ class Pulls:
     sockets calls. `send` takes frames for a server; `abandon(member, request)` hears that an answer is
     no longer wanted, before its memory is."""
 
-    def __init__(
-        self,
-        routes: Routes,
-        worker: int,
-        requests: Iterator[int],
-        send: Send,
-        abandon: Callable[[Member, int], None],
-    ) -> None:
+    def __init__(self, routes: Routes, worker: int, send: Send, abandon: Callable[[Member, int], None]) -> None:
+        self.landing = Landing()
         self._routes = routes
         self._worker = worker
-        self._requests = requests
         self._send = send
         self._abandon = abandon
         self._parts: dict[int, ReadPart] = {}
+        self._next = OWNERS + PULL  # request
+        self._pool = Pool(KEPT_BYTES)
 
     @property
     def oldest(self) -> int:
@@ -250,12 +249,47 @@ class Pulls:
         return {part.member for part in self._parts.values() if part.member is not None}
 
     def start(self, reads: Sequence[Read], bound: int | None, wait_ms: int) -> None:
-        """Asks for all parts of some reads, each server once."""
-        parts: list[ReadPart] = []
+        """Asks for some reads. Small frames to one server leave together: each system call costs more than several of
+        them."""
+        frames: dict[Member, list[Buffer]] = {}
         for read in reads:
             read.bound, read.wait_ms = bound, wait_ms
-            parts += read.plan(self._routes, self._readers(read))
-        self._ask(parts)
+            keys = read.keys
+            if len(keys) <= PULL_FRAME_KEYS:
+                self._cut(read, keys, 0, frames)
+                continue
+            for first in range(0, len(keys), PULL_FRAME_KEYS):
+                self._cut(read, keys[first : first + PULL_FRAME_KEYS], first, frames)
+        for member, buffers in frames.items():
+            self._send(member, buffers)
+
+    def _cut(self, read: Read, keys: NDArray[np.int64], first: int, frames: dict[Member, list[Buffer]]) -> None:
+        """Cuts the part of a read that begins with key number `first` by server, and lays the frames out."""
+        routes, readers, members = self._routes, self._readers(read), self._routes.members
+        n, only, request, dim = len(keys), readers.only >= 0, self._next, read.dim
+        self._next += OWNERS * (len(members) + 1)
+        order = _ALL if only else np.empty(n, np.int64)
+        memory = self._pool.take(8 * n + HEADER_BYTES * (len(members) + 1))
+        cuts = np.empty((len(members) + 1, P_FIELDS), np.int64)
+        small = SMALL_BYTES if n == len(read.keys) else 0
+        count = cut_pull(
+            keys, read.salt, routes.shift, readers.of, readers.only, order, cuts, memory, self.landing.slots, read.flat,
+            dim, small, request, read.any_replica * ANY, routes.epoch, read.clock, self._worker, read.table_id,
+            0 if read.bound is None else read.bound + 1, read.wait_ms,
+        )  # fmt: skip
+        data = memory.data
+        for server, word, low, high in cuts[:count].tolist():
+            positions = None if only and small else np.arange(first, first + n) if only else order[low:high] + first
+            target = None
+            if server >= 0:
+                if 4 * dim * (high - low) > small:
+                    target = read.target(positions, only)
+                at = 8 * word
+                frames.setdefault(members[server], []).append(data[at : at + HEADER_BYTES + 8 * (high - low)])
+            member = _member(routes, server)
+            part = ReadPart(read, member, positions, high - low, target, request, routes.epoch)
+            self._parts[request] = read.parts[request] = part
+            request += OWNERS
 
     def forget(self, read: Read, error: Error) -> None:
         """Gives up what is still unanswered of a read."""
@@ -265,27 +299,45 @@ class Pulls:
 
     def fail(self, error: Error) -> None:
         """Ends every read: nobody will answer any more."""
+        self.landing.clear()
         for part in self._parts.values():
             part.read.error = error
         self._parts.clear()
 
     def sink(self, header: Header) -> Sequence[memoryview] | None:
-        """Where the rows of an answer go; None for what is not wanted."""
+        """Where the rows of an answer go; None for what is not wanted, or small."""
         part = self._parts.get(header.request)
         return None if part is None else part.views(header)
 
+    def rows(self, header: Header, body: NDArray[np.uint8]) -> None:
+        """Rows have come: where `sink` said, or in `body`."""
+        part = self._parts.get(header.request)
+        if part is None:
+            return
+        if part.target is None:
+            part.place(header, body)
+        if header.flags & LAST:
+            self.finish(header.request, None)
+
     def finish(self, request: int, error: Exception | None) -> bool:
         """A part has been answered. False if it is none of ours."""
+        self.landing.forget(request)
         part = self._parts.get(request)
         if part is None:
             return False
         part.read.error = part.read.error or error
+        self.arrived(request)
+        return True
+
+    def arrived(self, request: int) -> None:
+        """All rows of a part are where they belong."""
+        part = self._parts[request]
         part.read.parts.pop(request, None)  # first: `recover` drops the rest, should an exception come in between
         del self._parts[request]
-        return True
 
     def recover(self) -> None:
         """Forgets what an exception has left of reads that are done: it must not be received a second time."""
+        self.landing.clear()
         self._parts = {n: part for n, part in self._parts.items() if n in part.read.parts}
 
     # -- views and connections ----------------------------------------------------------------------------------------
@@ -320,12 +372,11 @@ class Pulls:
 
     def _ask(self, parts: list[ReadPart]) -> None:
         for part in parts:
-            part.request = next(self._requests)
+            part.request, self._next = self._next, self._next + OWNERS
             part.read.parts[part.request] = self._parts[part.request] = part
         self._send_parts(parts)
 
     def _send_parts(self, parts: Iterable[ReadPart]) -> None:
-        """Small frames to one server leave together: each system call costs more than several of them."""
         frames: dict[Member, list[Buffer]] = {}
         for part in parts:
             part.epoch = self._routes.epoch
@@ -340,6 +391,7 @@ class Pulls:
             self._drop(part)  # not before: a read without parts looks done to whoever waits for it
 
     def _drop(self, part: ReadPart) -> None:
+        self.landing.forget(part.request)
         self._parts.pop(part.request, None)
         part.read.parts.pop(part.request, None)
         if part.member is not None:

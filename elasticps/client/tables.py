@@ -108,8 +108,8 @@ class DenseTensor(_Handle):
             out = np.empty(self.shape, np.float32)
         else:
             checked_out(f"tensor {self.name!r}", out, self.shape)
-        dim, blocks = self.spec.dim, self.spec.blocks
-        return DenseRead(self._reads.finish, self.id, self.salt, dim, self.name, out, blocks, read == "any")
+        dim, any_replica = self.spec.dim, read == "any"
+        return DenseRead(self._reads.finish, self.id, self.salt, dim, self.name, out, self._blocks, any_replica)
 
     def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
         """What pushing `value`, a gradient float32 of the tensor's shape, sends."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -36,13 +37,15 @@ IDLE_S = 0.25
 
 OnFrame: TypeAlias = "Callable[[Link, Header, NDArray[np.uint8]], None]"
 Sink: TypeAlias = Callable[[Header], Sequence[memoryview] | None]
+Usual: TypeAlias = "Callable[[Link, NDArray[np.uint8], int, int], int]"
 
 
 class Link:
     """Bytes to and from one server. `send` may be called by any thread, `receive` by one at a time.
 
     `ready` turns true when the server has welcomed us; before that only `hello` frames may be sent. `sinking` is the
-    request whose answer is just being received into memory that `sink` gave for its rows, 0 for none.
+    request whose answer is just being received into memory that `sink` gave for its rows, 0 for none. `usual` takes
+    frames out of a buffer, as for `Assembler`; what it leaves goes to `on_frame`.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Link:
         server: ServerInfo,
         on_frame: OnFrame,
         sink: Sink,
+        usual: Usual,
         credentials: Credentials | None = None,
     ) -> None:
         self._runtime = runtime
@@ -63,6 +67,7 @@ class Link:
         self.socket: Stream | None = None
         self._on_frame = on_frame
         self._sink = sink
+        self._usual = partial(usual, self)
         self._assembler: Assembler | None = None
         self._unsent = Unsent()
         self._lock = runtime.lock()
@@ -80,7 +85,7 @@ class Link:
             self._tls = None
             if self._credentials is not None:
                 sock = self._tls = TlsStream(sock, self._credentials, self.server.name)
-            self._assembler = Assembler(self._frame, MAX_BODY_BYTES, self._target)
+            self._assembler = Assembler(self._frame, MAX_BODY_BYTES, self._target, self._usual)
             self._unsent.clear()
             self._unsent.add((hello,))
             self.sinking = 0

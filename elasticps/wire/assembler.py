@@ -24,6 +24,9 @@ class Assembler:
 
     `sink(header)` may name the destinations of a body, uint8 memoryviews that add up to its length; `on_frame` is
     then called with an empty body once they are full.
+
+    `usual(staging, start, end)` may take whole frames out of what has been received; it says where the first one stands
+    that it has left.
     """
 
     def __init__(
@@ -31,9 +34,11 @@ class Assembler:
         on_frame: Callable[[Header, Bytes], None],
         limit: int,
         sink: Callable[[Header], Sequence[memoryview] | None] | None = None,
+        usual: Callable[[Bytes, int, int], int] | None = None,
     ) -> None:
         self._on_frame = on_frame
         self._sink = sink
+        self._usual = usual
         self.limit = limit
         self._staging = np.empty(STAGING_BYTES, np.uint8)
         self._view = self._staging.data
@@ -74,6 +79,10 @@ class Assembler:
 
     def _cut(self) -> None:
         while self._end - self._start >= HEADER_BYTES:
+            if self._usual is not None:
+                self._start = self._usual(self._staging, self._start, self._end)
+                if self._end - self._start < HEADER_BYTES:
+                    break
             header = unpack_header(self._view, self._start, self.limit)
             body_at = self._start + HEADER_BYTES
             have = min(self._end - body_at, header.body)
