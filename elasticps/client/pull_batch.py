@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from elasticps.hashing import hash_key
 from elasticps.kernels import njit
-from elasticps.store.native import carray, pointer
+from elasticps.store.native import carray, copy, pointer
 from elasticps.wire.assembler import STAGING_BYTES
 from elasticps.wire.frames import HEADER_BYTES, LAST, MAGIC, VERSION, Kind
 
@@ -114,7 +114,7 @@ def slot_of(request):  # type: ignore[no-untyped-def]
 def take_answers(staging, start, end, slots, answered):  # type: ignore[no-untyped-def]
     """Takes the usual frames from `start` on out of received bytes: puts rows in place, and notes the requests that are
     answered now. Returns (where the first frame stands that is left, how many requests)."""
-    words, floats = staging.view(np.int64), staging.view(np.float32)
+    words = staging.view(np.int64)
     count = 0
     while end - start >= HEADER_BYTES:
         at = start >> 3
@@ -134,7 +134,7 @@ def take_answers(staging, start, end, slots, answered):  # type: ignore[no-untyp
         data = 4 * dim * rows
         if not 0 <= offset <= slot[L_COUNT] - rows or body != data + (data & 7) or start + HEADER_BYTES + body > end:
             break
-        _place(floats, (start + HEADER_BYTES) >> 2, slot, offset, rows)
+        _place(staging.ctypes.data + start + HEADER_BYTES, slot, offset, rows)
         if first >> 48 & LAST:
             slot[L_REQUEST] = 0
             answered[count] = request
@@ -144,21 +144,18 @@ def take_answers(staging, start, end, slots, answered):  # type: ignore[no-untyp
 
 
 @kernel
-def _place(floats, source, slot, offset, rows):  # type: ignore[no-untyped-def]
-    """Copies rows to where they belong; what a dense tensor's last one has too much is left out."""
-    dim, size = slot[L_DIM], slot[L_FLOATS]
-    target = carray(pointer(slot[L_ROWS]), (size,), np.float32)
-    order = carray(pointer(slot[L_ORDER]), (slot[L_COUNT],), np.int64)
+def _place(source, slot, offset, rows):  # type: ignore[no-untyped-def]
+    """Copies rows from an address to where they belong; what a dense tensor's last one has too much is left out."""
+    dim, target, end = slot[L_DIM], slot[L_ROWS], slot[L_FLOATS]
     if slot[L_ORDER] == 0:
         first = offset * dim
-        for i in range(min(rows * dim, size - first)):
-            target[first + i] = floats[source + i]
+        copy(target + 4 * first, source, 4 * min(rows * dim, end - first))
         return
-    for j in range(rows):
-        first = order[offset + j] * dim
-        for i in range(min(dim, size - first)):
-            target[first + i] = floats[source + i]
-        source += dim
+    order = carray(pointer(slot[L_ORDER]), (slot[L_COUNT],), np.int64)
+    for j in range(offset, offset + rows):
+        first = order[j] * dim
+        copy(target + 4 * first, source, 4 * min(dim, end - first))
+        source += 4 * dim
 
 
 class Landing:

@@ -52,6 +52,9 @@ _compile_inline: Any = njit(nogil=True, cache=True, error_model="numpy", inline=
 ) = range(22)
 NEED_SLAB = -1
 
+copy: Any = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
+"""Copies bytes: to, from, how many."""
+
 
 def kernel(function: Function) -> Function:
     """A compiled function that is bitwise deterministic on any CPU.

@@ -84,8 +84,8 @@ from elasticps.server.fast.layout import (
     T_WAITS,
     WAITED,
 )
-from elasticps.server.fast.memory import copy, load32, load64, store32, store64, words
-from elasticps.store.native import kernel
+from elasticps.server.fast.memory import load32, load64, store32, store64, words
+from elasticps.store.native import copy, kernel
 
 
 @kernel

@@ -49,7 +49,6 @@ load8, load16, load32, load64 = _load(8), _load(16), _load(32), _load(64)
 store16, store32, store64 = _store(16), _store(32), _store(64)
 
 _three = types.int64(types.int64, types.int64, types.int64)
-copy: Any = types.ExternalFunction("memcpy", _three)
 move: Any = types.ExternalFunction("memmove", _three)
 
 

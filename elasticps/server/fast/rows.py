@@ -38,9 +38,9 @@ from elasticps.server.fast.layout import (
     SLOW,
     T_QUIET,
 )
-from elasticps.server.fast.memory import copy, floats, load64, matrix, store64, words
+from elasticps.server.fast.memory import floats, load64, matrix, store64, words
 from elasticps.store import index, updates
-from elasticps.store.native import H_FINITE, H_SALT, H_SHIFT, H_STRIDE, HEADER_SIZE, kernel
+from elasticps.store.native import H_FINITE, H_SALT, H_SHIFT, H_STRIDE, HEADER_SIZE, copy, kernel
 from elasticps.store.native import H_ROWS as STORED
 from elasticps.store.values import all_finite
 
