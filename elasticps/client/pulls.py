@@ -279,7 +279,11 @@ class Pulls:
         )  # fmt: skip
         data = memory.data
         for server, word, low, high in cuts[:count].tolist():
-            positions = None if only and small else np.arange(first, first + n) if only else order[low:high] + first
+            if only:
+                positions = None if small else np.arange(first, first + n)
+            else:
+                positions = order[low:high]  # keeps the memory in which the compiled code looks
+                positions += first
             target = None
             if server >= 0:
                 if 4 * dim * (high - low) > small:
