@@ -38,6 +38,7 @@ _SIGNATURES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (intervals.select, (_words, _keys, _words, _words)),
     (intervals.ranges_of, (_words, _keys, _words)),
     (intervals.list_interval, (_words, _int, _int, _int, _words, _words)),
+    (intervals.digest_interval, (_words, _int, _int, _int)),
     (index.gather, (_words, _keys, types.Array(types.float32, 2, "C", aligned=False), _words)),
 )
 Update = Callable[..., int]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,12 +12,13 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
+from numba.core.dispatcher import Dispatcher
 from numpy.typing import NDArray
 
 from elasticps import hashing, spec
 from elasticps.errors import InputError, SpecError, UnknownTable
 from elasticps.spec import TableSpec
-from elasticps.store import Store, Table, index, registry, warm
+from elasticps.store import Store, Table, index, intervals, registry, warm
 
 
 def table(dim: int = 4, ranges: int = 8, optimizer: spec.Optimizer | None = None) -> Table:
@@ -236,6 +239,14 @@ def test_nothing_compiles_once_warm() -> None:
     for kernel in [kernel for kernel, _ in registry._SIGNATURES] + list(registry._BUILT_IN.values()):
         assert len(kernel.signatures) == 1
         assert not kernel._can_compile
+
+
+def test_every_kernel_that_tables_call_is_compiled_at_the_start() -> None:
+    called = re.findall(r"\b(index|intervals)\.([a-z]\w*)\(", inspect.getsource(Table))
+    found = [getattr({"index": index, "intervals": intervals}[module], name) for module, name in called]
+    kernels = {each for each in found if isinstance(each, Dispatcher)}
+    assert intervals.digest_interval in kernels
+    assert kernels <= {kernel for kernel, _ in registry._SIGNATURES}
 
 
 def test_the_first_use_from_several_threads_compiles_once() -> None:
