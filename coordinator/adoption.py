@@ -66,9 +66,9 @@ def plan_adoption(witnesses: Sequence[Witness], given_up: Collection[str], app: 
     for name, number in heard | {(server.name, server.incarnation) for server in view.servers}:
         incarnations[name] = max(number, incarnations.get(name, 0))
     newest = [witness.newest for witness in witnesses] + [worker.id for worker in roster.workers] + list(specs)
-    config = ClusterConfig(
-        view.ranges, view.replicas, id=view.cluster.partition("@")[2], base=max(newest, default=0) + 1
-    )
+    # Above that of the store before, also where no number was given since: workers tell stores apart by it.
+    base = max(newest, default=0) + 1 + roster.version
+    config = ClusterConfig(view.ranges, view.replicas, id=view.cluster.partition("@")[2], base=base)
     writes = {INCARNATIONS + SERVERS + name: str(number).encode() for name, number in incarnations.items()}
     writes |= tables
     writes[ROSTER] = replace(roster, version=roster.version + 1).encode()

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.adoption import CannotAdopt, Witness, adopt, look_at_dead, plan_adoption, reset
 from coordinator.leader import run_coordinator
-from coordinator.membership import create_cluster, new_number, register_server
+from coordinator.membership import create_cluster, new_number, register_server, register_worker
 from coordinator.memory import MemoryStore
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from tests.coordinator.support import until_key
@@ -110,3 +110,23 @@ async def test_a_leader_goes_on_from_what_was_adopted_and_begins_anew_after_a_re
     stop.set()
     await leading
     await again.close()
+
+
+async def test_a_worker_lives_through_a_second_new_store_though_no_number_was_given_since_the_first() -> None:
+    store = MemoryStore("test")
+    first = plan_adoption([witness("a"), witness("b")], (), "x")
+    await adopt(store, first)
+    lost: list[str] = []
+    session = await register_worker(store, name="w", app="x", ttl_s=0.3, on_lost=lost.append)
+    session.took_part = True
+    session.belongings["last-worker/w"] = str(session.info.id).encode()
+    known = replace(witness("a"), roster=Roster.decode(first.writes["roster"]), newest=session.info.id)
+    for _ in range(2):
+        second = plan_adoption([known, replace(known, name="b", incarnation=1)], (), "x")
+        for entry in (await store.list("")).entries:
+            await store.delete(entry.key)
+        await adopt(store, second)
+        await until_key(store, "last-worker/w", lambda entry: entry is not None)
+        known = replace(known, roster=Roster.decode(second.writes["roster"]))
+    assert not lost
+    await session.close()
