@@ -46,6 +46,12 @@ def chaos(
     proxy: Annotated[
         bool, typer.Option("--proxy", help="Disturb the network by a user-space proxy instead of namespaces.")
     ] = False,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="With TLS on every connection, by an authority that is thrown away.")
+    ] = False,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Servers that hold each range, instead of the plan's.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Kill, freeze and cut off processes under load, then check that nothing was lost and nothing applied twice.
@@ -63,7 +69,11 @@ def chaos(
     elif len(names) != 1:
         raise ConfigError(f"run needs one plan: a YAML file, or one of {', '.join(ready_plans())}")
     else:
-        _run(names[0], seed, duration, output, proxy, as_json)
+        from chaos.live.runner import changed, command_line
+
+        plan = changed(find_plan(names[0]), proxy=proxy, tls=tls, replicas=replicas)
+        command = command_line(names[0], seed, duration, proxy, tls, replicas)
+        _run(plan, seed, duration, output, command, as_json)
 
 
 def ready_plans() -> dict[str, str]:
@@ -99,13 +109,10 @@ def _list(as_json: bool) -> None:
     out.print(table)
 
 
-def _run(which: str, seed: int, duration: float | None, output: Path | None, proxy: bool, as_json: bool) -> None:
-    plan = find_plan(which)
+def _run(plan: Plan, seed: int, duration: float | None, output: Path | None, command: str, as_json: bool) -> None:
     from chaos.live import netns, runner
     from elasticps.cli.output import ExitCode, err, print_json, sigterm_interrupts
 
-    if proxy:
-        plan = runner.through_proxy(plan)
     if plan.cluster.kind == "netns":
         netns.enter()
     from chaos.live.report import write
@@ -113,7 +120,6 @@ def _run(which: str, seed: int, duration: float | None, output: Path | None, pro
 
     logging.getLogger("coordinator").setLevel(logging.ERROR)  # that etcd is away is what was asked for
     folder = output or Path("runs") / "chaos" / f"{plan.name}-{seed}"
-    command = runner.command_line(which, seed, duration, proxy)
     with sigterm_interrupts(), screen(err) as show:
         run = runner.Run(
             plan, seed, duration=duration, command=command, show=show,

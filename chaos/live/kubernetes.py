@@ -17,8 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from chaos.live.network import Loopback
 from chaos.live.plan import ClusterPlan
-from chaos.live.stage import Loopback, Processes
+from chaos.live.stage import Processes
 from elasticps.errors import ConfigError, Error
 
 # A process that is number 1 of its pod gets no SIGSTOP from inside; so whatever our process is, it must not be that.
@@ -103,7 +104,7 @@ class KubernetesStage(Processes):
         self._api = OfficialApi(plan.namespace) if api is None else api
         super().__init__(Loopback())
         self.plan = plan
-        self.url = self.own_url = plan.url
+        self.url = self.own_url = self.reader_url = plan.url
         self._paused: set[str] = set()
         self._cordoned: set[str] = set()
         self._uids: dict[str, str] = {}  # of pods that were told to end: one of the same name and another uid is new
@@ -183,14 +184,14 @@ class KubernetesStage(Processes):
         self._api.cordon(node, False)
         self._cordoned.discard(node)
 
-    def close(self, logs_to: Path | None = None) -> None:
+    def close(self, logs_to: Path | None = None) -> list[str]:
         """Ends the workers, and whatever was done to pods and nodes and can be undone."""
         for node in sorted(self._cordoned):
             self._api.cordon(node, False)
         for name in sorted(self._paused):
             with suppress(Error):
                 self.resume(name)
-        super().close(logs_to)
+        return super().close(logs_to)
 
     def _signal_pod(self, name: str, signal: str, here: Callable[[str], None]) -> None:
         if name in self._jobs:

@@ -38,6 +38,7 @@ TIMEOUT_S = 60.0
 APP = "chaos"
 
 BEGUN, COMMITTED, FAILED, READ, READ_FAILED, STALE = range(1, 7)
+LIVES_MADE = 64  # of each worker, whose rows `make_rows` makes
 _NEWEST = 256  # records that are read to see how far a worker is
 RECORD = np.dtype([("kind", "<u4"), ("step", "<u4"), ("time", "<f8")])
 
@@ -116,8 +117,8 @@ def read_ledger(path: Path) -> NDArray[np.void]:
     return np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
 
 
-def newest_commit(path: Path) -> int:
-    """The step of the newest commit among the last records of a life, 0 if there is none; reads no more than these."""
+def newest(path: Path, kind: int) -> int:
+    """The highest step of that kind among the last records of a life, 0 if there is none; reads no more than these."""
     try:
         with path.open("rb") as file:
             size = path.stat().st_size // RECORD.itemsize
@@ -126,7 +127,21 @@ def newest_commit(path: Path) -> int:
             records = np.frombuffer(file.read((size - first) * RECORD.itemsize), RECORD)
     except FileNotFoundError:
         return 0
-    return int(records["step"][records["kind"] == COMMITTED].max(initial=0))
+    return int(records["step"][records["kind"] == kind].max(initial=0))
+
+
+class LedgerFile:
+    """A ledger that is being written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def note(self, kind: int, step: int, text: str = "") -> None:
+        """One record; what is to be said about it goes to the log."""
+        os.write(self._file, np.array((kind, step, time.time()), RECORD).tobytes())
+        if text:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
 
 
 @dataclass(frozen=True)
@@ -234,7 +249,7 @@ class Worker:
         self._ones = np.ones((len(self._own), DIM), np.float32)
         self._waiting: deque[tuple[int, eps.Step]] = deque()
         self._begun = 0
-        self._file = os.open(job.ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._ledger = LedgerFile(Path(job.ledger))
 
     def step(self) -> None:
         """Pushes once; waits for the oldest step where the window is full."""
@@ -262,8 +277,7 @@ class Worker:
         except eps.Closed:  # this life is over, and whoever runs us judges why
             raise
         except eps.Error as error:
-            self._note(FAILED, number)
-            self._say(f"step {number} failed: {error}")
+            self._note(FAILED, number, f"step {number} failed: {error}")
         else:
             self._note(COMMITTED, number)
 
@@ -273,21 +287,16 @@ class Worker:
         except eps.Closed:
             raise
         except eps.Error as error:
-            self._note(READ_FAILED, self._begun)
-            self._say(f"a pull failed: {error}")
+            self._note(READ_FAILED, self._begun, f"a pull failed: {error}")
             return
         if (found == self._begun).all():
             self._note(READ, self._begun)
         else:
-            self._note(STALE, self._begun)
-            self._say(f"read {sorted(set(found.ravel().tolist()))} after {self._begun} steps: not what it had written")
+            values = sorted(set(found.ravel().tolist()))
+            self._note(STALE, self._begun, f"read {values} after {self._begun} steps: not what it had written")
 
-    def _note(self, kind: int, step: int) -> None:
-        os.write(self._file, np.array((kind, step, time.time()), RECORD).tobytes())
-
-    def _say(self, text: str) -> None:
-        sys.stderr.write(f"{self.job.name} life={self.job.life} {text}\n")
-        sys.stderr.flush()
+    def _note(self, kind: int, step: int, text: str = "") -> None:
+        self._ledger.note(kind, step, text and f"{self.job.name} life={self.job.life} {text}")
 
 
 def command_of(job: Job) -> list[str]:
@@ -301,6 +310,17 @@ def fill(url: str, rows: int) -> None:
         table = ps.table("heavy", dim=16, optimizer=eps.Accumulate())
         for keys in np.array_split(np.arange(rows), max(1, rows // 25_000)):
             ps.push({table: (keys, np.ones((len(keys), 16), np.float32))})
+        ps.flush()
+
+
+def make_rows(url: str, workers: int, keys: int, ranges: int) -> None:
+    """Makes all rows that the load will touch, as zeros: a server that takes no new rows refuses none of them."""
+    with eps.connect(url, worker="filler", app=APP, timeout=TIMEOUT_S) as ps:
+        table, _ = open_tables(ps)
+        lives = [(worker, life) for worker in range(workers) for life in range(1, LIVES_MADE + 1)]
+        own = [own_keys(worker, life, ranges, table.salt) for worker, life in lives]
+        every = np.concatenate([np.arange(keys, dtype=np.int64), *own])
+        ps.push({table: (every, np.zeros((len(every), DIM), np.float32))})
         ps.flush()
 
 
@@ -321,6 +341,12 @@ def heat(url: str, keys: int, ranges: int) -> NDArray[np.float64]:
         return np.bincount(ranges_of(every, ranges, table.salt), weights, ranges).astype(np.float64)
 
 
+def say_ready() -> None:
+    """The line that says so to whoever started this process."""
+    sys.stdout.write(json.dumps({"ready": True}) + "\n")
+    sys.stdout.flush()
+
+
 def main(arguments: Mapping[int, str] | Sequence[str] = sys.argv) -> None:
     """Runs one life; SIGTERM ends it when all is acknowledged."""
     job = Job(**json.loads(arguments[1]))
@@ -328,8 +354,7 @@ def main(arguments: Mapping[int, str] | Sequence[str] = sys.argv) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: ended.append(number))
     worker = Worker(job)
-    sys.stdout.write(json.dumps({"ready": True}) + "\n")
-    sys.stdout.flush()
+    say_ready()
     while not ended:
         worker.step()
         if job.pause_s:

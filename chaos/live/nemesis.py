@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from chaos.live.plan import Action
-from chaos.live.stage import Network, Shape
-from chaos.live.targets import Scene, choose, group
+from chaos.live.network import Network, Shape
+from chaos.live.plan import VERBS, Action
+from chaos.live.targets import Scene, choose, group, whole
 
 PATIENCE_S = 30.0  # how long a fault waits for a moment in which it may be done
 DRAINS = ("terminate", "restart", "shrink")
 ENDING = ("kill", *DRAINS)
+BESIDE = ("hog", "hoard", "hostile")
+ALONE_PATIENCE_S = 120.0  # with a fault that nothing else may go on beside
+_ALONE = "alone:"
 
 
 class Stage(Protocol):
@@ -24,6 +27,7 @@ class Stage(Protocol):
     def names(self, role: str, *, paused: bool = True) -> list[str]: ...
     def running(self, name: str) -> bool: ...
     def ready(self, name: str) -> bool: ...
+    def code(self, name: str) -> int | None: ...
     def start(self, name: str) -> None: ...
     def kill(self, name: str) -> None: ...
     def terminate(self, name: str) -> None: ...
@@ -31,7 +35,10 @@ class Stage(Protocol):
     def resume(self, name: str) -> None: ...
     def grow(self) -> str: ...
     def shrink(self, name: str) -> str: ...
-    def hog(self, count: int) -> list[str]: ...
+    def beside(self, do: str, count: int, seconds: float) -> list[str]: ...
+    def fill_etcd(self, full: bool) -> bool: ...
+    def forget_etcd(self) -> None: ...
+    def adopt(self) -> str: ...
     def cordon(self, name: str) -> str: ...
     def uncordon(self, node: str) -> None: ...
 
@@ -52,7 +59,7 @@ class Fault:
     began: float = -1.0
     ended: float = -1.0
     note: str = ""
-    stage: str = ""  # of a process that is started again: "ending", "dead", "starting"
+    stage: str = ""  # of a process that is started again: "ending", "dead", "starting"; of a new etcd: "adopting"
     until: float = -1.0
     member: tuple[str, int] | None = None
     pairs: list[tuple[str, str]] = field(default_factory=list)
@@ -80,6 +87,7 @@ class Nemesis:
     look   the scene as it is, but for `down`, which is known here
     clock  seconds since the start of the load: doing something takes a moment, and a fault begins when it is done.
            None: the `now` that `step` is given
+    least  servers that are left when some are taken away for good; 0: as many as replicas
     """
 
     def __init__(
@@ -88,11 +96,13 @@ class Nemesis:
         actions: Sequence[Action],
         look: Callable[[], Scene],
         clock: Callable[[], float] | None = None,
+        least: int = 0,
     ) -> None:
         self.faults = [Fault(action) for action in actions]
         self._stage = stage
         self._look = look
         self._clock = clock
+        self._least = least
         self._dead: set[tuple[str, int]] = set()  # incarnations that were killed, or are on their way out
         self._shapes: dict[str, list[Fault]] = {}
         self._stopped = False
@@ -108,9 +118,9 @@ class Nemesis:
         for fault in self.faults:
             if fault.state == "running":
                 lines += self._continue(fault, now)
-        for fault in self.faults:
-            if fault.state == "waiting" and fault.action.at <= now:
-                lines += self._try(fault, now)
+        due = [fault for fault in self.faults if fault.state == "waiting" and fault.action.at <= now]
+        for fault in due:
+            lines += self._try(fault, now, [other for other in due if other.state == "waiting"])
         return lines
 
     def stop(self, now: float) -> list[str]:
@@ -126,16 +136,18 @@ class Nemesis:
 
     # ----------------------------------------------------------------------------------------------------------- begin
 
-    def _try(self, fault: Fault, now: float) -> list[str]:
+    def _try(self, fault: Fault, now: float, waiting: Sequence[Fault]) -> list[str]:
         action, scene = fault.action, self._scene()
-        why = ""
-        if action.target:
+        why = self._in_the_way(fault, scene, waiting)
+        if not why and action.target:
             choice = choose(action, scene)
             fault.target, why = choice.name, choice.why
             why = why or self._too_few(action, scene)
+        if not why and action.do == "etcd-full" and not self._stage.fill_etcd(True):
+            why = "etcd does not answer"
         if why:
             fault.note, fault.target = why, ""
-            if now - action.at < PATIENCE_S:
+            if now - action.at < (ALONE_PATIENCE_S if why.startswith(_ALONE) else PATIENCE_S):
                 return []
             fault.state = "skipped"
             return [f"skipped {fault}: {why}"]
@@ -147,6 +159,20 @@ class Nemesis:
             fault.began = self._clock()
         return [str(fault)]
 
+    def _in_the_way(self, fault: Fault, scene: Scene, waiting: Sequence[Fault]) -> str:
+        """Why a fault does not begin where it, or another one, is to be alone; "" if it may."""
+        if fault.action.do in BESIDE:
+            return ""
+        at_work = [each for each in self.faults if each.state == "running" and each.action.do not in BESIDE]
+        if not _alone(fault):
+            others = [each for each in (*at_work, *waiting) if _alone(each)]
+            return f"{_ALONE} {others[0]}" if others else ""
+        if at_work:
+            return f"{_ALONE} it waits for {at_work[0]}"
+        view = scene.view
+        missing = "there is no view yet" if view is None else whole(view, scene.running.get("server", ()))
+        return f"{_ALONE} {missing}" if missing else ""
+
     def _too_few(self, action: Action, scene: Scene) -> str:
         """A drain ends only where the others can hold all replicas."""
         view = scene.view
@@ -155,7 +181,8 @@ class Nemesis:
         gone = {name for name, incarnation in scene.down if view.index(name) >= 0
                 and view.servers[view.index(name)].incarnation == incarnation}  # fmt: skip
         left = len(set(scene.running.get("server", ())) - gone) - 1
-        return f"a drain needs {view.replicas} other servers, there are {left}" if left < view.replicas else ""
+        needed = max(view.replicas, self._least if action.do == "shrink" else 0)
+        return f"a drain needs {needed} other servers, there are {left}" if left < needed else ""
 
     def _begin(self, fault: Fault, scene: Scene, now: float) -> None:
         action, stage, name = fault.action, self._stage, fault.target
@@ -179,12 +206,16 @@ class Nemesis:
         elif action.do in ("delay", "loss", "rate"):
             self._shapes.setdefault(name, []).append(fault)
             self._reshape(name)
-        elif action.do == "etcd-outage":
+        elif action.do in ("etcd-outage", "etcd-new"):
             fault.names = stage.names("etcd")
             for each in fault.names:
                 stage.kill(each)
-        elif action.do == "hog":
-            fault.names = stage.hog(int(action.value("processes", 2)))
+            if action.do == "etcd-new":
+                fault.stage = "ending"
+        elif action.do in BESIDE:
+            count = int(action.value("processes", 2 if action.do == "hog" else 1))
+            fault.names = stage.beside(action.do, count, action.value("for"))
+            fault.target = ", ".join(fault.names)
         elif action.do == "cordon":
             fault.names = [stage.cordon(name)]
         elif action.do == "grow":
@@ -195,6 +226,8 @@ class Nemesis:
 
     def _continue(self, fault: Fault, now: float) -> list[str]:
         action, stage = fault.action, self._stage
+        if action.do == "etcd-new":
+            return self._renew(fault, now)
         if fault.stage:
             return self._come_back(fault, now)
         if action.do == "grow":
@@ -216,9 +249,13 @@ class Nemesis:
             return []
         elif action.do == "cordon":
             stage.uncordon(fault.names[0])
-        elif action.do == "hog":
+        elif action.do == "etcd-full" and not stage.fill_etcd(False):
+            return []
+        elif action.do in BESIDE and any(stage.running(name) for name in fault.names):
             for name in fault.names:
-                stage.kill(name)
+                if action.do == "hog" or self._stopped:
+                    stage.kill(name)
+            return []
         return self._over(fault, now)
 
     def _come_back(self, fault: Fault, now: float) -> list[str]:
@@ -235,6 +272,21 @@ class Nemesis:
             fault.stage = "starting"
         names = fault.names or [name]
         if fault.stage == "starting" and all(stage.ready(each) for each in names):
+            return self._over(fault, now)
+        return []
+
+    def _renew(self, fault: Fault, now: float) -> list[str]:
+        """An etcd that was killed: empty, started, left alone for a while, told to adopt the cluster."""
+        stage, names = self._stage, fault.names
+        if fault.stage == "ending" and not any(stage.running(name) for name in names):
+            stage.forget_etcd()
+            for name in names:
+                stage.start(name)
+            fault.stage = "starting"
+        elif fault.stage == "starting" and now >= fault.until and all(stage.ready(name) for name in names):
+            fault.names = [stage.adopt()]
+            fault.stage = "adopting"
+        elif fault.stage == "adopting" and stage.code(names[0]) == 0:
             return self._over(fault, now)
         return []
 
@@ -267,3 +319,7 @@ class Nemesis:
                 min((a.value("mbit") for a in faults if a.value("mbit")), default=0.0),
             ),
         )
+
+
+def _alone(fault: Fault) -> bool:
+    return VERBS[fault.action.do].alone

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from chaos.live.stage import Shape
+from chaos.live.network import Shape
 from elasticps.errors import ConfigError, Error
 
 _INSIDE = "ELASTICPS_CHAOS_NETNS"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticps.errors import ConfigError
+from elasticps.memory import parse_size
 
 KINDS = ("local", "netns", "kubernetes")
 SECONDS_MAX = 7 * 86400.0
@@ -35,6 +36,8 @@ class Verb:
     needs   fields that must be given; `takes`: that may be. Each is a number or [low, high]
     hurts   it can take a server's copies away: done only while every range has another full replica
     network it needs a network of our own (namespaces, or the proxy)
+    pods    it can be done to pods as well
+    alone   it begins when all ranges are whole, no other fault goes on that hits a process, and none begins meanwhile
     """
 
     about: str
@@ -43,6 +46,8 @@ class Verb:
     takes: tuple[str, ...] = ()
     hurts: bool = False
     network: bool = False
+    pods: bool = True
+    alone: bool = False
 
 
 _PROCESSES = ("server", "coordinator", "worker", "etcd")
@@ -55,12 +60,18 @@ VERBS: Mapping[str, Verb] = {
     "delay": Verb("packets of the target take `ms` longer", _PROCESSES, ("for", "ms"), ("jitter",), network=True),
     "loss": Verb("`percent` of the target's packets are lost", _PROCESSES, ("for", "percent"), (), network=True),
     "rate": Verb("the target sends at most `mbit` per second", _PROCESSES, ("for", "mbit"), (), network=True),
-    "etcd-outage": Verb("every etcd member is killed, and started again after `for`", (), ("for",)),
-    "hog": Verb("`processes` that use all the CPU they get", (), ("for",), ("processes",)),
+    "etcd-outage": Verb("every etcd member is killed, and started again after `for`", (), ("for",), pods=False),
+    "etcd-full": Verb("etcd has used up its space, and refuses every write", (), ("for",), pods=False),
+    "etcd-new": Verb("etcd loses its data; `for` later the new one is told to adopt the cluster", (), ("for",),
+                     pods=False, alone=True),
+    "hog": Verb("`processes` that use all the CPU they get", (), ("for",), ("processes",), pods=False),
+    "hoard": Verb("a worker that adds rows up to what servers hold, and goes on there", (), ("for",), pods=False),
+    "hostile": Verb("`processes` that send what they must not, and flood servers with connections", (), ("for",),
+                    ("processes",), pods=False),
     "grow": Verb("`count` more servers", (), (), ("count",)),
     "cordon": Verb("the node of the target takes no new pods; Kubernetes only", ("server", "coordinator"), ("for",)),
     "shrink": Verb("SIGTERM to a server that does not come back", ("server",), (), (), hurts=True),
-}
+}  # fmt: skip
 REFUSED: Mapping[str, str] = {
     "disk-full": "servers write no checkpoints to a disk, so there is none to fill",
 }
@@ -78,8 +89,9 @@ WORD_ROLES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """What the faults happen to. proxy: servers and etcd are reached through a proxy that can cut and delay; `url`,
-    `namespace`, `server_labels` and the like are for Kubernetes, where the cluster is there already."""
+    """What the faults happen to. proxy: servers and etcd are reached through a proxy that can cut and delay; memory:
+    what each server may use, "" for any; `url`, `namespace`, `server_labels` and the like are for Kubernetes, where the
+    cluster is there already."""
 
     kind: str = "local"
     servers: int = 4
@@ -88,6 +100,8 @@ class ClusterPlan:
     etcd: int = 1
     ranges: int = 32
     proxy: bool = False
+    tls: bool = False
+    memory: str = ""
     url: str = ""
     namespace: str = "default"
     server_set: str = "elasticps-server"
@@ -261,6 +275,14 @@ class _Place:
             raise self.error(f"must be {'one of ' + ', '.join(allowed) if allowed else 'a text'}, not {self.value!r}")
         return self.value
 
+    def size(self) -> str:
+        """A size of memory, as the command line takes it."""
+        try:
+            parse_size(text := self.text())
+        except ConfigError as error:
+            raise self.error(str(error)) from None
+        return text
+
     def switch(self) -> bool:
         if not isinstance(self.value, bool):
             raise self.error(f"must be true or false, not {self.value!r}")
@@ -320,6 +342,8 @@ _CLUSTER: Mapping[str, Reader] = {
     "etcd": lambda p: p.count(1, 5),
     "ranges": lambda p: _power_of_two(p),
     "proxy": lambda p: p.switch(),
+    "tls": lambda p: p.switch(),
+    "memory": lambda p: p.size(),
     **{key: lambda p: p.text() for key in ("url", "namespace", "server_set", "server_labels", "coordinator_labels",
                                            "etcd_labels")},
 }  # fmt: skip
@@ -411,6 +435,10 @@ def _check_cluster(plan: Plan, place: _Place) -> None:
         raise place.error(f"{cluster.replicas} replicas need as many servers, not {cluster.servers}")
     if cluster.proxy and cluster.kind != "local":
         raise place.error("proxy goes with kind local")
+    if cluster.kind == "kubernetes" and (cluster.tls or cluster.memory):
+        raise place.error(
+            "tls and memory are for clusters that are made for the run, not for one that is there already"
+        )
 
 
 def _check_network(place: _Place, fault: FaultPlan, cluster: ClusterPlan) -> None:
@@ -421,5 +449,5 @@ def _check_network(place: _Place, fault: FaultPlan, cluster: ClusterPlan) -> Non
         )
     if cluster.kind != "kubernetes" and fault.do == "cordon":
         raise place.error("cordon needs nodes: it is possible only with cluster.kind kubernetes")
-    if cluster.kind == "kubernetes" and (VERBS[fault.do].network or fault.do in ("hog", "etcd-outage")):
+    if cluster.kind == "kubernetes" and (VERBS[fault.do].network or not VERBS[fault.do].pods):
         raise place.error(f"{fault.do} is not possible on Kubernetes")

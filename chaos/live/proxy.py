@@ -25,7 +25,7 @@ from typing import Any
 
 import uvloop
 
-from chaos.live.stage import Shape
+from chaos.live.network import Shape
 from elasticps.errors import Error
 
 _HOSTS = "127.0.77"  # a process that listens on 127.0.0.1 is found under an address of its own in here

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chaos.live import figures, load
+from chaos.live import figures, load, onlooker
 from chaos.live.nemesis import Fault, Nemesis
 from chaos.live.netns import Namespaces
+from chaos.live.network import Loopback, Network
 from chaos.live.plan import Action, Plan, PlanError, expand
 from chaos.live.proxy import Proxy
-from chaos.live.stage import LocalStage, Loopback, Network, Processes
+from chaos.live.stage import LocalStage, Processes
 from chaos.live.targets import Scene, whole
 from coordinator.connect import open_store
 from coordinator.errors import CoordinationError
@@ -33,6 +34,7 @@ from coordinator.view import View
 from elasticps import background
 from elasticps.audit import AuditReport, audit
 from elasticps.errors import Error
+from elasticps.memory import parse_size
 
 TICK_S = 0.01
 LOOK_S = 0.25  # between two looks at who leads
@@ -72,6 +74,7 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
     audit: AuditReport | None = None
     settled_s: float = 0.0
+    memory: dict[str, int] = field(default_factory=dict)  # the most bytes that each server used, with a limit
     stall: figures.Stall = field(default_factory=lambda: figures.Stall(0.0, "", 0.0))
 
     @property
@@ -142,6 +145,10 @@ class Load:
         for number, name in enumerate(self.names):
             says_ready = not self._plan.load.command
             self._stage.add_worker(name, partial(self._command, number), says_ready=says_ready)
+        if not self._plan.load.command:
+            words = [self._stage.url, str(self._stage.folder), str(self._plan.cluster.ranges)]
+            self.names.append(onlooker.NAME)
+            self._stage.add_worker(onlooker.NAME, lambda: [sys.executable, "-m", "chaos.live.onlooker", *words])
         self._stage.wait_ready(self.names)
 
     def _command(self, number: int) -> list[str]:
@@ -175,16 +182,17 @@ class Load:
 
     def lives(self, began: float) -> list[figures.Life]:
         """What the files tell, in seconds since the load began."""
+        ledgers = [(job.name, job.life, Path(job.ledger)) for job in self.jobs]
         found = []
-        for job in self.jobs:
-            records = load.read_ledger(Path(job.ledger)).copy()
+        for name, life, path in (*ledgers, (onlooker.NAME, 1, onlooker.ledger_of(self._stage.folder))):
+            records = load.read_ledger(path).copy()
             records["time"] -= began
-            found.append(figures.Life(job.name, job.life, records))
+            found.append(figures.Life(name, life, records))
         return found
 
     def committed(self) -> int:
         """Steps so far."""
-        return sum(load.newest_commit(Path(job.ledger)) for job in self.jobs)
+        return sum(load.newest(Path(job.ledger), load.COMMITTED) for job in self.jobs)
 
 
 Show = Callable[["Run"], None]
@@ -209,7 +217,8 @@ class Run:
         self._plan = plan
         self._progress = progress
         self._show = show
-        self._shown = 0.0
+        self._shown = self._weighed = 0.0
+        self._heavy: set[str] = set()  # those who used too much
         self._heat: NDArray[np.float64] = np.empty(0)
 
     @property
@@ -226,7 +235,7 @@ class Run:
             stage.start_all()
             self._with_cluster(stage)
         finally:
-            stage.close(logs_to)
+            self.outcome.broken += stage.close(logs_to)
         return self.outcome
 
     def _with_cluster(self, stage: Any) -> None:
@@ -234,11 +243,14 @@ class Run:
         try:
             self._settle(stage, START_S)
             self._progress("filling rows and starting workers")
-            load.fill(stage.own_url, self._plan.load.filling)
+            plan = self._plan
+            load.fill(stage.reader_url, plan.load.filling)
+            if plan.cluster.memory and not plan.load.command:
+                load.make_rows(stage.reader_url, plan.load.workers, plan.load.keys, plan.cluster.ranges)
             self.load = Load(self._plan, self.outcome.seed, stage)
             self.load.start()
             if not self._plan.load.command:
-                self._heat = load.heat(stage.own_url, self._plan.load.keys, self._plan.cluster.ranges)
+                self._heat = load.heat(stage.reader_url, self._plan.load.keys, self._plan.cluster.ranges)
             self._torment(stage)
             self._judge(stage)
         finally:
@@ -250,7 +262,8 @@ class Run:
         assert self.watch is not None
         self.began = time.time()
         self.watch.seen[:] = [replace(seen, at=0.0) for seen in self.watch.seen[-1:]]
-        self.nemesis = Nemesis(stage, self.actions, lambda: self._scene(stage), lambda: self.now)
+        least = self._plan.cluster.servers if self._plan.cluster.memory else 0  # fewer could not hold what is stored
+        self.nemesis = Nemesis(stage, self.actions, lambda: self._scene(stage), lambda: self.now, least)
         self.outcome.faults = self.nemesis.faults
         while self.now < self.outcome.seconds or (self._unfinished() and self.now < self.outcome.seconds + OVERTIME_S):
             self._tell(self.nemesis.step(self.now))
@@ -311,7 +324,7 @@ class Run:
         outcome = self.outcome
         assert self.load is not None
         try:
-            outcome.broken += load.check_run(stage.own_url, [load.Ledger.of(job) for job in self.load.jobs])
+            outcome.broken += load.check_run(stage.reader_url, [load.Ledger.of(job) for job in self.load.jobs])
             outcome.audit = audit(stage.own_url, AUDIT_S)
         except (Error, CoordinationError) as error:
             outcome.broken.append(f"the content could not be checked: {error}")
@@ -346,10 +359,25 @@ class Run:
             else:
                 self.outcome.broken.append(line)
             self._tell([f"{'' if why else 'BROKEN: '}{line}"])
+        self._weigh(stage)
         if time.monotonic() - self._shown > 0.1:
             self._shown = time.monotonic()
             self._show(self)
         time.sleep(TICK_S)
+
+    def _weigh(self, stage: Any) -> None:
+        """Nobody may use more than the plan's limit; that is looked at a few times a second, once a name is told."""
+        limit, now = self._plan.cluster.memory, time.monotonic()
+        if not limit or now - self._weighed < LOOK_S:
+            return
+        self._weighed = now
+        for name in stage.names("server"):
+            used = self.outcome.memory[name] = max(stage.memory_used(name), self.outcome.memory.get(name, 0))
+            if used > parse_size(limit) and name not in self._heavy:
+                self._heavy.add(name)
+                line = f"{name} used {used >> 20} MiB at {self.now:.1f} s, its limit is {limit}"
+                self.outcome.broken.append(line)
+                self._tell([f"BROKEN: {line}"])
 
     def _tell(self, lines: list[str]) -> None:
         self.lines += [(self.now, line) for line in lines]
@@ -374,9 +402,17 @@ def open_stage(plan: Plan, actions: tuple[Action, ...], progress: Callable[[str]
     return LocalStage(plan.cluster, network, progress)
 
 
-def through_proxy(plan: Plan) -> Plan:
-    """The same plan with the user-space proxy as its network."""
-    return replace(plan, cluster=replace(plan.cluster, kind="local", proxy=True))
+def changed(plan: Plan, *, proxy: bool = False, tls: bool = False, replicas: int | None = None) -> Plan:
+    """The same plan with the user-space proxy as its network, with TLS, with another number of replicas."""
+    cluster = plan.cluster
+    if cluster.kind == "kubernetes" and (proxy or tls or replicas):
+        raise PlanError(f"plan {plan.name}: its cluster is there already, so nothing about it can be changed")
+    if proxy:
+        cluster = replace(cluster, kind="local", proxy=True)
+    replicas = replicas or cluster.replicas
+    if replicas > cluster.servers:
+        raise PlanError(f"plan {plan.name}: {replicas} replicas need as many servers, not {cluster.servers}")
+    return replace(plan, cluster=replace(cluster, tls=tls or cluster.tls, replicas=replicas))
 
 
 def excused(faults: list[Fault]) -> dict[str, list[tuple[float, float]]]:
@@ -416,8 +452,11 @@ def audit_words(report: AuditReport) -> list[str]:
     return words
 
 
-def command_line(plan: str, seed: int, duration: float | None, proxy: bool) -> str:
+def command_line(
+    plan: str, seed: int, duration: float | None, proxy: bool, tls: bool = False, replicas: int | None = None
+) -> str:
     """The command that repeats a run."""
     words = ["elasticps", "chaos", "run", plan, "--seed", str(seed)]
     words += [] if duration is None else ["--duration", f"{duration:g}"]
-    return shlex.join(words + (["--proxy"] if proxy else []))
+    words += [] if replicas is None else ["--replicas", str(replicas)]
+    return shlex.join([*words, *(["--proxy"] if proxy else []), *(["--tls"] if tls else [])])

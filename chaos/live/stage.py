@@ -7,7 +7,6 @@ that one loop carries out faults which overlap. Everything ends with this proces
 
 from __future__ import annotations
 
-import http.client
 import os
 import shutil
 import signal
@@ -15,89 +14,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
+import psutil
+
+from chaos.live.etcd import Etcd
+from chaos.live.load import APP
+from chaos.live.network import Network
 from chaos.live.plan import ClusterPlan
 from elasticps.errors import Error
-from elasticps.local import keeper
-from elasticps.local.etcd import EtcdPlan, answers_healthy, etcd_binary, free_ports
+from elasticps.local import certificates, keeper
+from elasticps.local.etcd import EtcdPlan, free_ports
 from elasticps.local.process import Process, stop_all
+from elasticps.security.identity import ANY, Role
 
 CLUSTER = "chaos"
+MARK = "ELASTICPS_CHAOS_RUN"  # in the environment of all processes of a run: its folder
 GRACE_S = 5.0
 START_TIMEOUT_S = 180.0
 RETRY_S = 1.0  # before a process that ended before it was ready is started again
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a process's packets suffer: ms later (plus or minus jitter), percent of them lost, at most mbit per second
-    (0: no limit)."""
-
-    ms: float = 0.0
-    jitter: float = 0.0
-    percent: float = 0.0
-    mbit: float = 0.0
-
-
-class Network(Protocol):
-    """How processes reach each other, and how that is disturbed."""
-
-    def join(self, name: str) -> str:
-        """The address on which a process of this name is to listen. May be called again."""
-
-    def command(self, name: str, command: Sequence[str]) -> list[str]:
-        """The command that runs `command` as this process of the network."""
-
-    def publish(self, name: str, host: str, port: int) -> str:
-        """ "host:port" under which others are to find what listens there; the port is the same."""
-
-    def started(self, name: str, pid: int) -> None:
-        """A process of this name runs now."""
-
-    def cut(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """From now on nothing that the first of a pair sends gets to the second."""
-
-    def mend(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """The end of that."""
-
-    def shape(self, name: str, shape: Shape) -> None:
-        """What this process's packets suffer from now on; `Shape()`: nothing."""
-
-    def close(self) -> None:
-        """Removes what was made."""
-
-
-class Loopback:
-    """Everything on 127.0.0.1: a network that nobody disturbs."""
-
-    def join(self, name: str) -> str:
-        return "127.0.0.1"
-
-    def command(self, name: str, command: Sequence[str]) -> list[str]:
-        return list(command)
-
-    def publish(self, name: str, host: str, port: int) -> str:
-        return f"{host}:{port}"
-
-    def started(self, name: str, pid: int) -> None:
-        """Nothing to do."""
-
-    def cut(self, pairs: Sequence[tuple[str, str]]) -> None:
-        raise Error("processes on loopback cannot be cut off from each other")
-
-    mend = cut
-
-    def shape(self, name: str, shape: Shape) -> None:
-        raise Error("loopback cannot be slowed down")
-
-    def close(self) -> None:
-        """Nothing to do."""
 
 
 @dataclass
@@ -115,33 +54,24 @@ class _Job:
     healthy: Callable[[], bool] | None = None  # instead of the line that our own processes print when they are ready
 
 
-@dataclass(frozen=True)
-class _Etcd:
-    """Where one member of etcd listens."""
-
-    name: str
-    host: str
-    client: int
-    peer: int
-    public: str  # "host:port" of its client port as others dial it
-
-
 class Processes:
     """Processes by name: started, signalled, started again, and all ended at the end. url: the cluster's, for workers;
-    own_url: for this process, which is no part of a network that is disturbed."""
+    for this process, which is no part of a network that is disturbed, own_url as an operator, reader_url as a worker.
+    """
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.url = self.own_url = ""
+        self.url = self.own_url = self.reader_url = ""
         self.folder = Path(tempfile.mkdtemp(prefix="elasticps-chaos-"))
         self._jobs: dict[str, _Job] = {}
         command = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(self.folder)]
         self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
 
-    def close(self, logs_to: Path | None = None) -> None:
-        """Ends everything and removes the folder; logs go to `logs_to` first."""
+    def close(self, logs_to: Path | None = None) -> list[str]:
+        """Ends everything and removes the folder; logs go to `logs_to` first. Returns what is there nevertheless."""
         processes = [job.process for job in self._jobs.values() if job.process is not None]
-        for roles in (("worker", "hog"), ("coordinator",), ("server",), ("etcd",)):
+        cluster = ("coordinator", "server", "etcd")
+        for roles in ({p.role for p in processes} - {*cluster}, *({role} for role in cluster)):
             stop_all([p for p in processes if p.role in roles and p.running], grace_s=GRACE_S)
         if logs_to is not None:
             logs_to.mkdir(parents=True, exist_ok=True)
@@ -152,6 +82,8 @@ class Processes:
         if self._keeper.stdin is not None:
             self._keeper.stdin.close()
         self._keeper.wait()
+        left = [f"process {pid} of the run was left: {words}" for pid, words in _marked(str(self.folder))]
+        return left + ([f"the folder {self.folder} was left"] if self.folder.exists() else [])
 
     def wait_ready(self, names: Sequence[str]) -> None:
         """Returns when all of these are ready; Error with the end of the log of one that is not."""
@@ -188,8 +120,8 @@ class Processes:
         for job in self._jobs.values():
             if not job.wanted or _runs(job) or job.process is None:
                 continue
-            if job.role == "worker" and job.process.popen.returncode == 0:
-                job.wanted = False  # a training command that is done
+            if job.role not in ("server", "coordinator", "etcd") and job.process.popen.returncode == 0:
+                job.wanted = False  # it is done, such as a training command
                 continue
             if (job.healthy is not None or job.process.newest_ready()) and not job.process.told:
                 job.process.told = True
@@ -203,7 +135,8 @@ class Processes:
     def start(self, name: str) -> None:
         """Starts a process that does not run; returns at once."""
         job = self._jobs[name]
-        job.process = Process.start(name, job.role, job.command(), self.folder, job.environment)
+        environment = {**job.environment, MARK: str(self.folder)}
+        job.process = Process.start(name, job.role, job.command(), self.folder, environment)
         job.wanted, job.paused, job.since = True, False, time.monotonic()
         self.network.started(name, job.process.pid)
         if self._keeper.stdin is not None:
@@ -225,13 +158,25 @@ class Processes:
         self._jobs[name].paused = False
         self._signal(name, signal.SIGCONT, wanted=True)
 
-    def hog(self, count: int) -> list[str]:
-        """Starts processes that do nothing but compute; their names, for `kill`."""
-        names = [f"hog{len(self._jobs) + i}" for i in range(count)]
+    def beside(self, do: str, count: int, seconds: float) -> list[str]:
+        """Starts processes that are no part of the cluster: hogs do nothing but compute, until they are killed; others
+        (`chaos.live.hostile`, `chaos.live.hoard`) end after so many seconds. Their names."""
+        names = [f"{do}{len(self._jobs) + i}" for i in range(count)]
         for name in names:
-            self._add(name, "hog", lambda: [sys.executable, "-I", "-S", "-c", "while True: pass"], dict(os.environ))
+            words = [f"chaos.live.{do}", self.url, name, str(seconds)]
+            command = ["-I", "-S", "-c", "while True: pass"] if do == "hog" else ["-m", *words]
+            self._add(name, do, partial(list, [sys.executable, *command]), dict(os.environ))
             self.start(name)
         return names
+
+    def memory_used(self, name: str) -> int:
+        """Bytes that a process has in memory of its own; 0 if it does not run."""
+        process = self._jobs[name].process
+        try:
+            now = psutil.Process(process.pid).memory_info() if process is not None and process.running else None
+        except psutil.Error:
+            now = None
+        return 0 if now is None else now.rss - now.shared
 
     def cordon(self, name: str) -> str:
         """Refused: processes of one machine have no nodes."""
@@ -240,6 +185,16 @@ class Processes:
     def uncordon(self, node: str) -> None:
         """Refused as well."""
         raise Error(f"there is no node {node}")
+
+    def fill_etcd(self, full: bool) -> bool:
+        """Refused, as are the next two: the etcd of a cluster that was there before is not ours to ruin."""
+        raise Error("this etcd is not the run's own")
+
+    def forget_etcd(self) -> None:
+        raise Error("this etcd is not the run's own")
+
+    def adopt(self) -> str:
+        raise Error("this etcd is not the run's own")
 
     def add_worker(self, name: str, command: Callable[[], list[str]], *, says_ready: bool = True) -> None:
         """Starts a worker; `command` is asked at each start. One that does not say when it is ready is taken to be."""
@@ -270,18 +225,22 @@ class LocalStage(Processes):
         super().__init__(network)
         self.plan = plan
         self._progress = progress
-        self._etcd = [self._place_etcd(f"e{i}") for i in range(plan.etcd)]
-        self.url = f"etcd://{','.join(each.public for each in self._etcd)}/{CLUSTER}"
-        self.own_url = f"etcd://{','.join(f'{each.host}:{each.client}' for each in self._etcd)}/{CLUSTER}"
+        self._admin: dict[str, str] = {}
+        self._etcd = Etcd(plan.etcd, network, self.folder)
+        if plan.tls:
+            self._etcd.tls = certificates.begin(self.folder, self._etcd.hosts)
+        self.url = self._url(Role.WORKER)
+        self.own_url = self._url(Role.OPERATOR, public=False)
+        self.reader_url = self._url(Role.WORKER, public=False)
 
     def start_all(self) -> None:
         """Starts etcd, coordinators and servers; returns when each is ready. The view may come a little later."""
         self._progress("starting etcd")
-        for each in self._etcd:
-            job = self._add(each.name, "etcd", partial(self._etcd_command, each), EtcdPlan.environment())
-            job.healthy = partial(_healthy, each)
+        for each in self._etcd.members:
+            job = self._add(each.name, "etcd", partial(self._etcd.command, each), EtcdPlan.environment())
+            job.healthy = partial(self._etcd.healthy, each)
             self.start(each.name)
-        self.wait_ready([each.name for each in self._etcd])
+        self.wait_ready([each.name for each in self._etcd.members])
         self._progress("starting coordinators and servers")
         for number in range(self.plan.coordinators):
             self._add_coordinator(f"c{number}")
@@ -294,9 +253,10 @@ class LocalStage(Processes):
         name = next(name for i in range(1000) if (name := f"s{i}") not in self._jobs)
         host, (port, admin) = self.network.join(name), free_ports(2)
         public = self.network.publish(name, host, port).rpartition(":")[0]
-        self.network.publish(name, host, admin)
+        self._admin[name] = self.network.publish(name, host, admin)
         options = ["--host", host, "--port", str(port), "--admin-port", str(admin)]
         options += ["--advertise", public] if public != host else []
+        options += ["--memory-limit", self.plan.memory] if self.plan.memory else []
         self._add(name, "server", lambda: self._elasticps("server", name, options), dict(os.environ))
         self.start(name)
         return name
@@ -304,6 +264,23 @@ class LocalStage(Processes):
     def shrink(self, name: str) -> str:
         """Has a server drain and end for good; its name."""
         self.terminate(name)
+        return name
+
+    def fill_etcd(self, full: bool) -> bool:
+        """Has etcd refuse every write, or take them again; False if it does not answer."""
+        return self._etcd.set_full(full)
+
+    def forget_etcd(self) -> None:
+        """What etcd held is lost; no member of it may run."""
+        self._etcd.forget()
+
+    def adopt(self) -> str:
+        """Starts what an operator does for an etcd that was made anew: `elasticps cluster adopt`. Its name."""
+        name = f"adopt{len(self._jobs)}"
+        words = ["cluster", "adopt", "--url", self.own_url, "--app", APP, "--timeout", "20", "--server"]
+        command = [sys.executable, "-m", "elasticps", *words, self._admin[self.names("server")[0]]]
+        self._add(name, "adopt", lambda: command, dict(os.environ)).healthy = lambda: True
+        self.start(name)
         return name
 
     def _add_coordinator(self, name: str) -> None:
@@ -314,26 +291,20 @@ class LocalStage(Processes):
         self.start(name)
 
     def _elasticps(self, role: str, name: str, options: list[str]) -> list[str]:
-        return [sys.executable, "-m", "elasticps", role, "--url", self.url, "--name", name, *options]
+        url = self._url(Role(role), name)
+        return [sys.executable, "-m", "elasticps", role, "--url", url, "--name", name, *options]
 
-    def _place_etcd(self, name: str) -> _Etcd:
-        host = self.network.join(name)
-        client, peer = free_ports(2)
-        return _Etcd(name, host, client, peer, self.network.publish(name, host, client))
-
-    def _etcd_command(self, member: _Etcd) -> list[str]:
-        client, peer = f"http://{member.host}:{member.client}", f"http://{member.host}:{member.peer}"
-        return [
-            *(str(etcd_binary()), "--name", member.name, "--data-dir", str(self.folder / f"{member.name}.etcd")),
-            *("--listen-client-urls", client, "--advertise-client-urls", client),
-            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-            *("--initial-cluster", ",".join(f"{each.name}=http://{each.host}:{each.peer}" for each in self._etcd)),
-        ]
+    def _url(self, role: Role, name: str = ANY, *, public: bool = True) -> str:
+        return certificates.url_of(self._etcd.url(CLUSTER, public=public), self.folder, role, name)
 
 
 def _runs(job: _Job) -> bool:
     return job.process is not None and job.process.running
 
 
-def _healthy(member: _Etcd) -> bool:
-    return answers_healthy(http.client.HTTPConnection(member.host, member.client, timeout=1.0))
+def _marked(folder: str) -> Iterator[tuple[int, str]]:
+    """Processes that were started by the run in that folder, and their command lines."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == folder:
+                yield process.pid, " ".join(process.cmdline())

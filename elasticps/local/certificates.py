@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from elasticps.security.identity import ANY, Identity, Role
 _FOLDER = "tls"
 
 
-def begin(folder: Path) -> TlsFiles:
-    """Makes the authority of the cluster in `folder`; returns etcd's files."""
-    return Authority.create(folder / _FOLDER).issue_etcd(["127.0.0.1", "localhost"])
+def begin(folder: Path, hosts: Iterable[str] = ("127.0.0.1", "localhost")) -> TlsFiles:
+    """Makes the authority of the cluster in `folder`; returns the files of an etcd that is found under `hosts`."""
+    return Authority.create(folder / _FOLDER).issue_etcd(hosts)
 
 
 def url_of(url: str, folder: Path, role: Role, name: str = ANY) -> str:

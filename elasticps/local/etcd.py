@@ -91,7 +91,7 @@ class EtcdPlan:
         self.endpoint = f"127.0.0.1:{self.client_port}"
 
     def command(self) -> list[str]:
-        scheme, files = ("http", []) if self._tls is None else ("https", _files(self._tls))
+        scheme, files = ("http", []) if self._tls is None else ("https", tls_options(self._tls))
         client, peer = f"{scheme}://{self.endpoint}", f"http://127.0.0.1:{self.peer_port}"
         return [
             *(str(etcd_binary()), "--name", "local", "--data-dir", str(self.data)),
@@ -108,27 +108,38 @@ class EtcdPlan:
 
     def healthy(self) -> bool:
         """Whether it serves: it has elected itself and answers."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.client_port, timeout=1.0)
-        if self._tls is not None:
-            context = ssl.create_default_context(cafile=self._tls.ca)
-            context.load_cert_chain(self._tls.cert, self._tls.key)
-            connection = http.client.HTTPSConnection("127.0.0.1", self.client_port, timeout=1.0, context=context)
-        return answers_healthy(connection)
+        return healthy("127.0.0.1", self.client_port, self._tls)
 
 
-def answers_healthy(connection: http.client.HTTPConnection) -> bool:
-    """Whether the etcd at the other end serves; closes the connection."""
+def healthy(host: str, port: int, tls: TlsFiles | None) -> bool:
+    """Whether the etcd there serves."""
+    _, text = ask(host, port, tls, "/health")
     try:
-        connection.request("GET", "/health")
-        answer = json.loads(connection.getresponse().read(4096))
-    except (OSError, http.client.HTTPException, ValueError):
+        answer = json.loads(text)
+    except ValueError:
         return False
-    finally:
-        connection.close()
     return isinstance(answer, dict) and str(answer.get("health")).lower() == "true"
 
 
-def _files(tls: TlsFiles) -> list[str]:
+def ask(host: str, port: int, tls: TlsFiles | None, path: str, body: str | None = None) -> tuple[int, str]:
+    """What an etcd answers by HTTP, to a POST if there is a body: the status, and the text; (0, "") without answer."""
+    connection = http.client.HTTPConnection(host, port, timeout=1.0)
+    if tls is not None:
+        context = ssl.create_default_context(cafile=tls.ca)
+        context.load_cert_chain(tls.cert, tls.key)
+        connection = http.client.HTTPSConnection(host, port, timeout=1.0, context=context)
+    try:
+        connection.request("GET" if body is None else "POST", path, body)
+        answer = connection.getresponse()
+        return answer.status, answer.read(4096).decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return 0, ""
+    finally:
+        connection.close()
+
+
+def tls_options(tls: TlsFiles) -> list[str]:
+    """Of an etcd that everybody needs a certificate for."""
     return [
         *("--cert-file", tls.cert, "--key-file", tls.key, "--trusted-ca-file", tls.ca),
         "--client-cert-auth",

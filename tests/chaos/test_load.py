@@ -17,7 +17,7 @@ from chaos.live.load import (
     Job,
     Ledger,
     check_content,
-    newest_commit,
+    newest,
     own_keys,
     part,
     ranges_of,
@@ -112,6 +112,7 @@ def test_a_ledger_that_was_cut_short_is_read_up_to_there(tmp_path: Path) -> None
     records = np.array([(BEGUN, 1, 1.0), (BEGUN, 2, 1.5), (COMMITTED, 1, 2.0), (BEGUN, 3, 2.5)], RECORD)
     path.write_bytes(records.tobytes()[:-3])
     told = Job("", 0, 0, 1, KEYS, 4, 0.0, RANGES, str(path))
-    assert newest_commit(path) == 1
-    assert newest_commit(tmp_path / "nothing") == 0
+    assert newest(path, COMMITTED) == 1
+    assert newest(path, BEGUN) == 2
+    assert newest(tmp_path / "nothing", COMMITTED) == 0
     assert Ledger.of(told) == Ledger(told, begun=2, acknowledged=1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chaos.live.nemesis import PATIENCE_S, Nemesis
+from chaos.live.network import Loopback, Shape
 from chaos.live.plan import Action
-from chaos.live.stage import Loopback, Shape
 from chaos.live.targets import Scene
 from tests.chaos.scenes import action_of, scene_of, view_of
 
@@ -37,6 +37,8 @@ class FakeStage:
         self.network = FakeNetwork(self.story)
         self.dead: set[str] = set()
         self.draining: set[str] = set()
+        self.codes: dict[str, int] = {}
+        self.etcd_answers = True
 
     def names(self, role: str, *, paused: bool = True) -> list[str]:
         return [name for name in ROLES.get(role, ["s0", "s1", "s2"]) if name not in self.dead]
@@ -80,8 +82,23 @@ class FakeStage:
     def uncordon(self, node: str) -> None:
         self.story.append(f"uncordon {node}")
 
-    def hog(self, count: int) -> list[str]:
-        return [f"hog{i}" for i in range(count)]
+    def beside(self, do: str, count: int, seconds: float) -> list[str]:
+        self.story.append(f"{do} {count} for {seconds:g}")
+        return [f"{do}{i}" for i in range(count)]
+
+    def code(self, name: str) -> int | None:
+        return self.codes.get(name)
+
+    def fill_etcd(self, full: bool) -> bool:
+        self.story.append(f"etcd full {full}")
+        return self.etcd_answers
+
+    def forget_etcd(self) -> None:
+        self.story.append("forget etcd")
+
+    def adopt(self) -> str:
+        self.story.append("adopt")
+        return "adopt0"
 
 
 def nemesis_of(*actions: Action, scene: Scene | None = None) -> tuple[Nemesis, FakeStage]:
@@ -185,3 +202,77 @@ def test_a_node_is_cordoned_for_a_while() -> None:
     nemesis.step(1.0)
     nemesis.step(3.5)
     assert stage.story == ["cordon s1", "uncordon node of s1"]
+
+
+def test_an_etcd_made_anew_is_empty_left_alone_for_a_while_and_told_to_adopt() -> None:
+    nemesis, stage = nemesis_of(action_of("etcd-new", for_=2), scene=scene_of(RING, **ROLES))
+    for now in (1.0, 1.1, 2.9, 3.1):
+        nemesis.step(now)
+    assert stage.story == ["kill e0", "forget etcd", "start e0", "adopt"]
+    nemesis.step(4.0)
+    stage.codes["adopt0"] = 0
+    nemesis.step(5.0)
+    assert [(fault.state, fault.ended) for fault in nemesis.faults] == [("over", 5.0)]
+
+
+def test_nothing_that_hits_a_process_goes_on_beside_an_etcd_made_anew() -> None:
+    pause, renewed, kill = (
+        action_of("pause", "s1", for_=3),
+        action_of("etcd-new", for_=1, at=2.0),
+        action_of("kill", "s2", at=3.0),
+    )
+    nemesis, stage = nemesis_of(
+        pause, renewed, kill, action_of("hostile", for_=9, at=3.0), scene=scene_of(RING, **ROLES)
+    )
+    for now in (1.0, 2.0, 3.0):
+        nemesis.step(now)
+    assert stage.story == ["pause s1", "hostile 1 for 9"]
+    assert "alone" in nemesis.faults[1].note
+    for now in (4.1, 4.2, 4.3, 5.5, 3.0 + PATIENCE_S):
+        nemesis.step(now)
+    assert stage.story[2:] == ["resume s1", "kill e0", "forget etcd", "start e0", "adopt"]
+    stage.codes["adopt0"] = 0
+    nemesis.step(40.0)
+    nemesis.step(40.1)
+    assert stage.story[-1] == "kill s2"
+
+
+def test_an_etcd_made_anew_waits_until_all_is_whole() -> None:
+    short = view_of([["s0", "s1"], ["s1"], ["s2", "s0"], ["s0", "s2"]])
+    nemesis, stage = nemesis_of(action_of("etcd-new", for_=1), scene=scene_of(short, **ROLES))
+    nemesis.step(1.0)
+    assert stage.story == []
+    assert "1 ranges have fewer than 2 replicas" in nemesis.faults[0].note
+
+
+def test_etcd_is_full_for_a_while_and_as_long_as_it_does_not_answer() -> None:
+    nemesis, stage = nemesis_of(action_of("etcd-full", for_=2))
+    stage.etcd_answers = False
+    nemesis.step(1.0)
+    assert nemesis.faults[0].state == "waiting"
+    stage.etcd_answers = True
+    nemesis.step(1.1)
+    stage.etcd_answers = False
+    nemesis.step(3.2)
+    stage.etcd_answers = True
+    nemesis.step(3.3)
+    assert not nemesis.busy
+    assert stage.story == ["etcd full True"] * 2 + ["etcd full False"] * 2
+
+
+def test_who_ends_by_itself_beside_the_cluster_is_waited_for() -> None:
+    nemesis, stage = nemesis_of(action_of("hostile", for_=5, processes=2))
+    for now in (1.0, 6.5):
+        nemesis.step(now)
+    stage.dead |= {"hostile0", "hostile1"}
+    nemesis.step(7.0)
+    assert [fault.ended for fault in nemesis.faults] == [7.0]
+    assert stage.story == ["hostile 2 for 5"]
+
+
+def test_nobody_is_taken_away_for_good_where_the_others_could_not_hold_what_is_stored() -> None:
+    stage, scene = FakeStage(), scene_of(RING, **ROLES)
+    nemesis = Nemesis(stage, [action_of("shrink", "s1"), action_of("terminate", "s2")], lambda: scene, least=4)
+    nemesis.step(1.0)
+    assert stage.story == ["terminate s2"]
+    assert nemesis.faults[0].note == "a drain needs 4 other servers, there are 3"

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import pytest
 
 from chaos.live import netns
+from chaos.live.network import Shape
 from chaos.live.proxy import Proxy
-from chaos.live.stage import Shape
 from elasticps.errors import ConfigError, Error
 
 PATIENCE_S = 20.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 
 from chaos.live.cli import find_plan, ready_plans
 from chaos.live.plan import VERBS, Plan, PlanError, expand, parse
+from chaos.live.runner import changed
 
 READY = (
     "etcd-outage",
+    "everything",
     "frozen-without-leader",
     "grow-and-shrink-under-fire",
     "kill-each-role",
@@ -71,6 +74,16 @@ def test_every_fault_can_be_named_in_a_plan() -> None:
         ("{about: x, duration: 5, faults: [], cluster: {kind: kubernetes}}", "kubernetes needs the cluster's url"),
         ("{about: x, duration: 5, faults: [], cluster: {kind: netns, proxy: true}}", "proxy goes with kind local"),
         ("{about: x, duration: 5, faults: [], cluster: {proxy: 1}}", "cluster.proxy: must be true or false, not 1"),
+        ("{about: x, duration: 5, faults: [], cluster: {memory: lots}}", "cluster.memory: 'lots' is no size of memory"),
+        (
+            "{about: x, duration: 5, faults: [], cluster: {kind: kubernetes, url: 'etcd://e/c', tls: true}}",
+            "not for one that is there already",
+        ),
+        (
+            "{about: x, duration: 5, faults: [{at: 1, do: etcd-new, for: 1}], "
+            "cluster: {kind: kubernetes, url: 'etcd://e/c'}}",
+            "etcd-new is not possible on Kubernetes",
+        ),
         ("{about: x, duration: 5, faults: {at: 1}}", "faults: must be a list"),
         ("{about: x, duration: 5, faults: [{at: 1}]}", "faults[0]: must say what to `do`: one of kill, terminate"),
         ("{about: x, duration: 5, faults: [{at: 1, do: nuke}]}", "faults[0].do: must be one of kill, terminate"),
@@ -147,3 +160,21 @@ def test_a_plan_that_would_never_end_is_refused() -> None:
     plan = plan_of({"every": 0.05, "do": "grow"}, duration=86400)
     with pytest.raises(PlanError, match="more than 100,000 faults"):
         expand(plan, 0)
+
+
+def test_however_short_a_run_of_everything_is_it_has_each_of_the_great_faults() -> None:
+    plan = find_plan("everything")
+    great = {"hoard", "hostile", "etcd-new", "etcd-full", "grow", "kill", "pause"}
+    for seed in range(20):
+        assert great <= {action.do for action in expand(plan, seed, 60.0)}
+
+
+def test_the_command_line_changes_a_plan() -> None:
+    plan = find_plan("everything")
+    assert changed(plan, tls=True, replicas=3).cluster == replace(plan.cluster, tls=True, replicas=3)
+    assert changed(plan, proxy=True).cluster.proxy
+    with pytest.raises(PlanError, match="6 replicas need as many servers, not 5"):
+        changed(plan, replicas=6)
+    pods = plan_of(cluster={"kind": "kubernetes", "url": "etcd://e/c"})
+    with pytest.raises(PlanError, match="is there already"):
+        changed(pods, tls=True)

@@ -1,0 +1,83 @@
+"""The etcd of a chaos run: where its members listen, and what can happen to them beyond signals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos.live.network import Network
+from coordinator.url import TlsFiles
+from elasticps.local.etcd import ask, etcd_binary, free_ports, healthy, tls_options
+
+_ALARM_OF = 1  # the member that the alarm is said to come from; any number will do, the same for its end
+
+
+@dataclass(frozen=True)
+class Member:
+    """Where one member listens."""
+
+    name: str
+    host: str
+    client: int
+    peer: int
+    public: str  # "host:port" of its client port as others dial it
+
+
+class Etcd:
+    """Its members. tls: their certificate, None for none; to be set before the first command."""
+
+    def __init__(self, count: int, network: Network, folder: Path) -> None:
+        self.members = [_place(f"e{i}", network) for i in range(count)]
+        self.tls: TlsFiles | None = None
+        self._folder = folder
+
+    @property
+    def hosts(self) -> list[str]:
+        """All names under which members are dialled."""
+        return sorted({host for each in self.members for host in (each.host, each.public.rpartition(":")[0])})
+
+    def url(self, cluster: str, *, public: bool) -> str:
+        """The cluster's URL; `public` is how the processes of the network reach it."""
+        places = (each.public if public else f"{each.host}:{each.client}" for each in self.members)
+        return f"etcd://{','.join(places)}/{cluster}"
+
+    def command(self, member: Member) -> list[str]:
+        scheme = "http" if self.tls is None else "https"
+        client, peer = f"{scheme}://{member.host}:{member.client}", f"http://{member.host}:{member.peer}"
+        return [
+            *(str(etcd_binary()), "--name", member.name, "--data-dir", str(self._data(member.name))),
+            *("--listen-client-urls", client, "--advertise-client-urls", client),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", ",".join(f"{each.name}=http://{each.host}:{each.peer}" for each in self.members)),
+            *([] if self.tls is None else tls_options(self.tls)),
+        ]
+
+    def healthy(self, member: Member) -> bool:
+        """Whether it serves."""
+        return healthy(member.host, member.client, self.tls)
+
+    def forget(self) -> None:
+        """The data of all members, none of which runs, are lost."""
+        for member in self.members:
+            shutil.rmtree(self._data(member.name))
+
+    def set_full(self, full: bool) -> bool:
+        """Raises, or ends, the alarm with which etcd refuses every write once its quota of space is used up; False if
+        no member answers. (With a file system that is full it ends, as if it were killed.)"""
+        action = {"action": "ACTIVATE" if full else "DEACTIVATE", "alarm": "NOSPACE", "memberID": _ALARM_OF}
+        for member in self.members:
+            status, _ = ask(member.host, member.client, self.tls, "/v3/maintenance/alarm", json.dumps(action))
+            if status == 200:
+                return True
+        return False
+
+    def _data(self, name: str) -> Path:
+        return self._folder / f"{name}.etcd"
+
+
+def _place(name: str, network: Network) -> Member:
+    host = network.join(name)
+    client, peer = free_ports(2)
+    return Member(name, host, client, peer, network.publish(name, host, client))

@@ -1,0 +1,99 @@
+"""A worker that adds rows until servers refuse more, and goes on at their limit: rows that are there are updated and
+read, new ones are tried again and again, since there is room again when servers come or go.
+
+It knows what each row holds: a push that was acknowledged added 1 to all its rows, one that was refused added 1 to all
+rows of some servers and nothing at others, which is looked at at once. Anything else ends it with what is wrong.
+
+Run as `python -m chaos.live.hoard URL NAME SECONDS`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+import elasticps as eps
+from chaos.live.load import TIMEOUT_S, say_ready
+from elasticps.errors import Error
+
+DIM = 64
+BATCH = 4000
+PAUSE_S = 0.02
+
+
+class Hoard:
+    """rows: batches of keys that were pushed at least once, and how often each of their rows was added to."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.refused = 0
+        self._random = np.random.default_rng(0)
+        self._rows: list[NDArray[np.float32]] = []
+        self._ones = np.ones((BATCH, DIM), np.float32)
+        self._ps = eps.connect(url, worker=name, app=name, timeout=TIMEOUT_S)
+        self._table = self._ps.table(name, dim=DIM, optimizer=eps.Accumulate())
+
+    def step(self) -> None:
+        """Adds rows, or updates or reads some that are there."""
+        turn = self._random.random()
+        if not self._rows or (not self.refused or turn < 0.2):
+            self._add()
+        elif turn < 0.7:
+            self._update(int(self._random.integers(len(self._rows))))
+        else:
+            self._check(int(self._random.integers(len(self._rows))))
+
+    def close(self) -> None:
+        """Looks at everything once more, and leaves the cluster."""
+        for batch in range(len(self._rows)):
+            self._check(batch)
+        self._ps.close()
+
+    def _add(self) -> None:
+        batch = len(self._rows)
+        try:
+            self._ps.push({self._table: (_keys(batch), self._ones)}).result()
+            self._rows.append(np.ones(BATCH, np.float32))
+        except eps.ServerFull:
+            self.refused += 1
+            found = self._table.pull(_keys(batch))
+            self._rows.append(found[:, 0].copy())
+            if not np.isin(found, (0, 1)).all():
+                raise Error(f"rows that were refused hold {np.unique(found).tolist()}, not 0 or 1") from None
+            self._check(batch)
+
+    def _update(self, batch: int) -> None:
+        there = np.flatnonzero(self._rows[batch])
+        if there.size:
+            self._ps.push({self._table: (_keys(batch)[there], self._ones[there])}).result()
+            self._rows[batch][there] += 1
+
+    def _check(self, batch: int) -> None:
+        found, known = self._table.pull(_keys(batch)), self._rows[batch]
+        if (where := np.flatnonzero((found != known[:, None]).any(axis=1))).size:
+            at = int(where[0])
+            text = f"{len(where)} rows differ: key {_keys(batch)[at]} is {found[at][:4].tolist()}, not {known[at]:g}"
+            raise Error(text)
+
+
+def _keys(batch: int) -> NDArray[np.int64]:
+    return np.arange(batch * BATCH, (batch + 1) * BATCH, dtype=np.int64)
+
+
+def main(arguments: Sequence[str] = sys.argv) -> None:
+    """Hoards for some seconds."""
+    hoard = Hoard(arguments[1], arguments[2])
+    say_ready()
+    end = time.monotonic() + float(arguments[3])
+    while time.monotonic() < end:
+        hoard.step()
+        time.sleep(PAUSE_S)
+    hoard.close()
+    sys.stderr.write(f"{arguments[2]}: refused {hoard.refused} times\n")
+
+
+if __name__ == "__main__":
+    main()

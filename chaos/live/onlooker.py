@@ -1,0 +1,119 @@
+"""A worker that only reads: again and again all that the others have pushed, and holds it against their ledgers.
+
+What every range shows of a life's steps is at least what was acknowledged before the pull began, at most what was begun
+when it ended, and never less than what was shown before.
+
+Run as `python -m chaos.live.onlooker URL FOLDER RANGES`; its own ledger, onlooker.ledger in that folder, tells how its
+pulls ended.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+import elasticps as eps
+from chaos.live.load import (
+    APP,
+    BEGUN,
+    COMMITTED,
+    DIM,
+    READ,
+    READ_FAILED,
+    STALE,
+    TIMEOUT_S,
+    LedgerFile,
+    newest,
+    open_tables,
+    own_keys,
+    say_ready,
+)
+
+NAME = "onlooker"
+PAUSE_S = 0.2
+
+
+class Onlooker:
+    """Looks once at each call of `look`."""
+
+    def __init__(self, url: str, folder: Path, ranges: int) -> None:
+        self._folder = folder
+        self._ranges = ranges
+        self._ps = eps.connect(url, worker=NAME, app=APP, timeout=TIMEOUT_S)
+        self._table, _ = open_tables(self._ps)
+        self._shown: dict[Path, NDArray[np.float32]] = {}
+        self._keys: dict[Path, NDArray[np.int64]] = {}
+        self._ledger = LedgerFile(ledger_of(folder))
+
+    def look(self) -> None:
+        """Pulls every life's rows and checks them."""
+        paths = sorted(self._folder.glob("w*.ledger"))
+        if not paths:
+            return
+        keys = np.stack([self._own(path) for path in paths])
+        least = [newest(path, COMMITTED) for path in paths]
+        try:
+            found = self._table.pull(keys.ravel()).reshape(*keys.shape, DIM)
+        except eps.Closed:
+            raise
+        except eps.Error as error:
+            self._ledger.note(READ_FAILED, 0, f"{NAME}: a pull failed: {error}")
+            return
+        wrong = ""
+        for path, low, rows in zip(paths, least, found, strict=True):
+            wrong = wrong or self._wrong(path, low, newest(path, BEGUN), rows)
+        self._ledger.note(STALE if wrong else READ, 0, wrong)
+
+    def close(self) -> None:
+        """Leaves the cluster."""
+        self._ps.close()
+
+    def _wrong(self, path: Path, low: int, high: int, rows: NDArray[np.float32]) -> str:
+        """What is wrong with a life's rows, float32 [ranges, DIM]; "" if nothing."""
+        counts, before = rows[:, 0], self._shown.get(path, np.zeros(self._ranges, np.float32))
+        self._shown[path] = counts
+        for bad, what in (
+            ((rows != rows[:, :1]).any(axis=1), "half a push"),
+            (counts < low, f"fewer steps than the {low} that were acknowledged"),
+            (counts > high, f"more steps than the {high} that were begun"),
+            (counts < before, "fewer steps than were shown before"),
+        ):
+            if (where := np.flatnonzero(bad)).size:
+                r = int(where[0])
+                return f"{NAME}: {path.stem}, range {r} of {len(where)}: {rows[r].tolist()}: {what} ({before[r]:g})"
+        return ""
+
+    def _own(self, path: Path) -> NDArray[np.int64]:
+        if path not in self._keys:
+            worker, life = (int(part) for part in path.stem.removeprefix("w").split("."))
+            self._keys[path] = own_keys(worker, life, self._ranges, self._table.salt)
+        return self._keys[path]
+
+
+def ledger_of(folder: Path) -> Path:
+    """Where it notes how its pulls ended."""
+    return folder / f"{NAME}.ledger"
+
+
+def main(arguments: Sequence[str] = sys.argv) -> None:
+    """Looks until SIGTERM."""
+    ended: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: ended.append(number))
+    onlooker = Onlooker(arguments[1], Path(arguments[2]), int(arguments[3]))
+    say_ready()
+    while not ended:
+        onlooker.look()
+        time.sleep(PAUSE_S)
+    onlooker.look()
+    onlooker.close()
+
+
+if __name__ == "__main__":
+    main()
