@@ -1,9 +1,10 @@
 """Failure detection faster than leases: what a leader hears from servers, and what it makes of that. Pure.
 
 A connection that ends and is refused when made again: dead, now. Silence: suspect, and treated as gone until it is
-heard again. Silence of all at the same time: it is the leader that is ill, and nobody is gone for it. Leases are the
-backstop, and alone they prove nothing: after an outage of the store they have all run out, of healthy servers too. So a
-server without its key is gone only if it is not heard either. A wrong suspicion costs a repair, never correctness.
+heard again. Silence of all, or of more than half of them, that begins at the same time while they renew their leases: it
+is the leader that is ill, and nobody is gone for it. Leases are the backstop, and alone they prove nothing: after an
+outage of the store they have all run out, of healthy servers too. So a server without its key is gone only if it is not
+heard either. A wrong suspicion costs a repair, never correctness.
 """
 
 from __future__ import annotations
@@ -281,15 +282,27 @@ class Detector:
         # Whoever still spoke when others had been silent for a while shows that our ears are in order.
         newest = max((peer.heard for peer in present), default=now)
         doubtful = [peer for peer in silent if len(present) > 1 and newest - peer.heard <= TOGETHER_S]
-        self.ill = bool(doubtful) and len(silent) == len(present)
+        many = [peer for peer in silent if peer.registered and self._with_most(peer)]
+        self.ill = bool(many) or (bool(doubtful) and len(silent) == len(present))
         changed = False
         for peer in present:
             if not peer.registered and self._unheard(peer, now):
                 changed |= self._give_up(peer, "not registered and not heard", now)
         for peer in silent:
-            if peer not in doubtful:
+            if peer not in doubtful and peer not in many:
                 changed |= self._give_up(peer, f"silent for {now - peer.heard:.1f} s", now)
         return changed
+
+    def _with_most(self, silent: _Peer) -> bool:
+        """Whether more than half fell silent together with it, of those that were present then: leases of some may have
+        run out since."""
+        together = others = 0
+        for peer in self._peers.values():
+            if abs(peer.heard - silent.heard) <= TOGETHER_S:
+                together += peer.gone is None or not peer.registered
+            else:
+                others += peer.gone is None
+        return together > others
 
     def _unheard(self, peer: _Peer, now: float) -> bool:
         """Lease and connection say the same, and they fail for different reasons: no need for a third sign."""

@@ -25,7 +25,7 @@ from coordinator.view import ClusterConfig, ServerInfo, View
 from replication.chain import Member
 from replication.effects import CaughtUp
 
-A, B, C = (Member(name, 1) for name in "abc")
+A, B, C, D = (Member(name, 1) for name in "abcd")
 FINE = Report(epoch=1)
 
 
@@ -130,9 +130,38 @@ def test_a_connection_that_is_never_made_is_silence() -> None:
     assert story.gone == {C}
 
 
-def test_several_that_fall_silent_while_another_speaks_are_suspects() -> None:
+def test_several_that_fall_silent_while_most_others_speak_are_suspects() -> None:
+    story = Story(A, B, C, D)
+    story.run(1, C, D)
+    assert story.gone == {A, B}
+    assert not story.ill()
+
+
+@pytest.mark.parametrize("count", [3, 4, 10])
+def test_if_more_than_half_fall_silent_together_it_is_the_leader_that_is_ill(count: int) -> None:
+    beside, *others = (Member(f"s{i}", 1) for i in range(count))
+    story = Story(beside, *others)
+    story.run(1, beside, *others)
+    story.run(TOGETHER_S / 2, beside, *others[:1])
+    story.run(30, beside)
+    assert story.ill()
+    assert not story.gone, "they renew their leases"
+    story.run(1, beside, *others[1:])
+    assert not story.ill()
+    assert story.gone == {others[0]}, "the ears are in order again"
+    story.run(1, beside, *others)
+    assert not story.gone
+
+
+def test_more_than_half_that_are_silent_and_have_lost_their_leases_are_gone() -> None:
     story = Story(A, B, C)
-    story.run(1, C)
+    story.run(2, C)
+    assert story.ill()
+    story.unregister(A)
+    story.run(TICK_S, C)
+    assert story.gone == {A}
+    story.unregister(B)
+    story.run(TICK_S, C)
     assert story.gone == {A, B}
     assert not story.ill()
 
