@@ -1,10 +1,10 @@
 """Failure detection faster than leases: what a leader hears from servers, and what it makes of that. Pure.
 
 A connection that ends and is refused when made again: dead, now. Silence: suspect, and treated as gone until it is
-heard again. Silence of all, or of more than half of them, that begins at the same time while they renew their leases: it
-is the leader that is ill, and nobody is gone for it. Leases are the backstop, and alone they prove nothing: after an
-outage of the store they have all run out, of healthy servers too. So a server without its key is gone only if it is not
-heard either. A wrong suspicion costs a repair, never correctness.
+heard again. Silence of all at the same time, or of more than half of them while they renew their leases: it is the
+leader that is ill, and nobody is gone for it. Leases are the backstop, and alone they prove nothing: after an outage of
+the store they have all run out, of healthy servers too. So a server without its key is gone only if it is not heard
+either. A wrong suspicion costs a repair, never correctness.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from coordinator.planner import Health
 from coordinator.repair import Places
+from coordinator.succession import Tenure
 from coordinator.view import ServerInfo, View
 from replication.chain import Member
 from replication.effects import CaughtUp
@@ -48,6 +49,7 @@ class Memory(NamedTuple):
 
 
 _NO_LIMIT = Memory()
+_NO_LEADER = Tenure()
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Report:
     levels    joining replicas that are level, as its tails found: state, told again in every report
     suspects  members that it has not been able to reach, and for how many seconds
     stalled   joining replicas that have not got on with what it fills them with, for longer than is bearable
+    tenure    what it knows of the leader
     nbytes    stored there; requests: done since it started
     memory    what it uses of what it may
     """
@@ -69,13 +72,17 @@ class Report:
     nbytes: int = 0
     requests: int = 0
     memory: Memory = _NO_LIMIT
+    tenure: Tenure = _NO_LEADER
 
 
 class Line(Protocol):
-    """A leader's connection to one server. Reports end, or raise OSError, when the connection does."""
+    """A coordinator's connection to one server. Reports end, or raise OSError, when the connection does."""
 
     def reports(self) -> AsyncIterator[Report]:
         """What the server says, as it comes."""
+
+    def beat(self, term: int) -> None:
+        """Tells it, without waiting, that the leader of that term is there."""
 
     def send_view(self, view: View) -> None:
         """Gives it a view without waiting; it ignores one that it has."""

@@ -1,36 +1,35 @@
-"""The leader: campaign for the office, plan, write views and the roster, step down.
+"""The leader: plan, write views and the roster, step down; standbys wait to be one.
 
-The office is the key `election` under a lease; its create revision is the fencing token. Every write of the leader is a
-compare-and-set over the revision that it planned from, guarded by that token: a deposed leader cannot write, however
-late its message arrives. So the leader needs no clock to be safe, and rides out an outage of the store in office.
+Every write of the leader is a compare-and-set over the revision that it planned from, guarded by the fencing token of
+its office: a deposed leader cannot write, however late its message arrives. So the leader needs no clock to be safe,
+and rides out an outage of the store in office.
 
 A leader remembers nothing that its successor needs: what was decided is in the view, and what servers report they tell
-each new leader again. So a standby goes on in the middle of a repair.
+each coordinator. So a standby, which keeps its lines to the servers warm, goes on in the middle of a repair at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import aclosing, suppress
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
 from coordinator import fields
-from coordinator.errors import Fenced, LeaseLost, StoreUnavailable, TooLarge
+from coordinator.errors import Fenced, StoreUnavailable, TooLarge
 from coordinator.grace import Grace
-from coordinator.health import Dial
+from coordinator.health import TICK_S, Dial
 from coordinator.lines import Lines
 from coordinator.membership import ROSTER, VIEW, farewell
 from coordinator.names import check_name
+from coordinator.office import campaign, first_of, keep_office
 from coordinator.pace import Pace
 from coordinator.planner import Health, Members, Plan, UnsafePlan, plan, plan_roster
 from coordinator.repair import Limits
-from coordinator.store import Guard, Listing, Put, Store
+from coordinator.store import Guard, Listing, Store
 from coordinator.view import View, WorkerInfo
 from coordinator.world import ELECTION, News, World
 
@@ -38,8 +37,8 @@ log = fields.logger(__name__)
 
 __all__ = ["ELECTION", "run_coordinator"]
 
-ASKED_S = 1.0  # how often the store is asked at least, whether the office is still ours
 _RETRY_S = 0.2  # pause after an outage; each attempt waits for the store's time-out as well
+_ILL_S, _ILL_MOST_S = 2.0, 60.0  # after so long an ill leader gives up; doubled each time that nobody did better
 _JUDGED_S = 1.0  # a view that could not be written for so long is planned anew: who was silent may have spoken since,
 # and who was to stand in for it may be gone
 
@@ -52,66 +51,63 @@ async def run_coordinator(
     settle_s: float = 0.02,
     stop: asyncio.Event,
     dial: Dial | None = None,
+    on_ill: Callable[[bool], None] = lambda ill: None,
 ) -> None:
     """Leads the cluster, or stands by to, until `stop` is set; then gives the office up so that a standby takes over.
 
     `ttl_s` is how long the office stays with a leader that has gone silent; changes are gathered for `settle_s` before
-    a view is written, except deaths. `dial` connects to a server; without it only leases tell who is gone. Waits for
-    the cluster's config. ValueError if the store holds a view or config of another kind.
+    a view is written, except deaths. `dial` connects to a server; without it only leases tell who is gone. `on_ill`
+    hears when this coordinator begins and ceases to hear so few servers that it must be what is ill. Waits for the
+    cluster's config. ValueError if the store holds a view or config of another kind.
     """
     check_name("coordinator", name)
-    await _first_of(_serve(store, name, ttl_s, settle_s, dial), stop.wait())
+    if dial is None:
+        await first_of(_serve(store, name, ttl_s, settle_s, None), stop.wait())
+        return
+    lines = Lines(dial, on_ill)
+    await first_of(lines.run(), _serve(store, name, ttl_s, settle_s, lines), stop.wait())
 
 
-async def _serve(store: Store, name: str, ttl_s: float, settle_s: float, dial: Dial | None) -> None:
+async def _serve(store: Store, name: str, ttl_s: float, settle_s: float, lines: Lines | None) -> None:
+    patience_s = _ILL_S
     while True:
         try:
-            lease, guard = await _campaign(store, name, ttl_s)
+            lease, guard = await campaign(store, name, ttl_s, lines)
             try:
                 log.info("leads cluster", leader=name)
-                term = _Term(store, guard, settle_s, dial)
-                await _first_of(_keep_office(store, lease, ttl_s, term.answered), term.lead())
+                term = _Term(store, guard, settle_s, lines)
+                work = [keep_office(store, lease, ttl_s, term.answered), term.lead()]
+                if lines is not None:
+                    work.append(_while_well(lines, patience_s))
+                await first_of(*work)
             finally:
+                if lines is not None:
+                    lines.stand_by()
                 await farewell(store, lease)
+        except _Ill as error:
+            patience_s = min(2 * patience_s, _ILL_MOST_S)
+            log.warning("steps down", leader=name, error=error)
         except Fenced as error:
+            patience_s = _ILL_S
             log.warning("steps down", leader=name, error=error)
         except StoreUnavailable as error:
             log.warning("waits for the store", leader=name, error=error)
             await asyncio.sleep(_RETRY_S)
 
 
-async def _campaign(store: Store, name: str, ttl_s: float) -> tuple[int, Guard]:
-    """Waits until the office is ours; returns its lease and its fencing token."""
-    while True:
-        listing = await store.list(ELECTION)
-        if listing.entries:
-            await _vacancy(store, listing)
-            continue
-        lease = await store.grant(ttl_s)
-        with suppress(LeaseLost):
-            token = await store.compare_and_set(ELECTION, json.dumps({"name": name}).encode(), expect=0, lease=lease)
-            if token is not None:
-                return lease, Guard(ELECTION, token)
-        await store.revoke(lease)
+class _Ill(Fenced):
+    """This leader gives its office up."""
 
 
-async def _vacancy(store: Store, listing: Listing) -> None:
-    async with aclosing(store.watch(ELECTION, after=listing.revision)) as changes:
-        async for change in changes:
-            if not isinstance(change, Put):
-                return
-
-
-async def _keep_office(store: Store, lease: int, ttl_s: float, answered: Callable[[], None]) -> None:
-    while True:
-        await asyncio.sleep(min(ASKED_S, ttl_s / 3))
-        try:
-            await store.keep_alive(lease)
-            answered()
-        except LeaseLost as error:
-            raise Fenced(f"the office ran out: {error}") from error
-        except StoreUnavailable as error:
-            log.warning("the office cannot be renewed, trying on", error=error)
+async def _while_well(lines: Lines, patience_s: float) -> None:
+    """Ends when this leader has been ill for so long that another one might do better."""
+    loop = asyncio.get_running_loop()
+    well = loop.time()
+    while loop.time() - well < patience_s:
+        await asyncio.sleep(TICK_S)
+        if not lines.ill:
+            well = loop.time()
+    raise _Ill(f"for {patience_s:g} s it has heard less than half of the servers, which all fell silent together")
 
 
 class _Alarm:
@@ -144,12 +140,14 @@ class _Alarm:
 class _Term:
     """One time in office."""
 
-    def __init__(self, store: Store, guard: Guard, settle_s: float, dial: Dial | None) -> None:
+    def __init__(self, store: Store, guard: Guard, settle_s: float, lines: Lines | None) -> None:
         self._store = store
         self._guard = guard
         self._settle_s = settle_s
         self._alarm = _Alarm()
-        self._lines = None if dial is None else Lines(dial, self._heard)
+        self._lines = lines
+        if lines is not None:
+            lines.lead(guard.create_revision, self._heard)
         self._pace = Pace()
         self._grace = Grace(asyncio.get_running_loop().time())
         self._identity: str | None = None
@@ -162,10 +160,7 @@ class _Term:
     async def lead(self) -> None:
         """Plans and writes at each change until fenced."""
         try:
-            if self._lines is None:
-                await self._follow_store()
-            else:
-                await _first_of(self._lines.run(), self._follow_store())
+            await self._follow_store()
         finally:
             for timer in (self._timer, self._roster_timer):
                 if timer is not None:
@@ -197,7 +192,7 @@ class _Term:
             self._look_at(world)
             self._alarm.ring(news is News.DEATH)
 
-        await _first_of(self._write(world), world.follow(self._store, changed))
+        await first_of(self._write(world), world.follow(self._store, changed))
 
     def _heard(self, death: bool) -> None:
         """News from the lines. When all that is being filled is level there is nothing more to gather."""
@@ -210,11 +205,8 @@ class _Term:
         if world.identity != self._identity:  # whose members have yet to register
             self._identity, self._grace = world.identity, Grace(asyncio.get_running_loop().time())
         self._view = world.view
-        if self._lines is not None and world.identity is not None:
-            listed = () if world.view is None else world.view.servers
-            self._lines.follow(world.identity, listed, world.servers.values())
-            if world.view is not None:
-                self._lines.announce(world.view)
+        if self._lines is not None:
+            self._lines.look_at(world)
 
     async def _write(self, world: World) -> None:
         """Writes what is planned at each alarm. Ends if a race was lost: then the world is another than we know."""
@@ -341,16 +333,3 @@ class _Term:
         if reason and reason != self._said:
             log.warning("no view is written", reason=reason)
         self._said = reason
-
-
-async def _first_of(*work: Coroutine[Any, Any, object]) -> None:
-    """Runs all until the first ends, cancels the others, and raises what the first raised."""
-    tasks = [asyncio.create_task(part) for part in work]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()

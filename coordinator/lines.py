@@ -1,4 +1,5 @@
-"""The leader's lines to its servers: kept open, listened to, and used to tell views. The only I/O of failure detection.
+"""A coordinator's lines to the servers: kept open, listened to, and used by a leader to tell views, and that it is
+there. The only I/O of failure detection. Standbys have them too: who takes office knows at once how the servers are.
 
 One task per incarnation of a server calls it, again at once when the connection ends; what happens goes to the pure
 `Detector`. A line that stays silent is given up after a while and called anew: packets held back by a network that was
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 from coordinator import fields
 from coordinator.health import TICK_S, Detector, Dial, Gone, Line, Load, Report
 from coordinator.planner import Health
+from coordinator.succession import BEAT_S, Succession
 from coordinator.view import ServerInfo, View
+from coordinator.world import World
 from replication.chain import Member
 
 log = fields.logger(__name__)
@@ -38,15 +41,19 @@ class _Open:
 
 
 class Lines:
-    """Lines to the servers that `follow` names, while `run` runs.
+    """Lines to the servers that `look_at` shows, while `run` runs.
 
-    on_change  called when the planner should look again; its argument says that a member is newly gone
+    on_ill  called when this side of the lines begins, and when it ceases, to be what is ill
     """
 
-    def __init__(self, dial: Dial, on_change: Callable[[bool], None]) -> None:
+    def __init__(self, dial: Dial, on_ill: Callable[[bool], None]) -> None:
         self._dial = dial
-        self._on_change = on_change
+        self._on_ill = on_ill
+        self._on_change: Callable[[bool], None] = _nothing
+        self._term = 0  # while we lead
+        self._beaten = 0.0
         self._detector = Detector()
+        self._succession = Succession()
         self._calls: dict[Member, tuple[ServerInfo, float, asyncio.Task[None]]] = {}  # when each task began
         self._ending: set[asyncio.Task[None]] = set()
         self._open: dict[Member, _Open] = {}
@@ -54,22 +61,56 @@ class Lines:
         self._cluster = ""
 
     async def run(self) -> None:
-        """Judges silence until cancelled; then closes all lines."""
+        """Judges silence, and beats, until cancelled; then closes all lines."""
         loop, ill = asyncio.get_running_loop(), False
         try:
             while True:
                 before = self._detector.gone
                 if self._detector.tick(loop.time()):
                     self._tell(before)
-                if self._detector.ill and not ill:
-                    log.warning("no server is heard any more: the trouble is taken to be here, and nobody for dead")
-                ill = self._detector.ill
+                if self._detector.ill != ill:
+                    ill = not ill
+                    self._on_ill(ill)
+                    if ill:
+                        log.warning(
+                            "most servers fell silent at once: the trouble must be here, nobody is taken for dead"
+                        )
+                if loop.time() - self._beaten > BEAT_S - TICK_S / 2:
+                    self._beat()
                 self._call_silent_ones_anew(loop.time())
                 await asyncio.sleep(TICK_S)
         finally:
             for member in list(self._calls):
                 self._hang_up(member)
             await asyncio.gather(*self._ending, return_exceptions=True)
+
+    def lead(self, term: int, on_change: Callable[[bool], None]) -> None:
+        """We lead from now on: servers hear it, and are told views. `on_change` is called when the planner should look
+        again; its argument says that a member is newly gone."""
+        self._term, self._on_change = term, on_change
+        self._beat()
+
+    def stand_by(self) -> None:
+        """We do not lead any more."""
+        self._term, self._on_change = 0, _nothing
+
+    @property
+    def ill(self) -> bool:
+        """Whether so few servers are heard that the trouble must be on this side."""
+        return self._detector.ill
+
+    def lost_term(self) -> int:
+        """The term of a leader that the servers have lost, 0 for none."""
+        members = self._calls if self._view is None else self._view.as_chains.members
+        return self._succession.lost_term(members, _now())
+
+    def look_at(self, world: World) -> None:
+        """Follows what the store knows of servers and views."""
+        if world.identity is not None:
+            listed = () if world.view is None else world.view.servers
+            self.follow(world.identity, listed, world.servers.values())
+            if world.view is not None:
+                self.announce(world.view)
 
     def follow(self, cluster: str, listed: Iterable[ServerInfo], registered: Iterable[ServerInfo]) -> None:
         """These are the servers of the view and those whose keys are in the store: keeps a line to each. `cluster`: the
@@ -85,12 +126,13 @@ class Lines:
             self._call(servers[member])
 
     def announce(self, view: View) -> None:
-        """Tells a newer view to every server that is connected, and later to each that connects."""
-        if self._view is not None and view.epoch <= self._view.epoch:
+        """There is a newer view: a leader tells it to every server that is connected, and to each that connects."""
+        if self._view is not None and view.epoch <= self._view.epoch and view.cluster == self._view.cluster:
             return
         self._view = view
-        for opened in self._open.values():
-            self._send(opened, view)
+        if self._term:
+            for opened in self._open.values():
+                self._send(opened, view)
 
     def health(self) -> Health:
         """What the planner needs to know of the servers, in the view announced last."""
@@ -151,10 +193,13 @@ class Lines:
     async def _listen(self, member: Member, line: Line) -> None:
         opened = self._open[member] = _Open(line)
         self._detector.connected(member, _now())
-        if self._view is not None:
-            self._send(opened, self._view)
+        if self._term:
+            self._beat_on(opened)
+            if self._view is not None:
+                self._send(opened, self._view)
         try:
             async for report in line.reports():
+                self._succession.heard(member, report.tenure, _now())
                 self._change(self._detector.heard(member, report, _now()))
                 self._repeat_view(opened, report)
             raise ConnectionResetError("its reports ended")
@@ -166,11 +211,21 @@ class Lines:
     def _repeat_view(self, opened: _Open, report: Report) -> None:
         """It may have missed a view, by whatever accident: told once more."""
         view = self._view
-        if view is None or report.epoch >= view.epoch or opened.repeated >= view.epoch:
+        if not self._term or view is None or report.epoch >= view.epoch or opened.repeated >= view.epoch:
             return
         if _now() - opened.told > _VIEW_LAG_S:
             opened.repeated = view.epoch
             self._send(opened, view)
+
+    def _beat(self) -> None:
+        self._beaten = _now()
+        if self._term:
+            for opened in self._open.values():
+                self._beat_on(opened)
+
+    def _beat_on(self, opened: _Open) -> None:
+        with suppress(OSError):
+            opened.line.beat(self._term)
 
     def _send(self, opened: _Open, view: View) -> None:
         opened.told = _now()
@@ -190,8 +245,12 @@ class Lines:
         gone = self._detector.gone
         new = gone.keys() - before.keys()
         self._on_change(bool(new))
-        for member in sorted(new):
+        for member in sorted(new) if self._term else ():
             log.warning("taken to be gone", member=member, reason=gone[member].why)
+
+
+def _nothing(death: bool) -> None:
+    """Nobody plans."""
 
 
 def _now() -> float:

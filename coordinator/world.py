@@ -45,6 +45,7 @@ class News(Enum):
 class World:
     """The cluster as of the last change seen. ValueError if the store holds a view, roster or config of another kind.
 
+    term       of the leader, 0 for none
     revisions  of the view and the roster, to write against; servers and workers by their keys
     drains     the requests to drain, by their keys: of whom, and the revision of the request
     signed_off  the names of workers that have said they leave
@@ -66,7 +67,7 @@ class World:
         self.signed_off: set[str] = set()
         self.records: dict[str, tuple[int, int]] = {}
         self.drains: dict[str, tuple[Member, int]] = {}
-        self._term = 0
+        self.term = 0
         for entry in listing.entries:
             self._put(entry)
 
@@ -80,8 +81,8 @@ class World:
 
     def check_office(self, guard: Guard) -> None:
         """Fenced if the office is no longer ours."""
-        if self._term != guard.create_revision:
-            raise Fenced("somebody else has the office" if self._term else "the office is vacant")
+        if self.term != guard.create_revision:
+            raise Fenced("somebody else has the office" if self.term else "the office is vacant")
 
     @property
     def identity(self) -> str | None:
@@ -125,7 +126,7 @@ class World:
         elif key == CONFIG:
             self.config = ClusterConfig.from_json(entry.value)
         elif key == ELECTION:
-            self._term = entry.create_revision
+            self.term = entry.create_revision
         elif key.startswith(SERVERS):
             _register(self.servers, key, lambda: ServerInfo.from_json(entry.value))
             return News.DEATH if self._replaces(key) else News.CHANGE
@@ -181,7 +182,7 @@ class World:
 
     def _delete(self, change: Delete) -> News:
         if change.key == ELECTION:
-            self._term = 0
+            self.term = 0
             return News.CHANGE
         if change.key in self.revisions:  # the cluster begins anew
             self.revisions[change.key] = 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from coordinator.health import Dial, Line, Memory, Report
+from coordinator.succession import Tenure
 from coordinator.view import ServerInfo, View
 from elasticps.security.channel import proved, renew_at
 from elasticps.security.identity import NotAuthorised, Role
@@ -26,6 +27,7 @@ from elasticps.wire.frames import (
     json_frame,
     unpack_header,
 )
+from elasticps.wire.headers import GetViewHeader
 from elasticps.wire.views import view_frame
 from replication.chain import Member
 from replication.effects import CaughtUp
@@ -108,6 +110,10 @@ class _Line:
             except (asyncio.IncompleteReadError, FrameError) as error:
                 raise ConnectionResetError(str(error)) from None
 
+    def beat(self, term: int) -> None:
+        if self._writer.transport.get_write_buffer_size() < MAX_WAITING_BYTES:
+            self._writer.write(GetViewHeader(0, term).header().pack())
+
     def send_view(self, view: View) -> None:
         if self._writer.transport.get_write_buffer_size() < MAX_WAITING_BYTES:
             self._writer.write(view_frame(view))
@@ -125,6 +131,8 @@ def _report(header: Header, document: dict[str, Any]) -> Report:
         stalled = frozenset(Member(str(name), int(number)) for name, number in document["stalled"])
         nbytes, requests = int(document["bytes"]), int(document["requests"])
         used, mark, full = map(int, document["memory"])
-        return Report(header.epoch, levels, suspects, stalled, nbytes, requests, Memory(used, mark, full))
+        term, connected, silent_s = document["leader"]
+        tenure = Tenure(int(term), bool(connected), float(silent_s))
+        return Report(header.epoch, levels, suspects, stalled, nbytes, requests, Memory(used, mark, full), tenure)
     except (KeyError, TypeError, ValueError) as error:
         raise FrameError(f"a report that is none: {error}") from None

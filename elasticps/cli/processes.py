@@ -164,6 +164,7 @@ async def _coordinate(
         except ValueError as error:
             raise ConfigError(str(error)) from None
         async with AsyncExitStack() as stack:
+            metrics = None
             if metrics_at[1]:
                 from elasticps.metrics.cluster import ClusterMetrics  # who serves none need not wait for its import
 
@@ -171,9 +172,16 @@ async def _coordinate(
                 stack.push_async_callback(metrics.close)
                 await metrics.start(*metrics_at)
             print_json({"ready": True, "name": name, "pid": os.getpid()})
-            await run_coordinator(store, name=name, stop=stop, dial=dial_server(name, credentials))
+            dial = dial_server(name, credentials)
+            await run_coordinator(
+                store, name=name, stop=stop, dial=dial, on_ill=_nothing if metrics is None else metrics.on_ill
+            )
     finally:
         await store.close()
+
+
+def _nothing(ill: bool) -> None:
+    """Nobody asks for metrics."""
 
 
 async def _create(store: Store, chosen: dict[str, Any]) -> None:

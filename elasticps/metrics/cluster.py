@@ -46,6 +46,7 @@ class ClusterMetrics(Collector):
         self._drains: dict[str, int] = {}
         self._counts = Counter[str]()
         self._store_up = True
+        self._ill = False
         self._store_s = 0.0
         self._scrape: Scrape | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -62,6 +63,10 @@ class ClusterMetrics(Collector):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._scrape is not None:
             await self._scrape.close()
+
+    def on_ill(self, ill: bool) -> None:
+        """This coordinator hears so few servers that the trouble must be its own, or does so no more."""
+        self._ill = ill
 
     # --- the store --------------------------------------------------------------------------------------------------
 
@@ -134,6 +139,11 @@ class ClusterMetrics(Collector):
         """The families; those of the view once there is one."""
         leads = self._leader == self._name
         yield GaugeMetricFamily("elasticps_coordinator_leader", "1 on the one that leads.", value=leads)
+        yield GaugeMetricFamily(
+            "elasticps_coordinator_ill",
+            "1 while most servers are silent since one moment: this coordinator must be cut off, they count as alive.",
+            value=self._ill,
+        )
         yield GaugeMetricFamily("elasticps_coordinator_store_up", "Whether etcd answers.", value=self._store_up)
         yield GaugeMetricFamily(
             "elasticps_coordinator_store_seconds", "How long its last answer took.", value=self._store_s

@@ -1,4 +1,4 @@
-"""What leaders hear: reports, on which their failure detectors live."""
+"""What coordinators hear: reports, on which their failure detectors live; and what they hear of the one that leads."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from elasticps.memory import fill_mark
 from elasticps.server.connection import Connection
 from elasticps.server.counts import Counts
 from elasticps.server.executor import Executor
+from elasticps.server.protocol.asker import Body
 from elasticps.server.protocol.headroom import Headroom
 from elasticps.server.protocol.serving import Serving
 from elasticps.server.replica_links import ReplicaLinks
 from elasticps.server.snapshots import SnapshotSender
-from elasticps.wire.frames import Kind, json_frame
+from elasticps.wire.frames import Header, Kind, json_frame
+from elasticps.wire.headers import GetViewHeader
 from replication.effects import CaughtUp
 
 log = fields.logger(__name__)
@@ -40,15 +42,27 @@ class Leaders:
         self._headroom = headroom
         self._counts = counts
         self._connections: dict[Connection, None] = {}
+        self._term = 0  # the newest that has spoken
+        self._spoken: Connection | None = None  # where it has, as long as that lasts
+        self._spoken_at = loop.time()  # and when last, or when that ended
 
     def add(self, connection: Connection) -> None:
-        """A leader is there."""
+        """A coordinator is there."""
         self._connections[connection] = None
         connection.send(self.report())
 
     def remove(self, connection: Connection) -> None:
-        """It is gone."""
+        """It is gone. If it led, the others are told at once."""
         self._connections.pop(connection, None)
+        if connection is self._spoken:
+            self._spoken, self._spoken_at = None, self._loop.time()
+            self.tell()
+
+    def beat(self, connection: Connection, header: Header, body: Body) -> None:
+        """GET_VIEW of a coordinator: it leads."""
+        term = GetViewHeader.of(header).term
+        if term >= self._term:
+            self._term, self._spoken, self._spoken_at = term, connection, self._loop.time()
 
     def report(self) -> bytes:
         """The REPORT frame: what a leader wants to know, as it is now."""
@@ -58,6 +72,7 @@ class Leaders:
             "stalled": [list(member) for member in self._snapshots.stalled()],
             "bytes": self._executor.store.nbytes,
             "memory": [self._headroom.used, self._headroom.mark, fill_mark(self._headroom.limit)],
+            "leader": [self._term, self._spoken is not None, round(self._loop.time() - self._spoken_at, 3)],
             "requests": self._counts.count("pushes") + self._counts.count("pulls"),
         }
         return json_frame(Kind.REPORT, document, epoch=self._serving.epoch)

@@ -122,7 +122,7 @@ class Server:
             self.leaders,
             self.worker,
             self.peer,
-            {Kind.VIEW: self._view, Kind.GET_VIEW: held.get_view},
+            {Kind.VIEW: self._view, Kind.GET_VIEW: self.leaders.beat},
         )
         self.subject = Subject(
             me, serving, executor, self.fast, counts, herald, self.delay, self.snapshots, self.headroom,

@@ -148,18 +148,19 @@ class GetClocksHeader(NamedTuple):
 
 
 class GetViewHeader(NamedTuple):
-    """GET_VIEW: send a view newer than that of `epoch`, if there is one."""
+    """GET_VIEW: send a view newer than that of `epoch`, if there is one. term: of the leader whose beat it is."""
 
     epoch: int
+    term: int = 0
 
     def header(self) -> Header:
         """The 64 bytes' fields; there is no body."""
-        return Header(Kind.GET_VIEW, epoch=self.epoch)
+        return Header(Kind.GET_VIEW, epoch=self.epoch, clock=self.term)
 
     @classmethod
     def of(cls, h: Header) -> GetViewHeader:
         """The inverse of `header`."""
-        return cls(h.epoch)
+        return cls(h.epoch, h.clock)
 
 
 class BarrierJoinHeader(NamedTuple):

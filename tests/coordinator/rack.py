@@ -10,6 +10,7 @@ import numpy as np
 
 from coordinator.health import Line, Report
 from coordinator.store import Store
+from coordinator.succession import Tenure
 from coordinator.view import ServerInfo, View
 from replication.chain import Member
 from replication.effects import CaughtUp
@@ -36,6 +37,8 @@ class FakeServer:
         self.views: list[int] = []
         self.calls = 0
         self.lines: set[FakeLine] = set()
+        self.term = 0
+        self.leader: FakeLine | None = None
 
     def take(self, view: View) -> None:
         self.views.append(view.epoch)
@@ -44,8 +47,16 @@ class FakeServer:
         elif self.view is None or view.epoch > self.view.epoch:
             self.view = view
 
+    def beat(self, term: int, line: FakeLine) -> None:
+        if term >= self.term:
+            self.term, self.leader = term, line
+
     def report(self) -> Report:
-        return Report(0 if self.view is None else self.view.epoch, self._level(), dict(self.suspects))
+        epoch = 0 if self.view is None else self.view.epoch
+        connected = self.leader in self.lines
+        return Report(
+            epoch, self._level(), dict(self.suspects), tenure=Tenure(self.term, connected, 10 - 10 * connected)
+        )
 
     def _level(self) -> tuple[CaughtUp, ...]:
         """The fillings under way from here, as if each took no time."""
@@ -70,6 +81,10 @@ class FakeLine:
             if not self.server.frozen:
                 yield self.server.report()
             await asyncio.sleep(REPORT_S)
+
+    def beat(self, term: int) -> None:
+        if not self.broken and self.server.running and not self.server.frozen:
+            self.server.beat(term, self)
 
     def send_view(self, view: View) -> None:
         if not self.broken and self.server.running and not self.server.frozen:

@@ -1,0 +1,90 @@
+"""The office of the leader: how a coordinator gets it, keeps it, and takes it from one that the servers have lost.
+
+The office is the key `election` under a lease; its create revision, the term, is the fencing token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from coordinator import fields
+from coordinator.errors import Fenced, LeaseLost, StoreUnavailable
+from coordinator.health import TICK_S
+from coordinator.lines import Lines
+from coordinator.store import Guard, Store
+from coordinator.world import ELECTION, World
+
+log = fields.logger(__name__)
+
+ASKED_S = 1.0  # how often the store is asked at least, whether the office is still ours
+OTHERS_FIRST_S = 1.0  # for so long a coordinator that hears too few servers leaves a vacant office to others
+
+
+async def campaign(store: Store, name: str, ttl_s: float, lines: Lines | None) -> tuple[int, Guard]:
+    """Waits until the office is ours; returns its lease and its fencing token."""
+    while True:
+        await _vacancy(store, lines)
+        if lines is not None and lines.ill:
+            await asyncio.sleep(OTHERS_FIRST_S)
+        lease = await store.grant(ttl_s)
+        with suppress(LeaseLost):
+            token = await store.compare_and_set(ELECTION, json.dumps({"name": name}).encode(), expect=0, lease=lease)
+            if token is not None:
+                return lease, Guard(ELECTION, token)
+        await store.revoke(lease)
+
+
+async def _vacancy(store: Store, lines: Lines | None) -> None:
+    """Stands by until nobody has the office."""
+    world, vacant = World(store.cluster, await store.list("")), asyncio.Event()
+
+    def changed(_: object = None) -> None:
+        if lines is not None:
+            lines.look_at(world)
+        if not world.term:
+            vacant.set()
+
+    changed()
+    if not vacant.is_set():
+        depose = [] if lines is None else [_depose(store, world, lines)]
+        await first_of(world.follow(store, changed), vacant.wait(), *depose)
+
+
+async def _depose(store: Store, world: World, lines: Lines) -> None:
+    """Ends the term of a leader that the servers have lost."""
+    while True:
+        term = lines.lost_term()
+        if term and term == world.term and await store.delete(ELECTION, expect=term):
+            log.warning("deposes the leader: half of the servers or more have lost it, none has it", term=term)
+            return
+        await asyncio.sleep(TICK_S / 2)
+
+
+async def keep_office(store: Store, lease: int, ttl_s: float, answered: Callable[[], None]) -> None:
+    """Renews the lease of the office; Fenced when it is lost. `answered` hears of each answer of the store."""
+    while True:
+        await asyncio.sleep(min(ASKED_S, ttl_s / 3))
+        try:
+            await store.keep_alive(lease)
+            answered()
+        except LeaseLost as error:
+            raise Fenced(f"the office ran out: {error}") from error
+        except StoreUnavailable as error:
+            log.warning("the office cannot be renewed, trying on", error=error)
+
+
+async def first_of(*work: Coroutine[Any, Any, object]) -> None:
+    """Runs all until the first ends, cancels the others, and raises what the first raised."""
+    tasks = [asyncio.create_task(part) for part in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
