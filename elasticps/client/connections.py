@@ -35,6 +35,7 @@ class Peer:
     hello_at_s: float = 0.0
     down_since_s: float | None = None
     trouble: str = "not connected yet"
+    empty_as: int = 0  # the incarnation that answers in its place, without its rows
 
 
 class Connections:
@@ -103,9 +104,10 @@ class Connections:
         peer = self.peers.get(link.member)
         if peer is None or peer.link is not link:
             return False
-        if document.get("incarnation") != peer.info.incarnation:
-            text = f"it was started again (incarnation {document.get('incarnation')}) and has lost its ranges"
-            raise ConnectionResetError(text)
+        incarnation = document.get("incarnation")
+        if incarnation != peer.info.incarnation:
+            peer.empty_as = incarnation if isinstance(incarnation, int) else 0
+            raise ConnectionResetError(f"it was started again (incarnation {incarnation}) and has lost its ranges")
         link.ready, peer.retry_in_s, peer.down_since_s, peer.trouble = True, RETRY_FIRST_S, None, ""
         return True
 

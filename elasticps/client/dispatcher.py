@@ -12,6 +12,7 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.loss import spans
 from coordinator.view import View, WorkerInfo
 from elasticps.client.connections import Connections, Peer, server_error
 from elasticps.client.protocol.fan_out import Answer, FanOut, FanOuts, Questions, Script, T, carry_out
@@ -96,7 +97,9 @@ class Dispatcher:
             lambda: self.error is not None or all(p.link.ready for p in self._serving()), deadline_s
         ):
             missing = ", ".join(
-                f"{p.info.name} at {p.info.address} ({p.trouble})" for p in self._serving() if not p.link.ready
+                f"{p.info.name} at {p.info.address} ({self._lost(p) or p.trouble})"
+                for p in self._serving()
+                if not p.link.ready
             )
             raise ClusterUnreachable(f"cluster {self.cluster!r}: cannot connect to server {missing}")
         self.check()
@@ -429,6 +432,19 @@ class Dispatcher:
             used = np.unique(np.concatenate([routes.view.heads, routes.view.tails]))
             return [self.connections.peers[routes.members[i]] for i in used.tolist() if i >= 0]
 
+    def _lost(self, peer: Peer) -> str:
+        """What is lost with a server that has come back empty; "" as long as somebody may still have it."""
+        view, empty = self.routes.view, {p.member for p in self.connections.peers.values() if p.empty_as}
+        gone = np.array([*(server.member in empty for server in view.servers), True])  # index -1 finds the last
+        mine = (view.chains == self.routes.index_of[peer.member]).any(axis=1)
+        lost = np.flatnonzero(mine & gone[view.chains].all(axis=1))
+        if not (peer.empty_as and len(lost)):
+            return ""
+        return (
+            f"its data are lost: it came back as incarnation {peer.empty_as} and has begun empty, and no other server "
+            f"has the rows of ranges {spans(lost)}, of any table"
+        )
+
     def explain(self) -> str:
         """Who is being waited for, for people."""
         with self.lock:
@@ -438,12 +454,13 @@ class Dispatcher:
             told = []
             for member in sorted({*owing, *asked}):
                 peer = self.connections.peers[member]
-                count = int((routes.view.heads == routes.index_of[member]).sum())
-                state = "connected, not answering" if peer.down_since_s is None else (
+                headed = np.flatnonzero(routes.view.heads == routes.index_of[member])
+                state = "connected, not answering" if peer.down_since_s is None else self._lost(peer) or (
                     f"unreachable for {now - peer.down_since_s:.1f} s ({peer.trouble})"
                 )  # fmt: skip
                 clock = f", owes step {owing[member]}" if member in owing else ""
-                told.append(f"server {member.name} at {peer.info.address}, head of {count} ranges: {state}{clock}")
+                told.append(f"server {member.name} at {peer.info.address}, head of {len(headed)} ranges "
+                            f"({spans(headed)}): {state}{clock}")  # fmt: skip
             if headless := self.session.headless:
                 told.append(f"{headless} ranges have no server")
             waits = "; ".join(told) or "nothing is outstanding"

@@ -62,6 +62,12 @@ class FakeServer:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
 
+    def hang_up(self) -> None:
+        """Ends every connection there is."""
+        for sock in list(self._connections):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
     def tell(self, view: View) -> None:
         """Sends a view to everybody connected."""
         self.view = view

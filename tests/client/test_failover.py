@@ -219,10 +219,36 @@ def test_a_timeout_says_who_owes_what_since_when(cluster: Cluster) -> None:
     with pytest.raises(eps.Timeout) as error:
         step.result(timeout=0.3)
     text = str(error.value)
-    for part in (f"server a at {cluster.a.address}, head of 4 ranges: unreachable for 0.", "(connection refused)",
-                 "owes step 2", "the cluster's view is at epoch 1"):  # fmt: skip
+    for part in (f"server a at {cluster.a.address}, head of 4 ranges (0, 2, 4, 6): unreachable for 0.",
+                 "(connection refused)", "owes step 2", "the cluster's view is at epoch 1"):  # fmt: skip
         assert part in text
     assert "server b" not in text
+
+
+def test_what_a_server_that_has_come_back_empty_had_alone_is_said_to_be_lost(cluster: Cluster) -> None:
+    alone = chains([cluster.a.info, cluster.b.info], [[0], [1]])
+    cluster.a.view = cluster.b.view = cluster.control.view = alone
+    ps = cluster.connect()
+    ps.push({}).result()
+    cluster.a.incarnation = 2
+    cluster.a.hang_up()
+    step = ps.push({})
+    with pytest.raises(eps.Timeout, match="its data are lost") as error:
+        step.result(timeout=5)
+    assert "has begun empty, and no other server has the rows of ranges 0, 2, 4, 6, of any table" in str(error.value)
+    assert "unreachable" not in str(error.value)
+    with pytest.raises(eps.ClusterUnreachable, match="its data are lost: it came back as incarnation 2"):
+        cluster.connect(timeout=2.0)
+
+
+def test_what_a_neighbour_still_has_is_not_said_to_be_lost(cluster: Cluster) -> None:
+    ps = cluster.connect()
+    ps.push({}).result()
+    cluster.a.incarnation = 2
+    cluster.a.hang_up()
+    with pytest.raises(eps.Timeout, match="it was started again") as error:
+        ps.push({}).result(timeout=1)
+    assert "lost: " not in str(error.value)
 
 
 def test_a_pull_given_up_stays_given_up(cluster: Cluster) -> None:
