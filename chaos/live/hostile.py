@@ -119,16 +119,13 @@ class Hostile:
 
     async def _malformed(self) -> None:
         stream = await self._enter()
-        for _ in range(self._random.randrange(1, 30)):
-            stream[1].write(self._nonsense())
-        await self._say(stream, self._random.randbytes(self._random.randrange(0, 200)))
+        await self._say(stream, b"".join(self._nonsense() for _ in range(self._random.randrange(1, 30))))
 
     async def _unread(self) -> None:
         _, writer = await self._enter()
         keys = b"".join(key.to_bytes(8, "little") for key in range(ASKED))
         asked = Header(Kind.PULL, body=len(keys), epoch=self._ps.view.epoch, table=self._table.id, items=ASKED)
-        for request in range(1, UNREAD):
-            writer.write(asked._replace(request=request).pack() + keys)
+        writer.write(b"".join(asked._replace(request=request).pack() + keys for request in range(UNREAD)))
         await asyncio.sleep(UNREAD_S)
         writer.transport.abort()
 
