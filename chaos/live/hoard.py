@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import elasticps as eps
-from chaos.live.load import TIMEOUT_S, say_ready
+from chaos.live.load import TIMEOUT_S, ranges_of, say_ready
 from elasticps.errors import Error
 
 DIM = 64
@@ -74,9 +74,12 @@ class Hoard:
     def _check(self, batch: int) -> None:
         found, known = self._table.pull(_keys(batch)), self._rows[batch]
         if (where := np.flatnonzero((found != known[:, None]).any(axis=1))).size:
-            at = int(where[0])
-            text = f"{len(where)} rows differ: key {_keys(batch)[at]} is {found[at][:4].tolist()}, not {known[at]:g}"
-            raise Error(text)
+            key, again = _keys(batch)[where[0]], self._table.pull(_keys(batch))
+            ranges = set(ranges_of(_keys(batch)[where], self._ps.view.ranges, self._table.salt).tolist())
+            raise Error(
+                f"{len(where)} rows in {len(ranges)} ranges differ: key {key} is {found[where[0]][:4].tolist()}, not "
+                f"{known[where[0]]:g}; pulled again: {int((again != known[:, None]).any(axis=1).sum())} rows differ"
+            )
 
 
 def _keys(batch: int) -> NDArray[np.int64]:

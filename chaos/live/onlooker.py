@@ -67,33 +67,37 @@ class Onlooker:
             return
         wrong = ""
         for path, low, rows in zip(paths, least, found, strict=True):
-            wrong = wrong or self._wrong(path, low, newest(path, BEGUN), rows)
+            before = self._shown.get(path, np.zeros(self._ranges, np.float32))
+            self._shown[path] = rows[:, 0]
+            if text := judge(rows, before, low, newest(path, BEGUN)):
+                wrong = f"{NAME}: {path.stem}, {text}"
         self._ledger.note(STALE if wrong else READ, 0, wrong)
 
     def close(self) -> None:
         """Leaves the cluster."""
         self._ps.close()
 
-    def _wrong(self, path: Path, low: int, high: int, rows: NDArray[np.float32]) -> str:
-        """What is wrong with a life's rows, float32 [ranges, DIM]; "" if nothing."""
-        counts, before = rows[:, 0], self._shown.get(path, np.zeros(self._ranges, np.float32))
-        self._shown[path] = counts
-        for bad, what in (
-            ((rows != rows[:, :1]).any(axis=1), "half a push"),
-            (counts < low, f"fewer steps than the {low} that were acknowledged"),
-            (counts > high, f"more steps than the {high} that were begun"),
-            (counts < before, "fewer steps than were shown before"),
-        ):
-            if (where := np.flatnonzero(bad)).size:
-                r = int(where[0])
-                return f"{NAME}: {path.stem}, range {r} of {len(where)}: {rows[r].tolist()}: {what} ({before[r]:g})"
-        return ""
-
     def _own(self, path: Path) -> NDArray[np.int64]:
         if path not in self._keys:
             worker, life = (int(part) for part in path.stem.removeprefix("w").split("."))
             self._keys[path] = own_keys(worker, life, self._ranges, self._table.salt)
         return self._keys[path]
+
+
+def judge(rows: NDArray[np.float32], before: NDArray[np.float32], low: int, high: int) -> str:
+    """What is wrong with a life's rows, float32 [ranges, DIM]; "" if nothing. before: float32 [ranges], the steps that
+    were shown last; low: those acknowledged before the pull, high: those begun after it."""
+    counts = rows[:, 0]
+    for bad, what in (
+        ((rows != rows[:, :1]).any(axis=1), "half a push"),
+        (counts < low, f"fewer steps than the {low} that were acknowledged"),
+        (counts > high, f"more steps than the {high} that were begun"),
+        (counts < before, "fewer steps than were shown before"),
+    ):
+        if (where := np.flatnonzero(bad)).size:
+            r = int(where[0])
+            return f"range {r}, and {len(where) - 1} more: {rows[r].tolist()} after {before[r]:g}: {what}"
+    return ""
 
 
 def ledger_of(folder: Path) -> Path:

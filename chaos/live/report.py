@@ -39,6 +39,8 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
         },
         "settled_s": round(outcome.settled_s, 2),
         "epochs": len(outcome.views),
+        "memory_limit": outcome.plan.cluster.memory,
+        "memory": dict(sorted(outcome.memory.items())),
         "audit": None if report is None else {
             "clean": report.clean, "epoch": report.epoch, "compared": report.compared, "short": report.short,
             "differences": len(report.differences), "unjudged": len(report.unjudged),
@@ -86,7 +88,7 @@ def _picture(outcome: Outcome) -> bytes:
     lower.set_ylabel("ranges")
     lower.legend(loc="upper right", fontsize="small")
     _bars(bottom, outcome)
-    bottom.set_xlim(0, outcome.seconds)
+    bottom.set_xlim(0, max([outcome.seconds, *(fault.ended for fault in outcome.faults)]))
     bottom.set_xlabel("seconds")
     for axes in (upper, lower, bottom):
         axes.grid(alpha=0.3)
@@ -150,8 +152,14 @@ def _summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("longest stall", f"{stall['ms']:g} ms ({stall['worker']}, at {stall['at']:g} s)"),
         ("whole again after", f"{report['settled_s']:g} s"),
         ("views", str(report["epochs"])),
+        ("most memory used", _memory(report)),
         ("replicas compared", str(report["audit"]["compared"]) if report["audit"] else "none"),
     ]
+
+
+def _memory(report: Mapping[str, Any]) -> str:
+    used = ", ".join(f"{name} {most >> 20} MiB" for name, most in report["memory"].items())
+    return f"{used}; each may use {report['memory_limit']}" if used else "not looked at, there is no limit"
 
 
 _FAULT_COLUMNS = ("s", "fault", "target", "asked", "values", "for s", "recovery ms", "")

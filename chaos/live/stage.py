@@ -123,6 +123,7 @@ class Processes:
             if job.role not in ("server", "coordinator", "etcd") and job.process.popen.returncode == 0:
                 job.wanted = False  # it is done, such as a training command
                 continue
+            job.wanted = job.role != "hoard"  # what it knew of its rows has gone with it
             if (job.healthy is not None or job.process.newest_ready()) and not job.process.told:
                 job.process.told = True
                 words = job.process.last_words().splitlines()

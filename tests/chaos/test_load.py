@@ -23,6 +23,7 @@ from chaos.live.load import (
     ranges_of,
     read_ledger,
 )  # fmt: skip
+from chaos.live.onlooker import judge
 from elasticps.hashing import table_salt
 
 RANGES = 8
@@ -116,3 +117,21 @@ def test_a_ledger_that_was_cut_short_is_read_up_to_there(tmp_path: Path) -> None
     assert newest(path, BEGUN) == 2
     assert newest(tmp_path / "nothing", COMMITTED) == 0
     assert Ledger.of(told) == Ledger(told, begun=2, acknowledged=1)
+
+
+@pytest.mark.parametrize(
+    ("row", "before", "words"),
+    [
+        ([5, 5, 5, 5], 5, ""),
+        ([7, 7, 7, 7], 5, ""),
+        ([5, 5, 5, 6], 5, "half a push"),
+        ([4, 4, 4, 4], 4, "fewer steps than the 5 that were acknowledged"),
+        ([8, 8, 8, 8], 5, "more steps than the 7 that were begun"),
+        ([6, 6, 6, 6], 7, "fewer steps than were shown before"),
+    ],
+)
+def test_an_onlooker_sees_what_no_order_of_events_explains(row: list[int], before: int, words: str) -> None:
+    rows = np.array([[6] * DIM, row], np.float32)
+    text = judge(rows, np.array([5, before], np.float32), 5, 7)
+    assert text.endswith(words)
+    assert bool(text) == bool(words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -76,6 +77,20 @@ def test_a_short_run_keeps_every_promise_and_tells_how(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert found["operations"]["steps_committed"] > 100  # type: ignore[index]
     assert found["audit"]["clean"]  # type: ignore[index]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(620)
+def test_a_short_run_of_everything_keeps_every_promise(tmp_path: Path) -> None:
+    options = ["--seed", "5", "--duration", "40", "--tls", "--out", str(tmp_path), "--json"]
+    done = subprocess.run(command("run", "everything", *options), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    begun = {fault["do"] for fault in found["faults"] if fault["state"] == "over"}
+    assert {"hoard", "hostile", "etcd-new", "etcd-full", "kill", "pause"} <= begun
+    assert len(found["memory"]) >= 5
+    refused = re.findall(r"refused (\d+) times", "".join(log.read_text() for log in tmp_path.glob("logs/hoard*.log")))
+    assert any(map(int, refused)), "no server was full"
 
 
 @pytest.mark.slow
