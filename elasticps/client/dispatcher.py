@@ -19,7 +19,7 @@ from elasticps.client.protocol.fan_out import Answer, FanOut, FanOuts, Questions
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.protocol.session import Session
 from elasticps.client.protocol.view_refresh import ViewRefresh
-from elasticps.client.pull_batch import FAN_OUT, OWNERS, PULL, PUSH
+from elasticps.client.pull_batch import ANSWERS, FAN_OUT, OWNERS, PULL, PUSH, take_answers
 from elasticps.client.pulls import Pulls, Read
 from elasticps.client.pushes import Pushes
 from elasticps.client.runtime import Runtime
@@ -71,9 +71,11 @@ class Dispatcher:
         self._ask_view = ask_view
         self._presence = JoinHeader(pause=True).header()  # the first word on each connection: whether we take part
         self._refresh = ViewRefresh()
+        self._answered = np.empty(ANSWERS, np.int64)  # requests, of one buffer
         self._heard = 0  # frames received, from servers of our view
         self._hurt = False  # an exception came while something here was being changed
         self._driver = Driver(runtime, self._broken, self._turn, self._failed)
+        self.nudge = self._driver.nudge
         hello = {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app}
         self.connections = Connections(
             runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), self._on_frame, self._sink,
@@ -93,9 +95,8 @@ class Dispatcher:
     def start(self, deadline_s: float) -> None:
         """Connects to every server; `ClusterUnreachable` names those that could not be reached by the deadline."""
         self._driver.start()
-        if not self._driver.wait(
-            lambda: self.error is not None or all(p.link.ready for p in self._serving()), deadline_s
-        ):
+        left_s = deadline_s - self.runtime.monotonic()
+        if not self._driver.wait(lambda: self.error is not None or all(p.link.ready for p in self._serving()), left_s):
             missing = ", ".join(
                 f"{p.info.name} at {p.info.address} ({self._lost(p) or p.trouble})"
                 for p in self._serving()
@@ -180,13 +181,9 @@ class Dispatcher:
 
     # --- asking and waiting -------------------------------------------------------------------------------------
 
-    def nudge(self) -> None:
-        """Tells the background thread that there is something to wait for."""
-        self._driver.nudge()
-
     def wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Waits, reading meanwhile, until `done()`, which has to come true when this ends; `Timeout` says for whom."""
-        if not done() and not self._driver.wait(done, self.runtime.monotonic() + timeout_s):
+        if not self._driver.wait(done, timeout_s):
             self.check()
             raise Timeout(f"{what} took longer than {timeout_s:.1f} s: {self.explain()}")
 
@@ -272,13 +269,13 @@ class Dispatcher:
         with self.lock:
             if self._hurt or not link.ready:
                 return start
-            start, answered = self.pulls.landing.take(staging, start, end)
-            for request in answered:
+            start, count = take_answers(staging, start, end, self.pulls.landing.slots, self._answered)
+            for request in self._answered[:count].tolist():
                 if request % OWNERS == PUSH:
                     self.pushes.ok(request)
                 else:
                     self.pulls.arrived(request)
-            self._heard += len(answered)
+            self._heard += count
             return start
 
     def _on_frame(self, link: Link, header: Header, body: NDArray[np.uint8]) -> None:

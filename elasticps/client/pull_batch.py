@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from elasticps.hashing import hash_key
 from elasticps.kernels import njit
@@ -22,7 +21,7 @@ from elasticps.wire.frames import HEADER_BYTES, LAST, MAGIC, VERSION, Kind
 SMALL_BYTES = STAGING_BYTES // 2  # of the rows of a part that is received into the staging buffer, and copied
 OWNERS, PUSH, PULL, FAN_OUT = 4, 1, 2, 3  # the rest of a request's number by OWNERS says whose it is
 SLOTS = 256
-_ANSWERS = STAGING_BYTES // HEADER_BYTES  # as many as one buffer can hold
+ANSWERS = STAGING_BYTES // HEADER_BYTES  # as many as one buffer can hold
 WORDS = HEADER_BYTES // 8
 
 # A slot, int64 [L_FIELDS]: where the answer to a request lands.
@@ -165,13 +164,6 @@ class Landing:
     def __init__(self) -> None:
         self.slots = np.zeros((SLOTS, L_FIELDS), np.int64)
         self._fields = self.slots.reshape(-1).data
-        self._answered = np.empty(_ANSWERS, np.int64)
-        self._numbers = self._answered.data
-
-    def take(self, staging: NDArray[np.uint8], start: int, end: int) -> tuple[int, list[int]]:
-        """Takes usual frames out of what was received; where the first that is left stands, and who is answered."""
-        start, count = take_answers(staging, start, end, self.slots, self._answered)
-        return start, self._numbers[:count].tolist()
 
     def forget(self, request: int) -> None:
         """Nothing lands for this request any more."""

@@ -188,11 +188,7 @@ class Read(ABC):
 
 
 class SparseRead(Read):
-    """Rows of a sparse table: keys int64 [n] -> out float32 [n, dim]."""
-
-    def __init__(self, finish: Finish, table_id: int, salt: np.uint64, name: str, keys: NDArray[np.int64],
-                 out: NDArray[np.float32], any_replica: bool) -> None:  # fmt: skip
-        super().__init__(finish, table_id, salt, out.shape[1], name, keys, out, any_replica)
+    """Rows of a sparse table: keys int64 [n] -> value float32 [n, dim]."""
 
     def target(self, positions: Positions, run: bool) -> Target:
         if positions is None:
@@ -204,11 +200,7 @@ class SparseRead(Read):
 
 
 class DenseRead(Read):
-    """A whole dense tensor, received straight into `out`."""
-
-    def __init__(self, finish: Finish, table_id: int, salt: np.uint64, dim: int, name: str,
-                 out: NDArray[np.float32], blocks: NDArray[np.int64], any_replica: bool) -> None:  # fmt: skip
-        super().__init__(finish, table_id, salt, dim, name, blocks, out, any_replica)
+    """A whole dense tensor, float32 of its shape; the keys are its blocks."""
 
     def target(self, positions: Positions, run: bool) -> Target:
         return BlocksTarget(self.flat, self.keys if positions is None else positions, self.dim)
@@ -265,7 +257,8 @@ class Pulls:
 
     def _cut(self, read: Read, keys: NDArray[np.int64], first: int, frames: dict[Member, list[Buffer]]) -> None:
         """Cuts the part of a read that begins with key number `first` by server, and lays the frames out."""
-        routes, readers, members = self._routes, self._readers(read), self._routes.members
+        routes, members = self._routes, self._routes.members
+        readers = self._readers(read) if read.any_replica else routes.tails
         n, only, request, dim = len(keys), readers.only >= 0, self._next, read.dim
         self._next += OWNERS * (len(members) + 1)
         order = _ALL if only else np.empty(n, np.int64)
@@ -284,13 +277,13 @@ class Pulls:
             else:
                 positions = order[low:high]  # keeps the memory in which the compiled code looks
                 positions += first
-            target = None
+            member = target = None
             if server >= 0:
+                member = members[server]
                 if 4 * dim * (high - low) > small:
                     target = read.target(positions, only)
                 at = 8 * word
-                frames.setdefault(members[server], []).append(data[at : at + HEADER_BYTES + 8 * (high - low)])
-            member = _member(routes, server)
+                frames.setdefault(member, []).append(data[at : at + HEADER_BYTES + 8 * (high - low)])
             part = ReadPart(read, member, positions, high - low, target, request, routes.epoch)
             self._parts[request] = read.parts[request] = part
             request += OWNERS

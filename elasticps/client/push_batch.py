@@ -319,7 +319,8 @@ class PackedPart:
 
     def complete(self) -> None:
         """Copies what has not been asked for yet; the caller's arrays may change from now on."""
-        self._copy(len(self._rows))
+        if self._done < len(self._rows):
+            self._copy(len(self._rows))
         self.sources = _NOBODY
 
     def _copy(self, stop: int) -> None:

@@ -143,8 +143,14 @@ class Pushes:
         ranges = sent.left.pop(request)
         if ranges is not None:
             sent.committed.append(ranges)
-        if not sent.left:
+        if sent.left:
+            return True
+        if sent.moved:
             self._answered(sent)
+        else:
+            effects = self.session.reply(sent.frame.frame, Status.COMMITTED, sent.epoch, None, NO_RANGES)
+            if effects:
+                self._perform(effects)
         return True
 
     def partly(self, request: int, epoch: int, committed: Ranges, moved: Ranges) -> bool:
@@ -190,13 +196,8 @@ class Pushes:
         return True
 
     def _answered(self, sent: _Sent) -> None:
-        if sent.moved:
-            committed, moved = np.concatenate(sent.committed), np.concatenate(sent.moved)
-            effects = self.session.reply(sent.frame.frame, Status.COMMITTED, sent.epoch, committed, moved)
-        else:
-            effects = self.session.reply(sent.frame.frame, Status.COMMITTED, sent.epoch, None, NO_RANGES)
-        if effects:
-            self._perform(effects)
+        committed, moved = np.concatenate(sent.committed), np.concatenate(sent.moved)
+        self._perform(self.session.reply(sent.frame.frame, Status.COMMITTED, sent.epoch, committed, moved))
 
     # -- what the session wants ---------------------------------------------------------------------------------------
 
@@ -220,7 +221,10 @@ class Pushes:
         committed = min(self.session.committed, frame.clock - 1)
         shards, number = self.shards.get(frame.clock, (0, -1)) if frame.last else (0, -1)
         shard = None if number < 0 else Shard(shards, number)
-        for cut in self._cuts(frame):
+        content, ready = frame.content, None
+        if isinstance(content, PackedPart) and frame.ranges is None:
+            ready = content.ready(self.routes.index_of[frame.head], self.routes)
+        for cut in self._cuts(frame) if ready is None else (ready,):
             request = next(self._requests)
             sent.left[request] = cut.ranges
             self._sent[request] = sent
@@ -241,10 +245,7 @@ class Pushes:
         assert isinstance(content, Part | PackedPart)
         if frame.ranges is not None:
             return content.named(frame.ranges)
-        server = self.routes.index_of[frame.head]
-        if isinstance(content, PackedPart) and (cut := content.ready(server, self.routes)) is not None:
-            return (cut,)
-        return content.whole(server, self.routes)
+        return content.whole(self.routes.index_of[frame.head], self.routes)
 
     def _finish(self, clock: int) -> None:
         state = self._states.pop(clock)

@@ -26,10 +26,12 @@ class Reads:
         self._prepare = prepare
         self._bound = bound
         self._timeout_s = timeout_s
+        self._wait_ms = int(timeout_s * 1000)
 
     def start(self, read: AnyRead) -> AnyRead:
         """Asks for what is to be read."""
-        self.start_all([read])
+        read.clock = self._prepare()
+        self._dispatcher.start_reads((read,), self._bound, self._wait_ms)
         return read
 
     def start_all(self, reads: Sequence[Read]) -> None:
@@ -37,7 +39,7 @@ class Reads:
         clock = self._prepare()
         for read in reads:
             read.clock = clock
-        self._dispatcher.start_reads(reads, self._bound, int(self._timeout_s * 1000))
+        self._dispatcher.start_reads(reads, self._bound, self._wait_ms)
 
     def pulled(self, read: Read) -> NDArray[np.float32]:
         """What is pulled; if the wait ends with an exception, its memory is the caller's alone from now on."""

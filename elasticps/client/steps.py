@@ -134,10 +134,11 @@ class Steps:
     def push(self, step: OpenStep, values: Values, rates: Rates, *, last: bool, copy: bool) -> None:
         """Sends one part of a step, the first of which begins it. Waits as long as the window is full."""
         dispatcher, session = self._dispatcher, self._session
-        dispatcher.check()
         if not self._joining.active:
+            dispatcher.check()
             self._joining.enter()
         if self.barrier is not None and step.state is None:
+            dispatcher.check()
             self.settle(None)
         while True:
             with dispatcher.lock:
@@ -287,10 +288,11 @@ class Steps:
 
     def before_read(self) -> int:
         """Sees to it that a read may begin; returns the clock that it reads at."""
-        self._dispatcher.check()
         if not self._joining.active:
+            self._dispatcher.check()
             self._joining.enter()
         if self.barrier is not None:
+            self._dispatcher.check()
             self.settle(None)
         session = self._session
         with self._dispatcher.lock:

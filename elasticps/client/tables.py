@@ -65,7 +65,7 @@ class SparseTable(_Handle):
         rows = np.empty(shape, np.float32) if out is None else checked_out(f"table {self.name!r}", out, shape)
         private = array if isinstance(keys, list | tuple) else array.copy()  # asked for again when servers change
         return self._reads.start(
-            SparseRead(self._reads.finish, self.id, self.salt, self.name, private, rows, read == "any")
+            SparseRead(self._reads.finish, self.id, self.salt, self.dim, self.name, private, rows, read == "any")
         )
 
     def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
@@ -109,7 +109,7 @@ class DenseTensor(_Handle):
         else:
             checked_out(f"tensor {self.name!r}", out, self.shape)
         dim, any_replica = self.spec.dim, read == "any"
-        return DenseRead(self._reads.finish, self.id, self.salt, dim, self.name, out, self._blocks, any_replica)
+        return DenseRead(self._reads.finish, self.id, self.salt, dim, self.name, self._blocks, out, any_replica)
 
     def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
         """What pushing `value`, a gradient float32 of the tensor's shape, sends."""

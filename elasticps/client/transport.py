@@ -119,17 +119,13 @@ class Link:
             if self.socket is None:
                 raise ConnectionResetError(f"not connected to server {self.server.name}")
             self._unsent.add(buffers)
-            return self._flush(self.socket)
+            return self._unsent.send(self.socket) and (self._tls is None or self._tls.flush())
 
     def flush(self) -> bool:
         """Sends more of the queue; True if nothing is left. OSError if the link is down."""
         with self._lock:
-            return self.socket is None or self._flush(self.socket)
-
-    def _flush(self, sock: Stream) -> bool:
-        if not self._unsent.send(sock):
-            return False
-        return self._tls is None or self._tls.flush()
+            sock = self.socket
+            return sock is None or (self._unsent.send(sock) and (self._tls is None or self._tls.flush()))
 
     def receive(self) -> None:
         """Takes what the socket has, up to a limit. OSError if the peer closed or broke the connection."""
@@ -244,10 +240,14 @@ class Driver:
         if not self._wake.is_set():
             self._wake.set()
 
-    def wait(self, done: Callable[[], bool], deadline_s: float) -> bool:
-        """Reads, or waits for the thread that does, until `done()` or the monotonic deadline; returns `done()`."""
-        while not done():
-            now = self._runtime.monotonic()
+    def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Reads, or waits for the thread that does, until `done()` or the time is over; returns `done()`."""
+        met = done()
+        if met:
+            return True
+        now = self._runtime.monotonic()
+        deadline_s = now + timeout_s
+        while not met:
             left = deadline_s - now
             if left <= 0 or self._closing.is_set():
                 return done()
@@ -258,7 +258,8 @@ class Driver:
                     while left > 0 and not self._closing.is_set():
                         self._poll(min(left, POLL_S))
                         now = self._runtime.monotonic()
-                        if done():
+                        met = done()
+                        if met:
                             break
                         left = deadline_s - now
                     self._last_caller_s = now
@@ -272,6 +273,7 @@ class Driver:
                             self._changed.wait(min(left, POLL_S))
                     finally:
                         self._waiters -= 1
+                met, now = done(), self._runtime.monotonic()
         return True
 
     def _give_role(self) -> None:

@@ -56,28 +56,10 @@ class Assembler:
 
     def received(self, n: int) -> None:
         """`n` bytes were written at the front of `buffer()`. Raises `FrameError` on a malformed stream."""
-        if not self._targets:
-            self._end += n
-            self._cut()
+        if self._targets:
+            self._fill(n)
             return
-        target = self._targets.pop()
-        if n < len(target):
-            self._targets.append(target[n:])
-        elif not self._targets:
-            self._finish()
-
-    @property
-    def mid_frame(self) -> bool:
-        """Whether the stream would be cut inside a frame if it ended now."""
-        return bool(self._targets) or self._end > self._start
-
-    def _finish(self) -> None:
-        header, body = self._header, self._body
-        assert header is not None
-        self._header, self._body = None, _EMPTY
-        self._on_frame(header, body)
-
-    def _cut(self) -> None:
+        self._end += n
         while self._end - self._start >= HEADER_BYTES:
             if self._usual is not None:
                 self._start = self._usual(self._staging, self._start, self._end)
@@ -114,6 +96,24 @@ class Assembler:
             left = self._end - self._start
             self._staging[:left] = self._staging[self._start : self._end].copy()
             self._start, self._end = 0, left
+
+    def _fill(self, n: int) -> None:
+        target = self._targets.pop()
+        if n < len(target):
+            self._targets.append(target[n:])
+        elif not self._targets:
+            self._finish()
+
+    @property
+    def mid_frame(self) -> bool:
+        """Whether the stream would be cut inside a frame if it ended now."""
+        return bool(self._targets) or self._end > self._start
+
+    def _finish(self) -> None:
+        header, body = self._header, self._body
+        assert header is not None
+        self._header, self._body = None, _EMPTY
+        self._on_frame(header, body)
 
     def _divert(self, header: Header, targets: Sequence[memoryview], at: int, have: int) -> None:
         """Moves the `have` staged bytes of a body into its targets; what is then left is received there directly."""

@@ -42,7 +42,7 @@ class PushHeader(NamedTuple):
         """The 64 bytes' fields, before a body of so many bytes."""
         flags = self.last * LAST | self.all_ranges * ALL_RANGES | self.repeat * REPEAT | self.round * ROUND
         lag = 0 if self.committed is None else self.clock - self.committed
-        bound, wait_ms = _from_shard(self.shard)
+        bound, wait_ms = _from_shard(self.shard) if self.shard else (0, 0)
         return Header(
             Kind.PUSH, flags, body_bytes, self.request, self.epoch, self.clock, self.worker, self.first, self.part, lag,
             self.blocks, bound, wait_ms,

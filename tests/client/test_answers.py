@@ -58,11 +58,11 @@ class Twin:
 
     def read(self, keys: NDArray[np.int64], dim: int) -> None:
         out = np.zeros((len(keys), dim), np.float32)
-        self._start(SparseRead(self._done, 1, table_salt(1), "t", keys, out, False))
+        self._start(SparseRead(self._done, 1, table_salt(1), dim, "t", keys, out, False))
 
     def read_dense(self, size: int, dim: int) -> None:
         blocks = np.arange(-(-size // dim))
-        self._start(DenseRead(self._done, 2, table_salt(2), dim, "d", np.zeros(size, np.float32), blocks, False))
+        self._start(DenseRead(self._done, 2, table_salt(2), dim, "d", blocks, np.zeros(size, np.float32), False))
 
     def _start(self, read: Read) -> None:
         self.reads.append(read)

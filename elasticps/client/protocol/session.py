@@ -180,15 +180,16 @@ class Session:
         A part that holds nothing for a head is not sent to it on its own: the head's next frame covers it. One call of
         a container makes the part outstanding, so an exception from a signal handler comes before it or after it.
         """
-        begins = not self.open
+        step = next(reversed(self._steps.values())) if self._steps else None
+        begins = step is None or len(step.parts) == step.count
         if begins:
-            if not self.room:
+            if len(self._steps) >= self._window:
                 raise RuntimeError(f"{self._window} steps are outstanding; wait for one before the next")
             part = 0
             self._steps[self.clock + 1] = _Step([content], 1 if last else 0)
             self.clock += 1
         else:
-            step = self._steps[self.clock]
+            assert step is not None
             part = len(step.parts)
             if part == MAX_PARTS - 1 and not last:
                 raise RuntimeError(f"a step has at most {MAX_PARTS} parts")
@@ -199,7 +200,10 @@ class Session:
             if begins:
                 head.part = 0
             if head.ready and (last or content.touches(head.order)):
-                self._send(member, self.clock, head.part, part, None, content, out)
+                self._number = number = self._number + 1
+                frame = Frame(member, number, self.epoch, self.clock, head.part, part, last, None, content)
+                self._frames[number] = frame
+                out.append(frame)
                 head.part = part + 1
         return out
 
@@ -303,8 +307,11 @@ class Session:
         if sent is None:
             return out
         if status == Status.COMMITTED:
-            if sent.last and committed is None and sent.ranges is None:
-                self._mark_whole(sent.clock, self._heads[sent.head], out)
+            step = self._steps.get(sent.clock)
+            if sent.last and committed is None and sent.ranges is None and step is not None and step.ranges is None:
+                step.whole.add(self._heads[sent.head])
+                if len(step.whole) == len(self._heads) and not self.headless:
+                    self._commit(sent.clock, out)
             elif sent.last:
                 named = self._heads[sent.head].order if sent.ranges is None else sent.ranges
                 self._mark(sent.clock, named if committed is None else committed, out)
@@ -375,17 +382,6 @@ class Session:
         frame = Frame(member, self._number, self.epoch, clock, first, part, last, ranges, content)
         self._frames[self._number] = frame
         out.append(frame)
-
-    def _mark_whole(self, clock: int, head: _Head, out: list[Effect]) -> None:
-        step = self._steps.get(clock)
-        if step is None:
-            return
-        if step.ranges is not None:
-            self._mark(clock, head.order, out)
-            return
-        step.whole.add(head)
-        if len(step.whole) == len(self._heads) and not self.headless:
-            self._commit(clock, out)
 
     def _mark(self, clock: int, ranges: Ranges, out: list[Effect]) -> None:
         step = self._steps.get(clock)
