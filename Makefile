@@ -42,9 +42,10 @@ test: $(READY) ## Run the tests
 test-all: $(READY) ## Run the tests, slow ones too
 	$(BIN)/python -m pytest $(PARALLEL) -m 'slow or not slow'
 
-soak: $(READY) ## Random examples; fifty stories for each planted bug; then stories until stopped, from SEED=N on
+soak: $(READY) ## Random examples; fifty stories for each planted bug; hostile frames; then stories until stopped, from SEED=N on
 	$(BIN)/python -m pytest $(PARALLEL) -m 'hypothesis and not slow' --hypothesis-profile=random
 	$(BIN)/python -m tests.sim.planted
+	$(BIN)/python -m tests.fuzz --frames 10_000_000 --seed $(or $(SEED),0)
 	$(BIN)/elasticps sim --seed $(or $(SEED),0) --runs 0
 
 lint: $(READY) ## ruff, mypy --strict, and the contracts on who imports whom

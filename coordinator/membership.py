@@ -359,9 +359,11 @@ async def newest_incarnation(store: Store, server: str) -> int:
 
 
 class ViewFollower:
-    """The newest view and roster, as the store tells them. Callbacks run in the event loop, in order."""
+    """The newest view and roster, as the store tells them. Callbacks run in the event loop, in order. ended: is called
+    with a task that follows, when it is over."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, ended: Callable[[asyncio.Task[None]], object] = lambda task: None) -> None:
+        self._ended = ended
         self.view: View | None = None
         self.roster: Roster | None = None
         self._store = store
@@ -378,6 +380,7 @@ class ViewFollower:
                 if entry.key == key:
                     adopt(entry.value)
             task = asyncio.create_task(self._follow(key, listing.revision, adopt), name=f"following the {key}")
+            task.add_done_callback(self._ended)
             self._tasks.append(task)
 
     def subscribe(self, callback: Callable[[View], None]) -> None:

@@ -354,6 +354,10 @@ class Replica(SnapshotTransfer):
             self._tell_clocks(ask, out)
         return out
 
+    def holds(self, peer: Member) -> bool:
+        """Whether messages of a peer wait here for the view that they speak of."""
+        return bool(self._held.get(self._slot(peer)))
+
     def waits(self, token: object) -> bool:
         """Whether a push with that token waits for admission."""
         return any(event.token is token for event in self._parked)

@@ -221,6 +221,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def frame(self, header: Header, body: Body, answered: int) -> None:
         """One frame that is not usual. `answered`: of a pull, the rows that have been sent."""
+        if self.refused:
+            return  # it came in one piece with what was wrong
         if self.holding:
             if len(self._held) >= MAX_HELD_FRAMES:
                 raise FrameError(f"more than {MAX_HELD_FRAMES} frames arrived while one was held")
@@ -316,6 +318,8 @@ class Connection(asyncio.BufferedProtocol):
     def refuse(self, error: FrameError | NotAuthorised) -> None:
         """Tells the peer why and closes: a stream that is wrong once cannot be trusted again."""
         self.refused = True
+        if self.slot >= 0:
+            self._set(at.C_ROLE, at.ROLE_OTHER)
         log.warning("refused", peer=self.peer, worker=self.worker_name, reason=error)
         code = "version" if isinstance(error, VersionError) else "malformed"
         code = "identity" if isinstance(error, NotAuthorised) else code

@@ -117,7 +117,6 @@ class Handshake:
 
     def _hear(self, connection: Connection, header: Header, body: Body) -> None:
         document, me = json_body(body.data), self._me
-        self._unknown.pop(connection, None)
         if document.get("cluster") != self._cluster:
             text = f"server {me.name} belongs to cluster {self._cluster!r}, not {document.get('cluster')!r}"
             raise RequestError("cluster", text)
@@ -139,6 +138,7 @@ class Handshake:
         names = isinstance(name, str) and isinstance(app, str)
         if not (isinstance(worker, int) and 0 < worker < 1 << 32 and names):
             raise FrameError("a worker's hello gives its id (above 0), its name and its app")
+        self._unknown.pop(connection, None)
         self._as_workers[connection] = None
         if len(self._as_workers) > MAX_WORKERS:
             raise FrameError(f"server {self._me.name} already has {MAX_WORKERS} connections of workers")
@@ -180,6 +180,7 @@ class Handshake:
             connection.identity.require(self._cluster, role, str(name), app)
 
     def _welcome(self, connection: Connection, header: Header, role: Role) -> None:
+        self._unknown.pop(connection, None)
         connection.welcome(role)
         document = {"server": self._me.name, "incarnation": self._me.incarnation, "cluster": self._cluster}
         connection.send(json_frame(Kind.WELCOME, document, request=header.request, epoch=self._serving.epoch))

@@ -130,7 +130,7 @@ async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[S
         server = around.build(session, session.cluster, around.config.ranges, loop)
         stack.callback(server.close)
         logs.bind(incarnation=session.info.incarnation, epoch=lambda: server.epoch)
-        follower = ViewFollower(store)
+        follower = ViewFollower(store, fatal.watch)
         stack.push_async_callback(follower.close)
         follower.subscribe(server.adopt)
         follower.subscribe_roster(server.follow)

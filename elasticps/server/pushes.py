@@ -93,9 +93,10 @@ class Pushes:
         said = InitHeader.of(header)
         named, blocks = read_push(said.all_ranges, said.blocks, body)
         ranges, positions = self._order_of(said.epoch) if named is None else self._named(named)
-        for block in blocks if len(ranges) else ():
-            check_block(self._store.tables, block, positions, self._serving.me.name, init=True)
-        self._memory.take(blocks)
+        if len(ranges):  # else its epoch is refused below
+            for block in blocks:
+                check_block(self._store.tables, block, positions, self._serving.me.name, init=True)
+            self._memory.take(blocks)
         self._control(connection, header, OperationKind.INIT, Content(blocks, ranges, positions), len(body), ranges)
 
     # --- pushes -----------------------------------------------------------------------------------------------------

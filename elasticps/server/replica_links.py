@@ -17,6 +17,7 @@ from elasticps.server import fatal
 from elasticps.server.connection import Connection, Handler
 from elasticps.server.executor import Executor
 from elasticps.server.protocol.asker import Body
+from elasticps.server.protocol.held_frames import HOLD_TIMEOUT_S
 from elasticps.server.protocol.operations import NewTable
 from elasticps.server.protocol.replica_codec import ReplicaCodec
 from elasticps.server.pump import Streams
@@ -36,6 +37,8 @@ CONNECT_TIMEOUT_S = 1.0
 BEAT_S = 0.25
 MOST_REFUSED = 8  # links to one neighbour in one view
 SILENCE_S = 1.5  # a link on which nothing came for so long is dropped: the peer beats too
+MOST_BYTES = 320 << 20  # that wait here for a view, or on a link: more than a correct peer's log can hold
+MESSAGE_BYTES = 1024  # that one which waits takes at least
 
 
 class ReplicaLinks:
@@ -64,6 +67,7 @@ class ReplicaLinks:
         self._wanted: dict[Member, ServerInfo] = {}
         self._links: dict[Member, Connection] = {}
         self._missing: dict[Member, float] = {}  # wanted and not there, since when
+        self._ahead: dict[Member, tuple[float, int]] = {}  # whose messages wait for a view: since when, how many bytes
         self._dials: dict[Member, asyncio.Task[None]] = {}
         self._refused: Counter[Member] = Counter()  # links of this view that ended over what the peer said
         self._number = 0
@@ -112,7 +116,9 @@ class ReplicaLinks:
     def send(self, effect: Send) -> None:
         """Queues a message on the current link to a peer."""
         link = self._links.get(effect.peer)
-        if link is not None:
+        if link is not None and link.waiting_bytes > MOST_BYTES:  # it asks for more than it reads
+            link.transport.abort()
+        elif link is not None:
             link.send_all(self._codec.encode(effect.message))
 
     def receive(self, connection: Connection, header: Header, body: Body) -> None:
@@ -124,6 +130,11 @@ class ReplicaLinks:
             message = self._codec.decode(header, body)
             self._executor.perform(self._replica.receive, member, message)
             self._executor.note_change()
+            if self._replica.holds(member):
+                since, nbytes = self._ahead.get(member, (self._loop.time(), 0))
+                self._ahead[member] = since, nbytes + len(body) + MESSAGE_BYTES
+                if nbytes > MOST_BYTES:
+                    self._end(member, "too much waits for a view that it speaks of")
 
     def distrust(self, effect: Distrust) -> None:
         """A peer has said what no correct one can: its link ends; until there is another, it is missing."""
@@ -151,11 +162,14 @@ class ReplicaLinks:
         now = self._loop.time()
         self.ask_for_view()
         for member, connection in list(self._links.items()):
+            if not self._replica.holds(member):
+                self._ahead.pop(member, None)
+            ahead_since, _ = self._ahead.get(member, (now, 0))
             if now - connection.heard_s > SILENCE_S:
-                log.warning("link dropped", peer=member, silent_s=round(now - connection.heard_s, 1))
-                self._drop(member)
+                self._end(member, f"silent for {now - connection.heard_s:.1f} s")
                 self._missing[member] = connection.heard_s
-                self._dial(member, 0.0)
+            elif now - ahead_since > HOLD_TIMEOUT_S:
+                self._end(member, f"no view came that it speaks of, for {HOLD_TIMEOUT_S:g} s")
             elif connection.stale and self._me < member:
                 log.info("link dialled anew: certificates are renewed", peer=member)
                 self._drop(member)
@@ -226,7 +240,15 @@ class ReplicaLinks:
 
     def _down(self, member: Member) -> None:
         log.info("peer down", peer=member)
+        self._ahead.pop(member, None)
         self._executor.perform(self._replica.peer_down, member)
+
+    def _end(self, member: Member, why: str) -> None:
+        """Drops a link, to be dialled anew."""
+        log.warning("link dropped", peer=member, reason=why)
+        self._drop(member)
+        self._missing[member] = self._loop.time()
+        self._dial(member, 0.0)
 
     def _drop(self, member: Member) -> None:
         connection = self._links.pop(member)

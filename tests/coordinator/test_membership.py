@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -455,6 +456,15 @@ async def test_waiting_for_a_view_in_vain_says_where_the_cluster_is() -> None:
     await follower.wait_for(lambda new: True, 10)
     with pytest.raises(TimeoutError, match="at epoch 1: reason 1"):
         await follower.wait_for(lambda new: new.epoch > 1, 0.01)
+    await follower.close()
+
+
+async def test_a_follower_whose_task_fails_says_so() -> None:
+    store, ended = MemoryStore(), asyncio.Queue[asyncio.Task[None]]()
+    with patch.object(store, "watch", Mock(side_effect=LookupError("gone"))):
+        follower = ViewFollower(store, ended.put_nowait)
+        await follower.start()
+        assert isinstance((await asyncio.wait_for(ended.get(), 10)).exception(), LookupError)
     await follower.close()
 
 

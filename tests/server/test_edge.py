@@ -16,7 +16,7 @@ from elasticps.optimizers import Accumulate
 from elasticps.server import fatal, handshake
 from elasticps.server.protocol import held_frames
 from elasticps.spec import TableSpec
-from elasticps.wire.frames import HEADER_BYTES, FrameError, Header, Kind, json_body, json_frame
+from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, FrameError, Header, Kind, block_head, json_body, json_frame
 from replication.messages import Ack
 from tests.server.conftest import WORKER, Group, Run, Worker, until
 
@@ -185,6 +185,36 @@ def test_connections_that_say_nothing_keep_nobody_out(run: Run) -> None:
             assert await asyncio.wait_for(reader.read(), 10)  # told why, and ended
             for _, writer in silent:
                 writer.close()
+
+    run(test)
+
+
+def test_connections_whose_hello_is_refused_keep_nobody_out(run: Run) -> None:
+    async def test(group: Group) -> None:
+        with patch.object(handshake, "MAX_UNKNOWN", 4):
+            await pair(group)
+            host, _, port = group.infos["b"].address.rpartition(":")
+            strange = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
+            for reader, writer in strange:
+                writer.write(json_frame(Kind.HELLO, {"cluster": "d", "worker": WORKER, "name": "w", "app": "default"}))
+                await asyncio.wait_for(reader.readexactly(HEADER_BYTES), 10)
+            strange += [await asyncio.open_connection(host, int(port)) for _ in range(4)]
+            assert b"have not said who they are" in await asyncio.wait_for(strange[0][0].read(), 10)
+            for _, writer in strange:
+                writer.close()
+
+    run(test)
+
+
+def test_an_init_of_an_old_view_is_refused_where_memory_is_limited(run: Run) -> None:
+    async def test(group: Group) -> None:
+        server = await group.start("a")
+        group.adopt(group.make_view(lambda r: ["a"]))
+        worker = await group.connect("a", create=False)
+        server.fast.room = 1 << 20
+        body = block_head(99, 0, 3, np.empty(0, np.float32))
+        _, refusal = await asyncio.wait_for(worker.ask(Header(Kind.INIT, ALL_RANGES, items=1), body), 10)
+        assert json_body(refusal)["code"] == "stale-view"
 
     run(test)
 

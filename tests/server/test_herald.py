@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 
 from coordinator.view import ServerInfo, View
+from elasticps.server.protocol.held_frames import HeldFrames
 from elasticps.server.protocol.herald import MAX_WAITING_BYTES, TOLD_IN_A_TURN, Herald
-from elasticps.wire.frames import HEADER_BYTES, Kind, bytes_frame, json_frame, unpack_header
+from elasticps.wire.frames import HEADER_BYTES, Header, Kind, bytes_frame, json_frame, unpack_header
 from tests.server.conftest import Group, Run, until
 
 SERVERS = (ServerInfo("a", 1, "h:1"),)
@@ -142,3 +144,13 @@ def test_a_server_that_gets_ranges_tells_its_workers_once(run: Run) -> None:
         assert [len(worker.views) for worker in workers] == [1, 1, 1]
 
     run(test)
+
+
+def test_who_asks_again_and_again_and_reads_nothing_is_told_no_more() -> None:
+    herald, serving = Herald(Loop().soon), SimpleNamespace(epoch=VIEW.epoch)
+    herald.adopt(VIEW)
+    held = HeldFrames(cast(Any, serving), herald, lambda: 0.0, lambda: None, lambda: None)
+    asking, full = listener(MAX_WAITING_BYTES - 1), listener(MAX_WAITING_BYTES)
+    for asker in (asking, asking, full):
+        held.get_view(asker, Header(Kind.GET_VIEW), np.empty(0, np.uint8))
+    assert [len(asking.frames), len(full.frames)] == [2, 0]

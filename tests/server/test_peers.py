@@ -18,9 +18,10 @@ from elasticps.server.protocol.operations import ChunkContent, Content, Contribu
 from elasticps.server.server import Server
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import Block, Header, Kind, json_body
-from replication.messages import Forward, Operation, OperationKind, SnapshotChunk
+from replication.effects import Send
+from replication.messages import Ack, Forward, Operation, OperationKind, SnapshotChunk
 from tests.server.conftest import DIM, RANGES, SPEC, TABLE, WORKER, Group, Run, until
-from tests.server.test_edge import NOW, create, pair
+from tests.server.test_edge import LATER, NOW, create, pair
 
 EVERY = np.arange(RANGES, dtype=np.int64)
 NO_VALUES = np.empty(0, np.float32)
@@ -160,6 +161,69 @@ def test_a_peer_that_is_wrong_again_and_again_gets_no_more_links_until_the_next_
         group.adopt(group.make_view(lambda r: ["a"]))
         group.adopt(group.make_view(lambda r: ["a", "b"]))
         await until(lambda: tail.links.link(head.member) is not None)
+
+    run(test)
+
+
+def test_nothing_is_heard_that_comes_behind_what_cannot_be(run: Run) -> None:
+    """Above all not by compiled code, to which such a link is nobody, as is the predecessor of a head."""
+
+    async def test(group: Group) -> None:
+        for name in ("a", "b"):
+            await group.start(name)
+        view = group.make_view(lambda r: ["b"] if r == 0 else ["a", "b"])
+        group.adopt(view)
+        await until(lambda: all(not server.links.suspects() for server in group.servers.values()))
+        worker = await group.connect("b")
+        await group.connect("a")
+        header, _ = await asyncio.wait_for(worker.push(view, "b", 1, list(range(40)), 1.0), 10)
+        assert header.kind == Kind.OK
+        a, b = group.servers["a"], group.servers["b"]
+        before = b.replica.seq.copy()
+        link, wrong = b.links.link(a.member), a.links.link(b.member)
+        assert wrong is not None
+        alone = np.zeros(1, np.int64)
+        operation = Operation(OperationKind.PUSH, WORKER, 9 << 16, Content([], alone, positions_of(alone, RANGES)), 64)
+        behind = Forward(NOW, alone, b.replica.seq[alone] + 1, operation)
+        encode = a.links._codec.encode
+        wrong.send_all([*encode(pushed(block(table=99))(b)), *encode(behind)])
+        await until(lambda: b.links.link(a.member) not in (None, link))
+        assert b.replica.seq.tolist() == before.tolist()
+
+    run(test)
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MOST_BYTES", 100 << 10), ("HOLD_TIMEOUT_S", 0.0)])
+def test_what_waits_for_a_view_to_come_is_bounded_and_does_not_wait_for_ever(
+    run: Run, limit: str, value: float
+) -> None:
+    async def test(group: Group) -> None:
+        await pair(group)
+        head, tail = group.servers["a"], group.servers["b"]
+        link, early = head.links.link(tail.member), tail.links.link(head.member)
+        assert link is not None
+        assert early is not None
+        for _ in range(200):
+            early.send_all(tail.links._codec.encode(Ack(LATER, EVERY, head.replica.seq)))
+        await until(lambda: head.replica.holds(tail.member) or head.links.link(tail.member) is not link)
+        with patch.object(replica_links, limit, value):
+            head.tick()
+            early.send_all(tail.links._codec.encode(Ack(LATER, EVERY, head.replica.seq)))
+            await until(lambda: head.links.link(tail.member) not in (None, link))
+        assert not head.replica.holds(tail.member)
+
+    run(test)
+
+
+def test_a_peer_that_asks_for_more_than_it_reads_loses_its_link(run: Run) -> None:
+    async def test(group: Group) -> None:
+        await pair(group)
+        head, tail = group.servers["a"], group.servers["b"]
+        link = head.links.link(tail.member)
+        assert link is not None
+        with patch.object(replica_links, "MOST_BYTES", -1):
+            head.links.send(Send(tail.member, Ack(NOW, EVERY, head.replica.seq)))
+        await until(lambda: head.links.link(tail.member) not in (None, link))
 
     run(test)
 

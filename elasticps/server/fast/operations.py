@@ -252,6 +252,8 @@ def forward(h, c, at):
     conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
     if h[H_CAREFUL] or load16(at + 46) or load16(at + 6) or epoch < 0 or epoch > h[H_EPOCH] or worker == 0:
         return SLOW
+    if conn[C_PEER] < 0:  # as the predecessor of a head
+        return SLOW
     if m == 0 or m > h[H_RANGES] or after <= 0 or h[H_NOTE_COUNT] == NOTES:
         return SLOW
     names = (4 * m + 7) & ~7

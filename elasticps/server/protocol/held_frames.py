@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elasticps.server.protocol.asker import Asker, Body
-from elasticps.server.protocol.herald import Herald
+from elasticps.server.protocol.herald import MAX_WAITING_BYTES, Herald
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.serving import Serving
 from elasticps.wire.frames import Header
@@ -55,7 +55,7 @@ class HeldFrames:
     def get_view(self, connection: Asker, header: Header, body: Body) -> None:
         """GET_VIEW: the peer wants a view newer than its own, or has one that we want."""
         has = GetViewHeader.of(header).epoch
-        if has < self._serving.epoch:
+        if has < self._serving.epoch and connection.waiting_bytes < MAX_WAITING_BYTES:
             connection.told_epoch = min(connection.told_epoch, has)
             self._herald.tell(connection)
         elif has > self._serving.epoch:

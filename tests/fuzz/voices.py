@@ -1,0 +1,248 @@
+"""What workers, a server and a leader say to the core: recorded frames that are made to fit its state, and some that
+are made for it. `say` gives a few, in some of which something is wrong."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from random import Random
+
+import numpy as np
+
+from coordinator.view import View
+from elasticps.client.protocol.routing import Routes, plan_push
+from elasticps.hashing import table_salt
+from elasticps.spec import TableSpec
+from elasticps.wire.frames import (
+    ALL_RANGES,
+    ANY,
+    HEADER_BYTES,
+    LAST,
+    REPEAT,
+    ROUND,
+    Header,
+    Kind,
+    block_head,
+    grads_padding,
+    json_frame,
+)
+from elasticps.wire.views import view_frame
+from tests.fuzz.core import APPS, CLUSTER, HOSTILE, ME, NOBODY, OWN, PEER, Core
+from tests.fuzz.corpus import LEADER, RANGES, ROLES, WORKER, Corpus
+from tests.fuzz.corpus import PEER as AS_PEER
+from tests.fuzz.mutations import mutate
+
+CHOSEN = 24  # frames of a kind that are said in one burst
+KEYS = np.arange(200, dtype=np.int64)
+_OFTEN = {Kind.PUSH: 6, Kind.PULL: 2, Kind.FORWARD: 6, Kind.ACK: 3, Kind.SNAPSHOT_CHUNK: 3, Kind.RESYNC: 2}
+
+
+class Voices:
+    """Everybody's, as long as one view lasts. `numbers` counts links."""
+
+    def __init__(self, core: Core, corpus: Corpus, tables: Mapping[int, TableSpec], random: Random) -> None:
+        self._core = core
+        self._random = random
+        self._tables = tables
+        self._routes = Routes(core.server.serving.view)  # type: ignore[arg-type]
+        self._kinds: dict[str, list[list[bytes]]] = {}
+        for role in ROLES:
+            found = {kind: random.sample(frames, min(len(frames), CHOSEN)) for kind, frames in corpus[role].items()}
+            found.pop(Kind.HELLO, None)
+            for kind, frames in self._made(role).items():
+                found[kind] = [*found.get(kind, ()), *frames]
+            self._kinds[role] = [found[kind] for kind in sorted(found) for _ in range(_OFTEN.get(Kind(kind), 1))]
+        self._strange = [frame for role in ROLES for frames in self._kinds[role] for frame in frames[:4]]
+        self._links = 0
+
+    # --- first words ------------------------------------------------------------------------------------------------
+
+    def hello(self, role: str, worker: int) -> bytearray:
+        """Who they are; of a worker, also that it takes part."""
+        self._links += 1
+        if role == WORKER:
+            who = {"cluster": CLUSTER, "worker": worker, "name": f"w{worker}", "app": APPS[worker]}
+            join = Header(Kind.JOIN, self._random.choice((LAST, LAST, LAST, 0, LAST | 32)), request=2).pack()
+            return self._perhaps_wrong(bytearray(json_frame(Kind.HELLO, who)), 0.03) + join
+        to = [ME, 1]
+        if role == LEADER:
+            who = {"cluster": CLUSTER, "leader": "c0", "to": to}
+        else:
+            who = {"cluster": CLUSTER, "peer": [PEER, 1], "to": to, "number": self._core.view_number() + self._links}
+        return self._perhaps_wrong(bytearray(json_frame(Kind.HELLO, who)), 0.03)
+
+    # --- and then ---------------------------------------------------------------------------------------------------
+
+    def say(self, role: str, worker: int, count: int, wrong: float) -> list[bytearray]:
+        """So many frames; `wrong`: how often something is wrong with one."""
+        random, server = self._random, self._core.server
+        kinds, epoch = self._kinds[role], server.epoch
+        if random.random() < 0.06:
+            epoch = max(0, epoch + random.choice((-1, 1, 1, 1000)))
+        clock, ahead = self._next_clock(worker), np.ones(RANGES, np.int64)
+        said = []
+        for _ in range(count):
+            frame = bytearray(random.choice(random.choice(kinds)))
+            kind = frame[5]
+            if kind != Kind.VIEW and random.random() < 0.95:
+                struct.pack_into("<Q", frame, 24, epoch)
+            if role == WORKER:
+                struct.pack_into("<I", frame, 40, worker)
+                if kind in (Kind.PUSH, Kind.BARRIER_ARRIVE):
+                    struct.pack_into("<Q", frame, 32, clock)
+                    clock += kind == Kind.PUSH and random.random() < 0.9
+                elif kind == Kind.PULL:
+                    struct.pack_into("<Q", frame, 32, random.choice((0, 0, clock - 1, clock)))
+            elif kind in (Kind.FORWARD, Kind.ACK, Kind.RESYNC, Kind.SNAPSHOT_CHUNK, Kind.CHUNK_ACK):
+                self._fit(frame, kind, ahead)
+            frame = self._perhaps_wrong(frame, wrong)
+            if not self._takes_over(frame):
+                said.append(frame)
+        return said
+
+    def _perhaps_wrong(self, frame: bytearray, wrong: float) -> bytearray:
+        while self._random.random() < wrong:
+            frame = mutate(self._random, frame, self._strange)
+            wrong /= 2
+        return frame
+
+    def _takes_over(self, frame: bytearray) -> bool:
+        """Whether this is a view that a server believes, and no leader may write: without certificates whoever leads is
+        obeyed."""
+        if len(frame) <= HEADER_BYTES or frame[5] != Kind.VIEW:
+            return False
+        try:
+            view = View.decode(bytes(frame[HEADER_BYTES : HEADER_BYTES + int.from_bytes(frame[52:56], "little")]))
+        except ValueError:
+            return False
+        return view.epoch > self._core.server.epoch and view.cluster == CLUSTER and view.reason != "by hand"
+
+    def _next_clock(self, worker: int) -> int:
+        clocks, headed = self._core.server.replica.clocks, self._core.server.serving.headed
+        if not clocks.known(worker) or not len(headed):
+            return 1
+        return (int(clocks.row(worker)[headed].max()) >> 16) + 1
+
+    def _fit(self, frame: bytearray, kind: int, ahead: np.ndarray) -> None:
+        """Positions of logs as they are now; `ahead`: how many operations more have been forwarded in each range."""
+        replica, random = self._core.server.replica, self._random
+        if kind in (Kind.SNAPSHOT_CHUNK, Kind.CHUNK_ACK):
+            r = struct.unpack_from("<I", frame, 40)[0] % RANGES
+            fill = replica._fills.get(r)
+            if kind == Kind.CHUNK_ACK and fill is not None:
+                struct.pack_into("<I", frame, 56, max(0, fill.number - random.choice((0, 1, 1, 1))))
+                struct.pack_into("<Q", frame, 32, int(replica.seq[r]))
+            elif kind == Kind.SNAPSHOT_CHUNK and random.random() < 0.7:
+                struct.pack_into("<I", frame, 56, replica._pieces.get(r, 0))
+            view = self._core.server.serving.view
+            struct.pack_into("<Q", frame, 16, 0 if view is None else int(view.since[r]))
+            return
+        m = struct.unpack_from("<I", frame, 48)[0]
+        numbers = HEADER_BYTES + ((4 * m + 7) & ~7)
+        if not 0 < m <= RANGES or numbers + 8 * m > len(frame):
+            return
+        ranges = np.frombuffer(frame, "<i4", m, HEADER_BYTES).astype(np.int64) % RANGES
+        seqs = replica.seq[ranges]
+        if kind == Kind.FORWARD:
+            seqs = seqs + ahead[ranges]
+            ahead[ranges] += 1
+        elif random.random() < 0.5:
+            seqs = np.maximum(seqs - random.choice((0, 1, 3)), 0)
+        frame[numbers : numbers + 8 * m] = seqs.tobytes()
+
+    # --- frames for this core ---------------------------------------------------------------------------------------
+
+    def _made(self, role: str) -> dict[int, list[bytes]]:
+        core, random = self._core, self._random
+        epoch, view = core.server.epoch, core.server.serving.view
+        assert view is not None
+        if role == LEADER:
+            return {Kind.VIEW: [view_frame(view)] * 20, Kind.GET_VIEW: [Header(Kind.GET_VIEW).pack()]}
+        if role == AS_PEER:
+            forwards = [self._forward(random.choice((0, 0, 0, 2))) for _ in range(CHOSEN)]
+            rooms = json_frame(Kind.ROOM, {"rooms": [[1 << 40, 8, PEER, 1, 2, 3], [1 << 62, 1, "", 0, 0, 0]]})
+            return {Kind.FORWARD: [f for f in forwards if f], Kind.ROOM: [rooms]}
+        pushes = [self._push() for _ in range(2 * CHOSEN)]
+        keys = [np.array(random.sample(range(200), n), np.int64) for n in (1, 8, 60)]
+        pulls = [
+            Header(Kind.PULL, random.choice((0, 0, ANY)), k.nbytes, 9, epoch, table=number, items=len(k),
+                   bound=random.choice((0, 0, 1, 2)), wait_ms=random.choice((0, 5, 2000))).pack() + k.tobytes()
+            for k in keys for number in self._tables
+        ]  # fmt: skip
+        creates = [
+            json_frame(Kind.CREATE, {"id": number, "spec": spec.to_json()}, request=8, epoch=epoch)
+            for number, spec in self._tables.items()
+        ]
+        inits = [
+            Header(Kind.INIT, flags & ALL_RANGES, len(body), 7, epoch, items=items).pack() + body
+            for flags, items, body in (self._rows(no_values=True) for _ in range(8))
+        ]
+        return {Kind.PUSH: pushes, Kind.PULL: pulls, Kind.CREATE: creates, Kind.INIT: inits}
+
+    def _push(self) -> bytes:
+        random = self._random
+        flags, items, body = self._rows()
+        flags |= random.choice((LAST, LAST, LAST, 0)) | random.choice((0, 0, 0, 0, ROUND, REPEAT))
+        shard = (random.choice((1, 2, 3)), random.choice((1 << 16, 1 << 16 | 3))) if random.random() < 0.2 else (0, 0)
+        return Header(
+            Kind.PUSH, flags, len(body), 6, self._core.server.epoch, items=items, table=random.choice((0, 1, 1)),
+            bound=shard[0], wait_ms=shard[1],
+        ).pack() + body  # fmt: skip
+
+    def _rows(self, no_values: bool = False) -> tuple[int, int, bytes]:
+        """(flags, blocks, body) of rows that this server heads, in some of its ranges or in all."""
+        random, routes = self._random, self._routes
+        share = next((s for s in routes.shares if routes.members[s.server].name == ME), None)
+        if share is None:
+            return ALL_RANGES, 0, b""
+        start, stop, flags, body = share.start, share.stop, ALL_RANGES, b""
+        if random.random() < 0.5:
+            start = random.randrange(start, stop)
+            stop = random.randrange(start + 1, stop + 1)
+            flags = 0
+            body = struct.pack("<Q", stop - start) + routes.range_at[start:stop].astype("<i4").tobytes()
+            body += bytes(-len(body) % 8)
+        chosen = random.sample(sorted(self._tables), random.choice((1, 1, 2)))
+        for number in chosen:
+            spec = self._tables[number]
+            keys = np.array(random.sample(range(200), random.choice((1, 5, 40))), np.int64)
+            plan = plan_push(keys, table_salt(number), routes)
+            mine = keys[plan.order[plan.offsets[start] : plan.offsets[stop]]]
+            body += self._block(number, spec, mine, no_values)
+        return flags, len(chosen), body
+
+    def _block(self, number: int, spec: TableSpec, keys: np.ndarray, no_values: bool) -> bytes:
+        values = np.empty(0, np.float32) if no_values else spec.optimizer.step_values(1, None)
+        grads = np.full((len(keys), spec.dim), self._random.choice((1.0, -2.0, 0.5)), np.float32)
+        block = block_head(number, len(keys), spec.dim, values) + keys.tobytes() + grads.tobytes()
+        return block + bytes(grads_padding(len(keys), spec.dim))
+
+    def _forward(self, kind: int) -> bytes:
+        """Of rows in the ranges that the peer is before us in, or some of them."""
+        random, view = self._random, self._core.server.serving.view
+        assert view is not None
+        up = [
+            r for r in range(OWN, RANGES)
+            if view.chains[r, 0] == 0 and (view.chains[r, 1] == 1 or view.joining[r] == 1)
+        ]  # fmt: skip
+        if not up:
+            return b""
+        ranges = np.array(sorted(random.sample(up, random.randint(1, len(up)))), np.int64)
+        body = ranges.astype("<i4").tobytes()
+        body += bytes(-len(body) % 8) + bytes(8 * len(ranges))
+        chosen = random.sample(sorted(self._tables), random.choice((1, 1, 2)))
+        position = np.full(RANGES, -1, np.int64)
+        position[ranges] = np.arange(len(ranges))
+        for number in chosen:
+            table = self._core.server.store.tables.get(number)
+            if table is None:
+                continue
+            where = position[table.ranges_of(KEYS)]
+            keys = KEYS[np.argsort(where, kind="stable")][np.count_nonzero(where < 0) :]
+            keys = keys[sorted(random.sample(range(len(keys)), min(len(keys), random.choice((1, 5, 40)))))]
+            body += self._block(number, self._tables[number], keys, no_values=kind == 2)
+        worker, after = (0, 0) if kind else (random.choice((*HOSTILE, NOBODY)), random.randrange(1, 50) << 16)
+        return Header(
+            Kind.FORWARD, 0, len(body), 0, 0, after, worker, part=kind, table=len(ranges),
+            items=sum(n in self._core.server.store.tables for n in chosen),
+        ).pack() + body  # fmt: skip
