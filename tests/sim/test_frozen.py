@@ -92,3 +92,35 @@ def test_a_shard_whose_round_was_closed_without_its_worker_is_trained(cluster: C
     assert len(twice) <= 1  # what the other one was given while w1 was lost, and w1 had pushed
     for shard, value in enumerate(trained):
         assert value in ((1, 2) if shard not in twice else (1, 2, 3, 4)), shard
+
+
+def test_a_worker_that_was_frozen_while_it_waited_for_another_goes_on(cluster: Cluster) -> None:
+    steps, over = {"w0": 0, "w1": 0}, set()
+    late, training = [False], [True]
+
+    def program(threads: Threads) -> None:
+        name = threads.process.host
+        with cluster.connect(threads, name, BSP(), 1, "app") as ps:
+            table = ps.table("t", dim=1, optimizer=Accumulate())
+            while training:
+                while name == "w0" and late[0] and len(cluster.counted) == 2:
+                    threads.sleep(0.1)
+                threads.sleep(0.5)
+                ps.push({table: (np.arange(9), np.ones((9, 1), np.float32))})
+                table.pull(np.arange(9))
+                steps[name] += 1
+        over.add(name)
+
+    started = {name: cluster.start_worker(name, program) for name in steps}
+    wait_for(cluster, lambda: min(steps.values()) > 1)
+    late[0] = True
+    cluster.clock.run(cluster.clock.now + 2.0)
+    started["w1"].process.stall()
+    cluster.clock.run(cluster.clock.now + FROZEN_S)
+    late[0] = False
+    before = dict(steps)
+    assert before["w0"] > before["w1"] + 1
+    started["w1"].process.thaw()
+    wait_for(cluster, lambda: steps["w1"] > before["w1"] + 2)
+    training.clear()
+    wait_for(cluster, lambda: over == {"w0", "w1"})

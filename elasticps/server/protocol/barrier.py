@@ -149,6 +149,10 @@ class BarrierCoordinator:
         group = np.array([group_range(app, self._serving.ranges)], np.int64)
         step = RoundStep(app, clock, tuple(sorted(required)))
         self._group.log(_Several(group, tickets), OperationKind.BARRIER_DECISION, step, group)
+        for worker in [w for w, one in waiting.items() if one.clock <= clock]:  # it was away: what it waits for is over
+            one = waiting.pop(worker)
+            text = f"round {one.clock} of {app!r} was closed without this worker"
+            self._group.herald.refuse(one.ticket.connection, one.ticket.request, RequestError("left-out", text))
 
     def judge(self) -> None:
         """The roster or the view has changed, or time has passed."""
