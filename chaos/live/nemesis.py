@@ -104,6 +104,7 @@ class Nemesis:
         self._clock = clock
         self._least = least
         self._dead: set[tuple[str, int]] = set()  # incarnations that were killed, or are on their way out
+        self._left: set[str] = set()  # who was taken away for good, perhaps while another fault was to bring them back
         self._shapes: dict[str, list[Fault]] = {}
         self._stopped = False
 
@@ -190,6 +191,7 @@ class Nemesis:
         if action.do in ENDING:
             if action.do == "shrink":
                 fault.target = stage.shrink(name)
+                self._left.add(fault.target)
             else:
                 (stage.kill if action.do == "kill" else stage.terminate)(name)
             self._count_out(fault, scene)
@@ -261,6 +263,8 @@ class Nemesis:
     def _come_back(self, fault: Fault, now: float) -> list[str]:
         """A process that was killed or asked to end: dead, started again if the plan says so, ready."""
         action, stage, name = fault.action, self._stage, fault.target
+        if name in self._left and not stage.running(name):
+            return self._over(fault, now)
         if fault.stage == "ending" and not stage.running(name):
             comes_back = action.do == "restart" or "back" in action.values
             if not comes_back:

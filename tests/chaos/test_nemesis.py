@@ -276,3 +276,17 @@ def test_nobody_is_taken_away_for_good_where_the_others_could_not_hold_what_is_s
     nemesis.step(1.0)
     assert stage.story == ["terminate s2"]
     assert nemesis.faults[0].note == "a drain needs 4 other servers, there are 3"
+
+
+def test_who_was_taken_away_for_good_is_not_waited_for_by_another_fault() -> None:
+    nemesis, stage = nemesis_of(
+        action_of("kill", "s1", back=2), action_of("shrink", "s1", at=3.5), scene=scene_of(RING, **ROLES)
+    )
+    for now in (1.0, 1.1):
+        nemesis.step(now)
+    stage.dead.discard("s1")  # started again, and not yet ready when it is asked to leave
+    nemesis.step(3.5)
+    stage.dead.add("s1")
+    nemesis.step(4.0)
+    assert not nemesis.busy
+    assert "start s1" not in stage.story
