@@ -36,6 +36,7 @@ class FakeStage:
         self.story: list[str] = []
         self.network = FakeNetwork(self.story)
         self.dead: set[str] = set()
+        self.starting: set[str] = set()
         self.draining: set[str] = set()
         self.codes: dict[str, int] = {}
         self.etcd_answers = True
@@ -47,7 +48,7 @@ class FakeStage:
         return name not in self.dead
 
     def ready(self, name: str) -> bool:
-        return name not in self.dead
+        return name not in self.dead | self.starting
 
     def start(self, name: str) -> None:
         self.story.append(f"start {name}")
@@ -284,7 +285,8 @@ def test_who_was_taken_away_for_good_is_not_waited_for_by_another_fault() -> Non
     )
     for now in (1.0, 1.1):
         nemesis.step(now)
-    stage.dead.discard("s1")  # started again, and not yet ready when it is asked to leave
+    stage.dead.discard("s1")
+    stage.starting.add("s1")
     nemesis.step(3.5)
     stage.dead.add("s1")
     nemesis.step(4.0)
