@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from replication.chain import Chains, Member, Ranges
+from replication.chain import Chains, Kept, Member, Ranges
 
 Flags: TypeAlias = NDArray[np.bool_]
 Pair: TypeAlias = tuple[Member, Member]
@@ -27,6 +27,7 @@ class Loss(NamedTuple):
     heads      ranges with a new head; promoted: with a level joiner that became a replica at once
     restarted  ranges whose filling begins again, because their chain is another; ended: that lost their joiner
     parted     ranges that lost a replica, or their joiner, because two neighbours cannot reach each other
+    kept       ranges left with one replica, where one that fell silent keeps its copy
     stuck      ranges [n] whose replicas are all gone; they are left as they are
     """
 
@@ -36,13 +37,14 @@ class Loss(NamedTuple):
     restarted: int
     ended: int
     parted: int
+    kept: int
     stuck: Ranges
 
 
 class Draft:
     """Chains in the making, as indices into `members`: those of the view it starts from, then `others`.
 
-    chains int32 [P, R], joining int32 [P]: as in `Chains`; leaving int32 [P]: as in `View`.
+    chains int32 [P, R], joining, kept int32 [P]: as in `Chains`; leaving int32 [P]: as in `View`.
     """
 
     def __init__(self, view: Chains, others: Iterable[Member] = (), leaving: NDArray[np.int32] | None = None) -> None:
@@ -51,6 +53,7 @@ class Draft:
         self.members: tuple[Member, ...] = (*view.members, *(m for m in others if m not in known))
         self.chains = view.chains.copy()
         self.joining = view.joining.copy()
+        self.kept = view.kept.copy()
         self.leaving = np.full_like(self.joining, -1) if leaving is None else leaving.copy()
 
     @classmethod
@@ -95,26 +98,34 @@ class Draft:
                 table[at[a], at[b]] = table[at[b], at[a]] = True
         return table
 
-    def lose(self, gone: Collection[Member], level: Mapping[int, int], cut: Collection[Pair] = ()) -> Loss:
+    def lose(
+        self,
+        gone: Collection[Member],
+        level: Mapping[int, int],
+        cut: Collection[Pair] = (),
+        silent: Collection[Member] = (),
+    ) -> Loss:
         """Takes the members in `gone` out of every chain that another full or level replica survives.
 
         level: range -> fill id that its tail reported level. cut: members that cannot reach each other: where they
-        are neighbours the second one leaves, and its place in the chain's order is lost.
+        are neighbours the second one leaves, and its place in the chain's order is lost. silent: those of `gone` that
+        may live: where they leave a single replica, the last of them keeps its copy.
         """
-        old_chains, old_joining = self.chains, self.joining
-        gone_at = self.flags(gone)
+        old_chains, old_joining = self.chains, np.where(self.kept > 0, np.int32(-1), self.joining)
+        gone_at, silent_at = self.flags(gone), self.flags(silent)
         out = gone_at[self.chains]
         hit = out.any(axis=1)
-        level_now = self._level(level)
-        ended = gone_at[self.joining]
-        self.joining = np.where(ended, np.int32(-1), self.joining)
-        promoted = hit & level_now & (self.joining >= 0)
+        level_now = self._level(level) | (self.kept > 0)
+        ended = gone_at[self.joining] & (self.kept == 0)
+        self._end(ended)
+        promoted = hit & level_now & (self.joining >= 0) & ~gone_at[self.joining]
         stuck = (out | (self.chains < 0)).all(axis=1) & hit & ~promoted
         parted = self._part(out, ~stuck, self.pairs(cut), level_now) if cut else np.zeros(len(out), np.bool_)
         out[stuck] = False
         self._compact(out)
+        kept = self._keep(out & silent_at[old_chains] & ~promoted[:, None], old_chains)
         self._append(promoted)
-        moved = (self.chains != old_chains).any(axis=1)
+        moved = (self.chains != old_chains).any(axis=1) & (self.kept == 0)
         return Loss(
             self._removed(old_chains, old_joining),
             int(np.count_nonzero(self.chains[:, 0] != old_chains[:, 0])),
@@ -122,8 +133,24 @@ class Draft:
             int(np.count_nonzero(moved & (self.joining >= 0))),
             int(np.count_nonzero(ended)),
             int(np.count_nonzero(parted)),
+            kept,
             np.flatnonzero(stuck).astype(np.int64),
         )
+
+    def returned(self, gone: Collection[Member], cut: Collection[Pair]) -> dict[int, int]:
+        """The ranges whose kept joiner is there again and may be the tail: as if they had been reported level."""
+        back = (self.kept == Kept.BEHIND) & ~self.flags(gone)[self.joining]
+        back &= ~self.pairs(cut)[self.tails, self.joining]
+        return {r: int(self.view.since[r]) for r in np.flatnonzero(back).tolist()}
+
+    def confirm(self, alone: Mapping[Member, int], ended: Collection[Member], returned: Collection[int]) -> int:
+        """Lets the single replicas of ranges go on without the copies kept: those that have lived on for a while (see
+        `Health.alone`), or whose other one has ended. Not of ranges in `returned`. Returns how many."""
+        epochs = np.array([*(alone.get(m, 0) for m in self.members), 0])
+        done = (self.kept > 0) & ((epochs[self.tails] >= self.view.since) | self.flags(ended)[self.joining])
+        done[list(returned)] = False
+        self._end(done)
+        return int(np.count_nonzero(done))
 
     def promote(self, level: Mapping[int, int], draining: Collection[Member] = ()) -> int:
         """Makes level joiners tails; returns how many. In a full chain they take the place of one that drains, or of
@@ -140,7 +167,7 @@ class Draft:
     def settled(self, draining: Collection[Member]) -> NDArray[np.int32]:
         """int32 [P, R]: the chains when every filling under way is level."""
         after = copy(self)
-        after.chains, after.joining = self.chains.copy(), self.joining.copy()
+        after.chains, after.joining, after.kept = self.chains.copy(), self.joining.copy(), self.kept.copy()
         ready = (after.joining >= 0) & (after.lengths > 0)
         after._retire(after.chains, ready, after.flags(draining))
         after._compact(after.chains < 0)
@@ -150,20 +177,20 @@ class Draft:
 
     def fill(self, r: int, member: int, leaving: int = -1) -> None:
         """Starts to fill a member with range r; another is to leave when it is level, -1 for none. Both are indices."""
-        self.joining[r] = member
+        self.joining[r], self.kept[r] = member, Kept.NOT
         self.leaving[r] = leaving
 
     def give_up(self, members: Collection[Member]) -> int:
         """Ends the fillings of these members; returns how many."""
-        ended = self.flags(members)[self.joining]
-        self.joining[ended] = -1
+        ended = self.flags(members)[self.joining] & (self.kept == 0)
+        self._end(ended)
         return int(np.count_nonzero(ended))
 
     def stop(self, pairs: Collection[Pair], level: Mapping[int, int]) -> list[Member]:
         """Ends the fillings between the two of each pair, but for what is level; returns who was being filled."""
-        ended = self.pairs(pairs)[self.tails, self.joining] & ~self._level(level)
+        ended = self.pairs(pairs)[self.tails, self.joining] & ~self._level(level) & (self.kept == 0)
         joiners = [self.members[i] for i in np.unique(self.joining[ended]).tolist()]
-        self.joining[ended] = -1
+        self._end(ended)
         return joiners
 
     def release(self, draining: Collection[Member], live: Collection[Member]) -> int:
@@ -179,14 +206,16 @@ class Draft:
     @property
     def changed(self) -> Flags:
         """bool [P]: the ranges whose chain or joiner differs from the view's."""
-        changed: Flags = (self.chains != self.view.chains).any(axis=1) | (self.joining != self.view.joining)
+        view = self.view
+        changed: Flags = (self.chains != view.chains).any(axis=1)
+        changed |= (self.joining != view.joining) | (self.kept != view.kept)
         return changed
 
     def build(self, members: Sequence[Member]) -> Chains:
         """The next view's chains, over `members`, which has all owners."""
         index = self.indices(members)
         since = np.where(self.changed, self.view.epoch + 1, self.view.since)
-        return Chains(self.view.epoch + 1, tuple(members), index[self.chains], index[self.joining], since)
+        return Chains(self.view.epoch + 1, tuple(members), index[self.chains], index[self.joining], since, self.kept)
 
     def indices(self, members: Sequence[Member]) -> NDArray[np.int32]:
         """int32 [members + 1]: where each member of the draft is in `members`; index -1 stays -1."""
@@ -226,7 +255,7 @@ class Draft:
             before = np.where(out[:, column] | (here < 0), before, here)
         # A level joiner has all that was acknowledged, and is kept: it can be promoted if it is all that is left.
         apart = rows & cut[before, self.joining] & ~level
-        self.joining[apart] = -1
+        self._end(apart)
         parted |= apart
         return parted
 
@@ -242,12 +271,27 @@ class Draft:
         """The joiners of these ranges become their tails."""
         at = np.flatnonzero(rows)
         self.chains[at, self.lengths[at]] = self.joining[at]
-        self.joining[at] = -1
+        self._end(rows)
+
+    def _end(self, rows: Flags) -> None:
+        """Nobody joins these ranges any more."""
+        self.joining[rows] = -1
+        self.kept[rows] = Kept.NOT
+
+    def _keep(self, out: Flags, before: NDArray[np.int32]) -> int:
+        """Where one replica is left of the chains `before`, the last of those marked in `out` keeps its copy; returns
+        in how many ranges."""
+        at = np.flatnonzero(out.any(axis=1) & (self.lengths == 1))
+        stood = out.shape[1] - 1 - np.argmax(out[at, ::-1], axis=1)
+        left = np.argmax(before[at] == self.chains[at, :1], axis=1)
+        self.joining[at] = before[at, stood]
+        self.kept[at] = np.where(stood > left, Kept.BEHIND, Kept.BEFORE)
+        return len(at)
 
     def _removed(self, chains: NDArray[np.int32], joining: NDArray[np.int32]) -> tuple[Member, ...]:
         def held(chains: NDArray[np.int32], joining: NDArray[np.int32]) -> NDArray[np.int64]:
             everyone = np.concatenate((chains.ravel(), joining))
             return np.bincount(everyone + 1, minlength=len(self.members) + 1)[1:]
 
-        fewer = held(self.chains, self.joining) < held(chains, joining)
+        fewer = held(self.chains, np.where(self.kept > 0, np.int32(-1), self.joining)) < held(chains, joining)
         return tuple(sorted(self.members[i] for i in np.flatnonzero(fewer)))

@@ -86,7 +86,8 @@ def _well(view: View | None, members: Members) -> Health:
         return Health()
     here = {s.member for s in members.servers}
     level = {r: int(view.since[r]) for r in np.flatnonzero(view.joining >= 0).tolist()}
-    return Health({s.member: "not registered" for s in view.servers if s.member not in here}, level)
+    alone = {s.member: view.epoch for s in view.servers}
+    return Health({s.member: "not registered" for s in view.servers if s.member not in here}, level, alone=alone)
 
 
 def _mean_sizes(view: View | None, nbytes: Mapping[str, int]) -> dict[str, float]:

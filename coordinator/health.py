@@ -63,6 +63,7 @@ class Report:
     tenure    what it knows of the leader
     nbytes    stored there; requests: done since it started
     memory    what it uses of what it may
+    alone     it has lived on for a while as the single replica, beside kept copies, of ranges since up to this epoch
     """
 
     epoch: int
@@ -73,6 +74,7 @@ class Report:
     requests: int = 0
     memory: Memory = _NO_LIMIT
     tenure: Tenure = _NO_LEADER
+    alone: int = 0
 
 
 class Line(Protocol):
@@ -95,10 +97,12 @@ PermissionError: it is another incarnation, or another cluster's, that answers t
 
 
 class Gone(NamedTuple):
-    """Why a member is not counted on, and since when (on the clock of the events)."""
+    """Why a member is not counted on, and since when (on the clock of the events). ended: it has, for all we know; else
+    it may be heard again."""
 
     why: str
     at: float
+    ended: bool = False
 
 
 class Load(NamedTuple):
@@ -121,6 +125,7 @@ class _Peer:
     heard    last sign of life; at first, when we began to listen
     met      it has reported; load: what it said last of its bytes and requests
     lost     when its connection ended, None while there is one or it was never made
+    alone    as it reported last
     """
 
     heard: float
@@ -129,6 +134,7 @@ class _Peer:
     lost: float | None = None
     gone: Gone | None = None
     load: Load | None = None
+    alone: int = 0
 
 
 class Detector:
@@ -166,6 +172,8 @@ class Detector:
             before = self._peers[member].load
             load = self._peers[member].load = Load(report.nbytes, report.requests, report.memory)
             changed |= before is not None and before.step != load.step
+            changed |= self._peers[member].alone < report.alone
+            self._peers[member].alone = report.alone
         for level in report.levels:
             known = self._levels.get(level.range)
             if known is None or known.fill < level.fill:
@@ -191,7 +199,7 @@ class Detector:
         peer = self._peers.get(member)
         if peer is None:
             return False
-        return self._give_up(peer, why if peer.lost is None else f"connection lost, then {why}", now)
+        return self._give_up(peer, why if peer.lost is None else f"connection lost, then {why}", now, ended=True)
 
     def tick(self, now: float) -> bool:
         """Time has passed. To be called every TICK_S, and late only if nothing could be heard meanwhile."""
@@ -245,6 +253,8 @@ class Detector:
             cut=frozenset(self._cuts),
             stalled=frozenset(self._stalled),
             pending=frozenset(member for member, peer in self._peers.items() if not peer.met),
+            silent=frozenset(member for member, gone in self.gone.items() if not gone.ended),
+            alone={member: peer.alone for member, peer in self._peers.items() if peer.alone},
             places={m: load.memory.places(size) for m, load in self.loads.items() if load.memory.full},
         )
 
@@ -277,10 +287,10 @@ class Detector:
     def _is_late(self, now: float) -> bool:
         return self._ticked is not None and now - self._ticked > TICK_S + LATE_S
 
-    def _give_up(self, peer: _Peer, why: str, now: float) -> bool:
-        if peer.gone is not None:
+    def _give_up(self, peer: _Peer, why: str, now: float, ended: bool = False) -> bool:
+        if peer.gone is not None and peer.gone.ended >= ended:
             return False
-        peer.gone = Gone(why, now)
+        peer.gone = Gone(why, now if peer.gone is None else peer.gone.at, ended)
         return True
 
     def _judge_silence(self, now: float) -> bool:

@@ -21,7 +21,7 @@ from coordinator.ring import Node, place
 from coordinator.store import VALUE_MAX
 from coordinator.view import WORKERS_MAX, ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from coordinator.wording import names
-from replication.chain import Chains, Member, unsafe_transition
+from replication.chain import Chains, Kept, Member, unsafe_transition
 
 _LIMITS = Limits()
 _SURELY_FITS = 4096  # workers with the longest names there are
@@ -53,6 +53,8 @@ class Health:
     stalled  pairs of members of which one could not fill the other: it is given up, and not tried again for a while
     pending  members that have not been heard yet: they are not listed, or if they are, given nothing to do
     places   for how many more ranges a member has memory; who is not in it has no limit
+    silent   those of `gone` that may live: nothing but their silence says otherwise
+    alone    members that have lived on for a while as the single replica of ranges since up to an epoch
     ripe     False: what is level may wait a little for the others under way, so that one view serves for all
     """
 
@@ -62,6 +64,8 @@ class Health:
     stalled: frozenset[Pair] = frozenset()
     pending: frozenset[Member] = frozenset()
     places: Mapping[Member, Places] = field(default_factory=dict)
+    silent: frozenset[Member] = frozenset()
+    alone: Mapping[Member, int] = field(default_factory=dict)
     ripe: bool = True
 
 
@@ -164,7 +168,7 @@ class _Step:
 
     present   the servers registered now, by name, less those known to be gone
     lost      members that are listed and gone, with the evidence: health's, or that their name has a newer incarnation,
-              which proves it even when that one is gone too
+              which proves it even when that one is gone too; silent: those that may live
     known     all who may be in the next view; of them, those not lost:
     serving   who is not asked to drain
     draining  who is; last: one that was asked to, and cannot as there is nobody else
@@ -182,6 +186,7 @@ class _Step:
                 self.lost[server.member] = f"came back as incarnation {newest[server.name]}{too}"
             elif server.member in health.gone:
                 self.lost[server.member] = health.gone[server.member]
+        self.silent = {m for m in health.silent if self.lost.get(m) == health.gone[m]}
         self.draft = Draft(view.as_chains, (s.member for s in self.present.values()), view.leaving)
         self.asked = members.draining
         self.known: list[ServerInfo] = []
@@ -191,7 +196,7 @@ class _Step:
 
     def decide(self, limits: Limits) -> Plan | None:
         before = self.draft.owners
-        loss = self.draft.lose(self.lost, self.health.level, self.health.cut)
+        loss = self.draft.lose(self.lost, self.health.level, self.health.cut, self.silent)
         self._sort()
         if self.draft.changed.any():
             done = wording.losses(loss, self.lost, self.health.cut)
@@ -249,9 +254,12 @@ class _Step:
         draft, health = self.draft, self.health
         draft.give_up(self.draining)
         stopped, apart = draft.stop(health.stalled, health.level), health.cut | health.stalled
+        back = draft.returned(self.lost, health.cut)
+        confirmed = draft.confirm(health.alone, self.lost.keys() - self.silent, back)
         before, full = draft.joining.copy(), draft.lengths == draft.replicas
         if health.ripe or self._listed() != self.view.servers:
-            draft.promote(health.level, self.draining)
+            level = {r: fill for r, fill in health.level.items() if draft.kept[r] == Kept.NOT}
+            draft.promote(level | back, self.draining)
         came = (before >= 0) & (draft.joining < 0)
         if not any(server.member in health.pending for server in self.present.values()):
             draft.release(self.draining, self.serving)
@@ -265,6 +273,7 @@ class _Step:
             return []
         return [
             *wording.stalled(stopped),
+            *wording.confirmed(confirmed),
             *wording.repairs(draft, int(np.count_nonzero(came & ~full)), repairs & (draft.joining != before)),
             *wording.drains(draft, self.draining),
             *wording.moves(draft, int(np.count_nonzero(came & full)), missing(draft, able, self.draining)),
@@ -326,6 +335,7 @@ class _Step:
             since=chains.since,
             reason=reason,
             leaving=draft.indices([s.member for s in servers])[draft.intended],
+            kept=chains.kept,
         )
 
 
@@ -338,10 +348,11 @@ def _unlawful(old: Chains, new: Chains, level: Mapping[int, int]) -> str:
     at = {m: i for i, m in enumerate(new.members)}
     index = np.array([*(at.get(m, -2) for m in old.members), -1])
     same: Flags = (index[old.chains] == new.chains).all(axis=1) & (index[old.joining] == new.joining)
-    rows = np.flatnonzero(~same | (old.since != new.since))
+    rows = np.flatnonzero(~same | (old.since != new.since) | (old.kept != new.kept))
 
     def only(view: Chains) -> Chains:
-        return Chains(view.epoch, view.members, view.chains[rows], view.joining[rows], view.since[rows])
+        chains, joining, since, kept = view.chains[rows], view.joining[rows], view.since[rows], view.kept[rows]
+        return Chains(view.epoch, view.members, chains, joining, since, kept)
 
     if not unsafe_transition(only(old), only(new), {i: level[r] for i, r in enumerate(rows.tolist()) if r in level}):
         return ""

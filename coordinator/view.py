@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.names import check_address, check_identity, check_name, check_worker
-from replication.chain import Chains, Member
+from replication.chain import Chains, Kept, Member
 
 RANGES_MAX = 1 << 16
 REPLICAS_MAX = 16
@@ -27,7 +27,7 @@ WORKERS_MAX = 1 << 16
 REASON_MAX = 1000
 WEIGHT_MAX = 64.0
 
-_MAGIC = b"EPSV\x02"
+_MAGIC = b"EPSV\x03"
 _FIXED = struct.Struct("<QIII")  # epoch, ranges, replicas, bytes of the JSON that follows
 _ROSTER_MAGIC = b"EPSR\x01"
 _BODY_MAX = 32 << 20  # more than the largest view allowed above: a small message never inflates beyond it
@@ -84,6 +84,8 @@ class View:
     reason   why the leader wrote this view, for people
     leaving  int32 [ranges]: index of the replica whose place the joining one is to take when it is level, -1 = none or
              not decided. An intention, which the next view may change; left out, nobody leaves.
+    kept     int32 [ranges]: a `Kept` of the joining replica: it was a full one until it fell silent, and has a complete
+             copy. Acknowledgements wait for it until the one that is left is confirmed. Left out, there is none.
     """
 
     cluster: str
@@ -96,6 +98,7 @@ class View:
     since: NDArray[np.int64]
     reason: str
     leaving: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    kept: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
     def __post_init__(self) -> None:
         check_identity(self.cluster)
@@ -113,6 +116,8 @@ class View:
         object.__setattr__(self, "since", _frozen("since", self.since, np.int64, (self.ranges,)))
         leaving = self.leaving if self.leaving.size else np.full(self.ranges, -1, np.int32)
         object.__setattr__(self, "leaving", _frozen("leaving", leaving, np.int32, (self.ranges,)))
+        kept = self.kept if self.kept.size else np.zeros(self.ranges, np.int32)
+        object.__setattr__(self, "kept", _frozen("kept", kept, np.int32, (self.ranges,)))
         self._check_arrays()
 
     def _check_arrays(self) -> None:
@@ -125,6 +130,13 @@ class View:
             raise ValueError("a view has a server twice in one range")
         if bool(((self.chains[:, 1:] >= 0) & (self.chains[:, :-1] < 0)).any()):
             raise ValueError("a view has a chain with a gap before its last replica")
+        alone = (self.chains >= 0).sum(axis=1) == 1
+        if (
+            self.kept.min() < 0
+            or self.kept.max() > max(Kept)
+            or bool((self.kept > 0)[~alone | (self.joining < 0)].any())
+        ):
+            raise ValueError("a view keeps a copy where nobody joins, or behind other than one replica")
         if self.since.min() < 1 or self.since.max() > self.epoch:
             raise ValueError(f"a view of epoch {self.epoch} has a range changed outside epochs 1..{self.epoch}")
 
@@ -147,7 +159,7 @@ class View:
     def as_chains(self) -> Chains:
         """The same as replication sees it; members have the indices of `servers`."""
         members = tuple(server.member for server in self.servers)
-        return Chains(self.epoch, members, self.chains, self.joining, self.since)
+        return Chains(self.epoch, members, self.chains, self.joining, self.since, self.kept)
 
     def index(self, name: str) -> int:
         """The index in `servers` of the server called `name`, -1 if it is not listed."""
@@ -163,6 +175,7 @@ class View:
             and np.array_equal(self.joining, other.joining)
             and np.array_equal(self.since, other.since)
             and np.array_equal(self.leaving, other.leaving)
+            and np.array_equal(self.kept, other.kept)
         )
 
     def __hash__(self) -> int:
@@ -186,6 +199,7 @@ class View:
                 self.chains.astype("<i4").tobytes(),
                 self.joining.astype("<i4").tobytes(),
                 self.leaving.astype("<i4").tobytes(),
+                self.kept.astype("<i4").tobytes(),
                 self.since.astype("<i8").tobytes(),
             )
         )
@@ -201,14 +215,14 @@ class View:
         check_ranges(ranges)
         _check_count("replicas", replicas, 1, REPLICAS_MAX)
         arrays_at = _FIXED.size + meta_size
-        if len(body) != arrays_at + ranges * (4 * replicas + 4 + 4 + 8):
+        if len(body) != arrays_at + ranges * (4 * replicas + 4 + 4 + 4 + 8):
             raise ValueError(f"a view of {ranges} ranges and {replicas} replicas has {len(body)} bytes: wrong length")
         cluster, reason, servers = _meta(body[_FIXED.size : arrays_at])
         chains = np.frombuffer(body, "<i4", ranges * replicas, arrays_at)
-        joining, leaving = np.frombuffer(body, "<i4", 2 * ranges, arrays_at + chains.nbytes).reshape(2, ranges)
-        since = np.frombuffer(body, "<i8", ranges, arrays_at + chains.nbytes + joining.nbytes + leaving.nbytes)
+        joining, leaving, kept = np.frombuffer(body, "<i4", 3 * ranges, arrays_at + chains.nbytes).reshape(3, ranges)
+        since = np.frombuffer(body, "<i8", ranges, arrays_at + chains.nbytes + 3 * joining.nbytes)
         chains = chains.reshape(ranges, replicas)
-        view = cls(cluster, epoch, ranges, replicas, servers, chains, joining, since, reason, leaving)
+        view = cls(cluster, epoch, ranges, replicas, servers, chains, joining, since, reason, leaving, kept)
         view.__dict__["_encoded"] = bytes(data)
         return view
 

@@ -62,11 +62,17 @@ def losses(loss: Loss, why: Mapping[Member, str], cut: Collection[tuple[Member, 
         if loss.promoted:
             text += f", {loss.promoted} level replicas take their places"
         text += f", {loss.restarted} fillings start again"
+        text += f", {loss.kept} wait until the replica that is left is confirmed" if loss.kept else ""
         reasons.append(text + (f", {loss.ended} are given up" if loss.ended else ""))
     if loss.parted:
         pairs = [f"{a.name} and {b.name}" for a, b in sorted(cut)]
         reasons.append(f"{names(pairs)} cannot reach each other: {loss.parted} ranges go on without the second")
     return reasons
+
+
+def confirmed(count: int) -> list[str]:
+    """Ranges that no longer wait for a copy that was kept."""
+    return [f"{count} ranges go on with the replica that is left"] if count else []
 
 
 def repairs(draft: Draft, promoted: int, started: Flags) -> list[str]:

@@ -133,6 +133,7 @@ def _report(header: Header, document: dict[str, Any]) -> Report:
         used, mark, full = map(int, document["memory"])
         term, connected, silent_s = document["leader"]
         tenure = Tenure(int(term), bool(connected), float(silent_s))
-        return Report(header.epoch, levels, suspects, stalled, nbytes, requests, Memory(used, mark, full), tenure)
+        memory, alone = Memory(used, mark, full), int(document["alone"])
+        return Report(header.epoch, levels, suspects, stalled, nbytes, requests, memory, tenure, alone)
     except (KeyError, TypeError, ValueError) as error:
         raise FrameError(f"a report that is none: {error}") from None

@@ -4,8 +4,14 @@ A chain is ordered by age: head first, tail last, and a view may only
  - remove members, never the last one (the survivors keep their order),
  - append the joining member, once its tail has reported it level,
  - start, replace or give up a filling: set or clear `joining`,
+ - leave one member of several: it goes on, and one that was removed joins with the copy that it has (`kept`),
 and then sets `since[r]` to its own epoch. So every survivor's log is a prefix of the logs of the survivors before it,
 which is what makes failover need nothing from the dead. `unsafe_transition` states the law as code.
+
+A kept joiner is level from the beginning: all that was acknowledged before is in its copy, since it was in the chain,
+and what comes after waits for it, as for every level joiner. If it stood behind the one that is left, its log is a
+prefix of that one's and it may become the tail again. If it stood before it, it may have logged what nobody else has:
+then it only takes the other's place.
 """
 
 from __future__ import annotations
@@ -40,24 +46,36 @@ class Role(IntEnum):
     FULL = 2
 
 
+class Kept(IntEnum):
+    """Whether a joining member has the copy that it had in the chain: and if it stood before or behind the one left."""
+
+    NOT = 0
+    BEHIND = 1
+    BEFORE = 2
+
+
 @dataclass(frozen=True, eq=False)
 class Chains:
     """One view: chains int32 [P, R], indices into `members`, head first, -1 behind the tail; joining int32 [P];
-    since int64 [P], the epoch in which the chain or the joining member of a range last changed."""
+    since int64 [P], the epoch in which the chain or the joining member of a range last changed; kept int32 [P], a
+    `Kept` of the joining member, left out: NOT."""
 
     epoch: int
     members: tuple[Member, ...]
     chains: NDArray[np.int32]
     joining: NDArray[np.int32]
     since: NDArray[np.int64]
+    kept: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     tails: NDArray[np.int32] = field(init=False)
 
     def __post_init__(self) -> None:
         ranges = self.chains.shape[0]
+        if not self.kept.size:
+            object.__setattr__(self, "kept", np.zeros(ranges, np.int32))
         length = np.count_nonzero(self.chains >= 0, axis=1)
         last = self.chains[np.arange(ranges), np.maximum(length, 1) - 1]
         object.__setattr__(self, "tails", last)
-        for array in (self.chains, self.joining, self.since, self.tails):
+        for array in (self.chains, self.joining, self.since, self.kept, self.tails):
             array.setflags(write=False)
 
     @property
@@ -135,7 +153,8 @@ def unsafe_transition(old: Chains, new: Chains, level: Mapping[int, int]) -> str
     for r in range(old.ranges):
         before, after = old.members_of(r), new.members_of(r)
         joined_before, joined_after = old.joiner_of(r), new.joiner_of(r)
-        if before == after and joined_before == joined_after:
+        kept_before, kept_after = old.kept[r], new.kept[r]
+        if before == after and joined_before == joined_after and kept_before == kept_after:
             if new.since[r] != old.since[r]:
                 return f"range {r}: since moved to {new.since[r]}, but nothing changed"
             continue
@@ -143,18 +162,30 @@ def unsafe_transition(old: Chains, new: Chains, level: Mapping[int, int]) -> str
             return f"range {r}: the chain changed in epoch {new.epoch}, but since says {new.since[r]}"
         if joined_after is not None and joined_after in after:
             return f"range {r}: {joined_after} is joining and full"
+        if kept_after != Kept.NOT and (fault := _unkept(before, after, joined_after, kept_after)):
+            return f"range {r}: {fault}"
         if not before:
             continue
         if not after:
             return f"range {r}: its last full replica is given up"
-        kept = tuple(m for m in before if m in after)
-        if after == kept:
+        left = tuple(m for m in before if m in after)
+        if after == left:
             continue
-        if joined_before is None or after != (*kept, joined_before):
+        if joined_before is None or after != (*left, joined_before):
             return f"range {r}: {_names(before)} cannot become {_names(after)}"
-        if level.get(r, -1) != old.since[r]:
+        if kept_before == Kept.BEFORE and left:
+            return f"range {r}: {joined_before} cannot stand behind {left[-1]}: it may have what that one lacks"
+        if kept_before == Kept.NOT and level.get(r, -1) != old.since[r]:
             return f"range {r}: {joined_before} is promoted, but was not reported level"
     return ""
+
+
+def _unkept(before: tuple[Member, ...], after: tuple[Member, ...], joiner: Member | None, kept: int) -> str:
+    """Why the joiner cannot be kept as it is; "" if it can."""
+    if joiner not in before or len(after) != 1 or after[0] not in before:
+        return f"{joiner} is kept behind {_names(after)}, but it was not one of two or more full replicas"
+    stood = Kept.BEHIND if before.index(joiner) > before.index(after[0]) else Kept.BEFORE
+    return "" if kept == stood else f"{joiner} is kept as if it had stood elsewhere in {_names(before)}"
 
 
 def _names(members: tuple[Member, ...]) -> str:

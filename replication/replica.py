@@ -14,7 +14,8 @@ since[r], and a chain does not change between since[r] and now): what a deposed 
 Ack safety. acked[r] grows at the tail, to seq, or to min(seq, the joiner's) once acknowledgements wait for a joiner;
 elsewhere it is what came up the chain. All before the tail have at least what the tail has. So at that moment every
 full and level replica has applied it. Later full replicas are filled from one that has it, and are level only when they
-have all that was ever acknowledged (see `filling`).
+have all that was ever acknowledged (see `snapshot_transfer`); or they were full and are kept (see `chain`): until the
+one that is left hears of it acked grows with them in the chain, from then on it waits for them as joiners.
 
 Nothing acknowledged is lost, and nothing logged is: the log keeps acked < seq, RESYNC gives the successor's seq, which
 is >= acked of everyone before it, so what is missing is in the log of any predecessor, whoever died between.
@@ -40,7 +41,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from replication.chain import Chains, Member, Ranges, Role, place
+from replication.chain import Chains, Kept, Member, Ranges, Role, place
 from replication.core import NO_RANGES, PeerError, ProtocolError, Shared, Waiter
 from replication.effects import (
     Ask,
@@ -82,6 +83,7 @@ class Replica(SnapshotTransfer):
         super().__init__(me, ranges, log)
         self._budget = budget_bytes
         self._holds: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
+        self._mute: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # joined as `Kept.BEFORE`: no successor
         self._orders: dict[int, Ranges] = {}
         self._roster: frozenset[int] | None = None
         self._roster_version = 0
@@ -144,13 +146,17 @@ class Replica(SnapshotTransfer):
         promoted = (self.role == Role.JOINING) & (where.role == Role.FULL)
         if np.count_nonzero(promoted & ~self.filled):
             raise ProtocolError(f"{self.me}: promoted half filled in ranges {np.flatnonzero(promoted & ~self.filled)}")
-        emptied = changed & (where.role == Role.JOINING)
+        kept = view.kept != Kept.NOT
+        mine = kept & (where.role == Role.JOINING)
+        emptied = changed & (where.role == Role.JOINING) & ~kept
         gone = (where.role == Role.OUT) & self._holds & (view.heads >= 0)
         self.role = where.role
         self._holds = (self._holds | (where.role != Role.OUT)) & ~gone
         erased = np.flatnonzero(emptied | gone).astype(np.int64)
         if erased.size:
             self._erase(erased, out)
+        self.filled |= mine
+        self._mute = mine & (view.kept == Kept.BEFORE)
         slots = np.array([self._slot(m) for m in view.members] + [-1], dtype=np.int64)  # index -1 stays -1
         self._up, self._down = slots[where.up], slots[where.down]
         self._head, self._tail = where.head, where.tail
@@ -163,7 +169,9 @@ class Replica(SnapshotTransfer):
             self._fills.pop(r, None)
             self._reported.pop(r, None)
         last = changed & where.tail
-        self.acked[last] = self.seq[last]
+        self.acked[last & ~kept] = self.seq[last & ~kept]
+        self.waiting |= last & kept
+        self._joined[last & kept] = self.acked[last & kept]
         headed = view.headed_by(view.index(self.me))
         if not np.array_equal(np.sort(headed), np.sort(self._headed)):
             self._orders = {}
@@ -223,6 +231,7 @@ class Replica(SnapshotTransfer):
 
     def _resync_up(self, which: NDArray[np.bool_], out: Effects) -> None:
         """First word to the predecessors about these ranges."""
+        which = which & ~self._mute
         for up in np.unique(self._up[which & (self._up >= 0)]).tolist():
             ranges = np.flatnonzero(which & (self._up == up)).astype(np.int64)
             empty = (self.role[ranges] == Role.JOINING) & ~self.filled[ranges]

@@ -84,6 +84,7 @@ class Cluster:
         self.config = self.store.run(create_cluster(self.store.data, replace(config, id="simulated")))
         self.views = Views(config.replicas, config.ranges, lambda m: self.life(m.name, m.incarnation) is not None, calm)
         self.store.written = self._written
+        self.on_view: Callable[[View], None] = lambda view: None
         self._revision = 0  # of the newest view
 
     def broken(self, violation: Violation) -> None:
@@ -103,10 +104,12 @@ class Cluster:
         entry = self.store.run(self.store.data.get(VIEW))
         if entry is not None and entry.revision != self._revision:
             self._revision = entry.revision
+            view = View.decode(entry.value)
             try:
-                self.views.on_write(View.decode(entry.value), self.clock.now)
+                self.views.on_write(view, self.clock.now)
             except Violation as violation:
                 self.broken(violation)
+            self.on_view(view)
 
     # --- processes --------------------------------------------------------------------------------------------------
 
@@ -268,6 +271,14 @@ class Cluster:
             if all(view.servers[i].name == without for i in members):
                 return False
         return True
+
+    def copied(self, without: str) -> bool:
+        """Whether every range keeps a complete copy, by the newest view, in a process that lives, without a server."""
+        view = self.view
+        assert view is not None
+        lives = [s.name != without and self.life(s.name, s.incarnation) is not None for s in view.servers]
+        copies = np.column_stack((view.chains, np.where(view.kept > 0, view.joining, -1)))
+        return bool(np.array([*lives, False])[copies].any(axis=1).all())
 
     def _well(self, name: str, incarnation: int, epoch: int) -> bool:
         server = self.life(name, incarnation)

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from chaos.sim.clock import Process
 from chaos.sim.cluster import PORT, STORE_HOST, Cluster
 from chaos.sim.story import Fault
 from chaos.sim.threads import Threads
+from coordinator.view import View
 
 T = TypeVar("T")
 RESTART_S = 0.4  # a supervisor starts what has died again after about so long
 LOOK_S = 0.1  # until a server may be hit
 PATIENCE_S = 3.0
+AT_ONCE_S = 0.05  # so soon after one is suspected the other dies
 CROWD = 60  # more than a server whose limits are small allows
 
 
@@ -34,6 +38,7 @@ class Faults:
             "server dies": lambda fault: self._server_dies(fault, power=False),
             "host dies": lambda fault: self._server_dies(fault, power=True),
             "server stalls": self._server_stalls,
+            "server stalls, other dies": self._other_dies,
             "worker stalls": self._worker_stalls,
             "worker restarts": self._worker_restarts,
             "worker reads nothing": self._worker_reads_nothing,
@@ -100,17 +105,7 @@ class Faults:
     # --- servers ----------------------------------------------------------------------------------------------------
 
     def _server_dies(self, fault: Fault, power: bool) -> None:
-        def die(name: str) -> None:
-            self._note(f"{name} {'loses its power' if power else 'dies'}")
-            self.cluster.kill(self.cluster.servers[name].process, power)
-
-            def again() -> None:
-                self._healed(name)
-                self.cluster.start_server(name)
-
-            self._later(RESTART_S * self._random.uniform(0.1, 3), again)
-
-        self._server(fault, die)
+        self._server(fault, lambda name: self._die(name, power))
 
     def _server_stalls(self, fault: Fault) -> None:
         def stall(name: str) -> None:
@@ -125,6 +120,45 @@ class Faults:
             self._later(fault.for_s, thaw)
 
         self._server(fault, stall)
+
+    def _other_dies(self, fault: Fault) -> None:
+        """A server stalls until it is suspected; at once one dies that is left alone with some of its ranges."""
+
+        def stall(name: str) -> None:
+            found = self.cluster.servers[name].process
+            self._note(f"{name} stalls until it is suspected")
+            found.stall()
+            self.cluster.on_view = lambda view: suspected(view)
+
+            def thaw() -> None:
+                self._healed(name)
+                found.thaw()
+
+            def suspected(view: View) -> None:
+                kept = np.flatnonzero((view.kept > 0) & (view.joining == view.index(name)))
+                if len(kept):
+                    self.cluster.on_view = lambda view: None
+                    other = view.servers[_pick(view.heads[kept].tolist(), fault)].name
+                    self.cluster.clock.after(self._random.uniform(0, AT_ONCE_S), self._die, other)
+                    self._later(fault.for_s, thaw)
+
+            self._later(PATIENCE_S, thaw)
+
+        self._server(fault, stall)
+
+    def _die(self, name: str, power: bool = False) -> None:
+        """A server dies, if every range keeps a copy, and starts again."""
+        if self.over or not self.cluster.copied(without=name):
+            return
+        self._hit[name] = None
+        self._note(f"{name} {'loses its power' if power else 'dies'}")
+        self.cluster.kill(self.cluster.servers[name].process, power)
+
+        def again() -> None:
+            self._healed(name)
+            self.cluster.start_server(name)
+
+        self._later(RESTART_S * self._random.uniform(0.1, 3), again)
 
     def _server_joins(self, fault: Fault) -> None:
         self._joined += 1

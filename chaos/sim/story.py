@@ -7,7 +7,8 @@ from random import Random
 
 from chaos.sim.network import Weather
 
-FLAVOURS = ("calm", "kills", "stalls", "partitions", "resets", "readers", "store", "moves", "crowds", "mixed")
+_TEN = ("calm", "kills", "stalls", "partitions", "resets", "readers", "store", "moves", "crowds")
+FLAVOURS = (*_TEN, "mixed", *_TEN, "suspicions")
 KINDS = ("free", "free", "bounded", "rounds", "shards", "shards in rounds")
 CALM = ("calm", "resets", "moves")  # stories in which no process and no link is slow for long
 
@@ -15,6 +16,14 @@ _USUAL: dict[str, tuple[str, ...]] = {
     "calm": ("worker restarts", "reset"),
     "kills": ("server dies", "server dies", "worker restarts", "leader dies", "host dies"),
     "stalls": ("server stalls", "server stalls", "worker stalls", "leader stalls", "worker restarts"),
+    "suspicions": (
+        "server stalls, other dies",
+        "server stalls, other dies",
+        "server stalls, other dies",
+        "leader dies",
+        "leader stalls",
+        "worker restarts",
+    ),
     "partitions": ("servers apart", "one way", "worker apart", "leader apart", "store apart"),
     "resets": ("reset", "reset", "reset", "reset all", "worker restarts"),
     "crowds": ("crowd", "crowd", "worker reads nothing", "reset all", "worker restarts"),

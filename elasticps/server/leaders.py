@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncio import AbstractEventLoop
 
 from coordinator import fields
+from coordinator.view import View
 from elasticps.memory import fill_mark
 from elasticps.server.connection import Connection
 from elasticps.server.counts import Counts
@@ -20,9 +21,15 @@ from replication.effects import CaughtUp
 
 log = fields.logger(__name__)
 
+ALONE_S = 0.1  # who is left of a range beside a copy that is kept lives for so long before it may acknowledge alone
+
 
 class Leaders:
-    """Their connections."""
+    """Their connections.
+
+    alone: the newest epoch since which this server has been the single replica of a range for ALONE_S, beside a copy
+    that one which fell silent keeps. Who dies sooner has acknowledged nothing that the copy lacks.
+    """
 
     def __init__(
         self,
@@ -45,6 +52,19 @@ class Leaders:
         self._term = 0  # the newest that has spoken
         self._spoken: Connection | None = None  # where it has, as long as that lasts
         self._spoken_at = loop.time()  # and when last, or when that ended
+        self.alone = 0
+
+    def adopt(self, view: View) -> None:
+        """Follows a view."""
+        left = (view.kept > 0) & (view.tails == view.as_chains.index(self._serving.me))
+        since = int(view.since[left].max(initial=0))
+        if since > self.alone:
+            self._loop.call_later(ALONE_S, self._lived, since)
+
+    def _lived(self, since: int) -> None:
+        if since > self.alone:
+            self.alone = since
+            self.tell()
 
     def add(self, connection: Connection) -> None:
         """A coordinator is there."""
@@ -69,6 +89,7 @@ class Leaders:
         document = {
             "levels": [[level.range, level.fill, *level.joiner] for level in self._executor.replica.levels()],
             "suspects": [[*member, round(seconds, 3)] for member, seconds in self._links.suspects().items()],
+            "alone": self.alone,
             "stalled": [list(member) for member in self._snapshots.stalled()],
             "bytes": self._executor.store.nbytes,
             "memory": [self._headroom.used, self._headroom.mark, fill_mark(self._headroom.limit)],

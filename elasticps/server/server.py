@@ -203,6 +203,7 @@ class Server:
         self.links.adopt(view)
         self.headroom.adopt(view, self.member)
         self.executor.perform(self.replica.adopt, view.as_chains)
+        self.leaders.adopt(view)
         log.info("adopted", epoch=view.epoch, headed=len(serving.headed), reason=view.reason)
         if len(np.setdiff1d(serving.headed, headed)) or len(np.setdiff1d(serving.tailed, tailed)):
             # nobody else can tell them as early as who has ranges now

@@ -504,7 +504,7 @@ def test_who_falls_silent_for_a_while_and_comes_back_is_used_again(names_: Seque
 def test_a_plan_that_breaks_the_law_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def everything(self: Draft, *_: object) -> Loss:
         self.chains = np.roll(self.chains, 1, axis=1)
-        return Loss((), 0, 0, 0, 0, 0, np.empty(0, np.int64))
+        return Loss((), 0, 0, 0, 0, 0, 0, np.empty(0, np.int64))
 
     monkeypatch.setattr(Draft, "lose", everything)
     with pytest.raises(UnsafePlan, match="cannot become"):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from chaos.sim.violation import Violation
 from coordinator.view import View
-from replication.chain import Member
+from replication.chain import Chains, Member
 
 LATE_S = 1.0  # a leader that is well knows so soon who drains
 MOST_COPIES = 1.25  # for each one that changes ask for; later changes undo some of what earlier ones began
@@ -48,10 +48,10 @@ class Views:
         for r in range(new.ranges):
             if new.since[r] != new.epoch:
                 continue
-            members, joiner = new.members_of(r), new.joiner_of(r)
-            if any(map(self._alive, old.members_of(r))) and not any(map(self._alive, members)):
+            members, joiner = _copies(new, r), new.joiner_of(r)
+            if any(map(self._alive, _copies(old, r))) and not any(map(self._alive, members)):
                 raise Violation("last full replica", f"range {r} is left to the dead in epoch {new.epoch}: {members}")
-            if joiner is not None and joiner != old.joiner_of(r):
+            if joiner is not None and joiner != old.joiner_of(r) and not new.kept[r]:
                 self._copies += 1
                 if self._calm and now > self._asked.get(joiner.name, now) + LATE_S and not self._all_go(view):
                     raise Violation("drain", f"range {r} is given to {joiner}, which drains, in epoch {new.epoch}")
@@ -68,3 +68,9 @@ class Views:
         if self._calm and self._copies > MOST_COPIES * self._ideal:
             text = f"{self._copies} copies were begun, {self._ideal:.1f} are asked for"
             raise Violation("bounded movement", text)
+
+
+def _copies(chains: Chains, r: int) -> list[Member]:
+    """Who has a complete copy of a range."""
+    joiner = chains.joiner_of(r) if chains.kept[r] else None
+    return [*chains.members_of(r), *([joiner] if joiner is not None else [])]
