@@ -64,7 +64,7 @@ def find_loss(view: View, registered: Iterable[ServerInfo]) -> Loss:
     now = {server.name: server.incarnation for server in registered}
     here = np.array([*(now.get(s.name) == s.incarnation for s in view.servers), False])
     empty = np.array([*(now.get(s.name, 0) > s.incarnation for s in view.servers), True])
-    copies = np.column_stack((view.chains, np.where(view.kept > 0, view.joining, np.int32(-1))))
+    copies = view.as_chains.copies
     without = ~here[copies].any(axis=1)
     lost = without & empty[copies].all(axis=1)  # index -1, nobody, finds the last
     used = np.unique(copies[without])

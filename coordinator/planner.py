@@ -298,9 +298,9 @@ class _Step:
     def _standing(self, loss: Loss) -> list[str]:
         """What cannot be done as things are: who is waited for and by how many ranges, and what servers are missing."""
         draft, reasons = self.draft, []
+        waited = self.view.as_chains.copies[loss.stuck]
         for member in sorted(self.lost):
-            index = draft.members.index(member)
-            held = int((draft.chains[loss.stuck] == index).any(axis=1).sum())
+            held = int((waited == draft.members.index(member)).any(axis=1).sum())
             if held and (now := self.present.get(member.name)) is not None:
                 reasons.append(
                     f"{member.name} came back as incarnation {now.incarnation} without the data of "

@@ -103,6 +103,13 @@ class Chains:
         columns = [self.chains[mine, i] for i in range(self.chains.shape[1] - 1, 0, -1)]
         return mine[np.lexsort([mine, *columns])]
 
+    @property
+    def copies(self) -> NDArray[np.int32]:
+        """int32 [P, R + 1]: who has all that was acknowledged: the chain, and behind it a kept joiner, -1 for none."""
+        kept = np.where(self.kept != Kept.NOT, self.joining, np.int32(-1))
+        copies: NDArray[np.int32] = np.column_stack((self.chains, kept))
+        return copies
+
     def members_of(self, r: int) -> tuple[Member, ...]:
         """The full replicas of a range, head first."""
         return tuple(self.members[i] for i in self.chains[r] if i >= 0)

@@ -277,8 +277,7 @@ class Cluster:
         view = self.view
         assert view is not None
         lives = [s.name != without and self.life(s.name, s.incarnation) is not None for s in view.servers]
-        copies = np.column_stack((view.chains, np.where(view.kept > 0, view.joining, -1)))
-        return bool(np.array([*lives, False])[copies].any(axis=1).all())
+        return bool(np.array([*lives, False])[view.as_chains.copies].any(axis=1).all())
 
     def _well(self, name: str, incarnation: int, epoch: int) -> bool:
         server = self.life(name, incarnation)

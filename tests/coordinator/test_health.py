@@ -83,6 +83,23 @@ def test_a_refused_reconnection_is_death_at_once() -> None:
     assert not story.detector.refused(A, "connection refused", story.now + 0.3), "it is no news any more"
 
 
+def test_silence_is_no_proof_until_the_connection_is_refused_too() -> None:
+    story = Story(A, B)
+    story.run(2 * SILENCE_S, B)
+    assert story.detector.health(None).silent == {A}
+    at = story.detector.gone[A].at
+    assert story.detector.refused(A, "connection refused", story.now)
+    assert story.detector.health(None).silent == frozenset()
+    assert story.detector.gone[A].at == at
+
+
+def test_who_has_lived_on_alone_is_told_to_the_planner_once() -> None:
+    story = Story(A, B)
+    assert story.detector.heard(A, Report(3, alone=2), story.now)
+    assert not story.detector.heard(A, Report(3, alone=2), story.now)
+    assert story.detector.health(None).alone == {A: 2}
+
+
 def test_a_first_connection_that_is_refused_is_death_too() -> None:
     detector = Detector()
     detector.watch({A: True}, 0.0)

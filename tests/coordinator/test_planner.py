@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -16,7 +17,7 @@ from coordinator.planner import Health, Members, Plan, UnsafePlan, plan, plan_ro
 from coordinator.repair import Limits
 from coordinator.store import VALUE_MAX
 from coordinator.view import WORKERS_MAX, ClusterConfig, Roster, ServerInfo, View, WorkerInfo
-from replication.chain import Member, unsafe_transition
+from replication.chain import Kept, Member, unsafe_transition
 
 CONFIG = ClusterConfig(ranges=16, replicas=2, min_servers=3)
 
@@ -249,6 +250,63 @@ def test_a_new_incarnation_tells_that_the_old_one_is_gone_and_is_a_fresh_server(
     assert older.view.servers == again
 
 
+B_SILENT = Health(gone={server("b").member: "silent"}, silent=frozenset({server("b").member}))
+ALONE = {s.member: 2 for s in FIRST.servers}
+LEFT = written(FIRST, *FIRST.servers, health=B_SILENT)
+
+
+def test_who_falls_silent_keeps_its_copy_where_one_replica_is_left() -> None:
+    had = (FIRST.chains == 1).any(axis=1)
+    assert had.any()
+    assert [joiner(LEFT, r) for r in np.flatnonzero(had).tolist()] == [server("b").member] * int(had.sum())
+    behind = FIRST.chains[:, 1] == 1
+    assert np.array_equal(LEFT.kept, np.where(had, np.where(behind, Kept.BEHIND, Kept.BEFORE), Kept.NOT))
+    assert f"{had.sum()} wait until the replica that is left is confirmed" in LEFT.reason
+    assert decide(LEFT, *LEFT.servers, health=B_SILENT) is None, "nobody has lived on for long enough"
+    assert not written(FIRST, *FIRST.servers, health=lost(server("b"))).kept.any(), "who is dead keeps nothing"
+
+
+def test_who_is_left_is_confirmed_when_it_has_lived_on_or_the_other_has_ended() -> None:
+    lived = written(LEFT, *LEFT.servers, health=replace(B_SILENT, alone=ALONE))
+    ended = written(LEFT, *LEFT.servers, health=lost(server("b")))
+    for view in (lived, ended):
+        assert not view.kept.any()
+        assert view.index("b") < 0
+        assert "ranges go on with the replica that is left" in view.reason
+        assert (view.joining[LEFT.kept > 0] >= 0).all(), "they are being filled elsewhere"
+    earlier = dict.fromkeys(ALONE, 1)
+    assert decide(LEFT, *LEFT.servers, health=replace(B_SILENT, alone=earlier)) is None, "of an earlier time alone"
+
+
+def test_who_kept_its_copy_stands_in_for_the_one_that_was_left_and_dies() -> None:
+    view = written(LEFT, *LEFT.servers, health=lost(server("a")))
+    for r in np.flatnonzero((LEFT.kept > 0) & (LEFT.heads == 0)).tolist():
+        assert names(view, r) == (server("b").member,)
+    both = Health({**B_SILENT.gone, server("a").member: "killed"}, silent=B_SILENT.silent)
+    waits = written(LEFT, *LEFT.servers, health=both)
+    alone = (LEFT.kept > 0) & (LEFT.heads == 0)
+    assert np.array_equal(waits.chains[alone], LEFT.chains[alone]), "nobody is there"
+    assert f"a is gone (killed): {alone.sum()} ranges wait for it; b is gone (silent): " in waits.reason
+    assert np.array_equal(waits.kept[alone], LEFT.kept[alone])
+
+
+def test_who_is_heard_again_goes_on_where_it_stood_behind_and_is_filled_where_it_stood_before() -> None:
+    health = Health(alone=ALONE)
+    view = written(LEFT, *LEFT.servers, health=health)
+    for r in range(view.ranges):
+        if LEFT.kept[r] == Kept.BEHIND:
+            assert names(view, r) == (names(LEFT, r)[0], server("b").member)
+        elif LEFT.kept[r] == Kept.BEFORE:
+            assert names(view, r) == names(LEFT, r)
+            assert joiner(view, r) is not None
+    assert not view.kept.any()
+    apart = replace(health, cut=frozenset({(server("a").member, server("b").member)}))
+    view = written(LEFT, *LEFT.servers, health=apart)
+    assert [names(view, r) for r in np.flatnonzero(LEFT.heads == 0).tolist() if LEFT.kept[r]] == [
+        (server("a").member,) for r in np.flatnonzero(LEFT.heads == 0).tolist() if LEFT.kept[r]
+    ]
+
+
 def test_two_that_cannot_reach_each_other_are_no_neighbours_any_more() -> None:
     cut = Health(cut=frozenset({(server("a").member, server("b").member)}))
     view = written(FIRST, *FIRST.servers, health=cut)
@@ -339,7 +397,7 @@ def test_reasons_stay_short() -> None:
 class Cluster:
     """A cluster under a random history, with the checks that every view must pass.
 
-    present  who is registered, by name; lost: who is known to be gone
+    present  who is registered, by name; lost: who is known to be gone; silent: who is suspected
     """
 
     def __init__(self, replicas: int, limits: Limits) -> None:
@@ -349,6 +407,7 @@ class Cluster:
         self.present: dict[str, ServerInfo] = {}
         self.ever: set[Member] = set()
         self.lost: set[Member] = set()
+        self.silent: set[Member] = set()
         self.cut: set[tuple[Member, Member]] = set()
         self.view: View | None = None
 
@@ -366,14 +425,18 @@ class Cluster:
         self.kill(name)
         self.present.pop(name, None)
 
-    def step(self, level: Callable[[int], bool] = lambda r: True) -> Plan | None:
-        """One decision, with every range level that is being filled and that `level` picks."""
+    def step(self, level: Callable[[int], bool] = lambda r: True, alone: bool = True) -> Plan | None:
+        """One decision, with every range level that is being filled and that `level` picks. alone: who is left alone
+        has lived on."""
         view = self.view
         ready: dict[int, int] = {}
         if view is not None:
             filling = np.flatnonzero(view.joining >= 0).tolist()
             ready = {r: int(view.since[r]) for r in filling if level(r) and not self._impossible(view, r)}
-        health = Health(dict.fromkeys(self.lost | self._unheard(), "killed"), ready, frozenset(self.cut))
+        gone = dict.fromkeys(self.silent, "silent") | dict.fromkeys(self.lost | self._unheard(), "killed")
+        silent = frozenset(self.silent - self.lost - self._unheard())
+        lived = {s.member: view.epoch for s in view.servers} if view is not None and alone else {}
+        health = Health(gone, ready, frozenset(self.cut), silent=silent, alone=lived)
         members = Members("demo", tuple(self.present.values()))
         decision = plan(view, members, self.config, health, self.limits)
         if decision is not None and decision.view is not None:
@@ -388,7 +451,7 @@ class Cluster:
 
     def _impossible(self, view: View, r: int) -> bool:
         """Who is gone becomes level no more."""
-        return view.as_chains.joiner_of(r) in self.lost
+        return view.as_chains.joiner_of(r) in self.lost | self.silent
 
     def _check(self, old: View | None, new: View, level: dict[int, int]) -> None:
         assert View.decode(new.encode()) == new
@@ -398,13 +461,16 @@ class Cluster:
             assert new.epoch == 1
             return
         assert unsafe_transition(old.as_chains, new.as_chains, level) == ""
-        filling = new.joining >= 0
+        filling = (new.joining >= 0) & (new.kept == Kept.NOT)
         # Failover starts no filling; it may leave more on a source than repair would have started there.
         started = [r for r in np.flatnonzero(filling).tolist() if old.as_chains.joiner_of(r) != joiner(new, r)]
         if started:
             assert int(filling.sum()) <= self.limits.fills
             assert np.bincount(new.joining[filling]).max() <= self.limits.per_server
-        assert not {joiner(new, r) for r in started} & self.lost
+        assert not {joiner(new, r) for r in started} & (self.lost | self.silent)
+        for r in np.flatnonzero((old.kept != Kept.NOT) & (new.since == new.epoch)).tolist():
+            here = {m for m in names(new, r) if m not in self.lost | self.silent and self._newest(m)}
+            assert here, "only one that lives goes on without the other"
 
     def check_converged(self) -> None:
         """Deaths and joins have stopped: every range that has a living replica gets all it can have."""
@@ -432,8 +498,8 @@ class Cluster:
 
 EVENTS = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["start", "stop", "kill", "restart"]), st.sampled_from("abcde")),
-        st.tuples(st.just("plan"), st.sampled_from(["all", "none", "odd"])),
+        st.tuples(st.sampled_from(["start", "stop", "kill", "restart", "silence", "speak"]), st.sampled_from("abcde")),
+        st.tuples(st.sampled_from(["plan", "plan at once"]), st.sampled_from(["all", "none", "odd"])),
         st.tuples(st.just("cut"), st.sampled_from(["ab", "bc", "ad"])),
         st.tuples(st.just("mend"), st.just("")),
     ),
@@ -465,8 +531,11 @@ def test_every_step_is_safe_and_chains_become_full(
 ) -> None:
     cluster = Cluster(replicas, Limits(fills, per_server))
     for what, argument in events:
-        if what == "plan":
-            cluster.step(LEVELS[argument])
+        if what.startswith("plan"):
+            cluster.step(LEVELS[argument], alone=what == "plan")
+        elif what in ("silence", "speak"):
+            member = server(argument, cluster.incarnations[argument] or 1).member
+            (cluster.silent.add if what == "silence" else cluster.silent.discard)(member)
         elif what == "cut":
             pair = [server(name, cluster.incarnations[name] or 1).member for name in argument]
             cluster.cut.add((pair[0], pair[1]))
@@ -480,6 +549,7 @@ def test_every_step_is_safe_and_chains_become_full(
             if what != "stop":
                 cluster.start(argument)
     cluster.cut.clear()
+    cluster.silent.clear()
     cluster.check_converged()
 
 

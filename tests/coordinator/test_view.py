@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
+from replication.chain import Kept
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,12}", fullmatch=True)
 SERVERS = st.builds(
@@ -42,7 +43,10 @@ def views(draw: st.DrawFn) -> View:
         if length < len(servers) and draw(st.booleans()):
             joining[r] = order[length]
     since = np.array(draw(st.lists(st.integers(1, epoch), min_size=ranges, max_size=ranges)), np.int64)
-    return View(draw(NAMES), epoch, ranges, replicas, servers, chains, joining, since, draw(st.text(max_size=40)))
+    alone = ((chains >= 0).sum(axis=1) == 1) & (joining >= 0)
+    kept = np.where(alone, draw(st.sampled_from(list(Kept))), Kept.NOT).astype(np.int32)
+    reason = draw(st.text(max_size=40))
+    return View(draw(NAMES), epoch, ranges, replicas, servers, chains, joining, since, reason, kept=kept)
 
 
 def small(**changes: Any) -> View:
@@ -120,6 +124,9 @@ def test_views_are_equal_by_value() -> None:
         ({"joining": np.array([-1, 1])}, "twice in one range"),
         ({"joining": np.array([-1])}, "integers of shape"),
         ({"since": np.array([0, 1])}, "outside epochs"),
+        ({"kept": np.array([1, 0])}, "keeps a copy"),
+        ({"kept": np.array([0, 3])}, "keeps a copy"),
+        ({"kept": np.array([0, 1]), "joining": np.array([-1, -1])}, "keeps a copy"),
         ({"reason": "x" * 1001}, "reason"),
         ({"reason": None}, "reason"),
     ],

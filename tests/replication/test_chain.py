@@ -5,21 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from replication.chain import Chains, Member, Role, place, unsafe_transition
+from replication.chain import Chains, Kept, Member, Role, place, unsafe_transition
 
 A, B, C, D = (Member(name, 1) for name in "abcd")
 
 
 def view(epoch: int, *ranges: str, since: list[int] | None = None) -> Chains:
-    """ "ab+c" is the chain a, b with c joining."""
+    """ "ab+c" is the chain a, b with c joining; "a-b": b is kept and stood behind, "a^b": it stood before."""
     chains = np.full((len(ranges), 3), -1, dtype=np.int32)
     joining = np.full(len(ranges), -1, dtype=np.int32)
+    kept = np.zeros(len(ranges), dtype=np.int32)
     for r, text in enumerate(ranges):
-        full, _, joiner = text.partition("+")
+        kept[r] = ("-" in text) * Kept.BEHIND or ("^" in text) * Kept.BEFORE
+        full, _, joiner = text.replace("-", "+").replace("^", "+").partition("+")
         chains[r, : len(full)] = ["abcd".index(c) for c in full]
         if joiner:
             joining[r] = "abcd".index(joiner)
-    return Chains(epoch, (A, B, C, D), chains, joining, np.array(since or [epoch] * len(ranges), dtype=np.int64))
+    changed = np.array(since or [epoch] * len(ranges), dtype=np.int64)
+    return Chains(epoch, (A, B, C, D), chains, joining, changed, kept)
 
 
 def test_a_member_finds_its_neighbours_and_the_joiner_stands_behind_the_tail() -> None:
@@ -65,6 +68,23 @@ def test_a_head_orders_its_ranges_by_chain_so_that_a_successor_gets_one_slice() 
         ("ab+c", "cb", {0: 1}, "cannot become"),
         ("ab", "", {}, "last full replica"),
         ("", "ab", {}, ""),
+        ("ab", "a-b", {}, ""),
+        ("abc", "b-c", {}, ""),
+        ("abc", "b^a", {}, ""),
+        ("ab", "a^b", {}, "stood elsewhere"),
+        ("ab", "b-a", {}, "stood elsewhere"),
+        ("ab", "a-c", {}, "was not one of"),
+        ("a+b", "a-b", {}, "was not one of"),
+        ("abc", "ab-c", {}, "was not one of"),
+        ("ab+c", "c-b", {0: 1}, "was not one of"),
+        ("a-b", "ab", {}, ""),
+        ("a-b", "b", {}, ""),
+        ("a-b", "a", {}, ""),
+        ("a^b", "b", {}, ""),
+        ("a^b", "a+b", {}, ""),
+        ("a^b", "ab", {}, "may have what that one lacks"),
+        ("a^b", "ab", {0: 1}, "may have what that one lacks"),
+        ("a-b", "b-a", {}, "was not one of"),
     ],
 )
 def test_which_chain_may_follow_which(before: str, after: str, level: dict[int, int], fault: str) -> None:

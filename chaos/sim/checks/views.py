@@ -72,5 +72,4 @@ class Views:
 
 def _copies(chains: Chains, r: int) -> list[Member]:
     """Who has a complete copy of a range."""
-    joiner = chains.joiner_of(r) if chains.kept[r] else None
-    return [*chains.members_of(r), *([joiner] if joiner is not None else [])]
+    return [chains.members[i] for i in chains.copies[r].tolist() if i >= 0]

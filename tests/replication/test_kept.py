@@ -1,0 +1,170 @@
+"""Who fell silent keeps its copy until the other is confirmed: what is acknowledged is in whichever goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.draft import Draft
+from replication.chain import Chains, Kept, Member
+from replication.effects import Erase, Reply, SnapshotRange, Status
+from tests.replication.test_replica import Cluster, P
+
+
+def without(view: Chains, silent: Member) -> Chains:
+    draft = Draft(view)
+    draft.lose({silent}, {}, silent={silent})
+    return draft.build(view.members)
+
+
+def confirmed(view: Chains) -> Chains:
+    draft = Draft(view)
+    draft.confirm(dict.fromkeys(view.members, view.epoch), (), ())
+    return draft.build(view.members)
+
+
+def back(view: Chains) -> Chains:
+    draft = Draft(view)
+    draft.promote(draft.returned((), ()))
+    return draft.build(view.members) if draft.changed.any() else view
+
+
+def taken(view: Chains, dead: Member) -> Chains:
+    draft = Draft(view)
+    draft.lose({dead}, {})
+    return draft.build(view.members)
+
+
+def two() -> tuple[Cluster, Member, Member]:
+    """All ranges have the same two replicas."""
+    c = Cluster(servers=2, alike=True)
+    head, tail = c.view.members_of(0)
+    return c, head, tail
+
+
+def test_who_is_left_acknowledges_nothing_and_shows_nothing_until_it_is_confirmed() -> None:
+    c, head, tail = two()
+    c.push(head, 1)
+    c.adopt(without(c.view, tail), head)
+    c.push(head, 2)
+    left = c.replicas[head]
+    assert c.view.kept.tolist() == [Kept.BEHIND] * P
+    assert c.replies() == []
+    assert left.guarded
+    assert left.waiting.all()
+    c.adopt(confirmed(c.view), head)
+    assert c.replies() == [(("t", 1), Status.COMMITTED), (("t", 2), Status.COMMITTED)]
+    assert not left.guarded
+    assert left.log.nbytes == 0
+
+
+def test_who_was_silent_takes_the_place_of_the_one_that_was_not_confirmed() -> None:
+    c, head, tail = two()
+    c.push(head, 1)
+    c.settle()
+    c.adopt(without(c.view, tail), head)
+    c.push(head, 2)
+    c.adopt(c.view, tail)
+    c.adopt(taken(c.view, head), tail)
+    assert c.view.members_of(0) == (tail,)
+    assert [e for m, e in c.effects if m == tail and isinstance(e, Erase)] == []
+    assert c.replies() == [(("t", 1), Status.COMMITTED)]
+    c.push(tail, 2, token="again")
+    assert c.replies()[-1] == ("again", Status.COMMITTED)
+
+
+def test_who_stood_behind_goes_on_from_the_log_when_it_is_back() -> None:
+    c, head, tail = two()
+    c.adopt(without(c.view, tail), head)
+    c.push(head, 1)
+    c.adopt(c.view, tail)
+    c.settle()
+    assert c.replies() == [(("t", 1), Status.COMMITTED)], "it has it, whatever becomes of it in the next view"
+    c.adopt(back(c.view))
+    c.push(head, 2)
+    c.settle()
+    assert c.view.members_of(0) == (head, tail)
+    assert c.replies()[-1] == (("t", 2), Status.COMMITTED)
+    assert c.applied[head] == c.applied[tail]
+    assert not any(isinstance(e, SnapshotRange) for _, e in c.effects)
+
+
+def test_who_stood_before_is_filled_anew_since_it_may_have_what_nobody_else_has() -> None:
+    c, head, tail = two()
+    c.push(head, 1)
+    c.adopt(without(c.view, head), tail)
+    c.push(tail, 1, worker=2)
+    c.adopt(c.view, head)
+    c.settle()
+    assert c.view.kept.tolist() == [Kept.BEFORE] * P
+    assert Draft(c.view).returned((), ()) == {}
+    assert not any(isinstance(e, Erase) for _, e in c.effects), "until the other is confirmed it is the only sure copy"
+    draft = Draft(confirmed(c.view))
+    for r in range(P):
+        draft.fill(r, draft.members.index(head))
+    c.adopt(confirmed(c.view))
+    c.adopt(draft.build(c.view.members))
+    c.settle()
+    assert sorted(e.range for _, e in c.effects if isinstance(e, SnapshotRange)) == list(range(P))
+
+
+OUTCOMES: dict[str, Callable[[Chains, Member], Chains]] = {
+    "the other dies": taken,
+    "it is back": lambda view, left: back(view),
+    "the other is confirmed": lambda view, left: confirmed(view),
+}
+ACTIONS = st.lists(st.sampled_from(["push to s0", "push to s1", "down", "up"]), max_size=12)
+
+
+def by_range(applied: tuple[int, int, int]) -> int:
+    return applied[2]
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+@settings(deadline=None)
+@given(before=ACTIONS, apart=ACTIONS, together=ACTIONS, behind=st.booleans())
+def test_what_is_acknowledged_is_in_every_copy_that_goes_on(
+    outcome: str, before: Sequence[str], apart: Sequence[str], together: Sequence[str], behind: bool
+) -> None:
+    """apart: only the one that is left knows the view; together: both do. Links work all the time: who is silent
+    towards the leader may be well."""
+    c, head, tail = two()
+    silent, left = (tail, head) if behind else (head, tail)
+    clocks = dict.fromkeys(c.members, 0)
+
+    def act(actions: Sequence[str]) -> None:
+        for action in actions:
+            if action == "down":
+                c.deliver(head, tail)
+            elif action == "up":
+                c.deliver(tail, head)
+            else:
+                member = Member(action[-2:], 1)
+                worker, clock, epoch = c.members.index(member) + 1, clocks[member] + 1, c.replicas[member].epoch
+                pushed = c.push(member, clock, worker=worker, epoch=epoch, token=(worker, clock))
+                refused = any(isinstance(e, Reply) and e.status != Status.COMMITTED for e in pushed)
+                clocks[member] += not refused
+
+    act(before)
+    c.adopt(without(c.view, silent), left)
+    act(apart)
+    c.adopt(c.view, silent)
+    act(together)
+    view = OUTCOMES[outcome](c.view, left)
+    assert (view.epoch > c.view.epoch) == (outcome != "it is back" or behind)
+    if outcome == "the other dies":
+        c.kill(left)
+    c.adopt(view)
+    c.settle()
+    full = view.members_of(0)
+    for member in full:
+        assert len(c.applied[member]) == len(set(c.applied[member])), "applied once"
+        assert sorted(c.applied[member], key=by_range) == sorted(c.applied[full[0]], key=by_range), "in the same order"
+    for _, effect in c.effects:
+        if isinstance(effect, Reply) and effect.status == Status.COMMITTED:
+            worker, clock = effect.token  # type: ignore[misc]
+            there = {(worker, clock << 16, r) for r in effect.committed.tolist()}
+            assert there <= set(c.applied[full[0]]), f"{effect.token} was acknowledged, and {full[0]} lacks it"
