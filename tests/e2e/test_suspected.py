@@ -1,0 +1,48 @@
+"""One of two replicas is suspected though it lives, and the other dies at once: training goes on with the first."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+import elasticps as eps
+from coordinator.view import View
+from elasticps.audit import audit
+from elasticps.local import LocalCluster
+from tests.e2e.oracle import Sums, Trainers, Watcher, check_sums, wait_for
+
+
+@pytest.mark.slow
+def test_who_was_frozen_and_left_out_goes_on_when_the_other_is_killed() -> None:
+    with LocalCluster("suspected", servers=2, replicas=2, ranges=32) as cluster:
+        watcher, trainers = Watcher(cluster.url), Trainers(cluster.url, seeds=(1, 2), app="suspected")
+        try:
+            trainers.progress()
+            before, dies = cluster.server("s1").incarnation, cluster.server("s0").pid
+            killed: list[View] = []
+
+            def kill(view: View) -> None:
+                if view.kept.any() and not killed:
+                    os.kill(dies, signal.SIGKILL)
+                    killed.append(view)
+
+            watcher.on_view = kill
+            cluster.pause("s1")
+            wait_for(lambda: bool(killed), lambda: "s1 was not left out", 20.0)
+            cluster.resume("s1")
+            trainers.progress()
+            watcher.wait(lambda view: [s.name for s in view.servers] == ["s1"] and not view.kept.any(), "s1 goes on")
+            assert cluster.server("s1").incarnation == before, "with the copy that it had"
+            cluster.start_server("s0")
+            watcher.wait(lambda view: bool((view.chains >= 0).all()), "s0 is filled")
+            trainers.finish()
+            ledgers = [trainer.ledger for trainer in trainers.all]
+            assert all(ledger.begun == ledger.acknowledged for ledger in ledgers)
+            with eps.connect(cluster.url, worker="reader", app="suspected") as ps:
+                check_sums(Sums([1, 2]).read(ps), ledgers)
+            assert audit(cluster.url, 30.0).clean
+        finally:
+            trainers.close()
+            watcher.close()
