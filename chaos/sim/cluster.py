@@ -272,12 +272,13 @@ class Cluster:
                 return False
         return True
 
-    def copied(self, without: str) -> bool:
-        """Whether every range keeps a complete copy, by the newest view, in a process that lives, without a server."""
+    def uncopied(self, without: str) -> set[int]:
+        """The ranges that have no complete copy, by the newest view, in a process that lives, without a server."""
         view = self.view
         assert view is not None
         lives = [s.name != without and self.life(s.name, s.incarnation) is not None for s in view.servers]
-        return bool(np.array([*lives, False])[view.as_chains.copies].any(axis=1).all())
+        copied = np.array([*lives, False])[view.as_chains.copies].any(axis=1)
+        return set(np.flatnonzero(~copied).tolist())
 
     def _well(self, name: str, incarnation: int, epoch: int) -> bool:
         server = self.life(name, incarnation)

@@ -11,6 +11,7 @@ from chaos.sim.clock import Process
 from chaos.sim.cluster import PORT, STORE_HOST, Cluster
 from chaos.sim.story import Fault
 from chaos.sim.threads import Threads
+from chaos.sim.violation import Violation
 from coordinator.view import View
 
 T = TypeVar("T")
@@ -122,35 +123,49 @@ class Faults:
         self._server(fault, stall)
 
     def _other_dies(self, fault: Fault) -> None:
-        """A server stalls until it is suspected; at once one dies that is left alone with some of its ranges."""
+        """A server stalls until it is suspected; at once one dies that is left alone with some of its ranges, and
+        sometimes a leader too."""
 
         def stall(name: str) -> None:
-            found = self.cluster.servers[name].process
+            process = self.cluster.servers[name].process
             self._note(f"{name} stalls until it is suspected")
-            found.stall()
+            process.stall()
             self.cluster.on_view = lambda view: suspected(view)
+            over = False
 
             def thaw() -> None:
-                self._healed(name)
-                found.thaw()
+                nonlocal over
+                if not over:
+                    over = True
+                    self._healed(name)
+                    process.thaw()
 
             def suspected(view: View) -> None:
                 kept = np.flatnonzero((view.kept > 0) & (view.joining == view.index(name)))
                 if len(kept):
                     self.cluster.on_view = lambda view: None
                     other = view.servers[_pick(view.heads[kept].tolist(), fault)].name
-                    self.cluster.clock.after(self._random.uniform(0, AT_ONCE_S), self._die, other)
+                    alone = kept[view.heads[kept] == view.index(other)].tolist()
+                    self.cluster.clock.after(self._random.uniform(0, AT_ONCE_S), die, other, set(alone))
                     self._later(fault.for_s, thaw)
+
+            def die(other: str, alone: set[int]) -> None:
+                lost = self.cluster.uncopied(without=other)
+                if lost & alone:
+                    text = f"{other} alone has ranges {sorted(lost & alone)} so soon after {name} was suspected"
+                    self.cluster.broken(Violation("a suspicion and a death", text))
+                elif not (lost or self.over):
+                    self._hit[other] = None
+                    self._die(other)
+                    if fault.pick > 0.5:
+                        self._leader_dies(fault)
 
             self._later(PATIENCE_S, thaw)
 
         self._server(fault, stall)
 
     def _die(self, name: str, power: bool = False) -> None:
-        """A server dies, if every range keeps a copy, and starts again."""
-        if self.over or not self.cluster.copied(without=name):
-            return
-        self._hit[name] = None
+        """A server dies, and starts again."""
         self._note(f"{name} {'loses its power' if power else 'dies'}")
         self.cluster.kill(self.cluster.servers[name].process, power)
 

@@ -13,7 +13,7 @@ import pytest
 
 from chaos.sim.run import Result, run
 from chaos.sim.story import tell
-from tests.sim import planted_chain, planted_rounds, planted_shell
+from tests.sim import planted_chain, planted_kept, planted_rounds, planted_shell
 from tests.sim.planting import Patch
 
 STORIES = 50
@@ -24,7 +24,10 @@ KINDS: dict[Patch, frozenset[str]] = {
 }
 """Of the training that a bug is in; of those that are not here: any."""
 
-PLANTED: tuple[Patch, ...] = (*planted_chain.PLANTED, *planted_shell.PLANTED, *KINDS)
+FLAVOUR: dict[Patch, str] = dict.fromkeys(planted_kept.PLANTED, "suspicions")
+"""Of stories that a bug is in, likewise."""
+
+PLANTED: tuple[Patch, ...] = (*planted_chain.PLANTED, *planted_shell.PLANTED, *planted_kept.PLANTED, *KINDS)
 
 SURVIVE: dict[str, str] = {
     "count_only_workers_that_have_pushed": "each pushes within the second that a server may take to hear of it",
@@ -36,8 +39,10 @@ SURVIVE: dict[str, str] = {
 
 def seeds(plant: Patch) -> Iterator[int]:
     """Of the stories that have to find a bug."""
-    kinds = KINDS.get(plant)
-    return (seed for seed in count() if kinds is None or any(app.kind in kinds for app in tell(seed).apps))
+    kinds, flavour = KINDS.get(plant), FLAVOUR.get(plant)
+    stories = ((seed, tell(seed)) for seed in count())
+    fitting = ((seed, story) for seed, story in stories if flavour in (None, story.flavour))
+    return (seed for seed, story in fitting if kinds is None or any(app.kind in kinds for app in story.apps))
 
 
 def alike(first: int) -> Iterator[int]:
