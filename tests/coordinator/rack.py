@@ -52,11 +52,12 @@ class FakeServer:
             self.term, self.leader = term, line
 
     def report(self) -> Report:
-        epoch = 0 if self.view is None else self.view.epoch
-        connected = self.leader in self.lines
-        return Report(
-            epoch, self._level(), dict(self.suspects), tenure=Tenure(self.term, connected, 10 - 10 * connected)
-        )
+        view, connected, alone = self.view, self.leader in self.lines, 0
+        if view is not None:
+            left = (view.kept > 0) & (view.tails == view.index(self.info.name))
+            alone = int(view.since[left].max(initial=0))
+        epoch, tenure = 0 if view is None else view.epoch, Tenure(self.term, connected, 10 - 10 * connected)
+        return Report(epoch, self._level(), dict(self.suspects), tenure=tenure, alone=alone)
 
     def _level(self) -> tuple[CaughtUp, ...]:
         """The fillings under way from here, as if each took no time."""
