@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.dispatcher import Dispatcher
+from elasticps.client.protocol.fan_out import Answer, Questions
 from elasticps.client.pulls import Read
 from elasticps.errors import Timeout
 
@@ -48,6 +49,15 @@ class Reads:
         except BaseException:
             self._dispatcher.forget_read(read, Timeout("nobody waits for it"))
             raise
+
+    def ask(self, questions: Questions, what: str) -> list[Answer]:
+        """What servers answer to questions that are no pulls."""
+        return self._dispatcher.ask_all(questions, self._timeout_s, what)
+
+    @property
+    def ranges(self) -> int:
+        """Of the cluster."""
+        return self._dispatcher.routes.view.ranges
 
     def finish(self, read: Read, timeout: float | None) -> None:
         """Waits until all of it has arrived."""

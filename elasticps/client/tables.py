@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.client import listing
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.inputs import checked_floats, checked_keys, checked_out, checked_read
 from elasticps.client.protocol.fan_out import of_heads
@@ -24,6 +25,8 @@ from elasticps.spec import TableSpec
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame, unpack_header
 from elasticps.wire.headers import InitHeader
 from replication.chain import Member
+
+CHUNK, MAX_CHUNK = 65_536, 262_144  # keys of a table that are handed out at once
 
 
 class _Handle:
@@ -67,6 +70,28 @@ class SparseTable(_Handle):
         return self._reads.start(
             SparseRead(self._reads.finish, self.id, self.salt, self.dim, self.name, private, rows, read == "any")
         )
+
+    def __len__(self) -> int:
+        """Rows that the servers have."""
+        return listing.count(self._reads.ask, self.id, self._reads.ranges)
+
+    def __bool__(self) -> bool:
+        """A table is one, however many rows it has."""
+        return True
+
+    def keys(self, chunk: int = CHUNK) -> Iterator[NDArray[np.int64]]:
+        """All keys that have a row, each once, in arrays int64 [n] of about `chunk`, in no order that means anything.
+
+        Training may go on meanwhile, and servers come and go: a row that was there at the beginning is listed; one that
+        is made meanwhile may be.
+        """
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk <= MAX_CHUNK:
+            raise InputError(f"table {self.name!r}: chunk must be a number from 1 to {MAX_CHUNK:,}, got {chunk!r}")
+        return listing.parts(self._reads.ask, self.id, self._reads.ranges, chunk)
+
+    def items(self, chunk: int = CHUNK) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """The same with the rows, float32 [n, dim], as they are when they are pulled."""
+        return ((keys, self.pull(keys)) for keys in self.keys(chunk))
 
     def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
         """What pushing `value`, a pair (keys int64 [n], grads float32 [n, dim]), sends."""

@@ -16,11 +16,14 @@ from elasticps.server.protocol.herald import Herald
 from elasticps.server.protocol.reads import Judge, Read, answer
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.serving import Serving
-from elasticps.store import Store
+from elasticps.store import Store, Table
 from elasticps.wire.frames import FrameError, Header, Kind
-from elasticps.wire.headers import JoinHeader, OkHeader, PullHeader
+from elasticps.wire.headers import JoinHeader, KeysHeader, ListKeysHeader, OkHeader, PullHeader
 from replication.progress import MAX_CLOCK
 from replication.replica import Replica
+
+MAX_LISTED = 1 << 18  # keys
+NO_KEYS = np.empty(0, np.int64)
 
 
 class Pulls:
@@ -39,7 +42,9 @@ class Pulls:
         self._counts = counts
         self._served = served
         self._unshown: dict[Asker, None] = {}  # whose answers hold values that must not be shown yet
-        self.handlers: dict[int, Handler] = {Kind.PULL: self._pull, Kind.JOIN: self._join}
+        self.handlers: dict[int, Handler] = {
+            Kind.PULL: self._pull, Kind.JOIN: self._join, Kind.LIST_KEYS: self._list_keys,
+        }  # fmt: skip
 
     def _join(self, connection: Connection, header: Header, body: Body) -> None:
         said = JoinHeader.of(header)
@@ -58,10 +63,8 @@ class Pulls:
         if self._held.wait_for_view(connection, header, body):
             return
         asked = PullHeader.of(header)
-        epoch, name = self._serving.epoch, self._serving.me.name
         if not self._serving.serves(asked.epoch, asked.anywhere):
-            text = f"server {name} is at epoch {epoch}, the request at {asked.epoch}"
-            raise RequestError("stale-view", text, epoch=epoch)
+            raise self._stale(asked.epoch)
         read = self._read(connection, asked, body)
         self._counts["pulls"] += 1
         self._counts["rows_pulled"] += asked.keys
@@ -71,15 +74,41 @@ class Pulls:
         else:
             self._answer(read)
 
+    def _list_keys(self, connection: Connection, header: Header, body: Body) -> None:
+        """Values are another matter: whoever wants them pulls them, and is shown what may be shown."""
+        if self._held.wait_for_view(connection, header, body):
+            return
+        asked = ListKeysHeader.of(header)
+        if asked.range >= self._serving.ranges:
+            raise FrameError(f"there is no range {asked.range}, there are {self._serving.ranges}")
+        if not self._serving.serves(asked.epoch, anywhere=False) or not (self._serving.tailed == asked.range).any():
+            raise self._stale(asked.epoch)
+        table = self._table(asked.table)
+        keys, place = NO_KEYS, 0
+        if asked.keys:
+            keys, place = table.list_keys(asked.range, asked.place, min(asked.keys, MAX_LISTED))
+        answer = KeysHeader(
+            header.request, self._serving.epoch, asked.range, place, len(keys), table.count_range(asked.range)
+        )
+        connection.send_all([answer.header().pack(), keys.data.cast("B")] if len(keys) else [answer.header().pack()])
+
+    def _stale(self, epoch: int) -> RequestError:
+        ours = self._serving.epoch
+        text = f"server {self._serving.me.name} is at epoch {ours}, the request at {epoch}"
+        return RequestError("stale-view", text, epoch=ours)
+
     def rest(self, connection: Connection, header: Header, body: Body, done: int) -> None:
         """Goes on with an answer of which `done` rows have left: its ranges may have, too, or must not be shown yet."""
         self._answer(self._read(connection, PullHeader.of(header), body), done)
 
     def _read(self, connection: Connection, asked: PullHeader, body: Body) -> Read:
-        table = self._store.tables.get(asked.table)
+        return Read(connection, asked, self._table(asked.table), body.view(np.int64), 0.0)
+
+    def _table(self, number: int) -> Table:
+        table = self._store.tables.get(number)
         if table is None:
-            raise unknown_table(self._serving.me.name, asked.table)
-        return Read(connection, asked, table, body.view(np.int64), 0.0)
+            raise unknown_table(self._serving.me.name, number)
+        return table
 
     def _answer(self, read: Read, done: int = 0) -> None:
         answer(read, Judge(read, self._serving, self._replica, self._unshown), done)

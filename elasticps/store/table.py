@@ -180,6 +180,20 @@ class Table:
         """Keys of range r, in no order that means anything. Time is proportional to the range."""
         return self._list(r)[0]
 
+    def list_keys(self, r: int, place: int, most: int) -> tuple[NDArray[np.int64], int]:
+        """Keys of range r from a place on (see `intervals`), about `most` of them, and at most twice as many; and the
+        place where the next ones begin, 0 if there are no more. Time is proportional to the range."""
+        width = intervals.PLACES // self.ranges
+        low, end = max(place, r * width), (r + 1) * width
+        rows = self.count_range(r)
+        high = min(end, low + max(1, width * most // rows)) if rows else end
+        keys, found = np.empty(rows, np.int64), np.empty(rows, np.int64)
+        n = intervals.list_interval(self._header, r, low, high, keys, found)
+        while n > 2 * most and high - low > 1:  # hashes are close to each other here
+            high = low + (high - low) // 2
+            n = intervals.list_interval(self._header, r, low, high, keys, found)
+        return keys[:n].copy(), 0 if high >= end else high
+
     def dump_range(self, r: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """Copies of range r's keys int64 [n] and whole rows uint8 [n, stride]."""
         return self.dump_interval(r, 0, intervals.PLACES)

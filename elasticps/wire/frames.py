@@ -45,6 +45,7 @@ class Kind(IntEnum):
     BARRIER_CLOSE = 11
     CLAIM_SHARDS = 12
     BARRIER_LEAVE = 13
+    LIST_KEYS = 14
     FORWARD = 16
     ACK = 17
     RESYNC = 18
@@ -61,6 +62,7 @@ class Kind(IntEnum):
     REPORT = 71
     BARRIER_DECISION = 72
     SHARDS = 73
+    KEYS = 74
 
 
 LAST = 1  # PUSH: the step's last part, it ticks the clock. ROWS: the answer's last chunk. JOIN: see Header

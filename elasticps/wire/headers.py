@@ -111,6 +111,29 @@ class PullHeader(NamedTuple):
         )  # fmt: skip
 
 
+class ListKeysHeader(NamedTuple):
+    """LIST_KEYS: about `keys` keys of range `range` of a table, from `place` on in an order of their own; with 0 only
+    how many there are."""
+
+    table: int
+    range: int
+    place: int
+    keys: int
+    request: int = 0
+    epoch: int = 0
+
+    def header(self) -> Header:
+        """The 64 bytes' fields; there is no body."""
+        return Header(
+            Kind.LIST_KEYS, 0, 0, self.request, self.epoch, self.place, self.range, table=self.table, items=self.keys
+        )
+
+    @classmethod
+    def of(cls, h: Header) -> ListKeysHeader:
+        """The inverse of `header`."""
+        return cls(h.table, h.worker, h.clock, h.items, h.request, h.epoch)
+
+
 class JoinHeader(NamedTuple):
     """JOIN: a worker starts above `base`; or takes no part for now (`pause`); or only asks for the minimum (None)."""
 
@@ -263,6 +286,31 @@ class RowsHeader(NamedTuple):
     def of(cls, h: Header) -> RowsHeader:
         """The inverse of `header`."""
         return cls(h.request, h.epoch, h.clock, h.items, bool(h.flags & LAST))
+
+
+class KeysHeader(NamedTuple):
+    """KEYS: `keys` keys of a range that has `rows` rows. place: where the next ones begin, 0 if there are no more."""
+
+    request: int
+    epoch: int
+    range: int
+    place: int
+    keys: int
+    rows: int
+
+    def header(self) -> Header:
+        """The 64 bytes' fields; the body is the keys."""
+        return Header(
+            Kind.KEYS, 0, 8 * self.keys, self.request, self.epoch, self.place, self.range, items=self.keys,
+            bound=self.rows,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, h: Header) -> KeysHeader:
+        """The inverse of `header`. Raises `FrameError` if the body is not as long as the keys are."""
+        if h.body != 8 * h.items:
+            raise FrameError(f"a list of {h.items} keys has a body of {h.body} bytes")
+        return cls(h.request, h.epoch, h.worker, h.clock, h.items, h.bound)
 
 
 class ForwardHeader(NamedTuple):

@@ -11,7 +11,8 @@ from elasticps.optimizers import SGD
 from elasticps.spec import Normal, TableSpec
 from elasticps.store import initial_rows
 from elasticps.wire.frames import HEADER_BYTES, LAST, Header, Kind, json_frame, unpack_header
-from tests.server.conftest import Group, Run, Worker
+from elasticps.wire.headers import ListKeysHeader
+from tests.server.conftest import TABLE, Group, Run, Worker
 
 WIDE, DIM = 8, 256
 INIT = Normal(std=1.0, seed=3)
@@ -54,5 +55,25 @@ def test_large_answers_that_wait_have_the_rows_that_were_asked_for(run: Run) -> 
         answers = await read_rows(worker.reader, len(asked))
         for request, keys in asked.items():
             np.testing.assert_array_equal(answers[request], initial_rows(INIT, keys, DIM))
+
+    run(story)
+
+
+def test_keys_are_listed_by_their_tail_and_by_nobody_else(run: Run) -> None:
+    async def story(group: Group) -> None:
+        for name in "ab":
+            await group.start(name)
+        view = group.make_view(lambda r: ["a", "b"] if r % 2 else ["b", "a"])
+        group.adopt(view)
+        worker = await group.connect("a")
+        for r in range(view.ranges):
+            ask = ListKeysHeader(TABLE, r, 0, 10, epoch=view.epoch).header()
+            header, body = await worker.ask(ask)
+            assert header.kind == (Kind.ERROR if r % 2 else Kind.KEYS), body
+        for wrong in (ListKeysHeader(99, 0, 0, 10, epoch=view.epoch), ListKeysHeader(99, 0, 0, 0, epoch=view.epoch)):
+            header, body = await worker.ask(wrong.header())
+            assert b"unknown-table" in body
+        header, body = await worker.ask(ListKeysHeader(TABLE, view.ranges, 0, 10, epoch=view.epoch).header())
+        assert b"there is no range" in body
 
     run(story)

@@ -77,3 +77,22 @@ def test_the_pieces_of_a_range_are_the_range(keys: list[int], r: int, cuts: list
         target.load_range(r, found, rows)
     assert target.digest_range(r) == source.digest_range(r)
     assert target.count_range(r) == sum(range_of(k) == r for k in keys)
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), unique=True, max_size=300), st.integers(0, P - 1), st.integers(1, 40))
+@settings(deadline=None)
+def test_the_pages_of_a_range_have_each_of_its_keys_once(keys: list[int], r: int, most: int) -> None:
+    table = a_table()
+    array = np.array(keys, np.int64)
+    table.apply(array, np.ones((len(keys), 2), np.float32), np.empty(0, np.float32))
+    listed: list[int] = []
+    place = 0
+    while True:
+        page, following = table.list_keys(r, place, most)
+        assert len(page) <= 2 * most
+        listed += page.tolist()
+        if not following:
+            break
+        assert following > place
+        place = following
+    assert sorted(listed) == sorted(k for k in keys if range_of(k) == r)

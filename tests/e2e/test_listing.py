@@ -1,0 +1,54 @@
+"""What a table holds, told by its servers, beside what was pushed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import elasticps as eps
+from tests.conftest import NewCluster
+from tests.e2e.conftest import Connect
+
+
+def listed(table: eps.SparseTable, chunk: int) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for keys, rows in table.items(chunk):
+        assert keys.dtype == np.int64
+        assert rows.shape == (len(keys), table.dim)
+        assert not found.keys() & set(keys.tolist()), "a key came twice"
+        found.update(zip(keys.tolist(), rows.tolist(), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("chunk", [1, 700, 65_536])
+def test_a_table_tells_all_that_it_holds(connect: Connect, chunk: int) -> None:
+    ps = connect()
+    table = ps.table("t", dim=2, optimizer=eps.Assign())
+    assert (len(table), bool(table), list(table.keys())) == (0, True, [])
+    keys = np.unique(np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 300 if chunk == 1 else 5_000))
+    rows = np.arange(2 * len(keys), dtype=np.float32).reshape(-1, 2)
+    ps.push({table: (keys, rows)}).result()
+    table.pull([1, 2, 3])  # reading makes no rows
+    assert len(table) == len(keys)
+    assert listed(table, chunk) == dict(zip(keys.tolist(), rows.tolist(), strict=True))
+
+
+def test_a_list_misses_nothing_while_a_server_dies(local_cluster: NewCluster) -> None:
+    cluster = local_cluster(servers=3, replicas=2)
+    with eps.connect(cluster.url, worker="w0", timeout=30.0) as ps:
+        table = ps.table("t", dim=1, optimizer=eps.Assign())
+        keys = np.arange(20_000)
+        ps.push({table: (keys, keys[:, None].astype(np.float32))}).result()
+        parts = table.keys(500)
+        found = [next(parts) for _ in range(5)]
+        cluster.kill("s1")
+        found += parts
+        assert np.array_equal(np.sort(np.concatenate(found)), keys)
+        assert len(table) == len(keys)
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 1.5, True, 10**9, "all"])
+def test_an_unusable_chunk_is_refused(connect: Connect, chunk: object) -> None:
+    table = connect().table("t", dim=2, optimizer=eps.Assign())
+    with pytest.raises(eps.InputError, match="chunk must be a number from 1 to"):
+        table.keys(chunk)  # type: ignore[arg-type]
