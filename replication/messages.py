@@ -34,6 +34,7 @@ class OperationKind(IntEnum):
     BARRIER_CLOSE = 7
     BARRIER_LEAVE = 8
     CLAIM_SHARDS = 9
+    LOAD = 10
 
 
 class Payload(Protocol):

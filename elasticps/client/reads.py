@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.protocol.fan_out import Answer, Questions
+from elasticps.client.protocol.routing import Routes
 from elasticps.client.pulls import Read
 from elasticps.errors import Timeout
 
@@ -23,6 +24,7 @@ class Reads:
 
     def __init__(self, dispatcher: Dispatcher, prepare: Callable[[], int], bound: int | None, timeout_s: float) -> None:
         self.cluster = dispatcher.cluster
+        self.worker = dispatcher.worker
         self._dispatcher = dispatcher
         self._prepare = prepare
         self._bound = bound
@@ -55,9 +57,9 @@ class Reads:
         return self._dispatcher.ask_all(questions, self._timeout_s, what)
 
     @property
-    def ranges(self) -> int:
-        """Of the cluster."""
-        return self._dispatcher.routes.view.ranges
+    def routes(self) -> Routes:
+        """The newest."""
+        return self._dispatcher.routes
 
     def finish(self, read: Read, timeout: float | None) -> None:
         """Waits until all of it has arrived."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client import listing
+from elasticps.client import filling, listing
 from elasticps.client.dispatcher import Dispatcher
+from elasticps.client.filling import NO_STEP_VALUES, fill
 from elasticps.client.inputs import checked_floats, checked_keys, checked_out, checked_read
 from elasticps.client.protocol.fan_out import of_heads
 from elasticps.client.protocol.routing import PushPlan, Routes, plan_push
@@ -18,14 +20,13 @@ from elasticps.client.pulls import DenseRead, SparseRead
 from elasticps.client.push_batch import Source
 from elasticps.client.reads import Reads
 from elasticps.client.registry import Registration, Registry
-from elasticps.client.writes import LentRows, Part, Write, check_size
+from elasticps.client.writes import LentRows, Write, check_size
 from elasticps.errors import InputError
 from elasticps.hashing import table_salt
 from elasticps.spec import TableSpec
-from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame, unpack_header
-from elasticps.wire.headers import InitHeader
-from replication.chain import Member
+from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
 
+LOADED_BYTES = 8 << 20  # sent at once
 CHUNK, MAX_CHUNK = 65_536, 262_144  # keys of a table that are handed out at once
 
 
@@ -42,6 +43,9 @@ class _Handle:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of cluster {self._reads.cluster!r}>"
+
+    def _load(self, write: Callable[[Routes], Write]) -> None:
+        self._reads.ask(fill(write, self._reads.worker.id, replace=True), f"loading {self.name!r}")
 
 
 class SparseTable(_Handle):
@@ -73,7 +77,7 @@ class SparseTable(_Handle):
 
     def __len__(self) -> int:
         """Rows that the servers have."""
-        return listing.count(self._reads.ask, self.id, self._reads.ranges)
+        return listing.count(self._reads.ask, self.id, self._reads.routes.view.ranges)
 
     def __bool__(self) -> bool:
         """A table is one, however many rows it has."""
@@ -85,13 +89,29 @@ class SparseTable(_Handle):
         Training may go on meanwhile, and servers come and go: a row that was there at the beginning is listed; one that
         is made meanwhile may be.
         """
-        if isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk <= MAX_CHUNK:
+        asked: object = chunk
+        if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= chunk <= MAX_CHUNK:
             raise InputError(f"table {self.name!r}: chunk must be a number from 1 to {MAX_CHUNK:,}, got {chunk!r}")
-        return listing.parts(self._reads.ask, self.id, self._reads.ranges, chunk)
+        return listing.parts(self._reads.ask, self.id, self._reads.routes.view.ranges, chunk)
 
     def items(self, chunk: int = CHUNK) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """The same with the rows, float32 [n, dim], as they are when they are pulled."""
         return ((keys, self.pull(keys)) for keys in self.keys(chunk))
+
+    def load(self, keys: object, rows: object) -> None:
+        """Gives rows of `keys`, int64 [n] without repeats, the values `rows`, float32 [n, dim], past the optimizer: for
+        rows trained elsewhere. Slots (momenta, sums) begin anew. Returns when that is committed.
+
+        Nobody else should train these rows meanwhile. `InputError` for unusable arguments, `ServerFull`.
+        """
+        array = checked_keys(self.name, keys)
+        values = checked_floats(f"table {self.name!r}: rows", rows, (len(array), self.dim))
+        if len(np.unique(array)) < len(array):
+            raise InputError(f"table {self.name!r}: load takes each key once")
+        step = max(1, LOADED_BYTES // (8 + 4 * self.dim))
+        for at in range(0, len(array), step):
+            some = slice(at, at + step)
+            self._load(partial(filling.rows, self.id, self.salt, array[some], values[some]))
 
     def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
         """What pushing `value`, a pair (keys int64 [n], grads float32 [n, dim]), sends."""
@@ -135,6 +155,12 @@ class DenseTensor(_Handle):
             checked_out(f"tensor {self.name!r}", out, self.shape)
         dim, any_replica = self.spec.dim, read == "any"
         return DenseRead(self._reads.finish, self.id, self.salt, dim, self.name, self._blocks, out, any_replica)
+
+    def load(self, values: object) -> None:
+        """Gives the tensor values, float32 of its shape, past the optimizer; as `SparseTable.load`."""
+        given = self._flat(values).reshape(self.shape)
+        check_size([self.lent(given, self._reads.routes, NO_STEP_VALUES)])
+        self._load(lambda routes: self.lent(given, routes, NO_STEP_VALUES))
 
     def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
         """What pushing `value`, a gradient float32 of the tensor's shape, sends."""
@@ -208,15 +234,8 @@ class Tables:
         mine = registration.creator == worker.id
         if not mine and self._registry.wait_ready(worker.app, tensor.name, registration.creator, self._timeout_s):
             return
-        nothing = np.empty(0, np.float32)
-        check_size([tensor.lent(values, self._dispatcher.routes, nothing)])
+        check_size([tensor.lent(values, self._dispatcher.routes, NO_STEP_VALUES)])
 
-        def questions(routes: Routes) -> Iterator[tuple[Member, Header, list[Buffer]]]:
-            part = Part([tensor.lent(values, routes, nothing)], routes)
-            for server in routes.share_of:
-                for cut in part.whole(server, routes):
-                    said = InitHeader(routes.epoch, worker.id, cut.items, cut.ranges is None)
-                    yield routes.members[server], said.header(sum(map(len, cut.buffers))), cut.buffers
-
+        questions = fill(lambda routes: tensor.lent(values, routes, NO_STEP_VALUES), worker.id, replace=False)
         self._dispatcher.ask_all(questions, self._timeout_s, f"filling tensor {tensor.name!r}")
         self._registry.mark_ready(worker.app, registration, self._timeout_s)

@@ -139,6 +139,9 @@ class Executor:
         elif operation.kind == OperationKind.INIT:
             for table, keys, values, _ in blocks:
                 tables[table].put_if_absent(keys, values)
+        elif operation.kind == OperationKind.LOAD:
+            for table, keys, values, _ in blocks:
+                tables[table].put(keys, values)
         else:
             for table, keys, grads, step_values in blocks:
                 tables[table].apply(keys, grads, step_values)

@@ -97,7 +97,8 @@ class Pushes:
             for block in blocks:
                 check_block(self._store.tables, block, positions, self._serving.me.name, init=True)
             self._memory.take(blocks)
-        self._control(connection, header, OperationKind.INIT, Content(blocks, ranges, positions), len(body), ranges)
+        kind = OperationKind.LOAD if said.replace else OperationKind.INIT
+        self._control(connection, header, kind, Content(blocks, ranges, positions), len(body), ranges)
 
     # --- pushes -----------------------------------------------------------------------------------------------------
 

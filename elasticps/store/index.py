@@ -179,6 +179,14 @@ def insert(
 
 
 @kernel
+def overwrite(h: NDArray[np.int64], values: NDArray[np.float32], rows: NDArray[np.int64]) -> None:
+    """Gives rows these weights, and slots as new rows have them."""
+    for i in range(values.shape[0]):
+        blank_row(h, rows[i])
+        write_weights(h, rows[i], values[i])
+
+
+@kernel
 def _initialise(h: NDArray[np.int64], key: int, row: int) -> None:
     if h[H_DTYPE] == 0:
         initial_weights(h, key, carray(pointer(row), (h[H_DIM],), np.float32))

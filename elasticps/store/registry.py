@@ -26,6 +26,7 @@ _UPDATE = (_words, _keys, _floats2, _floats1, _words, types.boolean)
 _SIGNATURES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (index.find, (_words, _keys, _words)),
     (index.insert, (_words, _keys, _floats2, _int, _words, _int)),
+    (index.overwrite, (_words, _floats2, _words)),
     (index.regrow, (_words, _int, _int, _int)),
     (index.list_range, (_words, _int, _words, _words)),
     (index.free_rows, (_words, _words)),

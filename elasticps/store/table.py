@@ -142,6 +142,16 @@ class Table:
             self._insert(keys, rows, values, index.TAKE_VALUES)
         return self.rows - before
 
+    def put(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        """Stores values [n, dim] for keys [n]; slots begin anew. Of equal keys the last counts."""
+        n = len(keys)
+        if values.shape != (n, self._dim):
+            raise InputError(f"{self._name}: {n} keys need values of {(n, self._dim)}, got {values.shape}")
+        rows = self._scratch_rows(n)
+        if index.find(self._header, keys, rows):
+            self._insert(keys, rows, _NO_VALUES, index.LEAVE_BLANK)
+        index.overwrite(self._header, values, rows)
+
     def first_foreign(self, keys: NDArray[np.int64], allowed: NDArray[np.bool_]) -> int:
         """Index of the first key whose range is not allowed (bool [ranges]), or -1."""
         if len(allowed) != self.ranges:

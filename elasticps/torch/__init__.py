@@ -9,6 +9,9 @@
 
 `ShardedDataset` and `ShardSampler` hand out the data: workers may come and go, and each sample is trained.
 
+A model's `state_dict()` has its dense weights; `full_state_dict(model)` has the rows of its tables too, for
+`torch.save`, and `load_full_state_dict` gives them back.
+
 What stays in the worker: buffers, such as the running statistics of a BatchNorm layer. Average them yourself if the
 workers' data differ much; evaluation in one worker uses that worker's own.
 """
@@ -18,5 +21,14 @@ from __future__ import annotations
 from elasticps.torch.data import ShardedDataset, ShardSampler
 from elasticps.torch.embedding import Embedding, EmbeddingBag
 from elasticps.torch.optimizer import Optimizer
+from elasticps.torch.state import full_state_dict, load_full_state_dict
 
-__all__ = ["Embedding", "EmbeddingBag", "Optimizer", "ShardSampler", "ShardedDataset"]
+__all__ = [
+    "Embedding",
+    "EmbeddingBag",
+    "Optimizer",
+    "ShardSampler",
+    "ShardedDataset",
+    "full_state_dict",
+    "load_full_state_dict",
+]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
@@ -71,6 +72,8 @@ class Rows(nn.Module):
         padding_idx: int | None = None,
     ) -> None:
         super().__init__()
+        # What freezes a model, or asks whether a layer is frozen, does so by its parameters: this one has no values.
+        self.trains = nn.Parameter(torch.empty(0))
         if init is None:  # torch's own default; the name as seed, because equal seeds start with equal rows
             init = Normal(std=1.0, seed=zlib.crc32(name.encode()))
         self.table: SparseTable = ps.table(name, dim=dim, optimizer=optimizer, init=init, dtype=dtype)
@@ -89,6 +92,54 @@ class Rows(nn.Module):
         The rows are as new as the servers had them at the time of this call.
         """
         self._ahead.append((ids, ids.detach().clone(), self._ask(ids)))
+
+    @property
+    def embedding_dim(self) -> int:
+        """As torch's layers call `dim`."""
+        return self.dim
+
+    @property
+    def num_embeddings(self) -> None:
+        """There are as many as there are ids."""
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"the rows of table {self.table.name!r} are at the servers: layer.table.pull(ids) gives some of them, "
+                "elasticps.torch.full_state_dict(model) all"
+            )
+        return super().__getattr__(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self._refuse_copies()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        self._refuse_copies()
+
+    def _refuse_copies(self) -> NoReturn:
+        raise ConfigError(
+            f"a layer over table {self.table.name!r} cannot be copied or pickled, its rows are at the servers: build "
+            "the model again where it is needed, with another table's name for rows of its own; to keep its values, "
+            "save elasticps.torch.full_state_dict(model)"
+        )
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        warnings.warn(
+            f"state_dict() has not the rows of table {self.table.name!r}, which are at the servers: "
+            "elasticps.torch.full_state_dict(model) has",
+            stacklevel=2,
+        )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        if f"{prefix}keys" in state_dict or f"{prefix}weight" in state_dict:
+            error_msgs.append(
+                f"it has rows of table {self.table.name!r}, which go to the servers: "
+                "elasticps.torch.load_full_state_dict(model, state) sends them"
+            )
 
     def extra_repr(self) -> str:
         return f"{self.table.name!r}, dim={self.dim}"
@@ -118,7 +169,8 @@ class Rows(nn.Module):
         if lookup.future is not None:
             lookup.future.result()
         rows = torch.from_numpy(lookup.rows).to(ids.device)
-        if lookup.future is not None and self.training and torch.is_grad_enabled():
+        trained = self.training and self.trains.requires_grad
+        if lookup.future is not None and trained and torch.is_grad_enabled():
             use = _Use(weakref.ref(self), lookup.keys)
             rows.requires_grad_().register_post_accumulate_grad_hook(use)
             self.uses.add(use)
@@ -146,7 +198,8 @@ class Embedding(Rows):
 
     `optimizer` updates the rows at the servers, `init` gives the values of rows never trained (default: torch's normal
     distribution), `dtype` is the servers' storage type. An id equal to `padding_idx` gives zeros and is not trained.
-    Rows are trained by passes in training mode; after `eval()`, or under `torch.no_grad()`, rows are only pulled.
+    Rows are trained by passes in training mode; after `eval()` or `requires_grad_(False)`, of the layer or a model
+    around it, and under `torch.no_grad()` they are only pulled.
     Train it with `elasticps.torch.Optimizer`. The output is on the device of the ids.
     """
 

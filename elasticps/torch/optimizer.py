@@ -213,7 +213,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._pipeline:
             yield self._model.register_state_dict_pre_hook(arrive)
             for module in self._model.modules():
-                if module is self._model or next(module.parameters(recurse=False), None) is not None:
+                if module is self._model or any(p.numel() for p in module.parameters(recurse=False)):
                     yield module.register_forward_pre_hook(arrive)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -409,8 +409,8 @@ class Optimizer(torch.optim.Optimizer):
                 self._forget()
                 raise ConfigError(
                     f"parameter {edited!r} was changed in place since the servers' values were taken, which the "
-                    "servers cannot know and the next values undo. Set weights (load_state_dict, say) before building "
-                    "the Optimizer, under a new prefix=; or call refresh() to go on with what the servers have"
+                    "servers cannot know and the next values undo: after load_state_dict(), say, call upload(), which "
+                    "gives them this model's values, or refresh(), which takes theirs"
                 )
             for dense in self._dense:
                 if dense.left is None:
@@ -429,6 +429,15 @@ class Optimizer(torch.optim.Optimizer):
         """Takes the servers' newest dense weights into the model now, also those that this worker does not train."""
         self._arriving = self._pull(self._dense)
         self._arrive()
+
+    def upload(self) -> None:
+        """Gives the servers this model's dense weights, which `load_state_dict` has changed, say. Slots begin anew.
+
+        One worker does this, while nobody trains. Returns when it is committed.
+        """
+        for dense in self._dense:
+            dense.tensor.load(dense.parameter.detach().float().cpu().contiguous().numpy())
+        self.refresh()
 
     def _pull(self, wanted: list[_Dense]) -> list[tuple[_Dense, DenseRead]]:
         return list(zip(wanted, self._ps.pull_many([dense.tensor for dense in wanted]), strict=True))

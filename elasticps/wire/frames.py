@@ -70,6 +70,7 @@ ALL_RANGES = 2  # PUSH: every range that the receiver heads at the frame's epoch
 REPEAT = 4  # PUSH: content left out, it is applied already and only the acknowledgement is wanted
 ROUND = 16  # PUSH, FORWARD: a worker's share of a synchronous round, kept until the round is closed
 PAUSE = 32  # JOIN: this worker holds nobody back, until it joins again
+REPLACE = 64  # INIT: rows that there are take the values too, and their slots begin anew
 ANY = 8  # PULL: any full replica may answer, with values that may not be committed yet
 
 _KINDS = frozenset(int(k) for k in Kind)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from elasticps.wire.frames import ALL_RANGES, ANY, LAST, PAUSE, REPEAT, ROUND, FrameError, Header, Kind
+from elasticps.wire.frames import ALL_RANGES, ANY, LAST, PAUSE, REPEAT, REPLACE, ROUND, FrameError, Header, Kind
 
 
 class Shard(NamedTuple):
@@ -60,23 +60,24 @@ class PushHeader(NamedTuple):
 
 class InitHeader(NamedTuple):
     """INIT: values for rows that do not exist yet, in `blocks` blocks. all_ranges: of all that its receiver heads at
-    `epoch`; else it names them."""
+    `epoch`; else it names them. replace: for rows that exist, too."""
 
     epoch: int
     worker: int
     blocks: int
     all_ranges: bool = True
+    replace: bool = False
     request: int = 0
 
     def header(self, body_bytes: int) -> Header:
         """The 64 bytes' fields, before a body of so many bytes."""
-        flags = LAST | self.all_ranges * ALL_RANGES
+        flags = LAST | self.all_ranges * ALL_RANGES | self.replace * REPLACE
         return Header(Kind.INIT, flags, body_bytes, self.request, self.epoch, worker=self.worker, items=self.blocks)
 
     @classmethod
     def of(cls, h: Header) -> InitHeader:
         """The inverse of `header`."""
-        return cls(h.epoch, h.worker, h.items, bool(h.flags & ALL_RANGES), h.request)
+        return cls(h.epoch, h.worker, h.items, bool(h.flags & ALL_RANGES), bool(h.flags & REPLACE), h.request)
 
 
 class PullHeader(NamedTuple):

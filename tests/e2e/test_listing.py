@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
+from elasticps.audit import audit
 from tests.conftest import NewCluster
 from tests.e2e.conftest import Connect
 
@@ -52,3 +53,52 @@ def test_an_unusable_chunk_is_refused(connect: Connect, chunk: object) -> None:
     table = connect().table("t", dim=2, optimizer=eps.Assign())
     with pytest.raises(eps.InputError, match="chunk must be a number from 1 to"):
         table.keys(chunk)  # type: ignore[arg-type]
+
+
+def test_rows_are_loaded_past_the_optimizer_and_their_slots_begin_anew(connect: Connect) -> None:
+    ps = connect()
+    table = ps.table("t", dim=3, optimizer=eps.Adagrad(lr=1.0), init=eps.Constant(5.0))
+    keys, ones = np.arange(2_000) * 977, np.ones((2_000, 3), np.float32)
+    ps.push({table: (keys[:1_000], ones[:1_000])}).result()
+    rows = np.random.default_rng(0).normal(size=(2_000, 3)).astype(np.float32)
+    table.load(keys, rows)
+    np.testing.assert_array_equal(table.pull(keys), rows)
+    assert len(table) == 2_000
+    ps.push({table: (keys, ones)}).result()
+    moved = rows - table.pull(keys)  # a first step of Adagrad, for those too that had one: lr * 1 / sqrt(1)
+    np.testing.assert_allclose(moved, 1.0, rtol=1e-5)
+    tensor = ps.tensor("d", init=np.zeros((300, 70), np.float32), optimizer=eps.SGD(lr=1.0))
+    values = np.random.default_rng(1).normal(size=(300, 70)).astype(np.float32)
+    tensor.load(values)
+    np.testing.assert_array_equal(tensor.pull(), values)
+
+
+def test_loaded_rows_are_at_every_replica(local_cluster: NewCluster) -> None:
+    cluster = local_cluster(servers=2, replicas=2)
+    with eps.connect(cluster.url, worker="w0", timeout=30.0) as ps:
+        table = ps.table("t", dim=2, optimizer=eps.Adagrad(lr=0.1), dtype="float16")
+        keys = np.arange(5_000)
+        ps.push({table: (keys[::2], np.ones((2_500, 2), np.float32))})
+        rows = np.random.default_rng(0).normal(size=(5_000, 2)).astype(np.float16).astype(np.float32)
+        table.load(keys, rows)
+        report = audit(cluster.operator_url)
+        assert report.clean, report
+        cluster.kill("s0")
+        np.testing.assert_array_equal(table.pull(keys), rows)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows", "text"),
+    [
+        ([1, 1], np.zeros((2, 2), np.float32), "each key once"),
+        ([1], np.zeros((1, 3), np.float32), r"shape \(1, 2\)"),
+        ([1.5], np.zeros((1, 2), np.float32), "keys must be int64"),
+        ([1], np.zeros((1, 2), np.float64), "must be float32"),
+    ],
+)
+def test_unusable_rows_are_refused(connect: Connect, keys: object, rows: object, text: str) -> None:
+    table = connect().table("t", dim=2, optimizer=eps.Assign())
+    with pytest.raises(eps.InputError, match=text):
+        table.load(keys, rows)
+    table.load([], np.empty((0, 2), np.float32))
+    assert len(table) == 0

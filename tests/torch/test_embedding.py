@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import numpy as np
@@ -142,6 +144,34 @@ def test_ids_changed_after_the_prefetch_are_other_ids(ps: Any) -> None:
     embedding.prefetch(ids)
     ids[0] = 8
     assert torch.equal(embedding(ids), rows(embedding.table, [8, 1]))
+
+
+@pytest.mark.parametrize("what", ["layer", "model"])
+def test_frozen_layers_are_not_trained(ps: Any, what: str) -> None:
+    embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0), init=Zeros())
+    model = nn.Sequential(embedding, nn.Linear(2, 1))
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0))
+    (embedding if what == "layer" else model).requires_grad_(False)
+    assert not embedding(torch.tensor([1])).requires_grad
+    model.requires_grad_(True)
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert rows(embedding.table, [1]).abs().sum() > 0
+
+
+def test_what_torchs_users_look_for(ps: Any) -> None:
+    embedding = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0))
+    assert (embedding.embedding_dim, embedding.num_embeddings) == (2, None)
+    assert not hasattr(embedding, "weight")
+    with pytest.raises(AttributeError, match=r"table 'users' are at the servers: layer.table.pull\(ids\)"):
+        _ = embedding.weight
+    for copying in (copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(ConfigError, match="cannot be copied or pickled"):
+            copying(nn.Sequential(embedding))
+    with pytest.warns(UserWarning, match="has not the rows of table 'users'"):
+        assert list(nn.ModuleDict({"a": embedding, "b": nn.Linear(1, 1)}).state_dict()) == ["b.weight", "b.bias"]
+    with pytest.raises(RuntimeError, match="load_full_state_dict"):
+        embedding.load_state_dict({"keys": torch.tensor([1]), "weight": torch.zeros(1, 2)})
 
 
 def test_ids_changed_behind_torchs_back_are_other_ids(ps: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import elasticps as eps
-from elasticps.torch import Embedding, EmbeddingBag, Optimizer
+from elasticps.torch import Embedding, EmbeddingBag, Optimizer, full_state_dict, load_full_state_dict
 
 Connect = Callable[..., eps.Client]
 
@@ -94,7 +95,7 @@ def test_training_through_servers_agrees_with_torch(connect: Connect, options: d
                 optimizer.step()
     ours.refresh()
     others = dict(reference.named_parameters())
-    for name, mine in model.named_parameters():
+    for name, mine in [*model.deep.named_parameters(prefix="deep"), ("scale", model.scale)]:
         torch.testing.assert_close(mine, others[name], rtol=2e-3, atol=2e-4, msg=name)
     for module, table in ((users, "users"), (words, "words")):
         rows = torch.from_numpy(ps.table(table, **spec_of(1 if table == "users" else 2)).pull(everything))
@@ -185,3 +186,36 @@ def test_evaluation_ticks_no_clock_and_stores_nothing(connect: Connect) -> None:
         *x, _ = batch()
         assert model(*x).shape == (32, 1)
     assert ps.clock == 0
+
+
+def test_a_whole_model_is_saved_and_comes_back_elsewhere(connect: Connect, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    ps = connect()
+
+    def towers(name: str) -> Tower:
+        users = Embedding(ps, f"{name}.users", 8, optimizer=eps.Adagrad(lr=0.1))
+        return Tower(users, EmbeddingBag(ps, f"{name}.words", 8, optimizer=eps.Adagrad(lr=0.1)))
+
+    first, users, words = towers("first"), torch.randint(0, 40, (64,)), torch.randint(0, 90, (64, 3))
+    optimizer = Optimizer(ps, first, optimizer=eps.Adam(lr=0.01), prefix="first")
+    for _ in range(3):
+        optimizer.zero_grad()
+        first(users, words).square().mean().backward()
+        optimizer.step()
+    torch.save(full_state_dict(first), tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert torch.equal(state["users.keys"], users.unique())
+    assert torch.equal(state["words.keys"], words.unique())
+    optimizer.close()
+
+    second = towers("second")
+    other = Optimizer(ps, second, optimizer=eps.Adam(lr=0.01), prefix="second")
+    assert not torch.equal(first.eval()(users, words), second.eval()(users, words))
+    load_full_state_dict(second, state)
+    other.upload()
+    assert torch.equal(first(users, words), second(users, words))
+    assert all(torch.equal(value, state[name]) for name, value in full_state_dict(second).items())
+    other.refresh()  # the servers have them
+    assert torch.equal(first(users, words), second(users, words))
+    with pytest.raises(eps.ConfigError, match=r"no words\.keys or no words\.weight"):
+        load_full_state_dict(second, {name: value for name, value in state.items() if "words" not in name})

@@ -62,10 +62,9 @@ def _check_operation(store: Store, server: str, message: Forward) -> None:
     if isinstance(payload, NewTable):
         store.create(TableSpec.from_json(payload.spec), payload.table)
     elif isinstance(payload, Content):
+        init = message.operation.kind in (OperationKind.INIT, OperationKind.LOAD)
         for block in payload.blocks:
-            check_block(
-                store.tables, block, payload.positions, server, init=message.operation.kind == OperationKind.INIT
-            )
+            check_block(store.tables, block, payload.positions, server, init=init)
 
 
 def _check_chunk(store: Store, server: str, r: int, content: ChunkContent) -> None:

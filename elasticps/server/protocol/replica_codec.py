@@ -194,7 +194,7 @@ class ReplicaCodec:
             blocks = read_blocks(said.blocks, body, at)
             clock = whole(document.get("clock"), MAX_CLOCK - 1, 1)
             payload = Contribution(text(document.get("app"), MAX_NAME), clock, blocks, ranges, positions, mark)
-        elif said.kind in (OperationKind.PUSH, OperationKind.INIT):
+        elif said.kind in (OperationKind.PUSH, OperationKind.INIT, OperationKind.LOAD):
             payload = Content(read_blocks(said.blocks, body, at), ranges, positions, mark)
         elif said.kind == OperationKind.CREATE:
             try:
