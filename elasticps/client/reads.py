@@ -45,9 +45,10 @@ class Reads:
         self._dispatcher.start_reads(reads, self._bound, self._wait_ms)
 
     def pulled(self, read: Read) -> NDArray[np.float32]:
-        """What is pulled; if the wait ends with an exception, its memory is the caller's alone from now on."""
+        """Asks for what is to be read, and what came; if that ends with an exception, be it between two lines of ours,
+        its memory is the caller's alone from now on."""
         try:
-            return read.result()
+            return self.start(read).result()
         except BaseException:
             self._dispatcher.forget_read(read, Timeout("nobody waits for it"))
             raise

@@ -62,18 +62,20 @@ class SparseTable(_Handle):
         are not committed yet; one's own pushes are always seen. Raises `InputError` for unusable arguments, `Timeout`
         when servers do not answer in time.
         """
-        return self._reads.pulled(self.pull_async(keys, out, read=read))
+        return self._reads.pulled(self._prepare(keys, out, read))
 
     def pull_async(self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> SparseRead:
         """Asks for rows now; `result()` of what is returned waits for them."""
+        return self._reads.start(self._prepare(keys, out, read))
+
+    def _prepare(self, keys: object, out: NDArray[np.float32] | None, read: str) -> SparseRead:
+        """A read that nobody has been asked for yet."""
         checked_read(self.name, read)
         array = checked_keys(self.name, keys)
         shape = (len(array), self.dim)
         rows = np.empty(shape, np.float32) if out is None else checked_out(f"table {self.name!r}", out, shape)
         private = array if isinstance(keys, list | tuple) else array.copy()  # asked for again when servers change
-        return self._reads.start(
-            SparseRead(self._reads.finish, self.id, self.salt, self.dim, self.name, private, rows, read == "any")
-        )
+        return SparseRead(self._reads.finish, self.id, self.salt, self.dim, self.name, private, rows, read == "any")
 
     def __len__(self) -> int:
         """Rows that the servers have."""
@@ -140,7 +142,7 @@ class DenseTensor(_Handle):
     def pull(self, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> NDArray[np.float32]:
         """The tensor, float32 of its shape; into `out` if given, which spares the allocation. `read` and errors as for
         `SparseTable.pull`."""
-        return self._reads.pulled(self.pull_async(out, read=read))
+        return self._reads.pulled(self.prepare(out, read))
 
     def pull_async(self, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> DenseRead:
         """Asks for the tensor now; `result()` of what is returned waits for it."""
