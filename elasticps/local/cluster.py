@@ -187,7 +187,13 @@ class LocalCluster:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._keeper is not None and self._keeper.stdin is not None:
             self._keeper.stdin.close()
-            self._keeper.wait()
+            try:
+                self._keeper.wait(_GRACE_S)
+            except (
+                subprocess.TimeoutExpired
+            ):  # a fork of this process still holds the other end; nothing is left to end
+                self._keeper.kill()
+                self._keeper.wait()
         self._processes.clear()
         self._etcd = self._etcd_plan = self._keeper = self._folder = None
         self._urls.clear()
