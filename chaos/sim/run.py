@@ -211,7 +211,8 @@ def _play(story: Story, trace: bool, machine: Machine) -> Result:
     try:
         with _told(scene.cluster) if trace else nullcontext():
             result = _result(scene, *_promises(scene))
-        scene.cluster.end()
+        left = scene.cluster.end()
+        assert not (left and result.ok), left  # what broke a promise may leave things in the middle
     finally:
         machine.cluster = None
     return result
