@@ -31,7 +31,7 @@ from elasticps.spec import TableSpec
 from elasticps.wire.frames import HEADER_BYTES, LAST, Header, Kind, block_head, json_frame, unpack_header
 from replication.chain import Role
 from tests.fuzz.corpus import RANGES
-from tests.server.wires import Clock, Quiet
+from tests.server.wires import Clock, FakeTransport, Quiet
 
 CLUSTER, ME, PEER = "c", "s0", "p0"
 HONEST, HOSTILE, NOBODY = 5, (9, 11), 77  # ids of workers; the last one is in no roster
@@ -53,7 +53,7 @@ class Broken(AssertionError):
     """A promise was not kept."""
 
 
-class Wire:
+class Wire(FakeTransport):
     """The server's transport of one connection. reads: the other end takes what is written to it; `written` is kept if
     it is the honest one's. digest: of all that was written."""
 
@@ -65,8 +65,6 @@ class Wire:
         self.written = bytearray()
         self.digest = 0
         self.waiting_bytes = 0
-        self.reading = True
-        self.closed = False
         self._paused = False
         self.connection.connection_made(cast(Any, self))
 
@@ -91,29 +89,8 @@ class Wire:
         for data in buffers:
             self.write(data)
 
-    def set_write_buffer_limits(self, high: int) -> None:
-        pass
-
     def get_write_buffer_size(self) -> int:
         return self.waiting_bytes
-
-    def get_extra_info(self, name: str) -> Any:
-        return ("127.0.0.1", 1) if name == "peername" else None
-
-    def pause_reading(self) -> None:
-        self.reading = False
-
-    def resume_reading(self) -> None:
-        self.reading = True
-
-    def is_reading(self) -> bool:
-        return self.reading
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def close(self) -> None:
-        self.abort()
 
     def abort(self) -> None:
         if not self.closed:

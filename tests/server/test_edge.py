@@ -15,9 +15,10 @@ from elasticps.monitor import dial_server
 from elasticps.optimizers import Accumulate
 from elasticps.server import fatal, handshake
 from elasticps.server.protocol import held_frames
+from elasticps.server.server import Server
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, FrameError, Header, Kind, block_head, json_body, json_frame
-from replication.messages import Ack
+from replication.messages import Ack, Message
 from tests.server.conftest import WORKER, Group, Run, Worker, until
 
 NOW, LATER = 1, 99
@@ -39,6 +40,14 @@ async def pair(group: Group) -> None:
         await group.start(name)
     group.adopt(group.make_view(lambda r: ["a", "b"]))
     await until(lambda: all(not server.links.suspects() for server in group.servers.values()))
+
+
+async def say_what_cannot_be(sender: Server, receiver: Server, *messages: Message) -> None:
+    """One server tells another what ends their link; another link comes."""
+    link, wrong = receiver.links.link(sender.member), sender.links.link(receiver.member)
+    assert wrong is not None
+    wrong.send_all([buffer for message in messages for buffer in sender.links._codec.encode(message)])
+    await until(lambda: receiver.links.link(sender.member) not in (None, link))
 
 
 def test_a_close_of_a_round_that_fits_no_number_ends_its_connection_only(run: Run) -> None:
@@ -93,12 +102,8 @@ def test_a_peer_that_acknowledges_what_it_was_never_sent_loses_its_link_only(run
     async def test(group: Group) -> None:
         await pair(group)
         worker = await group.connect("a")
-        head, tail = group.servers["a"], group.servers["b"]
-        link, wrong = head.links.link(tail.member), tail.links.link(head.member)
-        assert wrong is not None
         ranges = np.arange(4, dtype=np.int64)
-        wrong.send_all(tail.links._codec.encode(Ack(1, ranges, np.full(4, 1 << 60, np.int64))))
-        await until(lambda: head.links.link(tail.member) not in (None, link))
+        await say_what_cannot_be(group.servers["b"], group.servers["a"], Ack(1, ranges, np.full(4, 1 << 60, np.int64)))
         assert group.view is not None
         header, _ = await asyncio.wait_for(worker.push(group.view, "a", 1, [1, 2, 3], 1.0), 10)
         assert header.kind == Kind.OK

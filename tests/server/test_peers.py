@@ -21,7 +21,7 @@ from elasticps.wire.frames import Block, Header, Kind, json_body
 from replication.effects import Send
 from replication.messages import Ack, Forward, Operation, OperationKind, SnapshotChunk
 from tests.server.conftest import DIM, RANGES, SPEC, TABLE, WORKER, Group, Run, until
-from tests.server.test_edge import LATER, NOW, create, pair
+from tests.server.test_edge import LATER, NOW, create, pair, say_what_cannot_be
 
 EVERY = np.arange(RANGES, dtype=np.int64)
 NO_VALUES = np.empty(0, np.float32)
@@ -54,6 +54,18 @@ def shared(one: Block) -> Callable[[Server], Forward]:
     return lambda server: forwarded(OperationKind.PUSH, content, server)
 
 
+async def tail_and_joiner(group: Group) -> tuple[Server, Server]:
+    """Of all ranges, linked; the one does not fill the other by itself."""
+    await pair(group)
+    a, b = group.servers["a"], group.servers["b"]
+    group.adopt(group.make_view(lambda r: ["a"]))
+    await group.connect("a")
+    a.peer.handlers[Kind.RESYNC] = lambda *_: None
+    group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
+    await until(lambda: None not in (b.links.link(a.member), a.links.link(b.member)))
+    return a, b
+
+
 OTHER_SPEC = TableSpec("t", DIM + 1, Accumulate()).to_json()
 UNKNOWN_OPTIMIZER = SPEC.to_json().replace('"kind":"accumulate"', '"kind":"custom","name":"nobody"')
 
@@ -80,10 +92,7 @@ def test_an_operation_that_does_not_fit_the_tables_ends_the_link_only(
         await pair(group)
         worker = await group.connect("a")
         head, tail = group.servers["a"], group.servers["b"]
-        link, wrong = tail.links.link(head.member), head.links.link(tail.member)
-        assert wrong is not None
-        wrong.send_all(head.links._codec.encode(message(tail)))
-        await until(lambda: tail.links.link(head.member) not in (None, link))
+        await say_what_cannot_be(head, tail, message(tail))
         assert group.view is not None
         header, _ = await asyncio.wait_for(worker.push(group.view, "a", 1, [1, 2, 3], 1.0), 10)
         assert header.kind == Kind.OK
@@ -115,34 +124,16 @@ def rows(table: int, spec: str, keys: tuple[int, ...], stride: int) -> TableRows
 )
 def test_a_piece_that_does_not_fit_the_tables_ends_the_link_only(run: Run, message: SnapshotChunk) -> None:
     async def test(group: Group) -> None:
-        await pair(group)
-        a, b = group.servers["a"], group.servers["b"]
-        group.adopt(group.make_view(lambda r: ["a"]))
-        await group.connect("a")
-        a.peer.handlers[Kind.RESYNC] = lambda *_: None  # it fills nobody by itself
-        group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
-        await until(lambda: None not in (b.links.link(a.member), a.links.link(b.member)))
-        link, wrong = b.links.link(a.member), a.links.link(b.member)
-        assert wrong is not None
-        wrong.send_all(a.links._codec.encode(message._replace(epoch=a.epoch)))
-        await until(lambda: b.links.link(a.member) not in (None, link))
+        a, b = await tail_and_joiner(group)
+        await say_what_cannot_be(a, b, message._replace(epoch=a.epoch))
 
     run(test)
 
 
 def test_an_operation_of_a_range_of_which_nothing_is_here_yet_ends_the_link_only(run: Run) -> None:
     async def test(group: Group) -> None:
-        await pair(group)
-        a, b = group.servers["a"], group.servers["b"]
-        group.adopt(group.make_view(lambda r: ["a"]))
-        await group.connect("a")
-        a.peer.handlers[Kind.RESYNC] = lambda *_: None  # it fills nobody by itself
-        group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
-        await until(lambda: None not in (b.links.link(a.member), a.links.link(b.member)))
-        link, wrong = b.links.link(a.member), a.links.link(b.member)
-        assert wrong is not None
-        wrong.send_all(a.links._codec.encode(pushed(block())(b)._replace(epoch=a.epoch)))
-        await until(lambda: b.links.link(a.member) not in (None, link))
+        a, b = await tail_and_joiner(group)
+        await say_what_cannot_be(a, b, pushed(block())(b)._replace(epoch=a.epoch))
 
     run(test)
 
@@ -180,14 +171,10 @@ def test_nothing_is_heard_that_comes_behind_what_cannot_be(run: Run) -> None:
         assert header.kind == Kind.OK
         a, b = group.servers["a"], group.servers["b"]
         before = b.replica.seq.copy()
-        link, wrong = b.links.link(a.member), a.links.link(b.member)
-        assert wrong is not None
         alone = np.zeros(1, np.int64)
         operation = Operation(OperationKind.PUSH, WORKER, 9 << 16, Content([], alone, positions_of(alone, RANGES)), 64)
         behind = Forward(NOW, alone, b.replica.seq[alone] + 1, operation)
-        encode = a.links._codec.encode
-        wrong.send_all([*encode(pushed(block(table=99))(b)), *encode(behind)])
-        await until(lambda: b.links.link(a.member) not in (None, link))
+        await say_what_cannot_be(a, b, pushed(block(table=99))(b), behind)
         assert b.replica.seq.tolist() == before.tolist()
 
     run(test)

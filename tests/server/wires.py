@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -92,7 +93,39 @@ class Quiet:
         pass
 
 
-class Pipe:
+class FakeTransport(ABC):
+    """What every connection asks of its transport and no test has an opinion on."""
+
+    reading = True
+    closed = False
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        pass
+
+    def get_extra_info(self, name: str) -> Any:
+        return ("127.0.0.1", 1) if name == "peername" else None
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def is_reading(self) -> bool:
+        return self.reading
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.abort()
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Ends at once."""
+
+
+class Pipe(FakeTransport):
     """One direction of a connection, and the transport of the end that writes into it. `written`: all that ever was."""
 
     def __init__(self, wires: Wires, to: Connection | None) -> None:
@@ -101,8 +134,6 @@ class Pipe:
         self.back: Pipe | None = None
         self.queue = bytearray()
         self.written = bytearray()
-        self.reading = True
-        self.closed = False
         self.owner: Connection | None = None
         self.paused = False
         self.window = 1 << 30  # bytes that may wait before the writer is told to pause
@@ -126,29 +157,8 @@ class Pipe:
             self.paused = False
             self.owner.resume_writing()
 
-    def set_write_buffer_limits(self, high: int) -> None:
-        pass
-
     def get_write_buffer_size(self) -> int:
         return len(self.queue)
-
-    def get_extra_info(self, name: str) -> Any:
-        return ("127.0.0.1", 1) if name == "peername" else None
-
-    def pause_reading(self) -> None:
-        self.reading = False
-
-    def resume_reading(self) -> None:
-        self.reading = True
-
-    def is_reading(self) -> bool:
-        return self.reading
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def close(self) -> None:
-        self.abort()
 
     def abort(self) -> None:
         for pipe in (self, self.back):
