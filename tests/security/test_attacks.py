@@ -23,6 +23,7 @@ from elasticps.server.server import Server
 from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_body, json_frame, unpack_header
 from elasticps.wire.views import view_frame
 from tests.security.conftest import Holder, issued
+from tests.server.conftest import until
 
 RANGES = 16
 WORKER = {"cluster": "train", "worker": 5, "name": "ads/w0", "app": "ads"}
@@ -67,9 +68,15 @@ async def ask(port: int, credentials: Credentials, hello: dict[str, Any]) -> tup
         return await answer(reader)
 
 
+async def raw_answer(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
+    async with asyncio.timeout(10):
+        header = unpack_header(await reader.readexactly(HEADER_BYTES))
+        return header, await reader.readexactly(header.body)
+
+
 async def answer(reader: asyncio.StreamReader) -> tuple[Header, dict[str, Any]]:
-    header = unpack_header(await asyncio.wait_for(reader.readexactly(HEADER_BYTES), 10))
-    return header, json_body(await reader.readexactly(header.body))
+    header, body = await raw_answer(reader)
+    return header, json_body(body)
 
 
 @asynccontextmanager
@@ -145,17 +152,20 @@ def test_who_is_somebody_else_stays_out(holder: Holder, who: str, hello: dict[st
 def test_only_a_coordinators_view_counts(holder: Holder) -> None:
     async def main() -> None:
         async with target(holder("server/s0")) as s0:
-            for who, hello, epoch in (("server/s1", PEER, 1), ("coordinator/c0", LEADER, 7)):
-                async with connected(s0.port, holder(who)) as (reader, writer):
-                    writer.write(json_frame(Kind.HELLO, hello, epoch=1))
-                    await answer(reader)
-                    writer.write(view_frame(s0.view(7)))
-                    writer.write(Header(Kind.GET_VIEW, epoch=0).pack())  # answered after what came before it
-                    header = unpack_header(await asyncio.wait_for(reader.readexactly(HEADER_BYTES), 10))
-                    while header.kind != Kind.VIEW:
-                        await reader.readexactly(header.body)
-                        header = unpack_header(await reader.readexactly(HEADER_BYTES))
-                    assert s0.server.epoch == epoch
+            async with connected(s0.port, holder("server/s1")) as (reader, writer):
+                writer.write(json_frame(Kind.HELLO, PEER, epoch=1))
+                await answer(reader)
+                writer.write(view_frame(s0.view(7)))
+                writer.write(Header(Kind.GET_VIEW, epoch=0).pack())  # answered after what came before it
+                header, _ = await raw_answer(reader)
+                while header.kind != Kind.VIEW:
+                    header, _ = await raw_answer(reader)
+                assert s0.server.epoch == 1
+            async with connected(s0.port, holder("coordinator/c0")) as (reader, writer):
+                writer.write(json_frame(Kind.HELLO, LEADER, epoch=1))
+                await answer(reader)
+                writer.write(view_frame(s0.view(7)))
+                await until(lambda: s0.server.epoch == 7)
 
     run(main)
 
