@@ -137,11 +137,6 @@ class Replica(SnapshotTransfer):
         return bool(self._parked or self._waiters or any(self._held.values()))
 
     @property
-    def feeds(self) -> bool:
-        """Whether ranges are being filled from here, or the joiner that was filled is not in their chain yet."""
-        return self._fed
-
-    @property
     def parked(self) -> int:
         """Pushes and questions that wait here for a view, a roster or room in the log."""
         return len(self._parked)

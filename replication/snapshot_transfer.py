@@ -166,9 +166,8 @@ class SnapshotTransfer(Core):
             self.clocks.set_column(r, message.workers, message.progress)
         elif message.number != self._pieces.get(r):
             raise PeerError(f"{self.me}: piece {message.number} of range {r} came, not {self._pieces.get(r)}")
-        elif (
-            message.seq != self.seq[r]
-        ):  # an operation has overtaken it, or it one: its rows would lack that, or have it twice
+        elif message.seq != self.seq[r]:
+            # One of them has overtaken the other: the piece's rows would lack an operation, or have it twice.
             raise PeerError(f"{self.me}: a piece of range {r} at {message.seq} came when {int(self.seq[r])} had come")
         self._pieces[r] = message.number + 1
         self._bounds[r] = message.upto

@@ -17,7 +17,7 @@ BATCHES, ROWS, DIM, SECONDS = 50, 4_000, 64, 24.0
 
 @pytest.mark.slow
 def test_a_server_that_joins_lacks_no_update_of_ranges_of_many_pieces(local_cluster: NewCluster) -> None:
-    """Failed in most runs when compiled code handled operations at a tail that fills a joiner."""
+    """Failed in most runs when what a joiner's full socket had not taken yet was received over."""
     cluster = local_cluster(servers=3, replicas=2, ranges=32)
     wrong: list[str] = []
     end = time.monotonic() + SECONDS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -243,6 +243,48 @@ def test_compiled_and_python_give_the_same_bytes_and_the_same_state(seed: int) -
         assert bool(handled) == compiled
     assert outcomes[0][0] == outcomes[1][0]
     assert outcomes[0][1] == outcomes[1][1]
+
+
+def test_what_a_joiner_has_not_taken_yet_is_not_received_over() -> None:
+    """While a range is filled nothing is logged for its joiner, and nothing but its socket keeps what it is sent."""
+    wires = Wires(1, compiled=True)
+    for name in "ab":
+        wires.start(name, WORKERS)
+    tail, joiner = wires.servers["a"], wires.servers["b"]
+    wires.adopt(lambda r: ["a"])
+    there, _ = wires.connect("a", WORKERS[0])
+    wide = TableSpec("wide", 128, Accumulate())
+    body = json_frame(Kind.CREATE, {"id": 50, "spec": wide.to_json()})[HEADER_BYTES:]
+    there.write(Header(Kind.CREATE, epoch=1, request=2, body=len(body)).pack() + body)
+    wires.settle()
+    view = wires.adopt(lambda r: ["a"], lambda r: "b")
+    there_to_joiner = cast(Pipe, wires.link("a", "b").transport)
+    while not tail.replica.shared().synced.all():  # a first piece of every range was cut
+        assert wires.deliver()
+    assert there_to_joiner.back is not None
+    there_to_joiner.reading = False  # the tail does not hear that they are in place
+    wires.settle()
+    there_to_joiner.back.reading = False  # the joiner takes nothing more
+
+    keys = np.arange(100)
+    routes = Routes(view)
+    plan = plan_push(keys, table_salt(50), routes)
+    for clock in range(1, 9):
+        grads = np.full((len(keys), wide.dim), 10.0**clock, np.float32)
+        body = block_head(50, len(keys), wide.dim, Accumulate().step_values(1, None))
+        body += keys[plan.order].tobytes() + grads.tobytes()
+        header = Header(
+            Kind.PUSH, LAST | ALL_RANGES, epoch=view.epoch, clock=clock, worker=WORKERS[0], items=1, request=2 + clock,
+            body=len(body),
+        )  # fmt: skip
+        there.write(header.pack() + body)
+    wires.settle()
+    assert tail.fast.counter(H_PUSHES) == 7  # by compiled code: all but the first of the worker
+    there_to_joiner.reading = there_to_joiner.back.reading = True
+    wires.settle()
+    assert len(tail.replica.levels()) == RANGES
+    digests = [[s.store.tables[50].digest_range(r) for r in range(RANGES)] for s in (tail, joiner)]
+    assert digests[0] == digests[1]
 
 
 def test_every_effect_is_carried_out() -> None:

@@ -19,6 +19,7 @@ from elasticps.server.connection import Connection
 from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.server import Server
 from elasticps.wire.frames import LAST, Header, Kind, json_frame
+from elasticps.wire.unsent import Unsent
 from tests.server.conftest import RANGES
 
 
@@ -126,47 +127,70 @@ class FakeTransport(ABC):
 
 
 class Pipe(FakeTransport):
-    """One direction of a connection, and the transport of the end that writes into it. `written`: all that ever was."""
+    """One direction of a connection, and the transport of the end that writes into it. As a socket that is full: bytes
+    leave from where they lie, when they are delivered. `written`: all that ever left."""
 
     def __init__(self, wires: Wires, to: Connection | None) -> None:
         self.wires = wires
         self.to = to
         self.back: Pipe | None = None
-        self.queue = bytearray()
+        self.unsent = Unsent()
         self.written = bytearray()
         self.owner: Connection | None = None
         self.paused = False
         self.window = 1 << 30  # bytes that may wait before the writer is told to pause
 
     def write(self, data: Any) -> None:
-        assert not self.closed
-        self.queue += bytes(data)
-        self.written += bytes(data)
+        self.writelines((data,))
 
     def fill(self) -> None:
         """Tells the writer when too much waits. Not in the middle of a buffer: compiled code writes at its end."""
-        if len(self.queue) > self.window and not self.paused and not self.closed and self.owner is not None:
+        if self.unsent.nbytes > self.window and not self.paused and not self.closed and self.owner is not None:
             self.paused = True
             self.owner.pause_writing()
 
     def writelines(self, buffers: Sequence[Any]) -> None:
-        self.write(b"".join(bytes(b) for b in buffers))
+        assert not self.closed
+        self.unsent.add(buffers)
+
+    def take(self, most: int) -> bytes:
+        """The next bytes leave."""
+        taken = Taken(most)
+        self.unsent.send(taken)
+        self.written += taken.found
+        return bytes(taken.found)
 
     def drained(self) -> None:
-        if self.paused and not self.queue and self.owner is not None:
+        if self.paused and not self.unsent and self.owner is not None:
             self.paused = False
             self.owner.resume_writing()
 
     def get_write_buffer_size(self) -> int:
-        return len(self.queue)
+        return self.unsent.nbytes
 
     def abort(self) -> None:
         for pipe in (self, self.back):
             if pipe is not None and not pipe.closed:
                 pipe.closed = True
-                pipe.queue.clear()
+                pipe.unsent.clear()
                 if pipe.owner is not None:
                     self.wires.clock.call_soon(pipe.owner.connection_lost, None)
+
+
+class Taken:
+    """A socket that takes so many bytes."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.found = bytearray()
+
+    def sendmsg(self, buffers: Sequence[memoryview], /) -> int:
+        before = len(self.found)
+        for buffer in buffers:
+            self.found += buffer[: self.most - len(self.found)]
+        if len(self.found) == before:
+            raise BlockingIOError
+        return len(self.found) - before
 
 
 class Wires:
@@ -241,22 +265,21 @@ class Wires:
             pipe.fill()
         if self.clock.run_due():
             return True
-        ready = [p for p in self.pipes if p.queue and (p.to is None or (p.back is not None and p.back.reading))]
+        ready = [p for p in self.pipes if p.unsent and (p.to is None or (p.back is not None and p.back.reading))]
         if not ready:
             return False
         pipe = self.random.choice(ready)
         n = self.random.choice((1, 8, 63, 64, 65, 200, 1000, 5000, 1 << 20))
         if pipe.to is None:
-            del pipe.queue[:n]
+            pipe.take(n)
         else:
-            while n and pipe.queue and pipe.back is not None and pipe.back.reading:
+            while n and pipe.unsent and pipe.back is not None and pipe.back.reading:
                 buffer = pipe.to.get_buffer(-1)
-                part = min(n, len(pipe.queue), len(buffer))
-                assert part > 0
-                buffer[:part] = pipe.queue[:part]
-                del pipe.queue[:part]
-                n -= part
-                pipe.to.buffer_updated(part)
+                assert len(buffer)
+                taken = pipe.take(min(n, len(buffer)))
+                buffer[: len(taken)] = taken
+                n -= len(taken)
+                pipe.to.buffer_updated(len(taken))
         pipe.drained()
         return True
 

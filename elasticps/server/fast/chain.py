@@ -18,6 +18,7 @@ from elasticps.server.fast.layout import (
     BLOCK,
     C_ADDRESS,
     C_CHUNK,
+    C_PINNED,
     CONNECTION,
     E_COUNT,
     E_FRAME,
@@ -362,6 +363,10 @@ def down_the_chain(h, source, ranges, m, blocks, worker, after, bound, wait, f, 
         forward(h, found[i], source, ranges, m, blocks, worker, after, bound, wait)
     for i in range(slots):
         log_entry(h, found[i], f, ranges, m)
+    if slots and load64(h[H_FRAMES] + 8 * (FRAME * f + F_LEFT)) == 0:
+        # The log keeps nothing of what a joiner is sent while it is filled: its bytes are not received over before
+        # whoever sends them has looked whether a socket still needs them.
+        store64(h[H_CONNECTIONS] + 8 * (CONNECTION * source + C_PINNED), 1)
     flags, seq, acked = words(h[H_FLAGS], h[H_RANGES]), words(h[H_SEQ], h[H_RANGES]), words(h[H_ACKED], h[H_RANGES])
     for p in range(m):
         if flags[ranges[p]] & T_WAITS == 0:

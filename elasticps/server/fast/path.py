@@ -138,9 +138,7 @@ class FastPath:
             self._follow_clocks()
         if len(self.tables) != self._tables:
             self._follow_tables()
-        # While ranges are filled from here Python does everything: with operations handled by compiled code in between,
-        # a joiner came to lack some in a few rows (tests/e2e/test_fills.py); why is not known yet.
-        f[at.H_CAREFUL] = replica.careful or replica.feeds
+        f[at.H_CAREFUL] = replica.careful
         f[at.H_PYTHON_BYTES] = self.log.old_bytes
         self._lanes[:, at.L_PYTHON] = 0
         for lane, count in self.log.old().items():
