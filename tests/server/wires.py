@@ -99,9 +99,10 @@ class FakeTransport(ABC):
 
     reading = True
     closed = False
+    high = 0
 
     def set_write_buffer_limits(self, high: int) -> None:
-        pass
+        self.high = high
 
     def get_extra_info(self, name: str) -> Any:
         return ("127.0.0.1", 1) if name == "peername" else None
