@@ -41,21 +41,33 @@ Answer = asyncio.Future[tuple[Header, bytes]]
 
 
 class Worker:
-    """A connection to one server. `received`: frames other than the answer asked for."""
+    """A connection to one server. refused: why that ended it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
         self.requests = 0
         self.answers: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
         self.views: list[View] = []
+        self.refused = ""
         self.task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
+        try:
+            await self._take_answers()
+        except Exception as error:  # nothing that was asked will be answered
+            for answer in self.answers.values():
+                answer.set_exception(error)
+                answer.exception()  # retrieved, should nobody ask
+            raise
+
+    async def _take_answers(self) -> None:
         while True:
             header = unpack_header(await self.reader.readexactly(HEADER_BYTES))
             body = await self.reader.readexactly(header.body)
             if header.kind == Kind.VIEW:
                 self.views.append(View.decode(body[: header.items]))
+            elif header.kind == Kind.ERROR and not header.request:
+                self.refused = json_body(body)["message"]
             elif header.request in self.answers:
                 self.answers.pop(header.request).set_result((header, body))
 
