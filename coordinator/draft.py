@@ -27,7 +27,7 @@ class Loss(NamedTuple):
     heads      ranges with a new head; promoted: with a level joiner that became a replica at once
     restarted  ranges whose filling begins again, because their chain is another; ended: that lost their joiner
     parted     ranges that lost a replica, or their joiner, because two neighbours cannot reach each other
-    kept       ranges left with one replica, where one that fell silent keeps its copy
+    kept       ranges left with one replica, where one that fell silent or is cut off keeps its copy
     stuck      ranges [n] whose replicas are all gone; they are left as they are
     """
 
@@ -109,21 +109,22 @@ class Draft:
 
         level: range -> fill id that its tail reported level. cut: members that cannot reach each other: where they
         are neighbours the second one leaves, and its place in the chain's order is lost. silent: those of `gone` that
-        may live: where they leave a single replica, the last of them keeps its copy.
+        may live. Where they, or those cut off, leave a single replica, the last of them keeps its copy.
         """
         old_chains, old_joining = self.chains, np.where(self.kept > 0, np.int32(-1), self.joining)
-        gone_at, silent_at = self.flags(gone), self.flags(silent)
+        gone_at, ended_at = self.flags(gone), self.flags(set(gone) - set(silent))
         out = gone_at[self.chains]
         hit = out.any(axis=1)
         level_now = self._level(level) | (self.kept > 0)
         ended = gone_at[self.joining] & (self.kept == 0)
         self._end(ended)
-        promoted = hit & level_now & (self.joining >= 0) & ~gone_at[self.joining]
-        stuck = (out | (self.chains < 0)).all(axis=1) & hit & ~promoted
+        ready = level_now & (self.joining >= 0) & ~gone_at[self.joining]
+        stuck = (out | (self.chains < 0)).all(axis=1) & hit & ~ready
         parted = self._part(out, ~stuck, self.pairs(cut), level_now) if cut else np.zeros(len(out), np.bool_)
         out[stuck] = False
+        promoted = out.any(axis=1) & ready
         self._compact(out)
-        kept = self._keep(out & silent_at[old_chains] & ~promoted[:, None], old_chains)
+        kept = self._keep(out & ~ended_at[old_chains] & ~promoted[:, None], old_chains)
         self._append(promoted)
         moved = (self.chains != old_chains).any(axis=1) & (self.kept == 0)
         return Loss(

@@ -58,15 +58,15 @@ def losses(loss: Loss, why: Mapping[Member, str], cut: Collection[tuple[Member, 
     """What deaths and cuts have done."""
     reasons = []
     if lost := [m for m in loss.removed if m in why]:
-        text = f"{evidence(lost, why)}: {loss.heads} ranges have a new head"
-        if loss.promoted:
-            text += f", {loss.promoted} level replicas take their places"
-        text += f", {loss.restarted} fillings start again"
-        text += f", {loss.kept} wait until the replica that is left is confirmed" if loss.kept else ""
+        text = f"{evidence(lost, why)}: {loss.heads} ranges have a new head, {loss.restarted} fillings start again"
         reasons.append(text + (f", {loss.ended} are given up" if loss.ended else ""))
     if loss.parted:
         pairs = [f"{a.name} and {b.name}" for a, b in sorted(cut)]
         reasons.append(f"{names(pairs)} cannot reach each other: {loss.parted} ranges go on without the second")
+    if loss.promoted:
+        reasons.append(f"{loss.promoted} level replicas take their places")
+    if loss.kept:
+        reasons.append(f"{loss.kept} ranges wait until the replica that is left is confirmed")
     return reasons
 
 

@@ -206,7 +206,7 @@ def test_a_level_joiner_saves_the_range_whose_last_replica_dies() -> None:
     assert [str(m) for m in names(view, 0)] == ["b#1"]
     assert [str(m) for m in names(view, 2)] == ["a#1"]
     assert view.reason == (
-        "a lost (killed): 2 ranges have a new head, 2 level replicas take their places, 0 fillings start again; "
+        "a lost (killed): 2 ranges have a new head, 0 fillings start again; 2 level replicas take their places; "
         "waiting: a is gone (killed): 6 ranges wait for it; "
         "8 ranges have fewer than 2 replicas, with 1 server left"
     )
@@ -252,6 +252,7 @@ def test_a_new_incarnation_tells_that_the_old_one_is_gone_and_is_a_fresh_server(
 
 B_SILENT = Health(gone={server("b").member: "silent"}, silent=frozenset({server("b").member}))
 ALONE = {s.member: 2 for s in FIRST.servers}
+CUT = Health(cut=frozenset({(server("a").member, server("b").member)}))
 LEFT = written(FIRST, *FIRST.servers, health=B_SILENT)
 
 
@@ -261,7 +262,7 @@ def test_who_falls_silent_keeps_its_copy_where_one_replica_is_left() -> None:
     assert [joiner(LEFT, r) for r in np.flatnonzero(had).tolist()] == [server("b").member] * int(had.sum())
     behind = FIRST.chains[:, 1] == 1
     assert np.array_equal(LEFT.kept, np.where(had, np.where(behind, Kept.BEHIND, Kept.BEFORE), Kept.NOT))
-    assert f"{had.sum()} wait until the replica that is left is confirmed" in LEFT.reason
+    assert f"{had.sum()} ranges wait until the replica that is left is confirmed" in LEFT.reason
     assert decide(LEFT, *LEFT.servers, health=B_SILENT) is None, "nobody has lived on for long enough"
     assert not written(FIRST, *FIRST.servers, health=lost(server("b"))).kept.any(), "who is dead keeps nothing"
 
@@ -300,24 +301,45 @@ def test_who_is_heard_again_goes_on_where_it_stood_behind_and_is_filled_where_it
             assert names(view, r) == names(LEFT, r)
             assert joiner(view, r) is not None
     assert not view.kept.any()
-    apart = replace(health, cut=frozenset({(server("a").member, server("b").member)}))
-    view = written(LEFT, *LEFT.servers, health=apart)
+    view = written(LEFT, *LEFT.servers, health=replace(CUT, alone=ALONE))
     assert [names(view, r) for r in np.flatnonzero(LEFT.heads == 0).tolist() if LEFT.kept[r]] == [
         (server("a").member,) for r in np.flatnonzero(LEFT.heads == 0).tolist() if LEFT.kept[r]
     ]
 
 
 def test_two_that_cannot_reach_each_other_are_no_neighbours_any_more() -> None:
-    cut = Health(cut=frozenset({(server("a").member, server("b").member)}))
-    view = written(FIRST, *FIRST.servers, health=cut)
+    view = written(FIRST, *FIRST.servers, health=CUT)
     assert view.reason.startswith("a and b cannot reach each other: ")
     pairs = {(0, 1), (1, 0)}
     assert not pairs & {tuple(chain) for chain in view.chains.tolist()}
     assert np.array_equal(view.heads, FIRST.heads)
-    repairing = written(view, *FIRST.servers, health=cut)
+    repairing = written(view, *FIRST.servers, health=replace(CUT, alone=ALONE))
     filling = np.flatnonzero(repairing.joining >= 0)
     assert filling.size
     assert set(repairing.joining[filling].tolist()) == {2}
+
+
+def test_who_is_left_out_for_a_cut_keeps_its_copy_and_stands_in_when_the_other_dies_at_once() -> None:
+    view = written(FIRST, *FIRST.servers, health=CUT)
+    (parted,) = np.nonzero(view.kept)
+    assert parted.size
+    assert [(*names(view, r), joiner(view, r)) for r in parted.tolist()] == [names(FIRST, r) for r in parted.tolist()]
+    assert set(view.kept[parted].tolist()) == {Kept.BEHIND}
+    assert f"{parted.size} ranges go on without the second; {parted.size} ranges wait until" in view.reason
+    assert decide(view, *view.servers, health=CUT) is None, "who is left has not lived on for long enough"
+    for r in parted.tolist():
+        dead = lost(*(s for s in view.servers if s.member == names(view, r)[0]))
+        after = written(view, *view.servers, health=replace(CUT, gone=dead.gone))
+        assert names(after, r) == (joiner(view, r),)
+
+
+def test_a_joiner_that_is_level_takes_the_place_of_one_that_is_left_out_for_a_cut() -> None:
+    chains, joining = np.array([[0, 1], [0, 1], [0, 1], [0, 2]]), np.array([2, 2, -1, 1])
+    moving = View("demo", 2, 4, 2, FIRST.servers, chains, joining, np.array([2, 2, 1, 1]), "test")
+    view = written(moving, *FIRST.servers, health=replace(CUT, level={0: 2}))
+    a, b, c = (s.member for s in FIRST.servers)
+    found = [(names(view, r), joiner(view, r)) for r in range(4)]
+    assert found == [((a, c), None), ((a,), b), ((a,), b), ((a, c), b)]
 
 
 def test_a_filling_between_two_that_are_cut_off_is_given_up() -> None:
