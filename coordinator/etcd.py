@@ -17,7 +17,7 @@ import os
 import secrets
 import ssl
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +63,11 @@ _CHANNEL_OPTIONS = (
 _REQUIRE_LEADER = (("hasleader", "true"),)
 
 # The request itself is wrong: another endpoint would say the same.
-_REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.FAILED_PRECONDITION)
+_REFUSED = (
+    grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.PERMISSION_DENIED,
+)  # fmt: skip
+_RIGHTS_CHANGED = "revision of auth store is old"  # while the request was under way
 
 
 class _TryNext(Exception):
@@ -120,6 +124,11 @@ class EtcdStore:
     def cluster(self) -> str:
         """The cluster whose keys this store sees."""
         return self._url.cluster
+
+    @property
+    def secure(self) -> bool:
+        """Whether etcd knows by certificates who asks."""
+        return self._url.tls is not None
 
     async def get(self, key: str) -> Entry | None:
         """See `Store.get`."""
@@ -287,6 +296,16 @@ class EtcdStore:
             closed.cancel()
             await asyncio.gather(read, closed, return_exceptions=True)
 
+    async def call(self, method: Callable[[_Member], Any], request: Any) -> Any:
+        """The answer to a request of a kind that a `Store` has none of; see `_call`."""
+        response, _ = await self._call(method, request, writes=True)
+        return response
+
+    def spans(self, prefix: str) -> Sequence[tuple[bytes, bytes]]:
+        """Where etcd has the keys that begin with `prefix`, and their marks: from, and up to."""
+        starts = [(part + prefix).encode() for part in (self._keys, self._marks)]
+        return [(start, _end(start)) for start in starts]
+
     async def _call(
         self, method: Callable[[_Member], Any], request: Any, *, writes: bool = False, timeout_s: float = 0.0
     ) -> tuple[Any, int]:
@@ -410,6 +429,8 @@ def _raise_definite(error: Exception) -> None:
     if isinstance(error, AioRpcError):
         if error.code() == grpc.StatusCode.NOT_FOUND and "lease" in (error.details() or ""):
             raise LeaseLost(f"etcd no longer knows the lease: {error.details()}") from error
+        if _RIGHTS_CHANGED in (error.details() or ""):
+            return
         if error.code() in _REFUSED:
             raise CoordinationError(f"etcd refused: {error.details()}") from error
 

@@ -35,7 +35,7 @@ LEASE_S = 5.0  # how long a member stays registered without a word from it
 LAST_WORKER = "last-worker/"
 """Below it, by name, JSON with the `id` of the worker that took part last: no older one may come back."""
 INCARNATIONS = "incarnations/"
-_NUMBERS = "numbers"
+NUMBERS = "numbers"
 
 FAREWELL_S = 1.0  # a lease that the store does not take back by then runs out by itself
 _RETRY_S = 0.2  # pause between attempts while the store is out; each attempt waits for the store's time-out as well
@@ -77,7 +77,7 @@ async def create_cluster(store: Store, config: ClusterConfig) -> ClusterConfig:
 async def new_number(store: Store) -> int:
     """A number above 0 that nobody gets again in this cluster, and above all that were given out before."""
     entry = await store.get(CONFIG)
-    revision = await store.put(_NUMBERS, b"")
+    revision = await store.put(NUMBERS, b"")
     if entry is None:
         return revision
     return ClusterConfig.from_json(entry.value).base + revision - entry.create_revision

@@ -28,6 +28,9 @@ def certificates(
         list[str] | None,
         typer.Option(metavar="HOST", help="Also one for an etcd that is found there. May be given again."),
     ] = None,
+    etcd_root: Annotated[
+        bool, typer.Option("--etcd-root", help="Also one for `elasticps cluster protect`, and for nothing else.")
+    ] = False,
     days: Annotated[float, typer.Option(min=0.001, help="How long certificates are good for.")] = LEAF_DAYS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
@@ -49,6 +52,8 @@ def certificates(
         made = {str(identity): authority.issue(identity, days=days) for identity in wanted}
         if etcd:
             made["etcd"] = authority.issue_etcd(etcd, days=days)
+        if etcd_root:
+            made["etcd-root"] = authority.issue_root(days=days)
     except (OSError, ValueError) as error:
         raise ConfigError(f"certificates cannot be made in {folder}: {error}") from None
     if as_json:

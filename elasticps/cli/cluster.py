@@ -1,4 +1,4 @@
-"""`elasticps cluster adopt` and `reset`: when etcd's data were lost, and when a cluster is dead."""
+"""`elasticps cluster`: `protect` its etcd; `adopt` it when etcd's data were lost; `reset` it when it is dead."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from elasticps.cli.output import err, out
 from elasticps.errors import ConfigError
 from elasticps.security import credentials_of
 from elasticps.security.credentials import Credentials
+from elasticps.security.rights import protect
 
-app = typer.Typer(help="Mend a cluster whose etcd has lost its data, or that is dead.", no_args_is_help=True)
+app = typer.Typer(
+    help="Protect a cluster's etcd; mend a cluster whose etcd has lost its data, or that is dead.", no_args_is_help=True
+)
 
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd, and for each server.")]
 
@@ -102,3 +105,15 @@ async def _reset(url: str, yes: bool, timeout_s: float) -> list[str]:
         return told
     finally:
         await store.close()
+
+
+@app.command("protect")
+@command
+def protect_command(url: Url = None, name: Name = None, timeout: Timeout = 5.0) -> None:
+    """Have etcd ask who may write what: servers and workers their own keys only, coordinators and operators all.
+
+    For an etcd with TLS and --client-cert-auth. The URL has the certificate of `elasticps certificates --etcd-root`.
+    Once per cluster, before it begins or while it runs; a new etcd needs it again.
+    """
+    background.run(protect(target(url, name), timeout))
+    out.print("protected: etcd asks for a certificate of this cluster, and what its holder may write")

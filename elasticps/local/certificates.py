@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from coordinator.url import TlsFiles, parse
+from elasticps import background
 from elasticps.security.authority import Authority
 from elasticps.security.identity import ANY, Identity, Role
+from elasticps.security.rights import protect
 
 _FOLDER = "tls"
 
@@ -16,6 +18,12 @@ _FOLDER = "tls"
 def begin(folder: Path, hosts: Iterable[str] = ("127.0.0.1", "localhost")) -> TlsFiles:
     """Makes the authority of the cluster in `folder`; returns the files of an etcd that is found under `hosts`."""
     return Authority.create(folder / _FOLDER).issue_etcd(hosts)
+
+
+def protect_etcd(url: str, folder: Path, timeout_s: float) -> None:
+    """Has a new etcd ask who may write what."""
+    found = replace(parse(url), tls=Authority(folder / _FOLDER).issue_root())
+    background.run(protect(str(found), timeout_s))
 
 
 def url_of(url: str, folder: Path, role: Role, name: str = ANY) -> str:

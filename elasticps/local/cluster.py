@@ -214,8 +214,7 @@ class LocalCluster:
         if self._etcd_plan is None:
             raise ConfigError(f"the local cluster {self.name!r} is not running")
         if role not in self._urls:
-            plain = f"etcd://{self._etcd_plan.endpoint}/{self.name}"
-            self._urls[role] = certificates.url_of(plain, self.directory, role)
+            self._urls[role] = certificates.url_of(self._etcd_plan.url(self.name), self.directory, role)
         return self._urls[role]
 
     @property
@@ -366,9 +365,12 @@ class LocalCluster:
         plan = self._etcd_plan
         if plan is None:
             raise ConfigError(f"the local cluster {self.name!r} is not running")
+        new = not plan.data.exists()
         self._etcd = Process.start("etcd", "etcd", plan.command(), self.directory, plan.environment())
         self._watched(self._etcd)
         self._etcd.wait_until(plan.healthy, deadline)
+        if new and self._tls:
+            certificates.protect_etcd(plan.url(self.name), self.directory, deadline - time.monotonic())
 
     def _process(self, name: str) -> Process:
         with self._lock:

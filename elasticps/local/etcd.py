@@ -90,6 +90,10 @@ class EtcdPlan:
         self.client_port, self.peer_port = free_ports(2)
         self.endpoint = f"127.0.0.1:{self.client_port}"
 
+    def url(self, cluster: str) -> str:
+        """Of a cluster on it, without certificates."""
+        return f"etcd://{self.endpoint}/{cluster}"
+
     def command(self) -> list[str]:
         scheme, files = ("http", []) if self._tls is None else ("https", tls_options(self._tls))
         client, peer = f"{scheme}://{self.endpoint}", f"http://127.0.0.1:{self.peer_port}"

@@ -3,6 +3,7 @@
     ca.crt, ca.key                          the authority
     server-s0.crt, server-s0.key, …         whom it has signed for
     etcd.crt, etcd.key                      etcd's own, by host name and address
+    etcd-root.crt, etcd-root.key            who sets up etcd's rights
 
 Keys are readable by their owner alone.
 """
@@ -21,6 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from coordinator.etcd_rights import ROOT
 from coordinator.url import TlsFiles
 from elasticps.errors import ConfigError
 from elasticps.security.identity import Identity, Role, host_name
@@ -81,6 +83,10 @@ class Authority:
     def issue_etcd(self, hosts: Iterable[str], *, days: float = LEAF_DAYS) -> TlsFiles:
         """The same for an etcd that is found under `hosts`, names or addresses."""
         return self._sign("etcd", "etcd", [_host(host) for host in hosts], days, serves=True)
+
+    def issue_root(self, *, days: float = LEAF_DAYS) -> TlsFiles:
+        """The same for who sets up etcd's rights, and does nothing else: no process of a cluster takes it."""
+        return self._sign("etcd-root", ROOT, [x509.DNSName("etcd-root")], days, serves=False)
 
     def _sign(self, stem: str, cn: str, names: Sequence[x509.GeneralName], days: float, *, serves: bool) -> TlsFiles:
         key = ec.generate_private_key(ec.SECP256R1())

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import elasticps as eps
+from coordinator.connect import open_store
+from coordinator.errors import CoordinationError
 from coordinator.url import parse
 from elasticps import background
 from elasticps.audit import audit
+from elasticps.cli.app import app
+from elasticps.cli.output import ExitCode
 from elasticps.cli.status import look
 from elasticps.errors import ClusterUnreachable, ConfigError, ServerError
 from elasticps.security.authority import Authority
 from elasticps.security.identity import Identity
 from tests.conftest import NewCluster
+
+
+async def write(url: str, key: str) -> None:
+    store = await open_store(url)
+    try:
+        await store.get(key)  # everybody may
+        await store.put(key, b"mine")
+    finally:
+        await store.close()
 
 
 def test_a_cluster_with_tls_trains_renews_and_keeps_others_out(
@@ -40,6 +55,22 @@ def test_a_cluster_with_tls_trains_renews_and_keeps_others_out(
     assert not audit(cluster.operator_url).wrong
     with pytest.raises(ServerError, match="takes an operator"):
         audit(cluster.url)
+    root_url = str(replace(parse(cluster.url), tls=authority.issue_root()))
+    for url, code in (
+        (root_url, ExitCode.OK),
+        (cluster.operator_url, ExitCode.FAILED),
+    ):  # again; not by others
+        assert CliRunner().invoke(app, ["cluster", "protect", "--url", url]).exit_code == code
+    server_url = str(
+        replace(parse(cluster.url), tls=authority.issue(Identity.parse("spiffe://elasticps/local/server/s9")))
+    )
+    for url, keys_of_others in (
+        (cluster.url, ("view", "config", "election", "servers/s0", "drains/s0", "roster")),
+        (server_url, ("view", "config", "election", "workers/w0", "tables/default/t", "roster")),
+    ):
+        for key in keys_of_others:
+            with pytest.raises(CoordinationError, match="permission denied"):
+                background.run(write(url, key))
     with pytest.raises(ClusterUnreachable):
         eps.connect(cluster.url.partition("?")[0], worker="w1", timeout=2.0)
     with pytest.raises(ConfigError, match="not spiffe://elasticps/local/worker/default/w1"):

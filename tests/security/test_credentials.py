@@ -128,12 +128,16 @@ def test_files_that_were_replaced_are_read_again_and_bad_ones_are_not_taken(auth
 def test_the_command_makes_an_authority_once_and_certificates_as_often_as_asked(tmp_path: Path) -> None:
     folder = str(tmp_path / "ca")
     who = ["train/server/s0", "train/worker/ads/*", "spiffe://elasticps/train/operator/me"]
-    first = CliRunner().invoke(app, ["certificates", folder, *who, "--etcd", "10.0.0.1", "--etcd", "etcd-0", "--json"])
+    etcds = ["--etcd", "10.0.0.1", "--etcd", "etcd-0", "--etcd-root"]
+    first = CliRunner().invoke(app, ["certificates", folder, *who, *etcds, "--json"])
     assert first.exit_code == 0, first.output
     made = json.loads(first.stdout)
-    assert len(made) == 4
+    assert len(made) == 5
     for name, files in made.items():
-        if name != "etcd":
+        if name.startswith("etcd"):
+            with pytest.raises(ConfigError, match="identity"):
+                Credentials(TlsFiles(**files), "train")
+        else:
             assert str(Credentials(TlsFiles(**files), "train").identity) == name
     ca = Path(folder, "ca.crt").read_bytes()
     again = CliRunner().invoke(app, ["certificates", folder, "train/server/s0"])
