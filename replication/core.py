@@ -89,6 +89,8 @@ class Core:
     acked <= seq, and the log holds every operation between them that has a neighbour downstream to wait for.
     _fed: whether I am the tail of a range that someone joins. guarded: whether acknowledgements of some range wait for
     its joiner: what I have beyond `acked` there must not be shown, because the joiner may be the next to be read.
+    crowded: whether operations that no log bounds wait on a full link, to a joiner that I fill: then no push is let in
+    here, and what I have as tail is not vouched for, so that heads' logs fill up, and they let none in either.
     """
 
     def __init__(self, me: Member, ranges: int, log: Log | None = None) -> None:
@@ -115,6 +117,9 @@ class Core:
         self._newest_since = 0
         self._fed = False
         self.guarded = False
+        self.crowded = False
+        self._full: set[int] = set()  # links that have more waiting than their sockets take
+        self._unvouched: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # not told that all of it is committed
         self._headed: Ranges = NO_RANGES
         self._treatments: deque[tuple[Ranges, Treatment]] = deque(maxlen=_TREATMENTS_KEPT)
         self._members: list[Member] = []
@@ -155,6 +160,11 @@ class Core:
         self.version += 1
         self.guarded = bool(np.count_nonzero(self.waiting))
         self._fed = bool(np.count_nonzero(self._tail & (self._down >= 0)))
+        self._look_at_links()
+
+    def _look_at_links(self) -> None:
+        fed = self._tail & self._synced & ~self.waiting if self._full else None
+        self.crowded = fed is not None and not self._full.isdisjoint(self._down[fed].tolist())
 
     def _treatment(self, ranges: Ranges) -> Treatment:
         """What is done with a frame of these ranges. What comes often is remembered, by identity."""
@@ -191,7 +201,9 @@ class Core:
         out.append(Apply(operation, ranges, seqs, inside))
         if final is not None:
             self.acked[final.ranges] = seqs[final.chosen]
-            if vouched is not None:
+            if vouched is not None and self.crowded:
+                self._unvouched[vouched.ranges] = True
+            elif vouched is not None:
                 self._vouch(vouched.ranges, seqs[vouched.chosen], out)
 
     def _vouch(self, ranges: Ranges, seqs: Seqs, out: Effects) -> None:

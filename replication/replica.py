@@ -1,8 +1,8 @@
 """One replica of every range that its server holds: events in, effects out. The chain protocol of van Renesse and
 Schneider (OSDI 2004), vectorised over ranges, with views in place of a master's orders.
 
-Events: adopt, adopt_roster, peer_up, peer_down, receive, push, ask, piece. Each returns the effects to carry out, in
-order (see `effects`). No I/O, no clock, no randomness: the same events give the same effects.
+Events: adopt, adopt_roster, peer_up, peer_down, peer_full, receive, push, ask, piece, go_on. Each returns the effects
+to carry out, in order (see `effects`). No I/O, no clock, no randomness: the same events give the same effects.
 
 Why it is right.
 
@@ -29,8 +29,10 @@ One head per epoch. Views are totally ordered and a head acts only for ranges th
 both believe they head r, under different views; only the one whose chain is current gets acknowledgements. The last
 full replica has no one to ask: the leader must not replace it while its lease may live.
 
-Back-pressure. Only `push` waits (for a view, a roster, or room in the log); messages between replicas never do, except
-for the view they speak of. The log drains by messages alone, so a full log always empties.
+Back-pressure. Only `push` waits (for a view, a roster, room in the log, or on the link to a joiner); messages between
+replicas never do, except for the view they speak of. The log drains by messages alone, so a full log always empties.
+What a joiner is sent while it is filled is in no log: as long as the link to it is full its tail keeps acknowledgements
+back (see `Core`), and sends them when the link has room again or is lost.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ from replication.progress import Progress, after_part, before_part
 from replication.snapshot_transfer import SnapshotTransfer
 
 _ORDERS_KEPT = 64
+_LET_IN_BYTES = 1 << 20  # of pushes that waited: what they send is out, and may fill a link, before more are let in
 
 
 class Replica(SnapshotTransfer):
@@ -89,6 +92,7 @@ class Replica(SnapshotTransfer):
         self._roster_version = 0
         self._parked: deque[Push | Ask] = deque()
         self._held: dict[int, deque[Message]] = {}
+        self.unsettled = False  # pushes that waited could go on, with `go_on`, once what is to be sent has been
         self.wrong: Callable[[Message], str] = lambda message: ""
 
     # -- views and rosters ------------------------------------------------------------------------------------------
@@ -134,7 +138,7 @@ class Replica(SnapshotTransfer):
     @property
     def careful(self) -> bool:
         """Whether something waits here that the next push, forward or acknowledgement could overtake."""
-        return bool(self._parked or self._waiters or any(self._held.values()))
+        return bool(self.crowded or self._parked or self._waiters or any(self._held.values()))
 
     @property
     def parked(self) -> int:
@@ -163,6 +167,7 @@ class Replica(SnapshotTransfer):
         self._since = view.since
         self._newest_since = int(view.since[where.role != Role.OUT].max(initial=0))
         self._synced &= ~changed
+        self._unvouched &= ~changed
         self.waiting &= ~changed
         self._joined[changed] = -1
         for r in np.flatnonzero(changed).tolist():
@@ -218,11 +223,24 @@ class Replica(SnapshotTransfer):
 
     def peer_down(self, peer: Member) -> Effects:
         """The link is lost."""
+        out: Effects = []
         self._unlink(self._slot(peer))
-        return []
+        return self._settle(out)
+
+    def peer_full(self, peer: Member, full: bool) -> Effects:
+        """More waits on the link to a peer than its socket takes, or no longer so."""
+        out: Effects = []
+        slot = self._slot(peer)
+        if full and self._linked[slot]:
+            self._full.add(slot)
+        else:
+            self._full.discard(slot)
+        self._look_at_links()
+        return self._settle(out)
 
     def _unlink(self, slot: int) -> None:
         self._linked[slot] = False
+        self._full.discard(slot)
         self._held.pop(slot, None)
         self._synced &= self._down != slot
         for r in [r for r, fill in self._fills.items() if fill.lane == slot]:
@@ -379,7 +397,7 @@ class Replica(SnapshotTransfer):
     def _must_wait(self, event: Push | Ask) -> bool:
         if event.epoch > self.epoch or (self._roster is not None and event.roster > self._roster_version):
             return True
-        return self.log.nbytes >= self._budget and isinstance(event, Push)
+        return (self.crowded or self.log.nbytes >= self._budget) and isinstance(event, Push)
 
     def _park(self, event: Push | Ask, out: Effects) -> None:
         self._parked.append(event)
@@ -388,17 +406,32 @@ class Replica(SnapshotTransfer):
         elif self._roster is not None and event.roster > self._roster_version:
             out.append(NeedRoster(event.roster))
 
+    def go_on(self) -> Effects:
+        """What was to be sent has been sent: lets in more of what waits, as long as this is `unsettled`."""
+        return self._settle([])
+
     def _settle(self, out: Effects) -> Effects:
         """The end of an event: whoever waited and need not any more goes on, each worker's pushes in order."""
+        if not self.crowded and np.count_nonzero(self._unvouched):
+            untold = np.flatnonzero(self._unvouched).astype(np.int64)
+            self._unvouched[untold] = False
+            self._vouch(untold, self.acked[untold], out)
         if not self._parked:
             return out
         parked, self._parked = self._parked, deque()
         blocked: set[int] = set()
+        let_in = 0
+        self.unsettled = False
         for event in parked:
             if self._must_wait(event) or (event.worker in blocked and isinstance(event, Push)):
                 self._parked.append(event)
                 blocked.add(event.worker)
+            elif isinstance(event, Push) and let_in >= _LET_IN_BYTES:
+                self._parked.append(event)
+                blocked.add(event.worker)
+                self.unsettled = True
             elif isinstance(event, Push):
+                let_in += event.nbytes
                 out.append(Release(event.token))
                 self._admit(event, out)
             else:

@@ -36,6 +36,7 @@ log = fields.logger(__name__)
 HELLO_TIMEOUT_S = 10.0
 STALLED_TIMEOUT_S = 60.0  # a peer that reads nothing for so long, while answers wait for it, is cut off
 WRITE_HIGH_BYTES = 64 << 10  # so much may wait for a peer before the next part of an answer is made
+LINK_HIGH_BYTES = 1 << 20  # with so much waiting for a replica the link to it is full, until a quarter is left
 MAX_WAITING_ANSWERS = 64
 MAX_HELD_FRAMES = 4096
 
@@ -84,6 +85,7 @@ class Connection(asyncio.BufferedProtocol):
         self.slot = -1  # in the path, while connected
         self._answers: deque[Chunks] = deque()
         self._paused = False  # by the transport: its write buffer is full
+        self._tell_full: Callable[[bool], None] | None = None
         self._held: deque[tuple[Header, Body]] = deque()
         self.holding = False  # frames wait for a view or roster
         self._timer: asyncio.TimerHandle | None = None
@@ -161,6 +163,8 @@ class Connection(asyncio.BufferedProtocol):
         if self.worker:
             self._set(at.C_PAUSED, 1)
             self.transport.pause_reading()
+        elif self._tell_full is not None:
+            self._tell_full(True)
 
     def resume_writing(self) -> None:
         self._paused = False
@@ -169,6 +173,8 @@ class Connection(asyncio.BufferedProtocol):
         if self.worker and not self._paused:
             self._set(at.C_PAUSED, 0)
             self._go_on_reading()
+        elif self._tell_full is not None:
+            self._tell_full(False)
 
     # --- frames -------------------------------------------------------------------------------------------------
 
@@ -188,9 +194,16 @@ class Connection(asyncio.BufferedProtocol):
         self._set(at.C_WORKER, worker)
         self._set(at.C_ROSTERED, 1)
 
-    def is_peer(self) -> None:
-        """The peer is a replica."""
+    def is_peer(self, tell_full: Callable[[bool], None]) -> None:
+        """The peer is a replica. tell_full: told when more waits for it than its socket takes, and when no longer."""
         self._set(at.C_ROLE, at.ROLE_PEER)
+        self._tell_full = tell_full
+        self.transport.set_write_buffer_limits(high=LINK_HIGH_BYTES)
+
+    @property
+    def full(self) -> bool:
+        """Whether more waits for the peer than its socket takes."""
+        return self._paused
 
     @property
     def base(self) -> int:

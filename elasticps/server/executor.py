@@ -84,8 +84,9 @@ class Executor:
     def perform(self, event: Callable[..., Effects], *arguments: Any) -> None:
         """Gives the replica an event and carries out its effects. Does not return if any of it fails."""
         try:
-            for effect in event(*arguments):
-                self.handlers[type(effect)](effect)
+            self._carry_out(event(*arguments))
+            while self.replica.unsettled:
+                self._carry_out(self.replica.go_on())
             self._path.sync()
             if len(self.store.tables) > self._told:
                 new = list(self.store.tables.items())[self._told :]
@@ -93,6 +94,10 @@ class Executor:
                 self.tell_tables(new)
         except Exception as error:
             fatal.end(self.replica.me, error)
+
+    def _carry_out(self, effects: Effects) -> None:
+        for effect in effects:
+            self.handlers[type(effect)](effect)
 
     def note_change(self) -> None:
         """Python applied or acknowledged something outside of the compiled path: pulls may go on."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from coordinator import fields
 from coordinator.view import ServerInfo, View
@@ -42,7 +43,10 @@ MESSAGE_BYTES = 1024  # that one which waits takes at least
 
 
 class ReplicaLinks:
-    """Keeps the links that the view wants, and knows since when one is missing. What comes on them is the replica's."""
+    """Keeps the links that the view wants, and knows since when one is missing. What comes on them is the replica's.
+
+    make_way: has what waits for room on the link to a peer go before the pushes that do; set by whoever fills it.
+    """
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class ReplicaLinks:
         self._cluster = cluster
         self._codec = ReplicaCodec(executor.store.tables, ranges)
         executor.tell_tables = self._tell_tables
+        self.make_way: Callable[[Member], None] = lambda member: None
         self._loop = loop
         self._streams = streams
         self._make_connection = make_connection
@@ -112,6 +117,11 @@ class ReplicaLinks:
         """How many bytes wait on the link to a peer."""
         link = self._links.get(member)
         return 0 if link is None else link.waiting_bytes
+
+    def full(self, member: Member) -> bool:
+        """Whether there is a link to a peer on which more waits than its socket takes."""
+        link = self._links.get(member)
+        return link is not None and link.full
 
     def send(self, effect: Send) -> None:
         """Queues a message on the current link to a peer."""
@@ -219,10 +229,23 @@ class ReplicaLinks:
 
     def _up(self, member: Member, connection: Connection) -> None:
         log.info("peer up", peer=member)
-        connection.is_peer()
+        connection.is_peer(partial(self._tell_full, member, connection))
         self._executor.perform(self._replica.peer_up, member)
         for frame in self._creates(self._executor.store.tables.items()):
             connection.send_all(frame)
+
+    def _tell_full(self, member: Member, connection: Connection, full: bool) -> None:
+        if self._links.get(member) is not connection:
+            return
+        if full:
+            self._executor.perform(self._replica.peer_full, member, True)
+        else:  # not in the middle of what is being sent
+            self._loop.call_soon(self._relieve, member, connection)
+
+    def _relieve(self, member: Member, connection: Connection) -> None:
+        if self._links.get(member) is connection and not connection.full:
+            self.make_way(member)
+            self._executor.perform(self._replica.peer_full, member, False)
 
     def _tell_tables(self, new: Iterable[tuple[int, Table]]) -> None:
         for frame in self._creates(new):

@@ -96,6 +96,7 @@ class Server:
         self.streams = loop if gate.credentials is not None else streams(loop, self.fast, self._linger)
         self.links = ReplicaLinks(cluster, ranges, executor, loop, self.streams, self.connection, gate)
         self.snapshots = SnapshotSender(loop, executor, serving, self.links)
+        self.links.make_way = self.snapshots.make_way
         served = self.snapshots.served
         self.delay = BoundedDelay(ranges, self.replica.clocks, clock)
         self.pulls = Pulls(serving, held, herald, self.delay, self.store, self.replica, counts, served)

@@ -69,6 +69,7 @@ class SnapshotSender:
         self._progress: dict[int, _Progress] = {}
         self._looked_s = 0.0
         self._cuts: dict[int, _Cut] = {}
+        self._late: list[tuple[int, int]] = []  # range and serial of cuts that wait for room on a full link
         self._free_s = 0.0  # loop time at which the next piece may be cut
         self.sent_bytes = 0
 
@@ -100,6 +101,12 @@ class SnapshotSender:
             progress.best, progress.waits_s = cut.low, None
         self._schedule(r, serial)
 
+    def make_way(self, peer: Member) -> None:
+        """The link to a peer has room again, before any push takes it: else pushes would, each time."""
+        late, self._late = self._late, []
+        for r, serial in late:
+            self._piece(r, serial)
+
     def stalled(self) -> set[Member]:
         """Joiners that have got no further with some range for STALLED_S. A link that comes and goes, because the
         joiner cannot read what it gets, is no progress; nor does it count that we were stopped."""
@@ -129,6 +136,9 @@ class SnapshotSender:
         progress = self._progress.get(r)
         if progress is not None and progress.waits_s is None:
             progress.waits_s = now
+        if self._links.full(cut.peer):
+            self._late.append((r, serial))
+            return
         if self._links.backlog(cut.peer) > BACKLOG_BYTES:
             self._loop.call_later(RETRY_S, self._piece, r, serial)
             return

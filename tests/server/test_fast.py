@@ -87,7 +87,8 @@ class Story:
         there.write(header._replace(request=self.requests, body=len(body)).pack() + body)
 
     def run(self, turns: int) -> None:
-        acts = [self.push] * 12 + [self.pull] * 4 + [self.ask, self.cut, self.change_view, self.slow_reader]
+        acts = [self.push] * 12 + [self.pull] * 4 + [self.ask, self.cut, self.change_view]
+        acts += [self.slow_reader, self.slow_link]
         for _ in range(turns):
             self.random.choice(acts)()
             for _ in range(self.random.choice((0, 1, 5, 50, 400))):
@@ -142,6 +143,13 @@ class Story:
         """A worker whose socket takes little."""
         _, back = self.random.choice(list(self.connections.values()))
         back.window = self.random.choice((0, 500, 1 << 30))
+
+    def slow_link(self) -> None:
+        """A server whose socket takes little of what another one sends."""
+        a, b = self.random.sample(SERVERS, 2)
+        link = self.wires.servers[a].links.link(self.wires.servers[b].member)
+        if link is not None:
+            cast(Pipe, link.transport).window = self.random.choice((0, 2000, 1 << 30))
 
     def ask(self) -> None:
         name, worker = self.random.choice(SERVERS), self.random.choice(WORKERS)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 
 import numpy as np
 import pytest
 
+from elasticps.client.protocol.routing import Routes, plan_push
+from elasticps.hashing import table_salt
 from elasticps.optimizers import SGD
+from elasticps.server.connection import LINK_HIGH_BYTES
 from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.server import Server
 from elasticps.spec import TableSpec
-from elasticps.wire.frames import HEADER_BYTES, LAST, Header, Kind, json_frame
-from tests.server.conftest import WORKER, Group, Run, until
+from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, Header, Kind, block_head, json_frame
+from replication.chain import Member
+from tests.server.conftest import RANGES, WORKER, Answer, Group, Run, Worker, until
 
 WIDE, DIM, KEYS = 9, 128, 1000
 ANSWER_BYTES = KEYS * DIM * 4
@@ -88,5 +93,62 @@ def test_a_peer_that_goes_while_nothing_is_read_from_it_is_noticed(run: Run) -> 
 
         await until(gone)
         sock.close()
+
+    run(story)
+
+
+PUSHED_BYTES = KEYS * (DIM * 4 + 8)
+PUSHES = 60
+
+
+def push(group: Group, worker: Worker, clock: int) -> Answer:
+    """A step that updates every row; all ranges have one head."""
+    assert group.view is not None
+    keys = np.arange(KEYS, dtype=np.int64)
+    plan = plan_push(keys, table_salt(WIDE), Routes(group.view))
+    body = block_head(WIDE, KEYS, DIM, np.array([1.0], np.float32)) + keys[plan.order].tobytes()
+    body += np.full((KEYS, DIM), clock, np.float32).tobytes()
+    header = Header(Kind.PUSH, LAST | ALL_RANGES, epoch=group.view.epoch, clock=clock, worker=WORKER, items=1)
+    return worker.ask(header, body)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("chain", ["a", "ac"])
+def test_what_waits_for_a_joiner_that_reads_slowly_is_bounded(run: Run, chain: str, compiled: bool) -> None:
+    """Nothing of it is in a log, so the link itself is what holds pushes back: here, and by what it does not vouch for
+    at the heads. The joiner is filled meanwhile."""
+
+    async def story(group: Group) -> None:
+        for name in (*chain, "b"):
+            server = await group.start(name, log_budget_bytes=4 * PUSHED_BYTES)
+            server.fast.h[H_ENABLED] = compiled
+        head, tail, joiner = (group.servers[name] for name in (chain[0], chain[-1], "b"))
+        group.adopt(group.make_view(lambda r: list(chain)))
+        (await greet(group, "a")).close()
+        worker = await group.connect("a")
+        await push(group, worker, 1)
+        placed: list[tuple[Any, ...]] = []  # the joiner is not known to have a piece before all is pushed
+        tail.peer.handlers[Kind.CHUNK_ACK] = lambda link, header, body: placed.append((link, header, body.copy()))
+        group.adopt(group.make_view(lambda r: list(chain), lambda r: "b"))
+        await until(lambda: len(placed) == RANGES)
+        link = joiner.links.link(Member(chain[-1], 1))
+        assert link is not None
+        link.transport.pause_reading()
+        answers = [push(group, worker, clock) for clock in range(2, PUSHES)]
+        await until(lambda: head.replica.parked and tail.replica.crowded)
+        for _ in range(100):
+            await asyncio.sleep(0.001)
+            assert tail.links.backlog(joiner.member) < LINK_HIGH_BYTES + 12 * PUSHED_BYTES
+        assert not all(answer.done() for answer in answers)
+        link.transport.resume_reading()
+        tail.peer.handlers[Kind.CHUNK_ACK] = tail.links.receive
+        for call in placed:
+            tail.links.receive(*call)
+        for answer in answers:
+            header, _ = await asyncio.wait_for(answer, 30)
+            assert header.kind == Kind.OK
+        await until(lambda: len(tail.replica.levels()) == RANGES)
+        tables = [server.store.tables[WIDE] for server in (head, joiner)]
+        assert [tables[0].digest_range(r) for r in range(RANGES)] == [tables[1].digest_range(r) for r in range(RANGES)]
 
     run(story)

@@ -59,7 +59,7 @@ class Tail:
             perform=lambda event, r, serial, upto, last, content: self.delivered.append((serial, last)),
         )  # fmt: skip
         serving: Any = SimpleNamespace(ranges=P, joiner=lambda r: self.filling)
-        links: Any = SimpleNamespace(backlog=lambda peer: self.backlog)
+        links: Any = SimpleNamespace(backlog=lambda peer: self.backlog, full=lambda peer: False)
         self.snapshots = SnapshotSender(cast(Any, self.loop), executor, serving, links)
 
     def start(self, peer: Member, serial: int) -> None:
