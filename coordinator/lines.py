@@ -61,7 +61,7 @@ class Lines:
         self._cluster = ""
 
     async def run(self) -> None:
-        """Judges silence, and beats, until cancelled; then closes all lines."""
+        """Judges silence, and beats, until cancelled; then closes all lines. Raises what a line failed with."""
         loop, ill = asyncio.get_running_loop(), False
         try:
             while True:
@@ -78,6 +78,9 @@ class Lines:
                 if loop.time() - self._beaten > BEAT_S - TICK_S / 2:
                     self._beat()
                 self._call_silent_ones_anew(loop.time())
+                for _, _, task in self._calls.values():
+                    if task.done():  # its server would be silent for ever
+                        task.result()
                 await asyncio.sleep(TICK_S)
         finally:
             for member in list(self._calls):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from coordinator.connect import insist, open_store
 from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
 from coordinator.names import check_name
+from coordinator.office import first_of
 from coordinator.store import Store
 from coordinator.url import parse
 from coordinator.view import ClusterConfig
@@ -164,18 +166,19 @@ async def _coordinate(
         except ValueError as error:
             raise ConfigError(str(error)) from None
         async with AsyncExitStack() as stack:
-            metrics = None
+            work: list[Coroutine[None, None, None]] = []
+            on_ill: Callable[[bool], None] = _nothing
             if metrics_at[1]:
                 from elasticps.metrics.cluster import ClusterMetrics  # who serves none need not wait for its import
 
                 metrics = ClusterMetrics(store, name)
                 stack.push_async_callback(metrics.close)
                 await metrics.start(*metrics_at)
+                work.append(metrics.follow())
+                on_ill = metrics.on_ill
             print_json({"ready": True, "name": name, "pid": os.getpid()})
             dial = dial_server(name, credentials)
-            await run_coordinator(
-                store, name=name, stop=stop, dial=dial, on_ill=_nothing if metrics is None else metrics.on_ill
-            )
+            await first_of(run_coordinator(store, name=name, stop=stop, dial=dial, on_ill=on_ill), *work)
     finally:
         await store.close()
 

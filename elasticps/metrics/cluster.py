@@ -21,6 +21,7 @@ from coordinator import fields
 from coordinator.errors import StoreUnavailable
 from coordinator.leader import ELECTION
 from coordinator.membership import DRAINS, ROSTER, SERVERS, VIEW, drained_incarnation
+from coordinator.office import first_of
 from coordinator.store import Change, Delete, Entry, Put, Reset, Store
 from coordinator.view import Roster, ServerInfo, View
 from elasticps.metrics.exposition import Scrape
@@ -34,7 +35,7 @@ STATES = ("serving", "spare", "draining", "silent")
 
 
 class ClusterMetrics(Collector):
-    """Follows a cluster's keys from `start` to `close`; `name` is this coordinator's."""
+    """Shows a cluster's keys from `start` to `close`, as `follow` has them; `name` is this coordinator's."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
@@ -49,18 +50,17 @@ class ClusterMetrics(Collector):
         self._ill = False
         self._store_s = 0.0
         self._scrape: Scrape | None = None
-        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, host: str, port: int) -> None:
         """Serves /metrics. Raises ConfigError when the port cannot be had."""
         self._scrape = await Scrape.start(host, port, [self])
-        self._tasks = [asyncio.create_task(work) for work in (self._follow(), self._probe())]
+
+    async def follow(self) -> None:
+        """Follows the keys until cancelled. Raises what nobody has thought of: the figures would stand still."""
+        await first_of(self._follow(), self._probe())
 
     async def close(self) -> None:
-        """Stops following, closes the port."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Closes the port."""
         if self._scrape is not None:
             await self._scrape.close()
 

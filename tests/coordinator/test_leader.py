@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 
 from coordinator.errors import StoreUnavailable, TooLarge
 from coordinator.etcd import EtcdStore
+from coordinator.health import Line
 from coordinator.leader import ELECTION, _Alarm, run_coordinator
+from coordinator.lines import Lines
 from coordinator.membership import ViewFollower, create_cluster, register_server, register_worker
 from coordinator.memory import MemoryStore
 from coordinator.store import Entry, Guard, Store
-from coordinator.view import ClusterConfig, View
+from coordinator.view import ClusterConfig, ServerInfo, View
+from replication.chain import Member
 from tests.coordinator.conftest import Clients
 from tests.coordinator.support import Etcd, FaultyStore, fresh_url, until, until_key
 
@@ -364,3 +367,24 @@ async def test_of_workers_that_left_the_newest_are_remembered(monkeypatch: pytes
         left = {entry.key for entry in (await memory.list("last-worker/")).entries}
         assert left == {f"last-worker/{name}" for name in ("here", "w9", "w10", "w11")}
     await here.close()
+
+
+def test_a_line_that_fails_ends_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its server would be silent for this leader from then on, and nobody would know why."""
+
+    def fail(self: Lines, member: Member, why: str) -> None:
+        raise RuntimeError("nobody has thought of this")
+
+    def dial(server: ServerInfo, cluster: str) -> AbstractAsyncContextManager[Line]:
+        raise PermissionError("another answers")
+
+    monkeypatch.setattr(Lines, "_refused", fail)
+
+    async def story() -> None:
+        store = MemoryStore()
+        await create_cluster(store, ClusterConfig(ranges=8))
+        async with servers(store.client(), "s0"):
+            with pytest.raises(RuntimeError, match="nobody has thought of this"):
+                await asyncio.wait_for(run_coordinator(store, name="c0", stop=asyncio.Event(), dial=dial), 20)
+
+    asyncio.run(story())
