@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
 	$(PIP) install -c constraints.txt --no-deps recbole
 	@echo "compiling kernels for this machine; this takes up to a minute"
-	@$(BIN)/python -c 'from elasticps.server.process import warm; warm()' 2>/dev/null
+	@$(BIN)/python -m elasticps.warm 2>/dev/null
 	@touch $@
 
 demo: $(READY) ## Train a recommender on real ratings while servers die, come and go, and a worker starts again

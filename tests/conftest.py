@@ -31,7 +31,7 @@ _MARK = "ELASTICPS_TEST_RUN"
 @pytest.fixture(scope="session", autouse=True)
 def kernels_are_compiled() -> None:
     """Before any test: the first of them would wait for a compiler, longer than it waits for an answer."""
-    from elasticps.server.process import warm
+    from elasticps.warm import warm
 
     warm()
 

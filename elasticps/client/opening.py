@@ -7,6 +7,7 @@ import os
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime
+from elasticps.client.warm import warm
 from elasticps.errors import ConfigError
 from elasticps.spec import ASP, BSP, SSP, Consistency
 
@@ -45,5 +46,6 @@ def connect(
     consistency = consistency or ASP()
     if not isinstance(consistency, ASP | SSP | BSP):
         raise ConfigError(f"consistency must be ASP(), SSP(staleness=k) or BSP(), got {consistency!r}")
+    warm()
     name = worker or f"worker-{os.uname().nodename}-{os.getpid()}"
     return Client(Registry.open(url, timeout, Runtime()), name, consistency, window, timeout, app)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -263,3 +265,34 @@ class TestBoundedDelay:
         new = connect("new", consistency=eps.SSP(staleness=0))
         new.push({}).result()
         assert new.clock == 8
+
+
+_NOTHING_IS_COMPILED = """
+import sys
+
+import numba.core.compiler
+import numpy as np
+
+import elasticps as eps
+
+
+def no(*arguments, **options):
+    raise AssertionError("a worker waits for a compiler")
+
+
+with eps.connect(sys.argv[1], worker="warm", app="warm") as ps:
+    numba.core.compiler.compile_extra = no
+    table = ps.table("t", dim=40, optimizer=eps.SGD(lr=1.0))
+    tensor = ps.tensor("w", init=np.zeros((30, 50), np.float32), optimizer=eps.Adam(lr=0.1))
+    for n in (3, 20_000):
+        keys = np.arange(n) % (n - 1)
+        ps.push({table: (keys, np.ones((n, 40), np.float32)), tensor: np.ones((30, 50), np.float32)}).result()
+        table.pull(keys)
+        table.pull(keys, read="any")
+        tensor.pull()
+"""
+
+
+def test_once_connected_a_worker_compiles_nothing(cluster: eps.LocalCluster) -> None:
+    """It would do so in its first step, while others wait for it."""
+    subprocess.run([sys.executable, "-c", _NOTHING_IS_COMPILED, cluster.url], timeout=60, check=True)

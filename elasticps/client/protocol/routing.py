@@ -33,7 +33,7 @@ class Readers:
     one, else -1."""
 
     def __init__(self, of: NDArray[np.int32]) -> None:
-        self.of = np.ascontiguousarray(of, np.int32)
+        self.of = np.array(of, np.int32)  # of a view it may be read-only: another type for compiled code
         first = int(self.of[0])
         self.only = first if bool((self.of == first).all()) else -1
 

@@ -1,0 +1,39 @@
+"""The kernels of a worker, compiled before it takes a place in a cluster: afterwards no step waits for a compiler."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from coordinator.view import ServerInfo, View
+from elasticps.client.protocol.routing import Routes, place_rows, plan_pull, plan_push
+from elasticps.client.pull_batch import ANSWERS, take_answers
+from elasticps.client.pulls import Pulls, SparseRead
+from elasticps.client.push_batch import Packer, Source
+from elasticps.hashing import table_salt
+from elasticps.kernels import compiled_once
+from elasticps.wire.assembler import STAGING_BYTES
+from elasticps.wire.pool import Pool
+
+_RANGES, _DIM = 2, 2
+
+
+def warm() -> None:
+    """Compiles them, or loads them from the cache, by a push and a pull that go nowhere."""
+    with compiled_once(__file__):
+        nobody = np.full(_RANGES, -1, np.int32)
+        info, since = ServerInfo("nobody", 1, "127.0.0.1:1"), np.ones(_RANGES, np.int64)
+        view = View("warm", 1, _RANGES, 1, (info,), np.zeros((_RANGES, 1), np.int32), nobody, since, "")
+        routes, salt, keys = Routes(View.decode(view.encode())), table_salt(1), np.arange(3)
+        rows = np.zeros((len(keys), _DIM), np.float32)
+
+        packer = Packer(Pool(STAGING_BYTES))
+        sparse = Source(1, salt.view(np.int64).item(), _DIM, -1, keys, rows, rows[0])
+        part = packer.pack([sparse, sparse._replace(floats=rows.size, grads=rows.reshape(-1))], routes)
+        packer.fill(part, 0, 1)
+        plan = plan_push(keys, salt, routes)
+
+        pulls = Pulls(routes, 1, lambda member, buffers: None, lambda member, request: None)
+        pulls.start([SparseRead(lambda read, timeout: None, 1, salt, _DIM, "t", keys, rows, False)], None, 0)
+        take_answers(np.zeros(STAGING_BYTES, np.uint8), 0, 0, pulls.landing.slots, np.empty(ANSWERS, np.int64))
+        plan_pull(keys, salt, routes, routes.tails)
+        place_rows(rows, plan.order, rows)
