@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from coordinator.loss import spans
 from coordinator.view import View, WorkerInfo
+from elasticps.client import absence
 from elasticps.client.connections import Connections, Peer, server_error
 from elasticps.client.protocol.fan_out import Answer, FanOut, FanOuts, Questions, Script, T, carry_out
 from elasticps.client.protocol.routing import Routes
@@ -93,17 +94,23 @@ class Dispatcher:
     # --- life ---------------------------------------------------------------------------------------------------
 
     def start(self, deadline_s: float) -> None:
-        """Connects to every server; `ClusterUnreachable` names those that could not be reached by the deadline."""
+        """Connects to every server that is not absent; `ClusterUnreachable` names those that could not be reached by
+        the deadline."""
+
+        def missing() -> list[Peer]:
+            return [p for p in self._serving() if not p.link.ready]
+
         self._driver.start()
         left_s = deadline_s - self.runtime.monotonic()
-        if not self._driver.wait(lambda: self.error is not None or all(p.link.ready for p in self._serving()), left_s):
-            missing = ", ".join(
-                f"{p.info.name} at {p.info.address} ({self._lost(p) or p.trouble})"
-                for p in self._serving()
-                if not p.link.ready
-            )
-            raise ClusterUnreachable(f"cluster {self.cluster!r}: cannot connect to server {missing}")
+        met = self._driver.wait(
+            lambda: self.error is not None or {p.member for p in missing()} <= self.absent(), left_s
+        )
+        told = ", ".join(f"{p.info.name} at {p.info.address} ({self._lost(p) or p.trouble})" for p in missing())
+        if not met:
+            raise ClusterUnreachable(f"cluster {self.cluster!r}: cannot connect to server {told}")
         self.check()
+        if told:
+            log.warning("worker %s goes on without ranges that nobody else has: server %s", self.worker.name, told)
 
     def close(self) -> None:
         """Closes every connection; whoever still waits is told."""
@@ -187,12 +194,17 @@ class Dispatcher:
             self.check()
             raise Timeout(f"{what} took longer than {timeout_s:.1f} s: {self.explain()}")
 
-    def ask_all(self, questions: Questions, timeout_s: float, what: str) -> list[Answer]:
-        """Asks, and asks again under every view with other heads, until all have answered; returns the answers.
+    def ask_all(self, questions: Questions, timeout_s: float, what: str, *, of_absent: bool = True) -> list[Answer]:
+        """Asks, and asks again under every view with other heads, until all have answered; returns the answers. With
+        of_absent=False those that are absent are asked when they are there again, and nobody waits for that.
 
         Raises the first refusal, or `Timeout`.
         """
         fan_out = FanOut(questions)
+
+        def done() -> bool:
+            return fan_out.done() or (not of_absent and bool(owing := fan_out.owing) and owing <= self.absent())
+
         try:
             with self.lock:
                 self.check()
@@ -202,10 +214,13 @@ class Dispatcher:
                     self.hurt()
                     raise
             self._driver.nudge()
-            self.wait(fan_out.done, timeout_s, what)
+            self.wait(done, timeout_s, what)
+            with self.lock:
+                fan_out.left = not fan_out.done()
         finally:
             with self.lock:
-                self._fan_outs.end(fan_out)
+                if not fan_out.left:
+                    self._fan_outs.end(fan_out)
         if fan_out.error is not None:
             raise fan_out.error
         return fan_out.answers
@@ -430,17 +445,12 @@ class Dispatcher:
             return [self.connections.peers[routes.members[i]] for i in used.tolist() if i >= 0]
 
     def _lost(self, peer: Peer) -> str:
-        """What is lost with a server that has come back empty; "" as long as somebody may still have it."""
-        view, empty = self.routes.view, {p.member for p in self.connections.peers.values() if p.empty_as}
-        gone = np.array([*(server.member in empty for server in view.servers), True])  # index -1 finds the last
-        mine = (view.chains == self.routes.index_of[peer.member]).any(axis=1)
-        lost = np.flatnonzero(mine & gone[view.chains].all(axis=1))
-        if not (peer.empty_as and len(lost)):
-            return ""
-        return (
-            f"its data are lost: it came back as incarnation {peer.empty_as} and has begun empty, and no other server "
-            f"has the rows of ranges {spans(lost)}, of any table"
-        )
+        return absence.lost(peer, self.routes, self.connections.peers)
+
+    def absent(self) -> set[Member]:
+        """Servers of ranges that have no replica within reach. What does not need them goes on without them."""
+        with self.lock:
+            return absence.absent(self.routes, self.connections.peers, self.runtime.monotonic())
 
     def explain(self) -> str:
         """Who is being waited for, for people."""

@@ -287,9 +287,12 @@ class Steps:
             self._wait(self._none_outstanding, timeout_s, "a step")
 
     def before_read(self) -> int:
-        """Sees to it that a read may begin; returns the clock that it reads at."""
+        """Sees to it that a read may begin; returns the clock that it reads at. Who has pushed nothing yet reads what
+        can be read, though it cannot take part before all can be asked where it should start."""
         if not self._joining.active:
             self._dispatcher.check()
+            if self.barrier is None and self._session.clock == 0 and self._dispatcher.absent():
+                return 0
             self._joining.enter()
         if self.barrier is not None:
             self._dispatcher.check()

@@ -221,12 +221,13 @@ class Tables:
             return self.opened.setdefault(spec.name, handle)
 
     def _create(self, registration: Registration) -> None:
-        """Makes the table known to the heads of all ranges, which tell their successors."""
+        """Makes the table known to the heads of all ranges, which tell their successors; to absent ones later, but
+        before anything is pushed there."""
         document = {"id": registration.id, "spec": registration.spec.to_json()}
         frame = json_frame(Kind.CREATE, document)
         header, body = unpack_header(frame), frame[HEADER_BYTES:]
         what = f"creating table {registration.spec.name!r}"
-        self._dispatcher.ask_all(of_heads(header, body), self._timeout_s, what)
+        self._dispatcher.ask_all(of_heads(header, body), self._timeout_s, what, of_absent=False)
 
     def _fill(self, tensor: DenseTensor, registration: Registration, values: object) -> None:
         """Stores initial values where there are none; a no-op on a tensor that is ready."""

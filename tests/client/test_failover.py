@@ -13,6 +13,8 @@ import pytest
 import elasticps as eps
 from coordinator.view import ServerInfo, View
 from elasticps.client.transport import Link
+from elasticps.hashing import hash_key, range_shift, table_salt
+from elasticps.spec import Consistency
 from elasticps.wire.frames import ANY, LAST, REPEAT, Kind
 from tests.client.fakes import DIM, FakeRegistry, FakeServer
 
@@ -44,8 +46,8 @@ class Cluster:
         self.clients: list[eps.Client] = []
         patch.setattr("elasticps.client.opening.Registry", self.control)
 
-    def connect(self, timeout: float = 10.0) -> eps.Client:
-        client = eps.connect("etcd://127.0.0.1:1/fake", worker="w", timeout=timeout)
+    def connect(self, timeout: float = 10.0, consistency: Consistency | None = None) -> eps.Client:
+        client = eps.connect("etcd://127.0.0.1:1/fake", worker="w", timeout=timeout, consistency=consistency)
         self.clients.append(client)
         return client
 
@@ -237,8 +239,62 @@ def test_what_a_server_that_has_come_back_empty_had_alone_is_said_to_be_lost(clu
         step.result(timeout=5)
     assert "has begun empty, and no other server has the rows of ranges 0, 2, 4, 6, of any table" in str(error.value)
     assert "unreachable" not in str(error.value)
-    with pytest.raises(eps.ClusterUnreachable, match="its data are lost: it came back as incarnation 2"):
-        cluster.connect(timeout=2.0)
+
+
+def alone(cluster: Cluster) -> tuple[list[int], list[int]]:
+    """Each range has one replica; keys whose rows a has, and b."""
+    view = chains([cluster.a.info, cluster.b.info], [[0], [1]])
+    cluster.a.view = cluster.b.view = cluster.control.view = view
+    found = {key: int(hash_key(np.int64(key), table_salt(1)) >> np.uint64(range_shift(RANGES))) for key in range(40)}
+    return [key for key, r in found.items() if r % 2 == 0], [key for key, r in found.items() if r % 2]
+
+
+@pytest.mark.parametrize(("empty", "consistency"), [(True, eps.ASP()), (False, eps.SSP(staleness=1))])
+def test_who_comes_while_ranges_have_no_replica_reads_the_others(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, empty: bool, consistency: Consistency
+) -> None:
+    monkeypatch.setattr("elasticps.client.absence.ABSENT_S", 0.3)
+    of_a, of_b = alone(cluster)
+    if empty:
+        cluster.a.incarnation = 2
+    else:
+        cluster.a.kill()
+    ps = cluster.connect(timeout=2.0, consistency=consistency)
+    table = cluster.table(ps)
+    cluster.b.value = 7.0
+    assert (table.pull(of_b) == 7.0).all()
+    why = "its data are lost" if empty else "unreachable for"
+    with pytest.raises(eps.Timeout, match=rf"server a at .*, head of 4 ranges \(0, 2, 4, 6\): {why}"):
+        table.pull_async(of_a).result(timeout=0.3)
+    with pytest.raises(eps.Timeout, match=why):
+        ps.push({table: (KEYS, ONES)})
+
+
+def test_who_was_away_hears_of_tables_that_were_opened_meanwhile_before_any_push(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elasticps.client.absence.ABSENT_S", 0.3)
+    alone(cluster)
+    cluster.a.incarnation = 2
+    ps = cluster.connect()
+    table = cluster.table(ps)
+    cluster.a.incarnation = 1
+    ps.push({table: (KEYS, ONES)}).result()
+    kinds = [header.kind for header in cluster.a.got(Kind.CREATE, Kind.PUSH)]
+    assert kinds == [Kind.CREATE, Kind.PUSH]
+
+
+def test_who_reaches_nobody_or_not_who_others_stand_in_for_is_told_so(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elasticps.client.absence.ABSENT_S", 0.1)
+    cluster.a.kill()
+    with pytest.raises(eps.ClusterUnreachable, match="cannot connect to server a at"):
+        cluster.connect(timeout=0.5)
+    alone(cluster)
+    cluster.b.kill()
+    with pytest.raises(eps.ClusterUnreachable, match=r"cannot connect to server a at .*, b at "):
+        cluster.connect(timeout=0.5)
 
 
 def test_what_a_neighbour_still_has_is_not_said_to_be_lost(cluster: Cluster) -> None:

@@ -44,10 +44,12 @@ def test_initial_values_are_copied(cluster: Cluster, monkeypatch: pytest.MonkeyP
     given: list[Any] = []
     ask_all = Dispatcher.ask_all
 
-    def look(self: Dispatcher, questions: Callable[..., Iterable[Any]], timeout_s: float, what: str) -> Any:
+    def look(
+        self: Dispatcher, questions: Callable[..., Iterable[Any]], timeout_s: float, what: str, **more: bool
+    ) -> Any:
         if what.startswith("filling"):
             given.extend(b for _, _, body in questions(self.routes) for b in body)
-        return ask_all(self, questions, timeout_s, what)
+        return ask_all(self, questions, timeout_s, what, **more)
 
     monkeypatch.setattr(Dispatcher, "ask_all", look)
     ps.tensor("w", init=init, optimizer=eps.SGD(lr=1.0))

@@ -56,7 +56,7 @@ Script = Generator[Request, list[Answer], T]
 
 
 class FanOut:
-    """Who has been asked and who has answered, in one view."""
+    """Who has been asked and who has answered, in one view. left: nobody waits for the answers that are to come."""
 
     def __init__(self, questions: Questions) -> None:
         self.pending: dict[int, Call] = {}
@@ -64,6 +64,7 @@ class FanOut:
         self.error: Exception | None = None
         self.routes: Routes | None = None
         self.stalled = False  # a server has another view than the one asked under
+        self.left = False
         self._questions = questions
 
     def begin(self, routes: Routes, requests: Iterator[int]) -> list[Call]:
@@ -87,6 +88,11 @@ class FanOut:
         """A server did it."""
         self.answers.append(Answer(header, body))
         del self.pending[header.request]  # not before: whoever waits takes a round without pending calls as done
+
+    @property
+    def owing(self) -> set[Member]:
+        """Who has not answered yet; nobody, if all are to be asked again."""
+        return set() if self.stalled else {call.member for call in list(self.pending.values())}
 
     def done(self) -> bool:
         """Whether all have answered under one view, or one has refused."""
@@ -112,8 +118,9 @@ class FanOuts:
 
     @property
     def asked(self) -> set[Member]:
-        """The servers that owe answers."""
-        return {call.member for fan_out in self._fan_outs for call in fan_out.pending.values()}
+        """The servers that owe answers for which somebody waits."""
+        waited_for = (fan_out for fan_out in self._fan_outs if not fan_out.left)
+        return {call.member for fan_out in waited_for for call in fan_out.pending.values()}
 
     def begin(self, fan_out: FanOut, routes: Routes) -> None:
         """Asks, and asks again under every view with other heads, until `end`."""
@@ -143,12 +150,16 @@ class FanOuts:
         """An answer, if somebody still waits for it."""
         if (fan_out := self._of.pop(header.request, None)) is not None:
             fan_out.answered(header, body)
+            if fan_out.left and fan_out.done():
+                self.end(fan_out)
 
     def refused(self, request: int, error: Exception) -> bool:
         """A refusal; False if nobody waits for this."""
         fan_out = self._of.pop(request, None)
         if fan_out is not None:
             fan_out.error = error
+            if fan_out.left:
+                self.end(fan_out)
         return fan_out is not None
 
     def stall(self, request: int, routes: Routes) -> None:
