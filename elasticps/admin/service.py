@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -16,7 +16,7 @@ from elasticps.security.identity import Act, NotAuthorised, identity_among
 from replication.progress import PART_BITS
 
 if TYPE_CHECKING:
-    from elasticps.security.credentials import Credentials
+    from elasticps.security.credentials import Credentials, Pems
 
 SERVICE = "elasticps.v1.Admin"
 
@@ -100,12 +100,19 @@ def _objection(context: Context, act: Act, cluster: str) -> str:
 
 def _secured(credentials: Credentials) -> grpc.ServerCredentials:
     """Asked for at each handshake, so that certificates which were replaced are used at once."""
+    told: Pems | None = None
 
-    def now() -> grpc.ServerCertificateConfiguration:
+    def newer() -> grpc.ServerCertificateConfiguration | None:
+        # None unless they were: with each one that it is given gRPC frees what other handshakes may be using.
+        nonlocal told
         pems = credentials.pems()
+        if pems == told:
+            return None
+        told = pems
         return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
 
-    return grpc.dynamic_ssl_server_credentials(now(), now, require_client_authentication=True)
+    ask = cast("Callable[[], grpc.ServerCertificateConfiguration]", newer)  # grpc-stubs do not know of None
+    return grpc.dynamic_ssl_server_credentials(ask(), ask, require_client_authentication=True)
 
 
 class AdminServer:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
+import grpc
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
@@ -14,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from typer.testing import CliRunner
 
 from coordinator.url import TlsFiles, parse
+from elasticps.admin.service import _secured
 from elasticps.cli.app import app
 from elasticps.errors import ConfigError
 from elasticps.security.authority import Authority
@@ -123,6 +127,25 @@ def test_files_that_were_replaced_are_read_again_and_bad_ones_are_not_taken(auth
     now += 2 * LOOK_S
     found.refresh()
     assert (found.generation, found.identity.name) == (1, "s0")
+
+
+def test_grpc_is_given_certificates_only_when_they_were_replaced(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given the same again at each handshake it frees what other handshakes are using: a server died of two questions
+    at once to its administration."""
+    given: list[object] = []
+    monkeypatch.setattr(grpc, "dynamic_ssl_server_credentials", lambda first, newer, **_: given.append(first) or newer)
+    now = 0.0
+    newer = cast(
+        Callable[[], object], _secured(Credentials(issued(authority, "server/s0"), "train", clock=lambda: now))
+    )
+    assert given[0] is not None
+    assert newer() is None
+    issued(authority, "server/s0", days=3.0)
+    now += 2 * LOOK_S
+    assert newer() is not None
+    assert newer() is None
 
 
 def test_the_command_makes_an_authority_once_and_certificates_as_often_as_asked(tmp_path: Path) -> None:
