@@ -134,13 +134,11 @@ def test_grpc_is_given_certificates_only_when_they_were_replaced(
 ) -> None:
     """Given the same again at each handshake it frees what other handshakes are using: a server died of two questions
     at once to its administration."""
-    given: list[object] = []
-    monkeypatch.setattr(grpc, "dynamic_ssl_server_credentials", lambda first, newer, **_: given.append(first) or newer)
+    monkeypatch.setattr(grpc, "dynamic_ssl_server_credentials", lambda first, newer, **_: (first, newer))
     now = 0.0
-    newer = cast(
-        Callable[[], object], _secured(Credentials(issued(authority, "server/s0"), "train", clock=lambda: now))
-    )
-    assert given[0] is not None
+    credentials = Credentials(issued(authority, "server/s0"), "train", clock=lambda: now)
+    first, newer = cast(tuple[object, Callable[[], object]], _secured(credentials))
+    assert first is not None
     assert newer() is None
     issued(authority, "server/s0", days=3.0)
     now += 2 * LOOK_S
