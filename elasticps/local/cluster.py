@@ -213,9 +213,10 @@ class LocalCluster:
     def _url_of(self, role: Role) -> str:
         if self._etcd_plan is None:
             raise ConfigError(f"the local cluster {self.name!r} is not running")
-        if role not in self._urls:
-            self._urls[role] = certificates.url_of(self._etcd_plan.url(self.name), self.directory, role)
-        return self._urls[role]
+        with self._lock:  # or two threads make the same certificate
+            if role not in self._urls:
+                self._urls[role] = certificates.url_of(self._etcd_plan.url(self.name), self.directory, role)
+            return self._urls[role]
 
     @property
     def directory(self) -> Path:

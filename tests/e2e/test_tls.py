@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def test_a_cluster_with_tls_trains_renews_and_keeps_others_out(
     local_cluster: NewCluster, eventually: Callable[[Callable[[], bool]], None]
 ) -> None:
     cluster = local_cluster(servers=3, tls=True, ranges=16)
+    with ThreadPoolExecutor() as threads:
+        assert len(set(threads.map(lambda _: cluster.url, range(4)))) == 1  # one certificate, and its own key
     keys, ones = np.arange(5000), np.ones((5000, 2), np.float32)
     with eps.connect(cluster.url, worker="w0") as ps:
         table = ps.table("t", dim=2, optimizer=eps.Accumulate())
