@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,26 +12,7 @@ from elasticps.errors import ConfigError, InputError, SpecError
 from elasticps.spec import SGD, Adagrad, Adam, Schedule, Zeros
 from elasticps.torch import Embedding, Optimizer
 from tests.torch.fake_ps import FakeClient
-
-
-def perceptron() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
-
-
-def batch(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(16, 3, device=device)
-    return x, x.sum(dim=1, keepdim=True)
-
-
-def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return nn.functional.mse_loss(model(x), y)
-
-
-def agree(ps: FakeClient, model: nn.Module, prefix: str = "model") -> None:
-    """The model shows what the servers have."""
-    for name, parameter in model.named_parameters():
-        if parameter.numel():
-            np.testing.assert_array_equal(parameter.detach().float().cpu().numpy(), ps.weight(f"{prefix}.{name}"))
+from tests.torch.perceptron import agree, batch, loss_of, perceptron
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -153,169 +133,6 @@ def test_a_schedule_of_the_server_side_optimizer_is_followed(ps: Any) -> None:
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model(torch.ones(1, 1)).sum().backward()
     with pytest.raises(ConfigError, match="its own schedule"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_gradients_of_several_backward_passes_add_up(ps: Any, overlap: bool) -> None:
-    embedding = Embedding(ps, "users", 3, optimizer=SGD(lr=1.0), init=Zeros())
-    linear = nn.Linear(3, 1)
-    model = nn.Sequential(embedding, linear)
-    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0), overlap=overlap, bucket_bytes=1)
-    weight = linear.weight.detach().clone()[0]
-    with optimizer.accumulate():
-        model(torch.tensor([1])).sum().backward()
-        model(torch.tensor([1, 2])).sum().backward()
-    assert ps.parts == []
-    model(torch.tensor([2])).sum().backward()
-    assert len(ps.parts) == (3 if overlap else 0)
-    optimizer.step()
-    torch.testing.assert_close(torch.from_numpy(ps.tables["users"].row(1)), -2 * weight)
-    torch.testing.assert_close(torch.from_numpy(ps.tables["users"].row(2)), -2 * weight)
-    assert ps.clock == 1
-
-
-def test_accumulated_only_gradients_leave_with_the_step(ps: Any) -> None:
-    model = perceptron()
-    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0), bucket_bytes=1)
-    with optimizer.accumulate():
-        loss_of(model, *batch()).backward()
-    optimizer.step()
-    assert sum(len(part) for part in ps.parts) == 6
-
-
-@pytest.mark.parametrize("what", ["dense", "table"])
-def test_a_second_backward_pass_after_gradients_have_left_is_refused(ps: Any, what: str) -> None:
-    model: nn.Module
-    if what == "dense":
-        model, x = nn.Linear(3, 1), torch.ones(1, 3)
-    else:
-        model, x = Embedding(ps, "users", 3, optimizer=SGD(lr=1.0)), torch.tensor([1])
-    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0))
-    model(x).sum().backward()
-    with pytest.raises(ConfigError, match=r"accumulate\(\)"):
-        model(x).sum().backward()
-    with optimizer.accumulate(), pytest.raises(ConfigError, match=r"accumulate\(\)"):
-        model(x).sum().backward()
-
-
-class _FailsHalfWay(torch.autograd.Function):
-    fail = True
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        if FailsHalfWay.fail:
-            raise ZeroDivisionError("half-way")
-        return gradient
-
-
-FailsHalfWay: Any = _FailsHalfWay
-
-
-def test_after_a_backward_pass_that_raised_the_next_step_is_clean(ps: Any) -> None:
-    first, last = nn.Linear(3, 3), nn.Linear(3, 1)
-    embedding = Embedding(ps, "users", 3, optimizer=SGD(lr=1.0), init=Zeros())
-    model = nn.ModuleList([embedding, first, last])
-    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0), bucket_bytes=1)
-
-    def forward() -> torch.Tensor:
-        out: torch.Tensor = last(FailsHalfWay.apply(first(embedding(torch.tensor([1])))))
-        return out.sum()
-
-    FailsHalfWay.fail = True
-    with pytest.raises(ZeroDivisionError):
-        forward().backward()
-    assert sorted(name for part in ps.parts for name in part) == ["model.2.bias", "model.2.weight"]
-    with pytest.raises(ConfigError, match=r"call optimizer.zero_grad\(\) first"):
-        forward().backward()
-    with pytest.warns(RuntimeWarning, match=r"trained already: 2.weight, 2.bias"):
-        optimizer.zero_grad()
-    assert ps.log[-1] == 1  # the clock has ticked: the servers wait for nothing
-    agree(ps, model)
-
-    FailsHalfWay.fail = False
-    ps.log.clear()
-    forward().backward()
-    optimizer.step()
-    assert len({name for part in ps.parts for name in part}) == 5
-    assert ps.log[-1] == 2
-    agree(ps, model)
-
-
-def test_nothing_of_a_failed_pass_that_had_not_left_is_sent_later(ps: Any) -> None:
-    embedding = Embedding(ps, "users", 1, optimizer=SGD(lr=1.0), init=Zeros())
-    last = nn.Linear(1, 1)
-    model = nn.ModuleList([embedding, last])
-    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0))  # all of it fits one bucket: nothing leaves
-    FailsHalfWay.fail = True
-    with pytest.raises(ZeroDivisionError):
-        last(FailsHalfWay.apply(embedding(torch.tensor([1])))).sum().backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.zero_grad()
-    assert ps.log == []
-    optimizer.step()
-    assert ps.log == [1]  # an empty step is a tick
-
-
-def test_zero_grad_between_forward_and_backward(ps: Any) -> None:
-    model = perceptron()
-    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1), bucket_bytes=1)
-    for _ in range(3):
-        loss = loss_of(model, *batch())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert ps.clock == 3
-    assert len(ps.parts) == 18
-
-
-def test_clipping_after_gradients_have_left_is_found(ps: Any) -> None:
-    model = perceptron()
-    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1))
-    loss_of(model, *batch()).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    with pytest.raises(ConfigError, match="overlap=False"):
-        optimizer.step()
-    agree(ps, model)
-    loss_of(model, *batch()).backward()  # and training can go on
-    optimizer.step()
-
-
-def test_clipping_works_without_overlap(ps: Any) -> None:
-    model = perceptron()
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0), overlap=False)
-    loss_of(model, *batch()).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    optimizer.step()
-    moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]).norm()
-    assert float(moved) == pytest.approx(1e-3, rel=1e-2)
-
-
-def test_a_rate_changed_after_gradients_have_left_is_found(ps: Any) -> None:
-    model = perceptron()
-    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1), bucket_bytes=1)
-    loss_of(model, *batch()).backward()
-    optimizer.param_groups[0]["lr"] = 0.2
-    with pytest.raises(ConfigError, match="learning rate of group 'dense0'"):
-        optimizer.step()
-
-
-def test_scaled_gradients_are_refused(ps: Any) -> None:
-    model = perceptron()
-    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1))
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(loss_of(model, *batch())).backward()
-    with pytest.raises(ConfigError, match="bfloat16 autocast"):
-        scaler.step(optimizer)
-    for _ in range(2):  # without a scaler, as if nothing had been
-        optimizer.zero_grad()
-        loss_of(model, *batch()).backward()
         optimizer.step()
 
 
