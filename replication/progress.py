@@ -7,10 +7,13 @@ equal to what the part follows: next; above: a duplicate; below: a gap.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 from numpy.typing import NDArray
 
 from replication.chain import Ranges
+from replication.shelf import Shelf
 
 PART_BITS = 16
 MAX_PARTS = (1 << PART_BITS) - 1
@@ -42,15 +45,17 @@ class Clocks:
     """Progress of every worker in every range.
 
     matrix: int64 [rows, P]; workers: int64 [rows], whose row it is, 0 for nobody's (ids are above 0). Rows are used
-    again when empty. Both arrays are replaced when they grow, which `generation` counts: whoever keeps them looks.
+    again when empty. Both arrays are replaced when they grow or shrink. `generation` counts that, and rows that
+    become somebody's, or nobody's: whoever keeps them looks. Workers that have left are on a shelf and have no row.
     """
 
-    __slots__ = ("_free", "_ranges", "_slots", "generation", "matrix", "workers")
+    __slots__ = ("_free", "_ranges", "_shelf", "_slots", "generation", "matrix", "workers")
 
     def __init__(self, ranges: int) -> None:
         self._ranges = ranges
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
+        self._shelf = Shelf(ranges)
         self.generation = 0
         self.matrix: NDArray[np.int64] = np.zeros((FIRST_ROWS, ranges), dtype=np.int64)
         self.workers: NDArray[np.int64] = np.zeros(FIRST_ROWS, dtype=np.int64)
@@ -60,6 +65,11 @@ class Clocks:
         """Rows below which all that are in use lie."""
         return len(self._slots) + len(self._free)
 
+    @property
+    def newest(self) -> int:
+        """The highest worker id of which anything is recorded, 0 for none."""
+        return int(max(self.workers.max(), self._shelf.workers.max(initial=0)))
+
     def row(self, worker: int) -> Progress:
         """The worker's progress per range, int64 [P], for reading and writing; zeros for one never heard of. Another
         worker's first row may make this one a copy of the past, so nobody keeps it."""
@@ -68,20 +78,53 @@ class Clocks:
             slot = self._free.pop() if self._free else self._new_slot()
             self._slots[worker] = slot
             self.workers[slot] = worker
+            self.generation += 1
+            if (before := self._shelf.take(worker)) is not None:
+                self.matrix[slot] = before
         row: Progress = self.matrix[slot]
         return row
+
+    def copy_of(self, worker: int) -> Progress:
+        """The same to look at, of one that has left, too."""
+        shelved = None if worker in self._slots else self._shelf.look(worker)
+        return self.row(worker).copy() if shelved is None else shelved
 
     def _new_slot(self) -> int:
         slot = len(self._slots)
         if slot == len(self.workers):
             self.matrix = np.concatenate([self.matrix, np.zeros_like(self.matrix)])
             self.workers = np.concatenate([self.workers, np.zeros_like(self.workers)])
-        self.generation += 1
         return slot
 
     def known(self, worker: int) -> bool:
         """Whether anything of that worker is recorded."""
-        return worker in self._slots
+        return worker in self._slots or bool((self._shelf.workers == worker).any())
+
+    def shelve(self, present: Collection[int]) -> None:
+        """Puts away what is recorded of all workers but these, as far as it can be: their rows are free."""
+        away = [worker for worker in self._slots if worker not in present]
+        if not away:
+            return
+        slots = np.array([self._slots[worker] for worker in away])
+        rows = self.matrix[slots]
+        done = self._shelf.put(away, rows) | ~rows.any(axis=1)
+        self.matrix[slots[done]] = self.workers[slots[done]] = 0
+        for i in np.flatnonzero(done).tolist():
+            self._free.append(self._slots.pop(away[i]))
+        if len(self.workers) > max(FIRST_ROWS, 4 * len(self._slots)):
+            self._shrink()
+        self.generation += 1
+
+    def _shrink(self) -> None:
+        """Leaves but twice the rows that are in use."""
+        slots = np.array(list(self._slots.values()), np.int64)
+        used, size = len(slots), FIRST_ROWS
+        while size < 2 * used:
+            size *= 2
+        matrix, workers = np.zeros((size, self._ranges), np.int64), np.zeros(size, np.int64)
+        matrix[:used], workers[:used] = self.matrix[slots], self.workers[slots]
+        self.matrix, self.workers, self._free = matrix, workers, []
+        self._slots = {worker: slot for slot, worker in enumerate(self._slots)}
 
     def forget(self, worker: int) -> None:
         """Gives the worker's row back if nothing is left in it: it retired from every range held here."""
@@ -95,18 +138,24 @@ class Clocks:
         """(workers, progress) of one range, sorted by worker: what a snapshot of the range carries."""
         progress = self.matrix[: self.used, r]
         slots = np.flatnonzero(progress)
-        slots = slots[np.argsort(self.workers[slots])]
-        return self.workers[slots], progress[slots]
+        shelved, values = self._shelf.column(r)
+        workers = np.concatenate([self.workers[slots], shelved])
+        order = np.argsort(workers)
+        return workers[order], np.concatenate([progress[slots], values])[order]
 
     def set_column(self, r: int, workers: NDArray[np.int64], progress: Progress) -> None:
         """Replaces one range's clocks by those of a snapshot."""
         self.matrix[:, r] = 0
-        for worker, value in zip(workers.tolist(), progress.tolist(), strict=True):
+        rest = ~self._shelf.set_column(r, workers, progress)
+        for worker, value in zip(workers[rest].tolist(), progress[rest].tolist(), strict=True):
             self.row(worker)[r] = value
+        self._shelf.drop_empty()
 
     def clear(self, ranges: Ranges) -> None:
         """Forgets everything about these ranges."""
         self.matrix[:, ranges] = 0
+        self._shelf.clear(ranges)
+        self._shelf.drop_empty()
 
     def minimum(self, workers: tuple[int, ...], base: dict[int, int]) -> Progress | None:
         """Per range the least completed clock over `workers`, each at least its base; None for no workers.
@@ -115,9 +164,8 @@ class Clocks:
         """
         least: Progress | None = None
         for worker in workers:
-            slot = self._slots.get(worker)
             zero = np.zeros(self._ranges, dtype=np.int64)
-            clock = zero if slot is None else self.matrix[slot] >> PART_BITS
+            clock = self.row(worker) >> PART_BITS if self.known(worker) else zero
             clock = np.maximum(clock, base.get(worker, 0))
             least = clock if least is None else np.minimum(least, clock)
         return least

@@ -106,6 +106,8 @@ class Replica(SnapshotTransfer):
         self.epoch, self.view = view.epoch, view
         self._change_roles(view, changed, out)
         self._regroup(changed, out)
+        if self._roster is not None:
+            self.clocks.shelve(self._roster)  # fillings have brought clocks of workers that have left
         self._resync_up(changed, out)
         self._hear_held(out)
         return self._settle(out)
@@ -115,6 +117,7 @@ class Replica(SnapshotTransfer):
         out: Effects = []
         if version > self._roster_version or self._roster is None:
             self._roster_version, self._roster = version, workers
+            self.clocks.shelve(workers)
         return self._settle(out)
 
     def headed(self, epoch: int) -> Ranges | None:
@@ -538,7 +541,7 @@ class Replica(SnapshotTransfer):
             none = np.zeros(ranges.shape[0], dtype=np.int64)
             out.append(ClocksReply(ask.token, status, self.epoch, ranges, none, none))
             return
-        applied = self.clocks.row(ask.worker)
+        applied = self.clocks.copy_of(ask.worker)
         committed = self._committed(ask.worker, applied)
         out.append(ClocksReply(ask.token, status, self.epoch, ranges, applied[ranges], committed[ranges]))
 

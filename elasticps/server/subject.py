@@ -129,7 +129,7 @@ class Subject:
         if view is not None and serving.roster_version:
             workers = tuple(sorted(serving.workers.values(), key=lambda worker: worker.id))
             roster = Roster(serving.roster_version, workers, view.cluster).encode()
-        seen = int(self._executor.replica.clocks.workers.max())
+        seen = self._executor.replica.clocks.newest
         return {
             "name": self.me.name,
             "incarnation": self.me.incarnation,

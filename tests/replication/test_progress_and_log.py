@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from replication.log import Entry, Frame, Log
 from replication.messages import Operation
-from replication.progress import MAX_PARTS, Clocks, after_part, before_part, touched_clock
+from replication.progress import FIRST_ROWS, MAX_PARTS, Clocks, after_part, before_part, touched_clock
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=20))
@@ -46,6 +48,79 @@ def test_a_column_travels_and_a_retired_worker_leaves_its_row() -> None:
     assert not target.known(3)
     assert target.known(7)
     assert not target.row(11).any()
+
+
+P = 9
+WORKERS = st.integers(1, 5)
+SOME = st.frozensets(st.integers(0, P - 1))
+STORIES = st.lists(
+    st.one_of(
+        st.tuples(st.just("push"), WORKERS, SOME, st.integers(1, 3)),
+        st.tuples(st.just("shelve"), st.frozensets(WORKERS)),
+        st.tuples(st.just("clear"), SOME),
+        st.tuples(st.just("fill"), st.integers(0, P - 1), st.dictionaries(WORKERS, st.integers(1, 3))),
+        st.tuples(st.just("forget"), WORKERS),
+    ),
+    max_size=20,
+)
+
+
+@given(STORIES)
+def test_who_has_left_is_remembered_as_everybody_is(story: list[tuple[Any, ...]]) -> None:
+    clocks, twin = Clocks(P), dict.fromkeys(range(1, 6), np.zeros(P, np.int64))
+    for what, *said in story:
+        if what == "push":
+            worker, ranges, value = said
+            twin[worker] = twin[worker].copy()
+            twin[worker][list(ranges)] = clocks.row(worker)[list(ranges)] = value
+        elif what == "shelve":
+            clocks.shelve(said[0])
+            assert set(clocks.workers[clocks.workers > 0]) <= said[0] | {w for w in twin if len(set(twin[w]) - {0}) > 1}
+        elif what == "clear":
+            clocks.clear(np.array(sorted(said[0]), np.int64))
+            twin = {w: np.where(np.isin(np.arange(P), list(said[0])), 0, row) for w, row in twin.items()}
+        elif what == "fill":
+            r, column = said
+            clocks.set_column(
+                r, np.array(sorted(column), np.int64), np.array([column[w] for w in sorted(column)], np.int64)
+            )
+            twin = {w: np.where(np.arange(P) == r, column.get(w, 0), row) for w, row in twin.items()}
+        else:
+            clocks.forget(said[0])
+        for r in range(P):
+            workers, progress = clocks.column(r)
+            assert dict(zip(workers.tolist(), progress.tolist(), strict=True)) == {
+                w: row[r] for w, row in twin.items() if row[r]
+            }
+            assert (np.diff(workers) > 0).all()
+        assert all(clocks.known(w) for w, row in twin.items() if row.any())
+    least = clocks.minimum(tuple(twin), {})
+    assert least is not None
+    assert (least == np.min([row >> 16 for row in twin.values()], axis=0)).all()
+    for worker, row in twin.items():
+        assert (clocks.copy_of(worker) == row).all()
+        assert (clocks.row(worker) == row).all()
+
+
+def test_rows_of_those_who_have_left_are_used_again_and_what_they_did_stays_known() -> None:
+    clocks = Clocks(256)
+    for worker in range(1, 1001):
+        clocks.row(worker)[::2] = worker << 16
+        clocks.shelve({worker})
+    for worker in range(1, 1001):
+        clocks.row(worker)
+    assert len(clocks.workers) == 1024
+    clocks.shelve({3, 900})
+    assert len(clocks.workers) == FIRST_ROWS
+    assert clocks.row(900)[:2].tolist() == [900 << 16, 0]
+    clocks.row(2000)[0] = 1
+    assert sorted(clocks.workers.tolist()) == [0] * (FIRST_ROWS - 3) + [3, 900, 2000]
+    clocks.forget(2000)
+    clocks.row(2000)[0] = 0
+    clocks.shelve(())
+    assert clocks.newest == 1000
+    assert clocks.column(0)[0].tolist() == list(range(1, 1001))
+    assert clocks.row(500)[:2].tolist() == [500 << 16, 0]
 
 
 def test_the_minimum_counts_completed_clocks_and_bases() -> None:

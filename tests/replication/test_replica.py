@@ -29,6 +29,7 @@ from replication.effects import (
     Status,
 )
 from replication.messages import Ack, Forward, Message, OperationKind, Resync
+from replication.progress import FIRST_ROWS
 from replication.replica import Replica
 from tests.replication.views import form, plan_failover, plan_move, plan_repair
 
@@ -302,6 +303,44 @@ def test_a_worker_that_left_the_roster_is_fenced_and_a_new_one_is_waited_for() -
     c.push(head, 2, token="old")
     c.settle()
     assert dict(c.replies()) == {("t", 1): Status.COMMITTED, "new": Status.COMMITTED, "old": Status.FENCED}
+
+
+def test_workers_that_have_left_take_no_row_and_a_late_repeat_is_known_as_one() -> None:
+    c = Cluster(servers=3, replicas=2, alike=True)
+    head, tail = c.view.members_of(0)
+
+    def roster(version: int, *workers: int) -> None:
+        for member in c.replicas:
+            c.take(member, c.replicas[member].adopt_roster(version, frozenset(workers)))
+
+    for worker in range(1, 101):
+        roster(worker, worker)
+        c.push(head, 1, worker=worker)
+        c.settle()
+    roster(101)
+    assert [len(c.replicas[m].clocks.workers) for m in (head, tail)] == [FIRST_ROWS] * 2
+    c.push(head, 1, worker=7, token="late")
+    assert c.replies()[-1] == ("late", Status.FENCED)
+    joining = np.full(P, c.members.index(c.members[-1]), np.int32)
+    c.adopt(Chains(2, tuple(c.members), c.view.chains, joining, np.full(P, 2)))
+    c.settle()
+    for begun in [e for _, e in c.effects if isinstance(e, SnapshotRange)]:
+        c.take(tail, c.replicas[tail].piece(begun.range, begun.serial, 1 << 62, True, _content()))
+    c.settle()
+    taken = plan_repair(c.view, c.members, dict.fromkeys(range(P), 2), 2, 8)
+    assert taken is not None
+    c.adopt(taken.chains)
+    roster(102, 7)
+    applied = {member: list(ops) for member, ops in c.applied.items()}
+    for r in range(P):
+        now = c.view.members_of(r)[0]
+        c.push(now, 1, worker=7, ranges=np.array([r]), token="back again")
+        c.settle()
+        assert c.replies()[-1] == ("back again", Status.COMMITTED)
+    assert c.applied == applied
+    filled = c.replicas[c.members[-1]]
+    assert filled.clocks.newest == 100
+    assert len(filled.clocks.workers) == FIRST_ROWS
 
 
 def test_an_operation_of_the_ranges_is_logged_like_a_push_and_a_retired_worker_is_forgotten() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -13,7 +13,9 @@ from coordinator.view import View
 from elasticps.client.protocol.routing import Routes, plan_push
 from elasticps.hashing import table_salt
 from elasticps.optimizers import SGD, Accumulate, Adagrad, Adam, Optimizer
+from elasticps.server.executor import Executor
 from elasticps.server.fast.layout import H_FORWARDS, H_PUSHES
+from elasticps.server.fast.path import FastPath
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.spec import Normal, TableSpec
 from elasticps.wire.frames import (
@@ -28,6 +30,7 @@ from elasticps.wire.frames import (
     grads_padding,
     json_frame,
 )
+from replication.chain import Member
 from replication.effects import Effect
 from tests.server.conftest import RANGES
 from tests.server.wires import Pipe, Wires
@@ -297,3 +300,28 @@ def test_what_a_joiner_has_not_taken_yet_is_not_received_over() -> None:
 
 def test_every_effect_is_carried_out() -> None:
     assert set(Wires(1, compiled=True).start("a", ()).executor.handlers) == set(get_args(Effect))
+
+
+def test_what_workers_were_told_stays_known_when_they_leave_and_is_not_taken_for_what_others_were_told() -> None:
+    path = FastPath(RANGES, 1 << 20)
+    executor = Executor(Member("s", 1), RANGES, 1 << 20, path)
+
+    def roster(version: int, workers: Collection[int]) -> None:
+        executor.perform(executor.replica.adopt_roster, version, frozenset(workers))
+
+    def take_part(worker: int) -> None:
+        executor.replica.clocks.row(worker)[:] = worker << 16
+        path.sync()
+
+    for worker in range(1, 41):
+        take_part(worker)
+        executor.note_committed(worker, worker)
+    told = {worker: worker for worker in range(1, 41)}
+    assert path.told() == told
+    for version, present in enumerate(({40}, {40, 41}, {3, 40}, set(range(100, 140)), (), {3}), start=1):
+        roster(version, present)
+        for worker in present:
+            take_part(worker)
+        assert path.told() == told
+    executor.note_committed(3, 5)
+    assert path.told() == told | {3: 5}
