@@ -11,6 +11,8 @@ from elasticps.server.replica_links import ReplicaLinks
 from elasticps.store import Store
 from elasticps.wire.frames import Block, Header, Kind, json_body, json_frame
 
+TIDIED_ROWS = 20_000  # in a look: some milliseconds
+
 
 class MemoryLimit:
     """What `headroom` knows, for pushes to take from, and for neighbours. What is left is in the compiled path."""
@@ -24,7 +26,9 @@ class MemoryLimit:
         self.handlers: dict[int, Handler] = {Kind.ROOM: self._hear}
 
     def look(self) -> None:
-        """Called several times a second: sets how much room pushes may take, and tells neighbours."""
+        """Called several times a second: sets how much room pushes may take, and tells neighbours. Memory of rows that
+        were dropped goes back a little at a time: only their own table could use it."""
+        self._store.tidy(TIDIED_ROWS)
         self._headroom.look(self._store.reusable_bytes)
         self._path.room = self._headroom.least.nbytes
         if self._headroom.limited:

@@ -18,20 +18,25 @@ from numpy.typing import NDArray
 
 from elasticps.hashing import hash_key as _hash_key
 from elasticps.store.native import (
+    H_ASIDE,
     H_COUNTS,
     H_DESCRIPTORS,
     H_DIM,
     H_DTYPE,
     H_END,
     H_FREE,
+    H_HIGH,
+    H_LOW,
     H_NEED,
     H_NEXT,
     H_ROWS,
     H_SALT,
     H_SHIFT,
     H_STRIDE,
+    H_UNSWEPT,
     NEED_SLAB,
     carray,
+    copy,
     kernel,
     load64,
     pointer,
@@ -115,8 +120,33 @@ def find(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64])
 
 
 @kernel
-def _take_row(h: NDArray[np.int64]) -> int:
-    """Memory for one row, or 0."""
+def _give_back(h: NDArray[np.int64], row: int) -> None:
+    """Takes a row's memory, for the next row unless it lies in the slab that is being emptied."""
+    if h[H_LOW] <= row < h[H_HIGH]:
+        store64(row, h[H_ASIDE])
+        h[H_ASIDE] = row
+    else:
+        store64(row, h[H_FREE])
+        h[H_FREE] = row
+
+
+@kernel
+def sweep(h: NDArray[np.int64], most: int) -> int:
+    """Sorts so many free rows by whether they lie in the slab that is being emptied; how many it were."""
+    n = 0
+    while n < most and h[H_UNSWEPT] != 0:
+        row = h[H_UNSWEPT]
+        h[H_UNSWEPT] = load64(row)
+        _give_back(h, row)
+        n += 1
+    return n
+
+
+@kernel
+def _take_outside(h: NDArray[np.int64]) -> int:
+    """Memory for one row, or 0; not in the slab that is being emptied."""
+    while h[H_FREE] == 0 and h[H_UNSWEPT] != 0:
+        sweep(h, 1)
     row = h[H_FREE]
     if row != 0:
         h[H_FREE] = load64(row)
@@ -124,6 +154,41 @@ def _take_row(h: NDArray[np.int64]) -> int:
         row = h[H_NEXT]
         h[H_NEXT] += h[H_STRIDE]
     return row
+
+
+@kernel
+def keep_slab(h: NDArray[np.int64]) -> None:
+    """The slab is not emptied any more: there is no room elsewhere, so no row is free but its own."""
+    h[H_LOW] = h[H_HIGH] = 0
+    h[H_FREE] = h[H_ASIDE]
+    h[H_ASIDE] = 0
+
+
+@kernel
+def _take_row(h: NDArray[np.int64]) -> int:
+    """Memory for one row, or 0."""
+    row = _take_outside(h)
+    if row == 0 and h[H_ASIDE] != 0:
+        keep_slab(h)
+        row = _take_outside(h)
+    return row
+
+
+@kernel
+def move_out(h: NDArray[np.int64], r: int) -> bool:
+    """Moves range r's rows out of the slab that is being emptied. False if there is no room elsewhere."""
+    descriptors = carray(pointer(h[H_DESCRIPTORS]), (2 << (64 - h[H_SHIFT]),), np.int64)
+    base, capacity = descriptors[2 * r], descriptors[2 * r + 1]
+    for i in range(capacity + min(capacity, 32)):
+        row = load64(base + i * ENTRY + 8)
+        if row != 0 and h[H_LOW] <= row < h[H_HIGH]:
+            to = _take_outside(h)
+            if to == 0:
+                return False
+            copy(to, row, h[H_STRIDE])
+            store64(base + i * ENTRY + 8, to)
+            _give_back(h, row)
+    return True
 
 
 @kernel
@@ -242,8 +307,7 @@ def list_range(h: NDArray[np.int64], r: int, keys: NDArray[np.int64], rows: NDAr
 def free_rows(h: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
     """Gives rows' memory back to the table, the first of `rows` to be taken first."""
     for i in range(rows.shape[0] - 1, -1, -1):
-        store64(rows[i], h[H_FREE])
-        h[H_FREE] = rows[i]
+        _give_back(h, rows[i])
     h[H_ROWS] -= rows.shape[0]
 
 

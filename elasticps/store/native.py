@@ -43,13 +43,17 @@ _compile_inline: Any = njit(nogil=True, cache=True, error_model="numpy", inline=
     H_CONSTANT_COUNT,
     H_SCRATCH,  # address of float32 [dim]: a 2-byte row as float32, while it is updated
     H_FREE,  # first of the rows given back, each holding the address of the next; 0 = none
+    H_LOW,  # the slab that is being emptied, from here up to H_HIGH; 0 = none
+    H_HIGH,
+    H_ASIDE,  # first of its rows that are given back
+    H_UNSWEPT,  # first of those that may be its rows, or others
     H_NEXT,  # unused part of the newest slab
     H_END,
     H_ROWS,
     H_NEED,  # what a kernel that stopped early asks for: a range whose segment must grow, or NEED_SLAB
     H_FINITE,  # 1: gradients are refused that are not all finite
     HEADER_SIZE,
-) = range(22)
+) = range(26)
 NEED_SLAB = -1
 
 copy: Any = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))

@@ -32,6 +32,13 @@ class Store:
             raise UnknownTable(f"there is no table with id {table_id}")
         table.close()
 
+    def tidy(self, rows: int) -> None:
+        """Has tables with many dropped rows give memory back: handles about so many rows."""
+        for table in self.tables.values():
+            if rows <= 0:
+                break
+            rows = table.tidy(rows)
+
     @property
     def rows(self) -> int:
         """Rows in all tables."""

@@ -19,7 +19,9 @@ from elasticps.store.registry import load_kernels, update_kernel
 from elasticps.store.values import INIT_KINDS
 
 _LAST_SLAB = 1 << 26  # bytes
+_UNTIDY_BYTES, _UNTIDY_SHARE = 4 << 20, 8  # with so much of it dropped, and such a part, a table gives memory back
 _NO_VALUES = np.empty((0, 0), np.float32)
+_PLACES = [field.H_FREE, field.H_NEXT, field.H_END, field.H_LOW, field.H_HIGH, field.H_ASIDE, field.H_UNSWEPT]
 _EMPTY_SEGMENT = np.zeros(2, np.int64)  # one empty entry, for ranges without rows
 
 
@@ -48,7 +50,8 @@ class Table:
         self._init_values = np.array(spec.init.parameters(), np.float64)
         self._scratch = np.empty(spec.dim, np.float32)
         self._rows = np.empty(64, np.int64)  # addresses of a batch's rows
-        self._slabs: list[int] = []
+        self._slabs: dict[int, int] = {}  # address -> bytes
+        self._tidied = 0  # ranges that have no row any more in the slab that is being emptied
         self._slab_bytes = 0
         self._segment_bytes = 0
 
@@ -319,7 +322,7 @@ class Table:
         """The next slab doubles the table, up to 64 MB: a tensor of one row costs one row."""
         nbytes = max(min(self._slab_bytes, _LAST_SLAB) // self.stride, 1) * self.stride
         slab = self._memory.allocate(nbytes)
-        self._slabs.append(slab)
+        self._slabs[slab] = nbytes
         self._slab_bytes += nbytes
         self._header[field.H_NEXT] = slab
         self._header[field.H_END] = slab + nbytes
@@ -329,7 +332,41 @@ class Table:
             self._memory.free(slab)
         self._slabs.clear()
         self._slab_bytes = 0
-        self._header[[field.H_FREE, field.H_NEXT, field.H_END]] = 0
+        self._header[_PLACES] = 0
+
+    def tidy(self, rows: int) -> int:
+        """Gives memory of dropped rows back to the system, by moving others together, a slab at a time and about `rows`
+        rows in a call. Returns how many are left for other tables."""
+        h = self._header
+        if not h[field.H_LOW] and not self._choose_slab():
+            return rows
+        rows -= int(index.sweep(h, rows))
+        while rows > 0 and self._tidied < self.ranges:
+            if not index.move_out(h, self._tidied):
+                index.keep_slab(h)
+                return rows
+            rows -= 1 + self.count_range(self._tidied)
+            self._tidied += 1
+        if not h[field.H_UNSWEPT] and self._tidied == self.ranges:
+            slab = int(h[field.H_LOW])
+            self._slab_bytes -= self._slabs.pop(slab)
+            self._memory.free(slab)
+            h[field.H_LOW] = h[field.H_HIGH] = h[field.H_ASIDE] = 0
+        return rows
+
+    def _choose_slab(self) -> bool:
+        """Begins to empty the largest slab whose rows fit elsewhere, with room to spare, if there is much to be won."""
+        h, free = self._header, self.reusable_bytes
+        if free < max(_UNTIDY_BYTES, self._slab_bytes // _UNTIDY_SHARE):
+            return False
+        newest = int(h[field.H_END]) if h[field.H_NEXT] < h[field.H_END] else 0
+        fitting = [(n, at) for at, n in self._slabs.items() if n + n // 4 <= free and at + n != newest]
+        if not fitting:
+            return False
+        nbytes, slab = max(fitting)
+        h[field.H_LOW], h[field.H_HIGH] = slab, slab + nbytes
+        h[field.H_UNSWEPT], h[field.H_FREE], self._tidied = h[field.H_FREE], 0, 0
+        return True
 
 
 def initial_rows(init: Init, keys: NDArray[np.int64], dim: int, dtype: str = "float32") -> NDArray[np.float32]:

@@ -282,3 +282,53 @@ def test_several_threads_may_register_the_same_optimizer() -> None:
             registering.result()
     optimizer = spec.Custom(name="from-several-threads", slots=0)
     assert callable(registry.update_kernel(optimizer))
+
+
+def tidied(made: Table, rows: int = 5_000, most: int = 400) -> None:
+    for _ in range(most):
+        made.tidy(rows)
+
+
+def test_memory_of_dropped_rows_goes_back() -> None:
+    """Only its own table could use it: with several tables a server would use more than it may."""
+    made, keys = table(dim=64), np.arange(40_000)
+    fill(made, keys)
+    there = keys[ranges_of(made, keys) < 2]
+    values = read(made, there)
+    for r in range(2, made.ranges):
+        made.drop_range(r)
+    before = made.nbytes
+    dropped = made.reusable_bytes
+    assert dropped > 12 << 20
+    digests = [made.digest_range(r) for r in (0, 1)]
+    tidied(made)
+    assert made.reusable_bytes < 4 << 20
+    assert made.nbytes == before - (dropped - made.reusable_bytes)
+    assert [made.digest_range(r) for r in (0, 1)] == digests
+    np.testing.assert_array_equal(read(made, there), values)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8, 13])
+def test_rows_that_come_while_memory_goes_back_are_kept(steps: int) -> None:
+    """They may take the places that others were to be moved to."""
+    made, keys = table(dim=64), np.arange(40_000)
+    fill(made, keys)
+    for r in range(3, made.ranges):
+        made.drop_range(r)
+    left = keys[ranges_of(made, keys) < 3]
+    values = read(made, left)
+    tidied(made, most=steps)
+    more = np.arange(100_000, 135_000)
+    for part in np.array_split(more, 7):
+        fill(made, part)
+        tidied(made, rows=1_000, most=1)
+    made.drop_range(0)
+    tidied(made)
+    left, found = left[ranges_of(made, left) > 0], values[ranges_of(made, left) > 0]
+    np.testing.assert_array_equal(read(made, left), found)
+    more = more[ranges_of(made, more) > 0]
+    assert made.rows == len(left) + len(more)
+    fresh = table(dim=64)
+    fill(fresh, more)
+    np.testing.assert_array_equal(read(made, more), read(fresh, more))
+    assert 0 <= made.reusable_bytes <= made.nbytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from elasticps import spec
-from elasticps.store import Table
+from elasticps.store import Table, table
 from tests.store.twin import TwinTable
 
 RANGES = 4
@@ -92,6 +94,14 @@ class TableMachine(RuleBasedStateMachine):
         assert self.table.digest_range(r) == digest
         self.other.drop_range(r)
         assert self.other.nbytes == 0
+
+    @rule(rows=st.integers(1, 300))
+    def tidy(self, rows: int) -> None:
+        before = [self.table.digest_range(r) for r in range(RANGES)]
+        with patch.object(table, "_UNTIDY_BYTES", 1):
+            self.table.tidy(rows)
+        assert [self.table.digest_range(r) for r in range(RANGES)] == before
+        assert 0 <= self.table.reusable_bytes <= self.table.nbytes
 
     @rule()
     def clear(self) -> None:
