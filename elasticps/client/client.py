@@ -161,10 +161,11 @@ class Client:
         the shards of this `name`; each shard is what one step trains.
 
         The next step that begins after `next` trains the shard. It is done when that step is committed; the shards of
-        a worker that is lost go to the others. So every sample is trained, and none twice but those of a lost worker's
-        unacknowledged step. The iterator ends when all are done. With `shuffle_seed` each epoch has an order of its
-        own, the same for all workers. `InputError` for unusable arguments, `SpecError` if the shards of that name are
-        cut differently.
+        a worker that is lost go to the others. So every sample is trained, and none twice but those that a lost worker
+        had in its hands: the shard that it got last, and those of its unacknowledged steps. A worker that stands still
+        for longer than its lease, 5 s, is lost, though it may go on afterwards. The iterator ends when all are done.
+        With `shuffle_seed` each epoch has an order of its own, the same for all workers. `InputError` for unusable
+        arguments, `SpecError` if the shards of that name are cut differently.
         """
         spec = checked_spec(num_samples, shard_size, epochs, shuffle_seed)
         label: object = name

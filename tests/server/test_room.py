@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from elasticps.memory import Reading, rows_mark
+from elasticps.optimizers import Accumulate
 from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.protocol.headroom import Memory
 from elasticps.server.server import Server
+from elasticps.spec import TableSpec
 from elasticps.store.index import GROWN_BYTES
 from elasticps.wire.frames import Kind, json_body
 from tests.server.conftest import DIM, RANGES, TABLE, Answer, Group, Run, until
@@ -171,6 +174,26 @@ def test_dropped_rows_are_room(run: Run) -> None:
         assert server.fast.room > table.stride * 20_000 // RANGES // 2
 
     run(story)
+
+
+def test_memory_of_ranges_that_have_moved_goes_back(run: Run) -> None:
+    """What one table had is no room for another one, and a server would go beyond its limit."""
+
+    async def test(group: Group) -> None:
+        await chain(group, "a")
+        server = group.servers["a"]
+        table = server.store.create(TableSpec("wide", 128, Accumulate()), 50)
+        table.put(np.arange(40_000), np.ones((40_000, 128), np.float32))
+        for r in range(RANGES - 3):
+            table.drop_range(r)
+        before, dropped = server.store.nbytes, table.reusable_bytes
+        assert dropped > 12 << 20
+        for _ in range(30):
+            look(group)
+        assert table.reusable_bytes < 4 << 20
+        assert server.store.nbytes < before - (8 << 20)
+
+    run(test)
 
 
 def test_heads_share_a_room(run: Run) -> None:

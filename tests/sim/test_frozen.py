@@ -10,7 +10,7 @@ from chaos.sim.checks.sums import COLUMNS, KEYS
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
 from elasticps.optimizers import Accumulate
-from elasticps.spec import BSP
+from elasticps.spec import ASP, BSP
 from tests.sim.conftest import wait_for
 
 FROZEN_S = 13.0
@@ -92,6 +92,35 @@ def test_a_shard_whose_round_was_closed_without_its_worker_is_trained(cluster: C
     assert len(twice) <= 1  # what the other one was given while w1 was lost, and w1 had pushed
     for shard, value in enumerate(trained):
         assert value in ((1, 2) if shard not in twice else (1, 2, 3, 4)), shard
+
+
+def test_only_what_a_frozen_worker_had_in_its_hands_is_trained_twice(cluster: Cluster) -> None:
+    """It is lost when its lease has run out: what it was given besides is not its own any more when it goes on."""
+    taken: dict[str, list[int]] = {"w0": [], "w1": []}
+    trained: list[float] = []
+    over: set[str] = set()
+
+    def program(threads: Threads) -> None:
+        name = threads.process.host
+        with cluster.connect(threads, name, ASP(), 1, "app") as ps:
+            table = ps.table("t", dim=1, optimizer=Accumulate())
+            for shard in ps.shards(SHARDS, 1):
+                taken[name].append(shard.start)
+                threads.sleep(1.0)  # it stands still here, before its step
+                ps.push({table: (np.array([shard.start]), np.ones((1, 1), np.float32))})
+            over.add(name)
+            if name == "w0":
+                trained.extend(table.pull(np.arange(SHARDS))[:, 0].tolist())
+
+    started = {name: cluster.start_worker(name, program) for name in taken}
+    wait_for(cluster, lambda: min(map(len, taken.values())) > 2)
+    started["w1"].process.stall()
+    in_hand = taken["w1"][-1]
+    cluster.clock.run(cluster.clock.now + 4 * FROZEN_S)  # so long that the other one has everything
+    started["w1"].process.thaw()
+    wait_for(cluster, lambda: over == {"w0", "w1"})
+    assert set(taken["w0"]) & set(taken["w1"]) == {in_hand}
+    assert [shard for shard, value in enumerate(trained) if value != 1] in ([], [in_hand])
 
 
 def test_a_worker_that_was_frozen_while_it_waited_for_another_goes_on(cluster: Cluster) -> None:
