@@ -235,7 +235,7 @@ class Table:
         index.copy_in(found, np.ascontiguousarray(rows).view(np.uint64))
 
     def drop_range(self, r: int) -> None:
-        """Forgets range r. Its rows' memory serves the table's next rows, or goes back when the table is empty."""
+        """Forgets range r. Its rows' memory serves the table's next rows, or goes back, see `tidy`."""
         _, rows = self._list(r)
         index.free_rows(self._header, rows)
         self._release_segment(r)
