@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
@@ -36,3 +37,34 @@ def test_a_worker_finds_its_ranges_when_the_only_server_it_knows_has_come_back_w
     cluster.start_server("s1")
     wait_for(cluster, lambda: pulled[-1] == float("inf"))
     assert set(pulled[:-1]) == {9.0}
+
+
+@pytest.mark.parametrize("heal", [False, True])
+def test_a_loss_one_way_and_then_the_death_of_who_was_not_left_out_takes_nothing_with_it(
+    cluster: Cluster, heal: bool
+) -> None:
+    steps, over, rows = [0], [False], list[float]()
+
+    def program(threads: Threads) -> None:
+        with cluster.connect(threads, "w0", ASP(), 4, "app") as ps:
+            table = ps.table("t", dim=1, optimizer=Accumulate())
+            while not over[0]:
+                ps.push({table: (np.arange(9), np.ones((9, 1), np.float32))}).result()
+                steps[0] += 1
+                threads.sleep(0.02)
+            rows.extend(table.pull(np.arange(9))[:, 0].tolist())
+
+    cluster.start_worker("w0", program)
+    wait_for(cluster, lambda: steps[0] > 3)
+    cluster.network.lose("s0", "s1")
+    wait_for(cluster, lambda: cluster.view is not None and bool((cluster.view.chains < 0).any()))
+    cluster.kill(cluster.servers["s0"].process, power=True)
+    before = steps[0]
+    wait_for(cluster, lambda: steps[0] > before + 3)
+    if heal:
+        cluster.network.heal("s0", "s1")
+        cluster.start_server("s0")
+        wait_for(cluster, cluster.whole)
+    over[0] = True
+    wait_for(cluster, lambda: bool(rows))
+    assert rows == [float(steps[0])] * 9
