@@ -84,10 +84,14 @@ class Clocks:
         row: Progress = self.matrix[slot]
         return row
 
-    def copy_of(self, worker: int) -> Progress:
-        """The same to look at, of one that has left, too."""
-        shelved = None if worker in self._slots else self._shelf.look(worker)
-        return self.row(worker).copy() if shelved is None else shelved
+    def read(self, worker: int) -> Progress:
+        """The same for reading only: nobody gets a row by it, so it may be called at any time."""
+        slot = self._slots.get(worker)
+        if slot is not None:
+            row: Progress = self.matrix[slot]
+            return row
+        shelved = self._shelf.look(worker)
+        return np.zeros(self._ranges, np.int64) if shelved is None else shelved
 
     def _new_slot(self) -> int:
         slot = len(self._slots)
@@ -164,8 +168,6 @@ class Clocks:
         """
         least: Progress | None = None
         for worker in workers:
-            zero = np.zeros(self._ranges, dtype=np.int64)
-            clock = self.row(worker) >> PART_BITS if self.known(worker) else zero
-            clock = np.maximum(clock, base.get(worker, 0))
+            clock = np.maximum(self.read(worker) >> PART_BITS, base.get(worker, 0))
             least = clock if least is None else np.minimum(least, clock)
         return least

@@ -541,7 +541,7 @@ class Replica(SnapshotTransfer):
             none = np.zeros(ranges.shape[0], dtype=np.int64)
             out.append(ClocksReply(ask.token, status, self.epoch, ranges, none, none))
             return
-        applied = self.clocks.copy_of(ask.worker)
+        applied = self.clocks.read(ask.worker)
         committed = self._committed(ask.worker, applied)
         out.append(ClocksReply(ask.token, status, self.epoch, ranges, applied[ranges], committed[ranges]))
 

@@ -148,7 +148,7 @@ def _workers(server: Server) -> Iterator[Metric]:
         apps: dict[str, dict[str, int]] = {}
         for worker in server.serving.workers.values():
             if clocks.known(worker.id):
-                at = int(np.min(clocks.row(worker.id)[headed])) >> PART_BITS
+                at = int(np.min(clocks.read(worker.id)[headed])) >> PART_BITS
                 apps.setdefault(worker.app, {})[worker.name] = at
         for app, found in apps.items():
             first = max(found.values())

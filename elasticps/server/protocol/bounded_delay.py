@@ -145,7 +145,7 @@ class BoundedDelay:
         return company
 
     def _started(self, worker: int, ranges: Ranges) -> bool:
-        return self._clocks.known(worker) and bool(self._clocks.row(worker)[ranges].any())
+        return self._clocks.known(worker) and bool(self._clocks.read(worker)[ranges].any())
 
     # --- whom a pull waits for --------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class Reached:
         """Looks, and says it."""
         if not self._clocks.known(self.worker) or not self._ranges.shape[0]:
             return self.clock
-        row = self._clocks.row(self.worker)
+        row = self._clocks.read(self.worker)
         if self._last < 0 or row[self._last] >> PART_BITS > self.clock:
             progress = row[self._ranges]
             at = int(progress.argmin())
