@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
+from collections import deque
 from collections.abc import Iterable
+from functools import partial
+from multiprocessing.pool import AsyncResult
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +18,7 @@ from rich.progress import track
 
 if TYPE_CHECKING:
     from chaos.sim.run import Result
+    from chaos.sim.story import Kind
 
 RUNS_PER_LINE = 50
 BROKEN_KEPT = 20
@@ -22,6 +27,9 @@ BROKEN_KEPT = 20
 def sim(
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     runs: Annotated[int, typer.Option(min=0, help="How many seeds, one after another; 0: until stopped.")] = 1,
+    flavour: Annotated[str, typer.Option(help="What goes wrong, in all of them; otherwise the seed says it.")] = "",
+    training: Annotated[str, typer.Option(help="How they train, likewise.")] = "",
+    jobs: Annotated[int, typer.Option(min=1, help="So many seeds at once, each in a process.")] = 1,
     trace: Annotated[bool, typer.Option("--trace", help="Print every event of each run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
@@ -33,10 +41,11 @@ def sim(
 
     The same seed gives the same events. Exit code 1 if a promise was broken, with the command that repeats that run.
     """
+    kind = _kind(flavour, training)
     totals = dict.fromkeys(("runs", "events", "views", "steps", "pulls", "rounds", "shards"), 0)
     broken: list[Result] = []
     try:
-        for result in _results(seed, runs, trace, as_json):
+        for result in _results(range(seed, seed + runs) if runs else itertools.count(seed), kind, trace, jobs, as_json):
             _count(totals, result)
             if trace:
                 typer.echo("\n".join(result.trace))
@@ -58,13 +67,35 @@ def sim(
     raise typer.Exit(1 if broken else 0)
 
 
-def _results(seed: int, runs: int, trace: bool, as_json: bool) -> Iterable[Result]:
+def _kind(flavour: str, training: str) -> Kind:
+    import chaos.sim.story
+
+    for name, given, known in (
+        ("flavour", flavour, chaos.sim.story.FLAVOURS + chaos.sim.story.ASKED_FOR),
+        ("training", training, chaos.sim.story.TRAININGS),
+    ):
+        if given and given not in known:
+            raise typer.BadParameter(f"{given!r} is none of {', '.join(known)}", param_hint=f"--{name}")
+    return chaos.sim.story.Kind(flavour, training)
+
+
+def _results(seeds: Iterable[int], kind: Kind, trace: bool, jobs: int, as_json: bool) -> Iterable[Result]:
     import chaos.sim.run  # brings in the servers' code: only this command needs it
 
-    seeds: Iterable[int] = range(seed, seed + runs) if runs else itertools.count(seed)
-    quiet = runs < 2 or as_json
-    for number in track(seeds, "simulating", console=Console(stderr=True), disable=quiet, transient=True):
-        yield chaos.sim.run.run(number, trace)
+    play = partial(chaos.sim.run.run, kind=kind, trace=trace)
+    quiet = as_json or not isinstance(seeds, range) or len(seeds) < 2
+    told = track(seeds, "simulating", console=Console(stderr=True), disable=quiet, transient=True)
+    if jobs == 1:
+        yield from map(play, told)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        under_way: deque[AsyncResult[Result]] = deque()
+        for seed in told:
+            under_way.append(pool.apply_async(play, (seed,)))
+            if len(under_way) > jobs:
+                yield under_way.popleft().get()
+        while under_way:
+            yield under_way.popleft().get()
 
 
 def _count(totals: dict[str, int], result: Result) -> None:

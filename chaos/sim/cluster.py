@@ -12,10 +12,11 @@ from typing import cast
 import numpy as np
 from greenlet import getcurrent
 
+from chaos.sim.checks.answers import Answers
 from chaos.sim.checks.views import Views
 from chaos.sim.clock import Clock, Process
 from chaos.sim.loop import Loop
-from chaos.sim.network import Listener, Network, Weather
+from chaos.sim.network import Listener, Network, Socket, Weather
 from chaos.sim.store import StoreProcess
 from chaos.sim.threads import Thread, Threads
 from chaos.sim.violation import Violation
@@ -35,6 +36,7 @@ PORT = 7000
 STORE_HOST = "store"
 STORE_TIMEOUT_S = 2.0
 DRAIN_TIMEOUT_S = 60.0
+LOG_BUDGET_BYTES = 256 << 20
 OFFICE_S = 1.5
 END_S = 60.0  # of virtual time, in which what is cancelled ends
 WORKER_TIMEOUT_S = 300.0  # longer than any story: whoever waits in vain is found by the story's own bound
@@ -83,6 +85,8 @@ class Cluster:
         self.store = StoreProcess(self._loop(Process(self.clock, STORE_HOST, STORE_HOST)), self.network, NAME)
         self.config = self.store.run(create_cluster(self.store.data, replace(config, id="simulated")))
         self.views = Views(config.replicas, config.ranges, lambda m: self.life(m.name, m.incarnation) is not None, calm)
+        self.answers = Answers()
+        self.network.tap = self._sent
         self.store.written = self._written
         self.on_view: Callable[[View], None] = lambda view: None
         self._revision = 0  # of the newest view
@@ -92,6 +96,12 @@ class Cluster:
         if self.violation is None and not self.over:
             self.violation = violation
             self.clock.note(f"BROKEN {violation}")
+
+    def _sent(self, source: Socket, target: Socket, data: bytes) -> None:
+        try:
+            self.answers.sent(source, target, data)
+        except Violation as violation:
+            self.broken(violation)
 
     def running(self) -> str:
         """Whose turn it is."""
@@ -174,7 +184,16 @@ class Cluster:
             self._failed(found.process, error, "a server ended")
         self.clock.note(f"{found.process} ends: {found.stop.result() if found.stop.done() else ''}")
         found.left = found.asked
+        if found.asked and not self.over:
+            self._check_drained(name)
         found.process.kill()
+
+    def _check_drained(self, name: str) -> None:
+        view = self.view
+        index = -1 if view is None else next((i for i, s in enumerate(view.servers) if s.name == name), -1)
+        if view is not None and index >= 0 and (view.chains == index).any():
+            ranges = np.flatnonzero((view.chains == index).any(axis=1)).tolist()
+            self.broken(Violation("drain", f"{name} ends as a replica of ranges {ranges} in epoch {view.epoch}"))
 
     def drain(self, name: str) -> None:
         """As SIGTERM: a server is asked to move what it has to others, and to end."""
@@ -326,4 +345,6 @@ class Cluster:
 
 
 def _build(session: ServerSession, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop) -> Server:
-    return Server(session.info, cluster, ranges, loop, clock=loop.time, linger=Still())
+    return Server(
+        session.info, cluster, ranges, loop, log_budget_bytes=LOG_BUDGET_BYTES, clock=loop.time, linger=Still()
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -23,12 +24,20 @@ CROWD = 60  # more than a server whose limits are small allows
 
 
 class Faults:
-    """Injects faults; `workers` names the processes of the workers, `restart(name)` kills one and starts it again."""
+    """Injects faults; `workers` names the processes of the workers, `restart(name)` kills one and starts it again,
+    `double(name)` starts its successor while it lives."""
 
-    def __init__(self, cluster: Cluster, workers: dict[str, Threads], restart: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        workers: dict[str, Threads],
+        restart: Callable[[str], None],
+        double: Callable[[str], None],
+    ) -> None:
         self.cluster = cluster
         self.workers = workers
         self.restart = restart
+        self.double = double
         self.over = False
         self.happened: list[str] = []
         self._random = cluster.clock.chance("faults")
@@ -42,6 +51,11 @@ class Faults:
             "server stalls, other dies": self._other_dies,
             "worker stalls": self._worker_stalls,
             "worker restarts": self._worker_restarts,
+            "worker dies cut off": self._worker_dies_cut_off,
+            "worker doubles": self._worker_doubles,
+            "server limps": self._server_limps,
+            "leader without store": self._leader_without_store,
+            "tear": self._tear,
             "worker reads nothing": self._worker_reads_nothing,
             "crowd": self._crowd,
             "leader dies": self._leader_dies,
@@ -90,7 +104,8 @@ class Faults:
         """Picks a server that can be spared, as soon as there is one."""
         cluster = self.cluster
         spared = [n for n, s in cluster.servers.items() if not (s.left or s.asked) and n not in self._hit]
-        spared = [n for n in spared if s_alive(cluster, n) and cluster.whole(without=n)]
+        alone = cluster.config.replicas == 1  # nobody dies there
+        spared = [n for n in spared if s_alive(cluster, n) and cluster.whole(without="" if alone else n)]
         if self.over or tries <= 0:
             return
         if not spared or self._hit:
@@ -107,6 +122,36 @@ class Faults:
 
     def _server_dies(self, fault: Fault, power: bool) -> None:
         self._server(fault, lambda name: self._die(name, power))
+
+    def _server_limps(self, fault: Fault) -> None:
+        """A server loses its neighbours, then its workers, and its life at last: what it did alone must not count."""
+
+        def limp(name: str) -> None:
+            others = [n for n in self.cluster.servers if n != name]
+            out, back = [(name, other) for other in others], [(other, name) for other in others]
+            pairs = (out, back, out + back)[int(fault.pick * 1000) % 3]
+            self._cut(pairs, fault.for_s + 1.0)
+            clock = self.cluster.clock
+            for _ in range(self._random.randint(0, 3)):
+                clock.after(self._random.uniform(0, fault.for_s), self._lose_workers, name)
+            if self._random.random() < 0.7:  # its successor asks how far it was, and is told before the server dies
+                before_s = fault.for_s - 2 * RESTART_S
+                clock.after(self._random.uniform(0, before_s), self.begin, replace(fault, what="worker restarts"))
+            clock.after(fault.for_s, die, name)
+
+        def die(name: str) -> None:
+            if self.over or not s_alive(self.cluster, name) or self.cluster.uncopied(without=name):
+                self._healed(name)
+            else:
+                self._die(name, power=fault.pick < 0.3)
+
+        self._server(fault, limp)
+
+    def _lose_workers(self, name: str) -> None:
+        hosts = set(self.workers)
+        for sock in [s for s in self.cluster.network.sockets if s.process.host in hosts]:
+            if sock.peer is not None and sock.peer.process.host == name:
+                self.cluster.network.reset(sock)
 
     def _server_stalls(self, fault: Fault) -> None:
         def stall(name: str) -> None:
@@ -252,6 +297,10 @@ class Faults:
 
         self._server(fault, cut)
 
+    def _leader_without_store(self, fault: Fault) -> None:
+        leader = _pick(list(self.cluster.leaders), fault)
+        self._cut([(leader, STORE_HOST), (STORE_HOST, leader)], fault.for_s)
+
     def _store_apart(self, fault: Fault) -> None:
         hosts = [*self.cluster.servers, *self.cluster.leaders, *self.workers]
         host = _pick(hosts, fault)
@@ -273,6 +322,14 @@ class Faults:
             self._note(f"the connection {sock} breaks")
             self.cluster.network.reset(sock)
 
+    def _tear(self, fault: Fault) -> None:
+        sockets = list(self.cluster.network.sockets)
+        if sockets:
+            sock = _pick(sockets, fault)
+            late_s = self._random.choice((0.01, 0.05, 0.2))
+            self._note(f"the connection {sock} breaks there, and for {late_s} s only there")
+            self.cluster.network.tear(sock, late_s)
+
     def _reset_all(self, fault: Fault) -> None:
         host = _pick([*self.cluster.servers, *self.workers], fault)
         self._note(f"all connections of {host} break")
@@ -283,8 +340,7 @@ class Faults:
 
     def _worker_stalls(self, fault: Fault) -> None:
         name = _pick(list(self.workers), fault)
-        for_s = fault.for_s * (4 if fault.pick < 0.3 else 1)  # some longer than a lease
-        self._stall(self.workers[name].process, for_s)
+        self._stall(self.workers[name].process, fault.for_s)
 
     def _worker_reads_nothing(self, fault: Fault) -> None:
         process = self.workers[_pick(list(self.workers), fault)].process
@@ -302,6 +358,20 @@ class Faults:
         name = _pick(list(self.workers), fault)
         self._note(f"{name} dies and starts again")
         self.restart(name)
+
+    def _worker_dies_cut_off(self, fault: Fault) -> None:
+        """What it has sent to a server arrives when its successor has come."""
+        worker, server = _pick(list(self.workers), fault), self._random.choice(list(self.cluster.servers))
+        self._cut([(worker, server)], 0.3 + fault.for_s)
+        self.cluster.clock.after(self._random.uniform(0, 0.2), self._worker_restarts, fault)
+
+    def _worker_doubles(self, fault: Fault) -> None:
+        """It stalls, another one takes its name, and then it wakes up."""
+        name = _pick(list(self.workers), fault)
+        process = self.workers[name].process
+        if process.alive and not process.stalled:
+            self._stall(process, 0.2 + fault.for_s)
+            self.double(name)
 
     def _leader_dies(self, fault: Fault) -> None:
         name = _pick(list(self.cluster.leaders), fault)

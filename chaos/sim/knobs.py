@@ -1,4 +1,8 @@
-"""Limits of the servers that some stories make so small that they are met all the time."""
+"""Limits that some stories make so small that they are met all the time.
+
+Compiled code has them from the arrays that it works on, never from a module: what is set before a server is built
+counts for both.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
+
+MOST_RANGES = 16  # of a story's cluster
 
 SMALL: dict[str, int] = {
     "elasticps.server.protocol.reads.CHUNK_BYTES": 2 << 10,
@@ -18,14 +24,22 @@ SMALL: dict[str, int] = {
     "elasticps.server.snapshots.PIECE_BYTES": 1 << 10,
     "elasticps.server.snapshots.BACKLOG_BYTES": 2 << 10,
     "replication.replica._LET_IN_BYTES": 1 << 10,
+    "elasticps.client.push_batch.AT_ONCE_BYTES": 1 << 10,
+    "chaos.sim.cluster.LOG_BUDGET_BYTES": 4 << 10,
 }
+TIGHT_BODY_BYTES = 2 << 10
+TIGHT: dict[str, int] = {
+    "elasticps.server.connection.MAX_BODY_BYTES": TIGHT_BODY_BYTES,
+    "elasticps.server.connection.MAX_LINK_BODY_BYTES": TIGHT_BODY_BYTES + 12 * MOST_RANGES + 64,
+}
+"""Of frames. What workers send has to fit: see `Free`."""
 
 
 @contextmanager
-def turned(small: bool) -> Iterator[None]:
+def turned(small: bool, tight: bool) -> Iterator[None]:
     """Makes them small."""
     with ExitStack() as stack:
-        for path, value in SMALL.items() if small else ():
+        for path, value in ((SMALL if small else {}) | (TIGHT if tight else {})).items():
             module, _, name = path.rpartition(".")
             stack.enter_context(patch.object(importlib.import_module(module), name, value))
         yield

@@ -42,6 +42,7 @@ class Network:
         self.weather = weather
         self.sockets: dict[Socket, None] = {}  # open ones
         self.sent_bytes = 0
+        self.tap: Callable[[Socket, Socket, bytes], None] = lambda source, target, data: None  # sees all that is sent
         self._lost: dict[tuple[str, str], int] = {}  # (from, to) -> how many faults lose what is sent there
         self._dark: set[str] = set()  # hosts without power
         self._listeners: dict[Address, Listener] = {}
@@ -63,8 +64,10 @@ class Network:
         self._resume()
 
     def darken(self, host: str) -> None:
-        """A host loses its power: nobody hears of it, nor it of anybody."""
+        """A host loses its power: nobody hears of it, nor it of anybody, and what it had still to send is gone."""
         self._dark.add(host)
+        for sock in [s for s in self.sockets if s.process.host == host]:
+            sock.vanish()
 
     def lighten(self, host: str) -> None:
         """It has power again: what its processes had open is closed."""
@@ -87,6 +90,11 @@ class Network:
         for end in (sock, sock.peer):
             if end is not None:
                 self.clock.after(self.delay(end.random), end.broken)
+
+    def tear(self, sock: Socket, late_s: float) -> None:
+        """A connection breaks at one end. What that end has sent still arrives, late, and only then the other end
+        learns of it: so a peer may be back on a new connection before the old one is read to its end."""
+        sock.torn(late_s)
 
     def delay(self, random: Random) -> float:
         """A message's way."""
@@ -212,6 +220,7 @@ class _Pipe:
         network, random = self.network, self.source.random
         self._flying += len(data)
         network.sent_bytes += len(data)
+        network.tap(self.source, self.target, data)
         for piece in _pieces(data, random, network.weather.cut):
             due = network.clock.now + network.delay(random) + len(piece) / network.weather.bytes_per_s
             self._last_s = max(due, self._last_s)
@@ -235,12 +244,19 @@ class _Pipe:
             self.network.hold(self)
             return
         self._moving = False
-        if not self._under_way:
+        if not self._under_way or self._under_way[0][0] > self.network.clock.now:  # dropped, or made late
+            self._next()
             return
         _, data = self._under_way.popleft()
         self._flying -= len(data)
         self.target.receive(data)
         self._next()
+
+    def delay(self, late_s: float) -> float:
+        """What is under way arrives later than it would; when it all has."""
+        self._under_way = deque((due + late_s, data) for due, data in self._under_way)
+        self._last_s = max(self._last_s, self.network.clock.now) + late_s
+        return self._last_s
 
     def drop(self) -> None:
         """Nothing of it arrives any more."""
@@ -296,11 +312,23 @@ class Socket:
         if self.closed or self._error is not None:
             return
         self._network.clock.note(f"{self}: {error.strerror}")
-        self._error = error
-        self.arrived.clear()
+        self._error = error  # what has arrived can still be read
         if self._out is not None:
             self._out.drop()
         self.notify()
+
+    def torn(self, late_s: float) -> None:
+        """Broken here; the other end hears of it after all that was sent, and late."""
+        if self.closed or self._error is not None or self._out is None or self.peer is None:
+            return
+        self._network.clock.at(self._out.delay(late_s), self.peer.broken)
+        self._error = ConnectionResetError(104, "Connection reset by peer")
+        self.notify()
+
+    def vanish(self) -> None:
+        """Its host has lost its power: nothing arrives any more of what it sent, but the end when the host is back."""
+        if self._out is not None:
+            self._out.drop()
 
     def receive(self, data: bytes) -> None:
         if self.closed:
@@ -367,9 +395,9 @@ class Socket:
 
     def recv_into(self, buffer: memoryview, /) -> int:
         """Takes what has arrived, sometimes less; 0 at the end. BlockingIOError if there is nothing."""
-        self._check_open()
         n = min(len(self.arrived), len(buffer))
-        if not n:
+        if not n or self.closed:
+            self._check_open()
             if self._ended:
                 return 0
             raise BlockingIOError(11, "Resource temporarily unavailable")

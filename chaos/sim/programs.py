@@ -11,13 +11,16 @@ from numpy.typing import NDArray
 
 from chaos.sim.checks.rounds import Rounds
 from chaos.sim.checks.shards import Hand, Handed, key_of
-from chaos.sim.checks.sums import COLUMNS, KEYS, Asked, Column, Rows, Sums, check_same
+from chaos.sim.checks.sums import COLUMNS, KEYS, Asked, Column, Keys, Rows, Sums, check_same
 from chaos.sim.cluster import Cluster
+from chaos.sim.knobs import TIGHT_BODY_BYTES
+from chaos.sim.story import App
 from chaos.sim.threads import Threads
 from elasticps.client.client import Client
 from elasticps.client.steps import Step
 from elasticps.client.tables import SparseTable
 from elasticps.errors import Closed
+from elasticps.hashing import key_ranges, range_shift
 from elasticps.optimizers import Accumulate
 from elasticps.spec import ASP, BSP, SSP, Consistency, Normal
 from elasticps.store.table import initial_rows
@@ -25,12 +28,16 @@ from elasticps.store.table import initial_rows
 FIXED_DIM = 8
 FIXED_KEYS = 4096
 INIT = Normal(std=0.1, seed=7)
-THINK_S = 0.03
 MOST_AT_ONCE = 6  # pulls
 MOST_BESIDE = 150  # turns of a thread that pulls beside the one that trains
 HURRY_S = 0.004  # between two of them
 WAIT_S = 1e4
 PASSED_OVER = 0.1  # of the shards
+SLOW_START_S = (1.2, 2.0)
+SHARDS_BEFORE_A_PAUSE = 3
+PAUSE_S = 0.02
+STEPS_OF_OTHERS = 10  # some of them followed by a pull
+TIGHT_ROWS = TIGHT_BODY_BYTES // (8 + 4 * COLUMNS) - 1  # in a frame; the rest of it is for heads
 
 
 class Training(Protocol):
@@ -44,11 +51,10 @@ class Worker:
 
     consistency: Consistency = ASP()
 
-    def __init__(self, cluster: Cluster, name: str, app: str, window: int, training: Training) -> None:
+    def __init__(self, cluster: Cluster, name: str, app: App, training: Training) -> None:
         self.cluster = cluster
         self.name = name
         self.app = app
-        self.window = window
         self.training = training
         self.random: Random
         self.done = False
@@ -61,7 +67,7 @@ class Worker:
         self.threads = threads
         self.random = self.cluster.clock.chance(f"program of {threads.process}")
         try:
-            ps = self.cluster.connect(threads, self.name, self.consistency, self.window, self.app)
+            ps = self.cluster.connect(threads, self.name, self.consistency, self.app.window, self.app.name)
             self.main(ps)
             ps.close()
         except Closed as error:  # it was frozen for longer than its lease, or another one has its name
@@ -78,7 +84,7 @@ class Worker:
         """It has lost its place and begins again."""
 
     def think(self) -> None:
-        self.threads.sleep(self.random.expovariate(1 / THINK_S))
+        self.threads.sleep(self.random.expovariate(1 / self.app.think_s))
 
     @property
     def now(self) -> float:
@@ -92,22 +98,11 @@ class Worker:
 class Free(Worker):
     """Pushes and pulls as it likes, under no bound or under bounded delay."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        name: str,
-        app: str,
-        window: int,
-        training: Training,
-        sums: Sums,
-        large: bool,
-        readers: int,
-    ) -> None:
-        super().__init__(cluster, name, app, window, training)
+    def __init__(self, cluster: Cluster, name: str, app: App, training: Training, sums: Sums, tight: bool) -> None:
+        super().__init__(cluster, name, app, training)
         self.sums = sums
-        self.large = large
-        self.readers = readers
-        self.column: Column
+        self.tight = tight
+        self.column: Column | None = None
         if sums.bound is not None:
             self.consistency = SSP(staleness=sums.bound)
 
@@ -121,12 +116,17 @@ class Free(Worker):
         if found.predecessor:
             self.sums.resume(column, self.now, found.begun, found.trained)
         column.pushed = ps.clock
+        if self.sums.bound is not None and self.random.random() < 0.3:  # it holds the others back from now on
+            column.joined_s = min(column.joined_s, self.now)
+            self.threads.sleep(self.random.uniform(*SLOW_START_S))
         readers = [
-            self.threads.spawn(f"reader {i}", self._reader(ps, table, fixed, column)) for i in range(self.readers)
+            self.threads.spawn(f"reader {i}", self._reader(ps, table, fixed, column)) for i in range(self.app.readers)
         ]
         while self.training.on:
             action = self.random.random()
-            if action < 0.45:
+            if action < 0.03 and self.sums.bound is not None:
+                self.pause(ps, table, column)
+            elif action < 0.45:
                 outstanding.append(self.push(ps, table, column))
             elif action < 0.55:
                 self.push_in_parts(ps, table, column)
@@ -165,8 +165,26 @@ class Free(Worker):
 
         return read
 
+    def pause(self, ps: Client, table: SparseTable, column: Column) -> None:
+        """Trains what shards there are: when there are no more, it holds nobody back. It goes on when all others have
+        gone on without it."""
+        others = [c for c in self.sums.columns if c is not column and not c.ended and c.joined_s < float("inf")]
+        if self.sums.pausing is not None or not others or self.app.readers:
+            return
+        self.sums.pausing = column
+        for shard in ps.shards(SHARDS_BEFORE_A_PAUSE, 1, name=f"before a pause of {column.index}"):
+            self.cluster.clock.note(f"{self.threads.process} trains {shard.start} before a pause")
+            self.push(ps, table, column)
+        column.commit(self.now, ps.committed)
+        column.joined_s, beyond = float("inf"), ps.clock + (self.sums.bound or 0) + STEPS_OF_OTHERS
+        while any(c.pushed < beyond and not c.ended and c.joined_s < float("inf") for c in others):
+            self.threads.sleep(PAUSE_S)
+        self.sums.pausing = None
+        ps.resume()
+        column.pushed = ps.clock
+
     def push(self, ps: Client, table: SparseTable, column: Column) -> Step:
-        keys, at = self.some_keys(), ps.clock + 1
+        keys, at = self.keys_to_push(ps, table), ps.clock + 1
         column.begin(at, keys)
         grads = self.sums.grads(column, keys)
         step = ps.push({table: (keys, grads)})
@@ -174,8 +192,19 @@ class Free(Worker):
         self.landed(column, step.clock, at)
         return step
 
+    def keys_to_push(self, ps: Client, table: SparseTable) -> Keys:
+        """Any; where frames are small, often as many as just fit into one, all of one head."""
+        if not self.tight:
+            return self.some_keys()
+        ranges = np.empty(KEYS, np.int32)
+        view = ps.view
+        key_ranges(np.arange(KEYS), table.salt, range_shift(view.ranges), ranges)
+        heads = view.heads[ranges]
+        mine = np.flatnonzero(heads == self.random.choice(heads.tolist())).tolist()
+        return np.array(self.random.sample(mine, min(len(mine), TIGHT_ROWS)), np.int64)
+
     def push_in_parts(self, ps: Client, table: SparseTable, column: Column) -> None:
-        at, keys = ps.clock + 1, self.some_keys()
+        at, keys = ps.clock + 1, self.keys_to_push(ps, table)
         with ps.step() as step:
             for part in np.array_split(keys, self.random.randint(1, 3)):
                 if len(part):
@@ -203,7 +232,7 @@ class Free(Worker):
                 asked.append(self.sums.ask(column, keys, self.now, tail=True))
                 reads.append((keys, table.pull_async(keys)))
             else:
-                count = self.random.randint(1, 800 if self.large else 100)
+                count = self.random.randint(1, 800 if self.app.large and not self.tight else 100)
                 keys = np.array(self.random.sample(range(FIXED_KEYS), count), np.int64)
                 reads.append((keys, fixed.pull_async(keys)))
         if self.random.random() < 0.3:
@@ -222,7 +251,8 @@ class Free(Worker):
         self.sums.check(asked, rows)
 
     def fenced(self) -> None:
-        self.column.ended = True
+        if self.column is not None:
+            self.column.ended = True
 
 
 class Synchronous(Worker):
@@ -230,8 +260,8 @@ class Synchronous(Worker):
 
     consistency = BSP()
 
-    def __init__(self, cluster: Cluster, name: str, app: str, window: int, training: Training, rounds: Rounds) -> None:
-        super().__init__(cluster, name, app, window, training)
+    def __init__(self, cluster: Cluster, name: str, app: App, training: Training, rounds: Rounds) -> None:
+        super().__init__(cluster, name, app, training)
         self.rounds = rounds
 
     def main(self, ps: Client) -> None:
@@ -240,7 +270,12 @@ class Synchronous(Worker):
         keys = np.arange(KEYS)
         grads = self.rounds.grads(column, keys)
         while self.training.on:
-            ps.push({table: (keys, grads)})
+            if self.random.random() < 0.7:
+                ps.push({table: (keys, grads)})
+            else:
+                with ps.step() as step:
+                    for part in np.array_split(self.random.sample(range(KEYS), KEYS), self.random.randint(1, 3)):
+                        step.push({table: (part, grads[part])})
             self.steps += 1
             if self.random.random() < 0.7:
                 rows = table.pull(keys)
@@ -253,13 +288,11 @@ class Synchronous(Worker):
 class Sharded(Worker):
     """Trains shards as they are handed out; sometimes in synchronous rounds."""
 
-    def __init__(
-        self, cluster: Cluster, name: str, app: str, window: int, training: Training, handed: Handed, rounds: bool
-    ) -> None:
-        super().__init__(cluster, name, app, window, training)
+    def __init__(self, cluster: Cluster, name: str, app: App, training: Training, handed: Handed) -> None:
+        super().__init__(cluster, name, app, training)
         self.handed = handed
         self.hand: Hand | None = None
-        if rounds:
+        if app.kind == "shards in rounds":
             self.consistency = BSP()
 
     def main(self, ps: Client) -> None:
@@ -272,6 +305,7 @@ class Sharded(Worker):
             if self.random.random() < PASSED_OVER:
                 self.handed.pass_over(hand, shard.start)
                 continue
+            self.handed.begin(shard.start)
             step = ps.push({table: (key_of(shard.start), grads)})
             self.handed.step(hand, shard.start, step.clock)
             self.steps += 1
@@ -279,6 +313,7 @@ class Sharded(Worker):
                 step.result()
             if self.random.random() < 0.3:
                 self.settled(ps, hand)
+        self.handed.over(hand, self.cluster.counted)
         self.settled(ps, hand)
 
     def settled(self, ps: Client, hand: Hand) -> None:

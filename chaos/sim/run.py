@@ -21,7 +21,7 @@ from chaos.sim.cluster import Cluster
 from chaos.sim.faults import RESTART_S, Faults
 from chaos.sim.knobs import turned
 from chaos.sim.programs import Free, Sharded, Synchronous, Worker
-from chaos.sim.story import App, Story, tell
+from chaos.sim.story import ANY, App, Kind, Story, tell
 from chaos.sim.threads import Threads
 from chaos.sim.violation import Violation
 from coordinator.view import ClusterConfig
@@ -41,6 +41,7 @@ class Result:
     """What came of a seed. invariant: the promise that was broken, "" if none was; story: where and how."""
 
     seed: int
+    kind: Kind = ANY
     invariant: str = ""
     story: str = ""
     flavour: str = ""
@@ -62,7 +63,14 @@ class Result:
     def __str__(self) -> str:
         if self.ok:
             return f"seed {self.seed}: {self.steps} steps, {self.pulls} pulls, {self.views} views"
-        return f"seed {self.seed} ({self.flavour}): {self.story}\nreplay it: elasticps sim --seed {self.seed} --trace"
+        return f"seed {self.seed} ({self.flavour}): {self.story}\nreplay it: elasticps sim{self.options} --trace"
+
+    @property
+    def options(self) -> str:
+        """Of the command that repeats it."""
+        kind = self.kind
+        flavour = f" --flavour {kind.flavour}" * bool(kind.flavour)
+        return f"{flavour}{f' --training {kind.training!r}' * bool(kind.training)} --seed {self.seed}"
 
 
 class Scene:
@@ -77,8 +85,9 @@ class Scene:
         self.rounds: dict[str, Rounds] = {}
         self.handed: dict[str, Handed] = {}
         self.workers: dict[str, Worker] = {}
+        self._app_of: dict[str, App] = {}
         self.processes: dict[str, Threads] = {}
-        self.faults = Faults(self.cluster, self.processes, self.restart)
+        self.faults = Faults(self.cluster, self.processes, self.restart, self.double)
 
     def begin(self) -> None:
         """Starts everything, and has faults come in their time."""
@@ -90,23 +99,21 @@ class Scene:
         for app in story.apps:
             for i in range(app.workers):
                 name = f"{app.name}-w{i}"
-                self.workers[name] = self._worker(app, name)
+                self._app_of[name] = app
+                self.workers[name] = self._worker(name)
                 self._start(name)
         for fault in story.faults:
             self.cluster.clock.at(fault.at_s, self.faults.begin, fault)
 
-    def _worker(self, app: App, name: str) -> Worker:
-        cluster = self.cluster
+    def _worker(self, name: str) -> Worker:
+        app, cluster = self._app_of[name], self.cluster
         if app.kind == "rounds":
-            return Synchronous(
-                cluster, name, app.name, app.window, self, self.rounds.setdefault(app.name, Rounds(app.name))
-            )
+            return Synchronous(cluster, name, app, self, self.rounds.setdefault(app.name, Rounds(app.name)))
         if app.kind in ("shards", "shards in rounds"):
-            handed = self.handed.setdefault(app.name, Handed(app.name, KEYS))
-            return Sharded(cluster, name, app.name, app.window, self, handed, app.kind == "shards in rounds")
+            return Sharded(cluster, name, app, self, self.handed.setdefault(app.name, Handed(app.name, KEYS)))
         sums = self.sums.setdefault(app.name, Sums(app.name, app.bound if app.kind == "bounded" else None))
         sums.calm = self.story.calm
-        return Free(cluster, name, app.name, app.window, self, sums, app.large, app.readers)
+        return Free(cluster, name, app, self, sums, self.story.tight)
 
     def _start(self, name: str) -> None:
         if not self.cluster.over:
@@ -120,6 +127,12 @@ class Scene:
         self.cluster.kill(process, power=False)
         self.workers[name].fenced()
         self.cluster.clock.after(RESTART_S, self._start, name)
+
+    def double(self, name: str) -> None:
+        """A worker's successor starts while it lives."""
+        self.workers[name].fenced()
+        self.workers[name] = self._worker(name)
+        self._start(name)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -198,10 +211,10 @@ class Scene:
                 raise Violation("replicas agree", f"range {r} differs between {', '.join(found)}")
 
 
-def run(seed: int, trace: bool = False, story: Story | None = None) -> Result:
-    """Plays the story of a seed (or another one) to its end."""
-    story = story or tell(seed)
-    with virtual() as machine, turned(story.small), _tidy():
+def run(seed: int, kind: Kind = ANY, trace: bool = False) -> Result:
+    """Plays the story of a seed to its end."""
+    story = tell(seed, kind)
+    with virtual() as machine, turned(story.small, story.tight), _tidy():
         return _play(story, trace, machine)
 
 
@@ -233,6 +246,7 @@ def _result(scene: Scene, invariant: str, text: str) -> Result:
     mark = repr((cluster.clock.now, cluster.clock.events, cluster.network.sent_bytes, scene.faults.happened))
     return Result(
         seed=story.seed,
+        kind=story.kind,
         invariant=invariant,
         story=text,
         flavour=story.flavour,

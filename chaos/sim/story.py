@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from chaos.sim.knobs import MOST_RANGES
 from chaos.sim.network import Weather
+from coordinator.membership import LEASE_S
 
-_TEN = ("calm", "kills", "stalls", "partitions", "resets", "readers", "store", "moves", "crowds")
-FLAVOURS = (*_TEN, "mixed", *_TEN, "suspicions")
-KINDS = ("free", "free", "bounded", "rounds", "shards", "shards in rounds")
-CALM = ("calm", "resets", "moves")  # stories in which no process and no link is slow for long
+FLAVOURS = (
+    "calm", "kills", "stalls", "partitions", "resets", "readers", "store", "moves", "crowds", "mixed",
+    "limps", "tangles", "terms", "ghosts", "flaps", "alone", "drains", "tight", "suspicions",
+)  # fmt: skip
+ASKED_FOR = ("frozen",)  # told only when asked for: workers that stand still for longer than their leases
+TRAININGS = ("free", "bounded", "rounds", "shards", "shards in rounds")
+CALM = ("calm", "resets", "moves", "drains", "tight")  # stories in which no process and no link is slow for long
 
 _USUAL: dict[str, tuple[str, ...]] = {
     "calm": ("worker restarts", "reset"),
@@ -38,11 +43,44 @@ _USUAL: dict[str, tuple[str, ...]] = {
         "server dies",
     ),
     "moves": ("server joins", "server drains", "server joins", "reset", "worker restarts"),
+    "limps": ("server limps", "server limps", "worker restarts"),
+    "tangles": (
+        "server joins",
+        "server joins",
+        "leader stalls",
+        "leader dies",
+        "store away",
+        "servers apart",
+        "one way",
+        "server dies",
+        "reset all",
+    ),
+    "terms": ("leader stalls", "leader without store", "leader stalls", "leader dies", "server dies"),
+    "ghosts": ("worker doubles", "worker dies cut off", "worker dies cut off", "worker restarts"),
+    "flaps": ("reset all", "reset all", "tear", "tear", "worker reads nothing"),
+    "alone": ("server stalls", "server stalls", "leader apart", "one way", "server joins", "reset all"),
+    "drains": ("server drains", "server drains", "server drains", "server joins", "worker restarts"),
+    "tight": ("server joins", "server drains", "reset", "worker restarts"),
+    "frozen": ("worker stalls",),
 }
+_USUAL["resets"] += ("tear", "tear")
 _USUAL["mixed"] = tuple(sorted({what for some in _USUAL.values() for what in some}))
 
+_MOST = {"resets": 16, "readers": 12, "calm": 3, "limps": 3, "flaps": 24, "tangles": 10, "ghosts": 10, "frozen": 2}
+"""Faults of a story; 7 of others."""
+_LONG_S = {"terms": (1.5, 3.0), "flaps": (0.02, 0.2), "limps": (1.0, 1.6), "frozen": (LEASE_S + 0.5, LEASE_S + 2)}
+"""How long they last; of others of any length between an instant and more than a lease."""
+_LASTS_S = {"limps": 1.7, "terms": 1.0, "frozen": LEASE_S + 2}
+"""So long before the end of training no more begins: it would not come to its end."""
 
-_MOST = {"resets": 16, "readers": 12, "calm": 3}  # faults of a story; 7 of others
+
+_THINK_S = {
+    "free": (0.005, 0.03),
+    "bounded": (0.005, 0.03),
+    "rounds": (0.03,),
+    "shards": (0.03, 0.06),  # so that they are not all done before anything goes wrong
+    "shards in rounds": (0.03,),
+}
 
 
 @dataclass(frozen=True)
@@ -57,8 +95,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class App:
-    """An application: kind as in KINDS, its workers; bound: of its staleness; large: some of its pulls are; readers:
-    threads of each worker that pull beside the one that trains."""
+    """An application: kind as in TRAININGS, its workers; bound: of its staleness; large: some of its pulls are;
+    readers: threads of each worker that pull beside the one that trains; think_s: the mean between what it does."""
 
     name: str
     kind: str
@@ -67,6 +105,18 @@ class App:
     bound: int
     large: bool
     readers: int
+    think_s: float
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What stories have in common: what goes wrong in them, and how they train; "": as chance has it."""
+
+    flavour: str = ""
+    training: str = ""
+
+
+ANY = Kind()
 
 
 @dataclass(frozen=True)
@@ -74,6 +124,7 @@ class Story:
     """A seed's plan. small: limits of the servers are so low that they are met all the time."""
 
     seed: int
+    kind: Kind
     flavour: str
     servers: int
     replicas: int
@@ -88,13 +139,18 @@ class Story:
     def calm(self) -> bool:
         return self.flavour in CALM
 
+    @property
+    def tight(self) -> bool:
+        """Whether frames may be but small."""
+        return self.flavour == "tight"
 
-def tell(seed: int) -> Story:
-    """The story of a seed."""
-    random = Random(f"story {seed}")
-    flavour = FLAVOURS[seed % len(FLAVOURS)]
-    servers = random.choice((2, 3, 3, 4))
-    training_s = random.uniform(1.0, 3.0)
+
+def tell(seed: int, kind: Kind = ANY) -> Story:
+    """The story of a seed, of a kind."""
+    random = Random(f"story {seed} {kind.flavour} {kind.training}")
+    flavour = kind.flavour or FLAVOURS[seed % len(FLAVOURS)]
+    servers = random.choice((2, 3, 3, 4)) + (flavour == "drains")
+    training_s = random.uniform(1.0, 2.5) + _LASTS_S.get(flavour, 0.0)
     weather = Weather(
         latency_s=random.choice((0.0001, 0.0003, 0.001, 0.004)),
         bytes_per_s=random.choice((5e6, 50e6, 500e6)),
@@ -105,20 +161,23 @@ def tell(seed: int) -> Story:
     )
     return Story(
         seed,
+        kind,
         flavour,
         servers,
-        random.choice((2, 2, min(3, servers))),
-        random.choice((4, 8, 8, 16)),
+        1 if flavour == "alone" else random.choice((2, 2, min(3, servers))),
+        random.choice((4, 8, 8, MOST_RANGES)),
         weather,
-        tuple(_app(random, i, flavour) for i in range(random.choice((1, 1, 2)))),
+        tuple(_app(random, i, flavour, kind.training) for i in range(random.choice((1, 1, 2)))),
         tuple(sorted(_faults(random, flavour, training_s), key=lambda fault: fault.at_s)),
         training_s,
-        random.random() < 0.6,
+        random.random() < 0.6 or flavour == "tight",  # what fills a replica has to fit into frames, too
     )
 
 
-def _app(random: Random, index: int, flavour: str) -> App:
-    kind = random.choice(KINDS if flavour != "readers" else KINDS[:3])
+def _app(random: Random, index: int, flavour: str, training: str) -> App:
+    kinds = TRAININGS[:1] if flavour == "tight" else TRAININGS[:2] if flavour == "readers" else TRAININGS
+    chosen = random.choice((*kinds, "free"))
+    kind = training or chosen
     return App(
         f"app{index}",
         kind,
@@ -127,18 +186,20 @@ def _app(random: Random, index: int, flavour: str) -> App:
         random.choice((0, 1, 3)),
         random.random() < 0.5,
         random.choice((0, 0, 1, 2) if flavour != "readers" else (1, 2, 3)),
+        random.choice(_THINK_S[kind]) if flavour != "frozen" else 0.1,
     )
 
 
 def _faults(random: Random, flavour: str, training_s: float) -> list[Fault]:
     usual = _USUAL[flavour]
     count = random.randint(2, _MOST.get(flavour, 7))
+    least_s, most_s = _LONG_S.get(flavour, (0.0, 0.0))
     return [
         Fault(
-            random.uniform(0.3, training_s),
+            random.uniform(0.3, training_s - _LASTS_S.get(flavour, 0.0)),
             random.choice(usual),
             random.random(),
-            random.choice((0.05, 0.3, 1.0, 2.0)) * random.uniform(0.5, 1.5),
+            random.uniform(least_s, most_s) or random.choice((0.05, 0.3, 1.0, 2.0)) * random.uniform(0.5, 1.5),
         )
         for _ in range(count)
     ]

@@ -30,7 +30,7 @@ from replication.messages import OperationKind
 from replication.progress import Clocks
 from replication.replica import Replica
 from replication.snapshot_transfer import SnapshotTransfer
-from tests.sim.planting import Patch, leave_every_frame_to_python
+from tests.sim.planting import leave_every_frame_to_python
 
 
 def skip_the_duplicate_check(patch: pytest.MonkeyPatch) -> None:
@@ -436,48 +436,3 @@ def wait_for_workers_that_are_gone(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
     follow = BoundedDelay.follow
     patch.setattr(BoundedDelay, "follow", lambda self, workers: follow(self, {**self._workers, **workers}))
-
-
-PLANTED: tuple[Patch, ...] = (
-    skip_the_duplicate_check,
-    acknowledge_a_duplicate_before_the_tail_has_it,
-    acknowledge_before_the_tail,
-    report_level_before_acknowledgements_wait,
-    report_level_before_the_joiner_has_what_was_acknowledged,
-    forget_to_resync_after_a_reconnect,
-    forget_to_resync_after_a_view,
-    promote_a_half_filled_replica,
-    accept_an_old_neighbour,
-    accept_words_from_before_the_chain_changed,
-    resume_a_worker_from_uncommitted_clocks,
-    free_steps_that_are_applied_but_not_committed,
-    give_up_the_last_replica_under_a_living_lease,
-    send_what_the_caller_s_arrays_hold_later,
-    accept_a_step_beyond_the_next,
-    accept_pushes_of_old_epochs,
-    apply_outside_the_intervals_received,
-    leave_the_vector_clocks_out_of_a_snapshot,
-    forget_what_followers_know_of_clocks,
-    write_views_without_comparing,
-    drop_the_log_of_a_middle_replica,
-    drop_a_level_joiner_over_a_lost_link,
-    fence_nobody_and_share_clocks,
-    answer_a_pull_before_its_worker_s_pushes_are_applied,
-    show_at_a_tail_what_its_level_joiner_lacks,
-    read_at_heads_what_may_not_last,
-    let_a_stale_tail_answer_for_a_view_it_has_not_seen,
-    count_a_frame_of_several_parts_as_its_first,
-    leave_out_parts_that_have_rows_for_a_head,
-    keep_only_pushes_for_a_new_successor,
-    keep_no_log_for_a_joiner_that_counts,
-    fence_nobody,
-    let_every_replica_report_the_joiner_level,
-    tell_only_one_leader_who_is_level,
-    give_ranges_to_servers_that_drain,
-    end_on_the_request_to_drain,
-    move_more_than_must,
-    take_a_bounded_delay_one_step_too_long,
-    count_only_workers_that_have_pushed,
-    wait_for_workers_that_pause,
-    wait_for_workers_that_are_gone,
-)

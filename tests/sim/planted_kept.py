@@ -14,7 +14,6 @@ from coordinator.world import World
 from elasticps.server import leaders
 from replication.chain import Chains, Kept, Role, place
 from replication.replica import Replica
-from tests.sim.planting import Patch
 
 
 def _as_if(patch: pytest.MonkeyPatch, role: Role, kept: Kept) -> None:
@@ -74,14 +73,3 @@ def forget_kept_copies_at_an_election(patch: pytest.MonkeyPatch) -> None:
 
 def keep_no_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Draft, "_keep", lambda self, out, before: 0)
-
-
-PLANTED: tuple[Patch, ...] = (
-    acknowledge_before_the_one_left_is_confirmed,
-    drop_the_copy_that_is_to_be_kept,
-    go_on_with_what_nobody_else_has,
-    confirm_at_once,
-    confirm_whom_nobody_has_heard,
-    forget_kept_copies_at_an_election,
-    keep_no_copy,
-)

@@ -22,7 +22,7 @@ from elasticps.server.protocol.data_shards import ShardDispenser
 from elasticps.server.protocol.data_shards_state import UNUSED, Claim, Shards, ShardSet, Used
 from elasticps.server.protocol.group_log import GroupLog
 from replication.messages import OperationKind
-from tests.sim.planting import Patch, leave_every_frame_to_python
+from tests.sim.planting import leave_every_frame_to_python
 
 
 def decide_again_after_the_head_of_the_home_range_moved(patch: pytest.MonkeyPatch) -> None:
@@ -114,12 +114,14 @@ def average_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
     close = Rounds.close
 
     def mutant(self: Rounds, app: str, clock: int, workers: Any, ranges: Any, tables: Any) -> Any:
-        shares = self._kept.get((app, clock), [])
-        order = {worker: i for i, worker in enumerate(dict.fromkeys(s.worker for s in shares))}
-        renamed = [Share(order[s.worker], s.live, s.blocks) for s in shares if s.worker in workers]
-        if shares:
-            self._kept[app, clock] = renamed
-        return close(self, app, clock, range(len(workers)), ranges, tables)
+        shares = [s for s in self._kept.get((app, clock), []) if s.worker in workers]
+        names = list(dict.fromkeys(s.worker for s in shares))
+        self._kept[app, clock] = [Share(names.index(s.worker), s.live, s.blocks) for s in shares]
+        blocks = close(self, app, clock, range(len(workers)), ranges, tables)
+        left = self._kept.pop((app, clock), [])
+        if left:
+            self._kept[app, clock] = [Share(names[s.worker], s.live, s.blocks) for s in left]
+        return blocks
 
     patch.setattr(Rounds, "close", mutant)
 
@@ -322,43 +324,3 @@ def hand_out_to_the_next_without_taking_from_the_last(patch: pytest.MonkeyPatch)
                 self.returned[shard] = Used(0, 0)
 
     patch.setattr(ShardSet, "give_back", mutant)
-
-
-ROUNDS: tuple[Patch, ...] = (
-    decide_again_after_the_head_of_the_home_range_moved,
-    wait_for_workers_that_died,
-    go_on_without_those_who_are_late,
-    tell_a_decision_before_it_is_committed,
-    apply_a_share_at_once,
-    close_a_round_twice,
-    close_rounds_in_any_order,
-    average_in_the_order_of_arrival,
-    average_over_those_who_have_the_key_s_range,
-    average_all_that_is_kept,
-    drop_the_first_part_of_a_share,
-    fill_a_joiner_without_the_rounds,
-    fill_a_joiner_without_what_is_kept,
-    fill_a_joiner_of_the_home_range_without_its_state,
-    ignore_that_a_worker_leaves,
-    count_a_worker_from_the_round_under_way,
-    forget_the_last_round_of_a_predecessor,
-    count_answers_of_different_views_together,
-    settle_a_step_that_is_not_committed,
-)
-
-SHARDS: tuple[Patch, ...] = (
-    mark_a_shard_done_when_it_is_used,
-    give_back_a_shard_whose_step_is_committed,
-    keep_the_shards_of_workers_that_died,
-    lose_the_shards_of_workers_that_died,
-    take_for_lost_who_only_waits,
-    fill_a_joiner_without_the_shards,
-    forget_which_step_used_a_shard,
-    note_only_at_the_head_which_step_used_a_shard,
-    take_what_is_applied_for_committed,
-    believe_one_head_that_a_step_is_committed,
-    train_again_whatever_a_lost_worker_had,
-    take_a_share_that_arrived_for_a_round_that_was_made,
-    end_when_nothing_is_left_to_hand_out,
-    hand_out_to_the_next_without_taking_from_the_last,
-)

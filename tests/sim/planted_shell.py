@@ -10,23 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elasticps.client.runtime import READABLE, WRITABLE
-from elasticps.client.transport import Driver
-from elasticps.server import pulls
+from coordinator.view import View
+from elasticps.server import connection, pulls
 from elasticps.server.connection import Connection
+from elasticps.server.fast import layout as at
 from elasticps.server.fast.chunks import Chunks
-from elasticps.server.fast.layout import C_SERIAL
 from elasticps.server.fast.path import FastPath
 from elasticps.server.fast.young import YoungLog
 from elasticps.server.protocol import reads
 from elasticps.server.protocol.bounded_delay import BoundedDelay
 from elasticps.server.protocol.serving import Serving
 from elasticps.server.pushes import Pushes
+from elasticps.server.server import Server
 from elasticps.wire.frames import Header, Kind
 from elasticps.wire.unsent import Unsent
 from replication.effects import Install
 from replication.replica import Replica
-from tests.sim.planting import Patch, leave_every_frame_to_python
+from tests.sim.planting import leave_every_frame_to_python
 
 # --- whose buffer is it ---------------------------------------------------------------------------------------------
 
@@ -99,35 +99,25 @@ def drop_the_rest_of_a_partial_write(patch: pytest.MonkeyPatch) -> None:
 def answer_whoever_has_the_number_of_a_connection_now(patch: pytest.MonkeyPatch) -> None:
     def opened(self: FastPath, connection: Any, limit: int) -> int:
         slot = open_(self, connection, limit)
-        self.connections[slot, C_SERIAL] = 1
+        self.connections[slot, at.C_SERIAL] = 1
         return slot
 
     def closed(self: FastPath, slot: int) -> None:
         close(self, slot)
-        self.connections[slot, C_SERIAL] = 1
+        self.connections[slot, at.C_SERIAL] = 1
 
     open_, close = FastPath.open, FastPath.close
     patch.setattr(FastPath, "open", opened)
     patch.setattr(FastPath, "close", closed)
 
 
-def lose_the_wish_to_write_of_another_thread(patch: pytest.MonkeyPatch) -> None:
-    def poll(self: Any, timeout_s: float) -> None:
-        for fd, event in self._poller.poll(timeout_s):
-            link = self._links.get(fd)
-            if link is None:
-                continue
-            try:
-                if event & WRITABLE and link.flush():
-                    self._poller.modify(fd, READABLE)
-                if event & ~WRITABLE:
-                    link.receive()
-            except (OSError, ValueError) as error:
-                self.remove(link)
-                self._on_broken(link, error)
-        self._announce()
+def leave_a_worker_unread_that_reads_again(patch: pytest.MonkeyPatch) -> None:
+    def resume(self: Connection) -> None:
+        self._paused = False
+        self._cancel_timer()
+        self._pump()
 
-    patch.setattr(Driver, "_poll", poll)
+    patch.setattr(Connection, "resume_writing", resume)
 
 
 def apply_a_snapshot_chunk_again_after_a_reset(patch: pytest.MonkeyPatch) -> None:
@@ -153,6 +143,19 @@ def forget_to_read_on_when_answers_have_left(patch: pytest.MonkeyPatch) -> None:
 
     go_on = Connection._pump
     patch.setattr(Connection, "_pump", pump)
+
+
+def send_what_was_left_of_a_connection_on_the_next(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Unsent, "clear", lambda self: None)
+
+
+def let_a_frame_between_replicas_be_no_larger_than_a_worker_s(patch: pytest.MonkeyPatch) -> None:
+    def welcome(self: Connection, role: Any) -> None:
+        greet(self, role)
+        self._set(at.C_LIMIT, vars(connection)["MAX_BODY_BYTES"])
+
+    greet = Connection.welcome
+    patch.setattr(Connection, "welcome", welcome)
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
@@ -198,23 +201,10 @@ def let_a_worker_that_has_left_hold_others_back(patch: pytest.MonkeyPatch) -> No
     patch.setattr(BoundedDelay, "follow", follow)
 
 
-PLANTED: tuple[Patch, ...] = (
-    keep_the_keys_of_a_pull_as_a_view_of_a_buffer_that_is_used_again,
-    gather_the_next_chunk_over_one_that_is_not_out_yet,
-    use_memory_again_that_python_or_a_socket_refers_to,
-    receive_over_what_the_log_keeps,
-    acknowledge_young_entries_while_python_has_older_ones,
-    drop_the_rest_of_a_partial_write,
-    apply_a_snapshot_chunk_again_after_a_reset,
-    reply_before_the_log_holds_the_entry,
-    serve_pulls_of_any_epoch,
-    let_a_worker_that_has_left_hold_others_back,
-)
+def let_a_view_that_comes_late_count_again(patch: pytest.MonkeyPatch) -> None:
+    def adopt(self: Server, view: View) -> None:
+        self.serving.epoch = min(self.serving.epoch, view.epoch - 1)
+        follow(self, view)
 
-SURVIVE: tuple[Patch, ...] = (
-    forget_to_read_on_when_answers_have_left,
-    take_pushes_of_epochs_whose_heads_have_changed,
-    answer_whoever_has_the_number_of_a_connection_now,
-    lose_the_wish_to_write_of_another_thread,
-)
-"""Planted too, and not found in fifty stories: links and threads have to become worse for these."""
+    follow = Server.adopt
+    patch.setattr(Server, "adopt", adopt)

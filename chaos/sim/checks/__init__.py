@@ -4,4 +4,5 @@ sums    contents of every pull under no bound and under bounded delay, and what 
 rounds  one decision for each round, of everybody who takes part, its mean in the order of worker ids
 shards  each shard in one living hand, trained once, and done when its step is committed
 views   who is given ranges by a view, and how many move
+answers each answer once, to the connection that asked
 """

@@ -35,6 +35,7 @@ class Handed:
         self._hands: list[Hand] = []
         self._holder: dict[int, Hand] = {}
         self._done: dict[int, Hand] = {}
+        self._begun: set[int] = set()  # some step has trained it
 
     def start(self, worker: int) -> Hand:
         """A worker's incarnation begins."""
@@ -67,9 +68,20 @@ class Handed:
         if self._holder.get(shard) is hand:
             del self._holder[shard]
 
+    def begin(self, shard: int) -> None:
+        """A step that trains a shard is about to be pushed."""
+        self._begun.add(shard)
+
     def step(self, hand: Hand, shard: int, clock: int) -> None:
         """A step that trains a shard is on its way."""
         hand.steps.append((clock, shard))
+
+    def over(self, hand: Hand, counted: Collection[int]) -> None:
+        """A worker is told that all shards are done."""
+        left = set(range(self.shards)) - self._begun
+        if left and hand.worker in counted:
+            text = f"worker {hand.worker} is told that all is done, nobody has trained shards {sorted(left)}"
+            raise Violation("all shards", f"{self.app}: {text}")
 
     def committed(self, hand: Hand, clock: int) -> None:
         """A worker knows that its steps up to a clock are committed, and their rounds closed."""

@@ -42,6 +42,7 @@ class Column:
     pushed: int = 0
     worker: int = -1
     ended: bool = False
+    sealed: bool = False  # its successor was told how far it had come
 
     @property
     def begun(self) -> int:
@@ -50,6 +51,8 @@ class Column:
 
     def begin(self, clock: int, keys: Keys) -> None:
         """A step, or one more part of it, is about to be pushed."""
+        if self.sealed:  # by a ghost: none of it may count
+            return
         total = self.counts[-1].copy()
         np.add.at(total, keys, 1)
         self.clocks.append(clock)
@@ -66,6 +69,7 @@ class Column:
             self.clocks.pop()
             self.counts.pop()
         self.pushed = min(self.pushed, clock)
+        self.sealed = True
 
     def upto(self, clock: int) -> Counts:
         """Pushes of the steps up to a clock."""
@@ -101,6 +105,7 @@ class Sums:
         self.bound = bound
         self.columns: list[Column] = []
         self.calm = False  # no link and no process is slow: what was committed a while ago is seen by everybody
+        self.pausing: Column | None = None  # who waits until others have gone on without it
         self._predecessor: dict[str, Column | None] = {}
         self._shown = np.zeros((COLUMNS, KEYS), np.int64)  # by any tail
         self._seen: dict[int, Counts] = {}  # by each incarnation, at tails
@@ -110,6 +115,8 @@ class Sums:
         self._predecessor[name] = next((c for c in reversed(self.columns) if c.name == name and c.pushed), None)
         for column in self.columns:
             column.ended |= column.name == name
+        if self.pausing is not None and self.pausing.ended:
+            self.pausing = None
         column = Column(len(self.columns), name)
         self.columns.append(column)
         self._seen[column.index] = np.zeros((COLUMNS, KEYS), np.int64)

@@ -1,0 +1,63 @@
+"""What connections promise: each answer goes to the connection that asked, once. Reads the bytes that travel."""
+
+from __future__ import annotations
+
+import struct
+
+from chaos.sim.network import Socket
+from chaos.sim.violation import Violation
+from elasticps.wire.frames import HEADER_BYTES, LAST, MAGIC, Kind
+
+_START = struct.Struct("<IxBHQQ")  # magic, kind, flags, bytes of the body, request
+_FIRST_OF_REPLICAS, _FIRST_ANSWER = 16, 64
+
+
+class _Stream:
+    """One direction of a connection: where in a frame it is."""
+
+    __slots__ = ("head", "skip")
+
+    def __init__(self) -> None:
+        self.head = bytearray()
+        self.skip = 0
+
+
+class Answers:
+    """Follows all that servers and those who are connected to them send."""
+
+    def __init__(self) -> None:
+        self._streams: dict[Socket, _Stream] = {}  # by who sends
+        self._asked: dict[Socket, set[int]] = {}  # by who has asked: requests without an answer
+
+    def sent(self, source: Socket, target: Socket, data: bytes) -> None:
+        """Bytes leave."""
+        stream = self._streams.setdefault(source, _Stream())
+        at = 0
+        while at < len(data):
+            if stream.skip:
+                step = min(stream.skip, len(data) - at)
+                stream.skip -= step
+                at += step
+                continue
+            take = HEADER_BYTES - len(stream.head)
+            stream.head += data[at : at + take]
+            at += take
+            if len(stream.head) == HEADER_BYTES:
+                stream.skip = self._frame(source, target, stream.head)
+                stream.head.clear()
+
+    def _frame(self, source: Socket, target: Socket, head: bytearray) -> int:
+        """A frame begins; the length of what follows its header."""
+        magic, kind, flags, body, request = _START.unpack_from(head)
+        if magic != MAGIC:
+            raise Violation("frames", f"{source} sends {target} what is no frame")
+        if request and kind < _FIRST_OF_REPLICAS:
+            self._asked.setdefault(source, set()).add(request)
+        elif request and kind >= _FIRST_ANSWER:
+            asked = self._asked.get(target, set())
+            if request not in asked:
+                text = f"{source} answers {target} request {request} ({Kind(kind).name}), which it has not asked there"
+                raise Violation("answers", text)
+            if kind != Kind.ROWS or flags & LAST:
+                asked.discard(request)
+        return int(body)
