@@ -8,6 +8,7 @@ import json
 import multiprocessing
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import asdict
 from functools import partial
 from multiprocessing.pool import AsyncResult
 from typing import TYPE_CHECKING, Annotated
@@ -59,7 +60,7 @@ def sim(
         if runs:
             raise
     if as_json:
-        typer.echo(json.dumps(totals | {"broken": [vars(r) | {"trace": None} for r in broken]}))
+        typer.echo(json.dumps(totals | {"broken": [asdict(r) | {"trace": None} for r in broken]}))
     else:
         typer.echo(_summary(totals, len(broken)))
         for result in broken:

@@ -33,7 +33,7 @@ from elasticps.server.replica_links import ReplicaLinks
 from elasticps.spec import ASP
 from replication.effects import Distrust
 
-BOUND_S = 40.0  # after faults have ended, everything must have come to rest
+BOUND_S = 25.0  # after faults have ended, everything must have come to rest
 
 
 @dataclass(frozen=True)

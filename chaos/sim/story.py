@@ -108,7 +108,7 @@ class App:
     think_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Kind:
     """What stories have in common: what goes wrong in them, and how they train; "": as chance has it."""
 

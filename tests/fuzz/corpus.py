@@ -12,7 +12,7 @@ from chaos.sim.run import run
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import HEADER_BYTES, FrameError, Kind, unpack_header
 
-STORIES = (7, 47)  # servers come and go; shards, bounded delay, synchronous rounds
+STORIES = (273, 45)  # servers come and go; shards, bounded delay, synchronous rounds
 RANGES = 8  # of these stories
 KEPT = 400  # frames of a kind and role
 MOST_BYTES = 8192
