@@ -231,7 +231,8 @@ class Replica(SnapshotTransfer):
         return self._settle(out)
 
     def peer_full(self, peer: Member, full: bool) -> Effects:
-        """More waits on the link to a peer than its socket takes, or no longer so."""
+        """More waits on the link to a peer than its socket takes, or no longer so. That it does lets nobody go on: it
+        may be told while effects are carried out, and no other may come in between."""
         out: Effects = []
         slot = self._slot(peer)
         if full and self._linked[slot]:
@@ -239,6 +240,9 @@ class Replica(SnapshotTransfer):
         else:
             self._full.discard(slot)
         self._look_at_links()
+        if full:
+            self.unsettled = self.unsettled and not self.crowded
+            return out
         return self._settle(out)
 
     def _unlink(self, slot: int) -> None:

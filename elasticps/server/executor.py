@@ -54,6 +54,7 @@ class Executor:
         self._path = path
         self.replica.wrong = partial(wrong, self.store, me.name)
         path.follow_replica(self.replica, self.store.tables)
+        self._performing = False
         self._told = 0  # tables that neighbours know of
         self.tell_tables: Callable[[Iterable[tuple[int, Table]]], None] = lambda new: None
         self.marks = Marks()
@@ -83,9 +84,10 @@ class Executor:
 
     def perform(self, event: Callable[..., Effects], *arguments: Any) -> None:
         """Gives the replica an event and carries out its effects. Does not return if any of it fails."""
+        inner, self._performing = self._performing, True
         try:
             self._carry_out(event(*arguments))
-            while self.replica.unsettled:
+            while self.replica.unsettled and not inner:  # inside of another event, that one's effects come first
                 self._carry_out(self.replica.go_on())
             self._path.sync()
             if len(self.store.tables) > self._told:
@@ -94,6 +96,8 @@ class Executor:
                 self.tell_tables(new)
         except Exception as error:
             fatal.end(self.replica.me, error)
+        finally:
+            self._performing = inner
 
     def _carry_out(self, effects: Effects) -> None:
         for effect in effects:
