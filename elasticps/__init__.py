@@ -40,7 +40,18 @@ from elasticps.spec import (
 )
 
 if TYPE_CHECKING:
-    from elasticps.client import Client, DenseTensor, OpenStep, Resume, Shard, Shards, SparseTable, Step, connect
+    from elasticps.client import (
+        Client,
+        DenseTensor,
+        OpenStep,
+        Resume,
+        Shard,
+        Shards,
+        SparseTable,
+        Step,
+        TableInfo,
+        connect,
+    )
     from elasticps.local import LocalCluster
 
 __version__ = "0.1.0"
@@ -80,6 +91,7 @@ __all__ = [
     "SparseTable",
     "SpecError",
     "Step",
+    "TableInfo",
     "TableSpec",
     "Timeout",
     "Uniform",

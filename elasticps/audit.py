@@ -26,6 +26,7 @@ from elasticps.admin import admin_pb2
 from elasticps.admin.client import fetch_marked, take_mark
 from elasticps.errors import ClusterUnreachable, ConfigError
 from elasticps.security import credentials_of
+from replication.messages import ERASER
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
@@ -225,7 +226,8 @@ class Judged:
         known: dict[int, list[int]] = {}
         for found in replicas:
             for worker, clock in found.clocks.items():
-                known.setdefault(worker, []).append(clock)
+                if worker < ERASER:
+                    known.setdefault(worker, []).append(clock)
         return [
             _clocks(worker, names.get(worker, ""), promised.get(worker, 0), clocks, len(replicas))
             for worker, clocks in sorted(known.items())

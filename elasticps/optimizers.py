@@ -89,8 +89,16 @@ class Optimizer(Checked, ABC):
     lr: Rate
 
     @abstractmethod
+    def slot_shapes(self, dim: int) -> dict[str, int]:
+        """What a row of `dim` weights has beside them, in this order: float32 by name, as torch names it if it does."""
+
     def slot_floats(self, dim: int) -> int:
         """Number of float32 slots that a row of `dim` weights needs."""
+        return sum(self.slot_shapes(dim).values())
+
+    def same_rows(self, other: Optimizer) -> bool:
+        """Whether rows of the one are rows of the other. The rate is no part of that: it comes with each step."""
+        return type(self) is type(other) and self.to_dict() | {"lr": 0} == other.to_dict() | {"lr": 0}
 
     def constants(self) -> tuple[float, ...]:
         """What the kernel needs that never changes, in the kernel's order."""
@@ -144,8 +152,8 @@ class SGD(Optimizer):
         if self.nesterov and not self.momentum:
             raise SpecError("SGD.nesterov needs a momentum above 0")
 
-    def slot_floats(self, dim: int) -> int:
-        return dim if self.momentum else 0
+    def slot_shapes(self, dim: int) -> dict[str, int]:
+        return {"momentum_buffer": dim} if self.momentum else {}
 
     def constants(self) -> tuple[float, ...]:
         return (self.momentum, self.weight_decay, float(self.nesterov))
@@ -169,8 +177,8 @@ class Adagrad(Optimizer):
             weight_decay=number(self.weight_decay, "Adagrad.weight_decay"),
         )
 
-    def slot_floats(self, dim: int) -> int:
-        return dim
+    def slot_shapes(self, dim: int) -> dict[str, int]:
+        return {"sum": dim}
 
     def constants(self) -> tuple[float, ...]:
         return (self.eps, self.weight_decay)
@@ -192,8 +200,8 @@ class RowAdagrad(Optimizer):
         self._check_rate()
         self._set(eps=number(self.eps, "RowAdagrad.eps"))
 
-    def slot_floats(self, dim: int) -> int:
-        return 1
+    def slot_shapes(self, dim: int) -> dict[str, int]:
+        return {"sum": 1}
 
     def constants(self) -> tuple[float, ...]:
         return (self.eps,)
@@ -225,8 +233,8 @@ class Adam(Optimizer):
             weight_decay=number(self.weight_decay, f"{name}.weight_decay"),
         )
 
-    def slot_floats(self, dim: int) -> int:
-        return 2 * dim
+    def slot_shapes(self, dim: int) -> dict[str, int]:
+        return {"exp_avg": dim, "exp_avg_sq": dim}
 
     def constants(self) -> tuple[float, ...]:
         return (self.betas[0], 1.0 - self.betas[0], self.betas[1], 1.0 - self.betas[1], self.eps, self.weight_decay)
@@ -270,8 +278,8 @@ class FTRL(Optimizer):
             raise SpecError("FTRL.lr must be above 0: the update divides by it")
         self._set(beta=number(self.beta, "FTRL.beta"), l1=number(self.l1, "FTRL.l1"), l2=number(self.l2, "FTRL.l2"))
 
-    def slot_floats(self, dim: int) -> int:
-        return 2 * dim
+    def slot_shapes(self, dim: int) -> dict[str, int]:
+        return {"z": dim, "n": dim}
 
     def constants(self) -> tuple[float, ...]:
         return (self.beta, self.l1, self.l2)
@@ -289,8 +297,8 @@ class _Unscaled(Optimizer):
 
     step_floats: ClassVar[int] = 0
 
-    def slot_floats(self, dim: int) -> int:
-        return 0
+    def slot_shapes(self, dim: int) -> dict[str, int]:
+        return {}
 
     def step_values(self, clock: int, lr: float | None = None) -> NDArray[np.float32]:
         return np.empty(0, dtype=np.float32)
@@ -334,8 +342,9 @@ class Custom(Optimizer):
             row_slots=integer(self.row_slots, "Custom.row_slots", 0, MAX_DIM),
         )
 
-    def slot_floats(self, dim: int) -> int:
-        return self.slots * dim + self.row_slots
+    def slot_shapes(self, dim: int) -> dict[str, int]:
+        shapes = {f"slot{i}": dim for i in range(self.slots)}
+        return shapes | {"row_slots": self.row_slots} if self.row_slots else shapes
 
     def constants(self) -> tuple[float, ...]:
         return self.constant_values

@@ -11,7 +11,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from elasticps.errors import SpecError
@@ -314,7 +314,10 @@ class TableSpec(Checked):
         )
 
     def difference(self, other: TableSpec) -> str:
-        """What differs from `other`, in words: "dim is 64, not 32". Empty when equal."""
+        """What differs from `other`, in words: "dim is 64, not 32". Empty when rows of the one are rows of the other:
+        another learning rate is no difference."""
+        if self.optimizer.same_rows(other.optimizer):
+            other = replace(other, optimizer=self.optimizer)
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return "; ".join(f"{name} is {mine!r}, not {theirs!r}" for name, mine, theirs in pairs if mine != theirs)
 

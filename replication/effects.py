@@ -34,7 +34,7 @@ class Status(IntEnum):
 
 class Push:
     """A part of a worker's step, or an operation of the ranges themselves (`kind` not PUSH: `worker` -1, or whose
-    progress becomes `after`).
+    progress becomes `after`; with a clock it is judged by that progress as a step is, and happens once).
 
     first: the frame holds parts first..part of the step as one operation; by default only `part`.
     ranges: those it ticks, None for all that its receiver heads at `epoch`. base: the clock that the worker starts

@@ -35,6 +35,13 @@ class OperationKind(IntEnum):
     BARRIER_LEAVE = 8
     CLAIM_SHARDS = 9
     LOAD = 10
+    DELETE = 11
+    CLEAR = 12
+    DROP = 13
+
+
+ERASER = 1 << 31
+"""With this added, a worker's id stands for its deletions: whose progress they are. Ids of workers are below."""
 
 
 class Payload(Protocol):

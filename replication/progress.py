@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replication.chain import Ranges
+from replication.messages import ERASER
 from replication.shelf import Shelf
 
 PART_BITS = 16
@@ -68,7 +69,7 @@ class Clocks:
     @property
     def newest(self) -> int:
         """The highest worker id of which anything is recorded, 0 for none."""
-        return int(max(self.workers.max(), self._shelf.workers.max(initial=0)))
+        return int(np.max(np.concatenate([self.workers, self._shelf.workers]) % ERASER))
 
     def row(self, worker: int) -> Progress:
         """The worker's progress per range, int64 [P], for reading and writing; zeros for one never heard of. Another

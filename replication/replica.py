@@ -466,7 +466,7 @@ class Replica(SnapshotTransfer):
         if ranges.shape[0] == 0:
             out.append(Reply(push.token, Status.COMMITTED, self.epoch, ranges, NO_RANGES))
             return
-        if push.kind == OperationKind.PUSH:
+        if push.clock:
             self._admit_step(push, ranges, out)
             return
         before: int | Progress = 0
@@ -485,7 +485,7 @@ class Replica(SnapshotTransfer):
         have = row[ranges]
         if np.count_nonzero(have != expected) == 0 and not push.repeat:
             row[ranges] = after
-            operation = Operation(OperationKind.PUSH, push.worker, after, push.payload, push.nbytes)
+            operation = Operation(push.kind, push.worker, after, push.payload, push.nbytes)
             self._log_operation(push, operation, ranges, expected, out)
             return
         fresh, repeated = self._judge(push, have, expected, after)
@@ -493,7 +493,7 @@ class Replica(SnapshotTransfer):
         if unapplied + np.count_nonzero(repeated) < ranges.shape[0] or (unapplied and push.repeat):
             self._refuse(push, Status.GAP, out)
             return
-        operation = Operation(OperationKind.PUSH, push.worker, after, push.payload, push.nbytes)
+        operation = Operation(push.kind, push.worker, after, push.payload, push.nbytes)
         frame = self._frame(operation, push.token, ranges)
         # Counted before the fresh part is performed, so that the frame is answered once, when both are committed.
         again = ranges[repeated]

@@ -1,4 +1,4 @@
-"""`elasticps tables`: what a cluster stores."""
+"""`elasticps tables`: what a cluster stores, and what it is to store no more."""
 
 from __future__ import annotations
 
@@ -15,34 +15,109 @@ from coordinator.view import ServerInfo
 from elasticps import background
 from elasticps.admin import fetch_tables
 from elasticps.cli.local import target
-from elasticps.cli.options import Json, Name, Url
+from elasticps.cli.options import Json, Name, Url, command
 from elasticps.cli.output import ExitCode, out, print_json, size
-from elasticps.errors import ClusterUnreachable
+from elasticps.errors import ClusterUnreachable, ConfigError
 from elasticps.local.following import Following
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
 
 
+Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd, and for each server.")]
+Which = Annotated[str, typer.Argument(metavar="TABLE", help="The name of a table or tensor.")]
+Application = Annotated[str, typer.Option("--app", help="The application that it belongs to.")]
+Sure = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+app = typer.Typer(help="Show a cluster's tables; clear or drop one.", invoke_without_command=True)
+
+
+@app.callback()
+@command
 def tables(
-    url: Url = None,
-    name: Name = None,
-    as_json: Json = False,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd, and for each server.")] = 3.0,
+    ctx: typer.Context, url: Url = None, name: Name = None, as_json: Json = False, timeout: Timeout = 3.0
 ) -> None:
-    """Show a cluster's tables: what each row is, how many rows there are, and the memory that all replicas take.
+    """Show a cluster's tables, as `tables list` does; or clear or drop one."""
+    if ctx.invoked_subcommand is None:
+        _list(url, name, as_json, timeout)
+    for said in ("url", "name"):
+        source = ctx.get_parameter_source(said)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"say --{said} behind {ctx.invoked_subcommand}")
+
+
+@app.command("list")
+@command
+def list_command(url: Url = None, name: Name = None, as_json: Json = False, timeout: Timeout = 3.0) -> None:
+    """Show what each row is, how many rows there are, and the memory that all replicas take.
 
     The exit code is 0 if all servers answer, 3 if etcd does not, 4 if a server is silent: its rows are not counted.
     """
-    with Following(target(url, name), timeout) as following:
-        following.config()  # that there is such a cluster
-        known, servers, credentials = following.tables(), following.registered(), following.credentials
-    found = background.run(_look(known, servers, timeout, credentials))
+    _list(url, name, as_json, timeout)
+
+
+@app.command()
+@command
+def show(
+    table: Which, url: Url = None, name: Name = None, app: Application = "default", timeout: Timeout = 3.0
+) -> None:
+    """Print all that is known of a table, as JSON. The exit code is 2 if there is none of that name."""
+    found = next((t for t in _found(url, name, timeout)["tables"] if (t["app"], t["name"]) == (app, table)), None)
+    if found is None:
+        raise ConfigError(f"application {app!r} has no table {table!r}")
+    print_json(found)
+
+
+@app.command()
+@command
+def drop(
+    table: Which, url: Url = None, name: Name = None, app: Application = "default", yes: Sure = False,
+    timeout: Timeout = 30.0,
+) -> None:  # fmt: skip
+    """Forget a table: rows, slots and name. Workers that still use it get an error."""
+    _erase(target(url, name), app, table, timeout, yes, "drop")
+
+
+@app.command()
+@command
+def clear(
+    table: Which, url: Url = None, name: Name = None, app: Application = "default", yes: Sure = False,
+    timeout: Timeout = 30.0,
+) -> None:  # fmt: skip
+    """Forget all rows of a table, with what the optimizer keeps of them. Workers may go on using it."""
+    _erase(target(url, name), app, table, timeout, yes, "clear")
+
+
+def _erase(url: str, app: str, table: str, timeout_s: float, yes: bool, act: str) -> None:
+    from elasticps.client import connect  # imports take half a second, which the other commands do without
+
+    with connect(url, app=app, timeout=timeout_s) as ps:
+        found = ps.tables().get(table)
+        if found is None:
+            raise ConfigError(f"application {app!r} has no table {table!r}")
+        if not yes:
+            typer.confirm(f"{act} table {table!r} of application {app!r}, {found.rows:,} rows?", abort=True)
+        if act == "drop":
+            ps.drop_table(table)
+        else:
+            ps.clear_table(table)
+    out.print(f"{act}: {table}, {found.rows:,} rows")
+
+
+def _list(url: str | None, name: str | None, as_json: bool, timeout: float) -> None:
+    found = _found(url, name, timeout)
     if as_json:
         print_json(found)
     else:
         out.print(_render(found))
     raise typer.Exit(ExitCode.DEGRADED if found["silent"] else ExitCode.OK)
+
+
+def _found(url: str | None, name: str | None, timeout: float) -> dict[str, Any]:
+    with Following(target(url, name), timeout) as following:
+        following.config()  # that there is such a cluster
+        known, servers, credentials = following.tables(), following.registered(), following.credentials
+    return background.run(_look(known, servers, timeout, credentials))
 
 
 async def _look(

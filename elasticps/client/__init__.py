@@ -5,6 +5,17 @@ from elasticps.client.data_shards import Shard, Shards
 from elasticps.client.opening import connect
 from elasticps.client.protocol.join import Resume
 from elasticps.client.steps import OpenStep, Step
-from elasticps.client.tables import DenseTensor, SparseTable
+from elasticps.client.tables import DenseTensor, SparseTable, TableInfo
 
-__all__ = ["Client", "DenseTensor", "OpenStep", "Resume", "Shard", "Shards", "SparseTable", "Step", "connect"]
+__all__ = [
+    "Client",
+    "DenseTensor",
+    "OpenStep",
+    "Resume",
+    "Shard",
+    "Shards",
+    "SparseTable",
+    "Step",
+    "TableInfo",
+    "connect",
+]

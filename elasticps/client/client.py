@@ -18,7 +18,7 @@ from elasticps.client.pulls import DenseRead
 from elasticps.client.reads import Reads
 from elasticps.client.registry import Registry
 from elasticps.client.steps import OpenStep, Rates, Step, Steps, Values
-from elasticps.client.tables import DenseTensor, SparseTable, Tables
+from elasticps.client.tables import DenseTensor, SparseTable, TableInfo, Tables
 from elasticps.errors import InputError
 from elasticps.sharding import checked_spec
 from elasticps.spec import BSP, Consistency, Init, Optimizer, TableSpec, Zeros
@@ -52,7 +52,7 @@ class Client:
                 dispatcher.pushes.round = True
             opened: dict[str, SparseTable | DenseTensor] = {}
             self._steps = Steps(dispatcher, Joining(dispatcher, registry, barrier, timeout), barrier, opened, timeout)
-            self._reads = Reads(dispatcher, self._steps.before_read, consistency.bound, timeout)
+            self._reads = Reads(dispatcher, self._steps.before_read, consistency.bound, timeout, self._steps.settle_all)
             self._tables = Tables(registry, dispatcher, self._reads, opened, timeout)
             self._shards = ShardSets(dispatcher, self._steps, registry)
             dispatcher.start(deadline_s)
@@ -112,6 +112,22 @@ class Client:
         values = checked_floats(f"tensor {name!r}: init", init, shape).copy()
         spec = TableSpec.dense(name, values.shape, optimizer, dtype, finite=finite)
         return self._tables.dense(spec, values)
+
+    def tables(self) -> dict[str, TableInfo]:
+        """All tables and tensors of the application, by name: their specs, and how many rows servers have of each."""
+        return self._tables.known()
+
+    def drop_table(self, name: str) -> None:
+        """Forgets a table or tensor of the application: rows, slots and name. Returns when every server has.
+
+        Whoever still uses it gets `UnknownTable`; a push of it ticks without its rows. A table that is opened under the
+        name later is another one. Raises `UnknownTable` if there is none of that name, `Timeout`.
+        """
+        self._tables.drop(name)
+
+    def clear_table(self, name: str) -> None:
+        """`SparseTable.clear` by name, for whoever has not opened the table."""
+        self._tables.clear(name)
 
     def push(self, values: Values, *, lr: Rates = None, copy: bool = True) -> Step:
         """Sends one step: {table: (keys int64 [n], grads float32 [n, dim]), tensor: grad float32 of its shape}.

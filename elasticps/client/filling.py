@@ -1,4 +1,4 @@
-"""Values that go into a table as they are, past its optimizer: a tensor's initial ones, and what a user loads."""
+"""What goes into a table past its optimizer: a tensor's initial values, and what a user loads; and what goes out."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.protocol.fan_out import Questions
+from elasticps.client.protocol.fan_out import Questions, of_heads
 from elasticps.client.protocol.routing import Routes, plan_push
-from elasticps.client.writes import Part, Write
+from elasticps.client.writes import Cut, Part, Write
 from elasticps.wire.frames import Buffer, Header
-from elasticps.wire.headers import InitHeader
+from elasticps.wire.headers import EraseHeader, InitHeader
 from replication.chain import Member
+from replication.messages import OperationKind
 
 NO_STEP_VALUES = np.empty(0, np.float32)
 
@@ -39,12 +40,31 @@ def rows(table: int, salt: np.uint64, keys: NDArray[np.int64], values: NDArray[n
 
 def fill(write: Callable[[Routes], Write], worker: int, *, replace: bool) -> Questions:
     """Sends what `write` gives to the heads. replace: also for rows that there are; their slots begin anew."""
+    return _to_heads(write, lambda epoch, cut: InitHeader(epoch, worker, cut.items, cut.ranges is None, replace))
 
+
+def delete(write: Callable[[Routes], Write], worker: int, number: int) -> Questions:
+    """The same with keys alone, whose rows go: a worker's deletion of that number."""
+    kind = OperationKind.DELETE
+    return _to_heads(
+        write,
+        lambda epoch, cut: EraseHeader(
+            epoch, worker, number, kind, blocks=cut.items, all_ranges=cut.ranges is None
+        ),
+    )  # fmt: skip
+
+
+def erase(table: int, kind: OperationKind, worker: int, number: int = 0) -> Questions:
+    """Tells the heads that all rows of a table go, or the table itself."""
+    return of_heads(EraseHeader(0, worker, number, kind, table).header())
+
+
+def _to_heads(write: Callable[[Routes], Write], said: Callable[[int, Cut], InitHeader | EraseHeader]) -> Questions:
     def questions(routes: Routes) -> Iterator[tuple[Member, Header, list[Buffer]]]:
         part = Part([write(routes)], routes)
         for server in routes.share_of:
             for cut in part.whole(server, routes):
-                said = InitHeader(routes.epoch, worker, cut.items, cut.ranges is None, replace)
-                yield routes.members[server], said.header(sum(map(len, cut.buffers))), cut.buffers
+                header = said(routes.epoch, cut).header(sum(map(len, cut.buffers)))
+                yield routes.members[server], header, cut.buffers
 
     return questions

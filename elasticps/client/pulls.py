@@ -13,7 +13,7 @@ from elasticps.client.protocol.fan_out import Send
 from elasticps.client.protocol.routing import Readers, Routes, place_rows, plan_pull
 from elasticps.client.pull_batch import OWNERS, P_FIELDS, PULL, SMALL_BYTES, Landing, cut_pull
 from elasticps.errors import Error
-from elasticps.wire.frames import ANY, HEADER_BYTES, LAST, Buffer, FrameError, Header
+from elasticps.wire.frames import ANY, HEADER_BYTES, LAST, SLOTS, Buffer, FrameError, Header
 from elasticps.wire.headers import PullHeader, RowsHeader
 from elasticps.wire.pool import Pool
 from replication.chain import Member
@@ -114,7 +114,7 @@ class ReadPart:
         read = self.read
         header = PullHeader(
             self.request, epoch, read.clock, worker, read.table_id, self.count, read.bound, read.wait_ms,
-            read.any_replica,
+            read.any_replica, read.slots,
         )  # fmt: skip
         return [header.header().pack(), self.keys.data.cast("B")]
 
@@ -128,7 +128,7 @@ class Read(ABC):
 
     def __init__(
         self, finish: Finish, table_id: int, salt: np.uint64, dim: int, name: str, keys: NDArray[np.int64],
-        value: NDArray[np.float32], any_replica: bool,
+        value: NDArray[np.float32], any_replica: bool, slots: bool = False,
     ) -> None:  # fmt: skip
         self._finish = finish
         self.table_id = table_id
@@ -136,6 +136,7 @@ class Read(ABC):
         self.dim = dim
         self.name = name
         self.any_replica = any_replica
+        self.slots = slots
         self.parts: dict[int, ReadPart] = {}  # by request, those still unanswered
         self.error: Exception | None = None
         self.clock = self.wait_ms = 0  # as in the PULL header
@@ -264,10 +265,11 @@ class Pulls:
         order = _ALL if only else np.empty(n, np.int64)
         memory = self._pool.take(8 * n + HEADER_BYTES * (len(members) + 1))
         cuts = np.empty((len(members) + 1, P_FIELDS), np.int64)
+        flags = read.any_replica * ANY | read.slots * SLOTS
         small = SMALL_BYTES if n == len(read.keys) else 0
         count = cut_pull(
             keys, read.salt, routes.shift, readers.of, readers.only, order, cuts, memory, self.landing.slots, read.flat,
-            dim, small, request, read.any_replica * ANY, routes.epoch, read.clock, self._worker, read.table_id,
+            dim, small, request, flags, routes.epoch, read.clock, self._worker, read.table_id,
             0 if read.bound is None else read.bound + 1, read.wait_ms,
         )  # fmt: skip
         data = memory.data

@@ -20,9 +20,12 @@ BOUND_GRACE_S = 1.0
 
 class Reads:
     """Starts reads and waits for them. `prepare()` sees to whatever a read has to wait for, and gives the clock that it
-    reads at; bound: of the delay, None for none."""
+    reads at; bound: of the delay, None for none; settle() waits until whatever was pushed is committed."""
 
-    def __init__(self, dispatcher: Dispatcher, prepare: Callable[[], int], bound: int | None, timeout_s: float) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, prepare: Callable[[], int], bound: int | None, timeout_s: float,
+        settle: Callable[[], None],
+    ) -> None:  # fmt: skip
         self.cluster = dispatcher.cluster
         self.worker = dispatcher.worker
         self._dispatcher = dispatcher
@@ -30,6 +33,9 @@ class Reads:
         self._bound = bound
         self._timeout_s = timeout_s
         self._wait_ms = int(timeout_s * 1000)
+        self._settle = settle
+        self._deleting = dispatcher.runtime.lock()
+        self._deletions = 0
 
     def start(self, read: AnyRead) -> AnyRead:
         """Asks for what is to be read."""
@@ -56,6 +62,14 @@ class Reads:
     def ask(self, questions: Questions, what: str) -> list[Answer]:
         """What servers answer to questions that are no pulls."""
         return self._dispatcher.ask_all(questions, self._timeout_s, what)
+
+    def delete(self, questions: Callable[[int], Questions], what: str) -> None:
+        """Has servers delete something, as this worker's deletion of the number that `questions` is given, after
+        whatever it has pushed. One at a time: servers take a lower number than the last for one that was given up."""
+        with self._deleting:
+            self._settle()
+            self._deletions += 1
+            self.ask(questions(self._deletions), what)
 
     @property
     def routes(self) -> Routes:

@@ -38,7 +38,7 @@ ASK_VIEW_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class Registration:
-    """A table as the registry has it."""
+    """A table as the registry has it. dropping: it is about to go; made: by this call, just now."""
 
     id: int
     spec: TableSpec
@@ -46,6 +46,8 @@ class Registration:
     by: str  # its name
     ready: bool
     revision: int
+    dropping: bool = False
+    made: bool = False
 
 
 class Registry:
@@ -170,9 +172,12 @@ class Registry:
     # --- the registry of tables ---------------------------------------------------------------------------------
 
     def open_table(self, app: str, spec: TableSpec, worker: int, ready: bool, timeout_s: float) -> Registration:
-        """Registers the table, or finds it; `SpecError` says how an existing one differs."""
+        """Registers the table, or finds it, maybe as one that is being dropped; `SpecError` says how an existing one
+        differs."""
         key = f"tables/{app}/{spec.name}"
         found = self.call(self._open_table(key, spec, worker, ready), timeout_s)
+        if found.dropping:
+            return found
         if self._worker is not None:
             self._worker.belongings[key] = _registry_value(found)
         if difference := found.spec.difference(spec):
@@ -187,10 +192,41 @@ class Registry:
             entry = await self._store.get(key)
             if entry is not None:
                 return _registration(entry.value, entry.revision)
-            made = Registration(await new_number(self._store), spec, worker, self._name, ready, 0)
+            made = Registration(await new_number(self._store), spec, worker, self._name, ready, 0, made=True)
             revision = await self._store.compare_and_set(key, _registry_value(made), expect=0)
             if revision is not None:
                 return replace(made, revision=revision)
+
+    def tables(self, app: str, timeout_s: float) -> dict[str, Registration]:
+        """All tables of an application, by name."""
+        entries = self.call(self._store.list(f"tables/{app}/"), timeout_s).entries
+        found = (_registration(entry.value, entry.revision) for entry in entries)
+        return {one.spec.name: one for one in found}
+
+    def begin_drop(self, app: str, table: Registration, timeout_s: float) -> Registration | None:
+        """Marks a table as one that is about to go; None if there is no such table, or another one of its name."""
+        key = f"tables/{app}/{table.spec.name}"
+        if self._worker is not None:
+            self._worker.belongings.pop(key, None)
+        return self.call(self._begin_drop(key, table.id), timeout_s)
+
+    async def _begin_drop(self, key: str, number: int) -> Registration | None:
+        while True:
+            entry = await self._store.get(key)
+            found = None if entry is None else _registration(entry.value, entry.revision)
+            if found is None or found.id != number:
+                return None
+            if found.dropping:
+                return found
+            marked = replace(found, dropping=True)
+            revision = await self._store.compare_and_set(key, _registry_value(marked), expect=found.revision)
+            if revision is not None:
+                return replace(marked, revision=revision)
+
+    def end_drop(self, app: str, table: Registration, timeout_s: float) -> None:
+        """Forgets the name of a table that is marked, unless somebody else has."""
+        key = f"tables/{app}/{table.spec.name}"
+        self.call(self._store.delete(key, expect=table.revision), timeout_s)
 
     def mark_ready(self, app: str, registration: Registration, timeout_s: float) -> None:
         """Its initial values are on the servers. Losing the race means that somebody else said so."""
@@ -237,13 +273,15 @@ class Registry:
 
 def _registry_value(table: Registration) -> bytes:
     document = {"id": table.id, "spec": table.spec.to_json(), "creator": table.creator, "by": table.by}
-    return json.dumps(document | {"ready": table.ready}).encode()
+    document |= {"ready": table.ready} | ({"dropping": True} if table.dropping else {})
+    return json.dumps(document).encode()
 
 
 def _registration(value: bytes, revision: int) -> Registration:
     document = json.loads(value)
     spec = TableSpec.from_json(document["spec"])
-    return Registration(document["id"], spec, document["creator"], document.get("by", ""), document["ready"], revision)
+    by, dropping = document.get("by", ""), document.get("dropping", False)
+    return Registration(document["id"], spec, document["creator"], by, document["ready"], revision, dropping)
 
 
 def _run(coroutine: Coroutine[Any, Any, T], runtime: Runtime, timeout_s: float, url: str) -> T:

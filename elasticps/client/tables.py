@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -21,10 +22,12 @@ from elasticps.client.push_batch import Source
 from elasticps.client.reads import Reads
 from elasticps.client.registry import Registration, Registry
 from elasticps.client.writes import LentRows, Write, check_size
-from elasticps.errors import InputError
+from elasticps.errors import InputError, SpecError, UnknownTable
 from elasticps.hashing import table_salt
+from elasticps.optimizers import Rate
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
+from replication.messages import OperationKind
 
 LOADED_BYTES = 8 << 20  # sent at once
 CHUNK, MAX_CHUNK = 65_536, 262_144  # keys of a table that are handed out at once
@@ -40,6 +43,13 @@ class _Handle:
         self.salt = table_salt(table_id)
         self._signed_salt = int(self.salt.view(np.int64))
         self.optimizer = own.optimizer  # the caller's own: a schedule is no part of the registered spec
+
+    def set_lr(self, lr: Rate) -> None:
+        """Another learning rate, or schedule, for this worker's steps from now on. InputError if the optimizer has
+        none."""
+        if not hasattr(self.optimizer, "lr"):
+            raise InputError(f"{self.name!r}: {type(self.optimizer).__name__} knows no learning rate")
+        self.optimizer = replace(self.optimizer, lr=lr)  # type: ignore[type-var]  # all of them are dataclasses
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of cluster {self._reads.cluster!r}>"
@@ -115,6 +125,39 @@ class SparseTable(_Handle):
             some = slice(at, at + step)
             self._load(partial(filling.rows, self.id, self.salt, array[some], values[some]))
 
+    def slots(self, keys: object) -> dict[str, NDArray[np.float32]]:
+        """What the optimizer keeps of rows: by name, float32 [n, floats of a row], in the order of the keys. A key
+        never pushed has those of a new row. Errors as for `pull`."""
+        shapes = self.optimizer.slot_shapes(self.dim)
+        array, floats = checked_keys(self.name, keys), sum(shapes.values())
+        rows = np.empty((len(array), floats), np.float32)
+        if floats:
+            asked = SparseRead(
+                self._reads.finish, self.id, self.salt, floats, self.name, array.copy(), rows, False, slots=True
+            )
+            self._reads.pulled(asked)
+        ends = np.cumsum(list(shapes.values()))
+        return dict(zip(shapes, np.split(rows, ends[:-1], axis=1), strict=True)) if shapes else {}
+
+    def delete(self, keys: object) -> None:
+        """Forgets the rows of `keys`, int64 [n], weights and slots: from now on they read as rows never pushed. Returns
+        when that is committed, behind this client's own steps so far. Keys without a row are left alone.
+
+        It happens once, whatever servers do meanwhile. Raises `Timeout`; then it may have happened for some of them.
+        """
+        array = np.unique(checked_keys(self.name, keys))
+        nothing = np.empty((len(array), 0), np.float32)
+        step = max(1, LOADED_BYTES // 8)
+        for at in range(0, len(array), step):
+            write = partial(filling.rows, self.id, self.salt, array[at : at + step], nothing[at : at + step])
+            worker = self._reads.worker.id
+            self._reads.delete(partial(filling.delete, write, worker), f"deleting rows of {self.name!r}")
+
+    def clear(self) -> None:
+        """Forgets all rows, as `delete` does those of some keys. Workers may go on pushing meanwhile."""
+        questions = partial(filling.erase, self.id, OperationKind.CLEAR, self._reads.worker.id)
+        self._reads.delete(questions, f"clearing {self.name!r}")
+
     def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
         """What pushing `value`, a pair (keys int64 [n], grads float32 [n, dim]), sends."""
         if not isinstance(value, tuple) or len(value) != 2:
@@ -186,6 +229,15 @@ class DenseTensor(_Handle):
 Handle = SparseTable | DenseTensor
 
 
+@dataclass(frozen=True)
+class TableInfo:
+    """A table or tensor of the application: its spec, and how many rows the servers have of it."""
+
+    id: int
+    spec: TableSpec
+    rows: int
+
+
 class Tables:
     """Opens tables and tensors; `opened` has them by name."""
 
@@ -206,19 +258,75 @@ class Tables:
         """Opens a tensor; one that is new has these values."""
         return cast(DenseTensor, self._open(spec, values))
 
+    def known(self) -> dict[str, TableInfo]:
+        """All of the application, by name."""
+        ask, ranges = self._reads.ask, self._reads.routes.view.ranges
+        found = self._registry.tables(self._app, self._timeout_s)
+        return {
+            name: TableInfo(one.id, one.spec, 0 if one.dropping else listing.count(ask, one.id, ranges))
+            for name, one in found.items()
+        }
+
+    def clear(self, name: str) -> None:
+        """Forgets the rows of a sparse table. Raises UnknownTable; InputError for a tensor."""
+        found = self._find(name)
+        if found.spec.shape is not None:
+            raise InputError(f"{name!r} is a tensor, and has no rows to clear: load values, or drop it")
+        SparseTable(self._reads, found.spec, found.id, found.spec).clear()
+
+    def drop(self, name: str) -> None:
+        """Forgets a table, its name too. Raises UnknownTable."""
+        self._drop(self._find(name))
+
+    def _find(self, name: str) -> Registration:
+        self._dispatcher.check()
+        found = self._registry.tables(self._app, self._timeout_s).get(name)
+        if found is None:
+            raise UnknownTable(f"application {self._app!r} has no table {name!r}")
+        return found
+
+    def _drop(self, registration: Registration) -> None:
+        """In three steps, so that whoever is stopped in between leaves it to the next one who looks: the registry says
+        so, all servers do it, the registry forgets the name."""
+        name, worker = registration.spec.name, self._dispatcher.worker.id
+        with self._dispatcher.lock:
+            if (handle := self.opened.get(name)) is not None and handle.id == registration.id:
+                del self.opened[name]
+        marked = self._registry.begin_drop(self._app, registration, self._timeout_s)
+        if marked is not None:
+            questions = filling.erase(registration.id, OperationKind.DROP, worker)
+            self._dispatcher.ask_all(questions, self._timeout_s, f"dropping table {name!r}")
+            self._registry.end_drop(self._app, marked, self._timeout_s)
+
+    @property
+    def _app(self) -> str:
+        return self._dispatcher.worker.app
+
     def _open(self, spec: TableSpec, values: NDArray[np.float32] | None) -> Handle:
         self._dispatcher.check()
         worker, known = self._dispatcher.worker, self.opened.get(spec.name)
         registration = self._registry.open_table(worker.app, spec, worker.id, values is None, self._timeout_s)
+        while registration.dropping:
+            self._drop(registration)
+            registration = self._registry.open_table(worker.app, spec, worker.id, values is None, self._timeout_s)
         if known is not None and known.id == registration.id:
+            known.optimizer = spec.optimizer
             return known
         handle_type = SparseTable if values is None else DenseTensor
         handle = handle_type(self._reads, registration.spec, registration.id, spec)
-        self._create(registration)
+        try:
+            self._create(registration)
+        except (SpecError, UnknownTable):
+            if registration.made:  # the servers do not take it, and nobody else may have it
+                self._drop(registration)
+            raise
         if isinstance(handle, DenseTensor):
             self._fill(handle, registration, values)
         with self._dispatcher.lock:
-            return self.opened.setdefault(spec.name, handle)
+            before = self.opened.get(spec.name)
+            if before is None or before.id != handle.id:
+                self.opened[spec.name] = handle
+            return self.opened[spec.name]
 
     def _create(self, registration: Registration) -> None:
         """Makes the table known to the heads of all ranges, which tell their successors; to absent ones later, but

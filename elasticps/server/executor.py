@@ -21,11 +21,20 @@ from elasticps.server.protocol.audit import Marks, digest
 from elasticps.server.protocol.barrier_state import Rounds
 from elasticps.server.protocol.contents import wrong
 from elasticps.server.protocol.data_shards_state import Claim, ShardMark, Shards, group_of
-from elasticps.server.protocol.operations import AuditMark, ChunkContent, Content, Contribution, NewTable, RoundStep
+from elasticps.server.protocol.operations import (
+    AuditMark,
+    ChunkContent,
+    Cleared,
+    Content,
+    Contribution,
+    Dropped,
+    NewTable,
+    RoundStep,
+)
 from elasticps.spec import TableSpec
 from elasticps.store import Store, Table
 from elasticps.store.intervals import PLACES
-from replication.chain import Member
+from replication.chain import Member, Role
 from replication.effects import (
     Apply,
     ClocksReply,
@@ -53,9 +62,8 @@ class Executor:
         self.store = Store(ranges)
         self._path = path
         self.replica.wrong = partial(wrong, self.store, me.name)
-        path.follow_replica(self.replica, self.store.tables)
+        path.follow_replica(self.replica, self.store)
         self._performing = False
-        self._told = 0  # tables that neighbours know of
         self.tell_tables: Callable[[Iterable[tuple[int, Table]]], None] = lambda new: None
         self.marks = Marks()
         self.rounds = Rounds(ranges)
@@ -89,10 +97,11 @@ class Executor:
             self._carry_out(event(*arguments))
             while self.replica.unsettled and not inner:  # inside of another event, that one's effects come first
                 self._carry_out(self.replica.go_on())
+            if len(self.store.live) < len(self.store.tables) and not inner:
+                self._bury()
             self._path.sync()
-            if len(self.store.tables) > self._told:
-                new = list(self.store.tables.items())[self._told :]
-                self._told += len(new)
+            if self.store.new:
+                new, self.store.new = self.store.new, []
                 self.tell_tables(new)
         except Exception as error:
             fatal.end(self.replica.me, error)
@@ -102,6 +111,10 @@ class Executor:
     def _carry_out(self, effects: Effects) -> None:
         for effect in effects:
             self.handlers[type(effect)](effect)
+
+    def _bury(self) -> None:
+        for table in self.store.bury(self.replica.role != Role.OUT):
+            self.rounds.drop(table, None, self.store.tables)
 
     def note_change(self) -> None:
         """Python applied or acknowledged something outside of the compiled path: pulls may go on."""
@@ -123,6 +136,12 @@ class Executor:
             self._apply_rows(effect, payload)
         elif isinstance(payload, NewTable):
             self.store.create(TableSpec.from_json(payload.spec), payload.table)
+        elif isinstance(payload, Cleared):
+            self._clear(effect, self.store.tables[payload.table])
+        elif isinstance(payload, Dropped):
+            self.rounds.drop(payload.table, effect.ranges, self.store.tables)
+            self.store.drop(payload.table, effect.ranges)
+            self.note_change()
         elif isinstance(payload, AuditMark):
             self._mark(effect, payload)
         elif isinstance(payload, RoundStep):
@@ -151,10 +170,21 @@ class Executor:
         elif operation.kind == OperationKind.LOAD:
             for table, keys, values, _ in blocks:
                 tables[table].put(keys, values)
+        elif operation.kind == OperationKind.DELETE:
+            for table, keys, _, _ in blocks:
+                tables[table].delete(keys)
         else:
             for table, keys, grads, step_values in blocks:
                 tables[table].apply(keys, grads, step_values)
                 self._rows_applied += len(keys)
+
+    def _clear(self, effect: Apply, table: Table) -> None:
+        unfinished = effect.inside or {}
+        for r in effect.ranges.tolist():
+            if r in unfinished:
+                table.drop_interval(r, 0, unfinished[r])
+            elif table.count_range(r):
+                table.drop_range(r)
 
     def _round(self, effect: Apply, step: RoundStep) -> None:
         if effect.operation.kind == OperationKind.BARRIER_JOIN:
@@ -176,8 +206,8 @@ class Executor:
         for r, seq in zip(effect.ranges.tolist(), effect.seqs.tolist(), strict=True):
             if r not in unfinished:
                 workers, progress = self.replica.clocks.column(r)
-                words = chain(self.rounds.words(r), self.shards.words(r)) if mark.part == 0 else ()
-                found = digest(self.store.tables, r, mark, words)
+                words = chain(self.rounds.words(r), self.shards.words(r), self.store.dropped_in(r))
+                found = digest(self.store.tables, r, mark, words if mark.part == 0 else ())
                 self.marks.note(mark, r, MarkedRange(seq, found, tuple(workers.tolist()), tuple(progress.tolist())))
 
     # --- ranges -----------------------------------------------------------------------------------------------------
@@ -185,6 +215,9 @@ class Executor:
     def _install(self, effect: Install) -> None:
         content: ChunkContent = effect.payload  # type: ignore[assignment]
         for number, spec, keys, values in content.tables:
+            if not spec:
+                self.store.drop(number, np.array([effect.range], np.int64))
+                continue
             table = self.store.create(TableSpec.from_json(spec), number)
             if len(keys):
                 table.load_range(effect.range, keys, values)
@@ -192,9 +225,6 @@ class Executor:
         self.shards.load(content.shards, content.rounds.more)
 
     def _erase(self, effect: Erase) -> None:
-        for table in self.store.tables.values():
-            for r in effect.ranges.tolist():
-                if table.count_range(r):
-                    table.drop_range(r)
+        self.store.erase(effect.ranges)
         self.rounds.erase(effect.ranges)
         self.shards.erase(effect.ranges.tolist())

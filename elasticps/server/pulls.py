@@ -105,12 +105,16 @@ class Pulls:
         return Read(connection, asked, self._table(asked.table), body.view(np.int64), 0.0)
 
     def _table(self, number: int) -> Table:
-        table = self._store.tables.get(number)
+        table = self._store.live.get(number)
         if table is None:
             raise unknown_table(self._serving.me.name, number)
         return table
 
     def _answer(self, read: Read, done: int = 0) -> None:
+        if read.table.dropped:  # while it waited
+            refusal = unknown_table(self._serving.me.name, read.header.table)
+            self._herald.refuse(read.connection, read.header.request, refusal)
+            return
         answer(read, Judge(read, self._serving, self._replica, self._unshown), done)
 
     def changed(self) -> None:

@@ -14,23 +14,23 @@ from elasticps.server.counts import Counts
 from elasticps.server.executor import Executor
 from elasticps.server.memory_limit import MemoryLimit
 from elasticps.server.protocol.asker import Body
-from elasticps.server.protocol.contents import check_block
+from elasticps.server.protocol.contents import check_block, unknown_table
 from elasticps.server.protocol.data_shards_state import ShardMark
 from elasticps.server.protocol.held_frames import HeldFrames
 from elasticps.server.protocol.herald import Herald
-from elasticps.server.protocol.operations import Content, Contribution, positions_of
+from elasticps.server.protocol.operations import Cleared, Content, Contribution, Dropped, positions_of
 from elasticps.server.protocol.registered import Registered
 from elasticps.server.protocol.replica_codec import new_table
 from elasticps.server.protocol.replies import RequestTicket
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.serving import Serving
 from elasticps.spec import TableSpec
-from elasticps.wire.frames import FrameError, Header, Kind, json_body, read_push
-from elasticps.wire.headers import GetClocksHeader, InitHeader, PushHeader
+from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push
+from elasticps.wire.headers import EraseHeader, GetClocksHeader, InitHeader, PushHeader
 from replication.chain import Ranges
 from replication.core import NO_RANGES
 from replication.effects import Ask, Push
-from replication.messages import OperationKind
+from replication.messages import ERASER, OperationKind
 from replication.progress import MAX_CLOCK, MAX_PARTS
 
 
@@ -56,6 +56,7 @@ class Pushes:
             Kind.GET_CLOCKS: self._get_clocks,
             Kind.CREATE: self._create,
             Kind.INIT: self._init,
+            Kind.ERASE: self._erase,
         }
 
     # --- tables -----------------------------------------------------------------------------------------------------
@@ -66,6 +67,8 @@ class Pushes:
         try:
             new = new_table(json_body(body.data))
             spec = TableSpec.from_json(new.spec)
+            if new.table in self._store.dropped:
+                raise unknown_table(self._serving.me.name, new.table)
             if new.table not in self._store.tables:
                 if self._registered.lacks(new.table):
                     if self._held.wait(connection, header, body):
@@ -91,14 +94,48 @@ class Pushes:
         if self._held.wait_for_view(connection, header, body):
             return
         said = InitHeader.of(header)
+        kind = OperationKind.LOAD if said.replace else OperationKind.INIT
         named, blocks = read_push(said.all_ranges, said.blocks, body)
         ranges, positions = self._order_of(said.epoch) if named is None else self._named(named)
         if len(ranges):  # else its epoch is refused below
-            for block in blocks:
-                check_block(self._store.tables, block, positions, self._serving.me.name, init=True)
+            self._check(blocks, positions, kind)
             self._memory.take(blocks)
-        kind = OperationKind.LOAD if said.replace else OperationKind.INIT
         self._control(connection, header, kind, Content(blocks, ranges, positions), len(body), ranges)
+
+    def _erase(self, connection: Connection, header: Header, body: Body) -> None:
+        if self._held.wait_for_view(connection, header, body):
+            return
+        said, me = EraseHeader.of(header), self._serving.me.name
+        if said.kind == OperationKind.DROP:
+            self._control(connection, header, OperationKind.DROP, Dropped(said.table), 64)
+            return
+        if said.kind not in (OperationKind.DELETE, OperationKind.CLEAR) or not 0 < said.number < MAX_CLOCK:
+            raise FrameError(f"deletion {said.number} of kind {said.kind} cannot be")
+        if connection.worker not in self._serving.workers:
+            raise RequestError("unlisted", f"worker {connection.worker_name!r} is not in the roster now")
+        ranges: Ranges | None = None
+        payload: Cleared | Content
+        if said.kind == OperationKind.CLEAR:
+            if said.table not in self._store.live:
+                raise unknown_table(me, said.table)
+            payload = Cleared(said.table)
+        else:
+            named, blocks = read_push(said.all_ranges, said.blocks, body)
+            ranges, positions = self._order_of(said.epoch) if named is None else self._named(named)
+            if len(ranges):  # else its epoch is refused below
+                self._check(blocks, positions, said.kind)
+            payload = Content(blocks, ranges, positions)
+        # Whatever was numbered lower and has not come by now is given up: its asker has.
+        push = Push(
+            RequestTicket(connection, header.request), connection.worker | ERASER, header.epoch, said.number, 0, True,
+            ranges, payload, len(body) + 64, said.number - 1, kind=said.kind,
+        )  # fmt: skip
+        self._executor.perform(self._replica.push, push)
+        self._executor.note_change()
+
+    def _check(self, blocks: list[Block], positions: NDArray[np.int64], kind: int) -> None:
+        for block in blocks:
+            check_block(self._store.live, block, positions, self._serving.me.name, kind)
 
     # --- pushes -----------------------------------------------------------------------------------------------------
 
@@ -124,8 +161,7 @@ class Pushes:
             ranges, positions = self._named(named)
         ticket = RequestTicket(connection, said.request)
         try:
-            for block in blocks:
-                check_block(self._store.tables, block, positions, self._serving.me.name, init=False)
+            self._check(blocks, positions, OperationKind.PUSH)
             self._memory.take(blocks)
         except RequestError as error:
             self._herald.refused += 1

@@ -6,6 +6,8 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from elasticps.server.executor import Executor
 from elasticps.server.protocol.operations import ChunkContent, TableRows
 from elasticps.server.protocol.serving import Serving
@@ -25,6 +27,7 @@ LONGEST_PAUSE_S = 0.5  # after the state of a group range, which is of one insta
 USUAL_BYTES_PER_S = 20e6  # what this comes to with several servers on two cores; for forecasts
 BACKLOG_BYTES = 256 << 10  # on a link: what workers push goes behind it, and may have to be acknowledged from there
 RETRY_S = 0.002
+NO_KEYS, NO_ROWS = np.empty(0, np.int64), np.empty((0, 0), np.uint8)
 STALLED_S = 10.0  # a joiner that has got no further for so long is given up
 
 
@@ -59,6 +62,7 @@ class SnapshotSender:
     ) -> None:  # fmt: skip
         self._loop = loop
         self._executor = executor
+        self._store = executor.store
         self._tables = executor.store.tables
         self._rounds = executor.rounds
         self._shards = executor.shards
@@ -176,10 +180,12 @@ class SnapshotSender:
 
     def _with_state(self, content: ChunkContent, r: int) -> ChunkContent:
         """The first interval of range r, with what belongs to the range as a whole, and every table."""
-        there = {one.table: one for one in content.tables}
+        there, dropped = {one.table: one for one in content.tables}, self._store.dropped_in(r)
         rows = [
             there.get(number) or TableRows(number, table.spec.to_json(), *table.dump_interval(r, 0, 0))
             for number, table in self._tables.items()
+            if number not in dropped
         ]
+        rows += [TableRows(number, "", NO_KEYS, NO_ROWS) for number in dropped]
         rounds = content.rounds._replace(groups=self._rounds.groups_of(r))
         return ChunkContent(rows, rounds, self._shards.dump(r))

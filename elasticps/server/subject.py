@@ -118,7 +118,7 @@ class Subject:
             "parked": len(self._delay),
             "log_bytes": replica.log.nbytes,
             "sent_bytes": self._snapshots.sent_bytes,
-            "tables": len(store.tables),
+            "tables": len(store.live),
             "uptime_s": self._clock() - self._started,
         }
 
@@ -129,13 +129,13 @@ class Subject:
         if view is not None and serving.roster_version:
             workers = tuple(sorted(serving.workers.values(), key=lambda worker: worker.id))
             roster = Roster(serving.roster_version, workers, view.cluster).encode()
-        seen = self._executor.replica.clocks.newest
+        store = self._executor.store
         return {
             "name": self.me.name,
             "incarnation": self.me.incarnation,
             "view": b"" if view is None else view.encode(),
             "roster": roster,
-            "newest": max(seen, *serving.workers, *self._executor.store.tables, 0, 0),
+            "newest": max(self._executor.replica.clocks.newest, *serving.workers, *store.tables, *store.dropped, 0, 0),
         }
 
     def tables(self) -> list[dict[str, Any]]:
@@ -149,5 +149,5 @@ class Subject:
                 "bytes": table.nbytes,
                 "spec": table.spec.to_json(),
             }
-            for table in self._executor.store.tables.values()
+            for table in self._executor.store.live.values()
         ]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from elasticps.hashing import hash_key as _hash_key
 from elasticps.store.native import (
     H_ASIDE,
+    H_CONSTANTS,
     H_COUNTS,
     H_DESCRIPTORS,
     H_DIM,
@@ -32,6 +33,8 @@ from elasticps.store.native import (
     H_ROWS,
     H_SALT,
     H_SHIFT,
+    H_SLOT_FLOATS,
+    H_SLOTS_AT,
     H_STRIDE,
     H_UNSWEPT,
     NEED_SLAB,
@@ -309,6 +312,57 @@ def free_rows(h: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
     for i in range(rows.shape[0] - 1, -1, -1):
         _give_back(h, rows[i])
     h[H_ROWS] -= rows.shape[0]
+
+
+@kernel
+def remove(h: NDArray[np.int64], keys: NDArray[np.int64]) -> int:
+    """Forgets the rows of keys, those that have one; returns how many. Entries behind a gap move up into it, unless
+    that would bring them before their first entry: so probes never meet a gap, and nothing marks where a key was."""
+    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
+    ranges, range_bits = 1 << (64 - h[H_SHIFT]), _S64 - np.uint64(h[H_SHIFT])
+    descriptors = carray(pointer(h[H_DESCRIPTORS]), (ranges * 2,), np.int64)
+    counts = carray(pointer(h[H_COUNTS]), (ranges,), np.int64)
+    removed = 0
+    for i in range(keys.shape[0]):
+        key = keys[i]
+        hashed = hash_key(key, salt)
+        r = np.int64(hashed >> shift)
+        base, capacity = descriptors[2 * r], descriptors[2 * r + 1]
+        gap = _first_entry(hashed, range_bits, base, capacity)
+        row = load64(gap + 8)
+        while load64(gap) != key and row != 0:
+            gap += ENTRY
+            row = load64(gap + 8)
+        if row == 0:
+            continue
+        _give_back(h, row)
+        h[H_ROWS] -= 1
+        counts[r] -= 1
+        removed += 1
+        entry = gap + ENTRY
+        row = load64(entry + 8)
+        while row != 0:
+            other = load64(entry)
+            if _first_entry(hash_key(other, salt), range_bits, base, capacity) <= gap:
+                store64(gap, other)
+                store64(gap + 8, row)
+                gap = entry
+            entry += ENTRY
+            row = load64(entry + 8)
+        store64(gap, 0)
+        store64(gap + 8, 0)
+    return removed
+
+
+@kernel
+def copy_slots(h: NDArray[np.int64], rows: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+    """Copies the slots of rows into out, float32 [n, slot_floats]; those of a new row where there is none (0)."""
+    fill = carray(pointer(h[H_CONSTANTS]), (1,), np.float32)[0]
+    for i in range(out.shape[0]):
+        if rows[i] == 0:
+            out[i] = fill
+        else:
+            out[i] = carray(pointer(rows[i] + h[H_SLOTS_AT]), (h[H_SLOT_FLOATS],), np.float32)
 
 
 @kernel

@@ -30,6 +30,8 @@ _SIGNATURES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (index.regrow, (_words, _int, _int, _int)),
     (index.list_range, (_words, _int, _words, _words)),
     (index.free_rows, (_words, _words)),
+    (index.remove, (_words, _keys)),
+    (index.copy_slots, (_words, _words, types.Array(types.float32, 2, "C"))),
     (index.copy_out, (_words, types.Array(types.uint64, 2, "C"))),
     (index.copy_in, (_words, types.Array(types.uint64, 2, "C", readonly=True, aligned=False))),
     (index.digest, (_words, _words, _words)),

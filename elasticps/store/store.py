@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from elasticps.errors import SpecError, UnknownTable
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.errors import SpecError
 from elasticps.spec import TableSpec
 from elasticps.store.memory import Memory
 from elasticps.store.table import Table
 
 
 class Store:
-    """Tables by id, in shared memory chunks. Every table is cut into the same ranges."""
+    """Tables by id, in shared memory chunks. Every table is cut into the same ranges.
+
+    A table is dropped range by range, each at its own place of the range's log. From the first one on workers know it
+    no more; but until the last one its operations may still come down the chains of other ranges. An id never comes
+    again, so what was dropped is remembered.
+
+    tables: all of them, also those; live: without those. dropped: for each id that was dropped, in which ranges, bool
+    [ranges]. new: live tables made since somebody has emptied it. version: changes with `live`.
+    """
 
     def __init__(self, ranges: int) -> None:
         self.ranges = ranges
         self.tables: dict[int, Table] = {}
+        self.live: dict[int, Table] = {}
+        self.dropped: dict[int, NDArray[np.bool_]] = {}
+        self.new: list[tuple[int, Table]] = []
+        self.version = 0
         self._memory = Memory()
 
     def create(self, spec: TableSpec, table_id: int) -> Table:
@@ -21,16 +36,49 @@ class Store:
         table = self.tables.get(table_id)
         if table is None:
             table = self.tables[table_id] = Table(spec, table_id, self.ranges, self._memory)
+            table.dropped = table_id in self.dropped
+            if not table.dropped:
+                self.live[table_id] = table
+                self.new.append((table_id, table))
+                self.version += 1
         elif difference := spec.difference(table.spec):
             raise SpecError(f"table {table.spec.name!r} (id {table_id}) exists with another spec: {difference}")
         return table
 
-    def drop(self, table_id: int) -> None:
-        """Forgets a table and gives its memory back. Raises UnknownTable."""
-        table = self.tables.pop(table_id, None)
-        if table is None:
-            raise UnknownTable(f"there is no table with id {table_id}")
-        table.close()
+    def drop(self, table_id: int, ranges: NDArray[np.int64]) -> None:
+        """Forgets a table's rows in some ranges, for good; whoever asks for the table is told that there is none."""
+        if table_id not in self.dropped:
+            self.dropped[table_id] = np.zeros(self.ranges, np.bool_)
+            self.live.pop(table_id, None)
+            self.version += 1
+        self.dropped[table_id][ranges] = True
+        table = self.tables.get(table_id)
+        if table is not None:
+            table.dropped = True
+            for r in ranges.tolist():
+                if table.count_range(r):
+                    table.drop_range(r)
+
+    def dropped_in(self, r: int) -> list[int]:
+        """Tables that were dropped in range r."""
+        return sorted(table for table, ranges in self.dropped.items() if ranges[r])
+
+    def erase(self, ranges: NDArray[np.int64]) -> None:
+        """Forgets everything about some ranges, which are here no more."""
+        for gone in self.dropped.values():
+            gone[ranges] = False
+        for table in self.tables.values():
+            for r in ranges.tolist():
+                if table.count_range(r):
+                    table.drop_range(r)
+
+    def bury(self, held: NDArray[np.bool_]) -> list[int]:
+        """Gives back what is left of tables that were dropped in every range held here, bool [ranges]: none of their
+        operations can come any more. Their ids."""
+        gone = [table for table in self.tables.keys() - self.live.keys() if self.dropped[table][held].all()]
+        for table in gone:
+            self.tables.pop(table).close()
+        return gone
 
     def tidy(self, rows: int) -> None:
         """Has tables with many dropped rows give memory back: handles about so many rows."""

@@ -35,12 +35,13 @@ class Table:
         """Raises SpecError for a custom optimizer that is not registered here."""
         load_kernels()
         self.spec, self.table_id, self.ranges = spec, table_id, ranges
+        self.dropped = False  # in some range: workers know it no more
         self._update = update_kernel(spec.optimizer)
         self._memory = Memory() if memory is None else memory
         self._dim = spec.dim
         self._step_floats = spec.optimizer.step_floats
         slots_at = -(-spec.dim * (4 if spec.dtype == "float32" else 2) // 4) * 4
-        slot_floats = spec.optimizer.slot_floats(spec.dim)
+        self.slot_floats = slot_floats = spec.optimizer.slot_floats(spec.dim)
         self.stride = -(-(slots_at + slot_floats * 4) // 8) * 8
 
         self._descriptors = np.zeros((ranges, 2), np.int64)
@@ -155,6 +156,22 @@ class Table:
             self._insert(keys, rows, _NO_VALUES, index.LEAVE_BLANK)
         index.overwrite(self._header, values, rows)
 
+    def read_slots(self, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        """Reads the slots of keys [n] into out [n, slot_floats]. Absent keys read as those of a new row."""
+        n = len(keys)
+        if out.shape != (n, self.slot_floats):
+            raise InputError(f"{self._name}: {n} keys need an array of {(n, self.slot_floats)}, got {out.shape}")
+        rows = self._scratch_rows(n)
+        index.find(self._header, keys, rows)
+        index.copy_slots(self._header, rows, out)
+
+    def delete(self, keys: NDArray[np.int64]) -> int:
+        """Forgets the rows of keys [n], those that have one; returns how many. Their memory serves the next rows."""
+        removed: int = index.remove(self._header, keys)
+        if removed and not self._header[field.H_ROWS]:
+            self.clear()
+        return removed
+
     def first_foreign(self, keys: NDArray[np.int64], allowed: NDArray[np.bool_]) -> int:
         """Index of the first key whose range is not allowed (bool [ranges]), or -1."""
         if len(allowed) != self.ranges:
@@ -233,6 +250,11 @@ class Table:
             self._reserve(r, self.count_range(r) + missing)
             self._insert(keys, found, _NO_VALUES, index.LEAVE_BLANK)
         index.copy_in(found, np.ascontiguousarray(rows).view(np.uint64))
+
+    def drop_interval(self, r: int, low: int, high: int) -> None:
+        """Forgets the keys of range r whose places are in low..high-1."""
+        keys, rows = np.empty(self.count_range(r), np.int64), np.empty(self.count_range(r), np.int64)
+        self.delete(keys[: intervals.list_interval(self._header, r, low, high, keys, rows)])
 
     def drop_range(self, r: int) -> None:
         """Forgets range r. Its rows' memory serves the table's next rows, or goes back, see `tidy`."""

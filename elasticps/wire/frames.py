@@ -46,6 +46,7 @@ class Kind(IntEnum):
     CLAIM_SHARDS = 12
     BARRIER_LEAVE = 13
     LIST_KEYS = 14
+    ERASE = 15
     FORWARD = 16
     ACK = 17
     RESYNC = 18
@@ -72,6 +73,7 @@ ROUND = 16  # PUSH, FORWARD: a worker's share of a synchronous round, kept until
 PAUSE = 32  # JOIN: this worker holds nobody back, until it joins again
 REPLACE = 64  # INIT: rows that there are take the values too, and their slots begin anew
 ANY = 8  # PULL: any full replica may answer, with values that may not be committed yet
+SLOTS = 128  # PULL: the rows' slots instead of their weights
 
 _KINDS = frozenset(int(k) for k in Kind)
 _HEADER = struct.Struct("<IBBHQQQQIHHIIII")
@@ -279,7 +281,7 @@ def read_blocks(count: int, body: NDArray[np.uint8], at: int, limit: int = MAX_B
         if at + BLOCK_BYTES > size:
             raise FrameError(f"a push of {count} blocks ends inside a block header")
         table, rows, dim, values, _, _ = _BLOCK.unpack_from(body.data, at)
-        if not 0 < dim <= MAX_DIM:
+        if dim > MAX_DIM:  # 0: keys alone
             raise FrameError(f"a push block has dim {dim}; the limit is {MAX_DIM}")
         keys_at = at + BLOCK_BYTES + ((4 * values + 7) & ~7)
         grads_at = keys_at + 8 * rows

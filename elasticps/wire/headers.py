@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from elasticps.wire.frames import ALL_RANGES, ANY, LAST, PAUSE, REPEAT, REPLACE, ROUND, FrameError, Header, Kind
+from elasticps.wire.frames import ALL_RANGES, ANY, LAST, PAUSE, REPEAT, REPLACE, ROUND, SLOTS, FrameError, Header, Kind
 
 
 class Shard(NamedTuple):
@@ -80,9 +80,37 @@ class InitHeader(NamedTuple):
         return cls(h.epoch, h.worker, h.items, bool(h.flags & ALL_RANGES), bool(h.flags & REPLACE), h.request)
 
 
+class EraseHeader(NamedTuple):
+    """ERASE: what a worker deletes as its deletion `number`, by the `kind` of operation: the keys of `blocks` blocks
+    without gradients; all rows of `table`; the table. all_ranges: as for INIT. Deletions of a worker are numbered
+    upwards, and each happens once; a table is dropped as often as it is asked for, and has no number."""
+
+    epoch: int
+    worker: int
+    number: int
+    kind: int
+    table: int = 0
+    blocks: int = 0
+    all_ranges: bool = True
+    request: int = 0
+
+    def header(self, body_bytes: int = 0) -> Header:
+        """The 64 bytes' fields, before a body of so many bytes."""
+        return Header(
+            Kind.ERASE, LAST | self.all_ranges * ALL_RANGES, body_bytes, self.request, self.epoch, self.number,
+            self.worker, part=self.kind, table=self.table, items=self.blocks,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, h: Header) -> EraseHeader:
+        """The inverse of `header`."""
+        return cls(h.epoch, h.worker, h.clock, h.part, h.table, h.items, bool(h.flags & ALL_RANGES), h.request)
+
+
 class PullHeader(NamedTuple):
     """PULL: the rows of `keys` keys of a table, by a worker at `clock`. bound: of the delay, None for none; wait_ms:
-    how long the server may let it wait, 0 for as long as usual. anywhere: any full replica may answer."""
+    how long the server may let it wait, 0 for as long as usual. anywhere: any full replica may answer. slots: what the
+    optimizer keeps of the rows, instead of their weights."""
 
     request: int
     epoch: int
@@ -93,12 +121,14 @@ class PullHeader(NamedTuple):
     bound: int | None = None
     wait_ms: int = 0
     anywhere: bool = False
+    slots: bool = False
 
     def header(self) -> Header:
         """The 64 bytes' fields; the body is the keys."""
         return Header(
-            Kind.PULL, self.anywhere * ANY, 8 * self.keys, self.request, self.epoch, self.clock, self.worker,
-            table=self.table, items=self.keys, bound=0 if self.bound is None else self.bound + 1, wait_ms=self.wait_ms,
+            Kind.PULL, self.anywhere * ANY | self.slots * SLOTS, 8 * self.keys, self.request, self.epoch, self.clock,
+            self.worker, table=self.table, items=self.keys, bound=0 if self.bound is None else self.bound + 1,
+            wait_ms=self.wait_ms,
         )  # fmt: skip
 
     @classmethod
@@ -108,7 +138,8 @@ class PullHeader(NamedTuple):
             raise FrameError(f"a pull of {h.items} keys has a body of {h.body} bytes")
         bound = h.bound - 1 if h.bound else None
         return cls(
-            h.request, h.epoch, h.clock, h.worker, h.table, h.items, bound, h.wait_ms, bool(h.flags & ANY)
+            h.request, h.epoch, h.clock, h.worker, h.table, h.items, bound, h.wait_ms, bool(h.flags & ANY),
+            bool(h.flags & SLOTS),
         )  # fmt: skip
 
 

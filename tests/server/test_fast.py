@@ -30,8 +30,10 @@ from elasticps.wire.frames import (
     grads_padding,
     json_frame,
 )
-from replication.chain import Member
+from elasticps.wire.headers import EraseHeader
+from replication.chain import Member, Role
 from replication.effects import Effect
+from replication.messages import OperationKind
 from tests.server.conftest import RANGES
 from tests.server.wires import Pipe, Wires
 
@@ -62,6 +64,7 @@ class Story:
         self.clocks = dict.fromkeys(WORKERS, 0)
         self.parts = dict.fromkeys(WORKERS, 0)
         self.requests = 100
+        self.deletions = 0
         self.change_view(first=True)
         for i, a in enumerate(SERVERS):
             for b in SERVERS[i + 1 :]:
@@ -92,6 +95,7 @@ class Story:
     def run(self, turns: int) -> None:
         acts = [self.push] * 12 + [self.pull] * 4 + [self.ask, self.cut, self.change_view]
         acts += [self.slow_reader, self.slow_link]
+        acts += [self.erase] * 3
         for _ in range(turns):
             self.random.choice(acts)()
             for _ in range(self.random.choice((0, 1, 5, 50, 400))):
@@ -172,6 +176,34 @@ class Story:
         )  # fmt: skip
         self.send(name, worker, header, keys.tobytes())
 
+    def erase(self) -> None:
+        """Rows of a table are deleted, or all of them, or the table with them; some of that comes twice."""
+        pick, worker, routes = self.random, self.random.choice(WORKERS), Routes(self.view)
+        self.deletions += 1
+        kind = pick.choice((OperationKind.DELETE,) * 6 + (OperationKind.CLEAR,) * 2 + (OperationKind.DROP,))
+        number = pick.choice(list(TABLES)) if kind != OperationKind.DROP else pick.choice((7, 99, 100))
+        keys = np.array(pick.sample(range(300), pick.choice((1, 20, 200))), np.int64)
+        plan = plan_push(keys, table_salt(number), routes)
+        for share in routes.shares:
+            body = b""
+            if kind == OperationKind.DELETE:
+                mine = keys[plan.order[plan.offsets[share.start] : plan.offsets[share.stop]]]
+                body = block_head(number, len(mine), 0, np.empty(0, np.float32)) + mine.tobytes()
+            said = EraseHeader(self.view.epoch, worker, self.deletions, kind, number, bool(body))
+            for _ in range(pick.choice((1, 1, 1, 2))):
+                self.send(routes.members[share.server].name, worker, said.header(), body)
+
+    def check_replicas(self) -> None:
+        """Those that are at the same place of a range's log have the same."""
+        for r in range(RANGES):
+            found: dict[int, Any] = {}
+            for name in self.chains[r]:
+                server = self.wires.servers[name]
+                if server.replica.role[r] == Role.FULL:
+                    tables = {n: t.digest_range(r) for n, t in server.store.tables.items() if t.count_range(r)}
+                    rows = tables, server.store.dropped_in(r), server.replica.clocks.column(r)[1].tolist()
+                    assert found.setdefault(int(server.replica.seq[r]), rows) == rows
+
     def push(self) -> None:
         """A part of a step for every head, mostly as a client would send it."""
         pick, worker = self.random, self.random.choice(WORKERS)
@@ -248,6 +280,7 @@ def test_compiled_and_python_give_the_same_bytes_and_the_same_state(seed: int) -
     for compiled in (False, True):
         story = Story(seed, compiled)
         story.run(60)
+        story.check_replicas()
         written = [bytes(pipe.written) for pipe in story.wires.pipes]
         outcomes.append((story.wires.state(), written))
         handled = sum(s.fast.counter(H_PUSHES) + s.fast.counter(H_FORWARDS) for s in story.wires.servers.values())

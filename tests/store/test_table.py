@@ -16,7 +16,7 @@ from numba.core.dispatcher import Dispatcher
 from numpy.typing import NDArray
 
 from elasticps import hashing, spec
-from elasticps.errors import InputError, SpecError, UnknownTable
+from elasticps.errors import InputError, SpecError
 from elasticps.spec import TableSpec
 from elasticps.store import Store, Table, index, intervals, registry, warm
 
@@ -208,7 +208,8 @@ def test_memory_is_small_for_small_tensors_and_goes_back() -> None:
     fill(big, np.arange(10_000))
     assert big.nbytes < before * 1.1, "rows of dropped ranges are used again"
     for i in range(301):
-        store.drop(i)
+        store.drop(i, np.arange(256))
+    assert len(store.bury(np.ones(256, np.bool_))) == 301
     assert (store.rows, store.nbytes) == (0, 0)
 
 
@@ -229,9 +230,29 @@ def test_a_store_knows_its_tables() -> None:
     assert store.create(described, 5) is store.create(described, 5)
     with pytest.raises(SpecError, match=r"table 'a' \(id 5\) exists with another spec: dim is 8, not 4"):
         store.create(TableSpec("a", 8, spec.SGD(0.1)), 5)
-    store.drop(5)
-    with pytest.raises(UnknownTable, match="no table with id 5"):
-        store.drop(5)
+
+
+def test_a_dropped_table_is_kept_until_it_is_dropped_in_every_range_that_is_held() -> None:
+    store, held = Store(4), np.array([True, True, False, True])
+    keys = np.arange(200)
+    made, version = store.create(TableSpec("a", 4, spec.SGD(0.1)), 5), store.version
+    fill(made, keys)
+    store.drop(5, np.array([0, 1]))
+    assert (store.live, store.tables, made.dropped) == ({}, {5: made}, True)
+    assert store.version > version
+    assert [bool(made.count_range(r)) for r in range(4)] == [False, False, True, True]
+    assert store.bury(held) == []
+    store.drop(5, np.array([3]))
+    assert store.bury(held) == [5]
+    assert (store.tables, store.rows, store.dropped_in(3), store.dropped_in(2)) == ({}, 0, [5], [])
+    late = store.create(TableSpec("a", 4, spec.SGD(0.1)), 5)  # somebody has not heard of it
+    assert (store.live, late.dropped) == ({}, True)
+    assert store.bury(held) == [5]
+    store.erase(np.array([3]))  # it comes back from a replica that has not dropped it yet
+    late = store.create(TableSpec("a", 4, spec.SGD(0.1)), 5)
+    assert store.bury(held) == []
+    store.drop(5, np.array([3]))
+    assert store.bury(held) == [5]
 
 
 def test_nothing_compiles_once_warm() -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from elasticps import spec
 from elasticps.store import Table, table
+from elasticps.store.intervals import PLACES
 from tests.store.twin import TwinTable
 
 RANGES = 4
@@ -75,6 +76,30 @@ class TableMachine(RuleBasedStateMachine):
         self.table.gather(np.array(keys, np.int64), out)
         np.testing.assert_array_equal(out, self.twin.gather(keys))
         assert self.table.rows == before
+
+    @rule(keys=keys)
+    def read_slots(self, keys: list[int]) -> None:
+        out = np.empty((len(keys), self.table.slot_floats), np.float32)
+        self.table.read_slots(np.array(keys, np.int64), out)
+        np.testing.assert_array_equal(out, self.twin.slots(keys))
+
+    @rule(keys=keys)
+    def delete(self, keys: list[int]) -> None:
+        twice = keys + keys
+        assert self.table.delete(np.array(twice, np.int64)) == self.twin.delete(twice)
+
+    @rule(start=st.integers(0, 400), step=st.integers(1, 3))
+    def delete_many(self, start: int, step: int) -> None:
+        self.delete(sorted(self.twin.content)[start::step])
+
+    @rule(r=st.integers(0, RANGES - 1), part=st.integers(0, 3))
+    def drop_interval(self, r: int, part: int) -> None:
+        width = PLACES // RANGES
+        low, high = r * width + width * part // 4, r * width + width * (part + 1) // 4
+        gone = self.table.dump_interval(r, low, high)[0].tolist()
+        self.table.drop_interval(r, low, high)
+        assert self.twin.delete(gone) == len(gone)
+        assert not len(self.table.dump_interval(r, low, high)[0])
 
     @rule(r=st.integers(0, RANGES - 1))
     def drop_range(self, r: int) -> None:

@@ -127,6 +127,13 @@ class TwinTable:
             self.content.setdefault(key, (rounded(value, self.spec.dtype), self.absent(key)[1]))
         return len(self.content) - before
 
+    def slots(self, keys: list[int]) -> Floats:
+        rows = [self.content.get(key, self.absent(key))[1] for key in keys]
+        return np.array(rows, np.float32).reshape(len(keys), self.spec.optimizer.slot_floats(self.spec.dim))
+
+    def delete(self, keys: list[int]) -> int:
+        return sum(self.content.pop(key, None) is not None for key in keys)
+
     def range_keys(self, r: int) -> set[int]:
         return {key for key in self.content if self.range_of(key) == r}
 

@@ -24,7 +24,7 @@ from elasticps.server.fast.young import YoungEntries, YoungLog
 from elasticps.server.protocol import reads
 from elasticps.server.protocol.asker import Asker
 from elasticps.server.protocol.operations import positions_of
-from elasticps.store import Table
+from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Header, unpack_header
 from elasticps.wire.pool import Bytes
 from replication.chain import Member, Ranges
@@ -79,7 +79,7 @@ class FastPath:
         self._orders: dict[int, tuple[Ranges, NDArray[np.int64]]] = {}
         self.log = YoungLog()
         self.replica: Replica
-        self.tables: Mapping[int, Table]
+        self.store: Store
         f = self._fields
         f[at.H_RANGES], f[at.H_BUDGET], f[at.H_ENABLED], f[at.H_TURN] = ranges, budget_bytes, 1, TURN_BYTES
         f[at.H_CHUNK], f[at.H_ROOM] = reads.CHUNK_BYTES, at.UNLIMITED
@@ -121,9 +121,9 @@ class FastPath:
         acknowledged, that a worker was served, and of pushes that train shards (set, shard, worker, clock)."""
         self._link_of, self._on_change, self._on_served, self._on_shard = link_of, changed, served, note_shard
 
-    def follow_replica(self, replica: Replica, tables: Mapping[int, Table]) -> None:
+    def follow_replica(self, replica: Replica, store: Store) -> None:
         """Shares the replica's state from now on."""
-        self.replica, self.tables = replica, tables
+        self.replica, self.store = replica, store
         self.log.young = self.young
         for field, array in ((at.H_SEQ, replica.seq), (at.H_ACKED, replica.acked), (at.H_JOINED, replica.joined)):
             self._shared.share(field, array)
@@ -138,7 +138,7 @@ class FastPath:
             self._follow_view()
         if replica.clocks.generation != self._generation:
             self._follow_clocks()
-        if len(self.tables) != self._tables:
+        if self.store.version != self._tables:
             self._follow_tables()
         f[at.H_CAREFUL] = replica.careful
         f[at.H_PYTHON_BYTES] = self.log.old_bytes
@@ -209,13 +209,13 @@ class FastPath:
         self._owners = workers.copy()
 
     def _follow_tables(self) -> None:
-        rows = np.zeros((len(self.tables), at.TABLE), np.int64)
-        for i, (number, table) in enumerate(self.tables.items()):
+        rows = np.zeros((len(self.store.live), at.TABLE), np.int64)
+        for i, (number, table) in enumerate(self.store.live.items()):
             kind = table.spec.optimizer.kind
             update = UPDATES.index(kind) if kind in UPDATES else -1
             rows[i] = number, table.header_address, update, table.spec.optimizer.step_floats
         self._shared.share(at.H_TABLES, rows)
-        self._fields[at.H_TABLE_COUNT] = self._tables = len(rows)
+        self._fields[at.H_TABLE_COUNT], self._tables = len(rows), self.store.version
 
     def serve(self, tailed: Ranges, held: Ranges, tail_since: int, full_since: int) -> None:
         """What may be read here, and since which epochs."""
@@ -442,7 +442,7 @@ class FastPath:
     def _make_rows(self, block: int) -> None:
         """Makes the rows of a block, for which there was no memory."""
         b = self._blocks[block]
-        table = self.tables[int(b[at.B_TABLE])]
+        table = self.store.live[int(b[at.B_TABLE])]
         first, n = int(b[at.B_FIRST]), int(b[at.B_ROWS])
         try:
             self.room -= table.make_rows(_at_address(int(b[at.B_KEYS_AT]), n), self._rows[first : first + n])

@@ -158,6 +158,17 @@ class Rounds:
             del self.groups[app]
         self._drop(gone, list(self._kept))
 
+    def drop(self, table: int, ranges: Ranges | None, tables: Mapping[int, Selecting]) -> None:
+        """Forgets what is kept for a table in these ranges, or everywhere."""
+        bounds = np.full(self._ranges, 0 if ranges is None else PLACES, np.int64)
+        if ranges is not None:
+            bounds[ranges] = 0
+        for key, shares in list(self._kept.items()):
+            left = [share._replace(blocks=list(_outside(share.blocks, table, bounds, tables))) for share in shares]
+            self._kept[key] = [share for share in left if share.blocks]
+            if not self._kept[key]:
+                del self._kept[key]
+
     def dump(self, r: int, low: int, high: int, tables: Mapping[int, Selecting]) -> RangeRounds:
         """What belongs to the keys of range r with places in low..high-1."""
         inside, below = (np.zeros(self._ranges, np.int64) for _ in range(2))
@@ -224,6 +235,17 @@ def _between(
         if len(chosen):
             found.append(Block(table, keys[chosen], grads[chosen], values))
     return found
+
+
+def _outside(
+    blocks: list[Block], table: int, bounds: NDArray[np.int64], tables: Mapping[int, Selecting]
+) -> Iterator[Block]:
+    """Blocks with only those of a table's rows whose places are below the bounds of their ranges."""
+    for block in blocks:
+        if block.table != table:
+            yield block
+        elif bounds.any() and len(chosen := tables[table].select(block.keys, bounds)):
+            yield Block(table, block.keys[chosen], block.grads[chosen], block.step_values)
 
 
 def _average(shares: list[list[Block]], count: int) -> list[Block]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import InputError, SpecError
-from elasticps.server.protocol.operations import ChunkContent, Content, NewTable
+from elasticps.server.protocol.operations import ChunkContent, Cleared, Content, NewTable
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.spec import TableSpec
 from elasticps.store import Store, Table
@@ -23,19 +23,21 @@ def unknown_table(server: str, table: int) -> RequestError:
 
 
 def check_block(
-    tables: Mapping[int, Table], block: Block, positions: NDArray[np.int64], server: str, *, init: bool
+    tables: Mapping[int, Table], block: Block, positions: NDArray[np.int64], server: str, kind: int
 ) -> None:
-    """A block fits its table, and its keys lie in ranges that have a position, in that order; positions: int64 [P].
-    init: it has values of rows, not gradients. Raises RequestError."""
+    """A block fits its table and the kind of operation, and its keys lie in ranges that have a position, in that order;
+    positions: int64 [P]. Raises RequestError."""
     table = tables.get(block.table)
     if table is None:
         raise unknown_table(server, block.table)
-    name, dim, expected = table.spec.name, table.spec.dim, 0 if init else table.spec.optimizer.step_floats
+    name, gradients = table.spec.name, kind == OperationKind.PUSH
+    dim = 0 if kind == OperationKind.DELETE else table.spec.dim
+    expected = table.spec.optimizer.step_floats if gradients else 0
     if block.grads.shape[1] != dim:
-        raise RequestError("shape", f"table {name!r} has dim {dim}, the push has {block.grads.shape[1]}")
+        raise RequestError("shape", f"table {name!r} takes rows of {dim}, these have {block.grads.shape[1]}")
     if len(block.step_values) != expected:
         raise RequestError("shape", f"table {name!r} takes {expected} step values, not {len(block.step_values)}")
-    if table.spec.finite and not init and not np.isfinite(block.grads).all():
+    if table.spec.finite and gradients and not np.isfinite(block.grads).all():
         row = int(np.flatnonzero(~np.isfinite(block.grads).all(axis=1))[0])
         text = f"table {name!r} takes finite gradients only; that of key {block.keys[row]} is not"
         raise RequestError("not-finite", text, table=name, key=int(block.keys[row]))
@@ -62,15 +64,18 @@ def _check_operation(store: Store, server: str, message: Forward) -> None:
     if isinstance(payload, NewTable):
         store.create(TableSpec.from_json(payload.spec), payload.table)
     elif isinstance(payload, Content):
-        init = message.operation.kind in (OperationKind.INIT, OperationKind.LOAD)
         for block in payload.blocks:
-            check_block(store.tables, block, payload.positions, server, init=init)
+            check_block(store.tables, block, payload.positions, server, message.operation.kind)
+    elif isinstance(payload, Cleared) and payload.table not in store.tables:
+        raise unknown_table(server, payload.table)
 
 
 def _check_chunk(store: Store, server: str, r: int, content: ChunkContent) -> None:
     positions = np.full(store.ranges, -1, np.int64)
     positions[r] = 0
     for number, spec, keys, rows in content.tables:
+        if not spec and not len(keys):  # it was dropped
+            continue
         table = store.create(TableSpec.from_json(spec), number)
         if rows.shape[1] != table.stride:
             raise InputError(f"rows of table {table.spec.name!r} have {table.stride} bytes, not {rows.shape[1]}")
@@ -78,4 +83,4 @@ def _check_chunk(store: Store, server: str, r: int, content: ChunkContent) -> No
             raise InputError(f"a piece of range {r} has keys of table {table.spec.name!r} that lie elsewhere")
     for _, _, _, blocks in content.rounds.kept:
         for block in blocks:
-            check_block(store.tables, block, positions, server, init=False)
+            check_block(store.tables, block, positions, server, OperationKind.PUSH)

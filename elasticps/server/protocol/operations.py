@@ -20,7 +20,7 @@ from replication.chain import Ranges
 
 
 class Content:
-    """Blocks of a PUSH or INIT: rows of tables, their keys in the order of `ranges`.
+    """Blocks of a PUSH, INIT, LOAD or DELETE: rows of tables, their keys in the order of `ranges`.
 
     positions: int64 [P], where a range stands in `ranges`, -1 for those that are not in it. mark: the shard that the
     step trains.
@@ -102,6 +102,18 @@ class NewTable(NamedTuple):
     spec: str
 
 
+class Cleared(NamedTuple):
+    """A CLEAR: the table whose rows go."""
+
+    table: int
+
+
+class Dropped(NamedTuple):
+    """A DROP: the table that goes."""
+
+    table: int
+
+
 class AuditMark(NamedTuple):
     """An AUDIT: every replica notes the digest of a part of its ranges at this place of their logs, under `id`."""
 
@@ -111,7 +123,8 @@ class AuditMark(NamedTuple):
 
 
 class TableRows(NamedTuple):
-    """One table's rows in a piece: keys int64 [n], whole rows uint8 [n, stride]."""
+    """One table's rows in a piece: keys int64 [n], whole rows uint8 [n, stride]. spec: as JSON, "" if the table was
+    dropped in this range."""
 
     table: int
     spec: str

@@ -29,6 +29,11 @@ class Read(NamedTuple):
     keys: NDArray[np.int64]
     deadline_s: float  # on the server's monotonic clock; meaningful once parked
 
+    @property
+    def floats(self) -> int:
+        """Of one row of the answer."""
+        return self.table.slot_floats if self.header.slots else self.table.spec.dim
+
 
 def _at_once() -> bool:
     return True
@@ -45,8 +50,10 @@ class Judge:
         self._unshown = unshown
 
     def served(self) -> bool:
-        """Whether its ranges are still served here."""
-        return self._serving.serves(self._read.header.epoch, self._read.header.anywhere)
+        """Whether its ranges are still served here, and there is still such a table."""
+        return not self._read.table.dropped and self._serving.serves(
+            self._read.header.epoch, self._read.header.anywhere
+        )
 
     def guarded(self) -> bool:
         """Whether values may have to wait before they are shown."""
@@ -75,7 +82,7 @@ def answer(read: Read, judge: Judge, done: int = 0) -> None:
 
     A large answer is gathered bit by bit; it ends as stale when its ranges are no longer served here.
     """
-    rows, dim = len(read.keys), read.table.spec.dim
+    rows, dim = len(read.keys), read.floats
     if not done and rows * dim * 4 <= CHUNK_BYTES and not judge.guarded():
         out = np.empty((rows, dim), np.float32)
         read.connection.send_all(_chunk(read, read.keys, out, 0, last=True))
@@ -89,8 +96,8 @@ def _chunks(read: Read, judge: Judge, done: int) -> Iterator[list[Buffer]]:
 
     A chunk that has left is gathered over: memory in use already costs no page faults, and may still be in the cache.
     """
-    rows, dim = len(read.keys), read.table.spec.dim
-    step = max(1, CHUNK_BYTES // (dim * 4))
+    rows, dim = len(read.keys), read.floats
+    step = max(1, CHUNK_BYTES // max(4, dim * 4))
     keys = read.keys
     out = np.empty((min(step, rows), dim), np.float32)
     for at in range(done, max(rows, 1), step):
@@ -109,7 +116,10 @@ def _chunks(read: Read, judge: Judge, done: int) -> Iterator[list[Buffer]]:
 
 
 def _chunk(read: Read, keys: NDArray[np.int64], out: NDArray[np.float32], offset: int, *, last: bool) -> list[Buffer]:
-    read.table.gather(keys, out)
+    if read.header.slots:
+        read.table.read_slots(keys, out)
+    else:
+        read.table.gather(keys, out)
     padding = out.nbytes & 7
     header = RowsHeader(read.header.request, read.header.epoch, offset, len(keys), last)
     parts: list[Buffer] = [header.header(out.nbytes + padding).pack()]

@@ -19,8 +19,10 @@ from elasticps.server.protocol.data_shards_state import Claim, ShardMark
 from elasticps.server.protocol.operations import (
     AuditMark,
     ChunkContent,
+    Cleared,
     Content,
     Contribution,
+    Dropped,
     NewTable,
     RoundStep,
     positions_of,
@@ -53,6 +55,8 @@ from replication.progress import MAX_CLOCK
 _MAX_POSITION = 1 << 62  # of progress, of logs, of epochs: int64 with room for sums
 MAX_NAME = 255
 MAX_WORKER = (1 << 32) - 1
+MAX_TABLE = (1 << 32) - 1
+_ROWS = (OperationKind.PUSH, OperationKind.INIT, OperationKind.LOAD, OperationKind.DELETE)
 _ROUND_STEPS = (
     OperationKind.BARRIER_JOIN,
     OperationKind.BARRIER_LEAVE,
@@ -121,6 +125,8 @@ class ReplicaCodec:
                 parts += block_buffers(block)
         elif isinstance(payload, NewTable):
             parts.append(_json({"id": payload.table, "spec": payload.spec}))
+        elif isinstance(payload, Cleared | Dropped):
+            parts.append(_json({"id": payload.table}))
         elif isinstance(payload, AuditMark):
             parts.append(_json(payload._asdict()))
         elif isinstance(payload, RoundStep):
@@ -194,13 +200,16 @@ class ReplicaCodec:
             blocks = read_blocks(said.blocks, body, at)
             clock = whole(document.get("clock"), MAX_CLOCK - 1, 1)
             payload = Contribution(text(document.get("app"), MAX_NAME), clock, blocks, ranges, positions, mark)
-        elif said.kind in (OperationKind.PUSH, OperationKind.INIT, OperationKind.LOAD):
+        elif said.kind in _ROWS:
             payload = Content(read_blocks(said.blocks, body, at), ranges, positions, mark)
         elif said.kind == OperationKind.CREATE:
             try:
                 payload = new_table(_document(body, at))
             except SpecError as error:
                 raise FrameError(f"a FORWARD's CREATE has a spec that is none here: {error}") from None
+        elif said.kind in (OperationKind.CLEAR, OperationKind.DROP):
+            number = whole(_document(body, at).get("id"), MAX_TABLE, 1)
+            payload = Cleared(number) if said.kind == OperationKind.CLEAR else Dropped(number)
         elif said.kind == OperationKind.AUDIT:
             document = _document(body, at)
             parts = whole(document.get("parts"), 1 << 32, 1)
@@ -290,7 +299,7 @@ def _take(document: Any) -> Claim:
 def new_table(document: dict[str, Any]) -> NewTable:
     """What a CREATE says. `SpecError` for a spec that is none, or that this server's plug-ins do not know."""
     spec = TableSpec.from_json(text(document.get("spec"), MAX_CONTROL_BYTES))
-    return NewTable(whole(document.get("id"), (1 << 32) - 1, 1), spec.to_json())
+    return NewTable(whole(document.get("id"), MAX_TABLE, 1), spec.to_json())
 
 
 def shard_mark(header: Header) -> ShardMark | None:

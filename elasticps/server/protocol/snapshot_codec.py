@@ -51,7 +51,9 @@ def block_buffers(block: Block) -> list[Buffer]:
     rows, dim = block.grads.shape
     parts: list[Buffer] = [block_head(block.table, rows, dim, block.step_values)]
     if rows:
-        parts += [block.keys.data.cast("B"), block.grads.data.cast("B")]
+        parts.append(block.keys.data.cast("B"))
+        if dim:
+            parts.append(block.grads.data.cast("B"))
         if padding := grads_padding(rows, dim):
             parts.append(b"\0" * padding)
     return parts

@@ -1,0 +1,156 @@
+"""Tables are listed, emptied and dropped, while servers come and go."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import elasticps as eps
+from elasticps.audit import audit
+from tests.conftest import NewCluster
+from tests.e2e.conftest import Connect
+
+KEYS = np.arange(3_000)
+ONES = np.ones((len(KEYS), 2), np.float32)
+
+
+def test_tables_are_listed_with_their_specs_and_rows(connect: Connect) -> None:
+    ps = connect()
+    assert ps.tables() == {}
+    table = ps.table("t", dim=2, optimizer=eps.Adagrad(lr=0.1))
+    ps.tensor("d", init=np.ones((3, 4), np.float32), optimizer=eps.SGD(lr=0.1))
+    ps.push({table: (KEYS, ONES)}).result()
+    found = ps.tables()
+    assert {name: (one.spec.dim, one.spec.shape, one.rows) for name, one in found.items()} == {
+        "t": (2, None, len(KEYS)),
+        "d": (12, (3, 4), 1),
+    }
+
+
+def test_slots_are_read_by_name(connect: Connect) -> None:
+    ps = connect()
+    adam = ps.table("adam", dim=3, optimizer=eps.Adam(lr=0.1))
+    keys, grads = np.arange(70_000), np.full((70_000, 3), 2.0, np.float32)
+    ps.push({adam: (keys[:-1], grads[:-1])}).result()
+    slots = adam.slots(keys)
+    assert list(slots) == ["exp_avg", "exp_avg_sq"]
+    np.testing.assert_allclose(slots["exp_avg"][:-1], 0.2, rtol=1e-6)
+    np.testing.assert_allclose(slots["exp_avg_sq"][:-1], 0.004, rtol=1e-5)
+    assert not slots["exp_avg"][-1].any()
+    sums = ps.table("row", dim=3, optimizer=eps.RowAdagrad(lr=0.1)).slots([5])
+    np.testing.assert_array_equal(sums["sum"], [[0.0]])
+    assert ps.table("none", dim=3, optimizer=eps.SGD(lr=0.1)).slots([5]) == {}
+
+
+def test_deleted_rows_begin_anew(connect: Connect) -> None:
+    ps = connect()
+    table = ps.table("t", dim=2, optimizer=eps.Adagrad(lr=1.0), init=eps.Constant(3.0))
+    step = ps.push({table: (KEYS, ONES)})
+    table.delete(np.concatenate([KEYS[::2], [77_777], KEYS[:10:2]]))  # behind the step, without waiting for it
+    assert step.done()
+    assert len(table) == len(KEYS) // 2
+    np.testing.assert_allclose(table.pull(KEYS)[:2], [[3.0, 3.0], [2.0, 2.0]])
+    ps.push({table: (KEYS, ONES)}).result()
+    np.testing.assert_allclose(table.slots(KEYS)["sum"][:2, 0], [1.0, 2.0])
+    table.clear()
+    assert (len(table), list(table.keys())) == (0, [])
+    table.delete([])
+
+
+def test_a_table_can_be_dropped_and_its_name_used_again(connect: Connect) -> None:
+    ps, other = connect(), connect("w1")
+    table = ps.table("t", dim=2, optimizer=eps.Accumulate())
+    theirs = other.table("t", dim=2, optimizer=eps.Accumulate())
+    ps.push({table: (KEYS, ONES)}).result()
+    ps.drop_table("t")
+    with pytest.raises(eps.UnknownTable, match="no table 't'"):
+        ps.drop_table("t")
+    with pytest.raises(eps.UnknownTable):
+        theirs.pull(KEYS)
+    with pytest.raises(eps.UnknownTable):
+        other.push({theirs: (KEYS, ONES)}).result()
+    with pytest.raises(eps.InputError, match="tables and tensors of this client"):
+        ps.push({table: (KEYS, ONES)})
+    again = ps.table("t", dim=5, optimizer=eps.Adagrad(lr=0.1))
+    assert again.id > table.id
+    assert len(again) == 0
+    found = other.table("t", dim=5, optimizer=eps.Adagrad(lr=0.1))
+    other.push({found: (KEYS, np.ones((len(KEYS), 5), np.float32))}).result()
+    assert len(again) == len(KEYS)
+
+
+def test_a_table_that_servers_do_not_take_leaves_no_name_behind(connect: Connect) -> None:
+    ps = connect()
+    with pytest.raises(eps.SpecError, match="no optimizer is registered as 'liom'"):
+        ps.table("t", dim=2, optimizer=eps.Custom("liom", lr=0.1))
+    assert ps.tables() == {}
+    ps.table("t", dim=2, optimizer=eps.SGD(lr=0.1))
+
+
+def test_a_learning_rate_is_no_part_of_what_a_table_is(connect: Connect) -> None:
+    ps, other = connect(), connect("w1")
+    table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0))
+    theirs = other.table("t", dim=2, optimizer=eps.SGD(lr=10.0))
+    ps.push({table: (KEYS, ONES)}).result()
+    other.push({theirs: (KEYS, ONES)}).result()
+    np.testing.assert_array_equal(table.pull([0]), [[-11.0, -11.0]])
+    table.set_lr(100.0)
+    ps.push({table: (KEYS, ONES)}).result()
+    assert ps.table("t", dim=2, optimizer=eps.SGD(lr=lambda clock: 1000.0)) is table
+    ps.push({table: (KEYS, ONES)}).result()
+    np.testing.assert_array_equal(table.pull([0]), [[-1111.0, -1111.0]])
+    with pytest.raises(eps.InputError, match="knows no learning rate"):
+        ps.table("sums", dim=1, optimizer=eps.Accumulate()).set_lr(0.1)
+
+
+def test_what_is_dropped_in_a_round_is_gone_when_it_closes(connect: Connect) -> None:
+    a, b = connect("a", consistency=eps.BSP()), connect("b", consistency=eps.BSP())
+    table, kept = (a.table(name, dim=2, optimizer=eps.SGD(lr=1.0)) for name in ("t", "kept"))
+    theirs = b.table("kept", dim=2, optimizer=eps.SGD(lr=1.0))
+    a.resume()
+    b.resume()
+    step = a.push({table: (KEYS, ONES), kept: (KEYS, ONES)})  # waits for the other's
+    until = time.monotonic() + 30.0
+    while a.committed < step.clock and time.monotonic() < until:
+        time.sleep(0.01)
+    b.drop_table("t")
+    closing = threading.Thread(target=step.result)
+    closing.start()
+    b.push({theirs: (KEYS, ONES)}).result()
+    closing.join()
+    np.testing.assert_array_equal(b.table("kept", dim=2, optimizer=eps.SGD(lr=1.0)).pull(KEYS), -ONES)
+
+
+def test_deletions_happen_once_while_servers_die_and_are_filled(local_cluster: NewCluster) -> None:
+    """A round of each key: pushed, deleted, pushed again. Whatever is lost or done twice shows in its sum."""
+    cluster = local_cluster(servers=3, replicas=2)
+    with eps.connect(cluster.url, worker="w0", timeout=60.0) as ps, eps.connect(cluster.url, worker="w1") as other:
+        table = ps.table("t", dim=2, optimizer=eps.Accumulate())
+        gone = other.table("gone", dim=2, optimizer=eps.Accumulate())
+        other.push({gone: (KEYS, ONES)}).result()
+        for turn in range(40):
+            if turn == 10:
+                cluster.kill("s1")
+            if turn == 12:
+                other.drop_table("gone")
+            if turn == 20:
+                cluster.start_server()
+            ps.push({table: (KEYS, ONES)})
+            if turn % 8 == 7:
+                table.clear()
+            else:
+                table.delete(KEYS[turn % 3 :: 3])
+        expected = np.zeros(len(KEYS), np.float32)
+        for turn in range(40):
+            expected += 1
+            expected[turn % 3 :: 3] = 0
+            if turn % 8 == 7:
+                expected[:] = 0
+        assert len(table) == np.count_nonzero(expected)
+        np.testing.assert_array_equal(table.pull(KEYS)[:, 0], expected)
+        assert ps.tables().keys() == {"t"}
+        report = audit(cluster.operator_url)
+        assert report.clean, report
