@@ -122,11 +122,18 @@ def test_any_json_is_a_spec_or_an_error(value: object) -> None:
 
 
 def test_a_difference_is_told_in_words() -> None:
-    one, two = TableSpec("a", 32, spec.SGD(0.1)), TableSpec("a", 64, spec.SGD(0.2))
+    one, two = TableSpec("a", 32, spec.SGD(0.1)), TableSpec("a", 64, spec.SGD(0.2, momentum=0.9))
     words = one.difference(two)
     assert "dim is 32, not 64" in words
     assert "SGD(lr=0.1" in words
     assert "name" not in words
+
+
+def test_another_rate_is_no_difference() -> None:
+    one, two = TableSpec("a", 32, spec.SGD(0.1)), TableSpec("a", 32, spec.SGD(lambda clock: 1 / clock))
+    assert one != two
+    assert one.difference(two) == two.difference(one) == ""
+    assert "optimizer is" in one.difference(TableSpec("a", 32, spec.Adagrad(0.1)))
 
 
 def test_schedules_are_a_property_of_the_step() -> None:

@@ -117,6 +117,10 @@ class Client:
         """All tables and tensors of the application, by name: their specs, and how many rows servers have of each."""
         return self._tables.known()
 
+    def open(self, name: str) -> SparseTable | DenseTensor:
+        """A table or tensor of the application, as it was made. Raises `UnknownTable` if there is none of that name."""
+        return self._tables.open(name)
+
     def drop_table(self, name: str) -> None:
         """Forgets a table or tensor of the application: rows, slots and name. Returns when every server has.
 

@@ -267,6 +267,11 @@ class Tables:
             for name, one in found.items()
         }
 
+    def open(self, name: str) -> Handle:
+        """A table or tensor that there is, as it was made. Raises UnknownTable."""
+        spec = self._find(name).spec
+        return self._open(spec, None if spec.shape is None else np.zeros(spec.shape, np.float32))
+
     def clear(self, name: str) -> None:
         """Forgets the rows of a sparse table. Raises UnknownTable; InputError for a tensor."""
         found = self._find(name)

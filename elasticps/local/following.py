@@ -128,6 +128,8 @@ class Following:
         found = {}
         for entry in self._run(self._store.list("tables/")).entries:
             document = json.loads(entry.value)
+            if document.get("dropping"):
+                continue
             found[document["id"]] = {"app": entry.key.split("/")[1], **json.loads(document["spec"])}
         return found
 

@@ -247,5 +247,7 @@ async def _tables(store: Store) -> dict[int, TableSpec]:
     for entry in (await store.list(TABLES)).entries:
         with suppress(ValueError, KeyError, TypeError, SpecError):
             document = json.loads(entry.value)
+            if document.get("dropping"):
+                continue
             found[document["id"]] = TableSpec.from_json(document["spec"])
     return found

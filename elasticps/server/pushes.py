@@ -33,6 +33,8 @@ from replication.effects import Ask, Push
 from replication.messages import ERASER, OperationKind
 from replication.progress import MAX_CLOCK, MAX_PARTS
 
+MAX_DROPPED = 1 << 16  # tables that a server remembers, some hundred bytes each: their ids must not come again
+
 
 class Pushes:
     """Their handlers. `served()` is told of each push."""
@@ -107,6 +109,8 @@ class Pushes:
             return
         said, me = EraseHeader.of(header), self._serving.me.name
         if said.kind == OperationKind.DROP:
+            if said.table not in self._store.tables and len(self._store.dropped) >= MAX_DROPPED:
+                raise RequestError("spec", f"server {me} remembers {MAX_DROPPED} dropped tables, and takes no more")
             self._control(connection, header, OperationKind.DROP, Dropped(said.table), 64)
             return
         if said.kind not in (OperationKind.DELETE, OperationKind.CLEAR) or not 0 < said.number < MAX_CLOCK:

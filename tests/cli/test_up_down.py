@@ -66,6 +66,14 @@ def test_a_detached_cluster_from_up_to_down(state_folder: Path, eventually: Even
         assert sum(there["rows"] for there in stored[0]["servers"].values()) == 2000
         assert "users  [keys, 8]  float32  adagrad lr=0.5  1,000" in run("tables", "--url", started["url"]).stdout
 
+        one = json.loads(run("tables", "show", "users", "--app", "ads").stdout)
+        assert (one["rows"], one["optimizer"]["kind"]) == (1000, "adagrad")
+        assert "no table 'users'" in run("tables", "drop", "users", "--yes").stderr
+        assert run("tables", "--name", "demo", "drop", "users", "--yes").returncode == ExitCode.USAGE
+        assert "clear: users, 1,000 rows" in run("tables", "clear", "users", "--app", "ads", "--yes").stdout
+        assert "drop: users, 0 rows" in run("tables", "drop", "users", "--app", "ads", "--yes").stdout
+        assert json.loads(run("tables", "list", "--json").stdout)["tables"] == []
+
         said = run("logs").stdout.splitlines()
         assert {line.split()[0] for line in said} == {"c0", "etcd", "s0", "s1"}
         assert all(line.startswith("ts=") for line in run("logs", "s0").stdout.splitlines())

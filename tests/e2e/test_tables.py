@@ -28,6 +28,15 @@ def test_tables_are_listed_with_their_specs_and_rows(connect: Connect) -> None:
         "t": (2, None, len(KEYS)),
         "d": (12, (3, 4), 1),
     }
+    other = connect("w1")
+    there = other.open("t")
+    assert isinstance(there, eps.SparseTable)
+    np.testing.assert_array_equal(there.pull(KEYS), table.pull(KEYS))
+    tensor = other.open("d")
+    assert isinstance(tensor, eps.DenseTensor)
+    np.testing.assert_array_equal(tensor.pull(), np.ones((3, 4)))
+    with pytest.raises(eps.UnknownTable, match="no table 'x'"):
+        other.open("x")
 
 
 def test_slots_are_read_by_name(connect: Connect) -> None:

@@ -27,11 +27,15 @@ from elasticps.wire.frames import (
     json_frame,
 )
 from elasticps.wire.views import view_frame
+from replication.messages import ERASER, OperationKind
 from tests.fuzz.core import APPS, CLUSTER, HOSTILE, ME, NOBODY, OWN, PEER, Core
 from tests.fuzz.corpus import LEADER, RANGES, ROLES, WORKER, Corpus
 from tests.fuzz.corpus import PEER as AS_PEER
 from tests.fuzz.mutations import mutate
 
+INIT, DELETE, CLEAR, DROP = map(
+    int, (OperationKind.INIT, OperationKind.DELETE, OperationKind.CLEAR, OperationKind.DROP)
+)
 CHOSEN = 24  # frames of a kind that are said in one burst
 KEYS = np.arange(200, dtype=np.int64)
 _OFTEN = {Kind.PUSH: 6, Kind.PULL: 2, Kind.FORWARD: 6, Kind.ACK: 3, Kind.SNAPSHOT_CHUNK: 3, Kind.RESYNC: 2}
@@ -159,7 +163,7 @@ class Voices:
         if role == LEADER:
             return {Kind.VIEW: [view_frame(view)] * 20, Kind.GET_VIEW: [Header(Kind.GET_VIEW).pack()]}
         if role == AS_PEER:
-            forwards = [self._forward(random.choice((0, 0, 0, 2))) for _ in range(CHOSEN)]
+            forwards = [self._forward(random.choice((0, 0, 0, INIT, DELETE, CLEAR, DROP))) for _ in range(CHOSEN)]
             rooms = json_frame(Kind.ROOM, {"rooms": [[1 << 40, 8, PEER, 1, 2, 3], [1 << 62, 1, "", 0, 0, 0]]})
             return {Kind.FORWARD: [f for f in forwards if f], Kind.ROOM: [rooms]}
         pushes = [self._push() for _ in range(2 * CHOSEN)]
@@ -177,7 +181,20 @@ class Voices:
             Header(Kind.INIT, flags & ALL_RANGES, len(body), 7, epoch, items=items).pack() + body
             for flags, items, body in (self._rows(no_values=True) for _ in range(8))
         ]
-        return {Kind.PUSH: pushes, Kind.PULL: pulls, Kind.CREATE: creates, Kind.INIT: inits}
+        erases = [self._erase(random.choice((DELETE, DELETE, CLEAR, DROP))) for _ in range(8)]
+        return {Kind.PUSH: pushes, Kind.PULL: pulls, Kind.CREATE: creates, Kind.INIT: inits, Kind.ERASE: erases}
+
+    def _erase(self, kind: int) -> bytes:
+        random, epoch = self._random, self._core.server.epoch
+        flags, items, body = self._rows(keys_alone=True) if kind == DELETE else (ALL_RANGES, 0, b"")
+        return Header(
+            Kind.ERASE, flags & ALL_RANGES, len(body), 5, epoch, random.randrange(1, 50), part=kind,
+            table=self._erased(kind), items=items,
+        ).pack() + body  # fmt: skip
+
+    def _erased(self, kind: int) -> int:
+        """A table; to be dropped, one of a few that nobody has: without the others there would be little left to do."""
+        return self._random.choice(sorted(self._tables) if kind == CLEAR else range(1 << 20, (1 << 20) + 50))
 
     def _push(self) -> bytes:
         random = self._random
@@ -189,7 +206,7 @@ class Voices:
             bound=shard[0], wait_ms=shard[1],
         ).pack() + body  # fmt: skip
 
-    def _rows(self, no_values: bool = False) -> tuple[int, int, bytes]:
+    def _rows(self, no_values: bool = False, keys_alone: bool = False) -> tuple[int, int, bytes]:
         """(flags, blocks, body) of rows that this server heads, in some of its ranges or in all."""
         random, routes = self._random, self._routes
         share = next((s for s in routes.shares if routes.members[s.server].name == ME), None)
@@ -208,7 +225,10 @@ class Voices:
             keys = np.array(random.sample(range(200), random.choice((1, 5, 40))), np.int64)
             plan = plan_push(keys, table_salt(number), routes)
             mine = keys[plan.order[plan.offsets[start] : plan.offsets[stop]]]
-            body += self._block(number, spec, mine, no_values)
+            if keys_alone:
+                body += block_head(number, len(mine), 0, np.empty(0, np.float32)) + mine.tobytes()
+            else:
+                body += self._block(number, spec, mine, no_values)
         return flags, len(chosen), body
 
     def _block(self, number: int, spec: TableSpec, keys: np.ndarray, no_values: bool) -> bytes:
@@ -230,7 +250,7 @@ class Voices:
         ranges = np.array(sorted(random.sample(up, random.randint(1, len(up)))), np.int64)
         body = ranges.astype("<i4").tobytes()
         body += bytes(-len(body) % 8) + bytes(8 * len(ranges))
-        chosen = random.sample(sorted(self._tables), random.choice((1, 1, 2)))
+        chosen = random.sample(sorted(self._tables), random.choice((1, 1, 2))) if kind < CLEAR else []
         position = np.full(RANGES, -1, np.int64)
         position[ranges] = np.arange(len(ranges))
         for number in chosen:
@@ -240,8 +260,18 @@ class Voices:
             where = position[table.ranges_of(KEYS)]
             keys = KEYS[np.argsort(where, kind="stable")][np.count_nonzero(where < 0) :]
             keys = keys[sorted(random.sample(range(len(keys)), min(len(keys), random.choice((1, 5, 40)))))]
-            body += self._block(number, self._tables[number], keys, no_values=kind == 2)
-        worker, after = (0, 0) if kind else (random.choice((*HOSTILE, NOBODY)), random.randrange(1, 50) << 16)
+            if kind == DELETE:
+                body += block_head(number, len(keys), 0, np.empty(0, np.float32)) + keys.tobytes()
+            else:
+                body += self._block(number, self._tables[number], keys, no_values=kind == INIT)
+        if not chosen:
+            said = b'{"id":%d}' % self._erased(kind)
+            body += said + b" " * (-len(said) % 8)
+        worker, after = (random.choice((*HOSTILE, NOBODY)), random.randrange(1, 50) << 16)
+        if kind in (INIT, DROP):
+            worker = after = 0
+        elif kind:
+            worker |= ERASER
         return Header(
             Kind.FORWARD, 0, len(body), 0, 0, after, worker, part=kind, table=len(ranges),
             items=sum(n in self._core.server.store.tables for n in chosen),
