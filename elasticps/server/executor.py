@@ -113,7 +113,8 @@ class Executor:
             self.handlers[type(effect)](effect)
 
     def _bury(self) -> None:
-        for table in self.store.bury(self.replica.role != Role.OUT):
+        acked = np.where(self.replica.role == Role.OUT, -1, self.replica.acked)
+        for table in self.store.bury(acked):
             self.rounds.drop(table, None, self.store.tables)
 
     def note_change(self) -> None:
@@ -140,7 +141,7 @@ class Executor:
             self._clear(effect, self.store.tables[payload.table])
         elif isinstance(payload, Dropped):
             self.rounds.drop(payload.table, effect.ranges, self.store.tables)
-            self.store.drop(payload.table, effect.ranges)
+            self.store.drop(payload.table, effect.ranges, effect.seqs)
             self.note_change()
         elif isinstance(payload, AuditMark):
             self._mark(effect, payload)
@@ -216,7 +217,7 @@ class Executor:
         content: ChunkContent = effect.payload  # type: ignore[assignment]
         for number, spec, keys, values in content.tables:
             if not spec:
-                self.store.drop(number, np.array([effect.range], np.int64))
+                self.store.drop(number, np.array([effect.range], np.int64), np.zeros(1, np.int64))
                 continue
             table = self.store.create(TableSpec.from_json(spec), number)
             if len(keys):

@@ -15,18 +15,20 @@ class Store:
     """Tables by id, in shared memory chunks. Every table is cut into the same ranges.
 
     A table is dropped range by range, each at its own place of the range's log. From the first one on workers know it
-    no more; but until the last one its operations may still come down the chains of other ranges. An id never comes
-    again, so what was dropped is remembered.
+    no more; but until the last one its operations may still come down the chains of other ranges, and until those of
+    all ranges are acknowledged they may have to be sent again. An id never comes again, so what was dropped is
+    remembered.
 
-    tables: all of them, also those; live: without those. dropped: for each id that was dropped, in which ranges, bool
-    [ranges]. new: live tables made since somebody has emptied it. version: changes with `live`.
+    tables: all of them, also those; live: without those. dropped: for each id that was dropped, at which place of the
+    log of each range, int64 [ranges], -1 where it was not. new: live tables made since somebody has emptied it.
+    version: changes with `live`.
     """
 
     def __init__(self, ranges: int) -> None:
         self.ranges = ranges
         self.tables: dict[int, Table] = {}
         self.live: dict[int, Table] = {}
-        self.dropped: dict[int, NDArray[np.bool_]] = {}
+        self.dropped: dict[int, NDArray[np.int64]] = {}
         self.new: list[tuple[int, Table]] = []
         self.version = 0
         self._memory = Memory()
@@ -45,13 +47,14 @@ class Store:
             raise SpecError(f"table {table.spec.name!r} (id {table_id}) exists with another spec: {difference}")
         return table
 
-    def drop(self, table_id: int, ranges: NDArray[np.int64]) -> None:
-        """Forgets a table's rows in some ranges, for good; whoever asks for the table is told that there is none."""
+    def drop(self, table_id: int, ranges: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+        """Forgets a table's rows in some ranges, for good, at these places of their logs; whoever asks for the table is
+        told that there is none."""
         if table_id not in self.dropped:
-            self.dropped[table_id] = np.zeros(self.ranges, np.bool_)
+            self.dropped[table_id] = np.full(self.ranges, -1, np.int64)
             self.live.pop(table_id, None)
             self.version += 1
-        self.dropped[table_id][ranges] = True
+        self.dropped[table_id][ranges] = places
         table = self.tables.get(table_id)
         if table is not None:
             table.dropped = True
@@ -61,24 +64,29 @@ class Store:
 
     def dropped_in(self, r: int) -> list[int]:
         """Tables that were dropped in range r."""
-        return sorted(table for table, ranges in self.dropped.items() if ranges[r])
+        return sorted(table for table, ranges in self.dropped.items() if ranges[r] >= 0)
 
     def erase(self, ranges: NDArray[np.int64]) -> None:
         """Forgets everything about some ranges, which are here no more."""
         for gone in self.dropped.values():
-            gone[ranges] = False
+            gone[ranges] = -1
         for table in self.tables.values():
             for r in ranges.tolist():
                 if table.count_range(r):
                     table.drop_range(r)
 
-    def bury(self, held: NDArray[np.bool_]) -> list[int]:
-        """Gives back what is left of tables that were dropped in every range held here, bool [ranges]: none of their
-        operations can come any more. Their ids."""
-        gone = [table for table in self.tables.keys() - self.live.keys() if self.dropped[table][held].all()]
-        for table in gone:
+    def bury(self, acked: NDArray[np.int64]) -> list[int]:
+        """Gives back what is left of tables that were dropped in every range held here, where all replicas are known to
+        have that: their operations cannot come any more, nor go. Their ids. acked: up to which place, int64 [ranges],
+        -1 for ranges that are not held."""
+
+        def gone(places: NDArray[np.int64]) -> bool:
+            return bool(((acked < 0) | (places >= 0) & (places <= acked)).all())
+
+        found = [table for table in self.tables.keys() - self.live.keys() if gone(self.dropped[table])]
+        for table in found:
             self.tables.pop(table).close()
-        return gone
+        return found
 
     def tidy(self, rows: int) -> None:
         """Has tables with many dropped rows give memory back: handles about so many rows."""

@@ -208,8 +208,8 @@ def test_memory_is_small_for_small_tensors_and_goes_back() -> None:
     fill(big, np.arange(10_000))
     assert big.nbytes < before * 1.1, "rows of dropped ranges are used again"
     for i in range(301):
-        store.drop(i, np.arange(256))
-    assert len(store.bury(np.ones(256, np.bool_))) == 301
+        store.drop(i, np.arange(256), np.zeros(256, np.int64))
+    assert len(store.bury(np.zeros(256, np.int64))) == 301
     assert (store.rows, store.nbytes) == (0, 0)
 
 
@@ -232,27 +232,29 @@ def test_a_store_knows_its_tables() -> None:
         store.create(TableSpec("a", 8, spec.SGD(0.1)), 5)
 
 
-def test_a_dropped_table_is_kept_until_it_is_dropped_in_every_range_that_is_held() -> None:
-    store, held = Store(4), np.array([True, True, False, True])
+def test_a_dropped_table_is_kept_until_all_replicas_of_what_is_held_have_dropped_it() -> None:
+    store, acked = Store(4), np.array([10, 10, -1, 10])
     keys = np.arange(200)
     made, version = store.create(TableSpec("a", 4, spec.SGD(0.1)), 5), store.version
     fill(made, keys)
-    store.drop(5, np.array([0, 1]))
+    store.drop(5, np.array([0, 1]), np.array([3, 11]))
     assert (store.live, store.tables, made.dropped) == ({}, {5: made}, True)
     assert store.version > version
     assert [bool(made.count_range(r)) for r in range(4)] == [False, False, True, True]
-    assert store.bury(held) == []
-    store.drop(5, np.array([3]))
-    assert store.bury(held) == [5]
+    assert store.bury(acked) == []
+    store.drop(5, np.array([3]), np.array([9]))
+    assert store.bury(acked) == []
+    acked[1] = 11
+    assert store.bury(acked) == [5]
     assert (store.tables, store.rows, store.dropped_in(3), store.dropped_in(2)) == ({}, 0, [5], [])
     late = store.create(TableSpec("a", 4, spec.SGD(0.1)), 5)  # somebody has not heard of it
     assert (store.live, late.dropped) == ({}, True)
-    assert store.bury(held) == [5]
+    assert store.bury(acked) == [5]
     store.erase(np.array([3]))  # it comes back from a replica that has not dropped it yet
     late = store.create(TableSpec("a", 4, spec.SGD(0.1)), 5)
-    assert store.bury(held) == []
-    store.drop(5, np.array([3]))
-    assert store.bury(held) == [5]
+    assert store.bury(acked) == []
+    store.drop(5, np.array([3]), np.array([0]))
+    assert store.bury(acked) == [5]
 
 
 def test_nothing_compiles_once_warm() -> None:
