@@ -278,7 +278,7 @@ class Connection(asyncio.BufferedProtocol):
     def hold(self, header: Header, body: Body) -> None:
         """Keeps this frame, and all that follow, until `release`: the server lacks what it needs to judge it."""
         self.holding = True
-        self._set(at.C_SLOW, 1)
+        self._choose_path()
         self._held.appendleft((header, body.copy()))
         self.transport.pause_reading()
 
@@ -287,7 +287,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self.holding:
             return
         self.holding = False
-        self._set(at.C_SLOW, 0)
+        self._choose_path()
         try:
             while self._held and not self.holding:
                 self._handle(*self._held.popleft())
@@ -386,8 +386,14 @@ class Connection(asyncio.BufferedProtocol):
                 break
             else:
                 self.transport.writelines(chunk)
+        self._choose_path()
         if was_full:
             self._read_on()
+
+    def _choose_path(self) -> None:
+        """Compiled code would not know that a frame is held, and would overtake an answer that waits."""
+        if self.slot >= 0:
+            self._set(at.C_SLOW, self.holding or bool(self._answers))
 
     # --- timers -------------------------------------------------------------------------------------------------
 
