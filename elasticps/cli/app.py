@@ -13,7 +13,7 @@ import typer
 
 from elasticps import __version__
 from elasticps.bench.cli import app as bench
-from elasticps.cli import audit, cluster, local, logs, processes, scale, status, tables
+from elasticps.cli import audit, cluster, exchange, local, logs, processes, scale, status, tables
 from elasticps.cli.certificates import certificates
 from elasticps.cli.demo import demo
 from elasticps.cli.options import command
@@ -38,6 +38,8 @@ app.command(rich_help_panel=LOCAL)(command(logs.logs))
 app.command(rich_help_panel=LOOK)(command(scale.drain))
 app.command(rich_help_panel=LOOK)(command(status.status))
 app.add_typer(tables.app, name="tables", rich_help_panel=LOOK)
+app.command(rich_help_panel=LOOK)(command(exchange.export))
+app.command("import", rich_help_panel=LOOK)(command(exchange.import_))
 app.command(rich_help_panel=LOOK)(command(audit.audit))
 app.add_typer(cluster.app, name="cluster", rich_help_panel=LOOK)
 app.command(rich_help_panel=SHOW)(command(demo))

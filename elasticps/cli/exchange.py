@@ -1,0 +1,93 @@
+"""`elasticps export` and `import`: models go out and come in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from elasticps.cli.local import target
+from elasticps.cli.options import Name, Url
+from elasticps.cli.output import err, out
+from elasticps.errors import ConfigError
+
+App = Annotated[str, typer.Option(help="The application that the tables belong to.")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds that servers may take for one answer.")]
+
+
+def export(
+    to: Annotated[Path, typer.Option(help="The folder to write; it must not exist, or be empty.")],
+    tables: Annotated[str, typer.Option(help="Names, with commas in between; all if left out.")] = "",
+    kind: Annotated[str, typer.Option("--format", help="safetensors, npz or parquet.")] = "safetensors",
+    with_slots: Annotated[bool, typer.Option(help="What optimizers keep of each row, too.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of weights: float32 or float16.")] = "float32",
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(help="TABLE=N: its keys are 0 … N - 1, and all are written, in order; may be repeated."),
+    ] = None,
+    url: Url = None,
+    name: Name = None,
+    app: App = "default",
+    timeout: Timeout = 30.0,
+) -> None:
+    """Write a live cluster's tables and tensors into files that torch and others read. Training may go on meanwhile."""
+    from elasticps.client import connect  # imports take half a second, which other commands do without
+    from elasticps.exchange.export import export
+
+    counts = {}
+    for each in rows or ():
+        table, _, count = each.rpartition("=")
+        if not table or not count.isdigit():
+            raise ConfigError(f"--rows takes TABLE=N, got {each!r}")
+        counts[table] = int(count)
+    chosen = [each for each in tables.split(",") if each]
+    with connect(target(url, name), app=app, timeout=timeout) as ps:
+        total = sum(counts.get(n, one.rows) for n, one in ps.tables().items() if not chosen or n in chosen)
+        with _bar("export", total) as tell:
+            written = export(
+                ps, to, tables=chosen, kind=kind, with_slots=with_slots, dtype=dtype, rows=counts, tell=tell
+            )
+    out.print(f"{to}: {len(written)} tables, {sum(written.values()):,} rows", markup=False)
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(help="What export wrote, or a .safetensors, .npz, .parquet or .pt file.")],
+    table: Annotated[
+        list[str] | None, typer.Option(help="TABLE=TENSOR: which tensor of a file a table is; may be repeated.")
+    ] = None,
+    url: Url = None,
+    name: Name = None,
+    app: App = "default",
+    timeout: Timeout = 30.0,
+) -> None:
+    """Load tables and tensors from files into a live cluster, past their optimizers. Nobody should train meanwhile.
+
+    Of an export, tables that are not there are made. Of a state_dict nothing but tensors is read.
+    """
+    from elasticps.client import connect
+    from elasticps.exchange.load import load
+
+    names = {}
+    for each in table or ():
+        known, _, tensor = each.partition("=")
+        if not known or not tensor:
+            raise ConfigError(f"--table takes TABLE=TENSOR, got {each!r}")
+        names[tensor] = known
+    with connect(target(url, name), app=app, timeout=timeout) as ps, _bar("import", None) as tell:
+        loaded = load(ps, source, names=names, tell=tell)
+    out.print(f"{source}: {len(loaded)} tables, {sum(loaded.values()):,} rows", markup=False)
+
+
+@contextmanager
+def _bar(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    columns = (
+        TextColumn("[bold]{task.description}"), BarColumn(bar_width=28), MofNCompleteColumn(), TextColumn("rows"),
+        TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda rows: progress.advance(task, rows)

@@ -1,0 +1,1 @@
+"""Models go out and come in: tables as files that others read."""

@@ -1,0 +1,105 @@
+"""A live model as files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from elasticps.client import Client, DenseTensor, SparseTable
+from elasticps.client.tables import CHUNK
+from elasticps.errors import ConfigError
+from elasticps.exchange.writers import DTYPES, Columns, writer
+
+MANIFEST = "elasticps.json"
+VERSION = 1
+CHUNK_BYTES = 16 << 20
+Tell = Callable[[int], None]
+
+
+def export(
+    ps: Client,
+    to: Path,
+    *,
+    tables: Collection[str] = (),
+    kind: str = "safetensors",
+    with_slots: bool = False,
+    dtype: str = "float32",
+    rows: Mapping[str, int] | None = None,
+    tell: Tell = lambda rows: None,
+) -> dict[str, int]:
+    """Writes tables and tensors of the client's application (all, if none are named) into the folder `to`, which must
+    not exist or be empty; returns the rows of each. `docs/operations.md` says what lies there.
+
+    rows: of tables whose keys are 0 … n - 1, n by name: all of these are written, in order, those never pushed with
+    their initial values, as `nn.Embedding` has them. Every other table has its keys in a column beside. dtype: of
+    weights, float32 or float16. tell(n) hears of each n rows.
+
+    Training may go on meanwhile, but then rows are of different moments. Memory for one chunk is enough, and for one
+    tensor. Raises UnknownTable, ConfigError for arguments and folders that cannot be, Timeout. There is all or nothing.
+    """
+    known, counts = ps.tables(), dict(rows or {})
+    if dtype not in ("float32", "float16"):
+        raise ConfigError(f"dtype must be float32 or float16, got {dtype!r}")
+    handles = {name: ps.open(name) for name in (tables or known)}
+    if strangers := counts.keys() - {name for name, handle in handles.items() if isinstance(handle, SparseTable)}:
+        raise ConfigError(f"rows of {sorted(strangers)[0]!r} are given, which is no table that is exported")
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ConfigError(f"{to} exists, and is not an empty folder")
+    part = to.with_name(f".{to.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        said, written = {}, {}
+        for name, handle in handles.items():
+            prefix = f"embedding_bags.{name}" if isinstance(handle, SparseTable) else ""
+            out = writer(kind, part, name, prefix)
+            written[name] = 0
+            for columns in _columns(ps, handle, counts.get(name), with_slots, dtype):
+                out.write(columns)
+                count = len(next(iter(columns.values())))
+                written[name] += count
+                tell(count)
+            out.close()
+            said[name] = {
+                "spec": json.loads(handle.spec.to_json()),
+                "rows": written[name],
+                "keys": _open(handle, counts),
+            }
+        manifest = {"version": VERSION, "format": kind, "dtype": dtype, "tables": said}
+        (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        part.replace(to)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return written
+
+
+def _open(handle: SparseTable | DenseTensor, counts: Mapping[str, int]) -> bool:
+    return isinstance(handle, SparseTable) and handle.name not in counts
+
+
+def _columns(
+    ps: Client, handle: SparseTable | DenseTensor, count: int | None, with_slots: bool, dtype: str
+) -> Iterator[Columns]:
+    assert dtype in DTYPES
+    if isinstance(handle, DenseTensor):
+        yield {handle.name: np.atleast_1d(handle.pull().astype(dtype))}
+        return
+    step = max(1, min(CHUNK, CHUNK_BYTES // (8 + 4 * handle.dim)))
+    parts = handle.keys(step) if count is None else (np.arange(a, min(a + step, count)) for a in range(0, count, step))
+    empty = True
+    for keys in parts:
+        empty = False
+        yield _of(handle, keys, count is None, with_slots, dtype)
+    if empty:
+        yield _of(handle, np.empty(0, np.int64), count is None, with_slots, dtype)
+
+
+def _of(handle: SparseTable, keys: np.ndarray, with_keys: bool, with_slots: bool, dtype: str) -> Columns:
+    columns = {"keys": keys} if with_keys else {}
+    slots = handle.slots(keys) if with_slots else {}
+    return columns | {"weight": handle.pull(keys).astype(dtype)} | slots

@@ -1,0 +1,208 @@
+"""Files into a live model: those of an export, and what torch saves."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.client import Client, DenseTensor, SparseTable
+from elasticps.errors import ConfigError, Error, UnknownTable
+from elasticps.exchange.export import CHUNK_BYTES, MANIFEST, VERSION, Tell
+from elasticps.spec import TableSpec
+
+Slice = Callable[[int, int], NDArray[Any]]
+_OTHERS = (
+    "safetensors",
+    "safetensors_rust",
+    "pyarrow",
+    "_pickle",
+    "pickle",
+)  # whose errors say what is wrong with a file
+_BEFORE = ("embedding_bags.", "embeddings.")
+
+
+def load(
+    ps: Client, source: Path, *, names: Mapping[str, str] | None = None, tell: Tell = lambda rows: None
+) -> dict[str, int]:
+    """Loads tables and tensors from a folder that `export` wrote, or from a `.safetensors`, `.npz`, `.parquet` or
+    `.pt`/`.pth` file (a state_dict; nothing but tensors is read from it), past the optimizer; returns the rows of each.
+
+    Of an export, tables that the application has not are made as they were. Of a file a tensor `x.weight`, or
+    `embedding_bags.x.weight`, is table x with keys 0, 1, …, or those of `x.keys` beside it, and any other the dense
+    tensor of that name; what the application has not is left alone. names: which tensor is which table, for others.
+    An .npz or .parquet file is the table of its name, with the columns `keys` and `weight`.
+
+    Slots begin anew. Nobody should train what is loaded meanwhile. Raises ConfigError for what cannot be read,
+    UnknownTable where nothing fits, InputError for other shapes than those of the tables, Timeout.
+    """
+    loaded: dict[str, int] = {}
+    try:
+        if source.is_dir():
+            return _load_export(ps, source, tell)
+        parts = _table_file(source) if source.suffix in (".npz", ".parquet") else _state(source, ps, dict(names or {}))
+        for name, part in parts:
+            loaded[name] = sum(_put(ps.open(name), keys, rows, tell) for keys, rows in part)
+    except Error:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{source} cannot be read: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in _OTHERS:
+            raise
+        raise ConfigError(f"{source} cannot be read: {error}") from error
+    if not loaded:
+        raise UnknownTable(f"{source} has nothing for the tables of application {ps.app!r}: {', '.join(ps.tables())}")
+    return loaded
+
+
+Parts = Iterator[tuple[NDArray[np.int64], NDArray[Any]]]
+
+
+def _put(handle: SparseTable | DenseTensor, keys: NDArray[np.int64], rows: NDArray[Any], tell: Tell) -> int:
+    values = rows.astype(np.float32, copy=False)
+    if isinstance(handle, SparseTable):
+        handle.load(keys, values)
+    else:
+        handle.load(values)
+    count = len(np.atleast_1d(rows))
+    tell(count)
+    return count
+
+
+def _load_export(ps: Client, source: Path, tell: Tell) -> dict[str, int]:
+    manifest = json.loads((source / MANIFEST).read_text())
+    if manifest.get("version") != VERSION:
+        raise ConfigError(f"{source} was written by another version of elasticps: {manifest.get('version')!r}")
+    loaded = {}
+    for name, said in manifest["tables"].items():
+        spec = TableSpec.from_json(json.dumps(said["spec"]))
+        columns = _columns(source, manifest["format"], name, spec)
+        if spec.shape is not None:
+            values = columns[name](0, said["rows"]).astype(np.float32).reshape(spec.shape)
+            handle: Any = ps.tensor(name, init=values, optimizer=spec.optimizer, dtype=spec.dtype, finite=spec.finite)
+            loaded[name] = _put(handle, np.empty(0, np.int64), values, tell)
+            continue
+        handle = ps.table(
+            name, dim=spec.dim, optimizer=spec.optimizer, init=spec.init, dtype=spec.dtype, finite=spec.finite
+        )
+        parts = _cut(columns["weight"], columns.get("keys"), said["rows"], spec.dim)
+        loaded[name] = sum(_put(handle, keys, rows, tell) for keys, rows in parts)
+    return loaded
+
+
+def _cut(weight: Slice, keys: Slice | None, rows: int, dim: int) -> Parts:
+    step = max(1, CHUNK_BYTES // (8 + 4 * dim))
+    for a in range(0, rows, step):
+        b = min(a + step, rows)
+        yield np.arange(a, b) if keys is None else keys(a, b), weight(a, b)
+
+
+# --- files that are read --------------------------------------------------------------------------------------------
+
+
+def _columns(source: Path, kind: str, table: str, spec: TableSpec) -> dict[str, Slice]:
+    """The columns of one table of an export."""
+    if kind == "safetensors":
+        found: dict[str, Slice] = {}
+        for path in source.glob("*.safetensors"):
+            for name, slice_ in _safetensors(path).items():
+                base, _, column = name.rpartition(".")
+                if base == f"embedding_bags.{table}" and spec.shape is None:
+                    found[column] = slice_
+                elif name == table:
+                    found[table] = slice_
+        return found
+    return _arrays(source / f"{table}.{kind}")
+
+
+def _safetensors(path: Path) -> dict[str, Slice]:
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise ConfigError("safetensors files need its package: pip install 'elasticps[safetensors]'") from None
+    file: Any = safe_open(path, framework="numpy")
+
+    def slice_of(name: str, a: int, b: int) -> NDArray[Any]:
+        there = file.get_slice(name)
+        shape = there.get_shape()
+        part: NDArray[Any] = there[a : min(b, shape[0])] if shape else file.get_tensor(name)
+        return part
+
+    return {name: partial(slice_of, name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+
+
+def _arrays(path: Path) -> dict[str, Slice]:
+    """The columns of an .npz or .parquet file, each read as a whole when it is asked for first."""
+    if path.suffix == ".npz":
+        archive = np.load(path)
+        return {name: _slice(archive, name) for name in archive.files}
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError("parquet needs pyarrow: pip install 'elasticps[parquet]'") from None
+    table = parquet.read_table(path, memory_map=True).combine_chunks()
+
+    def column(name: str) -> NDArray[Any]:
+        chunk = table.column(name).combine_chunks()
+        if hasattr(chunk.type, "list_size"):
+            flat: NDArray[Any] = chunk.flatten().to_numpy()
+            return flat.reshape(-1, chunk.type.list_size)
+        whole: NDArray[Any] = chunk.to_numpy()
+        return whole
+
+    columns = {name: column(name) for name in table.column_names}
+    return {name: _slice(columns, name) for name in columns}
+
+
+def _slice(arrays: Any, name: str) -> Slice:
+    kept: list[NDArray[Any]] = []
+
+    def cut(a: int, b: int) -> NDArray[Any]:
+        if not kept:
+            kept.append(arrays[name])
+        return kept[0][a:b] if kept[0].ndim else kept[0]
+
+    return cut
+
+
+def _table_file(source: Path) -> Iterator[tuple[str, Parts]]:
+    columns = _arrays(source)
+    if "weight" not in columns:
+        raise ConfigError(f"{source} has no column 'weight', but {', '.join(columns)}")
+    whole = columns["weight"](0, 1 << 62)
+    yield source.stem, _cut(columns["weight"], columns.get("keys"), len(whole), whole.shape[1] if whole.ndim > 1 else 1)
+
+
+def _named(source: Path) -> dict[str, Callable[[], NDArray[Any]]]:
+    if source.suffix != ".safetensors":
+        from elasticps.torch.files import saved_tensors
+
+        return saved_tensors(source)
+    return {name: partial(part, 0, 1 << 62) for name, part in _safetensors(source).items()}
+
+
+def _state(source: Path, ps: Client, names: dict[str, str]) -> Iterator[tuple[str, Parts]]:
+    """What a file of named tensors has for the tables and tensors of the application."""
+    tensors = _named(source)
+    known = ps.tables()
+    for tensor, read in tensors.items():
+        base = tensor.removesuffix(".weight")
+        stripped = next((base.removeprefix(before) for before in _BEFORE if base.startswith(before)), base)
+        name = names.get(tensor, tensor if tensor in known else stripped if base != tensor else "")
+        if name not in known:
+            if tensor in names:
+                raise UnknownTable(f"application {ps.app!r} has no table {name!r}")
+            continue
+        values = read()
+        if known[name].spec.shape is not None:
+            yield name, iter([(np.empty(0, np.int64), values)])
+        else:
+            keys = tensors[f"{base}.keys"]() if f"{base}.keys" in tensors else np.arange(len(values))
+            yield name, _cut(_slice({"": values}, ""), _slice({"": keys}, ""), len(values), values.shape[-1])
