@@ -260,12 +260,14 @@ class Tables:
 
     def known(self) -> dict[str, TableInfo]:
         """All of the application, by name."""
-        ask, ranges = self._reads.ask, self._reads.routes.view.ranges
         found = self._registry.tables(self._app, self._timeout_s)
-        return {
-            name: TableInfo(one.id, one.spec, 0 if one.dropping else listing.count(ask, one.id, ranges))
-            for name, one in found.items()
-        }
+        return {name: TableInfo(one.id, one.spec, self._rows(one.id)) for name, one in found.items()}
+
+    def _rows(self, table: int) -> int:
+        try:
+            return listing.count(self._reads.ask, table, self._reads.routes.view.ranges)
+        except UnknownTable:  # it is being made just now, or dropped
+            return 0
 
     def open(self, name: str) -> Handle:
         """A table or tensor that there is, as it was made. Raises UnknownTable."""
