@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replication.log import Entry, Frame, Log
-from replication.messages import Operation
+from replication.messages import ERASER, Operation
 from replication.progress import FIRST_ROWS, MAX_PARTS, Clocks, after_part, before_part, touched_clock
 
 
@@ -171,3 +171,13 @@ def test_a_rebuild_splits_entries_among_new_lanes_and_keeps_their_order() -> Non
     assert log.nbytes == 20
     assert len(log.release(2, _ranges(9, 9)) + log.release(3, _ranges(9, 9))) == 2
     assert log.nbytes == 0
+
+
+def test_a_workers_deletions_are_no_newer_worker() -> None:
+    clocks = Clocks(4)
+    for worker in (3, 9, 3 + ERASER):
+        clocks.row(worker)[:] = 1 << 16
+    assert clocks.newest == 9
+    clocks.shelve([3])
+    assert clocks.newest == 9
+    assert clocks.row(3 + ERASER).tolist() == [1 << 16] * 4
