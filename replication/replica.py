@@ -43,59 +43,30 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from replication.chain import Chains, Kept, Member, Ranges, Role, place
-from replication.core import NO_RANGES, PeerError, ProtocolError, Shared, Waiter
-from replication.effects import (
-    Ask,
-    ClocksReply,
-    Distrust,
-    Effects,
-    Hold,
-    NeedRoster,
-    NeedView,
-    Push,
-    Release,
-    Reply,
-    Status,
-)
-from replication.log import Entry, Frame, Log
-from replication.messages import (
-    NOTHING,
-    Ack,
-    Forward,
-    Message,
-    Operation,
-    OperationKind,
-    Resync,
-    Seqs,
-    SnapshotChunk,
-)
-from replication.progress import Progress, after_part, before_part
-from replication.snapshot_transfer import SnapshotTransfer
+from replication.admission import Admission
+from replication.chain import Chains, Kept, Member, Role, place
+from replication.core import PeerError, ProtocolError, Shared, Waiter
+from replication.effects import Distrust, Effects, NeedView
+from replication.log import Entry, Log
+from replication.messages import NOTHING, Ack, Forward, Message, Resync, Seqs, SnapshotChunk
+from replication.progress import Progress
 
 _ORDERS_KEPT = 64
-_LET_IN_BYTES = 1 << 20  # of pushes that waited: what they send is out, and may fill a link, before more are let in
 
 
-class Replica(SnapshotTransfer):
+class Replica(Admission):
     """The state machine. `ranges` is P; `budget_bytes` bounds the log at a head: beyond it pushes wait. `log`: where
     entries are kept, by default a log of its own. wrong: why a message's content cannot be applied, "" if it can; set
     by who applies it."""
 
     def __init__(self, me: Member, ranges: int, budget_bytes: int = 256 << 20, log: Log | None = None) -> None:
-        super().__init__(me, ranges, log)
-        self._budget = budget_bytes
+        super().__init__(me, ranges, budget_bytes, log)
         self._holds: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
         self._mute: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # joined as `Kept.BEFORE`: no successor
-        self._orders: dict[int, Ranges] = {}
-        self._roster: frozenset[int] | None = None
-        self._roster_version = 0
-        self._parked: deque[Push | Ask] = deque()
         self._held: dict[int, deque[Message]] = {}
-        self.unsettled = False  # pushes that waited could go on, with `go_on`, once what is to be sent has been
         self.wrong: Callable[[Message], str] = lambda message: ""
 
-    # -- views and rosters ------------------------------------------------------------------------------------------
+    # -- views ------------------------------------------------------------------------------------------------------
 
     def adopt(self, view: Chains) -> Effects:
         """Follows a view; one that is not newer is ignored, views in between may be missing."""
@@ -111,18 +82,6 @@ class Replica(SnapshotTransfer):
         self._resync_up(changed, out)
         self._hear_held(out)
         return self._settle(out)
-
-    def adopt_roster(self, version: int, workers: frozenset[int]) -> Effects:
-        """Follows the roster: only these worker ids may push. A restarted worker has a new id, none is used again."""
-        out: Effects = []
-        if version > self._roster_version or self._roster is None:
-            self._roster_version, self._roster = version, workers
-            self.clocks.shelve(workers)
-        return self._settle(out)
-
-    def headed(self, epoch: int) -> Ranges | None:
-        """What a push of that epoch calls all ranges headed here, in the order of its keys; None if it is stale."""
-        return self._orders.get(epoch)
 
     def shared(self) -> Shared:
         """What stands until `version` changes. `seq`, `acked`, `joined` and the clocks are shared themselves."""
@@ -142,11 +101,6 @@ class Replica(SnapshotTransfer):
     def careful(self) -> bool:
         """Whether something waits here that the next push, forward or acknowledgement could overtake."""
         return bool(self.crowded or self._parked or self._waiters or any(self._held.values()))
-
-    @property
-    def parked(self) -> int:
-        """Pushes and questions that wait here for a view, a roster or room in the log."""
-        return len(self._parked)
 
     def _change_roles(self, view: Chains, changed: NDArray[np.bool_], out: Effects) -> None:
         where = place(view, self.me)
@@ -279,6 +233,10 @@ class Replica(SnapshotTransfer):
         self._hear(slot, message, out)
         return self._settle(out)
 
+    def holds(self, peer: Member) -> bool:
+        """Whether messages of a peer wait here for the view that they speak of."""
+        return bool(self._held.get(self._slot(peer)))
+
     def _hear_held(self, out: Effects) -> None:
         for slot, held in sorted(self._held.items()):
             while self._linked[slot] and held and held[0].epoch <= self.epoch:
@@ -366,195 +324,3 @@ class Replica(SnapshotTransfer):
                 self._send(slot, Forward(self.epoch, part.ranges, part.seqs, entry.frame.operation), out)
         self._synced[ranges] = True
         self._recode()
-
-    # -- workers ----------------------------------------------------------------------------------------------------
-
-    def push(self, push: Push) -> Effects:
-        """A worker's part of a step, or an operation of the ranges themselves; answered by one Reply, maybe later."""
-        out: Effects = []
-        if self._must_wait(push) or (self._parked and any(p.worker == push.worker for p in self._parked)):
-            self._park(push, out)
-            out.append(Hold(push.token))
-        else:
-            self._admit(push, out)
-        return out
-
-    def ask(self, ask: Ask) -> Effects:
-        """How far a worker's pushes are applied and committed in the ranges headed here."""
-        out: Effects = []
-        if self._must_wait(ask):
-            self._park(ask, out)
-        else:
-            self._tell_clocks(ask, out)
-        return out
-
-    def holds(self, peer: Member) -> bool:
-        """Whether messages of a peer wait here for the view that they speak of."""
-        return bool(self._held.get(self._slot(peer)))
-
-    def waits(self, token: object) -> bool:
-        """Whether a push with that token waits for admission."""
-        return any(event.token is token for event in self._parked)
-
-    def forget(self, token: object) -> Effects:
-        """Whoever waits for this answer is gone: a push that still waits for admission is dropped."""
-        self._parked = deque(p for p in self._parked if p.token is not token)
-        return []
-
-    def _must_wait(self, event: Push | Ask) -> bool:
-        if event.epoch > self.epoch or (self._roster is not None and event.roster > self._roster_version):
-            return True
-        return (self.crowded or self.log.nbytes >= self._budget) and isinstance(event, Push)
-
-    def _park(self, event: Push | Ask, out: Effects) -> None:
-        self._parked.append(event)
-        if event.epoch > self.epoch:
-            out.append(NeedView(event.epoch))
-        elif self._roster is not None and event.roster > self._roster_version:
-            out.append(NeedRoster(event.roster))
-
-    def go_on(self) -> Effects:
-        """What was to be sent has been sent: lets in more of what waits, as long as this is `unsettled`."""
-        return self._settle([])
-
-    def _settle(self, out: Effects) -> Effects:
-        """The end of an event: whoever waited and need not any more goes on, each worker's pushes in order."""
-        if not self.crowded and np.count_nonzero(self._unvouched):
-            untold = np.flatnonzero(self._unvouched).astype(np.int64)
-            self._unvouched[untold] = False
-            self._vouch(untold, self.acked[untold], out)
-        if not self._parked:
-            return out
-        parked, self._parked = self._parked, deque()
-        blocked: set[int] = set()
-        let_in = 0
-        self.unsettled = False
-        for event in parked:
-            if self._must_wait(event) or (event.worker in blocked and isinstance(event, Push)):
-                self._parked.append(event)
-                blocked.add(event.worker)
-            elif isinstance(event, Push) and let_in >= _LET_IN_BYTES:
-                self._parked.append(event)
-                blocked.add(event.worker)
-                self.unsettled = True
-            elif isinstance(event, Push):
-                let_in += event.nbytes
-                out.append(Release(event.token))
-                self._admit(event, out)
-            else:
-                self._tell_clocks(event, out)
-        return out
-
-    def _refuse(self, push: Push, status: Status, out: Effects) -> None:
-        out.append(Reply(push.token, status, self.epoch, NO_RANGES, NO_RANGES))
-
-    def _admit(self, push: Push, out: Effects) -> None:
-        headed = self._headed if push.epoch == self.epoch else self._orders.get(push.epoch)
-        if headed is None:
-            self._refuse(push, Status.STALE_VIEW, out)
-            return
-        ranges = push.ranges
-        if ranges is None:
-            ranges = headed
-        elif np.count_nonzero(self._head[ranges]) < ranges.shape[0]:
-            self._refuse(push, Status.STALE_VIEW, out)
-            return
-        worker = push.worker
-        if worker >= 0 and self._roster is not None and worker not in self._roster and push.kind == OperationKind.PUSH:
-            self._refuse(push, Status.FENCED, out)
-            return
-        if ranges.shape[0] == 0:
-            out.append(Reply(push.token, Status.COMMITTED, self.epoch, ranges, NO_RANGES))
-            return
-        if push.clock:
-            self._admit_step(push, ranges, out)
-            return
-        before: int | Progress = 0
-        if worker >= 0:
-            row = self.clocks.row(worker)
-            before = row[ranges]
-            row[ranges] = push.after
-        operation = Operation(push.kind, worker, push.after, push.payload, push.nbytes)
-        self._log_operation(push, operation, ranges, before, out)
-
-    def _admit_step(self, push: Push, ranges: Ranges, out: Effects) -> None:
-        """Judges a part of a step by the worker's progress: next, duplicate, or beyond next."""
-        row = self.clocks.row(push.worker)
-        expected = before_part(push.clock, push.first)
-        after = after_part(push.clock, push.part, push.last)
-        have = row[ranges]
-        if np.count_nonzero(have != expected) == 0 and not push.repeat:
-            row[ranges] = after
-            operation = Operation(push.kind, push.worker, after, push.payload, push.nbytes)
-            self._log_operation(push, operation, ranges, expected, out)
-            return
-        fresh, repeated = self._judge(push, have, expected, after)
-        unapplied = np.count_nonzero(fresh)
-        if unapplied + np.count_nonzero(repeated) < ranges.shape[0] or (unapplied and push.repeat):
-            self._refuse(push, Status.GAP, out)
-            return
-        operation = Operation(push.kind, push.worker, after, push.payload, push.nbytes)
-        frame = self._frame(operation, push.token, ranges)
-        # Counted before the fresh part is performed, so that the frame is answered once, when both are committed.
-        again = ranges[repeated]
-        targets = self.seq[again]
-        if unapplied:
-            ticked = ranges[fresh]
-            row[ticked] = after
-            self._give_seqs(frame, ticked, have[fresh], out)
-        if np.count_nonzero(self._unsafe_repeat(again, targets)):
-            self.log.wait(frame)
-            self._waiters.append(Waiter(frame, again, targets))
-        if frame.left == 0:
-            self._finish(frame, out)
-
-    def _judge(
-        self, push: Push, have: Progress, expected: int, after: int
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """(next, duplicate) per range. A worker that starts above a base jumps over what lies below it."""
-        reached = np.maximum(have, push.base << 16) if push.base else have
-        return reached == expected, reached >= after
-
-    def _unsafe_repeat(self, ranges: Ranges, seqs: Seqs) -> NDArray[np.bool_]:
-        """Where the tail may still lack what is repeated."""
-        unsafe: NDArray[np.bool_] = self.acked[ranges] < seqs
-        return unsafe
-
-    def _log_operation(
-        self, push: Push, operation: Operation, ranges: Ranges, before: int | Progress, out: Effects
-    ) -> None:
-        frame = self._frame(operation, push.token, ranges)
-        self._give_seqs(frame, ranges, before, out)
-        if frame.left == 0:
-            self._finish(frame, out)
-        if operation.after == 0 and operation.worker >= 0:
-            self.clocks.forget(operation.worker)
-
-    def _give_seqs(self, frame: Frame, ranges: Ranges, before: int | Progress, out: Effects) -> None:
-        seqs = self.seq[ranges]
-        seqs += 1
-        self.seq[ranges] = seqs
-        self._perform(frame, ranges, seqs, before, out)
-
-    def _tell_clocks(self, ask: Ask, out: Effects) -> None:
-        ranges = self._orders.get(ask.epoch)
-        status = Status.COMMITTED
-        if ranges is None:
-            status, ranges = Status.STALE_VIEW, NO_RANGES
-        if not self.clocks.known(ask.worker):
-            none = np.zeros(ranges.shape[0], dtype=np.int64)
-            out.append(ClocksReply(ask.token, status, self.epoch, ranges, none, none))
-            return
-        applied = self.clocks.read(ask.worker)
-        committed = self._committed(ask.worker, applied)
-        out.append(ClocksReply(ask.token, status, self.epoch, ranges, applied[ranges], committed[ranges]))
-
-    def _committed(self, worker: int, applied: Progress) -> Progress:
-        """The worker's progress as the tail is known to have it: before its oldest operation still in the log."""
-        committed: Progress = applied.copy()
-        for entry in reversed(self.log.entries()):
-            if entry.frame.operation.worker == worker:
-                open_ = self.acked[entry.ranges] < entry.seqs
-                before = entry.before
-                committed[entry.ranges[open_]] = before if isinstance(before, int) else before[open_]
-        return committed

@@ -23,7 +23,7 @@ SMALL: dict[str, int] = {
     "elasticps.server.fast.chunks.SMALLEST_BYTES": 16 << 10,
     "elasticps.server.snapshots.PIECE_BYTES": 1 << 10,
     "elasticps.server.snapshots.BACKLOG_BYTES": 2 << 10,
-    "replication.replica._LET_IN_BYTES": 1 << 10,
+    "replication.admission._LET_IN_BYTES": 1 << 10,
     "elasticps.client.push_batch.AT_ONCE_BYTES": 1 << 10,
     "chaos.sim.cluster.LOG_BUDGET_BYTES": 4 << 10,
 }
