@@ -111,12 +111,17 @@ class _Line:
                 raise ConnectionResetError(str(error)) from None
 
     def beat(self, term: int) -> None:
-        if self._writer.transport.get_write_buffer_size() < MAX_WAITING_BYTES:
-            self._writer.write(GetViewHeader(0, term).header().pack())
+        self._write(GetViewHeader(0, term).header().pack())
 
     def send_view(self, view: View) -> None:
-        if self._writer.transport.get_write_buffer_size() < MAX_WAITING_BYTES:
-            self._writer.write(view_frame(view))
+        self._write(view_frame(view))
+
+    def _write(self, frame: bytes) -> None:
+        try:
+            if self._writer.transport.get_write_buffer_size() < MAX_WAITING_BYTES:
+                self._writer.write(frame)
+        except RuntimeError as error:  # uvloop's, of a connection that has ended and whose reader was not told yet
+            raise ConnectionResetError(str(error)) from None
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[Header, bytes]:

@@ -177,6 +177,23 @@ def test_as_many_workers_as_there_may_be_keep_no_leader_and_no_server_out(run: R
     run(test)
 
 
+def test_a_line_to_a_server_that_has_just_gone_ends_as_connections_do(run: Run) -> None:
+    """Before whoever reads from it is told, uvloop says so in a way of its own, which ended coordinators."""
+
+    async def test(group: Group) -> None:
+        await pair(group)
+        async with dial_server("leader")(group.infos["b"], "c") as line:
+            await anext(aiter(line.reports()))
+            group.stop("b")
+            with pytest.raises(ConnectionResetError):
+                async with asyncio.timeout(10):
+                    while True:
+                        line.beat(1)
+                        await asyncio.sleep(0)
+
+    run(test)
+
+
 def test_connections_that_say_nothing_keep_nobody_out(run: Run) -> None:
     async def test(group: Group) -> None:
         with patch.object(handshake, "MAX_UNKNOWN", 4):
