@@ -185,11 +185,14 @@ def test_a_line_to_a_server_that_has_just_gone_ends_as_connections_do(run: Run) 
         async with dial_server("leader")(group.infos["b"], "c") as line:
             await anext(aiter(line.reports()))
             group.stop("b")
+
+            async def beat_on() -> None:
+                while True:
+                    line.beat(1)
+                    await asyncio.sleep(0)
+
             with pytest.raises(ConnectionResetError):
-                async with asyncio.timeout(10):
-                    while True:
-                        line.beat(1)
-                        await asyncio.sleep(0)
+                await asyncio.wait_for(beat_on(), 10)
 
     run(test)
 
