@@ -70,6 +70,7 @@ def test_one_that_was_frozen_leaves_its_name_to_who_took_it_meanwhile(
 
 def test_the_last_server_ends_at_once(local_cluster: NewCluster, eventually: Eventually) -> None:
     cluster = local_cluster(servers=2, ranges=32)
+    eventually(lambda: all("event=adopted" in cluster.log(name) for name in ("s0", "s1")))  # else they just end
     for one in cluster.servers:
         os.kill(one.pid, signal.SIGTERM)
     # Long before the drain's time-out of 60 s, after which they would end too.
