@@ -184,7 +184,7 @@ class Executor:
         for r in effect.ranges.tolist():
             if r in unfinished:
                 table.drop_interval(r, 0, unfinished[r])
-            elif table.count_range(r):
+            else:
                 table.drop_range(r)
 
     def _round(self, effect: Apply, step: RoundStep) -> None:

@@ -59,8 +59,7 @@ class Store:
         if table is not None:
             table.dropped = True
             for r in ranges.tolist():
-                if table.count_range(r):
-                    table.drop_range(r)
+                table.drop_range(r)
 
     def dropped_in(self, r: int) -> list[int]:
         """Tables that were dropped in range r."""
@@ -72,8 +71,7 @@ class Store:
             gone[ranges] = -1
         for table in self.tables.values():
             for r in ranges.tolist():
-                if table.count_range(r):
-                    table.drop_range(r)
+                table.drop_range(r)
 
     def bury(self, acked: NDArray[np.int64]) -> list[int]:
         """Gives back what is left of tables that were dropped in every range held here, where all replicas are known to

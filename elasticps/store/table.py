@@ -258,6 +258,8 @@ class Table:
 
     def drop_range(self, r: int) -> None:
         """Forgets range r. Its rows' memory serves the table's next rows, or goes back, see `tidy`."""
+        if not self.count_range(r):
+            return
         _, rows = self._list(r)
         index.free_rows(self._header, rows)
         self._release_segment(r)
