@@ -21,6 +21,11 @@ from coordinator.view import ClusterConfig, Roster, View
 TABLES = "tables/"
 
 
+def table_key(app: str, name: str) -> str:
+    """Where a table of an application is registered."""
+    return f"{TABLES}{app}/{name}"
+
+
 class CannotAdopt(CoordinationError):
     """What servers and the store say does not fit together; the text says what to do."""
 
@@ -85,7 +90,7 @@ def _tables(specs: Mapping[int, str], app: str) -> tuple[dict[str, bytes], tuple
     for name, (number, *others) in names.items():
         if not others:
             document = {"id": number, "spec": specs[number], "creator": 0, "by": "", "ready": True}
-            writes[f"{TABLES}{app}/{name}"] = json.dumps(document).encode()
+            writes[table_key(app, name)] = json.dumps(document).encode()
     return writes, tuple(sorted(name for name, numbers in names.items() if len(numbers) > 1))
 
 

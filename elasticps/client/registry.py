@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from coordinator.adoption import table_key
 from coordinator.connect import open_store
 from coordinator.errors import CoordinationError
 from coordinator.membership import LAST_WORKER, ROSTER, SIGNED_OFF, WORKERS, WorkerSession, new_number, register_worker
@@ -174,7 +175,7 @@ class Registry:
     def open_table(self, app: str, spec: TableSpec, worker: int, ready: bool, timeout_s: float) -> Registration:
         """Registers the table, or finds it, maybe as one that is being dropped; `SpecError` says how an existing one
         differs."""
-        key = f"tables/{app}/{spec.name}"
+        key = table_key(app, spec.name)
         found = self.call(self._open_table(key, spec, worker, ready), timeout_s)
         if found.dropping:
             return found
@@ -199,13 +200,13 @@ class Registry:
 
     def tables(self, app: str, timeout_s: float) -> dict[str, Registration]:
         """All tables of an application, by name."""
-        entries = self.call(self._store.list(f"tables/{app}/"), timeout_s).entries
+        entries = self.call(self._store.list(table_key(app, "")), timeout_s).entries
         found = (_registration(entry.value, entry.revision) for entry in entries)
         return {one.spec.name: one for one in found}
 
     def begin_drop(self, app: str, table: Registration, timeout_s: float) -> Registration | None:
         """Marks a table as one that is about to go; None if there is no such table, or another one of its name."""
-        key = f"tables/{app}/{table.spec.name}"
+        key = table_key(app, table.spec.name)
         if self._worker is not None:
             self._worker.belongings.pop(key, None)
         return self.call(self._begin_drop(key, table.id), timeout_s)
@@ -225,12 +226,12 @@ class Registry:
 
     def end_drop(self, app: str, table: Registration, timeout_s: float) -> None:
         """Forgets the name of a table that is marked, unless somebody else has."""
-        key = f"tables/{app}/{table.spec.name}"
+        key = table_key(app, table.spec.name)
         self.call(self._store.delete(key, expect=table.revision), timeout_s)
 
     def mark_ready(self, app: str, registration: Registration, timeout_s: float) -> None:
         """Its initial values are on the servers. Losing the race means that somebody else said so."""
-        key = f"tables/{app}/{registration.spec.name}"
+        key = table_key(app, registration.spec.name)
         value = _registry_value(replace(registration, ready=True))
         self.call(self._store.compare_and_set(key, value, expect=registration.revision), timeout_s)
         if self._worker is not None:
@@ -238,7 +239,7 @@ class Registry:
 
     def wait_ready(self, app: str, name: str, creator: int, timeout_s: float) -> bool:
         """Waits until a dense tensor's creator has filled it; False if the creator is gone before that."""
-        return self.call(self._wait_ready(f"tables/{app}/{name}", creator, timeout_s), timeout_s + 5.0)
+        return self.call(self._wait_ready(table_key(app, name), creator, timeout_s), timeout_s + 5.0)
 
     async def _wait_ready(self, key: str, creator: int, timeout_s: float) -> bool:
         deadline = self.runtime.monotonic() + timeout_s

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from coordinator import membership
+from coordinator.adoption import TABLES
 from coordinator.connect import open_store
 from coordinator.forecast import forecast
 from coordinator.planner import Members
@@ -126,7 +127,7 @@ class Following:
     def tables(self) -> dict[int, dict[str, Any]]:
         """The application and the spec of each table, as plain values, by the table's id."""
         found = {}
-        for entry in self._run(self._store.list("tables/")).entries:
+        for entry in self._run(self._store.list(TABLES)).entries:
             document = json.loads(entry.value)
             if document.get("dropping"):
                 continue
