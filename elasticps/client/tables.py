@@ -312,10 +312,12 @@ class Tables:
     def _open(self, spec: TableSpec, values: NDArray[np.float32] | None) -> Handle:
         self._dispatcher.check()
         worker, known = self._dispatcher.worker, self.opened.get(spec.name)
-        registration = self._registry.open_table(worker.app, spec, worker.id, values is None, self._timeout_s)
-        while registration.dropping:
+
+        def register() -> Registration:
+            return self._registry.open_table(worker.app, spec, worker.id, values is None, self._timeout_s)
+
+        while (registration := register()).dropping:
             self._drop(registration)
-            registration = self._registry.open_table(worker.app, spec, worker.id, values is None, self._timeout_s)
         if known is not None and known.id == registration.id:
             known.optimizer = spec.optimizer
             return known
