@@ -39,10 +39,9 @@ def export(
     from elasticps.exchange.export import export
 
     counts = {}
-    for each in rows or ():
-        table, _, count = each.rpartition("=")
-        if not table or not count.isdigit():
-            raise ConfigError(f"--rows takes TABLE=N, got {each!r}")
+    for table, count in _pairs("--rows", "TABLE=N", rows):
+        if not count.isdigit():
+            raise ConfigError(f"--rows takes TABLE=N, got {table}={count}")
         counts[table] = int(count)
     chosen = [each for each in tables.split(",") if each]
     with connect(target(url, name), app=app, timeout=timeout) as ps:
@@ -71,15 +70,18 @@ def import_(
     from elasticps.client import connect
     from elasticps.exchange.load import load
 
-    names = {}
-    for each in table or ():
-        known, _, tensor = each.partition("=")
-        if not known or not tensor:
-            raise ConfigError(f"--table takes TABLE=TENSOR, got {each!r}")
-        names[tensor] = known
+    names = {tensor: known for known, tensor in _pairs("--table", "TABLE=TENSOR", table)}
     with connect(target(url, name), app=app, timeout=timeout) as ps, _bar("import", None) as tell:
         loaded = load(ps, source, names=names, tell=tell)
     out.print(f"{source}: {len(loaded)} tables, {sum(loaded.values()):,} rows", markup=False)
+
+
+def _pairs(option: str, form: str, given: list[str] | None) -> Iterator[tuple[str, str]]:
+    for each in given or ():
+        left, _, right = each.partition("=")
+        if not left or not right:
+            raise ConfigError(f"{option} takes {form}, got {each!r}")
+        yield left, right
 
 
 @contextmanager
