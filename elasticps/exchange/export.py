@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from elasticps.client import Client, DenseTensor, SparseTable
 from elasticps.client.tables import CHUNK
 from elasticps.errors import ConfigError
-from elasticps.exchange.writers import DTYPES, Columns, writer
+from elasticps.exchange.writers import Columns, writer
 
 MANIFEST = "elasticps.json"
 VERSION = 1
@@ -67,7 +68,7 @@ def export(
             said[name] = {
                 "spec": json.loads(handle.spec.to_json()),
                 "rows": written[name],
-                "keys": _open(handle, counts),
+                "keys": isinstance(handle, SparseTable) and name not in counts,
             }
         manifest = {"version": VERSION, "format": kind, "dtype": dtype, "tables": said}
         (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -78,25 +79,16 @@ def export(
     return written
 
 
-def _open(handle: SparseTable | DenseTensor, counts: Mapping[str, int]) -> bool:
-    return isinstance(handle, SparseTable) and handle.name not in counts
-
-
 def _columns(
     ps: Client, handle: SparseTable | DenseTensor, count: int | None, with_slots: bool, dtype: str
 ) -> Iterator[Columns]:
-    assert dtype in DTYPES
     if isinstance(handle, DenseTensor):
         yield {handle.name: np.atleast_1d(handle.pull().astype(dtype))}
         return
     step = max(1, min(CHUNK, CHUNK_BYTES // (8 + 4 * handle.dim)))
     parts = handle.keys(step) if count is None else (np.arange(a, min(a + step, count)) for a in range(0, count, step))
-    empty = True
-    for keys in parts:
-        empty = False
+    for keys in chain([np.empty(0, np.int64)], parts):  # a table without rows has its columns, too
         yield _of(handle, keys, count is None, with_slots, dtype)
-    if empty:
-        yield _of(handle, np.empty(0, np.int64), count is None, with_slots, dtype)
 
 
 def _of(handle: SparseTable, keys: np.ndarray, with_keys: bool, with_slots: bool, dtype: str) -> Columns:

@@ -18,13 +18,7 @@ from elasticps.exchange.export import CHUNK_BYTES, MANIFEST, VERSION, Tell
 from elasticps.spec import TableSpec
 
 Slice = Callable[[int, int], NDArray[Any]]
-_OTHERS = (
-    "safetensors",
-    "safetensors_rust",
-    "pyarrow",
-    "_pickle",
-    "pickle",
-)  # whose errors say what is wrong with a file
+_READERS = ("safetensors", "safetensors_rust", "pyarrow", "_pickle", "pickle")  # their errors say what is wrong
 _BEFORE = ("embedding_bags.", "embeddings.")
 
 
@@ -54,7 +48,7 @@ def load(
     except (OSError, ValueError, KeyError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{source} cannot be read: {type(error).__name__}: {error}") from error
     except Exception as error:
-        if type(error).__module__.partition(".")[0] not in _OTHERS:
+        if type(error).__module__.partition(".")[0] not in _READERS:
             raise
         raise ConfigError(f"{source} cannot be read: {error}") from error
     if not loaded:
