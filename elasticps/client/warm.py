@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from coordinator.view import ServerInfo, View
@@ -17,8 +19,9 @@ from elasticps.wire.pool import Pool
 _RANGES, _DIM = 2, 2
 
 
+@cache
 def warm() -> None:
-    """Compiles them, or loads them from the cache, by a push and a pull that go nowhere."""
+    """Compiles them, or loads them from the cache, once in a process, by a push and a pull that go nowhere."""
     with compiled_once(__file__):
         nobody = np.full(_RANGES, -1, np.int32)
         info, since = ServerInfo("nobody", 1, "127.0.0.1:1"), np.ones(_RANGES, np.int64)
