@@ -187,7 +187,6 @@ class Replica(Admission):
     def peer_full(self, peer: Member, full: bool) -> Effects:
         """More waits on the link to a peer than its socket takes, or no longer so. That it does lets nobody go on: it
         may be told while effects are carried out, and no other may come in between."""
-        out: Effects = []
         slot = self._slot(peer)
         if full and self._linked[slot]:
             self._full.add(slot)
@@ -196,8 +195,8 @@ class Replica(Admission):
         self._look_at_links()
         if full:
             self.unsettled = self.unsettled and not self.crowded
-            return out
-        return self._settle(out)
+            return []
+        return self._settle([])
 
     def _unlink(self, slot: int) -> None:
         self._linked[slot] = False
