@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from coordinator.connect import open_store
-from coordinator.membership import ViewFollower, create_cluster
 from coordinator.names import check_name
-from coordinator.view import ClusterConfig, View
+from coordinator.view import ClusterConfig
 from elasticps import background
 from elasticps.errors import ConfigError, Error
-from elasticps.local import certificates, keeper, scaling, state
+from elasticps.local import certificates, forming, keeper, scaling, state
 from elasticps.local.etcd import EtcdPlan
 from elasticps.local.following import Following
 from elasticps.local.process import Process, stop_all
@@ -152,7 +150,7 @@ class LocalCluster:
             if not self._detach:
                 self._start_keeper()
             self._first_etcd(deadline)
-            background.run(_create(self.operator_url, self.config, deadline))
+            background.run(forming.create(self.operator_url, self.config, deadline))
             self._progress("etcd is there; starting the coordinator and the servers")
             if self.config.replicas > len(self._first_servers):
                 self._progress(f"{self.config.replicas} replicas need as many servers; until then there are fewer")
@@ -163,7 +161,9 @@ class LocalCluster:
             for process in self._processes.values():
                 process.wait_ready(deadline)
                 self._progress(f"{process.role} {process.name} is ready")
-            background.run(_wait_for_servers(self.operator_url, self._first_servers, self.config.replicas, deadline))
+            background.run(
+                forming.wait_for_servers(self.operator_url, self._first_servers, self.config.replicas, deadline)
+            )
         except BaseException:
             self.stop()
             raise
@@ -473,31 +473,3 @@ class _Restarter:
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_EVERY_S):
             self._look()
-
-
-async def _create(url: str, config: ClusterConfig, deadline: float) -> None:
-    store = await open_store(url, timeout_s=deadline - time.monotonic())
-    try:
-        await create_cluster(store, config)
-    finally:
-        await store.close()
-
-
-async def _wait_for_servers(url: str, names: list[str], replicas: int, deadline: float) -> None:
-    last = min(replicas, len(names)) - 1
-
-    def complete(view: View) -> bool:
-        return all(view.index(name) >= 0 for name in names) and bool((view.chains[:, last] >= 0).all())
-
-    store = await open_store(url, timeout_s=deadline - time.monotonic())
-    try:
-        follower = ViewFollower(store)
-        await follower.start()
-        try:
-            await follower.wait_for(complete, timeout_s=deadline - time.monotonic())
-        except TimeoutError:
-            raise Error(f"no view with the servers {', '.join(names)} was formed in time") from None
-        finally:
-            await follower.close()
-    finally:
-        await store.close()
