@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -10,11 +12,13 @@ from chaos.sim.checks.sums import COLUMNS, KEYS
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
 from elasticps.optimizers import Accumulate
-from elasticps.spec import ASP, BSP
+from elasticps.spec import ASP, BSP, Consistency
 from tests.sim.conftest import wait_for
 
 FROZEN_S = 13.0
 SHARDS = 40
+
+Program = Callable[[Threads, Callable[[float], object]], None]
 
 
 @pytest.mark.parametrize(("frozen", "parts"), [("w0", 1), ("w1", 3)])
@@ -64,63 +68,59 @@ def test_a_worker_in_rounds_goes_on_after_it_was_frozen_and_every_step_counts_on
     assert sorted(shares) == sorted(steps.values())
 
 
+class _OverShards:
+    """Workers w0 and w1 train shards until there are none left: the second stands still in between.
+
+    taken: what each was given; trained: the sum of what was pushed for each shard, over all.
+    """
+
+    def __init__(self, cluster: Cluster, consistency: Consistency, frozen_s: float, program: Program) -> None:
+        self.taken: dict[str, list[int]] = {"w0": [], "w1": []}
+        self.trained: list[float] = []
+        over: set[str] = set()
+
+        def train(threads: Threads) -> None:
+            name = threads.process.host
+            with cluster.connect(threads, name, consistency, 1, "app") as ps:
+                table = ps.table("t", dim=1, optimizer=Accumulate())
+                for shard in ps.shards(SHARDS, 1):
+                    self.taken[name].append(shard.start)
+                    program(threads, lambda value, at=shard.start: ps.push({table: ([at], [[value]])}))
+                over.add(name)
+                if name == "w0":
+                    self.trained.extend(table.pull(np.arange(SHARDS))[:, 0].tolist())
+
+        started = {name: cluster.start_worker(name, train) for name in self.taken}
+        wait_for(cluster, lambda: min(map(len, self.taken.values())) > 2)
+        started["w1"].process.stall()
+        self.in_hand = self.taken["w1"][-1]
+        cluster.clock.run(cluster.clock.now + frozen_s)
+        started["w1"].process.thaw()
+        wait_for(cluster, lambda: over == {"w0", "w1"} and bool(self.trained))
+        self.twice = set(self.taken["w0"]) & set(self.taken["w1"])
+
+
 def test_a_shard_whose_round_was_closed_without_its_worker_is_trained(cluster: Cluster) -> None:
-    taken: dict[str, list[int]] = {"w0": [], "w1": []}
-    trained: list[float] = []
-    over: set[str] = set()
+    def program(threads: Threads, push: Callable[[float], object]) -> None:
+        push(2)
+        threads.sleep(1.0)
 
-    def program(threads: Threads) -> None:
-        name = threads.process.host
-        with cluster.connect(threads, name, BSP(), 1, "app") as ps:
-            table = ps.table("t", dim=1, optimizer=Accumulate())
-            for shard in ps.shards(SHARDS, 1):
-                taken[name].append(shard.start)
-                ps.push({table: (np.array([shard.start]), np.full((1, 1), 2, np.float32))})
-                threads.sleep(1.0)
-            over.add(name)
-            if name == "w0":
-                trained.extend(table.pull(np.arange(SHARDS))[:, 0].tolist())
-
-    started = {name: cluster.start_worker(name, program) for name in taken}
-    wait_for(cluster, lambda: min(map(len, taken.values())) > 2)
-    started["w1"].process.stall()
-    cluster.clock.run(cluster.clock.now + FROZEN_S)
-    started["w1"].process.thaw()
-    wait_for(cluster, lambda: over == {"w0", "w1"})
-    wait_for(cluster, lambda: bool(trained))
-    twice = set(taken["w0"]) & set(taken["w1"])
-    assert len(twice) <= 1  # what the other one was given while w1 was lost, and w1 had pushed
-    for shard, value in enumerate(trained):
-        assert value in ((1, 2) if shard not in twice else (1, 2, 3, 4)), shard
+    over = _OverShards(cluster, BSP(), FROZEN_S, program)
+    assert len(over.twice) <= 1  # what the other one was given while w1 was lost, and w1 had pushed
+    for shard, value in enumerate(over.trained):
+        assert value in ((1, 2) if shard not in over.twice else (1, 2, 3, 4)), shard
 
 
 def test_only_what_a_frozen_worker_had_in_its_hands_is_trained_twice(cluster: Cluster) -> None:
     """It is lost when its lease has run out: what it was given besides is not its own any more when it goes on."""
-    taken: dict[str, list[int]] = {"w0": [], "w1": []}
-    trained: list[float] = []
-    over: set[str] = set()
 
-    def program(threads: Threads) -> None:
-        name = threads.process.host
-        with cluster.connect(threads, name, ASP(), 1, "app") as ps:
-            table = ps.table("t", dim=1, optimizer=Accumulate())
-            for shard in ps.shards(SHARDS, 1):
-                taken[name].append(shard.start)
-                threads.sleep(1.0)  # it stands still here, before its step
-                ps.push({table: (np.array([shard.start]), np.ones((1, 1), np.float32))})
-            over.add(name)
-            if name == "w0":
-                trained.extend(table.pull(np.arange(SHARDS))[:, 0].tolist())
+    def program(threads: Threads, push: Callable[[float], object]) -> None:
+        threads.sleep(1.0)  # it stands still here, before its step
+        push(1)
 
-    started = {name: cluster.start_worker(name, program) for name in taken}
-    wait_for(cluster, lambda: min(map(len, taken.values())) > 2)
-    started["w1"].process.stall()
-    in_hand = taken["w1"][-1]
-    cluster.clock.run(cluster.clock.now + 4 * FROZEN_S)  # so long that the other one has everything
-    started["w1"].process.thaw()
-    wait_for(cluster, lambda: over == {"w0", "w1"})
-    assert set(taken["w0"]) & set(taken["w1"]) == {in_hand}
-    assert [shard for shard, value in enumerate(trained) if value != 1] in ([], [in_hand])
+    over = _OverShards(cluster, ASP(), 4 * FROZEN_S, program)  # so long that the other one has everything
+    assert over.twice == {over.in_hand}
+    assert [shard for shard, value in enumerate(over.trained) if value != 1] in ([], [over.in_hand])
 
 
 def test_a_worker_that_was_frozen_while_it_waited_for_another_goes_on(cluster: Cluster) -> None:
