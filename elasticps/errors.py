@@ -46,6 +46,10 @@ class ClusterUnreachable(Indefinite, ConnectionError):
     """Neither the coordination store nor the servers named there could be reached in time."""
 
 
+class CheckpointError(Definite):
+    """A checkpoint, or the place where it lies, cannot be used; nothing was changed there that others can see."""
+
+
 class Timeout(Indefinite, TimeoutError):
     """An operation did not finish in time; the text names who was waited for."""
 

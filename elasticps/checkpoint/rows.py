@@ -1,0 +1,289 @@
+"""Rows of one table as a safetensors file, and back.
+
+A file has the tensors `keys` int64 [n], `weight` [n, dim] in the table's dtype, a float32 [n, floats] for each slot by
+its name, `stamps` int32 [n], `deleted` int64 [m]. Its rows are cut into segments, one for each range, in ascending
+order; the header's metadata says which rows are whose, and has a BLAKE2b sum of each segment. So a sum of the header
+covers the whole file, and a part that is read alone can be checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.errors import CheckpointError
+from elasticps.spec import TableSpec
+from elasticps.store.layout import RowLayout
+
+FILE_BYTES = 64 << 20
+VERSION = "1"
+Bytes = NDArray[np.uint8]
+Keys = NDArray[np.int64]
+NO_KEYS = np.empty(0, np.int64)
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_SUM_BYTES = 16
+_MOST_HEADER = 64 << 20
+
+
+class Segment(NamedTuple):
+    """One range's part of a file: `rows` rows from row `first` on, `deleted` keys from `first_deleted` on. full: the
+    range is written whole here, so nothing of it that an earlier checkpoint has counts any more."""
+
+    range: int
+    first: int
+    rows: int
+    first_deleted: int
+    deleted: int
+    full: bool
+    sum: str
+
+
+class Piece(NamedTuple):
+    """What a segment holds: keys int64 [n], whole rows uint8 [n, stride], keys deleted int64 [m]."""
+
+    segment: Segment
+    keys: Keys
+    rows: Bytes
+    deleted: Keys
+
+
+class _Tensor(NamedTuple):
+    """One of a file, as its header describes it."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    nbytes: int
+
+
+class _Column(NamedTuple):
+    """A tensor with a part of each row: where that begins in a row of the store, and its bytes."""
+
+    name: str
+    dtype: str
+    width: int
+    at: int
+    nbytes: int
+
+
+def columns(spec: TableSpec) -> list[_Column]:
+    """What a file of the table has beside keys, in order."""
+    layout = RowLayout.of(spec)
+    found = [_Column("weight", _DTYPES[spec.dtype], spec.dim, 0, layout.weight_bytes)]
+    at = layout.slots_at
+    for name, floats in spec.optimizer.slot_shapes(spec.dim).items():
+        found.append(_Column(name, "F32", floats, at, 4 * floats))
+        at += 4 * floats
+    return [*found, _Column("stamps", "I32", 0, layout.stamp_at, 4)]
+
+
+def checksum(parts: Iterable[bytes | memoryview], nbytes: int = 32) -> str:
+    """BLAKE2b of so many bytes, in hexadecimal."""
+    sum_ = hashlib.blake2b(digest_size=nbytes)
+    for part in parts:
+        sum_.update(part)
+    return sum_.hexdigest()
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Part:
+    """One range's rows until they are written."""
+
+    range: int
+    full: bool
+    keys: list[Keys] = field(default_factory=list)
+    rows: list[Bytes] = field(default_factory=list)
+    deleted: list[Keys] = field(default_factory=list)
+
+
+class RowFile:
+    """A file that is being filled; what is given is kept, not copied, until `encode`."""
+
+    def __init__(self, spec: TableSpec) -> None:
+        self.spec = spec
+        self.rows = 0
+        self.nbytes = 0  # about what the file will have
+        self._layout = RowLayout.of(spec)
+        self._columns = columns(spec)
+        self._width = 8 + sum(column.nbytes for column in self._columns)
+        self._parts: list[_Part] = []
+
+    def add(self, r: int, keys: Keys, rows: Bytes, deleted: Keys = NO_KEYS, *, full: bool) -> None:
+        """Keys [n] and whole rows [n, stride] of range r, and keys [m] deleted from it; any number of times, ranges in
+        ascending order. A range that has nothing is added too: then it is known to have nothing."""
+        if not self._parts or self._parts[-1].range != r:
+            assert not self._parts or self._parts[-1].range < r, "ranges come in ascending order"
+            self._parts.append(_Part(r, full))
+        assert rows.shape == (len(keys), self._layout.stride)
+        part = self._parts[-1]
+        assert part.full == full
+        part.keys.append(keys)
+        part.rows.append(rows)
+        part.deleted.append(deleted)
+        self.rows += len(keys)
+        self.nbytes += len(keys) * self._width + 8 * len(deleted)
+
+    def encode(self) -> Encoded:
+        """The file."""
+        segments, n, m = self._segments()
+        tensors = _tensors(self.spec, n, m)
+        header = _header(tensors, segments)
+        data = np.empty(len(header) + sum(tensor.nbytes for tensor in tensors), np.uint8)
+        views = np.split(data, len(header) + np.cumsum([0, *(tensor.nbytes for tensor in tensors)]))[1:-1]
+        sums = []
+        for part, segment in zip(self._parts, segments, strict=True):
+            spans = _spans(self._columns, segment)
+            slices = [view[first : first + size] for view, (first, size) in zip(views, spans, strict=True)]
+            self._fill(part, slices)
+            sums.append(segment._replace(sum=checksum((one.data for one in slices), _SUM_BYTES)))
+        header = _header(tensors, sums)
+        data[: len(header)] = np.frombuffer(header, np.uint8)
+        return Encoded(data.data, header, self.rows, tuple(sums))
+
+    def _segments(self) -> tuple[list[Segment], int, int]:
+        segments, first, first_deleted = [], 0, 0
+        for part in self._parts:
+            rows, deleted = sum(map(len, part.keys)), sum(map(len, part.deleted))
+            segments.append(Segment(part.range, first, rows, first_deleted, deleted, part.full, "0" * 2 * _SUM_BYTES))
+            first, first_deleted = first + rows, first_deleted + deleted
+        return segments, first, first_deleted
+
+    def _fill(self, part: _Part, slices: list[Bytes]) -> None:
+        np.concatenate(part.keys, out=slices[0].view(np.int64))
+        np.concatenate(part.deleted, out=slices[-1].view(np.int64))
+        at = 0
+        for rows in part.rows:
+            for column, there in zip(self._columns, slices[1:-1], strict=True):
+                to = there.reshape(-1, column.nbytes)[at : at + len(rows)]
+                to[:] = rows[:, column.at : column.at + column.nbytes]
+            at += len(rows)
+
+
+class Encoded(NamedTuple):
+    """A file's bytes, and what a manifest says of it."""
+
+    data: memoryview
+    header: bytes
+    rows: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def sum(self) -> str:
+        """Of the header, which has the sums of all else."""
+        return checksum([self.header])
+
+
+def _spans(columns: Sequence[_Column], segment: Segment) -> list[tuple[int, int]]:
+    """(first byte in its tensor, bytes) of what a segment has of keys, each column, and deleted."""
+    of_rows = [(segment.first * width, segment.rows * width) for width in (8, *(column.nbytes for column in columns))]
+    return [*of_rows, (8 * segment.first_deleted, 8 * segment.deleted)]
+
+
+def _tensors(spec: TableSpec, rows: int, deleted: int) -> list[_Tensor]:
+    """What lies in a file behind its header, in this order."""
+    found = [_Tensor("keys", "I64", [rows], 8 * rows)]
+    found += [_Tensor(c.name, c.dtype, [rows, c.width] if c.width else [rows], rows * c.nbytes) for c in columns(spec)]
+    return [*found, _Tensor("deleted", "I64", [deleted], 8 * deleted)]
+
+
+def _described(tensors: Sequence[_Tensor]) -> dict[str, Any]:
+    said, at = {}, 0
+    for tensor in tensors:
+        end = at + tensor.nbytes
+        said[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, end]}
+        at = end
+    return said
+
+
+def _header(tensors: Sequence[_Tensor], segments: Sequence[Segment]) -> bytes:
+    ranges = json.dumps([[*segment[:5], int(segment.full), segment.sum] for segment in segments])
+    said = {"__metadata__": {"elasticps": VERSION, "ranges": ranges}} | _described(tensors)
+    text = json.dumps(said, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that numbers of 8 bytes lie at multiples of 8
+    return struct.pack("<Q", len(text)) + text
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+class RowReader:
+    """Reads segments of one file, as many bytes as they have."""
+
+    def __init__(
+        self, name: str, spec: TableSpec, header: bytes, fetch: Callable[[list[tuple[int, int]]], Sequence[Any]]
+    ) -> None:
+        """header: the file's first bytes, as many as its manifest says. fetch: reads several of (first byte, bytes).
+        Raises CheckpointError for what is no such file, or one of another table."""
+        self._name, self._spec, self._fetch = name, spec, fetch
+        self._columns = columns(spec)
+        self._layout = RowLayout.of(spec)
+        try:
+            self.segments, self._at = _read_header(header, spec)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error, RecursionError) as error:
+            raise CheckpointError(f"{name} is no file of table {spec.name!r}, or was altered: {error!r}") from error
+
+    def read(self, segment: Segment, *, checked: bool = True) -> Piece:
+        """A segment. Raises CheckpointError if it is another than was written."""
+        spans = [(at + first, size) for at, (first, size) in zip(self._at, _spans(self._columns, segment), strict=True)]
+        parts = [np.frombuffer(part, np.uint8) for part in self._fetch(spans)]
+        if checked and checksum((part.data for part in parts), _SUM_BYTES) != segment.sum:
+            raise CheckpointError(f"{self._name} was altered: range {segment.range} has another sum than was written")
+        rows = np.zeros((segment.rows, self._layout.stride), np.uint8)
+        for column, part in zip(self._columns, parts[1:-1], strict=True):
+            rows[:, column.at : column.at + column.nbytes] = part.reshape(segment.rows, column.nbytes)
+        return Piece(segment, parts[0].view(np.int64), rows, parts[-1].view(np.int64))
+
+
+def decode(spec: TableSpec, data: bytes | memoryview, name: str = "a file") -> list[Piece]:
+    """All that a whole file has."""
+    view = memoryview(data)
+    size = struct.unpack_from("<Q", view)[0] + 8 if len(view) >= 8 else 0
+    if not 8 < size <= len(view):
+        raise CheckpointError(f"{name} is no file of table {spec.name!r}, or was cut off")
+
+    def fetch(spans: list[tuple[int, int]]) -> list[memoryview]:
+        parts = [view[first : first + nbytes] for first, nbytes in spans]
+        if any(len(part) != nbytes for part, (_, nbytes) in zip(parts, spans, strict=True)):
+            raise CheckpointError(f"{name} was cut off")
+        return parts
+
+    reader = RowReader(name, spec, bytes(view[:size]), fetch)
+    return [reader.read(segment) for segment in reader.segments]
+
+
+def _read_header(header: bytes, spec: TableSpec) -> tuple[list[Segment], list[int]]:
+    """The segments, and where keys, each column and deleted begin in the file."""
+    size = struct.unpack_from("<Q", header)[0]
+    if size + 8 != len(header) or size > _MOST_HEADER:
+        raise ValueError(f"a header of {size} bytes in {len(header)}")
+    said = json.loads(header[8:])
+    metadata = said.pop("__metadata__")
+    if metadata["elasticps"] != VERSION:
+        raise ValueError(f"format {metadata['elasticps']!r}, and this version reads {VERSION}")
+    segments = []
+    for r, first, rows, first_deleted, deleted, full, sum_ in json.loads(metadata["ranges"]):
+        segments.append(Segment(r, first, rows, first_deleted, deleted, bool(full), sum_))
+    (n,), (m,) = said["keys"]["shape"], said["deleted"]["shape"]
+    tensors = _tensors(spec, n, m)
+    if list(said.items()) != list(_described(tensors).items()):
+        raise ValueError(f"its tensors are {said}")
+    starts = len(header) + np.cumsum([0, *(tensor.nbytes for tensor in tensors[:-1])])
+    rows = deleted = 0
+    before = -1
+    for s in segments:
+        if (s.first, s.first_deleted) != (rows, deleted) or s.range <= before or min(s.rows, s.deleted) < 0:
+            raise ValueError(f"segment {s}")
+        rows, deleted, before = rows + s.rows, deleted + s.deleted, s.range
+    if (rows, deleted) != (n, m):
+        raise ValueError(f"segments of {rows} rows and {deleted} deleted keys, and there are {n} and {m}")
+    return segments, starts.tolist()

@@ -1,0 +1,179 @@
+"""Where checkpoints lie: a folder, a bucket of S3, Google or Azure, or this process's memory.
+
+What `put` and `put_new` have said is there stays there: buckets promise that, and in folders files and their entries
+are synced to the disk, which obstore leaves to the system. Nobody ever sees half a file. Calls block: for threads.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import LocalStore, MemoryStore, ObjectStore, from_url
+
+from elasticps.errors import CheckpointError
+
+Data = bytes | bytearray | memoryview
+_RETRIES: Any = {
+    "max_retries": 8,
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
+    "retry_timeout": timedelta(seconds=60),
+}
+_memory: dict[str, MemoryStore] = {}  # by name: all that this process has
+
+
+class NotThere(CheckpointError):
+    """No such file."""
+
+
+class Storage:
+    """The files under one URL, by paths relative to it."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        """url: `file:///data/checkpoints` or a path, `s3://bucket/prefix`, `gs://…`, `az://…`, `memory://name`.
+
+        Regions, endpoints and credentials are taken from the environment, as each provider's own tools do (AWS_REGION,
+        AWS_ENDPOINT_URL, …); options are obstore's, for those that come otherwise. Touches nothing yet.
+        """
+        self.url = url.rstrip("/") if "://" in url else Path(url).absolute().as_uri()
+        self._folder: Path | None = None
+        self._store: ObjectStore | None = None
+        parts = urlsplit(self.url)
+        if parts.scheme == "file":
+            if parts.netloc not in ("", "localhost"):
+                raise CheckpointError(f"{url}: a folder's URL has three slashes: file:///{parts.netloc}{parts.path}")
+            self._folder = Path(unquote(parts.path))
+        elif parts.scheme == "memory":
+            self._store = _memory.setdefault(self.url, MemoryStore())
+        else:
+            with self._told("opened"):
+                self._store = from_url(self.url, retry_config=_RETRIES, **options)
+
+    def put(self, path: str, data: Data) -> None:
+        """Makes or replaces a file."""
+        with self._told("written", path):
+            obstore.put(self._for_writing(), path, data)
+            self._sync(path)
+
+    def put_new(self, path: str, data: Data) -> bool:
+        """Makes a file unless there is one of that name; whether it did. Of several at once one does."""
+        store = self._for_writing()
+        with self._told("written", path):
+            try:
+                if self._folder is None:
+                    obstore.put(store, path, data, mode="create")
+                    return True
+                part = f"{path}.{uuid.uuid4().hex}.part"  # synced before it has its name
+                try:
+                    obstore.put(store, part, data)
+                    self._sync(part)
+                    obstore.rename(store, part, path, overwrite=False)
+                    self._sync(path)
+                finally:
+                    with suppress(FileNotFoundError):
+                        obstore.delete(store, part)
+            except AlreadyExistsError:
+                return False
+        return True
+
+    def get(self, path: str) -> bytes:
+        """A whole file. Raises NotThere."""
+        with self._told("read", path):
+            return bytes(obstore.get(self._for_reading(path), path).bytes())
+
+    def get_range(self, path: str, start: int, length: int) -> bytes:
+        """`length` bytes of a file from byte `start` on. Raises NotThere, CheckpointError if it ends before."""
+        return bytes(self.get_ranges(path, [(start, length)])[0])
+
+    def get_ranges(self, path: str, parts: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Several of (start, length), at once; those close to each other with one request."""
+        wanted = [part for part in parts if part[1]]
+        found: Iterator[memoryview] = iter(())
+        if wanted:
+            with self._told("read", path):
+                starts, lengths = [start for start, _ in wanted], [length for _, length in wanted]
+                read = obstore.get_ranges(self._for_reading(path), path, starts=starts, lengths=lengths)
+                found = map(memoryview, read)
+        out = [next(found) if length else memoryview(b"") for _, length in parts]
+        if any(len(data) != length for data, (_, length) in zip(out, parts, strict=True)):
+            raise CheckpointError(f"{self.url}/{path} is shorter than it must be: it was cut off, or written by others")
+        return out
+
+    def files(self, prefix: str = "") -> list[tuple[str, int]]:
+        """Path and bytes of all files below a folder, which need not exist."""
+        if self._folder is not None and not self._folder.exists():
+            return []
+        with self._told("listed", prefix):
+            chunks = obstore.list(self._for_reading(), prefix or None)
+            return sorted((meta["path"], meta["size"]) for chunk in chunks for meta in chunk)
+
+    def folders(self) -> list[str]:
+        """The names of the folders at the top."""
+        if self._folder is not None and not self._folder.exists():
+            return []
+        with self._told("listed"):
+            return sorted(obstore.list_with_delimiter(self._for_reading())["common_prefixes"])
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Deletes files, in this order; those that are not there count as deleted."""
+        with self._told("deleted from"):
+            for some in [paths] if self._folder is None else [[path] for path in paths]:
+                with suppress(FileNotFoundError):
+                    obstore.delete(self._for_reading(), some)
+
+    # --- folders --------------------------------------------------------------------------------------------------
+
+    def _for_writing(self) -> ObjectStore:
+        if self._store is None:
+            with self._told("made"):
+                self._store = LocalStore(self._folder, mkdir=True, automatic_cleanup=True)
+        return self._store
+
+    def _for_reading(self, path: str = "") -> ObjectStore:
+        """A folder is not made by looking into it."""
+        if self._folder is not None and not self._folder.exists():
+            raise FileNotFoundError(path)
+        return self._for_writing()
+
+    def _sync(self, path: str) -> None:
+        if self._folder is None:
+            return
+        at = self._folder / path
+        for one in (at, *(folder for folder in at.parents if folder.is_relative_to(self._folder.parent))):
+            descriptor = os.open(one, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    @contextmanager
+    def _told(self, done: str, path: str = "") -> Iterator[None]:
+        """Errors say what could not be done where, and what to do."""
+        where = f"{self.url}/{path}" if path else self.url
+        try:
+            yield
+        except AlreadyExistsError:
+            raise
+        except FileNotFoundError as error:
+            missing = "NoSuchBucket" in str(error)
+            text = "there is no such bucket" if missing else "it is not there"
+            kind = CheckpointError if missing else NotThere
+            raise kind(f"{where} cannot be {done}: {text}") from error
+        except (PermissionDeniedError, UnauthenticatedError, PermissionError) as error:
+            hint = "look at the credentials in the environment, and at what they may do there"
+            raise CheckpointError(f"{where} cannot be {done}: {_first(error)}; {hint}") from error
+        except (BaseError, OSError, ValueError) as error:
+            raise CheckpointError(f"{where} cannot be {done}: {_first(error)}") from error
+
+
+def _first(error: Exception) -> str:
+    """What obstore says, without the structures behind it."""
+    return " ".join(str(error).partition("\n\nDebug source")[0].split())

@@ -1,0 +1,124 @@
+"""Rows as files: what was put in comes out, and torch's and numpy's readers see the same."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load
+
+from elasticps import spec
+from elasticps.checkpoint.rows import RowFile, RowReader, columns, decode
+from elasticps.errors import CheckpointError
+from elasticps.spec import TableSpec
+from elasticps.store.layout import RowLayout
+
+OPTIMIZERS = [spec.SGD(0.1), spec.Adagrad(0.1), spec.RowAdagrad(0.1), spec.Adam(0.1), spec.FTRL(0.1)]
+
+
+def some_rows(of: TableSpec, keys: list[int], seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Whole rows with zeros where nothing is: as the store has them."""
+    layout = RowLayout.of(of)
+    rows = np.random.default_rng(seed).integers(0, 256, (len(keys), layout.stride)).astype(np.uint8)
+    rows[:, layout.weight_bytes : layout.slots_at] = 0
+    rows[:, layout.stamp_at + 4 :] = 0
+    return rows
+
+
+SPECS = st.builds(
+    lambda dim, optimizer, dtype: TableSpec("t", dim, optimizer, dtype=dtype),
+    st.integers(1, 9),
+    st.sampled_from(OPTIMIZERS),
+    st.sampled_from(spec.DTYPES),
+)
+ADDED = st.tuples(
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5), st.lists(st.integers(-9, 9), max_size=3), st.booleans()
+)
+
+
+@given(of=SPECS, added=st.dictionaries(st.integers(0, 255), ADDED, max_size=5), pieces=st.integers(1, 3))
+def test_what_is_written_is_read(of: TableSpec, added: dict[int, Any], pieces: int) -> None:
+    file = RowFile(of)
+    for r, (keys, deleted, full) in sorted(added.items()):
+        rows = some_rows(of, keys, r)
+        for at in range(pieces):
+            some = np.array(keys, np.int64)[at::pieces]
+            file.add(r, some, rows[at::pieces], np.array(deleted[at::pieces], np.int64), full=full)
+    encoded = file.encode()
+    assert encoded.rows == file.rows == sum(len(keys) for keys, *_ in added.values())
+    for whole in (True, False):
+        pieces_read = decode(of, encoded.data)
+        if not whole:
+            reader = RowReader("f", of, encoded.header, lambda spans: [encoded.data[a : a + n] for a, n in spans])
+            pieces_read = [reader.read(segment) for segment in reversed(reader.segments)][::-1]
+        assert [piece.segment for piece in pieces_read] == list(encoded.segments)
+        assert [piece.segment.range for piece in pieces_read] == sorted(added)
+        for piece in pieces_read:
+            keys, deleted, full = added[piece.segment.range]
+            order = [i for at in range(pieces) for i in range(at, len(keys), pieces)]
+            assert piece.segment.full == full
+            assert piece.keys.tolist() == [keys[i] for i in order]
+            assert piece.rows.tobytes() == some_rows(of, keys, piece.segment.range)[order].tobytes()
+            assert piece.deleted.tolist() == [key for at in range(pieces) for key in deleted[at::pieces]]
+
+
+def test_other_readers_see_the_same_numbers(tmp_path: Any) -> None:
+    of = TableSpec("t", 3, spec.Adam(0.1))
+    keys = np.array([5, -1], np.int64)
+    rows = np.zeros((2, RowLayout.of(of).stride), np.uint8)
+    rows[:, :36] = np.arange(18, dtype=np.float32).reshape(2, 9).view(np.uint8)
+    rows[:, 36:40] = np.array([[7], [8]], np.uint32).view(np.uint8)
+    file = RowFile(of)
+    file.add(4, keys, rows, np.array([11], np.int64), full=False)
+    encoded = file.encode()
+    there = load(bytes(encoded.data))
+    assert set(there) == {"keys", "weight", *of.optimizer.slot_shapes(3), "stamps", "deleted"}
+    assert there["keys"].tolist() == [5, -1]
+    assert there["deleted"].tolist() == [11]
+    assert there["weight"].tolist() == [[0, 1, 2], [9, 10, 11]]
+    second = list(of.optimizer.slot_shapes(3))[1]
+    assert there[second].tolist() == [[6, 7, 8], [15, 16, 17]]
+    assert there["stamps"].tolist() == [7, 8]
+    (tmp_path / "f").write_bytes(encoded.data)
+    with safe_open(tmp_path / "f", "numpy") as opened:
+        assert json.loads(opened.metadata()["ranges"])[0][:6] == [4, 0, 2, 0, 1, 0]
+
+
+@settings(max_examples=30)
+@given(at=st.integers(0, 10_000), to=st.integers(1, 255))
+def test_a_byte_that_was_altered_is_found(at: int, to: int) -> None:
+    of = TableSpec("t", 4, spec.Adagrad(0.1))
+    file = RowFile(of)
+    for r in (0, 3):
+        file.add(r, np.arange(9), some_rows(of, list(range(9)), r), np.arange(2), full=False)
+    encoded = file.encode()
+    data = bytearray(encoded.data)
+    at = len(encoded.header) + at % (len(data) - len(encoded.header))
+    data[at] ^= to
+    with pytest.raises(CheckpointError, match="altered"):
+        decode(of, bytes(data))
+
+
+def test_what_is_no_such_file_is_refused() -> None:
+    of = TableSpec("t", 4, spec.Adagrad(0.1))
+    file = RowFile(of)
+    file.add(0, np.arange(9), some_rows(of, list(range(9)), 0), full=True)
+    data = bytes(file.encode().data)
+    for wrong in (b"", b"{}", data[:50], data[: len(data) - 1], b"\xff" * 100, data.replace(b'"keys"', b'"yeks"')):
+        with pytest.raises(CheckpointError):
+            decode(of, wrong)
+    with pytest.raises(CheckpointError, match="this version reads"):
+        decode(of, data.replace(b'"elasticps":"1"', b'"elasticps":"2"'))
+    for other in (
+        TableSpec("t", 5, spec.Adagrad(0.1)),
+        TableSpec("t", 4, spec.SGD(0.1)),
+        TableSpec("t", 4, spec.Adagrad(0.1), dtype="float16"),
+    ):
+        with pytest.raises(CheckpointError):
+            decode(other, data)
+    assert len(columns(of)) == 3

@@ -1,0 +1,100 @@
+"""Where checkpoints lie: folders and memory keep the same promises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from elasticps.checkpoint.storage import NotThere, Storage
+from elasticps.errors import CheckpointError
+
+
+@pytest.fixture(params=["file", "memory"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path / "there" / "deep") if request.param == "file" else f"memory://{uuid.uuid4()}")
+
+
+def test_what_is_put_is_there(storage: Storage) -> None:
+    assert storage.files() == []
+    assert storage.folders() == []
+    storage.put("000001/a b%2Fc/x", b"first")
+    storage.put("000001/a b%2Fc/x", memoryview(b"second"))
+    storage.put("000002/y", bytes(3 << 20))
+    assert storage.get("000001/a b%2Fc/x") == b"second"
+    assert storage.get_range("000001/a b%2Fc/x", 1, 3) == b"eco"
+    assert [bytes(part) for part in storage.get_ranges("000001/a b%2Fc/x", [(4, 2), (0, 0), (0, 1)])] == [
+        b"nd",
+        b"",
+        b"s",
+    ]
+    assert storage.files() == [("000001/a b%2Fc/x", 6), ("000002/y", 3 << 20)]
+    assert storage.files("000002") == [("000002/y", 3 << 20)]
+    assert storage.files("nothing") == []
+    assert storage.folders() == ["000001", "000002"]
+    storage.delete(["000002/nothing", "000002/y"])
+    assert storage.folders() == ["000001"]
+
+
+def test_of_several_one_is_first(storage: Storage) -> None:
+    contents = [str(i).encode() * 1000 for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(lambda content: storage.put_new("x/manifest", content), contents))
+    assert won.count(True) == 1
+    assert storage.get("x/manifest") == contents[won.index(True)]
+    assert not storage.put_new("x/manifest", b"late")
+    assert [path for path, _ in storage.files()] == ["x/manifest"]
+
+
+def test_what_is_not_there_is_said(storage: Storage) -> None:
+    with pytest.raises(NotThere, match="000001/x cannot be read: it is not there"):
+        storage.get("000001/x")
+    storage.put("000001/x", b"123")
+    with pytest.raises(NotThere):
+        storage.get_range("000001/y", 0, 1)
+    for start, length in ((0, 4), (2, 2), (3, 1), (9, 1)):
+        with pytest.raises(CheckpointError, match="000001/x"):
+            storage.get_range("000001/x", start, length)
+
+
+def test_looking_makes_no_folder(tmp_path: Path) -> None:
+    storage = Storage((tmp_path / "nothing").as_uri())
+    assert storage.files() == []
+    assert storage.folders() == []
+    with pytest.raises(NotThere):
+        storage.get("x")
+    storage.delete(["x"])
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_unusable_places_are_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be"):
+        Storage(str(tmp_path / "file" / "below")).put("x", b"")
+    with pytest.raises(CheckpointError, match="ftp://x/y cannot be opened"):
+        Storage("ftp://x/y")
+    with pytest.raises(CheckpointError, match="three slashes"):
+        Storage("file://data/checkpoints")
+
+
+def test_a_full_disk_is_said_and_leaves_no_half_file(tmp_path: Path) -> None:
+    program = """
+import resource, sys
+from elasticps.checkpoint.storage import Storage
+from elasticps.errors import CheckpointError
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+storage = Storage(sys.argv[1])
+for put in (storage.put, storage.put_new):
+    try:
+        put("000001/x", bytes(200_000))
+    except CheckpointError as error:
+        assert "000001/x cannot be written" in str(error) and "File too large" in str(error), error
+    else:
+        raise SystemExit("written")
+assert [path for path, _ in storage.files()] == [], storage.files()
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "disk")], check=True, timeout=60)
