@@ -85,7 +85,8 @@ class _OverShards:
                 table = ps.table("t", dim=1, optimizer=Accumulate())
                 for shard in ps.shards(SHARDS, 1):
                     self.taken[name].append(shard.start)
-                    program(threads, lambda value, at=shard.start: ps.push({table: ([at], [[value]])}))
+                    row = np.array([shard.start])
+                    program(threads, lambda value: ps.push({table: (row, np.full((1, 1), value, np.float32))}))  # noqa: B023
                 over.add(name)
                 if name == "w0":
                     self.trained.extend(table.pull(np.arange(SHARDS))[:, 0].tolist())
