@@ -192,6 +192,7 @@ class Connection(asyncio.BufferedProtocol):
         self.worker, self.worker_name, self.app = worker, name, app
         self._set(at.C_ROLE, at.ROLE_WORKER)
         self._set(at.C_WORKER, worker)
+        self._set(at.C_APP, self._path.number_of(app))
         self._set(at.C_ROSTERED, 1)
 
     def is_peer(self, tell_full: Callable[[bool], None]) -> None:

@@ -34,6 +34,7 @@ from elasticps.errors import SpecError
 from elasticps.security.transport import Gate
 from elasticps.server import fatal
 from elasticps.server.protocol.headroom import NO_LIMIT, Memory
+from elasticps.server.protocol.registered import Entry
 from elasticps.server.replica_links import BEAT_S
 from elasticps.server.server import Server
 from elasticps.spec import TableSpec
@@ -241,13 +242,16 @@ async def _refresh(store: Store, server: Server) -> None:
         await asyncio.sleep(0.02)
 
 
-async def _tables(store: Store) -> dict[int, TableSpec]:
-    """What is registered. What cannot be read, or is of a plug-in that is not here, is left out."""
+async def _tables(store: Store) -> dict[int, Entry]:
+    """What is registered; what cannot be read is left out."""
     found = {}
     for entry in (await store.list(TABLES)).entries:
-        with suppress(ValueError, KeyError, TypeError, SpecError):
+        with suppress(ValueError, KeyError, TypeError):
             document = json.loads(entry.value)
             if document.get("dropping"):
                 continue
-            found[document["id"]] = TableSpec.from_json(document["spec"])
+            spec = None
+            with suppress(SpecError):  # a plug-in that is not here
+                spec = TableSpec.from_json(document["spec"])
+            found[document["id"]] = Entry(entry.key.removeprefix(TABLES).rpartition("/")[0], spec)
     return found

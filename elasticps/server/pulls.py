@@ -14,6 +14,7 @@ from elasticps.server.protocol.contents import unknown_table
 from elasticps.server.protocol.held_frames import HeldFrames
 from elasticps.server.protocol.herald import Herald
 from elasticps.server.protocol.reads import Judge, Read, answer
+from elasticps.server.protocol.registered import Registered
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.serving import Serving
 from elasticps.store import Store, Table
@@ -30,14 +31,15 @@ class Pulls:
     """Their handlers. `served()` is told of each pull."""
 
     def __init__(
-        self, serving: Serving, held: HeldFrames, herald: Herald, delay: BoundedDelay, store: Store, replica: Replica,
-        counts: Counts, served: Callable[[], None],
+        self, serving: Serving, held: HeldFrames, herald: Herald, delay: BoundedDelay, store: Store,
+        registered: Registered, replica: Replica, counts: Counts, served: Callable[[], None],
     ) -> None:  # fmt: skip
         self._serving = serving
         self._held = held
         self._herald = herald
         self._delay = delay
         self._store = store
+        self._registered = registered
         self._replica = replica
         self._counts = counts
         self._served = served
@@ -83,7 +85,7 @@ class Pulls:
             raise FrameError(f"there is no range {asked.range}, there are {self._serving.ranges}")
         if not self._serving.serves(asked.epoch, anywhere=False) or not (self._serving.tailed == asked.range).any():
             raise self._stale(asked.epoch)
-        table = self._table(asked.table)
+        table = self._table(connection, asked.table)
         keys, place = NO_KEYS, 0
         if asked.keys:
             keys, place = table.list_keys(asked.range, asked.place, min(asked.keys, MAX_LISTED))
@@ -102,9 +104,10 @@ class Pulls:
         self._answer(self._read(connection, PullHeader.of(header), body), done)
 
     def _read(self, connection: Connection, asked: PullHeader, body: Body) -> Read:
-        return Read(connection, asked, self._table(asked.table), body.view(np.int64), 0.0)
+        return Read(connection, asked, self._table(connection, asked.table), body.view(np.int64), 0.0)
 
-    def _table(self, number: int) -> Table:
+    def _table(self, connection: Connection, number: int) -> Table:
+        self._registered.permit(number, connection.app)
         table = self._store.live.get(number)
         if table is None:
             raise unknown_table(self._serving.me.name, number)

@@ -71,13 +71,14 @@ class Pushes:
             spec = TableSpec.from_json(new.spec)
             if new.table in self._store.dropped:
                 raise unknown_table(self._serving.me.name, new.table)
+            self._registered.permit(new.table, connection.app)
             if new.table not in self._store.tables:
                 if self._registered.lacks(new.table):
                     if self._held.wait(connection, header, body):
                         return
                     text = f"no table with id {new.table} is registered, as far as server {self._serving.me.name} knows"
                     raise RequestError("unknown-table", text)
-                self._registered.check(new.table, spec)
+                self._registered.check(new.table, spec, connection.app)
             self._store.create(spec, new.table)
         except SpecError as error:
             raise RequestError("spec", str(error)) from None
@@ -100,7 +101,7 @@ class Pushes:
         named, blocks = read_push(said.all_ranges, said.blocks, body)
         ranges, positions = self._order_of(said.epoch) if named is None else self._named(named)
         if len(ranges):  # else its epoch is refused below
-            self._check(blocks, positions, kind)
+            self._check(connection, blocks, positions, kind)
             self._memory.take(blocks)
         self._control(connection, header, kind, Content(blocks, ranges, positions), len(body), ranges)
 
@@ -108,6 +109,7 @@ class Pushes:
         if self._held.wait_for_view(connection, header, body):
             return
         said, me = EraseHeader.of(header), self._serving.me.name
+        self._registered.permit(said.table, connection.app)
         if said.kind == OperationKind.DROP:
             if said.table not in self._store.tables and len(self._store.dropped) >= MAX_DROPPED:
                 raise RequestError("spec", f"server {me} remembers {MAX_DROPPED} dropped tables, and takes no more")
@@ -127,7 +129,7 @@ class Pushes:
             named, blocks = read_push(said.all_ranges, said.blocks, body)
             ranges, positions = self._order_of(said.epoch) if named is None else self._named(named)
             if len(ranges):  # else its epoch is refused below
-                self._check(blocks, positions, said.kind)
+                self._check(connection, blocks, positions, said.kind)
             payload = Content(blocks, ranges, positions)
         # Whatever was numbered lower and has not come by now is given up: its asker has.
         push = Push(
@@ -137,8 +139,9 @@ class Pushes:
         self._executor.perform(self._replica.push, push)
         self._executor.note_change()
 
-    def _check(self, blocks: list[Block], positions: NDArray[np.int64], kind: int) -> None:
+    def _check(self, connection: Connection, blocks: list[Block], positions: NDArray[np.int64], kind: int) -> None:
         for block in blocks:
+            self._registered.permit(block.table, connection.app)
             check_block(self._store.live, block, positions, self._serving.me.name, kind)
 
     # --- pushes -----------------------------------------------------------------------------------------------------
@@ -165,7 +168,7 @@ class Pushes:
             ranges, positions = self._named(named)
         ticket = RequestTicket(connection, said.request)
         try:
-            self._check(blocks, positions, OperationKind.PUSH)
+            self._check(connection, blocks, positions, OperationKind.PUSH)
             self._memory.take(blocks)
         except RequestError as error:
             self._herald.refused += 1

@@ -33,7 +33,7 @@ from elasticps.server.protocol.group_log import GroupLog
 from elasticps.server.protocol.headroom import NO_LIMIT, Headroom, Memory
 from elasticps.server.protocol.held_frames import HeldFrames
 from elasticps.server.protocol.herald import Herald
-from elasticps.server.protocol.registered import Registered
+from elasticps.server.protocol.registered import Entry, Registered
 from elasticps.server.protocol.serving import Serving
 from elasticps.server.pulls import Pulls
 from elasticps.server.pump import Pump, streams
@@ -41,7 +41,6 @@ from elasticps.server.pushes import Pushes
 from elasticps.server.replica_links import ReplicaLinks
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.server.subject import Subject
-from elasticps.spec import TableSpec
 from elasticps.wire.frames import Header, Kind
 from elasticps.wire.views import read_view
 from replication.chain import Member
@@ -99,9 +98,9 @@ class Server:
         self.links.make_way = self.snapshots.make_way
         served = self.snapshots.served
         self.delay = BoundedDelay(ranges, self.replica.clocks, clock)
-        self.pulls = Pulls(serving, held, herald, self.delay, self.store, self.replica, counts, served)
+        self.registered = Registered(self.store, self.behind.set)
+        self.pulls = Pulls(serving, held, herald, self.delay, self.store, self.registered, self.replica, counts, served)
         self.memory = MemoryLimit(self.headroom, self.store, self.fast, self.links, me.name)
-        self.registered = Registered(self.behind.set)
         self.pushes = Pushes(serving, held, herald, executor, self.memory, self.registered, counts, served)
         group = GroupLog(serving, held, herald, self.replica, executor.rounds, executor.shards, executor.perform)
         self._barrier = BarrierCoordinator(group, clock)
@@ -222,15 +221,17 @@ class Server:
         self.executor.perform(self.replica.adopt_roster, roster.version, frozenset(workers))
         self._judge()
 
-    def know_tables(self, specs: Mapping[int, TableSpec]) -> None:
+    def know_tables(self, entries: Mapping[int, Entry]) -> None:
         """These tables are registered, by id."""
-        self.registered.follow(specs)
+        self.registered.follow(entries)
+        self.fast.sync()
         self._judge()
 
     def tick(self) -> None:
         """Called a few times a second: ends waits that took too long, beats."""
         self._judge()
         self.links.tick()
+        self.registered.look_for_owners()
         self.handshake.tick()
 
     def _judge(self) -> None:

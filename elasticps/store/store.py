@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,6 +33,7 @@ class Store:
         self.dropped: dict[int, NDArray[np.int64]] = {}
         self.new: list[tuple[int, Table]] = []
         self.version = 0
+        self._apps: Mapping[int, str] = {}
         self._memory = Memory()
 
     def create(self, spec: TableSpec, table_id: int) -> Table:
@@ -39,6 +42,7 @@ class Store:
         if table is None:
             table = self.tables[table_id] = Table(spec, table_id, self.ranges, self._memory)
             table.dropped = table_id in self.dropped
+            table.app = self._apps.get(table_id, "")
             if not table.dropped:
                 self.live[table_id] = table
                 self.new.append((table_id, table))
@@ -46,6 +50,13 @@ class Store:
         elif difference := spec.difference(table.spec):
             raise SpecError(f"table {table.spec.name!r} (id {table_id}) exists with another spec: {difference}")
         return table
+
+    def belong(self, apps: Mapping[int, str]) -> None:
+        """To which application tables belong, by id; those that are not named keep the one that they had."""
+        self._apps = apps
+        for number in apps.keys() & self.live.keys():
+            self.live[number].app = apps[number]
+        self.version += 1
 
     def drop(self, table_id: int, ranges: NDArray[np.int64], places: NDArray[np.int64]) -> None:
         """Forgets a table's rows in some ranges, for good, at these places of their logs; whoever asks for the table is

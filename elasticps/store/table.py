@@ -35,6 +35,7 @@ class Table:
         """Raises SpecError for a custom optimizer that is not registered here."""
         load_kernels()
         self.spec, self.table_id, self.ranges = spec, table_id, ranges
+        self.app = ""  # to which it belongs, if that is known
         self.dropped = False  # in some range: workers know it no more
         self._update = update_kernel(spec.optimizer)
         self._memory = Memory() if memory is None else memory

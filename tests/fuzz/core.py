@@ -25,6 +25,7 @@ from elasticps.optimizers import Accumulate
 from elasticps.server import replica_links
 from elasticps.server.connection import Connection
 from elasticps.server.fast import layout as at
+from elasticps.server.protocol.registered import Entry
 from elasticps.server.server import Server
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.spec import TableSpec
@@ -133,7 +134,10 @@ class Core:
         )  # fmt: skip
         self.server._linger = cast(Any, Quiet())
         self.server.fast.h[at.H_ENABLED] = compiled
-        self.server.know_tables({TABLE: TABLE_OF_OWN, **tables})
+        registered = {TABLE: Entry(APPS[HONEST], TABLE_OF_OWN)}
+        self.server.know_tables(
+            registered | {number: Entry(("default", "app0")[number % 2], spec) for number, spec in tables.items()}
+        )
         workers = (HONEST, *HOSTILE)
         self.server.follow(Roster(1, tuple(WorkerInfo(w, f"w{w}", 1, APPS[w]) for w in workers), CLUSTER))
         self.server.adopt(self.next_view())

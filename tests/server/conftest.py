@@ -43,7 +43,8 @@ Answer = asyncio.Future[tuple[Header, bytes]]
 class Worker:
     """A connection to one server. refused: why that ended it."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, id_: int = WORKER) -> None:
+        self.id = id_
         self.reader, self.writer = reader, writer
         self.requests = 0
         self.answers: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
@@ -82,7 +83,7 @@ class Worker:
     def push(self, view: View, server: str, clock: int, keys: Sequence[int], value: float, **more: int) -> Answer:
         """Pushes `value` for those of `keys` that a server heads."""
         body = self._block(view, server, keys, value)
-        header = Header(Kind.PUSH, LAST | ALL_RANGES, epoch=view.epoch, clock=clock, worker=WORKER, items=1, **more)
+        header = Header(Kind.PUSH, LAST | ALL_RANGES, epoch=view.epoch, clock=clock, worker=self.id, items=1, **more)
         return self.ask(header, body)
 
     def init(self, view: View, server: str, keys: Sequence[int], value: float) -> Answer:
@@ -162,19 +163,28 @@ class Group:
         for server in list(self.servers.values()):
             server.adopt(view)
 
-    async def connect(self, name: str, *, create: bool = True, base: int = 0) -> Worker:
+    async def connect(
+        self,
+        name: str,
+        *,
+        create: bool = True,
+        base: int = 0,
+        worker: int = WORKER,
+        worker_name: str = "w",
+        app: str = "default",
+    ) -> Worker:
         host, _, port = self.infos[name].address.rpartition(":")
-        worker = Worker(*await asyncio.open_connection(host, int(port)))
-        self.workers.append(worker)
-        hello = {"cluster": "c", "worker": WORKER, "name": "w", "app": "default"}
-        worker.writer.write(json_frame(Kind.HELLO, hello))
-        await worker.ask(Header(Kind.JOIN, LAST, clock=base))
+        spoken = Worker(*await asyncio.open_connection(host, int(port)), worker)
+        self.workers.append(spoken)
+        hello = {"cluster": "c", "worker": worker, "name": worker_name, "app": app}
+        spoken.writer.write(json_frame(Kind.HELLO, hello))
+        await spoken.ask(Header(Kind.JOIN, LAST, clock=base))
         if create:
             assert self.view is not None
             body = json_frame(Kind.CREATE, {"id": TABLE, "spec": SPEC.to_json()})[HEADER_BYTES:]
-            header, answer = await asyncio.wait_for(worker.ask(Header(Kind.CREATE, epoch=self.view.epoch), body), 10)
+            header, answer = await asyncio.wait_for(spoken.ask(Header(Kind.CREATE, epoch=self.view.epoch), body), 10)
             assert header.kind == Kind.OK, json_body(answer)
-        return worker
+        return spoken
 
     async def close(self) -> None:
         for worker in self.workers:

@@ -15,6 +15,7 @@ from elasticps.server import replica_links
 from elasticps.server.protocol import held_frames
 from elasticps.server.protocol.barrier_state import RangeRounds
 from elasticps.server.protocol.operations import ChunkContent, Content, Contribution, NewTable, TableRows, positions_of
+from elasticps.server.protocol.registered import Entry
 from elasticps.server.server import Server
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import Block, Header, Kind, json_body
@@ -241,7 +242,7 @@ def test_one_table_with_two_specs_at_two_heads_is_the_registered_one_everywhere(
         group.adopt(group.make_view(lambda r: ["a", "b"] if r % 2 else ["b", "a"]))
         await until(lambda: all(not server.links.suspects() for server in group.servers.values()))
         for server in group.servers.values():
-            server.know_tables({TABLE: SPEC})
+            server.know_tables({TABLE: Entry("default", SPEC)})
         right, wrong = await group.connect("a", create=False), await group.connect("b", create=False)
         answers = create(right, TABLE, NOW, SPEC), create(wrong, TABLE, NOW, TableSpec("t", DIM + 1, Accumulate()))
         (header, _), (_, refusal) = await asyncio.wait_for(asyncio.gather(*answers), 10)
@@ -262,7 +263,7 @@ def test_a_table_that_is_not_registered_is_waited_for_on_its_own_connection(run:
         await until(lambda: server.registered.wanted and server.behind.is_set())
         header, _ = await asyncio.wait_for(other.ask(Header(Kind.GET_CLOCKS, epoch=NOW, worker=WORKER)), 10)
         assert header.kind == Kind.CLOCKS
-        server.know_tables({TABLE: SPEC})
+        server.know_tables({TABLE: Entry("default", SPEC)})
         header, _ = await asyncio.wait_for(answer, 10)
         assert header.kind == Kind.OK
         never = create(early, 50, NOW)

@@ -36,6 +36,7 @@ from elasticps.server.fast.layout import (
     SEGMENT,
     SLOW,
     TABLE,
+    TABLE_APP,
     TABLE_HEADER,
     TABLE_ID,
     TABLE_UPDATE,
@@ -102,18 +103,20 @@ def answer_ok(h, c, serial, request):
 
 
 @kernel
-def find_table(h, number):
-    """Address of a table's entry, 0 if there is none."""
+def find_table(h, number, app):
+    """Address of a table's entry, 0 if there is none, or if it belongs to another application than this; 0 has all."""
     for t in range(h[H_TABLE_COUNT]):
         at = h[H_TABLES] + 8 * TABLE * t
         if load64(at + 8 * TABLE_ID) == number:
-            return at
+            owner = load64(at + 8 * TABLE_APP)
+            return at if app == 0 or owner == 0 or owner == app else 0
     return 0
 
 
 @kernel
-def read_blocks(h, count, at, end):
-    """Notes the blocks between two addresses; BROKEN if they do not fill it, SLOW if a table does not take one."""
+def read_blocks(h, count, at, end, app):
+    """Notes the blocks between two addresses; BROKEN if they do not fill it, SLOW if a table does not take one, or
+    is not for this application (0: a server, for all)."""
     if count > BLOCKS:
         return SLOW
     b = h[H_BLOCKS]
@@ -126,7 +129,7 @@ def read_blocks(h, count, at, end):
         stop = grads + 4 * rows * dim
         if stop > end or dim == 0:
             return BROKEN
-        table = find_table(h, load32(at))
+        table = find_table(h, load32(at), app)
         if table == 0:
             return SLOW
         header = load64(table + 8 * TABLE_HEADER)

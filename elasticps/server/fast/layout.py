@@ -119,7 +119,7 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
 UNLIMITED = 1 << 62  # H_ROOM where there is no limit
 ORDER = 4
 LANE, L_CONNECTION, L_FIRST, L_LAST, L_PYTHON = 4, 0, 1, 2, 3  # L_PYTHON: entries that Python keeps for this slot
-TABLE, TABLE_ID, TABLE_HEADER, TABLE_UPDATE, TABLE_VALUES = 4, 0, 1, 2, 3
+TABLE, TABLE_ID, TABLE_HEADER, TABLE_UPDATE, TABLE_VALUES, TABLE_APP = 5, 0, 1, 2, 3, 4  # TABLE_APP: 0 if unknown
 SEGMENT = 4
 NOTE = 4
 
@@ -145,6 +145,7 @@ T_REPORTED = 32  # it has been reported level
     C_LIMIT,  # bytes of a body
     C_PAUSED,  # the peer does not read what we send
     C_WORKER,
+    C_APP,  # the number of its application
     C_BASE,  # the clock that the worker starts above, -1 before it has joined
     C_ROSTERED,
     C_SET,  # a set of shards that belongs to the worker's application, 0 for none
@@ -154,7 +155,7 @@ T_REPORTED = 32  # it has been reported level
     C_QUEUED,  # Python has bytes that go first
     C_HEARD,  # nanoseconds of the monotonic clock, when bytes came last
     CONNECTION,
-) = range(21)
+) = range(22)
 ROLE_OTHER, ROLE_WORKER, ROLE_PEER = 0, 1, 2
 
 # Of a frame in the log.

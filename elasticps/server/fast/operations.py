@@ -12,6 +12,7 @@ from elasticps.server.fast.layout import (
     BLOCKS,
     BROKEN,
     C_ADDRESS,
+    C_APP,
     C_BASE,
     C_CHUNK,
     C_PEER,
@@ -196,7 +197,7 @@ def push(h, c, at):
     if m == 0:
         return SLOW
     ranges = words(load64(order + 16) + 8 * low, m)
-    reason = read_blocks(h, blocks, begin, at + HEADER + body)
+    reason = read_blocks(h, blocks, begin, at + HEADER + body, conn[C_APP])
     if reason:
         return SLOW  # Python says what is wrong
     row_at = worker_row(h, worker)
@@ -312,7 +313,7 @@ def forward(h, c, at):
 @kernel
 def checked_forward(h, begin, end, blocks, positions, ranges, m, body):
     """DONE if the blocks of a FORWARD are as they must be and there is room for all that follows from them."""
-    reason = read_blocks(h, blocks, begin, end)
+    reason = read_blocks(h, blocks, begin, end, 0)
     if reason:
         return reason
     if not place_blocks(h, blocks, positions, 0, m, h[H_RANGES]):

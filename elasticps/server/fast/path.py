@@ -76,6 +76,7 @@ class FastPath:
         self.turn_bytes = TURN_BYTES
         self.observer: Observer | None = None
         self._version = self._generation = self._tables = -1
+        self._apps: dict[str, int] = {}
         self._orders: dict[int, tuple[Ranges, NDArray[np.int64]]] = {}
         self.log = YoungLog()
         self.replica: Replica
@@ -213,9 +214,14 @@ class FastPath:
         for i, (number, table) in enumerate(self.store.live.items()):
             kind = table.spec.optimizer.kind
             update = UPDATES.index(kind) if kind in UPDATES else -1
-            rows[i] = number, table.header_address, update, table.spec.optimizer.step_floats
+            app = self.number_of(table.app) if table.app else 0
+            rows[i] = number, table.header_address, update, table.spec.optimizer.step_floats, app
         self._shared.share(at.H_TABLES, rows)
         self._fields[at.H_TABLE_COUNT], self._tables = len(rows), self.store.version
+
+    def number_of(self, app: str) -> int:
+        """The number by which compiled code knows an application, from 1 on."""
+        return self._apps.setdefault(app, len(self._apps) + 1)
 
     def serve(self, tailed: Ranges, held: Ranges, tail_since: int, full_since: int) -> None:
         """What may be read here, and since which epochs."""

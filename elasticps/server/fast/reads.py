@@ -10,6 +10,7 @@ from elasticps.hashing import hash_key as _hash_key
 from elasticps.server.fast.frames import HEADER, ROWS, allot, find_table, put_header, queue
 from elasticps.server.fast.layout import (
     C_ANSWERED,
+    C_APP,
     C_BASE,
     C_WORKER,
     CONNECTION,
@@ -96,7 +97,7 @@ def pull(h, c, at):
         return SLOW
     if epoch < (h[H_FULL_SINCE] if flags & ANY else h[H_TAIL_SINCE]):
         return SLOW
-    entry = find_table(h, number)
+    entry = find_table(h, number, conn[C_APP])
     if entry == 0:
         return SLOW
     if clock and conn[C_ANSWERED] == 0:

@@ -1,36 +1,78 @@
-"""Which tables there are, as the coordination store has them: one spec for each id. Heads that make a table each for
-itself thereby make the same one, whatever they are told. Pure."""
+"""Which tables there are, as the coordination store has them: for each id one spec, and the application that it belongs
+to. Heads that make a table each for itself thereby make the same one, whatever they are told, and whoever may train for
+one application does not reach tables of others. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from elasticps.errors import SpecError
+from elasticps.server.protocol.request_error import RequestError
 from elasticps.spec import TableSpec
+from elasticps.store import Store
+
+
+class Entry(NamedTuple):
+    """A table as the registry has it. spec: None where it cannot be read here, as of a plug-in that is missing."""
+
+    app: str
+    spec: TableSpec | None
 
 
 class Registered:
     """need: somebody speaks of a table that is not known here, read them again. wanted: somebody has, since they were
-    read. A server that was never told what is registered takes tables as they come."""
+    read. A server that was never told what is registered takes tables as they come, and a table that is not, or not
+    any more, belongs to anybody."""
 
-    def __init__(self, need: Callable[[], None]) -> None:
+    def __init__(self, store: Store, need: Callable[[], None]) -> None:
         self.wanted = False
+        self._store = store
         self._need = need
-        self._specs: Mapping[int, TableSpec] | None = None
+        self._entries: Mapping[int, Entry] | None = None
+        self._looked_for: set[int] = set()  # tables whose application was asked for
 
-    def follow(self, specs: Mapping[int, TableSpec]) -> None:
+    def follow(self, entries: Mapping[int, Entry]) -> None:
         """These are registered, by id."""
-        self._specs, self.wanted = specs, False
+        self._entries, self.wanted = entries, False
+        self._store.belong({number: entry.app for number, entry in entries.items()})
 
     def lacks(self, number: int) -> bool:
         """Whether a table is to be waited for. They are read again then."""
-        missing = self._specs is not None and number not in self._specs
+        missing = self._entries is not None and (number not in self._entries or self._entries[number].spec is None)
         if missing:
-            self.wanted = True
-            self._need()
+            self._read_again()
         return missing
 
-    def check(self, number: int, spec: TableSpec) -> None:
-        """Raises SpecError if the table is registered with another spec."""
-        if self._specs is not None and (difference := spec.difference(self._specs[number])):
-            raise SpecError(f"table {self._specs[number].name!r} (id {number}) is registered otherwise: {difference}")
+    def look_for_owners(self) -> None:
+        """Has them read again if there are tables here, made by other servers' word, whose application is not known."""
+        if self._entries is not None:
+            unknown = {number for number, table in self._store.live.items() if not table.app} - self._looked_for
+            if unknown:
+                self._looked_for |= unknown
+                self._read_again()
+
+    def _read_again(self) -> None:
+        self.wanted = True
+        self._need()
+
+    def check(self, number: int, spec: TableSpec, app: str) -> None:
+        """Raises SpecError if the table is registered with another spec, RequestError if for another application."""
+        entry = None if self._entries is None else self._entries[number]
+        if entry is None or entry.spec is None:
+            return
+        if entry.app != app:
+            raise not_theirs(entry.spec.name, number, app)
+        if difference := spec.difference(entry.spec):
+            raise SpecError(f"table {entry.spec.name!r} (id {number}) is registered otherwise: {difference}")
+
+    def permit(self, number: int, app: str) -> None:
+        """Raises RequestError if the table is here and belongs to another application."""
+        table = self._store.live.get(number)
+        if table is not None and table.app not in ("", app):
+            raise not_theirs(table.spec.name, number, app)
+
+
+def not_theirs(name: str, number: int, app: str) -> RequestError:
+    """A worker of one application speaks of a table of another."""
+    return RequestError("foreign", f"table {name!r} (id {number}) does not belong to application {app!r}")

@@ -1,0 +1,83 @@
+"""Tables belong to applications: a worker of another one neither reads nor changes them, whatever number it names."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from coordinator.view import Roster, WorkerInfo
+from elasticps.server.fast import layout as at
+from elasticps.server.protocol.registered import Entry
+from elasticps.wire.frames import Header, Kind, json_body
+from replication.messages import OperationKind
+from tests.server.conftest import DIM, SPEC, TABLE, WORKER, Group, Run, until
+from tests.server.test_edge import create
+
+STRANGER = 6
+KEYS = np.arange(20)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_worker_of_another_application_reaches_no_table(run: Run, compiled: bool) -> None:
+    async def test(group: Group) -> None:
+        workers = WorkerInfo(WORKER, "w", 1, "default"), WorkerInfo(STRANGER, "x", 1, "other")
+        group.roster = Roster(1, workers, "c")
+        server = await group.start("a")
+        server.fast.h[at.H_ENABLED] = compiled
+        view = group.make_view(lambda r: ["a"])
+        group.adopt(view)
+        server.know_tables({TABLE: Entry("default", SPEC)})
+        ours = await group.connect("a")
+        theirs = await group.connect("a", create=False, worker=STRANGER, worker_name="x", app="other")
+        assert (await asyncio.wait_for(ours.push(view, "a", 1, list(KEYS), 1.0), 10))[0].kind == Kind.OK
+
+        listing = Header(Kind.LIST_KEYS, epoch=view.epoch, table=TABLE, items=100, worker=0)
+        clearing = Header(Kind.ERASE, epoch=view.epoch, clock=1, table=TABLE, part=int(OperationKind.CLEAR))
+        dropping = Header(Kind.ERASE, epoch=view.epoch, table=TABLE, part=int(OperationKind.DROP))
+        pulling = Header(Kind.PULL, epoch=view.epoch, table=TABLE, items=len(KEYS), worker=STRANGER)
+        for answer in (
+            theirs.ask(pulling, KEYS.tobytes()),
+            theirs.push(view, "a", 1, list(KEYS), 5.0),
+            theirs.init(view, "a", (KEYS + 100).tolist(), 5.0),
+            theirs.ask(listing),
+            theirs.ask(clearing),
+            theirs.ask(dropping),
+            create(theirs, TABLE, view.epoch, SPEC),
+        ):
+            header, body = await asyncio.wait_for(answer, 10)
+            assert header.kind == Kind.ERROR
+            assert json_body(body)["code"] == "foreign"
+            assert "does not belong to application 'other'" in json_body(body)["message"]
+
+        own = Header(Kind.PULL, epoch=view.epoch, table=TABLE, items=len(KEYS), worker=WORKER)
+        header, body = await asyncio.wait_for(ours.ask(own, KEYS.tobytes()), 10)
+        assert (np.frombuffer(body, np.float32)[: len(KEYS) * DIM] == 1).all()
+        assert server.store.rows == len(KEYS)
+        there, progress = server.replica.clocks.column(0)
+        assert dict(zip(there.tolist(), progress.tolist(), strict=True))[STRANGER] >> 16 == 1  # it ticked, as empty
+
+    run(test)
+
+
+def test_a_server_that_made_a_table_by_anothers_word_looks_whose_it_is(run: Run) -> None:
+    async def test(group: Group) -> None:
+        for name in ("a", "b"):
+            await group.start(name)
+        group.adopt(group.make_view(lambda r: ["a", "b"]))
+        tail = group.servers["b"]
+        tail.know_tables({})
+        group.servers["a"].know_tables({TABLE: Entry("default", SPEC)})
+        await group.connect("a")
+        await until(lambda: TABLE in tail.store.live)
+        assert tail.store.live[TABLE].app == ""
+        tail.tick()
+        assert tail.registered.wanted
+        assert tail.behind.is_set()
+        tail.know_tables({TABLE: Entry("default", SPEC)})
+        assert {server.store.live[TABLE].app for server in group.servers.values()} == {"default"}
+        tail.tick()
+        assert not tail.registered.wanted
+
+    run(test)
