@@ -13,6 +13,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ FILE_BYTES = 64 << 20
 VERSION = "1"
 Bytes = NDArray[np.uint8]
 Keys = NDArray[np.int64]
+Stamps = NDArray[np.int32]
 NO_KEYS = np.empty(0, np.int64)
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _SUM_BYTES = 16
@@ -46,11 +48,13 @@ class Segment(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a segment holds: keys int64 [n], whole rows uint8 [n, stride], keys deleted int64 [m]."""
+    """What a segment holds: keys int64 [n], whole rows uint8 [n, stride], their stamps int32 [n], keys int64 [m] that
+    were deleted before that."""
 
     segment: Segment
     keys: Keys
     rows: Bytes
+    stamps: Stamps
     deleted: Keys
 
 
@@ -74,14 +78,14 @@ class _Column(NamedTuple):
 
 
 def columns(spec: TableSpec) -> list[_Column]:
-    """What a file of the table has beside keys, in order."""
+    """What a file of the table has of its rows, in order."""
     layout = RowLayout.of(spec)
     found = [_Column("weight", _DTYPES[spec.dtype], spec.dim, 0, layout.weight_bytes)]
     at = layout.slots_at
     for name, floats in spec.optimizer.slot_shapes(spec.dim).items():
         found.append(_Column(name, "F32", floats, at, 4 * floats))
         at += 4 * floats
-    return [*found, _Column("stamps", "I32", 0, layout.stamp_at, 4)]
+    return found
 
 
 def checksum(parts: Iterable[bytes | memoryview], nbytes: int = 32) -> str:
@@ -103,6 +107,7 @@ class _Part:
     full: bool
     keys: list[Keys] = field(default_factory=list)
     rows: list[Bytes] = field(default_factory=list)
+    stamps: list[Stamps] = field(default_factory=list)
     deleted: list[Keys] = field(default_factory=list)
 
 
@@ -115,20 +120,23 @@ class RowFile:
         self.nbytes = 0  # about what the file will have
         self._layout = RowLayout.of(spec)
         self._columns = columns(spec)
-        self._width = 8 + sum(column.nbytes for column in self._columns)
+        self._width = 12 + sum(column.nbytes for column in self._columns)
         self._parts: list[_Part] = []
 
-    def add(self, r: int, keys: Keys, rows: Bytes, deleted: Keys = NO_KEYS, *, full: bool) -> None:
-        """Keys [n] and whole rows [n, stride] of range r, and keys [m] deleted from it; any number of times, ranges in
-        ascending order. A range that has nothing is added too: then it is known to have nothing."""
+    def add(self, r: int, keys: Keys, rows: Bytes, stamps: Stamps, deleted: Keys = NO_KEYS, *, full: bool) -> None:
+        """Keys [n], whole rows [n, stride] and stamps [n] of range r, and keys [m] deleted from it before; any number
+        of times, ranges in ascending order. A range that has nothing is added too: then it is known to have nothing.
+        full: see `Segment`."""
         if not self._parts or self._parts[-1].range != r:
             assert not self._parts or self._parts[-1].range < r, "ranges come in ascending order"
             self._parts.append(_Part(r, full))
         assert rows.shape == (len(keys), self._layout.stride)
+        assert len(stamps) == len(keys)
         part = self._parts[-1]
         assert part.full == full
         part.keys.append(keys)
         part.rows.append(rows)
+        part.stamps.append(stamps)
         part.deleted.append(deleted)
         self.rows += len(keys)
         self.nbytes += len(keys) * self._width + 8 * len(deleted)
@@ -160,10 +168,11 @@ class RowFile:
 
     def _fill(self, part: _Part, slices: list[Bytes]) -> None:
         np.concatenate(part.keys, out=slices[0].view(np.int64))
+        np.concatenate(part.stamps, out=slices[-2].view(np.int32), casting="unsafe")
         np.concatenate(part.deleted, out=slices[-1].view(np.int64))
         at = 0
         for rows in part.rows:
-            for column, there in zip(self._columns, slices[1:-1], strict=True):
+            for column, there in zip(self._columns, slices[1:-2], strict=True):
                 to = there.reshape(-1, column.nbytes)[at : at + len(rows)]
                 to[:] = rows[:, column.at : column.at + column.nbytes]
             at += len(rows)
@@ -184,16 +193,17 @@ class Encoded(NamedTuple):
 
 
 def _spans(columns: Sequence[_Column], segment: Segment) -> list[tuple[int, int]]:
-    """(first byte in its tensor, bytes) of what a segment has of keys, each column, and deleted."""
-    of_rows = [(segment.first * width, segment.rows * width) for width in (8, *(column.nbytes for column in columns))]
+    """(first byte in its tensor, bytes) of what a segment has of keys, each column, stamps and deleted."""
+    widths = (8, *(column.nbytes for column in columns), 4)
+    of_rows = [(segment.first * width, segment.rows * width) for width in widths]
     return [*of_rows, (8 * segment.first_deleted, 8 * segment.deleted)]
 
 
 def _tensors(spec: TableSpec, rows: int, deleted: int) -> list[_Tensor]:
     """What lies in a file behind its header, in this order."""
     found = [_Tensor("keys", "I64", [rows], 8 * rows)]
-    found += [_Tensor(c.name, c.dtype, [rows, c.width] if c.width else [rows], rows * c.nbytes) for c in columns(spec)]
-    return [*found, _Tensor("deleted", "I64", [deleted], 8 * deleted)]
+    found += [_Tensor(c.name, c.dtype, [rows, c.width], rows * c.nbytes) for c in columns(spec)]
+    return [*found, _Tensor("stamps", "I32", [rows], 4 * rows), _Tensor("deleted", "I64", [deleted], 8 * deleted)]
 
 
 def _described(tensors: Sequence[_Tensor]) -> dict[str, Any]:
@@ -232,16 +242,24 @@ class RowReader:
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error, RecursionError) as error:
             raise CheckpointError(f"{name} is no file of table {spec.name!r}, or was altered: {error!r}") from error
 
-    def read(self, segment: Segment, *, checked: bool = True) -> Piece:
-        """A segment. Raises CheckpointError if it is another than was written."""
-        spans = [(at + first, size) for at, (first, size) in zip(self._at, _spans(self._columns, segment), strict=True)]
-        parts = [np.frombuffer(part, np.uint8) for part in self._fetch(spans)]
-        if checked and checksum((part.data for part in parts), _SUM_BYTES) != segment.sum:
+    def read(self, segments: Sequence[Segment]) -> list[Piece]:
+        """Segments of the file. Raises CheckpointError if one is another than was written."""
+        spans = [
+            (at + first, size)
+            for segment in segments
+            for at, (first, size) in zip(self._at, _spans(self._columns, segment), strict=True)
+        ]
+        parts = iter([np.frombuffer(part, np.uint8) for part in self._fetch(spans)])
+        return [self._piece(segment, list(islice(parts, len(self._at)))) for segment in segments]
+
+    def _piece(self, segment: Segment, parts: list[Bytes]) -> Piece:
+        if checksum((part.data for part in parts), _SUM_BYTES) != segment.sum:
             raise CheckpointError(f"{self._name} was altered: range {segment.range} has another sum than was written")
         rows = np.zeros((segment.rows, self._layout.stride), np.uint8)
-        for column, part in zip(self._columns, parts[1:-1], strict=True):
+        for column, part in zip(self._columns, parts[1:-2], strict=True):
             rows[:, column.at : column.at + column.nbytes] = part.reshape(segment.rows, column.nbytes)
-        return Piece(segment, parts[0].view(np.int64), rows, parts[-1].view(np.int64))
+        keys, stamps, deleted = parts[0].view(np.int64), parts[-2].view(np.int32), parts[-1].view(np.int64)
+        return Piece(segment, keys, rows, stamps, deleted)
 
 
 def decode(spec: TableSpec, data: bytes | memoryview, name: str = "a file") -> list[Piece]:
@@ -258,7 +276,7 @@ def decode(spec: TableSpec, data: bytes | memoryview, name: str = "a file") -> l
         return parts
 
     reader = RowReader(name, spec, bytes(view[:size]), fetch)
-    return [reader.read(segment) for segment in reader.segments]
+    return reader.read(reader.segments)
 
 
 def _read_header(header: bytes, spec: TableSpec) -> tuple[list[Segment], list[int]]:

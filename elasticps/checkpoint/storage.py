@@ -58,36 +58,45 @@ class Storage:
                 self._store = from_url(self.url, retry_config=_RETRIES, **options)
 
     def put(self, path: str, data: Data) -> None:
-        """Makes or replaces a file."""
-        with self._told("written", path):
-            obstore.put(self._for_writing(), path, data)
-            self._sync(path)
+        """Makes or replaces a file: whoever reads it meanwhile gets the one or the other."""
+        self._put(path, data, overwrite=True)
 
     def put_new(self, path: str, data: Data) -> bool:
         """Makes a file unless there is one of that name; whether it did. Of several at once one does."""
+        try:
+            self._put(path, data, overwrite=False)
+        except (AlreadyExistsError, FileExistsError):
+            return False
+        return True
+
+    def _put(self, path: str, data: Data, *, overwrite: bool) -> None:
         store = self._for_writing()
         with self._told("written", path):
+            if self._folder is None:
+                obstore.put(store, path, data, mode="overwrite" if overwrite else "create")
+                return
+            part = f"{path}.{uuid.uuid4().hex}.part"  # on the disk before it has its name
             try:
-                if self._folder is None:
-                    obstore.put(store, path, data, mode="create")
-                    return True
-                part = f"{path}.{uuid.uuid4().hex}.part"  # synced before it has its name
-                try:
-                    obstore.put(store, part, data)
-                    self._sync(part)
-                    obstore.rename(store, part, path, overwrite=False)
-                    self._sync(path)
-                finally:
-                    with suppress(FileNotFoundError):
-                        obstore.delete(store, part)
-            except AlreadyExistsError:
-                return False
-        return True
+                obstore.put(store, part, data)
+                self._sync(part)
+                (os.replace if overwrite else os.link)(self._folder / part, self._folder / path)
+                self._sync(path)
+            finally:
+                (self._folder / part).unlink(missing_ok=True)
 
     def get(self, path: str) -> bytes:
         """A whole file. Raises NotThere."""
         with self._told("read", path):
             return bytes(obstore.get(self._for_reading(path), path).bytes())
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file of that name."""
+        try:
+            with self._told("looked for", path):
+                obstore.head(self._for_reading(path), path)
+        except NotThere:
+            return False
+        return True
 
     def get_range(self, path: str, start: int, length: int) -> bytes:
         """`length` bytes of a file from byte `start` on. Raises NotThere, CheckpointError if it ends before."""
@@ -160,7 +169,7 @@ class Storage:
         where = f"{self.url}/{path}" if path else self.url
         try:
             yield
-        except AlreadyExistsError:
+        except (AlreadyExistsError, FileExistsError):
             raise
         except FileNotFoundError as error:
             missing = "NoSuchBucket" in str(error)

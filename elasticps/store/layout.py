@@ -8,12 +8,10 @@ from elasticps.spec import TableSpec
 
 
 class RowLayout(NamedTuple):
-    """A row: weights in the spec's dtype, float32 slots from a multiple of 4 on, a stamp of 4 bytes (the number of the
-    last cut before its last change), zeros up to a multiple of 8. In bytes."""
+    """A row in bytes: weights in the spec's dtype, float32 slots from a multiple of 4 on, zeros to a multiple of 8."""
 
     weight_bytes: int
     slots_at: int
-    stamp_at: int
     stride: int
 
     @classmethod
@@ -21,5 +19,5 @@ class RowLayout(NamedTuple):
         """That of a table's rows."""
         weight_bytes = spec.dim * (4 if spec.dtype == "float32" else 2)
         slots_at = -(-weight_bytes // 4) * 4
-        stamp_at = slots_at + 4 * spec.optimizer.slot_floats(spec.dim)
-        return cls(weight_bytes, slots_at, stamp_at, -(-(stamp_at + 4) // 8) * 8)
+        end = slots_at + 4 * spec.optimizer.slot_floats(spec.dim)
+        return cls(weight_bytes, slots_at, -(-end // 8) * 8)

@@ -1,0 +1,128 @@
+"""The checkpoints under one URL: published, read, listed, deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from elasticps.checkpoint.chain import Keep, chain_of, deletion, left_over, superfluous
+from elasticps.checkpoint.manifest import NAME, Manifest, cut_of, folder_of, path_of
+from elasticps.checkpoint.storage import NotThere, Storage
+from elasticps.errors import CheckpointError
+
+
+class Usage(NamedTuple):
+    """What a folder has: files, and bytes of them."""
+
+    files: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """manifests: by cut; unreadable: what is wrong with others; unpublished: cuts with a folder and no manifest."""
+
+    manifests: dict[int, Manifest]
+    unreadable: dict[int, str]
+    unpublished: tuple[int, ...]
+
+
+def publish(storage: Storage, manifest: Manifest) -> bool:
+    """Makes a checkpoint of what has been written; False if somebody else has made one of that number."""
+    return storage.put_new(path_of(manifest.cut), manifest.encode())
+
+
+def read(storage: Storage, cut: int) -> Manifest:
+    """A checkpoint's manifest. Raises CheckpointError."""
+    path = path_of(cut)
+    try:
+        manifest = Manifest.decode(storage.get(path), f"{storage.url}/{path}")
+    except NotThere:
+        there = ", ".join(map(str, cuts_of(storage))) or "none"
+        raise CheckpointError(f"{storage.url} has no checkpoint {cut}; there are {there}") from None
+    if manifest.cut != cut:
+        raise CheckpointError(f"{storage.url}/{path} is the manifest of checkpoint {manifest.cut}: it was moved there")
+    return manifest
+
+
+def cuts_of(storage: Storage) -> list[int]:
+    """The numbers that have folders, published or not."""
+    return sorted(cut for folder in storage.folders() if (cut := cut_of(folder)) is not None)
+
+
+def look(storage: Storage) -> Catalog:
+    """All that is there."""
+    manifests, unreadable, unpublished = {}, {}, []
+    for cut in cuts_of(storage):
+        try:
+            manifests[cut] = Manifest.decode(storage.get(path_of(cut)), f"{storage.url}/{path_of(cut)}")
+        except NotThere:
+            unpublished.append(cut)
+        except CheckpointError as error:
+            unreadable[cut] = str(error)
+    return Catalog(manifests, unreadable, tuple(unpublished))
+
+
+def chain(storage: Storage, cut: int | None = None) -> list[Manifest]:
+    """A checkpoint with all that it builds on, the full one first; the newest if none is named. Raises CheckpointError
+    for what is not there or cannot be read."""
+    if cut is None:
+        cut = newest(storage)
+    found = {cut: read(storage, cut)}
+    at = found[cut]
+    while at.since:
+        try:
+            found[at.since] = read(storage, at.since)
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {at.cut} adds to {at.since}, which cannot be had: {error}") from error
+        at = found[at.since]
+    return chain_of(found, cut, storage.url)
+
+
+def newest(storage: Storage) -> int:
+    """The newest checkpoint. CheckpointError if there is none, or its manifest cannot be read: an older one in its
+    place is to be asked for by number."""
+    for cut in reversed(cuts_of(storage)):
+        if storage.exists(path_of(cut)):
+            return read(storage, cut).cut
+    raise CheckpointError(f"{storage.url} has no checkpoint")
+
+
+def delete(storage: Storage, cuts: Collection[int], tell: Callable[[int], None] = lambda cut: None) -> None:
+    """Deletes checkpoints, each manifest before its files. CheckpointError if one that stays builds on one of them."""
+    for cut in deletion(look(storage).manifests, cuts, storage.url):
+        _remove(storage, cut)
+        tell(cut)
+
+
+def thin_out(storage: Storage, keep: Keep) -> list[int]:
+    """Deletes what is not to be kept, and returns it."""
+    going = superfluous(look(storage).manifests, keep)
+    for cut in going:
+        _remove(storage, cut)
+    return going
+
+
+def clean(storage: Storage, below: int | None = None) -> list[int]:
+    """Deletes what checkpoints that were given up have left (see `left_over`), and returns their numbers."""
+    there = look(storage)
+    published = {*there.manifests, *there.unreadable}
+    going = left_over([*published, *there.unpublished], published, below)
+    for cut in going:
+        _remove(storage, cut)
+    return going
+
+
+def usage(storage: Storage, cut: int) -> Usage:
+    """What lies in a checkpoint's folder."""
+    sizes = [size for _, size in storage.files(folder_of(cut))]
+    return Usage(len(sizes), sum(sizes))
+
+
+def _remove(storage: Storage, cut: int) -> None:
+    paths = [path for path, _ in storage.files(folder_of(cut))]
+    manifest = f"{folder_of(cut)}/{NAME}"
+    if manifest in paths:
+        storage.delete([manifest])
+    storage.delete([path for path in paths if path != manifest])

@@ -1,0 +1,144 @@
+"""The rows of a checkpoint, each once, whatever number of increments they lie in; a bounded part at a time.
+
+The newest increment is read first: a row that is found there, or a key that was deleted, hides what older ones have.
+So only keys are kept in mind, and no row is read that does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.checkpoint.manifest import FileEntry, Manifest
+from elasticps.checkpoint.rows import Bytes, Keys, Piece, RowReader, Stamps, checksum
+from elasticps.checkpoint.storage import Storage
+from elasticps.errors import CheckpointError
+from elasticps.spec import TableSpec
+from elasticps.store.layout import RowLayout
+
+UNIT_BYTES = 8 << 20
+READERS = 8  # files whose headers are read at once
+
+
+class Rows(NamedTuple):
+    """Rows of a range: keys int64 [n], whole rows uint8 [n, stride], stamps int32 [n]."""
+
+    range: int
+    keys: Keys
+    rows: Bytes
+    stamps: Stamps
+
+
+class Unit(NamedTuple):
+    """What is read at once: some ranges of a table, of about UNIT_BYTES if it is not a single one."""
+
+    table: int
+    ranges: tuple[int, ...]
+    rows: int
+    bytes: int
+
+
+class _Layer:
+    """What one checkpoint of the chain has of a table."""
+
+    def __init__(self, files: Sequence[RowReader], ranges: int, where: str) -> None:
+        self.files = files
+        self.sizes: NDArray[np.int64] = np.zeros((2, ranges), np.int64)  # rows, deleted
+        covered = np.zeros(ranges, np.bool_)
+        full = np.full(ranges, -1, np.int8)
+        for file in files:
+            for s in file.segments:
+                self.sizes[:, s.range] += s.rows, s.deleted
+                covered[s.range] = True
+                if full[s.range] not in (-1, s.full):
+                    raise CheckpointError(f"{where} contradicts itself: range {s.range} is written whole, and is not")
+                full[s.range] = s.full
+        if not covered.all():
+            raise CheckpointError(f"{where} lacks range {np.flatnonzero(~covered)[0]}")
+        self.full = full == 1
+
+
+class Contents:
+    """A checkpoint that can be read: the chain that ends with it."""
+
+    def __init__(self, storage: Storage, chain: Sequence[Manifest]) -> None:
+        self.storage = storage
+        self.chain = chain
+        self.manifest = chain[-1]
+        self._layers: dict[int, list[_Layer]] = {}
+
+    def layers(self, table: int) -> list[_Layer]:
+        """Of a table, the newest first. Headers are read when they are asked for first, and held against their sums."""
+        if table not in self._layers:
+            having = [m for m in reversed(self.chain) if table in (id_ for id_, _ in m.tables.values())]
+            self._layers[table] = [self._layer(manifest, table) for manifest in having]
+        return self._layers[table]
+
+    def _layer(self, manifest: Manifest, table: int) -> _Layer:
+        spec = self.manifest.spec(table)
+        entries = [file for file in manifest.files if file.table == table]
+        with ThreadPoolExecutor(READERS) as pool:
+            files = list(pool.map(lambda entry: reader_of(self.storage, manifest, entry, spec), entries))
+        where = f"{self.storage.url}: checkpoint {manifest.cut} of table {spec.name!r}"
+        return _Layer(files, manifest.ranges, where)
+
+    def rows(self, table: int) -> int:
+        """Rows that a table's files have, those that are hidden too: for progress."""
+        return int(sum(layer.sizes[0].sum() for layer in self.layers(table)))
+
+    def units(self, table: int, wanted: Callable[[int], bool] = lambda r: True) -> Iterator[Unit]:
+        """All ranges of a table that are wanted, in ascending order."""
+        layers = self.layers(table)
+        rows = np.add.reduce([layer.sizes[0] for layer in layers])
+        width = 12 + RowLayout.of(self.manifest.spec(table)).stride
+        nbytes = rows * width + 8 * np.add.reduce([layer.sizes[1] for layer in layers])
+        some: list[int] = []
+        for r in filter(wanted, range(self.manifest.ranges)):
+            if some and nbytes[some].sum() + nbytes[r] > UNIT_BYTES:
+                yield Unit(table, tuple(some), int(rows[some].sum()), int(nbytes[some].sum()))
+                some = []
+            some.append(r)
+        if some:
+            yield Unit(table, tuple(some), int(rows[some].sum()), int(nbytes[some].sum()))
+
+    def read(self, unit: Unit) -> Iterator[Rows]:
+        """Its rows, each once; the ranges in no order. What is in memory is a file's part of the unit, and the keys of
+        increments. Raises CheckpointError."""
+        layers = self.layers(unit.table)
+        hidden: dict[int, list[Keys]] = {r: [] for r in unit.ranges}
+        for layer in layers:
+            last = layer is layers[-1]
+            seen: dict[int, list[Keys]] = {r: [] for r in hidden}
+            for file in layer.files:
+                segments = [s for s in file.segments if s.range in hidden and (s.rows or s.deleted)]
+                for piece in file.read(segments) if segments else ():
+                    r = piece.segment.range
+                    seen[r] += [piece.keys, piece.deleted]
+                    yield _visible(piece, hidden[r])
+            hidden = {r: hidden[r] + seen[r] for r in hidden if not (last or layer.full[r])}
+
+
+def _visible(piece: Piece, hidden: list[Keys]) -> Rows:
+    r, keys, rows, stamps = piece.segment.range, piece.keys, piece.rows, piece.stamps
+    if hidden:
+        fresh = np.isin(keys, np.concatenate(hidden), invert=True)
+        keys, rows, stamps = keys[fresh], rows[fresh], stamps[fresh]
+    return Rows(r, keys, rows, stamps)
+
+
+def reader_of(storage: Storage, manifest: Manifest, entry: FileEntry, spec: TableSpec) -> RowReader:
+    """Reads a file of a checkpoint. Raises CheckpointError if its header is another than was written."""
+    path = f"{manifest.folder}/{entry.path}"
+    header = storage.get_range(path, 0, entry.header)
+    where = f"{storage.url}/{path}"
+    if checksum([header]) != entry.blake2b:
+        raise CheckpointError(f"{where} was altered: its header has another sum than the manifest says")
+    reader = RowReader(where, spec, header, partial(storage.get_ranges, path))
+    if tuple(s.range for s in reader.segments) != entry.ranges or sum(s.rows for s in reader.segments) != entry.rows:
+        raise CheckpointError(f"{where} has other ranges or rows than the manifest says")
+    return reader

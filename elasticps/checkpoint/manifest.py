@@ -1,0 +1,194 @@
+"""What a checkpoint is: one JSON document, written last. Reading is strict: what is not understood is refused. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from elasticps.checkpoint.rows import Encoded, checksum
+from elasticps.errors import CheckpointError, SpecError
+from elasticps.spec import TableSpec
+
+VERSION = 1
+NAME = "manifest.json"
+MAX_CUT = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of rows. path: below the checkpoint's folder; table: the id; header: bytes of its header, of which
+    `blake2b` is the sum (the header has sums of all else); ranges: of which it has something, ascending."""
+
+    path: str
+    table: int
+    bytes: int
+    header: int
+    rows: int
+    blake2b: str
+    ranges: tuple[int, ...]
+
+    @classmethod
+    def of(cls, path: str, table: int, encoded: Encoded) -> FileEntry:
+        """That of a file which is written to `path`."""
+        ranges = tuple(segment.range for segment in encoded.segments)
+        return cls(path, table, len(encoded.data), len(encoded.header), encoded.rows, encoded.sum, ranges)
+
+
+@dataclass(frozen=True)
+class WorkerEntry:
+    """A worker at the cut, by its name in the cluster. clock: all its steps up to there are in the checkpoint, none
+    after; the rest as etcd has it under `last-worker/`."""
+
+    id: int
+    app: str
+    clock: int
+    base: int = 0
+    trained: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint.
+
+    since      the cut of the checkpoint that it adds to; 0: it is full
+    tables     by "application/name"
+    former     clocks of ids that are no worker's any more, by id; those of deletions too (id + 2^31)
+    left_out   of workers that were lost as the cut was taken: progress per range, by id
+    closed     each application's last synchronous round
+    groups     of rounds, as servers keep them; shards: the same of sets of shards
+    """
+
+    cluster: str
+    cut: int
+    since: int
+    ranges: int
+    time: float
+    tables: Mapping[str, tuple[int, TableSpec]]
+    files: tuple[FileEntry, ...]
+    workers: Mapping[str, WorkerEntry] = field(default_factory=dict)
+    former: Mapping[int, int] = field(default_factory=dict)
+    left_out: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    closed: Mapping[str, int] = field(default_factory=dict)
+    groups: tuple[Mapping[str, Any], ...] = ()
+    shards: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of its files."""
+        return sum(file.bytes for file in self.files)
+
+    @property
+    def rows(self) -> int:
+        """In its files."""
+        return sum(file.rows for file in self.files)
+
+    @property
+    def folder(self) -> str:
+        """Where it lies below the URL."""
+        return folder_of(self.cut)
+
+    @property
+    def newest_id(self) -> int:
+        """The highest id of a worker or table that it speaks of."""
+        ids = [id_ for id_, _ in self.tables.values()] + [worker.id for worker in self.workers.values()]
+        return max([*ids, *(id_ & 0x7FFFFFFF for id_ in (*self.former, *self.left_out)), 0])
+
+    def spec(self, table: int) -> TableSpec:
+        """Of the table with that id."""
+        return next(spec for id_, spec in self.tables.values() if id_ == table)
+
+    def encode(self) -> bytes:
+        """The document."""
+        said = {name: getattr(self, name) for name in (field.name for field in fields(self))} | {
+            "version": VERSION,
+            "tables": {
+                name: {"id": id_, "spec": json.loads(spec.to_json())} for name, (id_, spec) in self.tables.items()
+            },
+            "files": [asdict(file) for file in self.files],
+            "workers": {name: asdict(worker) for name, worker in self.workers.items()},
+        }
+        said = json.loads(json.dumps(said))  # as a reader has it: keys are texts
+        return json.dumps({"version": said.pop("version"), "blake2b": _sum(said), **said}, indent=1).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, where: str = "it") -> Manifest:
+        """The inverse. `where` is how errors call it."""
+        try:
+            said = json.loads(data)
+            if not isinstance(said, dict) or "version" not in said or "cut" not in said:
+                raise CheckpointError(f"{where} is no manifest of a checkpoint")
+            if said.pop("version") != VERSION:
+                raise CheckpointError(f"{where} was written by a newer elasticps: this one reads version {VERSION}")
+            if said.pop("blake2b") != _sum(said):
+                raise CheckpointError(f"{where} was altered: its sum is another")
+            return _checked(said)
+        except CheckpointError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, SpecError, RecursionError) as error:
+            raise CheckpointError(f"{where} is no manifest of a checkpoint, or was cut off: {error!r}") from error
+
+
+def folder_of(cut: int) -> str:
+    """The folder of a checkpoint."""
+    return f"{cut:06d}"
+
+
+def path_of(cut: int) -> str:
+    """Its manifest."""
+    return f"{folder_of(cut)}/{NAME}"
+
+
+def folder_of_table(spec: TableSpec, table: int) -> str:
+    """Where a table's files lie, below its checkpoint's folder: every storage takes that name."""
+    return f"{re.sub('[^A-Za-z0-9_-]', '_', spec.name)}-{table}"
+
+
+def cut_of(folder: str) -> int | None:
+    """The inverse of `folder_of`; None for a folder that is none of ours."""
+    return int(folder) if folder.isdecimal() and folder_of(int(folder)) == folder else None
+
+
+def _sum(said: Mapping[str, Any]) -> str:
+    return checksum([json.dumps(said, sort_keys=True, separators=(",", ":")).encode()])
+
+
+def _checked(said: dict[str, Any]) -> Manifest:
+    """Beyond the sum: a document of our version that is not what we write is somebody's mistake, and says so here
+    instead of somewhere in a restore."""
+    numbers = {
+        name: _whole(said[name], most) for name, most in (("cut", MAX_CUT), ("since", MAX_CUT), ("ranges", 1 << 16))
+    }
+    ranges = numbers["ranges"]
+    if not numbers["since"] < numbers["cut"] or ranges < 2 or ranges & (ranges - 1):
+        raise ValueError(f"cut {numbers['cut']} since {numbers['since']} with {ranges} ranges")
+    tables = {}
+    for name, one in said["tables"].items():
+        spec = TableSpec.from_json(json.dumps(one["spec"]))
+        if not name.endswith(f"/{spec.name}"):
+            raise ValueError(f"table {name!r} is called {spec.name!r}")
+        tables[name] = _whole(one["id"], (1 << 32) - 1), spec
+    ids = {id_ for id_, _ in tables.values()}
+    files = tuple(FileEntry(**one | {"ranges": tuple(one["ranges"])}) for one in said["files"])
+    for file in files:
+        if file.table not in ids or not all(0 <= r < ranges for r in file.ranges) or ".." in file.path.split("/"):
+            raise ValueError(f"file {file.path}")
+        _whole(file.bytes, 1 << 62), _whole(file.header, file.bytes), _whole(file.rows, 1 << 62)
+    left_out = {int(id_): tuple(progress) for id_, progress in said["left_out"].items()}
+    if any(len(progress) != ranges for progress in left_out.values()) or len(ids) != len(tables):
+        raise ValueError("it contradicts itself")
+    return Manifest(
+        said["cluster"], **numbers, time=float(said["time"]), tables=tables, files=files,
+        workers={name: WorkerEntry(**one) for name, one in said["workers"].items()},
+        former={int(id_): clock for id_, clock in said["former"].items()}, left_out=left_out,
+        closed=dict(said["closed"]), groups=tuple(said["groups"]), shards=tuple(said["shards"]),
+    )  # fmt: skip
+
+
+def _whole(number: object, most: int) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= most:
+        raise ValueError(f"{number!r} is no number from 0 to {most}")
+    return number

@@ -1,0 +1,178 @@
+"""Manifests are read strictly, and what is needed is never deleted."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticps import spec
+from elasticps.checkpoint import catalog
+from elasticps.checkpoint.chain import Keep, builds_on, chain_of, deletion, left_over, superfluous
+from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry
+from elasticps.checkpoint.storage import Storage
+from elasticps.errors import CheckpointError
+from elasticps.spec import TableSpec
+from tests.checkpoint.writer import write
+
+FILES = (FileEntry("t/s0-1.000.safetensors", 3, 200, 100, 5, "ab", (0, 3)),)
+MANIFEST = Manifest(
+    "c@1", 5, 2, 4, 1234.5, {"default/t": (3, TableSpec("t", 4, spec.Adam(0.1)))}, FILES,
+    {"a": WorkerEntry(4, "default", 17, 3, 3, 1)}, {9: 12, (1 << 31) + 9: 2}, {11: (1, 2, 3, 4)}, {"default": 17},
+    ({"app": "default", "decided": 17},), ({"app": "default", "name": "train"},),
+)  # fmt: skip
+
+
+def test_what_is_written_is_read() -> None:
+    assert Manifest.decode(MANIFEST.encode()) == MANIFEST
+    assert MANIFEST.newest_id == 11
+
+
+@given(st.data())
+def test_whatever_is_altered_is_refused(data: st.DataObject) -> None:
+    encoded = bytearray(MANIFEST.encode())
+    at = data.draw(st.integers(0, len(encoded) - 1))
+    to = data.draw(st.integers(0, 255).filter(lambda byte: byte != encoded[at]))
+    blank = encoded[at] in b" \n" and to in b" \n\t\r"
+    encoded[at] = to
+    if not blank:
+        with pytest.raises(CheckpointError):
+            Manifest.decode(bytes(encoded))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (b"", "no manifest of a checkpoint, or was cut off"),
+        (MANIFEST.encode()[:-10], "no manifest of a checkpoint, or was cut off"),
+        (b'{"version": 1}', "no manifest of a checkpoint"),
+        (b"[1]", "no manifest of a checkpoint"),
+        (MANIFEST.encode().replace(b'"version": 1', b'"version": 2'), "written by a newer elasticps"),
+        (MANIFEST.encode().replace(b'"cut": 5', b'"cut": 6'), "was altered"),
+    ],
+)
+def test_what_is_none_is_refused_in_words(changed: bytes, said: str) -> None:
+    with pytest.raises(CheckpointError, match=f"s3://b/000005/manifest.json .*{said}"):
+        Manifest.decode(changed, "s3://b/000005/manifest.json")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cut": 1},
+        {"ranges": 3},
+        {"files": (FileEntry("../x", 3, 2, 1, 0, "", ()),)},
+        {"files": (FileEntry("x", 4, 2, 1, 0, "", ()),)},
+        {"left_out": {1: (1,)}},
+        {"tables": {"default/u": MANIFEST.tables["default/t"]}},
+    ],
+)
+def test_what_contradicts_itself_is_refused(wrong: dict[str, Any]) -> None:
+    fields = MANIFEST.__dict__ | wrong
+    with pytest.raises(CheckpointError):
+        Manifest.decode(Manifest(**fields).encode())
+
+
+def some(cut: int, since: int, time: float = 0.0, cluster: str = "c@1") -> Manifest:
+    return Manifest(cluster, cut, since, 4, time, {}, ())
+
+
+HISTORY = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), max_size=12)
+
+
+def history(steps: list[tuple[int, int]]) -> dict[int, Manifest]:
+    """Each adds to one of those before it, or is full; some hours apart."""
+    made: dict[int, Manifest] = {}
+    time = 1e6
+    for cut, (back, hours) in enumerate(steps, 1):
+        time += 3600 * hours / 8
+        made[cut] = some(cut, max(cut - back, 0) if back else 0, time)
+    return made
+
+
+@given(HISTORY, st.builds(Keep, st.integers(1, 3), st.integers(0, 4), st.integers(0, 3)))
+def test_what_is_kept_is_whole_and_what_is_asked_for(steps: list[tuple[int, int]], keep: Keep) -> None:
+    manifests = history(steps)
+    going = superfluous(manifests, keep)
+    left = {cut: manifest for cut, manifest in manifests.items() if cut not in going}
+    for cut in left:
+        assert chain_of(left, cut) == chain_of(manifests, cut)
+    newest = sorted(manifests)[-keep.last :]
+    wanted = set(newest)
+    for count, width in ((keep.hourly, 3600), (keep.daily, 86400)):
+        periods = sorted({int(m.time // width) for m in manifests.values()})[-count:] if count else []
+        wanted |= {max(c for c, m in manifests.items() if int(m.time // width) == period) for period in periods}
+    assert wanted <= left.keys()
+    assert left.keys() == builds_on(manifests, wanted)
+    assert superfluous(left, keep) == []
+    assert deletion(manifests, going) == sorted(going, reverse=True)
+
+
+@given(HISTORY, st.sets(st.integers(1, 12)))
+def test_nothing_goes_that_something_builds_on(steps: list[tuple[int, int]], cuts: set[int]) -> None:
+    manifests = history(steps)
+    left = manifests.keys() - cuts
+    possible = cuts <= manifests.keys() and all(manifests[cut].since not in cuts for cut in left)
+    if possible:
+        gone: set[int] = set()
+        for cut in deletion(manifests, cuts):  # at no moment one is there that lacks something
+            gone.add(cut)
+            assert all(manifests[other].since not in gone for other in manifests.keys() - gone)
+        assert gone == cuts
+    else:
+        with pytest.raises(CheckpointError, match=r"not there|builds on"):
+            deletion(manifests, cuts)
+
+
+def test_chains_of_several_clusters_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="which is one of cluster d@2"):
+        chain_of({1: some(1, 0, cluster="d@2"), 2: some(2, 1)}, 2)
+
+
+def test_left_over_is_what_is_older_than_something() -> None:
+    assert left_over([1, 2, 3, 4], [2]) == [1, 3]
+    assert left_over([1, 2, 3, 4], [2], below=3) == [1]
+    assert left_over([], []) == []
+
+
+def test_a_catalog_of_everything(tmp_path: Any) -> None:
+    storage = Storage(str(tmp_path))
+    tables = {"default/t": (3, TableSpec("t", 4, spec.Adam(0.1)))}
+    first = write(storage, 1, tables, {})
+    second = write(storage, 2, tables, {}, since=1)
+    assert not catalog.publish(storage, second)
+    storage.put("000003/t/part", b"given up")
+    storage.put("000004/manifest.json", b"{")
+    storage.put("000005/t/part", b"being written")
+    storage.put("notes/readme", b"somebody's")
+    there = catalog.look(storage)
+    assert there.manifests == {1: first, 2: second}
+    assert list(there.unreadable) == [4]
+    assert there.unpublished == (3, 5)
+    with pytest.raises(CheckpointError, match=r"000004/manifest\.json"):
+        catalog.chain(storage)
+    with pytest.raises(CheckpointError, match="has no checkpoint 9; there are 1, 2, 3, 4, 5"):
+        catalog.chain(storage, 9)
+    assert catalog.clean(storage) == [3]
+    assert catalog.clean(storage, below=6) == [5]
+    with pytest.raises(CheckpointError, match="checkpoint 2 builds on 1"):
+        catalog.delete(storage, [1])
+    catalog.delete(storage, [1, 2])
+    assert storage.folders() == ["000004", "notes"]
+    storage.put("000007/manifest.json", first.encode())
+    with pytest.raises(CheckpointError, match="is the manifest of checkpoint 1"):
+        catalog.read(storage, 7)
+
+
+def test_thinning_out_deletes_what_is_not_kept() -> None:
+    storage = Storage(f"memory://{uuid.uuid4()}")
+    tables = {"default/t": (3, TableSpec("t", 4, spec.Adam(0.1)))}
+    for cut, since in ((1, 0), (2, 1), (3, 0), (4, 3)):
+        write(storage, cut, tables, {}, since=since, time=1000.0 * cut)
+    assert catalog.thin_out(storage, Keep(1)) == [2, 1]
+    assert sorted(catalog.look(storage).manifests) == [3, 4]
+    with pytest.raises(CheckpointError):
+        catalog.newest(Storage(f"memory://{uuid.uuid4()}"))

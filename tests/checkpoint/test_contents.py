@@ -1,0 +1,139 @@
+"""Chains of increments: what is read is what there was, whatever happened between cuts."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticps import spec
+from elasticps.checkpoint import catalog, contents, rows, upkeep
+from elasticps.checkpoint.contents import Contents
+from elasticps.checkpoint.storage import Storage
+from elasticps.errors import CheckpointError
+from elasticps.spec import TableSpec
+from tests.checkpoint.writer import Change, ranges_of, row, write
+
+OLD, NEW = TableSpec("old", 3, spec.Adagrad(0.1)), TableSpec("new", 2, spec.SGD(0.1), dtype="bfloat16")
+TABLES = {"default/old": (7, OLD), "default/new": (9, NEW)}
+RANGES = 4
+
+
+def everything(found: Contents, table: int, wanted: Any = lambda r: True) -> dict[int, bytes]:
+    there: dict[int, bytes] = {}
+    for unit in found.units(table, wanted):
+        for piece in found.read(unit):
+            assert set(ranges_of(table, piece.keys.tolist(), RANGES)) <= {piece.range}
+            for key, data in zip(piece.keys.tolist(), piece.rows, strict=True):
+                assert key not in there
+                there[key] = data.tobytes()
+    return there
+
+
+PUT = st.tuples(st.just("put"), st.integers(0, 30), st.integers(0, 99))
+DELETE = st.tuples(st.just("delete"), st.integers(0, 30), st.just(0))
+CLEAR = st.tuples(st.just("clear"), st.integers(0, RANGES - 1), st.just(0))
+STEPS = st.lists(st.lists(st.one_of(PUT, PUT, DELETE, CLEAR), max_size=12), min_size=1, max_size=5)
+
+
+@settings(max_examples=60)
+@given(steps=STEPS, late=st.integers(0, 4), small=st.booleans())
+def test_a_chain_gives_what_there_was_and_so_does_what_it_is_merged_to(
+    steps: list[Any], late: int, small: bool
+) -> None:
+    storage = Storage(f"memory://{uuid.uuid4()}")
+    state: dict[str, dict[int, bytes]] = {"default/old": {}, "default/new": {}}
+    for cut, changes in enumerate(steps, 1):
+        tables = {name: table for name, table in TABLES.items() if name == "default/old" or cut > late}
+        written = {name: Change({}) for name in tables}
+        for kind, number, seed in changes:
+            for name, change in written.items():
+                id_, of = tables[name]
+                if kind == "put":
+                    change.rows[number] = state[name][number] = row(of, seed)
+                elif kind == "delete":  # it may come again, and then the file has both
+                    state[name].pop(number, None)
+                    change.rows.pop(number, None)
+                    change.deleted.add(number)
+                else:
+                    gone = [key for key in state[name] if ranges_of(id_, [key], RANGES)[0] == number]
+                    for key in gone:
+                        del state[name][key]
+                        change.rows.pop(key, None)
+                    change.full.add(number)
+        for name, change in written.items():  # a range that is written whole has all of its rows
+            whole = [k for k in state[name] if ranges_of(tables[name][0], [k], RANGES)[0] in change.full]
+            change.rows |= {key: state[name][key] for key in whole}
+        write(storage, cut, tables, written, since=cut - 1, ranges=RANGES, time=float(cut))
+    with mock.patch.object(contents, "UNIT_BYTES", 100 if small else 1 << 20):
+        chain = catalog.chain(storage)
+        assert [manifest.cut for manifest in chain] == list(range(1, len(steps) + 1))
+        found = Contents(storage, chain)
+        for name, (id_, _) in chain[-1].tables.items():
+            assert everything(found, id_) == state[name]
+            half = {k: data for k, data in state[name].items() if ranges_of(id_, [k], RANGES)[0] < 2}
+            assert everything(found, id_, lambda r: r < 2) == half
+        assert [upkeep.verify(storage, manifest) for manifest in chain] == [[]] * len(chain)
+        with mock.patch.object(upkeep, "FILE_BYTES", 200 if small else rows.FILE_BYTES):
+            merged = upkeep.merge(storage, chain)
+    assert merged.since == 0
+    assert catalog.read(storage, merged.cut) == merged
+    assert upkeep.verify(storage, merged) == []
+    catalog.delete(storage, [manifest.cut for manifest in chain[:-1]])
+    found = Contents(storage, catalog.chain(storage))
+    assert {name: everything(found, id_) for name, (id_, _) in merged.tables.items()} == {
+        name: state[name] for name in merged.tables
+    }
+    assert len(storage.files()) == 1 + len(merged.files)
+
+
+@pytest.fixture
+def storage() -> Storage:
+    made = Storage(f"memory://{uuid.uuid4()}")
+    for cut in (1, 2, 3):
+        change = Change({key: row(OLD, 100 * cut + key) for key in range(50)}, deleted={100 + cut})
+        write(made, cut, {"default/old": (7, OLD)}, {"default/old": change}, since=cut - 1, ranges=RANGES)
+    return made
+
+
+def test_a_gap_is_refused(storage: Storage) -> None:
+    storage.delete(["000002/manifest.json"])
+    with pytest.raises(CheckpointError, match=r"3 adds to 2, which cannot be had: .* has no checkpoint 2; there are 1"):
+        catalog.chain(storage)
+    assert [manifest.cut for manifest in catalog.chain(storage, 1)] == [1]
+
+
+def test_what_is_wrong_is_found_and_said(storage: Storage) -> None:
+    manifest = catalog.read(storage, 2)
+    assert upkeep.verify(storage, manifest) == []
+    first, second = (f"000002/{file.path}" for file in manifest.files)
+    data = storage.get(first)
+    storage.put(first, data[:-1])
+    storage.delete([second])
+    short, missing = upkeep.verify(storage, manifest)
+    assert short == f"{first} has {len(data) - 1} bytes, not {len(data)}"
+    assert missing == f"{second} is missing"
+    altered = bytearray(data)
+    altered[-9] ^= 1
+    storage.put(first, altered)
+    assert "altered" in upkeep.verify(storage, manifest)[0]
+    altered = bytearray(data)
+    altered[20] ^= 1
+    storage.put(first, altered)
+    assert "header has another sum" in upkeep.verify(storage, manifest)[0]
+    with pytest.raises(CheckpointError, match="header has another sum"):
+        everything(Contents(storage, catalog.chain(storage)), 7)
+
+
+def test_a_range_that_is_missing_is_found() -> None:
+    storage = Storage(f"memory://{uuid.uuid4()}")
+    manifest = write(storage, 1, {"default/old": (7, OLD)}, {}, ranges=2)
+    lacking = replace(manifest, cut=2, ranges=RANGES)
+    for one in manifest.files:
+        storage.put(f"000002/{one.path}", storage.get(f"000001/{one.path}"))
+    assert "lacks range 2" in upkeep.verify(storage, lacking)[0]
