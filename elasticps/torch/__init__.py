@@ -9,8 +9,8 @@
 
 `ShardedDataset` and `ShardSampler` hand out the data: workers may come and go, and each sample is trained.
 
-A model's `state_dict()` has its dense weights; `full_state_dict(model)` has the rows of its tables too, for
-`torch.save`, and `load_full_state_dict` gives them back.
+A model's `state_dict()` has its dense weights; `full_state_dict(model)` has the rows of its tables too. `save(model,
+file)` writes that to a file, `load(model, file)` gives it back to the servers.
 
 What stays in the worker: buffers, such as the running statistics of a BatchNorm layer. Average them yourself if the
 workers' data differ much; evaluation in one worker uses that worker's own.
@@ -21,7 +21,7 @@ from __future__ import annotations
 from elasticps.torch.data import ShardedDataset, ShardSampler
 from elasticps.torch.embedding import Embedding, EmbeddingBag
 from elasticps.torch.optimizer import Optimizer
-from elasticps.torch.state import full_state_dict, load_full_state_dict
+from elasticps.torch.state import full_state_dict, load, load_full_state_dict, save
 
 __all__ = [
     "Embedding",
@@ -30,5 +30,7 @@ __all__ = [
     "ShardSampler",
     "ShardedDataset",
     "full_state_dict",
+    "load",
     "load_full_state_dict",
+    "save",
 ]

@@ -7,9 +7,9 @@ import warnings
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+import elasticps.spec
 from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Init, Normal
 from elasticps.spec import Optimizer as ServerOptimizer
@@ -26,7 +27,15 @@ if TYPE_CHECKING:
     from elasticps.client import Client, SparseTable
     from elasticps.client.pulls import SparseRead
 
+INCOMPLETE = (
+    "state_dict() has not the rows of tables, which are at the servers: elasticps.torch.full_state_dict(model) has "
+    "them, and elasticps.torch.save(model, file) writes them to a file"
+)
 MAX_PREFETCHED = 8  # batches of ids whose rows may be under way; older ones are dropped
+
+
+Gradient = tuple[NDArray[np.int64], Tensor]
+"""keys int64 [n], distinct; the gradient of their rows [n, dim]"""
 
 
 @dataclass(eq=False)
@@ -57,6 +66,30 @@ class _Use:
             owner.take(self, gradient)
 
 
+class _Elsewhere(Tensor):
+    """What the `.grad` of a layer's parameter shows while gradients of its rows wait: whoever reckons with gradients,
+    torch's `clip_grad_norm_` or an optimizer of torch's, would reckon without those."""
+
+    dropped = False  # by zero_grad(set_to_none=False)
+    _HARMLESS: ClassVar[frozenset[str]] = frozenset(
+        {"__get__", "__repr__", "detach", "detach_", "requires_grad_", "to", "cpu", "cuda", "float", "half", "bfloat16"}
+    )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "zero_":
+            args[0].dropped = True
+        elif name not in cls._HARMLESS:
+            raise ConfigError(
+                f"torch's {name} knows no gradients of rows, which are not in a model's parameters: train them with "
+                "elasticps.torch.Optimizer, clip all gradients together with its clip_grad_norm_(…)"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
 class Rows(nn.Module):
     """A table seen through torch: forward passes pull the rows they need, backward passes leave gradients here."""
 
@@ -70,8 +103,21 @@ class Rows(nn.Module):
         init: Init | None = None,
         dtype: str = "float32",
         padding_idx: int | None = None,
+        num_embeddings: int | None = None,
+        max_norm: float | None = None,
     ) -> None:
         super().__init__()
+        refuse_torchs(optimizer)
+        if max_norm is not None:
+            raise ConfigError(
+                f"table {name!r}: max_norm is not to be had, because it changes rows when they are read: use weight "
+                "decay, or an optimizer of your own that clips a row (docs/custom.md)"
+            )
+        if num_embeddings is not None:
+            if padding_idx is not None and padding_idx < 0:  # as torch counts
+                padding_idx += num_embeddings
+            if num_embeddings < 1 or not 0 <= (padding_idx or 0) < num_embeddings:
+                raise ConfigError(f"table {name!r}: padding_idx must be one of num_embeddings={num_embeddings} ids")
         # What freezes a model, or asks whether a layer is frozen, does so by its parameters: this one has no values.
         self.trains = nn.Parameter(torch.empty(0))
         if init is None:  # torch's own default; the name as seed, because equal seeds start with equal rows
@@ -80,10 +126,12 @@ class Rows(nn.Module):
         self.optimizer = optimizer
         self.dim = dim
         self.padding_idx = padding_idx
+        self.num_embeddings = num_embeddings
+        self.max_norm = None
         self._lock = threading.Lock()  # backward passes on CUDA run in torch's own threads
         self._ahead: deque[tuple[Tensor, Tensor, _Lookup]] = deque(maxlen=MAX_PREFETCHED)  # ids, as they were
         self.uses: weakref.WeakSet[_Use] = weakref.WeakSet()
-        self._gradients: list[tuple[NDArray[np.int64], Tensor]] = []
+        self._gradients: list[Gradient] = []
         self.on_gradient: Callable[[], None] = nobody
 
     def prefetch(self, ids: Tensor) -> None:
@@ -98,16 +146,11 @@ class Rows(nn.Module):
         """As torch's layers call `dim`."""
         return self.dim
 
-    @property
-    def num_embeddings(self) -> None:
-        """There are as many as there are ids."""
-        return None
-
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise AttributeError(
                 f"the rows of table {self.table.name!r} are at the servers: layer.table.pull(ids) gives some of them, "
-                "elasticps.torch.full_state_dict(model) all"
+                "elasticps.torch.full_state_dict(model) all, layer.table.load(ids, rows) changes them"
             )
         return super().__getattr__(name)
 
@@ -120,16 +163,12 @@ class Rows(nn.Module):
     def _refuse_copies(self) -> NoReturn:
         raise ConfigError(
             f"a layer over table {self.table.name!r} cannot be copied or pickled, its rows are at the servers: build "
-            "the model again where it is needed, with another table's name for rows of its own; to keep its values, "
-            "save elasticps.torch.full_state_dict(model)"
+            "the model again where it is needed, with another table's name for rows of its own; to keep its values: "
+            "elasticps.torch.save(model, file)"
         )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        warnings.warn(
-            f"state_dict() has not the rows of table {self.table.name!r}, which are at the servers: "
-            "elasticps.torch.full_state_dict(model) has",
-            stacklevel=2,
-        )
+        warnings.warn(INCOMPLETE, stacklevel=2)  # one text for all layers: by default, Python shows it once
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
@@ -138,17 +177,21 @@ class Rows(nn.Module):
         if f"{prefix}keys" in state_dict or f"{prefix}weight" in state_dict:
             error_msgs.append(
                 f"it has rows of table {self.table.name!r}, which go to the servers: "
-                "elasticps.torch.load_full_state_dict(model, state) sends them"
+                "elasticps.torch.load_full_state_dict(model, state), or load(model, file), sends them"
             )
 
     def extra_repr(self) -> str:
-        return f"{self.table.name!r}, dim={self.dim}"
+        known = {"num_embeddings": self.num_embeddings, "padding_idx": self.padding_idx}
+        said = "".join(f", {name}={value}" for name, value in known.items() if value is not None)
+        return f"{self.table.name!r}, dim={self.dim}{said}"
 
     def _ask(self, ids: Tensor) -> _Lookup:
         if ids.dtype not in (torch.int64, torch.int32):
             raise InputError(f"ids of table {self.table.name!r} must be int64 or int32, got {ids.dtype}")
         flat = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
         keys, where, padded = distinct(flat, self.padding_idx)
+        if self.num_embeddings is not None and len(keys) and not 0 <= keys.min() <= keys.max() < self.num_embeddings:
+            raise InputError(f"ids of table {self.table.name!r} must be from 0 to {self.num_embeddings - 1}")
         rows = np.empty((len(keys) + padded, self.dim), np.float32)
         rows[len(keys) :] = 0.0
         future = self.table.pull_async(keys, rows[: len(keys)]) if len(keys) else None
@@ -179,14 +222,42 @@ class Rows(nn.Module):
     def take(self, use: _Use, gradient: Tensor) -> None:
         with self._lock:
             self.uses.discard(use)
-            self._gradients.append((use.keys, gradient[: len(use.keys)]))  # not that of the padding id
+        self.keep((use.keys, gradient[: len(use.keys)]))  # not that of the padding id
         self.on_gradient()
 
-    def collect(self) -> tuple[list[NDArray[np.int64]], list[NDArray[np.float32]]]:
-        """Hands over all gradients since the last call: keys and gradients, one of each for every backward pass."""
+    def keep(self, gradient: Gradient) -> None:
+        """A gradient of some rows waits here from now on."""
         with self._lock:
-            taken, self._gradients = self._gradients, []
-        return [keys for keys, _ in taken], [gradient.float().cpu().numpy() for _, gradient in taken]
+            self._gradients = [*self._waiting(), gradient]
+            self.trains.grad = torch.empty_like(self.trains.detach()).as_subclass(_Elsewhere)
+
+    def _waiting(self) -> list[Gradient]:
+        """The gradients since the last `take_all`, unless the model's zero_grad() has dropped them."""
+        shown = self.trains.grad
+        return [] if shown is None or getattr(shown, "dropped", False) else self._gradients
+
+    def take_all(self) -> list[Gradient]:
+        """Hands over all gradients since the last call, one for every backward pass."""
+        with self._lock:
+            taken, self._gradients = self._waiting(), []
+        return taken
+
+    def forget(self) -> None:
+        """A step has ended: no gradients wait."""
+        with self._lock:
+            self._gradients, self.trains.grad = [], None
+
+
+def refuse_torchs(optimizer: object) -> None:
+    """ConfigError for an optimizer that runs in this process, and for a class."""
+    kind = getattr(optimizer, "func", optimizer)  # of a functools.partial
+    kind = kind if isinstance(kind, type) else type(kind)
+    if issubclass(kind, torch.optim.Optimizer):
+        ours = getattr(elasticps.spec, kind.__name__, None)
+        instead = f"elasticps.{kind.__name__}(lr=…)" if ours else "one of elasticps' own, such as elasticps.Adam(lr=…)"
+        raise ConfigError(f"the servers run the optimizer, which cannot be torch's {kind.__name__}: take {instead}")
+    if isinstance(optimizer, type) and issubclass(optimizer, ServerOptimizer):
+        raise ConfigError(f"the optimizer is a class: make it one, elasticps.{optimizer.__name__}(lr=…)")
 
 
 def nobody() -> None:
@@ -198,11 +269,13 @@ class Embedding(Rows):
 
     `optimizer` updates the rows at the servers, `init` gives the values of rows never trained (default: torch's normal
     distribution), `dtype` is the servers' storage type. An id equal to `padding_idx` gives zeros and is not trained.
+    With `num_embeddings` ids are 0 … n - 1 only, as torch has them, and `full_state_dict` has a row for each.
     Rows are trained by passes in training mode; after `eval()` or `requires_grad_(False)`, of the layer or a model
     around it, and under `torch.no_grad()` they are only pulled.
     Train it with `elasticps.torch.Optimizer`. The output is on the device of the ids.
     """
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model goes on behind it
     def forward(self, ids: Tensor) -> Tensor:
         """ids int64 or int32 of any shape -> float32 [..., dim]."""
         rows, lookup = self._pull(ids)
@@ -223,14 +296,20 @@ class EmbeddingBag(Rows):
         init: Init | None = None,
         dtype: str = "float32",
         padding_idx: int | None = None,
+        num_embeddings: int | None = None,
+        max_norm: float | None = None,
         include_last_offset: bool = False,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ConfigError(f"EmbeddingBag's mode must be 'sum', 'mean' or 'max', got {mode!r}")
-        super().__init__(ps, name, dim, optimizer=optimizer, init=init, dtype=dtype, padding_idx=padding_idx)
+        super().__init__(
+            ps, name, dim, optimizer=optimizer, init=init, dtype=dtype, padding_idx=padding_idx,
+            num_embeddings=num_embeddings, max_norm=max_norm,
+        )  # fmt: skip
         self.mode = mode
         self.include_last_offset = include_last_offset
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model goes on behind it
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """ids [bags, n], or ids [n] with the offset of each bag's start -> float32 [bags, dim]."""
         rows, lookup = self._pull(ids)

@@ -8,51 +8,25 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, overload
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from elasticps.errors import ConfigError, InputError, SpecError
-from elasticps.optimizers import Schedule
+from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Optimizer as ServerOptimizer
-from elasticps.torch.embedding import Rows, nobody
+from elasticps.torch.embedding import nobody, refuse_torchs
+from elasticps.torch.parameters import Dense, Groups, Sparse, dense_of, described, fixed, tables_of, values_of
 
 if TYPE_CHECKING:
     from elasticps.client import Client, DenseTensor, OpenStep, SparseTable, Step
     from elasticps.client.pulls import DenseRead
 
-_DENSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _AGAIN = (
     "{what} got a second gradient in one step, but its first has left for the servers. To add up the gradients of "
     "several backward passes, run all but the last inside `with optimizer.accumulate():`, or build the Optimizer with "
     "overlap=False. After a backward pass that raised, call optimizer.zero_grad() first"
 )
-
-
-@dataclass(eq=False)
-class _Dense:
-    """One dense parameter and its tensor at the servers."""
-
-    name: str
-    parameter: nn.Parameter
-    tensor: DenseTensor
-    group: int  # index
-    left: tuple[int, int] | None = None  # address and version of the gradient that has left in this step
-    shown: int = 0  # version of the parameter when it took the servers' values last
-
-
-@dataclass(eq=False)
-class _Sparse:
-    """One table, with every module of the model that reads it."""
-
-    table: SparseTable
-    modules: list[Rows]
-    group: int  # index
-    left: bool = False
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -69,7 +43,8 @@ class Optimizer(torch.optim.Optimizer):
 
     `overlap`: gradients leave during the backward pass, small ones gathered into frames of about `bucket_bytes`.
     Then nothing may change a gradient or a rate between `backward()` and `step()`; `step()` finds it and raises. Use
-    `overlap=False` to clip gradients, or to train with several Optimizers on one client (GANs).
+    `overlap=False` to clip gradients (`clip_grad_norm_` of the Optimizer, which knows those of rows), or to train with
+    several Optimizers on one client (GANs).
     Several backward passes in one step: all but the last inside `accumulate()`.
 
     `pipeline`: `step()` only asks for the new dense weights; the next call of a module of the model (or `state_dict()`,
@@ -80,7 +55,9 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     _live: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
-    _step_supports_amp_scaling = True  # torch's GradScaler then hands us its scale, and step() can refuse it
+    _step_supports_amp_scaling = True  # torch's GradScaler then tells us of its scale, and step() can refuse it
+    loaded: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+    """Models whose dense weights the servers are to take when an Optimizer is built."""
 
     def __init__(
         self,
@@ -93,20 +70,25 @@ class Optimizer(torch.optim.Optimizer):
         pipeline: bool = False,
         bucket_bytes: int = 256 * 1024,
     ) -> None:
+        refuse_torchs(optimizer)
+        if any(isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel) for module in model.modules()):
+            raise ConfigError("workers of elasticps need no (Distributed)DataParallel: take the module inside of it")
         self._ps, self._model = ps, model
         self._overlap, self._pipeline, self._bucket_limit = overlap, pipeline, bucket_bytes
         self._replace_others()
 
-        groups: dict[object, dict[str, Any]] = {}
-        self._dense = self._register(ps, model, optimizer, prefix, groups)
-        self._sparse = self._tables(model, groups)
+        groups: Groups = {}
+        self._dense = dense_of(ps, model, optimizer, prefix, groups)
+        self._sparse = tables_of(model, groups)
         self._targets: list[tuple[DenseTensor | SparseTable, int]] = [  # and their groups' indices
             *((dense.tensor, dense.group) for dense in self._dense),
             *((sparse.table, sparse.group) for sparse in self._sparse),
         ]
         if not groups:
             raise ConfigError("the model has no parameter and no elasticps embedding to train")
-        super().__init__(list(groups.values()), {"lr": 0.0})
+        # With "momentum" among them, schedulers that want to change it fail in step(), which says what to do.
+        super().__init__(list(groups.values()), {"lr": 0.0, "momentum": None})
+        self._fixed = [fixed(group) for group in self.param_groups]
         self._complete = True
 
         self._lock = threading.RLock()
@@ -115,11 +97,14 @@ class Optimizer(torch.optim.Optimizer):
         self._bucket: dict[DenseTensor | SparseTable, Any] = {}
         self._bucket_bytes = 0
         self._held = 0
-        self._arriving: list[tuple[_Dense, DenseRead]] = []
+        self._arriving: list[tuple[Dense, DenseRead]] = []
         self.last_step: Step | None = None
         self._hooks = [*self._watch_gradients(), *self._watch_forwards()]
         Optimizer._live.add(self)
-        self.refresh()
+        if model in Optimizer.loaded:
+            self.upload()
+        else:
+            self.refresh()
 
     # -- construction
 
@@ -136,59 +121,17 @@ class Optimizer(torch.optim.Optimizer):
         if any(o._overlap or self._overlap for o in others()):
             raise ConfigError("several Optimizers on one client: build each of them with overlap=False")
 
-    @staticmethod
-    def _register(
-        ps: Client,
-        model: nn.Module,
-        optimizer: ServerOptimizer | Callable[[str, nn.Parameter], ServerOptimizer] | None,
-        prefix: str,
-        groups: dict[object, dict[str, Any]],
-    ) -> list[_Dense]:
-        dense = []
-        for name, parameter in model.named_parameters():  # a shared parameter comes once, under its first name
-            if isinstance(parameter, nn.UninitializedParameter):
-                raise ConfigError(f"parameter {name!r} has no shape yet: run one batch through the model first")
-            if parameter.dtype not in _DENSE_DTYPES:
-                raise SpecError(
-                    f"parameter {name!r} is {parameter.dtype}, servers compute in float32: call model.float()"
-                )
-            if parameter.numel() == 0:
-                continue
-            spec = optimizer(name, parameter) if callable(optimizer) else optimizer
-            if spec is None:
-                raise ConfigError(f"parameter {name!r} is dense: the Optimizer needs optimizer=, e.g. Adam(lr=1e-3)")
-            initial = parameter.detach().float().cpu().contiguous().numpy()
-            tensor = ps.tensor(f"{prefix}.{name}", init=initial, optimizer=spec)
-            schedule = _schedule(spec)
-            # Schedules compare equal, whatever their function.
-            same = (spec, schedule and id(schedule.function))
-            groups.setdefault(same, _group(f"dense{len(groups)}", spec))["params"].append(parameter)
-            dense.append(_Dense(name, parameter, tensor, list(groups).index(same)))
-        return dense
-
-    @staticmethod
-    def _tables(model: nn.Module, groups: dict[object, dict[str, Any]]) -> list[_Sparse]:
-        tables: dict[str, _Sparse] = {}
-        for module in model.modules():
-            if isinstance(module, Rows):
-                name = module.table.name
-                if name not in tables:
-                    tables[name] = _Sparse(module.table, [], len(groups))
-                    groups[name] = _group(name, module.optimizer)
-                tables[name].modules.append(module)
-        return list(tables.values())
-
     def _watch_gradients(self) -> Iterator[Any]:
         this = weakref.ref(self)  # the model must not keep its optimizer alive
 
-        def dense_hook(dense: _Dense) -> Callable[[Tensor], None]:
+        def dense_hook(dense: Dense) -> Callable[[Tensor], None]:
             def ready(_: Tensor) -> None:
                 if (optimizer := this()) is not None:
                     optimizer._dense_ready(dense)
 
             return ready
 
-        def sparse_hook(sparse: _Sparse) -> Callable[[], None]:
+        def sparse_hook(sparse: Sparse) -> Callable[[], None]:
             def ready() -> None:
                 if (optimizer := this()) is not None:
                     optimizer._sparse_ready(sparse)
@@ -207,7 +150,7 @@ class Optimizer(torch.optim.Optimizer):
         this = weakref.ref(self)
 
         def arrive(*_: object) -> None:
-            if (optimizer := this()) is not None and optimizer._arriving:
+            if (optimizer := this()) is not None:
                 optimizer._arrive()
 
         if self._pipeline:
@@ -230,8 +173,22 @@ class Optimizer(torch.optim.Optimizer):
         ours = [(group["name"], group["scheduled"]) for group in self.param_groups]
         theirs = [(group.get("name"), group.get("scheduled")) for group in state_dict["param_groups"]]
         if ours != theirs:
-            raise ConfigError(f"the state is of another optimizer: its groups are {_names(theirs)}, not {_names(ours)}")
+            raise ConfigError(
+                f"the state is of another optimizer: its groups are {described(theirs)}, not {described(ours)}"
+            )
+        for group, constant in zip(state_dict["param_groups"], self._fixed, strict=True):
+            self._check_group(constant | group, constant)
         super().load_state_dict(state_dict)
+        for group, constant in zip(self.param_groups, self._fixed, strict=True):
+            group.update(constant)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> list[Optimizer]:
+        """Those that train a model now."""
+        return [optimizer for optimizer in cls._live if optimizer._model is model]
+
+    def __getstate__(self) -> NoReturn:
+        raise ConfigError("an elasticps Optimizer cannot be copied or pickled: save its state_dict(), build it again")
 
     def close(self) -> None:
         """Takes the hooks off the model. A newer Optimizer for the same client and model does this to the older."""
@@ -246,14 +203,14 @@ class Optimizer(torch.optim.Optimizer):
 
     # -- gradients
 
-    def _dense_ready(self, dense: _Dense) -> None:
+    def _dense_ready(self, dense: Dense) -> None:
         with self._lock:
             if dense.left is not None:
                 raise ConfigError(_AGAIN.format(what=f"parameter {dense.name!r}"))
             if not self._held:
                 self._send_dense(dense)
 
-    def _sparse_ready(self, sparse: _Sparse) -> None:
+    def _sparse_ready(self, sparse: Sparse) -> None:
         with self._lock:
             if sparse.left:
                 raise ConfigError(_AGAIN.format(what=f"table {sparse.table.name!r}"))
@@ -261,7 +218,7 @@ class Optimizer(torch.optim.Optimizer):
             if not self._held and not any(module.uses for module in sparse.modules):
                 self._send_sparse(sparse)
 
-    def _send_dense(self, dense: _Dense) -> None:
+    def _send_dense(self, dense: Dense) -> None:
         gradient = dense.parameter.grad
         if gradient is None:
             return
@@ -273,17 +230,10 @@ class Optimizer(torch.optim.Optimizer):
             plain = plain.float().cpu().contiguous()
         self._send(dense.tensor, plain.numpy(), 4 * plain.numel())
 
-    def _send_sparse(self, sparse: _Sparse) -> None:
-        keys: list[NDArray[np.int64]] = []
-        gradients: list[NDArray[np.float32]] = []
-        for module in sparse.modules:
-            more_keys, more_gradients = module.collect()
-            keys += more_keys
-            gradients += more_gradients
-        if keys:
+    def _send_sparse(self, sparse: Sparse) -> None:
+        if (taken := sparse.take_all()) is not None:
             sparse.left = True
-            one = len(keys) == 1  # else a key may be in several: the client adds them up
-            value = (keys[0], gradients[0]) if one else (np.concatenate(keys), np.concatenate(gradients))
+            value = taken[0], taken[1].float().cpu().numpy()
             self._send(sparse.table, value, value[0].nbytes + value[1].nbytes)
 
     def _send(self, target: DenseTensor | SparseTable, value: object, nbytes: int) -> None:
@@ -332,16 +282,34 @@ class Optimizer(torch.optim.Optimizer):
     def _edited(self) -> str:
         """A parameter that somebody has changed here since it took the servers' values."""
         trained = (dense for dense in self._dense if dense.parameter.requires_grad)
-        return next((dense.name for dense in trained if dense.parameter._version != dense.shown), "")
+        return next((dense.name for dense in trained if dense.edited()), "")
+
+    def _check_edits(self) -> None:
+        if edited := self._edited():
+            raise ConfigError(
+                f"parameter {edited!r} was changed in place since the servers' values were taken, which the servers "
+                "cannot know and the next values undo: after load_state_dict(), say, call upload(), which gives them "
+                "this model's values, or refresh(), which takes theirs"
+            )
+
+    def _check_groups(self) -> None:
+        for group, constant in zip(self.param_groups, self._fixed, strict=True):
+            self._check_group(group, constant)
+
+    @staticmethod
+    def _check_group(group: dict[str, Any], constant: dict[str, Any]) -> None:
+        for key, value in constant.items():
+            if group[key] != value:
+                raise ConfigError(
+                    f"{key} of group {group['name']!r} is {group[key]!r}, but at the servers it stays {value!r}: only "
+                    "lr can be changed. OneCycleLR and CyclicLR take cycle_momentum=False"
+                )
 
     def _forget(self) -> str:
         """Ends a step that will not be completed: drops what has not left, and ticks if something has. Says what."""
         with self._lock:
             names = [d.name for d in self._dense if d.left is not None and d.tensor not in self._bucket]
             names += [s.table.name for s in self._sparse if s.left and s.table not in self._bucket]
-            for sparse in self._sparse:
-                for module in sparse.modules:
-                    module.collect()
             if self._open is not None:
                 self.last_step = self._open.commit()
             self._clear()
@@ -354,6 +322,8 @@ class Optimizer(torch.optim.Optimizer):
             dense.left = None
         for sparse in self._sparse:
             sparse.left = False
+            for module in sparse.modules:
+                module.forget()
 
     # -- what a training loop calls
 
@@ -380,6 +350,7 @@ class Optimizer(torch.optim.Optimizer):
                 RuntimeWarning,
                 stacklevel=2,
             )
+            self._check_edits()
             self._ask()
 
     @overload
@@ -393,8 +364,10 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale, _ = self.__dict__.pop("grad_scale", None), self.__dict__.pop("found_inf", None)
-        if scale is not None:  # the scaler takes it away only if we do not raise, and later steps would see it
+        # The scaler takes them away only if we do not raise, and later steps would see them. After its unscale_(),
+        # which leaves out rows, found_inf comes alone.
+        scaled = [self.__dict__.pop(name, None) for name in ("grad_scale", "found_inf")]
+        if scaled != [None, None]:
             self._forget()
             raise ConfigError("gradients scaled by torch.amp.GradScaler: use bfloat16 autocast, which needs no scaler")
         with self._lock:
@@ -405,13 +378,12 @@ class Optimizer(torch.optim.Optimizer):
                     f"{changed} changed between backward() and step(), after it had left for the servers; the step was "
                     "made with what had left. Build the Optimizer with overlap=False to change it there"
                 )
-            if edited := self._edited():
+            try:
+                self._check_groups()
+                self._check_edits()
+            except ConfigError:
                 self._forget()
-                raise ConfigError(
-                    f"parameter {edited!r} was changed in place since the servers' values were taken, which the "
-                    "servers cannot know and the next values undo: after load_state_dict(), say, call upload(), which "
-                    "gives them this model's values, or refresh(), which takes theirs"
-                )
+                raise
             for dense in self._dense:
                 if dense.left is None:
                     self._send_dense(dense)
@@ -423,12 +395,28 @@ class Optimizer(torch.optim.Optimizer):
         self._ask()
         return loss
 
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over all gradients of this worker's step: those of dense parameters, and of
+        rows, each row once. Returns their norm as it was. ConfigError with `overlap`, as gradients have left then."""
+        if self._overlap:
+            raise ConfigError("gradients leave before they can be clipped: build the Optimizer with overlap=False")
+        gradients = [dense.parameter.grad for dense in self._dense if dense.parameter.grad is not None]
+        for sparse in self._sparse:
+            if (taken := sparse.take_all()) is not None:
+                sparse.modules[0].keep(taken)
+                gradients.append(taken[1])
+        norm = nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device))
+        return norm
+
     # -- the servers' weights
 
     def refresh(self) -> None:
         """Takes the servers' newest dense weights into the model now, also those that this worker does not train."""
-        self._arriving = self._pull(self._dense)
-        self._arrive()
+        self._take(self._pull(self._dense))
 
     def upload(self) -> None:
         """Gives the servers this model's dense weights, which `load_state_dict` has changed, say. Slots begin anew.
@@ -436,36 +424,24 @@ class Optimizer(torch.optim.Optimizer):
         One worker does this, while nobody trains. Returns when it is committed.
         """
         for dense in self._dense:
-            dense.tensor.load(dense.parameter.detach().float().cpu().contiguous().numpy())
+            dense.tensor.load(values_of(dense.parameter))
         self.refresh()
+        Optimizer.loaded.discard(self._model)
 
-    def _pull(self, wanted: list[_Dense]) -> list[tuple[_Dense, DenseRead]]:
+    def _pull(self, wanted: list[Dense]) -> list[tuple[Dense, DenseRead]]:
         return list(zip(wanted, self._ps.pull_many([dense.tensor for dense in wanted]), strict=True))
 
     def _ask(self) -> None:
         self._arriving = self._pull([dense for dense in self._dense if dense.parameter.requires_grad])
         if not self._pipeline:
-            self._arrive()
+            self._take(self._arriving)
 
-    @torch.no_grad()
     def _arrive(self) -> None:
-        arriving, self._arriving = self._arriving, []
+        if self._arriving:
+            self._check_edits()
+            self._take(self._arriving)
+
+    def _take(self, arriving: list[tuple[Dense, DenseRead]]) -> None:
+        self._arriving = []
         for dense, future in arriving:
-            dense.parameter.copy_(torch.from_numpy(future.result()))
-            dense.shown = dense.parameter._version
-
-
-def _names(groups: list[tuple[Any, Any]]) -> str:
-    return ", ".join(f"{name}{' with a schedule' * bool(scheduled)}" for name, scheduled in groups)
-
-
-def _schedule(spec: ServerOptimizer) -> Schedule | None:
-    rate = getattr(spec, "lr", 0.0)  # Assign and Accumulate have none
-    return rate if isinstance(rate, Schedule) else None
-
-
-def _group(name: str, spec: ServerOptimizer) -> dict[str, Any]:
-    """A param group. With a schedule of elasticps' own, `lr` shows its start and is not read."""
-    schedule = _schedule(spec)
-    rate = schedule(1) if schedule is not None else getattr(spec, "lr", 0.0)
-    return {"params": [], "lr": float(rate), "name": name, "scheduled": schedule is not None}
+            dense.take(torch.from_numpy(future.result()))

@@ -1,56 +1,113 @@
-"""A whole model in one dictionary: what `state_dict()` has, and the rows of its tables, which are at the servers."""
+"""A whole model in one dictionary, or file: what `state_dict()` has, and the rows of its tables, at the servers."""
 
 from __future__ import annotations
 
+import os
+import re
+import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from elasticps.errors import ConfigError
-from elasticps.torch.embedding import Rows
+from elasticps.errors import ConfigError, InputError
+from elasticps.torch.embedding import INCOMPLETE, Rows
+from elasticps.torch.optimizer import Optimizer
+
+CHUNK_BYTES = 16 << 20  # of rows that are asked for, or loaded, at once
+Room = Callable[[int, int], Tensor]
+"""Where n rows of so many float32 can be put."""
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """`model.state_dict()`, and of each layer over a table `<layer>.keys`, int64 [n] in ascending order, and
-    `<layer>.weight`, float32 [n, dim]. Layers that share a table share the tensors.
+    `<layer>.weight`, float32 [n, dim]. A layer with `num_embeddings` has no keys, but a row for each id, as a layer of
+    torch's. Layers that share a table share the tensors.
 
-    Training may go on meanwhile, but then rows are of different moments. Needs memory for all of it. Optimizers' slots
-    are not in it. Raises `Timeout`.
+    Training may go on meanwhile, but then rows are of different moments. Needs memory for all of it, once. Optimizers'
+    slots are not in it. Raises `Timeout`.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"state_dict\(\) has not the rows", category=UserWarning)
-        state = dict(model.state_dict())
-    known: dict[str, tuple[Tensor, Tensor]] = {}
-    for prefix, layer in _layers(model):
-        if layer.table.name not in known:
-            known[layer.table.name] = _rows(layer)
-        state[f"{prefix}keys"], state[f"{prefix}weight"] = known[layer.table.name]
-    return state
+    return _full(model, torch.empty)
+
+
+def save(model: nn.Module, file: str | os.PathLike[str]) -> None:
+    """Writes `full_state_dict(model)` as `torch.save` does, in memory for the keys of a table: rows wait beside the
+    file, in as much disk space again. The file is there when all of it is."""
+    path = Path(file)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+
+        def room(rows: int, dim: int) -> Tensor:
+            if not rows:
+                return torch.empty(0, dim)
+            handle, name = tempfile.mkstemp(dir=folder)
+            os.close(handle)
+            return torch.from_file(name, shared=True, size=rows * dim).view(rows, dim)
+
+        torch.save(_full(model, room), part := Path(folder) / "all")
+        os.replace(part, path)
+
+
+def load(model: nn.Module, file: str | os.PathLike[str]) -> None:
+    """`load_full_state_dict` of what `save` wrote, or of another state_dict that `torch.save` did, read as it is
+    needed. Nothing else that is in the file is run."""
+    load_full_state_dict(model, torch.load(file, map_location="cpu", weights_only=True, mmap=True))
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Gives the tables of a model, at the servers, the rows that `full_state_dict` found, and the model its weights.
+    """Gives the tables of a model, at the servers, the rows of `full_state_dict`, and the model its weights. Servers
+    take those now if the model has an `Optimizer`, else when it gets one. Optimizers' slots begin anew.
 
-    Rows that are not in it stay what they are. One worker does this, while nobody trains: before the `Optimizer` is
-    built, or call its `upload()` afterwards. Raises ConfigError if a table is not in it, `InputError` if rows do not
-    fit, and what `nn.Module.load_state_dict` raises for the rest.
+    Afterwards a table has these rows and no others. A layer without keys in the state has rows 0 … n - 1, as torch's
+    layers do. One worker does this, while nobody trains. Raises ConfigError if a table is not in it, `InputError` if
+    rows do not fit, and what `nn.Module.load_state_dict` raises for the rest.
     """
     rest = dict(state)
     given: dict[str, tuple[Rows, Tensor, Tensor]] = {}
     for prefix, layer in _layers(model):
         keys, weight = rest.pop(f"{prefix}keys", None), rest.pop(f"{prefix}weight", None)
-        if keys is None or weight is None:
+        if weight is None:
             raise ConfigError(
-                f"the state has no {prefix}keys or no {prefix}weight, the rows of table {layer.table.name!r}: it was "
-                "made by state_dict(), or of another model; full_state_dict(model) has them"
+                f"the state has no {prefix}weight, the rows of table {layer.table.name!r}: it was made by "
+                "state_dict(), or of another model; full_state_dict(model) has them"
+            )
+        keys = torch.arange(len(weight)) if keys is None else keys
+        if weight.ndim != 2 or weight.shape != (len(keys), layer.dim) or len(keys.unique()) < len(keys):
+            raise InputError(
+                f"{prefix}weight must have a row of {layer.dim} floats for each of {len(keys)} keys of table "
+                f"{layer.table.name!r}, got {list(weight.shape)}"
             )
         given[layer.table.name] = layer, keys, weight
     model.load_state_dict(rest)
     for layer, keys, weight in given.values():
-        layer.table.load(keys.cpu().numpy(), weight.detach().float().cpu().numpy())
+        _load_rows(layer, keys, weight)
+    Optimizer.loaded.add(model)
+    for optimizer in Optimizer.of(model):
+        optimizer.upload()
+
+
+def _load_rows(layer: Rows, keys: Tensor, weight: Tensor) -> None:
+    step = max(1, CHUNK_BYTES // (4 * layer.dim))
+    for at in range(0, len(keys), step):
+        some = slice(at, at + step)
+        layer.table.load(keys[some].cpu().numpy(), weight[some].detach().float().cpu().numpy())
+    layer.table.delete(np.setdiff1d(_keys(layer), keys.cpu().numpy(), assume_unique=True))
+
+
+def _full(model: nn.Module, room: Room) -> dict[str, Tensor]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=re.escape(INCOMPLETE))
+        state = dict(model.state_dict())
+    known: dict[tuple[str, int | None, int | None], dict[str, Tensor]] = {}
+    for prefix, layer in _layers(model):
+        same = layer.table.name, layer.num_embeddings, layer.padding_idx if layer.num_embeddings else None
+        if same not in known:
+            known[same] = _rows(layer, room)
+        state |= {f"{prefix}{name}": tensor for name, tensor in known[same].items()}
+    return state
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Rows]]:
@@ -59,9 +116,21 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Rows]]:
             yield f"{path}." if path else "", module
 
 
-def _rows(layer: Rows) -> tuple[Tensor, Tensor]:
-    parts = list(layer.table.items())
-    keys = np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in parts)])
-    rows = np.concatenate([np.empty((0, layer.dim), np.float32), *(rows for _, rows in parts)])
-    order = np.argsort(keys)
-    return torch.from_numpy(keys[order]), torch.from_numpy(rows[order])
+def _keys(layer: Rows) -> NDArray[np.int64]:
+    return np.concatenate([np.empty(0, np.int64), *layer.table.keys()])
+
+
+def _rows(layer: Rows, room: Room) -> dict[str, Tensor]:
+    if layer.num_embeddings is None:
+        keys = np.sort(_keys(layer))
+    else:
+        keys = np.arange(layer.num_embeddings)
+    weight = room(len(keys), layer.dim)
+    step = max(1, CHUNK_BYTES // (4 * layer.dim))
+    for at in range(0, len(keys), step):
+        layer.table.pull(keys[at : at + step], out=weight[at : at + step].numpy())
+    if layer.num_embeddings is None:
+        return {"keys": torch.from_numpy(keys), "weight": weight}
+    if layer.padding_idx is not None:
+        weight[layer.padding_idx] = 0.0
+    return {"weight": weight}

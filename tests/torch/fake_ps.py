@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,15 +76,34 @@ class SparseTable:
     def name(self) -> str:
         return self.target.name
 
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.target.spec
+
     def row(self, key: int) -> Floats:
         stored = self.target.weights.get(key)
         return initial_row(self.init, key, self.dim) if stored is None else stored
 
-    def pull(self, keys: NDArray[np.int64]) -> Floats:
+    def pull(self, keys: NDArray[np.int64], out: Floats | None = None) -> Floats:
         assert keys.dtype == np.int64
         assert len(np.unique(keys)) == len(keys) > 0
         self.pulls.append(keys.tolist())
-        return np.array([self.row(key) for key in keys.tolist()], np.float32)
+        rows = np.array([self.row(key) for key in keys.tolist()], np.float32)
+        if out is not None:
+            out[...] = rows
+        return rows
+
+    def keys(self) -> Iterator[NDArray[np.int64]]:
+        return (np.array([key]) for key in list(self.target.weights))
+
+    def load(self, keys: NDArray[np.int64], rows: Floats) -> None:
+        assert rows.dtype == np.float32
+        for key, row in zip(keys.tolist(), rows, strict=True):
+            self.target.weights[key], self.target.slots[key] = row.copy(), {}
+
+    def delete(self, keys: NDArray[np.int64]) -> None:
+        for key in keys.tolist():
+            self.target.weights.pop(key, None)
 
     def pull_async(self, keys: NDArray[np.int64], out: Floats) -> Done:
         out[...] = self.pull(keys)
@@ -116,6 +135,10 @@ class DenseTensor:
 
     def pull_async(self) -> Done:
         return Done(self.pull())
+
+    def load(self, values: Floats) -> None:
+        assert values.shape == self.shape
+        self.target.weights[0], self.target.slots[0] = values.copy(), {}
 
     def push(self, value: Floats, clock: int, lr: float | None) -> None:
         assert value.dtype == np.float32

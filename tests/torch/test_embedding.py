@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -165,10 +167,10 @@ def test_what_torchs_users_look_for(ps: Any) -> None:
     assert not hasattr(embedding, "weight")
     with pytest.raises(AttributeError, match=r"table 'users' are at the servers: layer.table.pull\(ids\)"):
         _ = embedding.weight
-    for copying in (copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
-        with pytest.raises(ConfigError, match="cannot be copied or pickled"):
+    for copying in (copy.deepcopy, torch.optim.swa_utils.AveragedModel, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(ConfigError, match=r"cannot be copied or pickled.* elasticps.torch.save\(model, file\)"):
             copying(nn.Sequential(embedding))
-    with pytest.warns(UserWarning, match="has not the rows of table 'users'"):
+    with pytest.warns(UserWarning, match=r"has not the rows of tables.*\.full_state_dict\(model\)"):
         assert list(nn.ModuleDict({"a": embedding, "b": nn.Linear(1, 1)}).state_dict()) == ["b.weight", "b.bias"]
     with pytest.raises(RuntimeError, match="load_full_state_dict"):
         embedding.load_state_dict({"keys": torch.tensor([1]), "weight": torch.zeros(1, 2)})
@@ -295,3 +297,100 @@ def test_gradients_of_an_embedding_without_optimizer_wait(ps: Any) -> None:
     optimizer = Optimizer(ps, embedding)
     optimizer.step()
     assert rows(embedding.table, [5]).tolist() == [[-1, -1]]
+
+
+def test_an_incomplete_state_is_said_once(ps: Any) -> None:
+    model = nn.ModuleList([Embedding(ps, name, 1, optimizer=SGD(lr=1.0)) for name in ("users", "items")])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        model.state_dict()
+        model.state_dict()
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("layer", [Embedding, EmbeddingBag])
+def test_with_a_number_of_embeddings_ids_are_those_of_torch(ps: Any, layer: Any) -> None:
+    users = layer(ps, "users", 2, optimizer=SGD(lr=1.0), num_embeddings=10, padding_idx=-1)
+    assert (users.num_embeddings, users.padding_idx, users.max_norm) == (10, 9, None)
+    assert repr(users) == f"{layer.__name__}('users', dim=2, num_embeddings=10, padding_idx=9)"
+    assert users(torch.tensor([[0, 9]])).shape[-1] == 2
+    for strange in (-1, 10):
+        with pytest.raises(InputError, match="table 'users' must be from 0 to 9"):
+            users(torch.tensor([[strange]]))
+    with pytest.raises(ConfigError, match="one of num_embeddings=10 ids"):
+        layer(ps, "users", 2, optimizer=SGD(lr=1.0), num_embeddings=10, padding_idx=-11)
+
+
+def test_what_torch_has_and_servers_have_not_is_refused_in_a_line(ps: Any) -> None:
+    with pytest.raises(ConfigError, match=r"max_norm is not to be had"):
+        Embedding(ps, "users", 2, optimizer=SGD(lr=1.0), max_norm=1.0)
+    for given, instead in (
+        (torch.optim.Adam, r"torch's Adam: take elasticps.Adam\(lr=…\)"),
+        (partial(torch.optim.SGD, lr=0.1), r"torch's SGD: take elasticps.SGD\(lr=…\)"),
+        (torch.optim.RMSprop, r"torch's RMSprop: take one of elasticps' own"),
+        (torch.optim.Adam([torch.zeros(1)]), "torch's Adam"),
+        (Adagrad, r"is a class: make it one, elasticps.Adagrad\(lr=…\)"),
+    ):
+        optimizer: Any = given
+        with pytest.raises(ConfigError, match=instead):
+            Embedding(ps, "users", 2, optimizer=optimizer)
+        with pytest.raises(ConfigError, match=instead):
+            Optimizer(ps, nn.Linear(1, 1), optimizer)
+    assert ps.targets == {}
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_of_the_model_drops_gradients_of_rows(ps: Any, set_to_none: bool) -> None:
+    embedding = Embedding(ps, "users", 1, optimizer=SGD(lr=1.0), init=Zeros())
+    model = nn.Sequential(embedding, nn.Linear(1, 1))
+    optimizer = Optimizer(ps, model, SGD(lr=1.0), overlap=False)
+    model(torch.tensor([5])).sum().backward()
+    model.zero_grad(set_to_none)
+    model(torch.tensor([6])).sum().backward()
+    optimizer.step()
+    assert list(ps.targets["users"].weights) == [6]
+    model(torch.tensor([7])).sum().backward()
+    model.zero_grad(set_to_none)
+    optimizer.step()
+    assert list(ps.targets["users"].weights) == [6]
+
+
+def test_an_optimizer_of_torch_beside_does_not_leave_rows_out(ps: Any) -> None:
+    model = nn.Sequential(Embedding(ps, "users", 1, optimizer=SGD(lr=1.0)), nn.Linear(1, 1))
+    for kind in (torch.optim.SGD, torch.optim.Adam):
+        optimizer = kind(model.parameters(), lr=0.1)
+        model(torch.tensor([5])).sum().backward()
+        with pytest.raises(ConfigError, match=r"train them with elasticps.torch.Optimizer"):
+            optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch hides its own, not errors
+def test_a_compiled_model_trains_alike(ps: Any) -> None:
+    """The layers are one break of the graph each, and nothing of them is compiled."""
+    users = Embedding(ps, "users", 4, optimizer=SGD(lr=0.1), init=Constant(0.5))
+    words = EmbeddingBag(ps, "words", 4, optimizer=SGD(lr=0.1), init=Constant(0.5), padding_idx=-1)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.users, self.words, self.out = users, words, nn.Linear(8, 1)
+
+        def forward(self, users: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.out(torch.cat([self.users(users), self.words(words)], dim=1).relu())
+            return out
+
+    plain = Both()
+    model = torch.compile(plain, backend="eager")
+    optimizer = Optimizer(ps, plain, SGD(lr=0.1))
+    torch._dynamo.utils.counters.clear()
+    for size in (3, 4, 5):
+        batch = torch.arange(size), torch.arange(-1, 2 * size - 1).view(size, 2)
+        torch.testing.assert_close(model(*batch), plain(*batch))
+        optimizer.zero_grad()
+        model(*batch).square().sum().backward()
+        optimizer.step()
+    assert len(ps.targets["users"].weights) == 5
+    assert len(ps.targets["words"].weights) == 9
+    reasons = torch._dynamo.utils.counters["graph_break"]
+    assert len(reasons) == 2  # of each layer one
+    assert all("torch.compiler.disable" in reason for reason in reasons)

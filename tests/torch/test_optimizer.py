@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -354,6 +356,77 @@ def test_weights_edited_in_place_are_not_silently_undone(ps: Any) -> None:
     loss_of(model, *batch()).backward()
     optimizer.step()
     agree(ps, model)
+
+
+@pytest.mark.parametrize("pipeline", [True, False])
+def test_weights_edited_behind_torchs_back_are_not_silently_undone(ps: Any, pipeline: bool) -> None:
+    model = perceptron()
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1), pipeline=pipeline)
+
+    def train() -> None:
+        loss_of(model, *batch()).backward()
+        optimizer.step()
+
+    train()
+    next(model.parameters()).data.neg_()
+    with pytest.raises(ConfigError, match=r"parameter '0.weight' was changed in place"):
+        train()
+    optimizer.upload()
+    train()
+    optimizer.refresh()
+    agree(ps, model)
+    with torch.no_grad():
+        model.load_state_dict(model.state_dict())  # the same values are no change
+        next(model.parameters()).fill_(float("nan"))
+    optimizer.upload()
+    train()  # what is not a number equals itself
+
+
+def test_weights_may_change_their_type_and_layout(ps: Any) -> None:
+    model = perceptron()
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1))
+    for change in (model.half, model.bfloat16, model.float):
+        change()
+        x, y = batch()
+        dtype = next(model.parameters()).dtype
+        optimizer.zero_grad()
+        loss_of(model, x.to(dtype), y.to(dtype)).backward()
+        optimizer.step()
+    assert ps.clock == 3
+
+
+def test_what_is_fixed_at_the_servers_cannot_be_changed_in_a_group(ps: Any) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = Optimizer(ps, model, optimizer=Adam(lr=0.1, weight_decay=0.01))
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
+    loss_of(model, *batch()).backward()
+    with pytest.raises(ConfigError, match=r"momentum of group 'dense0' is 0.95.*OneCycleLR.* cycle_momentum=False"):
+        optimizer.step()
+    optimizer.param_groups[0]["momentum"] = None
+    loss_of(model, *batch()).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["param_groups"][0]["weight_decay"] = 0.1
+    with pytest.raises(ConfigError, match=r"weight_decay of group 'dense0' is 0.1.* stays 0.01"):
+        optimizer.load_state_dict(state)
+    del state["param_groups"][0]["weight_decay"]  # of an earlier version
+    optimizer.load_state_dict(state)
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    with pytest.raises(ConfigError, match="only lr can be changed"):
+        optimizer.step()
+
+
+def test_an_optimizer_is_not_copied(ps: Any) -> None:
+    optimizer = Optimizer(ps, nn.Linear(3, 1), optimizer=SGD(lr=0.1))
+    for copying in (copy.deepcopy, lambda it: torch.save(it, io.BytesIO())):
+        with pytest.raises(ConfigError, match=r"save its state_dict\(\)"):
+            copying(optimizer)
+
+
+def test_models_that_average_gradients_themselves_are_refused(ps: Any) -> None:
+    with pytest.raises(ConfigError, match="take the module inside"):
+        Optimizer(ps, nn.DataParallel(nn.Linear(3, 1)), optimizer=SGD(lr=0.1))
 
 
 def test_buffers_stay_local(ps: Any) -> None:

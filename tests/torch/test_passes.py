@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -156,6 +157,59 @@ def test_clipping_works_without_overlap(ps: Any) -> None:
     assert float(moved) == pytest.approx(1e-3, rel=1e-2)
 
 
+def halves(ps: Any, **options: Any) -> tuple[nn.Module, nn.Module, list[Any]]:
+    """One model with rows at the servers, one without, and their optimizers. Tables are read by two layers each."""
+    tables = [Embedding(ps, "users", 3, optimizer=SGD(lr=1.0), init=Zeros()) for _ in range(2)]
+    model = nn.Sequential(*tables, nn.Linear(3, 1))
+    table = nn.Embedding(10, 3)
+    plain = nn.Sequential(table, table, nn.Linear(3, 1))
+    with torch.no_grad():
+        table.weight.zero_()
+        plain[2].load_state_dict(model[2].state_dict())
+    return model, plain, [Optimizer(ps, model, SGD(lr=1.0), **options), torch.optim.SGD(plain.parameters(), lr=1.0)]
+
+
+def twice(model: nn.Module) -> torch.Tensor:
+    one, other, last = model.children() if len(list(model.children())) == 3 else (*[model[0]] * 2, model[2])  # type: ignore[index]
+    out: torch.Tensor = last(one(torch.tensor([1, 2, 1])) + 2 * other(torch.tensor([2, 3, 2]))).sum()
+    return 10 * out
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_counts_rows(ps: Any, norm_type: float) -> None:
+    model, plain, (ours, theirs) = halves(ps, overlap=False)
+    for _ in range(3):
+        for net, optimizer in ((model, ours), (plain, theirs)):
+            optimizer.zero_grad()
+            twice(net).backward()
+        norm = ours.clip_grad_norm_(1.0, norm_type)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1.0, norm_type))
+        ours.step()
+        theirs.step()
+        rows = torch.from_numpy(np.array([ps.tables["users"].row(key) for key in range(10)]))
+        torch.testing.assert_close(rows, plain[0].weight.detach())  # type: ignore[index]
+
+
+def test_clipping_rows_needs_gradients_that_are_here(ps: Any) -> None:
+    _, _, (ours, _) = halves(ps)
+    with pytest.raises(ConfigError, match="overlap=False"):
+        ours.clip_grad_norm_(1.0)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("foreach", [True, False, None])
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
+def test_torchs_clipping_does_not_leave_rows_out(ps: Any, clip: Any, foreach: bool | None, overlap: bool) -> None:
+    model, _, (ours, _) = halves(ps, overlap=overlap)
+    twice(model).backward()
+    with pytest.raises(ConfigError, match=r"knows no gradients of rows.* clip_grad_norm_\(…\)"):
+        clip(model.parameters(), 1.0, foreach=foreach)
+    ours.step()
+    clip(model.parameters(), 1.0, foreach=foreach)  # nothing of rows waits
+    twice(model).backward()
+    ours.step()
+
+
 def test_a_rate_changed_after_gradients_have_left_is_found(ps: Any) -> None:
     model = perceptron()
     optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1), bucket_bytes=1)
@@ -176,3 +230,19 @@ def test_scaled_gradients_are_refused(ps: Any) -> None:
         optimizer.zero_grad()
         loss_of(model, *batch()).backward()
         optimizer.step()
+
+
+def test_scaled_gradients_are_refused_after_unscale(ps: Any) -> None:
+    """Which leaves out rows: theirs would be applied 65,536 times too large."""
+    model = nn.Sequential(Embedding(ps, "users", 3, optimizer=SGD(lr=1.0), init=Zeros()), nn.Linear(3, 1))
+    optimizer = Optimizer(ps, model, SGD(lr=1.0), overlap=False)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.tensor([1])).sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(ConfigError, match="bfloat16 autocast"):
+        scaler.step(optimizer)
+    assert ps.targets["users"].weights == {}
+    optimizer.zero_grad()
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert np.abs(ps.tables["users"].row(1)).max() < 1.0

@@ -1,0 +1,142 @@
+"""What an Optimizer trains: dense parameters and tables, and the groups that torch shows them in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from elasticps.errors import ConfigError, SpecError
+from elasticps.optimizers import Schedule
+from elasticps.spec import Optimizer as ServerOptimizer
+from elasticps.torch.embedding import Gradient, Rows
+
+if TYPE_CHECKING:
+    from elasticps.client import Client, DenseTensor, SparseTable
+
+Groups = dict[object, dict[str, Any]]
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_OF_GROUPS = {"params", "lr", "name", "scheduled"}  # all else is fixed when a tensor or table is made
+
+
+@dataclass(eq=False)
+class Dense:
+    """One dense parameter and its tensor at the servers."""
+
+    name: str
+    parameter: nn.Parameter
+    tensor: DenseTensor
+    group: int  # index
+    left: tuple[int, int] | None = None  # address and version of the gradient that has left in this step
+    _taken: Tensor | None = None  # the servers' values, as the parameter took them last
+
+    @torch.no_grad()
+    def take(self, values: Tensor) -> None:
+        """Gives the parameter the servers' values, float32, which are kept."""
+        self.parameter.copy_(values)
+        now = self.parameter.detach()
+        self._taken = values if (now.dtype, now.device) == (values.dtype, values.device) else now.clone()
+
+    def edited(self) -> bool:
+        """Whether somebody has changed the parameter here since. Torch's own count would not see changes of `.data`."""
+        if self._taken is None:
+            return False
+        now = self.parameter.detach()
+        before = self._taken.to(now.device, now.dtype)
+        bits = _BITS[now.element_size()]  # compared as integers: what is not a number equals itself then
+        return not torch.equal(now.view(bits), before.view(bits))
+
+
+@dataclass(eq=False)
+class Sparse:
+    """One table, with every module of the model that reads it."""
+
+    table: SparseTable
+    modules: list[Rows]
+    group: int  # index
+    left: bool = False
+
+    def take_all(self) -> Gradient | None:
+        """The gradients of its rows, each row once; they wait in the modules no longer."""
+        taken = [gradient for module in self.modules for gradient in module.take_all()]
+        if len(taken) < 2:
+            return taken[0] if taken else None
+        keys, where = np.unique(np.concatenate([keys for keys, _ in taken]), return_inverse=True)
+        rows = torch.cat([gradient.float() for _, gradient in taken])
+        summed = rows.new_zeros(len(keys), rows.shape[1])
+        return keys, summed.index_add_(0, torch.from_numpy(where).to(rows.device), rows)
+
+
+def values_of(parameter: nn.Parameter) -> NDArray[np.float32]:
+    """As servers have them; maybe the parameter's own memory."""
+    return parameter.detach().float().cpu().contiguous().numpy()
+
+
+def dense_of(
+    ps: Client,
+    model: nn.Module,
+    optimizer: ServerOptimizer | Callable[[str, nn.Parameter], ServerOptimizer] | None,
+    prefix: str,
+    groups: Groups,
+) -> list[Dense]:
+    """Opens a tensor for each dense parameter. Adds to the groups."""
+    dense = []
+    for name, parameter in model.named_parameters():  # a shared parameter comes once, under its first name
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ConfigError(f"parameter {name!r} has no shape yet: run one batch through the model first")
+        if parameter.dtype not in _DTYPES:
+            raise SpecError(f"parameter {name!r} is {parameter.dtype}, servers compute in float32: call model.float()")
+        if parameter.numel() == 0:
+            continue
+        spec = optimizer(name, parameter) if callable(optimizer) else optimizer
+        if spec is None:
+            raise ConfigError(f"parameter {name!r} is dense: the Optimizer needs optimizer=, e.g. Adam(lr=1e-3)")
+        tensor = ps.tensor(f"{prefix}.{name}", init=values_of(parameter), optimizer=spec)
+        schedule = _schedule(spec)
+        # Schedules compare equal, whatever their function.
+        same = (spec, schedule and id(schedule.function))
+        groups.setdefault(same, _group(f"dense{len(groups)}", spec))["params"].append(parameter)
+        dense.append(Dense(name, parameter, tensor, list(groups).index(same)))
+    return dense
+
+
+def tables_of(model: nn.Module, groups: Groups) -> list[Sparse]:
+    """The tables of a model's layers. Adds to the groups."""
+    tables: dict[str, Sparse] = {}
+    for module in model.modules():
+        if isinstance(module, Rows):
+            name = module.table.name
+            if name not in tables:
+                tables[name] = Sparse(module.table, [], len(groups))
+                groups[name] = _group(name, module.table.optimizer)
+            tables[name].modules.append(module)
+    return list(tables.values())
+
+
+def described(groups: list[tuple[Any, Any]]) -> str:
+    """Of groups, each (name, scheduled), for errors."""
+    return ", ".join(f"{name}{' with a schedule' * bool(scheduled)}" for name, scheduled in groups)
+
+
+def fixed(group: dict[str, Any]) -> dict[str, Any]:
+    """What nobody can change of a group: it is part of what servers have."""
+    return {key: value for key, value in group.items() if key not in _OF_GROUPS}
+
+
+def _schedule(spec: ServerOptimizer) -> Schedule | None:
+    rate = getattr(spec, "lr", 0.0)  # Assign and Accumulate have none
+    return rate if isinstance(rate, Schedule) else None
+
+
+def _group(name: str, spec: ServerOptimizer) -> dict[str, Any]:
+    """A param group. With a schedule of elasticps' own, `lr` shows its start and is not read."""
+    schedule = _schedule(spec)
+    rate = schedule(1) if schedule is not None else getattr(spec, "lr", 0.0)
+    every = {field.name: getattr(spec, field.name) for field in fields(spec)}  # type: ignore[arg-type]
+    return every | {"params": [], "lr": float(rate), "name": name, "scheduled": schedule is not None}

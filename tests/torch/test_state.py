@@ -1,0 +1,131 @@
+"""Whole models in a dictionary and in files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from elasticps.errors import ConfigError, InputError
+from elasticps.spec import SGD, Adam, Normal
+from elasticps.torch import Embedding, EmbeddingBag, Optimizer, full_state_dict, load, load_full_state_dict, save, state
+
+
+def a_model(ps: Any, name: str = "", **options: Any) -> nn.ModuleDict:
+    init = Normal(seed=1)
+    return nn.ModuleDict(
+        {
+            "users": Embedding(ps, f"{name}users", 3, optimizer=SGD(lr=1.0), init=init, **options),
+            "words": EmbeddingBag(ps, f"{name}words", 2, "sum", optimizer=SGD(lr=1.0), init=init),
+            "deep": nn.Linear(5, 1),
+        }
+    )
+
+
+def out(model: nn.ModuleDict, ids: torch.Tensor) -> torch.Tensor:
+    both = torch.cat([model["users"](ids), model["words"](ids[:, None])], dim=1)
+    result: torch.Tensor = model["deep"](both)
+    return result
+
+
+def train(model: nn.ModuleDict, optimizer: Optimizer, ids: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    out(model, ids).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "CHUNK_BYTES", 40)
+
+
+IDS = torch.tensor([7, -3, 2**40, 5, 11, 12, 13])
+
+
+def test_what_is_saved_is_the_model_again_when_it_is_loaded(ps: Any, tmp_path: Path) -> None:
+    model = a_model(ps)
+    optimizer = Optimizer(ps, model, Adam(lr=0.1))
+    train(model, optimizer, IDS)
+    before = out(model, torch.arange(20))
+    save(model, tmp_path / "model.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert {name: list(value.shape) for name, value in saved.items()} == {
+        "users.keys": [7], "users.weight": [7, 3], "words.keys": [7], "words.weight": [7, 2],
+        "deep.weight": [1, 5], "deep.bias": [1],
+    }  # fmt: skip
+    for name, value in full_state_dict(model).items():
+        assert torch.equal(value, saved[name])
+    train(model, optimizer, torch.arange(20))
+    train(model, optimizer, torch.arange(5, 30))
+    load(model, tmp_path / "model.pt")
+    assert torch.equal(out(model, torch.arange(20)), before)  # rows that are new since are gone
+    optimizer.refresh()
+    assert torch.equal(out(model, torch.arange(20)), before)  # the servers have it all
+    train(model, optimizer, IDS)
+
+
+def test_a_model_that_is_loaded_before_it_has_an_optimizer(ps: Any) -> None:
+    model = a_model(ps)
+    train(model, Optimizer(ps, model, Adam(lr=0.1)), IDS)
+    weights = full_state_dict(model) | {"deep.bias": torch.tensor([5.0])}
+    again = a_model(ps)
+    load_full_state_dict(again, weights)
+    Optimizer(ps, again, Adam(lr=0.1), overlap=False).close()
+    assert ps.weight("model.deep.bias").tolist() == [5.0]
+    ps.targets["model.deep.bias"].weights[0][:] = 6.0
+    Optimizer(ps, again, Adam(lr=0.1))
+    bias: Any = again["deep"].bias
+    assert bias.tolist() == [6.0]  # once
+
+
+def test_with_a_number_of_embeddings_the_state_is_that_of_torchs_layers(ps: Any, tmp_path: Path) -> None:
+    model = a_model(ps, num_embeddings=20, padding_idx=3)
+    train(model, Optimizer(ps, model, Adam(lr=0.1)), torch.arange(4, 9))
+    plain = nn.Embedding(20, 3, padding_idx=3)
+    whole = full_state_dict(model)
+    assert whole["users.weight"][3].tolist() == [0, 0, 0]
+    plain.load_state_dict({"weight": whole["users.weight"]})
+    assert torch.equal(plain(torch.arange(20)), model["users"](torch.arange(20)))
+    with torch.no_grad():
+        plain.weight[5] = 7.0
+    torch.save(whole | {"users.weight": plain.weight.half()}, tmp_path / "plain.pt")
+    load(model, tmp_path / "plain.pt")
+    assert model["users"](torch.tensor([5])).tolist() == [[7.0] * 3]
+
+
+def test_a_table_without_rows_is_saved(ps: Any, tmp_path: Path) -> None:
+    model = nn.Sequential(Embedding(ps, "users", 3, optimizer=SGD(lr=1.0)))
+    save(model, tmp_path / "model.pt")
+    load(model, tmp_path / "model.pt")
+    assert full_state_dict(model)["0.weight"].shape == (0, 3)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(ps: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    model = a_model(ps)
+    (tmp_path / "model.pt").write_text("old")
+    monkeypatch.setattr(ps.tables["words"], "keys", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save(model, tmp_path / "model.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+    assert (tmp_path / "model.pt").read_text() == "old"
+
+
+def test_states_that_do_not_fit_are_refused_before_anything_is_written(ps: Any) -> None:
+    model = a_model(ps)
+    Optimizer(ps, model, Adam(lr=0.1))
+    whole = full_state_dict(model)
+    with pytest.raises(ConfigError, match=r"no words\.weight.*made by state_dict\(\)"):
+        load_full_state_dict(model, {name: value for name, value in whole.items() if "words" not in name})
+    keys, rows = torch.tensor([1, 1]), torch.ones(2, 3)
+    for wrong in ({"users.keys": keys, "users.weight": rows}, {"users.keys": keys[:1], "users.weight": rows[:, 0]}):
+        with pytest.raises(InputError, match=r"users\.weight must have a row of 3 floats"):
+            load_full_state_dict(model, whole | wrong)
+    with pytest.raises(RuntimeError, match=r"deep\.bias"):
+        load_full_state_dict(model, {name: value for name, value in whole.items() if name != "deep.bias"})
+    assert ps.targets["users"].weights == {}
+    assert np.isfinite(ps.weight("model.deep.weight")).all()
