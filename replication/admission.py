@@ -26,6 +26,7 @@ from replication.messages import Operation, OperationKind, Seqs
 from replication.progress import Progress, after_part, before_part
 from replication.snapshot_transfer import SnapshotTransfer
 
+_LOOK = (OperationKind.AUDIT, OperationKind.CUT)  # as these are applied, clocks are those of their place in the log
 _LET_IN_BYTES = 1 << 20  # of pushes that waited: what they send is out, and may fill a link, before more are let in
 
 
@@ -112,18 +113,19 @@ class Admission(SnapshotTransfer):
             return out
         parked, self._parked = self._parked, deque()
         blocked: set[int] = set()
-        let_in = 0
+        let_in, looked = 0, False
         self.unsettled = False
         for event in parked:
             if self._must_wait(event) or (event.worker in blocked and isinstance(event, Push)):
                 self._parked.append(event)
                 blocked.add(event.worker)
-            elif isinstance(event, Push) and let_in >= _LET_IN_BYTES:
+            elif isinstance(event, Push) and (looked or let_in >= _LET_IN_BYTES or (let_in and event.kind in _LOOK)):
                 self._parked.append(event)
                 blocked.add(event.worker)
                 self.unsettled = True
             elif isinstance(event, Push):
                 let_in += event.nbytes
+                looked = event.kind in _LOOK
                 out.append(Release(event.token))
                 self._admit(event, out)
             else:

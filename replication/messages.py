@@ -38,6 +38,7 @@ class OperationKind(IntEnum):
     DELETE = 11
     CLEAR = 12
     DROP = 13
+    CUT = 14
 
 
 ERASER = 1 << 31

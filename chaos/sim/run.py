@@ -204,7 +204,7 @@ class Scene:
             for i in chain:
                 server = self.cluster.life(view.servers[i].name, view.servers[i].incarnation) if i >= 0 else None
                 if server is not None:
-                    words = server.executor.rounds.words(r) + server.executor.shards.words(r)
+                    words = server.executor.words(r)
                     clocks = [a.tobytes() for a in server.replica.clocks.column(r)]
                     found[server.me.name] = digest(server.store.tables, r, AuditMark(0), words), clocks
             if any(other != first for first in found.values() for other in found.values()):

@@ -24,39 +24,73 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x65lasticps/admin/admin.proto\x12\x0c\x65lasticps.v1\"\x1b\n\x0bMarkRequest\x12\x0c\n\x04mark\x18\x01 \x01(\x04\"/\n\x0cMarkResponse\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x1d\n\rMarkedRequest\x12\x0c\n\x04mark\x18\x01 \x01(\x04\"Z\n\x0bMarkedRange\x12\r\n\x05range\x18\x01 \x01(\r\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0f\n\x07workers\x18\x04 \x03(\r\x12\x0e\n\x06\x63locks\x18\x05 \x03(\x04\"*\n\tToldClock\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\"\x86\x01\n\x0eMarkedResponse\x12)\n\x06ranges\x18\x01 \x03(\x0b\x32\x19.elasticps.v1.MarkedRange\x12%\n\x04told\x18\x02 \x03(\x0b\x32\x17.elasticps.v1.ToldClock\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\"\x0f\n\rStatusRequest\"\xeb\x03\n\x0eStatusResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05\x61\x64min\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\x12\r\n\x05state\x18\x06 \x01(\t\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x15\n\rranges_headed\x18\x08 \x01(\r\x12\x13\n\x0branges_held\x18\t \x01(\r\x12\x0c\n\x04rows\x18\n \x01(\x04\x12\r\n\x05\x62ytes\x18\x0b \x01(\x04\x12\x13\n\x0b\x63onnections\x18\x0c \x01(\r\x12\x0e\n\x06pushes\x18\r \x01(\x04\x12\r\n\x05pulls\x18\x0e \x01(\x04\x12\x13\n\x0brows_pushed\x18\x0f \x01(\x04\x12\x13\n\x0brows_pulled\x18\x10 \x01(\x04\x12\x0f\n\x07refused\x18\x12 \x01(\x04\x12\x0e\n\x06parked\x18\x13 \x01(\r\x12\x0e\n\x06tables\x18\x14 \x01(\r\x12\x10\n\x08uptime_s\x18\x15 \x01(\x01\x12\x16\n\x0eranges_joining\x18\x16 \x01(\r\x12\x11\n\tlog_bytes\x18\x17 \x01(\x04\x12\x12\n\nsent_bytes\x18\x18 \x01(\x04\x12\x13\n\x0bmemory_used\x18\x19 \x01(\x04\x12\x13\n\x0bmemory_mark\x18\x1a \x01(\x04\x12\x14\n\x0cmemory_limit\x18\x1b \x01(\x04J\x04\x08\x11\x10\x12\"\x0f\n\rTablesRequest\"Y\n\x0bTableStatus\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x13\n\x0brows_headed\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0c\n\x04spec\x18\x05 \x01(\t\"\x10\n\x0e\x43lusterRequest\"b\n\x0f\x43lusterResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04view\x18\x03 \x01(\x0c\x12\x0e\n\x06roster\x18\x04 \x01(\x0c\x12\x0e\n\x06newest\x18\x05 \x01(\x04\";\n\x0eTablesResponse\x12)\n\x06tables\x18\x01 \x03(\x0b\x32\x19.elasticps.v1.TableStatus2\xdd\x02\n\x05\x41\x64min\x12\x43\n\x06Status\x12\x1b.elasticps.v1.StatusRequest\x1a\x1c.elasticps.v1.StatusResponse\x12\x46\n\x07\x43luster\x12\x1c.elasticps.v1.ClusterRequest\x1a\x1d.elasticps.v1.ClusterResponse\x12\x43\n\x06Tables\x12\x1b.elasticps.v1.TablesRequest\x1a\x1c.elasticps.v1.TablesResponse\x12=\n\x04Mark\x12\x19.elasticps.v1.MarkRequest\x1a\x1a.elasticps.v1.MarkResponse\x12\x43\n\x06Marked\x12\x1b.elasticps.v1.MarkedRequest\x1a\x1c.elasticps.v1.MarkedResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x65lasticps/admin/admin.proto\x12\x0c\x65lasticps.v1\"+\n\x0bHoldRequest\x12\x0b\n\x03\x63ut\x18\x01 \x01(\r\x12\x0f\n\x07hold_ms\x18\x02 \x01(\r\"\x1c\n\x0cHoldResponse\x12\x0c\n\x04held\x18\x01 \x01(\x08\"\x1a\n\x0bHeldRequest\x12\x0b\n\x03\x63ut\x18\x01 \x01(\r\"/\n\x0cHeldResponse\x12\x0f\n\x07workers\x18\x01 \x03(\r\x12\x0e\n\x06\x63locks\x18\x02 \x03(\x04\"5\n\nCutRequest\x12\x0b\n\x03\x63ut\x18\x01 \x01(\r\x12\r\n\x05since\x18\x02 \x01(\r\x12\x0b\n\x03url\x18\x03 \x01(\t\"\x1f\n\x0b\x43utResponse\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\"\x1d\n\x0eReleaseRequest\x12\x0b\n\x03\x63ut\x18\x01 \x01(\r\"\x11\n\x0fReleaseResponse\"\x1e\n\x0f\x43utStateRequest\x12\x0b\n\x03\x63ut\x18\x01 \x01(\r\"7\n\tKeptShare\x12\x0b\n\x03\x61pp\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0e\n\x06worker\x18\x03 \x01(\r\"\xc7\x01\n\x08\x43utTaken\x12\x0e\n\x06ranges\x18\x01 \x03(\r\x12\x0f\n\x07workers\x18\x02 \x03(\r\x12\x10\n\x08progress\x18\x03 \x03(\x04\x12\x32\n\x06\x63losed\x18\x04 \x03(\x0b\x32\".elasticps.v1.CutTaken.ClosedEntry\x12%\n\x04kept\x18\x05 \x03(\x0b\x32\x17.elasticps.v1.KeptShare\x1a-\n\x0b\x43losedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"x\n\x0bWrittenFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06header\x18\x03 \x01(\x04\x12\x0c\n\x04rows\x18\x04 \x01(\x04\x12\x0f\n\x07\x62lake2b\x18\x05 \x01(\t\x12\r\n\x05table\x18\x06 \x01(\r\x12\x0e\n\x06ranges\x18\x07 \x03(\r\"\xb4\x02\n\x10\x43utStateResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06newest\x18\x03 \x01(\r\x12%\n\x05taken\x18\x04 \x03(\x0b\x32\x16.elasticps.v1.CutTaken\x12\x38\n\x05homes\x18\x05 \x03(\x0b\x32).elasticps.v1.CutStateResponse.HomesEntry\x12\x0e\n\x06writes\x18\x06 \x01(\x08\x12\x13\n\x0branges_done\x18\x07 \x01(\r\x12(\n\x05\x66iles\x18\x08 \x03(\x0b\x32\x19.elasticps.v1.WrittenFile\x12\x0e\n\x06\x66\x61iled\x18\t \x01(\t\x1a,\n\nHomesEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1b\n\x0bMarkRequest\x12\x0c\n\x04mark\x18\x01 \x01(\x04\"/\n\x0cMarkResponse\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x1d\n\rMarkedRequest\x12\x0c\n\x04mark\x18\x01 \x01(\x04\"Z\n\x0bMarkedRange\x12\r\n\x05range\x18\x01 \x01(\r\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0f\n\x07workers\x18\x04 \x03(\r\x12\x0e\n\x06\x63locks\x18\x05 \x03(\x04\"*\n\tToldClock\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\"\x86\x01\n\x0eMarkedResponse\x12)\n\x06ranges\x18\x01 \x03(\x0b\x32\x19.elasticps.v1.MarkedRange\x12%\n\x04told\x18\x02 \x03(\x0b\x32\x17.elasticps.v1.ToldClock\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\"\x0f\n\rStatusRequest\"\xeb\x03\n\x0eStatusResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05\x61\x64min\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\x12\r\n\x05state\x18\x06 \x01(\t\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x15\n\rranges_headed\x18\x08 \x01(\r\x12\x13\n\x0branges_held\x18\t \x01(\r\x12\x0c\n\x04rows\x18\n \x01(\x04\x12\r\n\x05\x62ytes\x18\x0b \x01(\x04\x12\x13\n\x0b\x63onnections\x18\x0c \x01(\r\x12\x0e\n\x06pushes\x18\r \x01(\x04\x12\r\n\x05pulls\x18\x0e \x01(\x04\x12\x13\n\x0brows_pushed\x18\x0f \x01(\x04\x12\x13\n\x0brows_pulled\x18\x10 \x01(\x04\x12\x0f\n\x07refused\x18\x12 \x01(\x04\x12\x0e\n\x06parked\x18\x13 \x01(\r\x12\x0e\n\x06tables\x18\x14 \x01(\r\x12\x10\n\x08uptime_s\x18\x15 \x01(\x01\x12\x16\n\x0eranges_joining\x18\x16 \x01(\r\x12\x11\n\tlog_bytes\x18\x17 \x01(\x04\x12\x12\n\nsent_bytes\x18\x18 \x01(\x04\x12\x13\n\x0bmemory_used\x18\x19 \x01(\x04\x12\x13\n\x0bmemory_mark\x18\x1a \x01(\x04\x12\x14\n\x0cmemory_limit\x18\x1b \x01(\x04J\x04\x08\x11\x10\x12\"\x0f\n\rTablesRequest\"Y\n\x0bTableStatus\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x13\n\x0brows_headed\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0c\n\x04spec\x18\x05 \x01(\t\"\x10\n\x0e\x43lusterRequest\"b\n\x0f\x43lusterResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04view\x18\x03 \x01(\x0c\x12\x0e\n\x06roster\x18\x04 \x01(\x0c\x12\x0e\n\x06newest\x18\x05 \x01(\x04\";\n\x0eTablesResponse\x12)\n\x06tables\x18\x01 \x03(\x0b\x32\x19.elasticps.v1.TableStatus2\xaa\x05\n\x05\x41\x64min\x12\x43\n\x06Status\x12\x1b.elasticps.v1.StatusRequest\x1a\x1c.elasticps.v1.StatusResponse\x12\x46\n\x07\x43luster\x12\x1c.elasticps.v1.ClusterRequest\x1a\x1d.elasticps.v1.ClusterResponse\x12\x43\n\x06Tables\x12\x1b.elasticps.v1.TablesRequest\x1a\x1c.elasticps.v1.TablesResponse\x12=\n\x04Mark\x12\x19.elasticps.v1.MarkRequest\x1a\x1a.elasticps.v1.MarkResponse\x12\x43\n\x06Marked\x12\x1b.elasticps.v1.MarkedRequest\x1a\x1c.elasticps.v1.MarkedResponse\x12=\n\x04Hold\x12\x19.elasticps.v1.HoldRequest\x1a\x1a.elasticps.v1.HoldResponse\x12=\n\x04Held\x12\x19.elasticps.v1.HeldRequest\x1a\x1a.elasticps.v1.HeldResponse\x12:\n\x03\x43ut\x12\x18.elasticps.v1.CutRequest\x1a\x19.elasticps.v1.CutResponse\x12\x46\n\x07Release\x12\x1c.elasticps.v1.ReleaseRequest\x1a\x1d.elasticps.v1.ReleaseResponse\x12I\n\x08\x43utState\x12\x1d.elasticps.v1.CutStateRequest\x1a\x1e.elasticps.v1.CutStateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'elasticps.admin.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MARKREQUEST']._serialized_start=45
-  _globals['_MARKREQUEST']._serialized_end=72
-  _globals['_MARKRESPONSE']._serialized_start=74
-  _globals['_MARKRESPONSE']._serialized_end=121
-  _globals['_MARKEDREQUEST']._serialized_start=123
-  _globals['_MARKEDREQUEST']._serialized_end=152
-  _globals['_MARKEDRANGE']._serialized_start=154
-  _globals['_MARKEDRANGE']._serialized_end=244
-  _globals['_TOLDCLOCK']._serialized_start=246
-  _globals['_TOLDCLOCK']._serialized_end=288
-  _globals['_MARKEDRESPONSE']._serialized_start=291
-  _globals['_MARKEDRESPONSE']._serialized_end=425
-  _globals['_STATUSREQUEST']._serialized_start=427
-  _globals['_STATUSREQUEST']._serialized_end=442
-  _globals['_STATUSRESPONSE']._serialized_start=445
-  _globals['_STATUSRESPONSE']._serialized_end=936
-  _globals['_TABLESREQUEST']._serialized_start=938
-  _globals['_TABLESREQUEST']._serialized_end=953
-  _globals['_TABLESTATUS']._serialized_start=955
-  _globals['_TABLESTATUS']._serialized_end=1044
-  _globals['_CLUSTERREQUEST']._serialized_start=1046
-  _globals['_CLUSTERREQUEST']._serialized_end=1062
-  _globals['_CLUSTERRESPONSE']._serialized_start=1064
-  _globals['_CLUSTERRESPONSE']._serialized_end=1162
-  _globals['_TABLESRESPONSE']._serialized_start=1164
-  _globals['_TABLESRESPONSE']._serialized_end=1223
-  _globals['_ADMIN']._serialized_start=1226
-  _globals['_ADMIN']._serialized_end=1575
+  _globals['_CUTTAKEN_CLOSEDENTRY']._loaded_options = None
+  _globals['_CUTTAKEN_CLOSEDENTRY']._serialized_options = b'8\001'
+  _globals['_CUTSTATERESPONSE_HOMESENTRY']._loaded_options = None
+  _globals['_CUTSTATERESPONSE_HOMESENTRY']._serialized_options = b'8\001'
+  _globals['_HOLDREQUEST']._serialized_start=45
+  _globals['_HOLDREQUEST']._serialized_end=88
+  _globals['_HOLDRESPONSE']._serialized_start=90
+  _globals['_HOLDRESPONSE']._serialized_end=118
+  _globals['_HELDREQUEST']._serialized_start=120
+  _globals['_HELDREQUEST']._serialized_end=146
+  _globals['_HELDRESPONSE']._serialized_start=148
+  _globals['_HELDRESPONSE']._serialized_end=195
+  _globals['_CUTREQUEST']._serialized_start=197
+  _globals['_CUTREQUEST']._serialized_end=250
+  _globals['_CUTRESPONSE']._serialized_start=252
+  _globals['_CUTRESPONSE']._serialized_end=283
+  _globals['_RELEASEREQUEST']._serialized_start=285
+  _globals['_RELEASEREQUEST']._serialized_end=314
+  _globals['_RELEASERESPONSE']._serialized_start=316
+  _globals['_RELEASERESPONSE']._serialized_end=333
+  _globals['_CUTSTATEREQUEST']._serialized_start=335
+  _globals['_CUTSTATEREQUEST']._serialized_end=365
+  _globals['_KEPTSHARE']._serialized_start=367
+  _globals['_KEPTSHARE']._serialized_end=422
+  _globals['_CUTTAKEN']._serialized_start=425
+  _globals['_CUTTAKEN']._serialized_end=624
+  _globals['_CUTTAKEN_CLOSEDENTRY']._serialized_start=579
+  _globals['_CUTTAKEN_CLOSEDENTRY']._serialized_end=624
+  _globals['_WRITTENFILE']._serialized_start=626
+  _globals['_WRITTENFILE']._serialized_end=746
+  _globals['_CUTSTATERESPONSE']._serialized_start=749
+  _globals['_CUTSTATERESPONSE']._serialized_end=1057
+  _globals['_CUTSTATERESPONSE_HOMESENTRY']._serialized_start=1013
+  _globals['_CUTSTATERESPONSE_HOMESENTRY']._serialized_end=1057
+  _globals['_MARKREQUEST']._serialized_start=1059
+  _globals['_MARKREQUEST']._serialized_end=1086
+  _globals['_MARKRESPONSE']._serialized_start=1088
+  _globals['_MARKRESPONSE']._serialized_end=1135
+  _globals['_MARKEDREQUEST']._serialized_start=1137
+  _globals['_MARKEDREQUEST']._serialized_end=1166
+  _globals['_MARKEDRANGE']._serialized_start=1168
+  _globals['_MARKEDRANGE']._serialized_end=1258
+  _globals['_TOLDCLOCK']._serialized_start=1260
+  _globals['_TOLDCLOCK']._serialized_end=1302
+  _globals['_MARKEDRESPONSE']._serialized_start=1305
+  _globals['_MARKEDRESPONSE']._serialized_end=1439
+  _globals['_STATUSREQUEST']._serialized_start=1441
+  _globals['_STATUSREQUEST']._serialized_end=1456
+  _globals['_STATUSRESPONSE']._serialized_start=1459
+  _globals['_STATUSRESPONSE']._serialized_end=1950
+  _globals['_TABLESREQUEST']._serialized_start=1952
+  _globals['_TABLESREQUEST']._serialized_end=1967
+  _globals['_TABLESTATUS']._serialized_start=1969
+  _globals['_TABLESTATUS']._serialized_end=2058
+  _globals['_CLUSTERREQUEST']._serialized_start=2060
+  _globals['_CLUSTERREQUEST']._serialized_end=2076
+  _globals['_CLUSTERRESPONSE']._serialized_start=2078
+  _globals['_CLUSTERRESPONSE']._serialized_end=2176
+  _globals['_TABLESRESPONSE']._serialized_start=2178
+  _globals['_TABLESRESPONSE']._serialized_end=2237
+  _globals['_ADMIN']._serialized_start=2240
+  _globals['_ADMIN']._serialized_end=2922
 # @@protoc_insertion_point(module_scope)

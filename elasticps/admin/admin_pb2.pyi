@@ -6,6 +6,144 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class HoldRequest(_message.Message):
+    __slots__ = ("cut", "hold_ms")
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    HOLD_MS_FIELD_NUMBER: _ClassVar[int]
+    cut: int
+    hold_ms: int
+    def __init__(self, cut: _Optional[int] = ..., hold_ms: _Optional[int] = ...) -> None: ...
+
+class HoldResponse(_message.Message):
+    __slots__ = ("held",)
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    held: bool
+    def __init__(self, held: _Optional[bool] = ...) -> None: ...
+
+class HeldRequest(_message.Message):
+    __slots__ = ("cut",)
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    cut: int
+    def __init__(self, cut: _Optional[int] = ...) -> None: ...
+
+class HeldResponse(_message.Message):
+    __slots__ = ("workers", "clocks")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedScalarFieldContainer[int]
+    clocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, workers: _Optional[_Iterable[int]] = ..., clocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CutRequest(_message.Message):
+    __slots__ = ("cut", "since", "url")
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    cut: int
+    since: int
+    url: str
+    def __init__(self, cut: _Optional[int] = ..., since: _Optional[int] = ..., url: _Optional[str] = ...) -> None: ...
+
+class CutResponse(_message.Message):
+    __slots__ = ("complete",)
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    complete: bool
+    def __init__(self, complete: _Optional[bool] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("cut",)
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    cut: int
+    def __init__(self, cut: _Optional[int] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CutStateRequest(_message.Message):
+    __slots__ = ("cut",)
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    cut: int
+    def __init__(self, cut: _Optional[int] = ...) -> None: ...
+
+class KeptShare(_message.Message):
+    __slots__ = ("app", "round", "worker")
+    APP_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    app: str
+    round: int
+    worker: int
+    def __init__(self, app: _Optional[str] = ..., round: _Optional[int] = ..., worker: _Optional[int] = ...) -> None: ...
+
+class CutTaken(_message.Message):
+    __slots__ = ("ranges", "workers", "progress", "closed", "kept")
+    class ClosedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    ranges: _containers.RepeatedScalarFieldContainer[int]
+    workers: _containers.RepeatedScalarFieldContainer[int]
+    progress: _containers.RepeatedScalarFieldContainer[int]
+    closed: _containers.ScalarMap[str, int]
+    kept: _containers.RepeatedCompositeFieldContainer[KeptShare]
+    def __init__(self, ranges: _Optional[_Iterable[int]] = ..., workers: _Optional[_Iterable[int]] = ..., progress: _Optional[_Iterable[int]] = ..., closed: _Optional[_Mapping[str, int]] = ..., kept: _Optional[_Iterable[_Union[KeptShare, _Mapping]]] = ...) -> None: ...
+
+class WrittenFile(_message.Message):
+    __slots__ = ("path", "bytes", "header", "rows", "blake2b", "table", "ranges")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BLAKE2B_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    bytes: int
+    header: int
+    rows: int
+    blake2b: str
+    table: int
+    ranges: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, path: _Optional[str] = ..., bytes: _Optional[int] = ..., header: _Optional[int] = ..., rows: _Optional[int] = ..., blake2b: _Optional[str] = ..., table: _Optional[int] = ..., ranges: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CutStateResponse(_message.Message):
+    __slots__ = ("incarnation", "epoch", "newest", "taken", "homes", "writes", "ranges_done", "files", "failed")
+    class HomesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: str
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    HOMES_FIELD_NUMBER: _ClassVar[int]
+    WRITES_FIELD_NUMBER: _ClassVar[int]
+    RANGES_DONE_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    epoch: int
+    newest: int
+    taken: _containers.RepeatedCompositeFieldContainer[CutTaken]
+    homes: _containers.ScalarMap[int, str]
+    writes: bool
+    ranges_done: int
+    files: _containers.RepeatedCompositeFieldContainer[WrittenFile]
+    failed: str
+    def __init__(self, incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., newest: _Optional[int] = ..., taken: _Optional[_Iterable[_Union[CutTaken, _Mapping]]] = ..., homes: _Optional[_Mapping[int, str]] = ..., writes: _Optional[bool] = ..., ranges_done: _Optional[int] = ..., files: _Optional[_Iterable[_Union[WrittenFile, _Mapping]]] = ..., failed: _Optional[str] = ...) -> None: ...
+
 class MarkRequest(_message.Message):
     __slots__ = ("mark",)
     MARK_FIELD_NUMBER: _ClassVar[int]

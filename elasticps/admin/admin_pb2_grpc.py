@@ -59,6 +59,31 @@ class AdminStub:
                 request_serializer=elasticps_dot_admin_dot_admin__pb2.MarkedRequest.SerializeToString,
                 response_deserializer=elasticps_dot_admin_dot_admin__pb2.MarkedResponse.FromString,
                 _registered_method=True)
+        self.Hold = channel.unary_unary(
+                '/elasticps.v1.Admin/Hold',
+                request_serializer=elasticps_dot_admin_dot_admin__pb2.HoldRequest.SerializeToString,
+                response_deserializer=elasticps_dot_admin_dot_admin__pb2.HoldResponse.FromString,
+                _registered_method=True)
+        self.Held = channel.unary_unary(
+                '/elasticps.v1.Admin/Held',
+                request_serializer=elasticps_dot_admin_dot_admin__pb2.HeldRequest.SerializeToString,
+                response_deserializer=elasticps_dot_admin_dot_admin__pb2.HeldResponse.FromString,
+                _registered_method=True)
+        self.Cut = channel.unary_unary(
+                '/elasticps.v1.Admin/Cut',
+                request_serializer=elasticps_dot_admin_dot_admin__pb2.CutRequest.SerializeToString,
+                response_deserializer=elasticps_dot_admin_dot_admin__pb2.CutResponse.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/elasticps.v1.Admin/Release',
+                request_serializer=elasticps_dot_admin_dot_admin__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=elasticps_dot_admin_dot_admin__pb2.ReleaseResponse.FromString,
+                _registered_method=True)
+        self.CutState = channel.unary_unary(
+                '/elasticps.v1.Admin/CutState',
+                request_serializer=elasticps_dot_admin_dot_admin__pb2.CutStateRequest.SerializeToString,
+                response_deserializer=elasticps_dot_admin_dot_admin__pb2.CutStateResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -99,6 +124,40 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hold(self, request, context):
+        """Has this server's workers hold for a cut, those too that come later, until Release or for so long.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Held(self, request, context):
+        """The workers that do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cut(self, request, context):
+        """Logs the cut in all ranges headed here that have not passed it; answers when every replica has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CutState(self, request, context):
+        """What there was at a cut in the ranges that this server writes, and how far it has written them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +185,31 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Marked,
                     request_deserializer=elasticps_dot_admin_dot_admin__pb2.MarkedRequest.FromString,
                     response_serializer=elasticps_dot_admin_dot_admin__pb2.MarkedResponse.SerializeToString,
+            ),
+            'Hold': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hold,
+                    request_deserializer=elasticps_dot_admin_dot_admin__pb2.HoldRequest.FromString,
+                    response_serializer=elasticps_dot_admin_dot_admin__pb2.HoldResponse.SerializeToString,
+            ),
+            'Held': grpc.unary_unary_rpc_method_handler(
+                    servicer.Held,
+                    request_deserializer=elasticps_dot_admin_dot_admin__pb2.HeldRequest.FromString,
+                    response_serializer=elasticps_dot_admin_dot_admin__pb2.HeldResponse.SerializeToString,
+            ),
+            'Cut': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cut,
+                    request_deserializer=elasticps_dot_admin_dot_admin__pb2.CutRequest.FromString,
+                    response_serializer=elasticps_dot_admin_dot_admin__pb2.CutResponse.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=elasticps_dot_admin_dot_admin__pb2.ReleaseRequest.FromString,
+                    response_serializer=elasticps_dot_admin_dot_admin__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'CutState': grpc.unary_unary_rpc_method_handler(
+                    servicer.CutState,
+                    request_deserializer=elasticps_dot_admin_dot_admin__pb2.CutStateRequest.FromString,
+                    response_serializer=elasticps_dot_admin_dot_admin__pb2.CutStateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +347,141 @@ class Admin:
             '/elasticps.v1.Admin/Marked',
             elasticps_dot_admin_dot_admin__pb2.MarkedRequest.SerializeToString,
             elasticps_dot_admin_dot_admin__pb2.MarkedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticps.v1.Admin/Hold',
+            elasticps_dot_admin_dot_admin__pb2.HoldRequest.SerializeToString,
+            elasticps_dot_admin_dot_admin__pb2.HoldResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Held(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticps.v1.Admin/Held',
+            elasticps_dot_admin_dot_admin__pb2.HeldRequest.SerializeToString,
+            elasticps_dot_admin_dot_admin__pb2.HeldResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticps.v1.Admin/Cut',
+            elasticps_dot_admin_dot_admin__pb2.CutRequest.SerializeToString,
+            elasticps_dot_admin_dot_admin__pb2.CutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticps.v1.Admin/Release',
+            elasticps_dot_admin_dot_admin__pb2.ReleaseRequest.SerializeToString,
+            elasticps_dot_admin_dot_admin__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CutState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticps.v1.Admin/CutState',
+            elasticps_dot_admin_dot_admin__pb2.CutStateRequest.SerializeToString,
+            elasticps_dot_admin_dot_admin__pb2.CutStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

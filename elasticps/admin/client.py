@@ -27,11 +27,11 @@ async def fetch_status(address: str, timeout_s: float, credentials: Credentials 
 
     Raises ClusterUnreachable when it does not answer within `timeout_s`, ServerError when it does not talk to us.
     """
-    async with _channel(address, credentials) as channel:
+    async with open_channel(address, credentials) as channel:
         try:
             answer = await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _failure(address, timeout_s, error) from error
+            raise failure(address, timeout_s, error) from error
     return {field.name: getattr(answer, field.name) for field in answer.DESCRIPTOR.fields}
 
 
@@ -40,11 +40,11 @@ async def fetch_tables(address: str, timeout_s: float, credentials: Credentials 
 
     Raises ClusterUnreachable when it does not answer within `timeout_s`.
     """
-    async with _channel(address, credentials) as channel:
+    async with open_channel(address, credentials) as channel:
         try:
             answer = await admin_pb2_grpc.AdminStub(channel).Tables(admin_pb2.TablesRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _failure(address, timeout_s, error) from error
+            raise failure(address, timeout_s, error) from error
     fields = ("id", "rows_headed", "rows", "bytes", "spec")
     return [{field: getattr(table, field) for field in fields} for table in answer.tables]
 
@@ -61,11 +61,11 @@ class Known(NamedTuple):
 
 async def fetch_cluster(address: str, timeout_s: float, credentials: Credentials | None = None) -> Known:
     """ClusterResponse (admin.proto) of the server at `address`. Raises ClusterUnreachable like the others."""
-    async with _channel(address, credentials) as channel:
+    async with open_channel(address, credentials) as channel:
         try:
             answer = await admin_pb2_grpc.AdminStub(channel).Cluster(admin_pb2.ClusterRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _failure(address, timeout_s, error) from error
+            raise failure(address, timeout_s, error) from error
     view = View.decode(answer.view) if answer.view else None
     roster = Roster.decode(answer.roster) if answer.roster else None
     return Known(answer.name, answer.incarnation, view, roster, answer.newest)
@@ -76,11 +76,11 @@ async def take_mark(address: str, mark: int, timeout_s: float, credentials: Cred
 
     Returns when every replica has passed it. Raises ClusterUnreachable when that takes longer than `timeout_s`.
     """
-    async with _channel(address, credentials) as channel:
+    async with open_channel(address, credentials) as channel:
         try:
             answer = await admin_pb2_grpc.AdminStub(channel).Mark(admin_pb2.MarkRequest(mark=mark), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _failure(address, timeout_s, error) from error
+            raise failure(address, timeout_s, error) from error
     return bool(answer.complete)
 
 
@@ -88,14 +88,14 @@ async def fetch_marked(
     address: str, mark: int, timeout_s: float, credentials: Credentials | None = None
 ) -> admin_pb2.MarkedResponse:
     """What the server at `address` found at a mark. Raises ClusterUnreachable like the others."""
-    async with _channel(address, credentials) as channel:
+    async with open_channel(address, credentials) as channel:
         request = admin_pb2.MarkedRequest(mark=mark)
         try:
             answer: admin_pb2.MarkedResponse = await admin_pb2_grpc.AdminStub(channel).Marked(
                 request, timeout=timeout_s
             )
         except grpc.aio.AioRpcError as error:
-            raise _failure(address, timeout_s, error) from error
+            raise failure(address, timeout_s, error) from error
     return answer
 
 
@@ -103,18 +103,19 @@ async def fetch_health(
     address: str, timeout_s: float, service: str = "", credentials: Credentials | None = None
 ) -> str:
     """What the standard health service at `address` says: "SERVING", "NOT_SERVING" or "SERVICE_UNKNOWN"."""
-    async with _channel(address, credentials) as channel:
+    async with open_channel(address, credentials) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return "SERVICE_UNKNOWN"
-            raise _failure(address, timeout_s, error) from error
+            raise failure(address, timeout_s, error) from error
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
-def _channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:
+def open_channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:
+    """To the admin service at an address."""
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
     pems = credentials.pems()
@@ -123,7 +124,8 @@ def _channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(address, ours, options=(*_OPTIONS, name))
 
 
-def _failure(address: str, timeout_s: float, error: grpc.aio.AioRpcError) -> Error:
+def failure(address: str, timeout_s: float, error: grpc.aio.AioRpcError) -> Error:
+    """What a call that has failed is raised as."""
     if error.code() is grpc.StatusCode.PERMISSION_DENIED:
         return ServerError(f"the server at {address} refused: {error.details()}")
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -10,7 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health  # type: ignore[attr-defined]  # its stubs leave this one out
 
 from elasticps.admin import admin_pb2, admin_pb2_grpc
-from elasticps.admin.subject import Subject
+from elasticps.admin.cuts import write_state
+from elasticps.admin.subject import MAX_URL, Subject
 from elasticps.errors import ConfigError
 from elasticps.security.identity import Act, NotAuthorised, identity_among
 from replication.progress import PART_BITS
@@ -82,6 +83,32 @@ class _Admin(admin_pb2_grpc.AdminServicer):
         return admin_pb2.MarkedResponse(
             ranges=ranges, told=told, epoch=subject.epoch, incarnation=subject.me.incarnation
         )
+
+    async def Hold(self, request: admin_pb2.HoldRequest, context: Context) -> admin_pb2.HoldResponse:  # noqa: N802
+        cuts = (await self._subject(context, Act.CUT)).cuts
+        return admin_pb2.HoldResponse(held=cuts.hold(request.cut, request.hold_ms / 1000))
+
+    async def Held(self, request: admin_pb2.HeldRequest, context: Context) -> admin_pb2.HeldResponse:  # noqa: N802
+        held = (await self._subject(context, Act.LOOK)).cuts.held(request.cut)
+        return admin_pb2.HeldResponse(workers=held.keys(), clocks=held.values())
+
+    async def Cut(self, request: admin_pb2.CutRequest, context: Context) -> admin_pb2.CutResponse:  # noqa: N802
+        cuts = (await self._subject(context, Act.CUT)).cuts
+        if request.since >= request.cut or len(request.url) > MAX_URL:
+            text = f"there is no cut {request.cut} since {request.since} for a URL of {len(request.url)} letters"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+        return admin_pb2.CutResponse(complete=await cuts.take(request.cut, request.since, request.url))
+
+    async def Release(  # noqa: N802
+        self, request: admin_pb2.ReleaseRequest, context: Context
+    ) -> admin_pb2.ReleaseResponse:
+        (await self._subject(context, Act.CUT)).cuts.release(request.cut)
+        return admin_pb2.ReleaseResponse()
+
+    async def CutState(  # noqa: N802
+        self, request: admin_pb2.CutStateRequest, context: Context
+    ) -> admin_pb2.CutStateResponse:
+        return write_state((await self._subject(context, Act.LOOK)).cuts.state(request.cut))
 
 
 def _objection(context: Context, act: Act, cluster: str) -> str:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 from coordinator.view import ServerInfo
 
+MAX_URL = 4096
+
 
 class MarkedRange(NamedTuple):
     """A range at a mark: its sequence number, the digest of its rows, and how far every worker had come in it."""
@@ -17,8 +19,73 @@ class MarkedRange(NamedTuple):
     progress: tuple[int, ...]
 
 
+class WrittenFile(NamedTuple):
+    """A file of a checkpoint that is there as a whole: rows of a table, in some ranges. header: bytes of its head, as
+    safetensors has it; blake2b: in hexadecimal."""
+
+    path: str
+    bytes: int
+    header: int
+    rows: int
+    blake2b: str
+    table: int
+    ranges: tuple[int, ...]
+
+
+class Writing(NamedTuple):
+    """How far a server has written its ranges of a cut. failed: why it has given up, "" if it has not."""
+
+    ranges_done: int
+    files: Sequence[WrittenFile]
+    failed: str = ""
+
+
+class CutTaken(NamedTuple):
+    """What there was at a cut, the same in all these ranges. clocks: progress by worker, as in `replication.progress`;
+    closed: each application's last round; kept: (application, round, worker) of shares that waited for theirs."""
+
+    ranges: tuple[int, ...]
+    clocks: Mapping[int, int]
+    closed: Mapping[str, int]
+    kept: Sequence[tuple[str, int, int]] = ()
+
+
+class CutState(NamedTuple):
+    """A cut as one server has it, in the ranges that it has logged it in and writes. newest: the highest number that it
+    knows of any cut; homes: rounds and shards of the applications that these are the group ranges of, by range."""
+
+    incarnation: int
+    epoch: int
+    newest: int
+    taken: Sequence[CutTaken]
+    homes: Mapping[int, Mapping[str, Any]]
+    writing: Writing | None
+
+
+class CutSubject(Protocol):
+    """What takes part in cuts."""
+
+    def hold(self, cut: int, hold_s: float) -> bool:
+        """Has all workers hold; False if that is over, or a newer cut is being taken."""
+
+    def held(self, cut: int) -> Mapping[int, int]:
+        """The workers that do, and the clocks up to which they have written."""
+
+    def release(self, cut: int) -> None:
+        """Has them go on."""
+
+    async def take(self, cut: int, since: int, url: str) -> bool:
+        """Logs the cut in the ranges headed here; False: ask again."""
+
+    def state(self, cut: int) -> CutState:
+        """What there was at it, and how far it is written."""
+
+
 class Subject(Protocol):
     """What these services speak of: a server."""
+
+    @property
+    def cuts(self) -> CutSubject: ...
 
     @property
     def epoch(self) -> int: ...

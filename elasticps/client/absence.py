@@ -41,3 +41,24 @@ def lost(peer: Peer, routes: Routes, peers: Mapping[Member, Peer]) -> str:
         f"its data are lost: it came back as incarnation {peer.empty_as} and has begun empty, and no other server "
         f"has the rows of ranges {spans(ranges)}, of any table"
     )
+
+
+def explain(
+    routes: Routes, peers: Mapping[Member, Peer], now_s: float, owing: Mapping[Member, int], asked: set[Member],
+    headless: int,
+) -> str:  # fmt: skip
+    """Who is waited for, for people. owing: the oldest step that each has not committed; asked: who owes an answer;
+    headless: ranges that nobody heads."""
+    told = []
+    for member in sorted({*owing, *asked}):
+        peer = peers[member]
+        headed = np.flatnonzero(routes.view.heads == routes.index_of[member])
+        state = "connected, not answering" if peer.down_since_s is None else lost(peer, routes, peers) or (
+            f"unreachable for {now_s - peer.down_since_s:.1f} s ({peer.trouble})"
+        )  # fmt: skip
+        clock = f", owes step {owing[member]}" if member in owing else ""
+        told.append(f"server {member.name} at {peer.info.address}, head of {len(headed)} ranges "
+                    f"({spans(headed)}): {state}{clock}")  # fmt: skip
+    if headless:
+        told.append(f"{headless} ranges have no server")
+    return f"{'; '.join(told) or 'nothing is outstanding'}; the cluster's view is at epoch {routes.epoch}"

@@ -34,6 +34,11 @@ class Barrier:
         return min(clock, still_open - 1) if still_open else clock
 
     @property
+    def is_open(self) -> bool:
+        """Whether the newest step's round is not closed."""
+        return bool(self._open)
+
+    @property
     def _open(self) -> int:
         """The step whose round is not closed yet, 0 for none."""
         session = self._session
@@ -57,3 +62,4 @@ class Barrier:
                     push_again()
                 else:
                     self._closed, self._first = clock, 0
+                    self._dispatcher.holding.tell()

@@ -12,10 +12,10 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.loss import spans
 from coordinator.view import View, WorkerInfo
 from elasticps.client import absence
 from elasticps.client.connections import Connections, Peer, server_error
+from elasticps.client.holding import Holding
 from elasticps.client.protocol.fan_out import Answer, FanOut, FanOuts, Questions, Script, T, carry_out
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.protocol.session import Session
@@ -87,6 +87,9 @@ class Dispatcher:
         self.pushes = Pushes(self.session, worker.id, numbers[PUSH], send, self._fenced)
         self.pulls = Pulls(self.routes, worker.id, send, self.connections.stop_receiving)
         self._fan_outs = FanOuts(numbers[FAN_OUT], send)
+        self.holding = Holding(
+            runtime, self.lock, self.session, self.connections, lambda: self._hurt or self._fan_outs.writing
+        )
         self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)
         _all.add(self)
@@ -194,25 +197,23 @@ class Dispatcher:
             self.check()
             raise Timeout(f"{what} took longer than {timeout_s:.1f} s: {self.explain()}")
 
-    def ask_all(self, questions: Questions, timeout_s: float, what: str, *, of_absent: bool = True) -> list[Answer]:
+    def ask_all(
+        self, questions: Questions, timeout_s: float, what: str, *, of_absent: bool = True, writes: bool = False
+    ) -> list[Answer]:
         """Asks, and asks again under every view with other heads, until all have answered; returns the answers. With
-        of_absent=False those that are absent are asked when they are there again, and nobody waits for that.
+        of_absent=False those that are absent are asked when they are there again, and nobody waits for that. writes:
+        not while a cut is taken.
 
         Raises the first refusal, or `Timeout`.
         """
-        fan_out = FanOut(questions)
+        fan_out = FanOut(questions, writes)
 
         def done() -> bool:
             return fan_out.done() or (not of_absent and bool(owing := fan_out.owing) and owing <= self.absent())
 
         try:
-            with self.lock:
-                self.check()
-                try:
-                    self._fan_outs.begin(fan_out, self.routes)
-                except BaseException:
-                    self.hurt()
-                    raise
+            while not self._begin(fan_out):
+                self.wait_released(0, timeout_s)
             self._driver.nudge()
             self.wait(done, timeout_s, what)
             with self.lock:
@@ -224,6 +225,25 @@ class Dispatcher:
         if fan_out.error is not None:
             raise fan_out.error
         return fan_out.answers
+
+    def _begin(self, fan_out: FanOut) -> bool:
+        with self.lock:
+            self.check()
+            if fan_out.writes and self.holding.holds(0):
+                return False
+            try:
+                self._fan_outs.begin(fan_out, self.routes)
+            except BaseException:
+                self.hurt()
+                raise
+            return True
+
+    def wait_released(self, clock: int, timeout_s: float) -> None:
+        """Waits until step `clock` (0: whatever else is written) may begin: for `timeout_s` beyond what a cut takes."""
+        holds = self.holding.holds
+        what = "being held for a checkpoint"
+        self.wait(lambda: self.error is not None or not holds(clock), self.holding.left_s + timeout_s, what)
+        self.check()
 
     def carry_out(self, script: Script[T]) -> T:
         """Asks whatever a script wants to know, and returns what came of it."""
@@ -291,6 +311,7 @@ class Dispatcher:
                 else:
                     self.pulls.arrived(request)
             self._heard += count
+            self.holding.tell()
             return start
 
     def _on_frame(self, link: Link, header: Header, body: NDArray[np.uint8]) -> None:
@@ -320,8 +341,13 @@ class Dispatcher:
                     self._adopt(view)
             elif kind == Kind.WELCOME:
                 self._welcomed(link, json_body(body.data))
+            elif kind == Kind.HOLD:
+                self.holding.hear(link.member, header)
+            elif kind == Kind.RELEASE:
+                self.holding.release(header)
             else:
                 raise FrameError(f"{Kind(kind).name} is not an answer")
+            self.holding.tell()
 
     def _on_error(self, link: Link, header: Header, document: dict[str, object]) -> None:
         code, text, request = document.get("code"), str(document.get("message")), header.request
@@ -397,6 +423,7 @@ class Dispatcher:
             self.pulls.connected(link.member)
 
     def _gone(self, member: Member) -> None:
+        self.holding.gone(member)
         self.pushes.disconnected(member)
 
     def _broken(self, link: Link, error: Exception) -> None:
@@ -419,6 +446,7 @@ class Dispatcher:
             connections.renew()
             self.pulls.resume()
             self._fan_outs.resume(self.routes)
+            self.holding.tell()
             oldest = self.pushes.oldest, self.pulls.oldest, self._fan_outs.oldest
             ready = connections.ready
             self._refresh.epoch = max(self._refresh.epoch, self.pushes.needed_epoch)
@@ -455,23 +483,9 @@ class Dispatcher:
     def explain(self) -> str:
         """Who is being waited for, for people."""
         with self.lock:
-            now, routes = self.runtime.monotonic(), self.routes
-            owing = self.session.owing()
             asked = self.pulls.asked | self._fan_outs.asked
-            told = []
-            for member in sorted({*owing, *asked}):
-                peer = self.connections.peers[member]
-                headed = np.flatnonzero(routes.view.heads == routes.index_of[member])
-                state = "connected, not answering" if peer.down_since_s is None else self._lost(peer) or (
-                    f"unreachable for {now - peer.down_since_s:.1f} s ({peer.trouble})"
-                )  # fmt: skip
-                clock = f", owes step {owing[member]}" if member in owing else ""
-                told.append(f"server {member.name} at {peer.info.address}, head of {len(headed)} ranges "
-                            f"({spans(headed)}): {state}{clock}")  # fmt: skip
-            if headless := self.session.headless:
-                told.append(f"{headless} ranges have no server")
-            waits = "; ".join(told) or "nothing is outstanding"
-            return f"{waits}; the cluster's view is at epoch {routes.epoch}"
+            peers, now = self.connections.peers, self.runtime.monotonic()
+            return absence.explain(self.routes, peers, now, self.session.owing(), asked, self.session.headless)
 
 
 _all: WeakSet[Dispatcher] = WeakSet()

@@ -59,9 +59,9 @@ class Reads:
             self._dispatcher.forget_read(read, Timeout("nobody waits for it"))
             raise
 
-    def ask(self, questions: Questions, what: str) -> list[Answer]:
-        """What servers answer to questions that are no pulls."""
-        return self._dispatcher.ask_all(questions, self._timeout_s, what)
+    def ask(self, questions: Questions, what: str, writes: bool = False) -> list[Answer]:
+        """What servers answer to questions that are no pulls. writes: they change rows."""
+        return self._dispatcher.ask_all(questions, self._timeout_s, what, writes=writes)
 
     def delete(self, questions: Callable[[int], Questions], what: str) -> None:
         """Has servers delete something, as this worker's deletion of the number that `questions` is given, after
@@ -69,7 +69,7 @@ class Reads:
         with self._deleting:
             self._settle()
             self._deletions += 1
-            self.ask(questions(self._deletions), what)
+            self.ask(questions(self._deletions), what, writes=True)
 
     @property
     def routes(self) -> Routes:

@@ -128,6 +128,8 @@ class Steps:
         self._shard: tuple[int, int] | None = None  # what the next step trains
         self._share: _Share | None = None  # the newest step, as long as its round may be closed without it
         self._on_used: list[Callable[[tuple[int, int], int], None]] = []
+        if barrier is not None:
+            dispatcher.holding.in_round, dispatcher.holding.settle = self._in_round, self._settle_quietly
 
     # --- sending ------------------------------------------------------------------------------------------------
 
@@ -147,10 +149,14 @@ class Steps:
                     step.state = None
                 if step.state is None and session.open:
                     raise InputError(f"step {session.clock} is still open; commit it before pushing another")
-                if step.state is not None or session.room:
+                held = step.state is None and dispatcher.holding.holds(session.clock + 1)
+                if step.state is not None or (session.room and not held):
                     self._push(step, values, rates, last, copy)
                     break
-            self._wait(lambda: session.room, None, "room in the window")
+            if held:
+                dispatcher.wait_released(session.clock + 1, self.timeout_s)
+            else:
+                self._wait(lambda: session.room, None, "room in the window")
         dispatcher.nudge()
 
     def _push(self, step: OpenStep, values: Values, rates: Rates, last: bool, copy: bool) -> None:
@@ -275,6 +281,17 @@ class Steps:
                 lambda: self._joining.later(self._push_again),
                 timeout_s,
             )
+
+    def _in_round(self) -> bool | None:
+        """Whether the round of the newest step is open, None if there are no rounds for this worker now."""
+        if self.barrier is None or not self._joining.active:
+            return None
+        return bool(self._session.outstanding) or self.barrier.is_open
+
+    def _settle_quietly(self) -> None:
+        """Closes the newest round; whatever is wrong, whoever trains will hear of it as well."""
+        with contextlib.suppress(Error):
+            self.settle(None)
 
     def settle_all(self) -> None:
         """Waits until every step so far is committed and its round closed."""

@@ -55,7 +55,7 @@ class _Handle:
         return f"<{type(self).__name__} {self.name!r} of cluster {self._reads.cluster!r}>"
 
     def _load(self, write: Callable[[Routes], Write]) -> None:
-        self._reads.ask(fill(write, self._reads.worker.id, replace=True), f"loading {self.name!r}")
+        self._reads.ask(fill(write, self._reads.worker.id, replace=True), f"loading {self.name!r}", writes=True)
 
 
 class SparseTable(_Handle):
@@ -302,7 +302,7 @@ class Tables:
         marked = self._registry.begin_drop(self._app, registration, self._timeout_s)
         if marked is not None:
             questions = filling.erase(registration.id, OperationKind.DROP, worker)
-            self._dispatcher.ask_all(questions, self._timeout_s, f"dropping table {name!r}")
+            self._dispatcher.ask_all(questions, self._timeout_s, f"dropping table {name!r}", writes=True)
             self._registry.end_drop(self._app, marked, self._timeout_s)
 
     @property
@@ -357,5 +357,5 @@ class Tables:
         check_size([tensor.lent(values, self._dispatcher.routes, NO_STEP_VALUES)])
 
         questions = fill(lambda routes: tensor.lent(values, routes, NO_STEP_VALUES), worker.id, replace=False)
-        self._dispatcher.ask_all(questions, self._timeout_s, f"filling tensor {tensor.name!r}")
+        self._dispatcher.ask_all(questions, self._timeout_s, f"filling tensor {tensor.name!r}", writes=True)
         self._registry.mark_ready(worker.app, registration, self._timeout_s)

@@ -38,6 +38,7 @@ class Act(enum.Enum):
 
     LOOK = enum.auto()  # status, health
     CHANGE = enum.auto()  # whatever writes, be it an audit's mark in the logs
+    CUT = enum.auto()  # take a checkpoint
     TRAIN = enum.auto()
     REPLICATE = enum.auto()
     LEAD = enum.auto()
@@ -45,9 +46,9 @@ class Act(enum.Enum):
 
 _MAY = {
     Role.SERVER: {Act.LOOK, Act.REPLICATE},
-    Role.COORDINATOR: {Act.LOOK, Act.LEAD},
+    Role.COORDINATOR: {Act.LOOK, Act.LEAD, Act.CUT},
     Role.WORKER: {Act.LOOK, Act.TRAIN},
-    Role.OPERATOR: {Act.LOOK, Act.CHANGE},
+    Role.OPERATOR: {Act.LOOK, Act.CHANGE, Act.CUT},
 }
 
 

@@ -6,7 +6,7 @@ here leaves a copy that may differ from the others, so it ends the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,6 +20,7 @@ from elasticps.server.fast.path import FastPath
 from elasticps.server.protocol.audit import Marks, digest
 from elasticps.server.protocol.barrier_state import Rounds
 from elasticps.server.protocol.contents import wrong
+from elasticps.server.protocol.cut_notes import CutNotes
 from elasticps.server.protocol.data_shards_state import Claim, ShardMark, Shards, group_of
 from elasticps.server.protocol.operations import (
     AuditMark,
@@ -27,6 +28,7 @@ from elasticps.server.protocol.operations import (
     Cleared,
     Content,
     Contribution,
+    CutMark,
     Dropped,
     NewTable,
     RoundStep,
@@ -34,7 +36,7 @@ from elasticps.server.protocol.operations import (
 from elasticps.spec import TableSpec
 from elasticps.store import Store, Table
 from elasticps.store.intervals import PLACES
-from replication.chain import Member, Role
+from replication.chain import Member, Ranges, Role
 from replication.effects import (
     Apply,
     ClocksReply,
@@ -45,7 +47,7 @@ from replication.effects import (
     Release,
     Reply,
 )
-from replication.messages import OperationKind
+from replication.messages import OperationKind, Seqs
 from replication.progress import PART_BITS
 from replication.replica import Replica
 
@@ -55,7 +57,8 @@ class Executor:
 
     handlers: what carries out each type of effect. Those that concern neither the store nor who asked are set by
     whoever does them. tell_tables: has all neighbours know of tables that are new here, before anything of theirs is
-    forwarded: a neighbour in other chains may not have been told by a log."""
+    forwarded: a neighbour in other chains may not have been told by a log. cut_passed: hears of each CUT as it is
+    applied, of the ranges that it is the first of its number in; and which of these are being filled, as in `Apply`."""
 
     def __init__(self, me: Member, ranges: int, budget_bytes: int, path: FastPath) -> None:
         self.replica = Replica(me, ranges, budget_bytes, path.log)
@@ -66,6 +69,8 @@ class Executor:
         self._performing = False
         self.tell_tables: Callable[[Iterable[tuple[int, Table]]], None] = lambda new: None
         self.marks = Marks()
+        self.cuts = CutNotes(ranges)
+        self.cut_passed: Callable[[Ranges, Seqs, CutMark, Mapping[int, int] | None], None] = lambda *_: None
         self.rounds = Rounds(ranges)
         self.shards = Shards(ranges)
         self._applied = self._rows_applied = 0  # by Python
@@ -145,6 +150,8 @@ class Executor:
             self.note_change()
         elif isinstance(payload, AuditMark):
             self._mark(effect, payload)
+        elif isinstance(payload, CutMark):
+            self._cut(effect, payload)
         elif isinstance(payload, RoundStep):
             self._round(effect, payload)
         elif isinstance(payload, Claim):
@@ -207,9 +214,22 @@ class Executor:
         for r, seq in zip(effect.ranges.tolist(), effect.seqs.tolist(), strict=True):
             if r not in unfinished:
                 workers, progress = self.replica.clocks.column(r)
-                words = chain(self.rounds.words(r), self.shards.words(r), self.store.dropped_in(r))
+                words = chain(self.words(r), self.store.dropped_in(r))
                 found = digest(self.store.tables, r, mark, words if mark.part == 0 else ())
                 self.marks.note(mark, r, MarkedRange(seq, found, tuple(workers.tolist()), tuple(progress.tolist())))
+
+    def words(self, r: int) -> list[int]:
+        """Numbers that replicas of a range must agree on beside its rows, for digests."""
+        return [int(self.cuts.number[r]), *self.rounds.words(r), *self.shards.words(r)]
+
+    def _cut(self, effect: Apply, mark: CutMark) -> None:
+        chosen = self.cuts.pass_by(mark.number, effect.ranges)
+        ranges, seqs = effect.ranges[chosen], effect.seqs[chosen]
+        for r, seq in zip(ranges.tolist(), seqs.tolist(), strict=True):
+            if r not in (effect.inside or {}):
+                self.cuts.note(mark, r, seq, self.replica.clocks.column(r), self.rounds, self.shards)
+        if len(ranges):
+            self.cut_passed(ranges, seqs, mark, effect.inside)
 
     # --- ranges -----------------------------------------------------------------------------------------------------
 
@@ -224,8 +244,10 @@ class Executor:
                 table.load_range(effect.range, keys, values)
         self.rounds.load(effect.range, content.rounds)
         self.shards.load(content.shards, content.rounds.more)
+        self.cuts.load(effect.range, content.cut)
 
     def _erase(self, effect: Erase) -> None:
         self.store.erase(effect.ranges)
         self.rounds.erase(effect.ranges)
         self.shards.erase(effect.ranges.tolist())
+        self.cuts.erase(effect.ranges)

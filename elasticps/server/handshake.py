@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from coordinator import fields
@@ -27,11 +27,11 @@ _STARTED_AGAIN = "worker {!r} was started again; this is the older incarnation"
 
 class Handshake:
     """Gives each connection its role once its peer has said who it is; `worker` and `peer` are the roles of others,
-    `from_leader` is what a leader may say."""
+    `from_leader` is what a leader may say. `greet` tells a worker what it has to know behind its WELCOME."""
 
     def __init__(
         self, cluster: str, serving: Serving, held: HeldFrames, links: ReplicaLinks, leaders: Leaders, worker: Role,
-        peer: Role, from_leader: Mapping[int, Handler],
+        peer: Role, from_leader: Mapping[int, Handler], greet: Callable[[Connection], None],
     ) -> None:  # fmt: skip
         self._me = serving.me
         self._cluster = cluster
@@ -41,6 +41,7 @@ class Handshake:
         self._leaders = leaders
         self._worker = worker
         self._peer = peer
+        self._greet = greet
         self.connections: dict[Connection, None] = {}  # in the order in which they came
         self._unknown: dict[Connection, None] = {}  # those without a hello, in the same order
         self._as_workers: dict[Connection, None] = {}  # those that say that they are workers
@@ -156,6 +157,7 @@ class Handshake:
         self._prove(connection, PeerRole.WORKER, known.name.rpartition("/")[2], known.app)
         connection.is_worker(worker, known.name, known.app)
         self._welcome(connection, header, self._worker)
+        self._greet(connection)
 
     def _hello_peer(self, connection: Connection, header: Header, body: Body, document: dict[str, Any]) -> None:
         match document:

@@ -19,6 +19,7 @@ from coordinator.view import Roster, ServerInfo, View
 from elasticps.security.transport import Gate
 from elasticps.server.connection import Connection, Role
 from elasticps.server.counts import Counts
+from elasticps.server.cuts import Cuts
 from elasticps.server.executor import Executor
 from elasticps.server.fast.path import FastPath
 from elasticps.server.handshake import Handshake
@@ -106,9 +107,10 @@ class Server:
         self._barrier = BarrierCoordinator(group, clock)
         self.leaders = Leaders(loop, serving, executor, self.links, self.snapshots, self.headroom, counts)
 
+        cuts = Cuts(serving, executor, lambda: self.handshake.workers, clock)
         handlers = {
             **self.pushes.handlers, **self.pulls.handlers, **self._barrier.handlers, **ShardDispenser(group).handlers,
-            Kind.GET_VIEW: held.get_view,
+            **cuts.handlers, Kind.GET_VIEW: held.get_view,
         }  # fmt: skip
         self.worker = Role(handlers, self._worker_gone, rest=self.pulls.rest)
         handlers = {**self.links.handlers, **self.memory.handlers, Kind.GET_VIEW: held.get_view}
@@ -123,10 +125,11 @@ class Server:
             self.worker,
             self.peer,
             {Kind.VIEW: self._view, Kind.GET_VIEW: self.leaders.beat},
+            cuts.greet,
         )
         self.subject = Subject(
             me, serving, executor, self.fast, counts, herald, self.delay, self.snapshots, self.headroom,
-            self.handshake, clock,
+            self.handshake, cuts, clock,
         )  # fmt: skip
 
         effects: dict[type, Callable[[Any], None]] = {

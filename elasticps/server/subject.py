@@ -10,6 +10,7 @@ from typing import Any
 from coordinator.view import Roster, ServerInfo
 from elasticps.admin.subject import MarkedRange
 from elasticps.server.counts import COUNTED, Counts
+from elasticps.server.cuts import Cuts
 from elasticps.server.executor import Executor
 from elasticps.server.fast.path import FastPath
 from elasticps.server.handshake import Handshake
@@ -19,30 +20,10 @@ from elasticps.server.protocol.headroom import Headroom
 from elasticps.server.protocol.herald import Herald
 from elasticps.server.protocol.serving import Serving
 from elasticps.server.snapshots import SnapshotSender
+from elasticps.server.tickets import FutureTicket
 from replication.chain import Role
-from replication.effects import ClocksReply, Push, Reply, Status
+from replication.effects import Push, Status
 from replication.messages import OperationKind
-
-
-class FutureTicket:
-    """An operation of this server's own, awaited: resolves to the Reply."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.future: asyncio.Future[Reply] = loop.create_future()
-
-    def reply(self, reply: Reply) -> None:
-        """Resolves."""
-        if not self.future.done():
-            self.future.set_result(reply)
-
-    def clocks(self, reply: ClocksReply) -> None:
-        raise AssertionError("an operation was answered with clocks")
-
-    def hold(self) -> None:
-        """Nothing is read for it."""
-
-    def release(self) -> None:
-        """Nothing was held."""
 
 
 class Subject:
@@ -51,7 +32,7 @@ class Subject:
     def __init__(
         self, me: ServerInfo, serving: Serving, executor: Executor, path: FastPath, counts: Counts, herald: Herald,
         delay: BoundedDelay, snapshots: SnapshotSender, headroom: Headroom, handshake: Handshake,
-        clock: Callable[[], float],
+        cuts: Cuts, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self.me = me
         self._serving = serving
@@ -63,6 +44,7 @@ class Subject:
         self._snapshots = snapshots
         self._headroom = headroom
         self._handshake = handshake
+        self.cuts = cuts
         self._clock = clock
         self._started = clock()
 

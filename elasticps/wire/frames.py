@@ -30,7 +30,8 @@ Buffer = memoryview | bytes | bytearray
 
 
 class Kind(IntEnum):
-    """Frame kinds: requests of workers below 16, what replicas say to each other from 16 on, answers from 64 on."""
+    """Frame kinds: requests of workers below 16, what replicas say to each other from 16 on, what workers say unasked
+    from 32 on, answers and what servers say unasked from 64 on."""
 
     HELLO = 1
     CREATE = 2
@@ -53,6 +54,7 @@ class Kind(IntEnum):
     SNAPSHOT_CHUNK = 19
     CHUNK_ACK = 20
     ROOM = 21
+    HELD = 32
     WELCOME = 64
     OK = 65
     ROWS = 66
@@ -64,13 +66,15 @@ class Kind(IntEnum):
     BARRIER_DECISION = 72
     SHARDS = 73
     KEYS = 74
+    HOLD = 75
+    RELEASE = 76
 
 
-LAST = 1  # PUSH: the step's last part, it ticks the clock. ROWS: the answer's last chunk. JOIN: see Header
+LAST = 1  # PUSH: the step's last part, it ticks the clock. ROWS: the answer's last chunk. JOIN, HELD: see headers
 ALL_RANGES = 2  # PUSH: every range that the receiver heads at the frame's epoch
 REPEAT = 4  # PUSH: content left out, it is applied already and only the acknowledgement is wanted
 ROUND = 16  # PUSH, FORWARD: a worker's share of a synchronous round, kept until the round is closed
-PAUSE = 32  # JOIN: this worker holds nobody back, until it joins again
+PAUSE = 32  # JOIN: this worker holds nobody back, until it joins again. HELD: see headers
 REPLACE = 64  # INIT: rows that there are take the values too, and their slots begin anew
 ANY = 8  # PULL: any full replica may answer, with values that may not be committed yet
 SLOTS = 128  # PULL: the rows' slots instead of their weights

@@ -281,6 +281,60 @@ class ClaimShardsHeader(NamedTuple):
         return cls(h.clock)
 
 
+class HoldHeader(NamedTuple):
+    """HOLD: begin no step, and write nothing else, until cut `cut` is released, or for `left_ms`. clock: rounds up to
+    this one are still pushed (BSP), as somebody waits for them."""
+
+    cut: int
+    left_ms: int
+    clock: int = 0
+
+    def header(self) -> Header:
+        """The 64 bytes' fields; there is no body."""
+        return Header(Kind.HOLD, clock=self.clock, table=self.cut, wait_ms=self.left_ms)
+
+    @classmethod
+    def of(cls, h: Header) -> HoldHeader:
+        """The inverse of `header`."""
+        return cls(h.table, h.wait_ms, h.clock)
+
+
+class HeldHeader(NamedTuple):
+    """HELD: `worker` has written nothing beyond step `clock`, and that is committed, its round closed. open: not yet,
+    the others of its rounds have to come as far; apart: it is in none."""
+
+    cut: int
+    worker: int
+    clock: int
+    open: bool = False
+    apart: bool = False
+
+    def header(self) -> Header:
+        """The 64 bytes' fields; there is no body."""
+        flags = (not self.open) * LAST | self.apart * PAUSE
+        return Header(Kind.HELD, flags, clock=self.clock, worker=self.worker, table=self.cut)
+
+    @classmethod
+    def of(cls, h: Header) -> HeldHeader:
+        """The inverse of `header`."""
+        return cls(h.table, h.worker, h.clock, not h.flags & LAST, bool(h.flags & PAUSE))
+
+
+class ReleaseHeader(NamedTuple):
+    """RELEASE: go on, whatever cut `cut` has come to."""
+
+    cut: int
+
+    def header(self) -> Header:
+        """The 64 bytes' fields; there is no body."""
+        return Header(Kind.RELEASE, table=self.cut)
+
+    @classmethod
+    def of(cls, h: Header) -> ReleaseHeader:
+        """The inverse of `header`."""
+        return cls(h.table)
+
+
 class OkHeader(NamedTuple):
     """OK. minimum: in the answer to a JOIN, the lowest clock of the application's active workers."""
 
@@ -310,9 +364,7 @@ class RowsHeader(NamedTuple):
     def header(self, body_bytes: int) -> Header:
         """The 64 bytes' fields, before a body of so many bytes."""
         flags = self.last * LAST
-        return Header(
-            Kind.ROWS, flags, body_bytes, self.request, self.epoch, clock=self.offset, items=self.rows
-        )  # fmt: skip
+        return Header(Kind.ROWS, flags, body_bytes, self.request, self.epoch, clock=self.offset, items=self.rows)
 
     @classmethod
     def of(cls, h: Header) -> RowsHeader:
@@ -390,8 +442,8 @@ class RangesHeader(NamedTuple):
 
 
 class SnapshotChunkHeader(NamedTuple):
-    """SNAPSHOT_CHUNK: number `number` of transfer `fill` of a range, which is at `seq` of its log; with the progress
-    of `workers` workers (in the first one), and rows of `tables` tables."""
+    """SNAPSHOT_CHUNK: number `number` of transfer `fill` of a range, at `seq` of its log, behind cut `cut` (0: none);
+    with the progress of `workers` workers (in the first one), and rows of `tables` tables."""
 
     epoch: int
     range: int
@@ -401,18 +453,19 @@ class SnapshotChunkHeader(NamedTuple):
     seq: int
     workers: int
     tables: int
+    cut: int = 0
 
     def header(self, body_bytes: int) -> Header:
         """The 64 bytes' fields, before a body of so many bytes."""
         return Header(
             Kind.SNAPSHOT_CHUNK, self.last * LAST, body_bytes, self.fill, self.epoch, self.seq, self.range,
-            table=self.workers, items=self.tables, bound=self.number,
+            table=self.workers, items=self.tables, bound=self.number, wait_ms=self.cut,
         )  # fmt: skip
 
     @classmethod
     def of(cls, h: Header) -> SnapshotChunkHeader:
         """The inverse of `header`."""
-        return cls(h.epoch, h.worker, h.request, h.bound, bool(h.flags & LAST), h.clock, h.table, h.items)
+        return cls(h.epoch, h.worker, h.request, h.bound, bool(h.flags & LAST), h.clock, h.table, h.items, h.wait_ms)
 
 
 class ChunkAckHeader(NamedTuple):

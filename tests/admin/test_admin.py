@@ -11,7 +11,8 @@ from coordinator.view import ServerInfo
 from elasticps import background
 from elasticps.admin import AdminServer, fetch_health, fetch_status, start_admin
 from elasticps.admin.client import fetch_marked, take_mark
-from elasticps.admin.subject import MarkedRange
+from elasticps.admin.cuts import CutClient
+from elasticps.admin.subject import CutState, CutTaken, MarkedRange
 from elasticps.errors import ClusterUnreachable, ConfigError
 from replication.progress import PART_BITS
 
@@ -45,6 +46,30 @@ STATUS: dict[str, Any] = {
 }
 
 
+class Cuts:
+    """Cut 2 is being taken."""
+
+    def __init__(self) -> None:
+        self.happened: list[tuple[object, ...]] = []
+
+    def hold(self, cut: int, hold_s: float) -> bool:
+        self.happened.append(("hold", cut, hold_s))
+        return cut == 2
+
+    def held(self, cut: int) -> dict[int, int]:
+        return {4: 120} if cut == 2 else {}
+
+    def release(self, cut: int) -> None:
+        self.happened.append(("release", cut))
+
+    async def take(self, cut: int, since: int, url: str) -> bool:
+        self.happened.append(("take", cut, since, url))
+        return cut == 2
+
+    def state(self, cut: int) -> CutState:
+        return CutState(3, 7, 2, [CutTaken((0, 5), {4: 120 << PART_BITS}, {"a": 9})], {}, None)
+
+
 class Subject:
     """What a server tells of itself."""
 
@@ -54,6 +79,7 @@ class Subject:
 
     def __init__(self, **changes: Any) -> None:
         self._status = {**STATUS, **changes}
+        self.cuts = Cuts()
         self._marks: dict[int, dict[int, MarkedRange]] = {}
 
     def status(self) -> dict[str, Any]:
@@ -76,6 +102,33 @@ class Subject:
 async def started(**changes: Any) -> AdminServer:
     subject = Subject(**changes)
     return await start_admin("127.0.0.1", 0, lambda: subject)
+
+
+def test_a_cut_is_taken_from_afar() -> None:
+    async def main() -> None:
+        subject = Subject()
+        server = await start_admin("127.0.0.1", 0, lambda: subject)
+        try:
+            there = CutClient(server.address, 5.0)
+            assert await there.hold(2, 1.5)
+            assert not await there.hold(1, 1.5)
+            assert await there.held(2) == {4: 120}
+            assert await there.take(2, 1, "file:///x")
+            assert not await there.take(3, 1, "file:///x")
+            with pytest.raises(ClusterUnreachable, match="no cut 3 since 3"):
+                await there.take(3, 3, "file:///x")
+            with pytest.raises(ClusterUnreachable, match="of 5000 letters"):
+                await there.take(3, 1, "x" * 5000)
+            await there.release(2)
+            assert await there.state(2) == subject.cuts.state(2)
+            assert subject.cuts.happened == [
+                ("hold", 2, 1.5), ("hold", 1, 1.5), ("take", 2, 1, "file:///x"), ("take", 3, 1, "file:///x"),
+                ("release", 2),
+            ]  # fmt: skip
+        finally:
+            await server.stop(0.0)
+
+    background.run(main())
 
 
 def test_status_arrives_as_the_server_gave_it() -> None:

@@ -38,6 +38,7 @@ class FakeServer:
         self.row = DIM  # floats of a row
         self.view: View | None = None
         self.silent: set[Kind] = set()
+        self.greeting = b""  # what follows each WELCOME
         self.frames: list[Header] = []
         self.half = threading.Event()  # set: a pull is answered by half of its rows, the rest when `go` is set
         self.go = threading.Event()
@@ -71,9 +72,13 @@ class FakeServer:
     def tell(self, view: View) -> None:
         """Sends a view to everybody connected."""
         self.view = view
+        self.say(bytes_frame(Kind.VIEW, view.encode(), epoch=view.epoch))
+
+    def say(self, frame: bytes) -> None:
+        """Sends a frame to everybody connected."""
         for sock in list(self._connections):
             with contextlib.suppress(OSError):
-                sock.sendall(bytes_frame(Kind.VIEW, view.encode(), epoch=view.epoch))
+                sock.sendall(frame)
 
     def _start(self, target: Callable[..., None], *args: object) -> None:
         threading.Thread(target=target, args=args, daemon=True).start()
@@ -100,6 +105,9 @@ class FakeServer:
         if kind == Kind.HELLO:
             welcome = {"server": self.name, "incarnation": self.incarnation, "cluster": "fake"}
             yield json_frame(Kind.WELCOME, welcome)
+            yield self.greeting
+        elif kind == Kind.HELD:
+            return
         elif kind == Kind.GET_CLOCKS:
             assert self.view is not None
             ranges = np.flatnonzero(self.view.heads == self.view.index(self.name))

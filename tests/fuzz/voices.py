@@ -33,9 +33,11 @@ from tests.fuzz.corpus import LEADER, RANGES, ROLES, WORKER, Corpus
 from tests.fuzz.corpus import PEER as AS_PEER
 from tests.fuzz.mutations import mutate
 
-INIT, DELETE, CLEAR, DROP = map(
-    int, (OperationKind.INIT, OperationKind.DELETE, OperationKind.CLEAR, OperationKind.DROP)
+INIT, DELETE, CLEAR, DROP, CUT = map(
+    int,
+    (OperationKind.INIT, OperationKind.DELETE, OperationKind.CLEAR, OperationKind.DROP, OperationKind.CUT),
 )
+HELD_CUT = 4
 CHOSEN = 24  # frames of a kind that are said in one burst
 KEYS = np.arange(200, dtype=np.int64)
 _OFTEN = {Kind.PUSH: 6, Kind.PULL: 2, Kind.FORWARD: 6, Kind.ACK: 3, Kind.SNAPSHOT_CHUNK: 3, Kind.RESYNC: 2}
@@ -163,7 +165,7 @@ class Voices:
         if role == LEADER:
             return {Kind.VIEW: [view_frame(view)] * 20, Kind.GET_VIEW: [Header(Kind.GET_VIEW).pack()]}
         if role == AS_PEER:
-            forwards = [self._forward(random.choice((0, 0, 0, INIT, DELETE, CLEAR, DROP))) for _ in range(CHOSEN)]
+            forwards = [self._forward(random.choice((0, 0, 0, INIT, DELETE, CLEAR, DROP, CUT))) for _ in range(CHOSEN)]
             rooms = json_frame(Kind.ROOM, {"rooms": [[1 << 40, 8, PEER, 1, 2, 3], [1 << 62, 1, "", 0, 0, 0]]})
             return {Kind.FORWARD: [f for f in forwards if f], Kind.ROOM: [rooms]}
         pushes = [self._push() for _ in range(2 * CHOSEN)]
@@ -182,7 +184,16 @@ class Voices:
             for flags, items, body in (self._rows(no_values=True) for _ in range(8))
         ]
         erases = [self._erase(random.choice((DELETE, DELETE, CLEAR, DROP))) for _ in range(8)]
-        return {Kind.PUSH: pushes, Kind.PULL: pulls, Kind.CREATE: creates, Kind.INIT: inits, Kind.ERASE: erases}
+        core.server.subject.cuts.hold(HELD_CUT, 60.0)
+        held = [
+            Header(Kind.HELD, random.choice((0, LAST)), clock=random.randrange(50), worker=random.choice(HOSTILE),
+                   table=random.choice((0, 1, HELD_CUT, 9))).pack()
+            for _ in range(4)
+        ]  # fmt: skip
+        return {
+            Kind.PUSH: pushes, Kind.PULL: pulls, Kind.CREATE: creates, Kind.INIT: inits, Kind.ERASE: erases,
+            Kind.HELD: held,
+        }  # fmt: skip
 
     def _erase(self, kind: int) -> bytes:
         random, epoch = self._random, self._core.server.epoch
@@ -191,6 +202,10 @@ class Voices:
             Kind.ERASE, flags & ALL_RANGES, len(body), 5, epoch, random.randrange(1, 50), part=kind,
             table=self._erased(kind), items=items,
         ).pack() + body  # fmt: skip
+
+    def _cut(self) -> bytes:
+        number = self._random.randrange(1, 20)
+        return b'{"number":%d,"since":%d,"writer":"s1","incarnation":1,"url":""}' % (number, number // 2)
 
     def _erased(self, kind: int) -> int:
         """A table; to be dropped, one of a few that nobody has: without the others there would be little left to do."""
@@ -265,10 +280,10 @@ class Voices:
             else:
                 body += self._block(number, self._tables[number], keys, no_values=kind == INIT)
         if not chosen:
-            said = b'{"id":%d}' % self._erased(kind)
+            said = b'{"id":%d}' % self._erased(kind) if kind != CUT else self._cut()
             body += said + b" " * (-len(said) % 8)
         worker, after = (random.choice((*HOSTILE, NOBODY)), random.randrange(1, 50) << 16)
-        if kind in (INIT, DROP):
+        if kind in (INIT, DROP, CUT):
             worker = after = 0
         elif kind:
             worker |= ERASER

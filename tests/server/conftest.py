@@ -41,7 +41,7 @@ Answer = asyncio.Future[tuple[Header, bytes]]
 
 
 class Worker:
-    """A connection to one server. refused: why that ended it."""
+    """A connection to one server. refused: why that ended it; told: what came unasked."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, id_: int = WORKER) -> None:
         self.id = id_
@@ -49,6 +49,7 @@ class Worker:
         self.requests = 0
         self.answers: dict[int, asyncio.Future[tuple[Header, bytes]]] = {}
         self.views: list[View] = []
+        self.told: list[Header] = []
         self.refused = ""
         self.task = asyncio.create_task(self._read())
 
@@ -71,6 +72,8 @@ class Worker:
                 self.refused = json_body(body)["message"]
             elif header.request in self.answers:
                 self.answers.pop(header.request).set_result((header, body))
+            elif not header.request:
+                self.told.append(header)
 
     def ask(self, header: Header, *body: bytes) -> Answer:
         self.requests += 1

@@ -15,6 +15,7 @@ from elasticps.server.protocol.operations import (
     ChunkContent,
     Content,
     Contribution,
+    CutMark,
     NewTable,
     RoundStep,
     TableRows,
@@ -85,6 +86,7 @@ A_SET = ShardSet(1 << 16 | 3, ShardSpec(100, 7, 2, None), 5, 2, {1: Used(4, 9)},
 SHARDS: RangeShards = {"a": {"train": A_SET}}
 A_TAKE = Claim("a", "train", ShardSpec(100, 7, 2, 5), 6, 11, 4, (1, 2), (3,), ())
 A_ROUND = RoundStep("a", 3, (5, 6))
+THE_CUT = CutMark(3, 1, "s0", 2, "file:///x")
 A_GROUP = BarrierGroup({5: 3}, 4, (5, 6), {5: 4, 2: 1}, 9)
 A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.float32))
 
@@ -97,6 +99,7 @@ A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.fl
         ChunkAck(4, 3, 2, 7, True, 55),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.CREATE, -1, 0, NewTable(3, SPEC), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.AUDIT, -1, 0, AuditMark(1 << 61), 10)),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.CUT, -1, 0, THE_CUT, 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.BARRIER_CLOSE, -1, 0, A_ROUND, 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.BARRIER_LEAVE, -1, 0, RoundStep("a", 0, (5,)), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.CLAIM_SHARDS, -1, 0, A_TAKE, 10)),
@@ -108,7 +111,7 @@ A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.fl
                     TableRows(2, TableSpec("b", 1, Accumulate()).to_json(), numbers(), np.empty((0, 8), np.uint8)),
                 ],
                 RangeRounds({"a": 4}, {"a": A_GROUP}, [("a", 5, 6, [A_BLOCK])]),
-                SHARDS,
+                SHARDS, 7,
             ),
         ),
     ],
@@ -194,6 +197,7 @@ def test_a_take_of_shards_that_cannot_be_is_refused(spec: tuple[object, ...]) ->
 
 ROUND = {"id": 1, "app": "a", "workers": [1]}
 AUDIT = {"id": 1, "part": 0, "parts": 1}
+A_CUT = {"number": 3, "since": 1, "writer": "s0", "incarnation": 2, "url": "file:///x"}
 
 
 @pytest.mark.parametrize(
@@ -207,6 +211,11 @@ AUDIT = {"id": 1, "part": 0, "parts": 1}
         (OperationKind.BARRIER_LEAVE, ROUND | {"workers": []}),
         (OperationKind.AUDIT, AUDIT | {"id": 1 << 70}),
         (OperationKind.AUDIT, AUDIT | {"parts": 0}),
+        (OperationKind.CUT, A_CUT | {"number": 0}),
+        (OperationKind.CUT, A_CUT | {"number": 1 << 32}),
+        (OperationKind.CUT, A_CUT | {"since": 3}),
+        (OperationKind.CUT, A_CUT | {"writer": 7}),
+        (OperationKind.CUT, A_CUT | {"url": "x" * 5000}),
         (OperationKind.CREATE, {"id": 1 << 32, "spec": SPEC}),
         (OperationKind.CREATE, {"id": 1, "spec": "{}"}),
         (OperationKind.CREATE, {"id": 1, "spec": "[" * 20_000}),

@@ -92,7 +92,7 @@ def tables(draw: st.DrawFn) -> list[TableRows]:
     return found
 
 
-contents = st.builds(ChunkContent, tables(), rounds, shards)
+contents = st.builds(ChunkContent, tables(), rounds, shards, st.just(0))
 
 
 def through_the_wire(content: ChunkContent) -> ChunkContent:

@@ -56,15 +56,17 @@ Script = Generator[Request, list[Answer], T]
 
 
 class FanOut:
-    """Who has been asked and who has answered, in one view. left: nobody waits for the answers that are to come."""
+    """Who has been asked and who has answered, in one view. left: nobody waits for the answers that are to come;
+    writes: rows change by it."""
 
-    def __init__(self, questions: Questions) -> None:
+    def __init__(self, questions: Questions, writes: bool = False) -> None:
         self.pending: dict[int, Call] = {}
         self.answers: list[Answer] = []
         self.error: Exception | None = None
         self.routes: Routes | None = None
         self.stalled = False  # a server has another view than the one asked under
         self.left = False
+        self.writes = writes
         self._questions = questions
 
     def begin(self, routes: Routes, requests: Iterator[int]) -> list[Call]:
@@ -115,6 +117,11 @@ class FanOuts:
     def oldest(self) -> int:
         """The oldest request that has not been answered, 0 for none."""
         return next(iter(self._of), 0)
+
+    @property
+    def writing(self) -> bool:
+        """Whether something that changes rows has not been answered by all."""
+        return any(fan_out.writes and not fan_out.done() for fan_out in self._fan_outs)
 
     @property
     def asked(self) -> set[Member]:

@@ -206,6 +206,14 @@ class Rounds:
         """Numbers that replicas of a range must agree on, for digests."""
         return [number for app in sorted(self._closed) for number in (len(app), int(self._closed[app][r]))]
 
+    def closed_in(self, r: int) -> list[tuple[str, int]]:
+        """The last closed round of each application that has closed one in range r, by application."""
+        return [(app, int(rounds[r])) for app, rounds in sorted(self._closed.items()) if rounds[r]]
+
+    def kept_in(self, r: int) -> list[tuple[str, int, int]]:
+        """(application, round, worker) of what is kept in range r."""
+        return sorted({(*key, share.worker) for key, shares in self._kept.items() for share in shares if share.live[r]})
+
     def _drop(self, gone: NDArray[np.bool_], keys: list[tuple[str, int]]) -> None:
         for key in keys:
             for share in self._kept[key]:

@@ -122,6 +122,17 @@ class AuditMark(NamedTuple):
     parts: int = 1
 
 
+class CutMark(NamedTuple):
+    """A CUT: at this place of their logs ranges are as checkpoint `number` has them. since: the cut that the checkpoint
+    adds to, 0 if it is a full one; writer, incarnation: the server that logged this, and writes the ranges to `url`."""
+
+    number: int
+    since: int
+    writer: str
+    incarnation: int
+    url: str
+
+
 class TableRows(NamedTuple):
     """One table's rows in a piece: keys int64 [n], whole rows uint8 [n, stride]. spec: as JSON, "" if the table was
     dropped in this range."""
@@ -134,11 +145,13 @@ class TableRows(NamedTuple):
 
 class ChunkContent(NamedTuple):
     """What a piece of a range carries: every table, also those without rows there, so that the joiner knows them all;
-    and what is kept for synchronous rounds. The first one has the range's sets of shards."""
+    and what is kept for synchronous rounds. The first one has the range's sets of shards. cut: the newest one
+    that the range has passed, 0 for none."""
 
     tables: list[TableRows]
     rounds: RangeRounds
     shards: RangeShards
+    cut: int = 0
 
 
 def positions_of(ranges: Ranges, count: int) -> NDArray[np.int64]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.admin.subject import MAX_URL
 from elasticps.errors import SpecError
 from elasticps.server.protocol.data_shards_state import Claim, ShardMark
 from elasticps.server.protocol.operations import (
@@ -22,6 +23,7 @@ from elasticps.server.protocol.operations import (
     Cleared,
     Content,
     Contribution,
+    CutMark,
     Dropped,
     NewTable,
     RoundStep,
@@ -54,6 +56,7 @@ from replication.progress import MAX_CLOCK
 
 _MAX_POSITION = 1 << 62  # of progress, of logs, of epochs: int64 with room for sums
 MAX_NAME = 255
+MAX_CUT = (1 << 32) - 1
 MAX_WORKER = (1 << 32) - 1
 MAX_TABLE = (1 << 32) - 1
 _ROWS = (OperationKind.PUSH, OperationKind.INIT, OperationKind.LOAD, OperationKind.DELETE)
@@ -127,7 +130,7 @@ class ReplicaCodec:
             parts.append(_json({"id": payload.table, "spec": payload.spec}))
         elif isinstance(payload, Cleared | Dropped):
             parts.append(_json({"id": payload.table}))
-        elif isinstance(payload, AuditMark):
+        elif isinstance(payload, AuditMark | CutMark):
             parts.append(_json(payload._asdict()))
         elif isinstance(payload, RoundStep):
             parts.append(_json({"id": payload.clock, "app": payload.app, "workers": payload.workers}))
@@ -154,7 +157,7 @@ class ReplicaCodec:
         parts: list[Buffer] = [numbers, *encode_content(content)]
         header = SnapshotChunkHeader(
             message.epoch, message.range, message.fill, message.number, message.last, message.seq,
-            len(message.workers), len(content.tables),
+            len(message.workers), len(content.tables), content.cut,
         )  # fmt: skip
         return [header.header(_length(parts)).pack(), *parts]
 
@@ -214,6 +217,8 @@ class ReplicaCodec:
             document = _document(body, at)
             parts = whole(document.get("parts"), 1 << 32, 1)
             payload = AuditMark(whole(document.get("id"), (1 << 64) - 1), whole(document.get("part"), parts - 1), parts)
+        elif said.kind == OperationKind.CUT:
+            payload = cut_mark(_document(body, at))
         elif said.kind in _ROUND_STEPS:
             document = _document(body, at)
             clock, workers = whole(document.get("id"), _MAX_POSITION), wholes(document.get("workers"), MAX_WORKER, 1)
@@ -247,7 +252,7 @@ class ReplicaCodec:
         workers, progress = numbers[: said.workers], numbers[said.workers :]
         if said.workers and (workers.min() < 1 or workers.max() > MAX_WORKER or progress.min() < 0):
             raise FrameError("a SNAPSHOT_CHUNK has clocks of nobody, or below 0")
-        content = decode_content(said.tables, body, at)
+        content = decode_content(said.tables, body, at)._replace(cut=said.cut)
         return SnapshotChunk(
             said.epoch, said.range, said.fill, said.number, upto, said.last, said.seq, workers, progress, content
         )  # fmt: skip
@@ -300,6 +305,15 @@ def new_table(document: dict[str, Any]) -> NewTable:
     """What a CREATE says. `SpecError` for a spec that is none, or that this server's plug-ins do not know."""
     spec = TableSpec.from_json(text(document.get("spec"), MAX_CONTROL_BYTES))
     return NewTable(whole(document.get("id"), MAX_TABLE, 1), spec.to_json())
+
+
+def cut_mark(document: dict[str, Any]) -> CutMark:
+    """What a CUT says."""
+    number = whole(document.get("number"), MAX_CUT, 1)
+    return CutMark(
+        number, whole(document.get("since"), number - 1), text(document.get("writer"), MAX_NAME),
+        whole(document.get("incarnation"), _MAX_POSITION), text(document.get("url"), MAX_URL),
+    )  # fmt: skip
 
 
 def shard_mark(header: Header) -> ShardMark | None:

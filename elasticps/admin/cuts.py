@@ -1,0 +1,91 @@
+"""Takes part in cuts by gRPC: the calls of `CutSubject`, at a server that is somewhere else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from elasticps.admin import admin_pb2, admin_pb2_grpc
+from elasticps.admin.client import failure, open_channel
+from elasticps.admin.subject import CutState, CutTaken, Writing, WrittenFile
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
+
+
+class CutClient:
+    """The server whose admin service is at `address`. Each call raises ClusterUnreachable when that does not answer
+    within `timeout_s`, ServerError if it refuses."""
+
+    def __init__(self, address: str, timeout_s: float, credentials: Credentials | None = None) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        self._credentials = credentials
+
+    async def hold(self, cut: int, hold_s: float) -> bool:
+        """Has all its workers hold; False if that is over, or a newer cut is being taken."""
+        return bool((await self._ask("Hold", admin_pb2.HoldRequest(cut=cut, hold_ms=int(hold_s * 1000)))).held)
+
+    async def held(self, cut: int) -> Mapping[int, int]:
+        """The workers that do, and the clocks up to which they have written."""
+        answer = await self._ask("Held", admin_pb2.HeldRequest(cut=cut))
+        return dict(zip(answer.workers, answer.clocks, strict=True))
+
+    async def release(self, cut: int) -> None:
+        """Has them go on."""
+        await self._ask("Release", admin_pb2.ReleaseRequest(cut=cut))
+
+    async def take(self, cut: int, since: int, url: str) -> bool:
+        """Logs the cut in the ranges that it heads; False: ask again."""
+        return bool((await self._ask("Cut", admin_pb2.CutRequest(cut=cut, since=since, url=url))).complete)
+
+    async def state(self, cut: int) -> CutState:
+        """What there was at it, and how far it is written."""
+        return read_state(await self._ask("CutState", admin_pb2.CutStateRequest(cut=cut)))
+
+    async def _ask(self, method: str, request: Any) -> Any:
+        async with open_channel(self._address, self._credentials) as channel:
+            try:
+                stub = admin_pb2_grpc.AdminStub(channel)
+                return await getattr(stub, method)(request, timeout=self._timeout_s)
+            except grpc.aio.AioRpcError as error:
+                raise failure(self._address, self._timeout_s, error) from error
+
+
+def write_state(state: CutState) -> admin_pb2.CutStateResponse:
+    """As it travels."""
+    taken = [
+        admin_pb2.CutTaken(
+            ranges=one.ranges, workers=one.clocks.keys(), progress=one.clocks.values(), closed=one.closed,
+            kept=[admin_pb2.KeptShare(app=app, round=clock, worker=worker) for app, clock, worker in one.kept],
+        )
+        for one in state.taken
+    ]  # fmt: skip
+    homes = {r: json.dumps(home, separators=(",", ":")) for r, home in state.homes.items()}
+    writing = state.writing or Writing(0, ())
+    return admin_pb2.CutStateResponse(
+        incarnation=state.incarnation, epoch=state.epoch, newest=state.newest, taken=taken, homes=homes,
+        writes=state.writing is not None, ranges_done=writing.ranges_done, failed=writing.failed,
+        files=[admin_pb2.WrittenFile(**file._asdict()) for file in writing.files],
+    )  # fmt: skip
+
+
+def read_state(answer: admin_pb2.CutStateResponse) -> CutState:
+    """The inverse of `write_state`."""
+    taken = [
+        CutTaken(
+            tuple(one.ranges), dict(zip(one.workers, one.progress, strict=True)), dict(one.closed),
+            tuple((kept.app, kept.round, kept.worker) for kept in one.kept),
+        )
+        for one in answer.taken
+    ]  # fmt: skip
+    files = [
+        WrittenFile(file.path, file.bytes, file.header, file.rows, file.blake2b, file.table, tuple(file.ranges))
+        for file in answer.files
+    ]
+    writing = Writing(answer.ranges_done, files, answer.failed) if answer.writes else None
+    homes = {r: json.loads(home) for r, home in answer.homes.items()}
+    return CutState(answer.incarnation, answer.epoch, answer.newest, taken, homes, writing)

@@ -1,0 +1,67 @@
+"""Holds for cuts: hears of them from any server, and tells servers when this worker has written nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elasticps.client.connections import Connections
+from elasticps.client.protocol.hold import Hold, Written
+from elasticps.client.protocol.session import Session
+from elasticps.client.runtime import Lock, Runtime
+from elasticps.wire.frames import Header
+from elasticps.wire.headers import HoldHeader, ReleaseHeader
+from replication.chain import Member
+
+
+class Holding:
+    """Of one worker. writing: whether something else than steps is being written; in_round: whether the newest step's
+    round is open, None for who takes part in none; settle: closes it, in a thread of its own."""
+
+    def __init__(
+        self, runtime: Runtime, lock: Lock, session: Session, connections: Connections, writing: Callable[[], bool]
+    ) -> None:
+        self.in_round: Callable[[], bool | None] = lambda: None
+        self.settle: Callable[[], None] = lambda: None
+        self._runtime = runtime
+        self._lock = lock
+        self._session = session
+        self._connections = connections
+        self._writing = writing
+        self._hold = Hold(session.worker)
+        self._settled = (0, 0)  # the cut, and the step, for which `settle` was called
+
+    def hear(self, server: Member, header: Header) -> None:
+        """HOLD."""
+        self._hold.hear(server, HoldHeader.of(header), self._runtime.monotonic())
+
+    def release(self, header: Header) -> None:
+        """RELEASE."""
+        self._hold.release(ReleaseHeader.of(header).cut)
+
+    def gone(self, server: Member) -> None:
+        """The connection to a server has ended."""
+        self._hold.gone(server)
+
+    def holds(self, clock: int) -> bool:
+        """Whether step `clock` (0: whatever else is written) has to wait, as a cut is taken."""
+        return bool(self._hold.cut) and self._hold.holds(clock, self._runtime.monotonic())
+
+    @property
+    def left_s(self) -> float:
+        """For how long at most."""
+        return self._hold.left_s(self._runtime.monotonic())
+
+    def tell(self) -> None:
+        """Tells servers how far all is written, if they want to know that. Under the lock, or not."""
+        if not self._hold.cut:
+            return
+        with self._lock:
+            session, in_round = self._session, self.in_round()
+            done = not (session.outstanding or self._writing())
+            written = Written(session.clock, done and not in_round, in_round is not None)
+            for member, said in self._hold.answers(written, self._runtime.monotonic()):
+                self._connections.send(member, [said.header().pack()])
+            if done and in_round and self._settled != (self._hold.cut, session.clock):
+                # whoever trains may not come by for long, and others wait for it
+                self._settled = (self._hold.cut, session.clock)
+                self._runtime.spawn("elasticps-settle", self.settle)

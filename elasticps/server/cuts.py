@@ -1,0 +1,110 @@
+"""A server's part in taking a consistent cut: has its workers hold, logs the cut, tells what there was at it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from elasticps.admin.subject import CutState, CutTaken, Writing
+from elasticps.server.connection import Connection, Handler
+from elasticps.server.executor import Executor
+from elasticps.server.protocol.asker import Asker, Body
+from elasticps.server.protocol.cut import Holding
+from elasticps.server.protocol.cut_notes import by_column
+from elasticps.server.protocol.operations import CutMark
+from elasticps.server.protocol.serving import Serving
+from elasticps.server.tickets import FutureTicket
+from elasticps.wire.frames import FrameError, Header, Kind
+from elasticps.wire.headers import HeldHeader, ReleaseHeader
+from replication.effects import Push, Status
+from replication.messages import OperationKind
+from replication.progress import MAX_CLOCK
+
+AT_ONCE = 64  # ranges of one operation: their clocks are copied as it is applied
+
+
+class Cuts:
+    """workers: the connections that are theirs; writing: what this server has written of a cut, None for nothing."""
+
+    def __init__(
+        self, serving: Serving, executor: Executor, workers: Callable[[], Iterable[Connection]],
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._serving = serving
+        self._executor = executor
+        self._workers = workers
+        self._clock = clock
+        self._holding = Holding()
+        self.writing: Callable[[int], Writing | None] = lambda cut: None
+        self.handlers: dict[int, Handler] = {Kind.HELD: self._held}
+
+    # --- workers ----------------------------------------------------------------------------------------------------
+
+    def greet(self, connection: Asker) -> None:
+        """A worker has been welcomed: its first word is whether it is to hold."""
+        told = self._holding.tells(connection.app, self._clock())
+        if told is not None:
+            connection.send(told.header().pack())
+
+    def _held(self, connection: Connection, header: Header, body: Body) -> None:
+        said = HeldHeader.of(header)
+        if said.worker != connection.worker or said.clock >= MAX_CLOCK:
+            raise FrameError(f"worker {connection.worker} says that {said.worker} holds at clock {said.clock}")
+        if self._holding.hear(connection.app, said, self._clock()):
+            for other in self._workers():
+                if other.app == connection.app:
+                    self.greet(other)
+
+    # --- who takes a cut --------------------------------------------------------------------------------------------
+
+    def hold(self, cut: int, hold_s: float) -> bool:
+        """Has all workers hold, those too that come later; False if this cut's time is over, or a newer one is."""
+        new = cut > self._holding.cut
+        held = self._holding.begin(cut, hold_s, self._clock())
+        if held and new:
+            for connection in self._workers():
+                self.greet(connection)
+        return held
+
+    def held(self, cut: int) -> dict[int, int]:
+        """The workers that hold, each with the clock up to which all that it has written is committed."""
+        return self._holding.held(cut, self._clock())
+
+    def release(self, cut: int) -> None:
+        """Has them go on."""
+        if self._holding.release(cut):
+            frame = ReleaseHeader(cut).header().pack()
+            for connection in self._workers():
+                connection.send(frame)
+
+    async def take(self, cut: int, since: int, url: str) -> bool:
+        """Logs a cut in the ranges headed here that have not passed it, each once; False if their view changed, or it
+        was too late: then ask again. Returns when all replicas have passed it."""
+        me, passed, tickets = self._serving.me, self._executor.cuts.number, []
+        loop = asyncio.get_running_loop()
+        mark = CutMark(cut, since, me.name, me.incarnation, url)
+        headed = self._serving.headed
+        for at in range(0, len(headed), AT_ONCE):
+            some = headed[at : at + AT_ONCE]
+            ranges = some[passed[some] < cut]
+            if len(ranges):
+                ticket = FutureTicket(loop)
+                tickets.append(ticket)
+                push = Push(ticket, -1, self._serving.epoch, 0, 0, True, ranges, mark, 64, kind=OperationKind.CUT)
+                self._executor.perform(self._executor.replica.push, push)
+                await asyncio.sleep(0)
+        replies = [await ticket.future for ticket in tickets]
+        done = all(reply.status is Status.COMMITTED and not len(reply.moved) for reply in replies)
+        return done and not np.count_nonzero(passed[self._serving.headed] < cut)
+
+    def state(self, cut: int) -> CutState:
+        """What there was at a cut in the ranges that this server has logged it in, and how far it has written them."""
+        me, notes = self._serving.me, self._executor.cuts
+        mine = list(notes.by(cut, me.name, me.incarnation))
+        taken = [CutTaken(tuple(ranges), column.clocks(), dict(column.closed), column.kept)
+                 for column, ranges in by_column(mine).items()]  # fmt: skip
+        homes = {r: noted.home for r, noted in mine if noted.home is not None}
+        return CutState(me.incarnation, self._serving.epoch, max(notes.newest, self._holding.cut), taken, homes,
+                        self.writing(cut))  # fmt: skip

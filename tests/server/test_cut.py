@@ -1,0 +1,304 @@
+"""Cuts at servers: who holds, once in each log, the same at every replica, with a range that moves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticps.admin.cuts import read_state, write_state
+from elasticps.admin.subject import CutState, CutTaken, Writing, WrittenFile
+from elasticps.server.protocol.barrier_state import Rounds
+from elasticps.server.protocol.cut import MOST_S, Holding
+from elasticps.server.protocol.cut_notes import CutNotes, by_column
+from elasticps.server.protocol.data_shards_state import Shards
+from elasticps.server.protocol.operations import CutMark
+from elasticps.server.server import Server
+from elasticps.sharding import ShardSpec
+from elasticps.wire.frames import Block, Kind, json_frame
+from elasticps.wire.headers import HeldHeader, HoldHeader, ReleaseHeader
+from tests.server.conftest import RANGES, WORKER, Group, Run, Worker, until
+
+P = 8
+
+# ---------------------------------------------------------------------------------------------------------- who holds
+
+
+class HoldingTwin:
+    """All that was ever said, looked through from the beginning each time."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, tuple[int, ...], float]] = []
+
+    def current(self, now: float) -> tuple[int, float]:
+        """The cut that is held for, 0 for none, and until when."""
+        cut, until_s = 0, 0.0
+        for what, numbers, at in self.said:
+            if what == "begin" and numbers[0] > cut and 0 < numbers[1] <= MOST_S:
+                cut, until_s = numbers[0], at + numbers[1]
+            elif what == "release" and numbers[0] == cut:
+                until_s = 0.0
+        return (cut, until_s) if now < until_s else (0, 0.0)
+
+    def held(self, cut: int, now: float) -> dict[int, int]:
+        if not cut or self.current(now)[0] != cut:
+            return {}
+        first = min(i for i, (what, numbers, _) in enumerate(self.said) if what == "begin" and numbers[0] == cut)
+        heard = [numbers for what, numbers, _ in self.said[first:] if what == "hear" and numbers[0] == cut]
+        rounds = {app: max([n[2] for n in heard if n[1] % 2 == app and n[3]], default=0) for app in (0, 1)}
+        last = {worker: (clock, still_open) for _, worker, clock, still_open in heard}
+        return {w: clock for w, (clock, still_open) in last.items() if not still_open and clock >= rounds[w % 2]}
+
+
+cuts, workers, clocks = st.integers(1, 3), st.integers(1, 4), st.integers(0, 4)
+told = st.one_of(
+    st.tuples(st.just("begin"), st.tuples(cuts, st.sampled_from((0, 2, 5, 100)))),
+    st.tuples(st.just("hear"), st.tuples(cuts, workers, clocks, st.integers(0, 1))),
+    st.tuples(st.just("release"), st.tuples(cuts)),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(told, st.sampled_from((0.0, 0.5, 3.0))), max_size=25))
+def test_who_holds_is_who_said_so_last_and_has_come_far_enough(
+    story: list[tuple[tuple[str, tuple[int, ...]], float]],
+) -> None:
+    holding, twin, now = Holding(), HoldingTwin(), 0.0
+    for (what, numbers), pause_s in story:
+        now += pause_s
+        if what == "begin":
+            held = holding.begin(numbers[0], numbers[1], now)
+            twin.said.append((what, numbers, now))
+            assert held == (twin.current(now)[0] == numbers[0])
+        elif what == "hear":
+            cut, worker, clock, still_open = numbers
+            holding.hear(f"app{worker % 2}", HeldHeader(cut, worker, clock, bool(still_open)), now)
+            if twin.current(now)[0] == cut:
+                twin.said.append((what, numbers, now))
+        else:
+            holding.release(numbers[0])
+            twin.said.append((what, numbers, now))
+        for cut in (1, 2, 3):
+            assert holding.held(cut, now) == twin.held(cut, now)
+        hold = holding.tells("app0", now)
+        assert (0 if hold is None else hold.cut) == twin.current(now)[0]
+
+
+def test_whoever_has_a_round_open_is_waited_for_by_the_others_of_its_application_alone() -> None:
+    holding = Holding()
+    assert holding.begin(1, 5.0, 0.0)
+    assert not holding.hear("a", HeldHeader(1, 5, 8), 1.0)
+    assert not holding.hear("b", HeldHeader(1, 7, 3), 1.0)
+    assert holding.hear("a", HeldHeader(1, 6, 9, open=True), 1.0)
+    assert holding.held(1, 1.0) == {7: 3}
+    assert holding.tells("a", 1.0) == HoldHeader(1, 4000, 9)
+    assert holding.tells("b", 1.0) == HoldHeader(1, 4000, 0)
+    assert not holding.hear("a", HeldHeader(1, 6, 9), 2.0)
+    holding.hear("a", HeldHeader(1, 5, 9), 2.0)
+    holding.hear("a", HeldHeader(1, 8, 0, apart=True), 2.0)
+    assert holding.held(1, 2.0) == {5: 9, 6: 9, 7: 3, 8: 0}
+
+
+# ----------------------------------------------------------------------------------------------------- what is noted
+
+
+def test_only_the_newest_cut_is_kept_and_a_late_one_changes_nothing() -> None:
+    notes, rounds, shards = CutNotes(P), Rounds(P), Shards(P)
+    column = np.array([WORKER]), np.array([3 << 16])
+
+    def apply(number: int, ranges: list[int], writer: str) -> list[int]:
+        array = np.array(ranges)
+        first: list[int] = array[notes.pass_by(number, array)].tolist()
+        for r in first:
+            notes.note(CutMark(number, 0, writer, 1, ""), r, 7, column, rounds, shards)
+        return first
+
+    assert apply(1, [0, 1, 2], "s0") == [0, 1, 2]
+    assert apply(1, [2, 3], "s1") == [3]
+    assert {r for r, _ in notes.by(1, "s0", 1)} == {0, 1, 2}
+    assert list(by_column(notes.by(1, "s0", 1)).values()) == [[0, 1, 2]]
+    assert apply(2, [0], "s0") == [0]
+    assert list(notes.by(1, "s0", 1)) == []
+    assert apply(1, [0, 4], "s0") == [4]  # a range that an older head has cut late
+    assert {r for r, _ in notes.by(2, "s0", 1)} == {0}
+    notes.erase(np.array([0]))
+    assert notes.number.tolist() == [0, 1, 1, 1, 1, 0, 0, 0]
+    notes.load(0, 2)
+    assert apply(2, [0], "s1") == []
+
+
+def test_rounds_and_shards_are_noted_where_they_are() -> None:
+    notes, rounds, shards = CutNotes(1), Rounds(1), Shards(1)
+    rounds.enter("a", 1, [WORKER, 6])
+    rounds.decide("a", 1, [WORKER, 6])
+    block = Block(1, np.array([4]), np.ones((1, 2), np.float32), np.empty(0, np.float32))
+
+    class Every:
+        def select(self, keys: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+            return np.arange(len(keys))
+
+    rounds.close("a", 1, [WORKER, 6], np.array([0]), {1: Every()})
+    rounds.keep("a", 2, 6, np.array([0]), [block])
+    found = shards._open("a", "train", ShardSpec(100, 10, 1, None))
+    assert found is not None
+    found.hand_out(WORKER, 1)
+    notes.note(CutMark(1, 0, "s0", 1, ""), 0, 3, (np.array([WORKER]), np.array([1 << 16])), rounds, shards)
+    ((_, noted),) = notes.by(1, "s0", 1)
+    assert noted.column.clocks() == {WORKER: 1 << 16}
+    assert (noted.column.closed, noted.column.kept) == ((("a", 1),), (("a", 2, 6),))
+    assert noted.home is not None
+    assert noted.home["groups"][0]["decided"] == 1
+    assert noted.home["shards"][0]["doing"] == [[WORKER, 0, 0, 0, 0]]
+    taken = CutTaken((0,), noted.column.clocks(), dict(noted.column.closed), noted.column.kept)
+    file = WrittenFile("000001/t/s0-1.000.safetensors", 10, 8, 2, "ab", 3, (0, 1))
+    state = CutState(1, 2, 3, [taken], {0: noted.home}, Writing(1, [file], "no"))
+    assert read_state(write_state(state)) == state
+
+
+# ----------------------------------------------------------------------------------------------- servers in one loop
+
+
+class Hook:
+    """What each replica is told as a cut passes."""
+
+    def __init__(self, server: Server) -> None:
+        self.seen: list[tuple[int, int, CutMark]] = []
+        server.executor.cut_passed = self.passed
+
+    def passed(self, ranges: np.ndarray, seqs: np.ndarray, mark: CutMark, inside: object) -> None:
+        self.seen += [(r, seq, mark) for r, seq in zip(ranges.tolist(), seqs.tolist(), strict=True)]
+
+
+async def three(group: Group) -> dict[str, Hook]:
+    hooks = {name: Hook(await group.start(name)) for name in ("s0", "s1", "s2")}
+    group.adopt(group.make_view(lambda r: ["s0", "s1", "s2"] if r % 2 else ["s1", "s2", "s0"]))
+    return hooks
+
+
+def test_every_replica_passes_a_cut_once_at_the_same_place_and_notes_the_same(run: Run) -> None:
+    async def test(group: Group) -> None:
+        hooks = await three(group)
+        assert group.view is not None
+        workers = {name: await group.connect(name) for name in ("s0", "s1")}
+        for clock in range(1, 8):
+            for name, worker in workers.items():
+                pushed = worker.push(group.view, name, clock, range(100), 1.0)
+                if clock == 5 and name == "s0":
+                    taken = asyncio.ensure_future(group.servers["s0"].subject.cuts.take(1, 0, "file:///x"))
+                await pushed
+        assert await taken
+        assert await group.servers["s1"].subject.cuts.take(1, 0, "file:///x")
+        assert await group.servers["s0"].subject.cuts.take(1, 0, "file:///x")  # again: nothing is left to cut
+        for hook in hooks.values():
+            assert sorted(hook.seen) == sorted(hooks["s0"].seen)
+            assert sorted(r for r, _, _ in hook.seen) == list(range(RANGES))
+        noted = [server.executor.cuts.noted for server in group.servers.values()]
+        assert noted[0] == noted[1] == noted[2]
+        state = group.servers["s1"].subject.cuts.state(1)
+        assert {r for one in state.taken for r in one.ranges} == {r for r in range(RANGES) if not r % 2}
+        assert [dict(one.clocks) for one in state.taken] == [{WORKER: 7 << 16}]
+        assert (state.newest, state.writing) == (1, None)
+
+    run(test)
+
+
+def test_a_range_that_moves_takes_its_cut_along(run: Run) -> None:
+    async def test(group: Group) -> None:
+        await three(group)
+        assert group.view is not None
+        worker = await group.connect("s0")
+        await worker.push(group.view, "s0", 1, range(100), 1.0)
+        for name in ("s0", "s1"):
+            assert await group.servers[name].subject.cuts.take(4, 0, "")
+        await group.start("s3")
+        group.adopt(group.make_view(lambda r: ["s0", "s1"], lambda r: "s3"))
+        joiner = group.servers["s3"].executor.cuts
+        await until(lambda: (joiner.number == 4).all())
+        tail = group.servers["s1"]
+        await until(lambda: len(tail.leaders._connections) == 0 and tail.replica.waiting.all())
+        group.adopt(group.make_view(lambda r: ["s3", "s0"]))
+        new = Hook(group.servers["s3"])
+        assert await group.servers["s3"].subject.cuts.take(4, 0, "")
+        assert new.seen == []
+        assert group.servers["s3"].subject.cuts.state(4).taken == []
+        assert await group.servers["s3"].subject.cuts.take(5, 4, "")
+        assert sorted(r for r, _, _ in new.seen) == list(range(RANGES))
+
+    run(test)
+
+
+def test_a_cut_that_waited_with_pushes_notes_what_its_place_in_the_log_has(run: Run) -> None:
+    """All that waited for a view is let in at once: the clocks must be those of the cut's place, not of the end."""
+
+    async def test(group: Group) -> None:
+        for name in ("s0", "s1"):
+            await group.start(name)
+        group.adopt(group.make_view(lambda r: ["s0", "s1"]))
+        head, view = group.servers["s0"], group.view
+        assert view is not None
+        workers = await group.connect("s0")
+        await workers.push(view, "s0", 1, range(50), 1.0)
+        head.replica._full.add(head.replica._slot(group.servers["s1"].member))
+        head.replica.crowded = True
+        cut = asyncio.ensure_future(head.subject.cuts.take(1, 0, ""))
+        await until(lambda: head.replica.parked == 1)
+        later = workers.push(view, "s0", 2, range(50), 1.0)
+        await until(lambda: head.replica.parked == 2)
+        head.replica._full.clear()
+        head.replica.crowded = False
+        head.executor.perform(head.replica.go_on)
+        assert await cut
+        await later
+        for server in group.servers.values():
+            found = {tuple(one.column.clocks().items()) for one in server.executor.cuts.noted.values()}
+            assert found == {((WORKER, 1 << 16),)}
+
+    run(test)
+
+
+def test_workers_are_told_to_hold_also_behind_their_welcome_and_to_go_on(run: Run) -> None:
+    async def test(group: Group) -> None:
+        server = await group.start("s0")
+        group.adopt(group.make_view(lambda r: ["s0"]))
+        cuts = server.subject.cuts
+        early = await group.connect("s0")
+        assert cuts.hold(3, 5.0)
+        assert cuts.hold(3, 5.0)  # again: nobody is told twice
+        assert not cuts.hold(2, 5.0)
+        host, _, port = group.infos["s0"].address.rpartition(":")
+        late = Worker(*await asyncio.open_connection(host, int(port)))
+        group.workers.append(late)
+        late.writer.write(json_frame(Kind.HELLO, {"cluster": "c", "worker": WORKER, "name": "w", "app": "default"}))
+        early.writer.write(HeldHeader(3, WORKER, 8).header().pack())
+        await until(lambda: cuts.held(3))
+        assert cuts.held(3) == {WORKER: 8}
+        cuts.release(3)
+        await until(lambda: len(late.told) == 3)
+        welcome, hold, release = late.told
+        assert [welcome.kind, hold.kind, release.kind] == [Kind.WELCOME, Kind.HOLD, Kind.RELEASE]
+        assert HoldHeader.of(hold).cut == 3
+        assert 0 < HoldHeader.of(hold).left_ms <= 5000
+        assert ReleaseHeader.of(release) == ReleaseHeader(3)
+        assert cuts.held(3) == {}
+        assert not cuts.hold(3, 5.0)
+        await until(lambda: len(early.told) == 3)
+        assert [header.kind for header in early.told] == [Kind.WELCOME, Kind.HOLD, Kind.RELEASE]
+
+    run(test)
+
+
+@pytest.mark.parametrize("said", [HeldHeader(3, WORKER + 1, 8), HeldHeader(3, WORKER, 1 << 60)])
+def test_who_speaks_for_another_or_of_a_clock_that_cannot_be_loses_its_connection(run: Run, said: HeldHeader) -> None:
+    async def test(group: Group) -> None:
+        server = await group.start("s0")
+        group.adopt(group.make_view(lambda r: ["s0"]))
+        worker = await group.connect("s0")
+        assert server.subject.cuts.hold(3, 5.0)
+        worker.writer.write(said.header().pack())
+        await until(lambda: worker.refused)
+        assert server.subject.cuts.held(3) == {}
+
+    run(test)
