@@ -12,7 +12,7 @@ from elasticps.optimizers import SGD
 from elasticps.spec import Normal, TableSpec
 from elasticps.store import initial_rows
 from elasticps.wire.frames import HEADER_BYTES, LAST, Header, Kind, json_frame, unpack_header
-from elasticps.wire.headers import ListKeysHeader
+from elasticps.wire.headers import ListKeysHeader, PullHeader
 from tests.server.conftest import TABLE, Group, Run, Worker
 
 WIDE, DIM = 8, 256
@@ -77,5 +77,20 @@ def test_keys_are_listed_by_their_tail_and_by_nobody_else(run: Run) -> None:
         with pytest.raises(asyncio.IncompleteReadError):
             await worker.ask(ListKeysHeader(TABLE, view.ranges, 0, 10, epoch=view.epoch).header())
         assert "there is no range 16" in worker.refused
+
+    run(story)
+
+
+def test_slots_of_a_table_without_any_are_an_empty_answer(run: Run) -> None:
+    async def story(group: Group) -> None:
+        await group.start("a")
+        view = group.make_view(lambda r: ["a"])
+        group.adopt(view)
+        worker = await group.connect("a", create=False)
+        await create_wide(worker, view.epoch)
+        keys = np.arange(5)
+        ask = PullHeader(0, view.epoch, 0, 0, WIDE, len(keys), slots=True).header()
+        header, body = await asyncio.wait_for(worker.ask(ask, keys.tobytes()), 10)
+        assert (header.kind, header.items, body) == (Kind.ROWS, len(keys), b"")
 
     run(story)

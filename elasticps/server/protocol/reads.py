@@ -123,7 +123,7 @@ def _chunk(read: Read, keys: NDArray[np.int64], out: NDArray[np.float32], offset
     padding = out.nbytes & 7
     header = RowsHeader(read.header.request, read.header.epoch, offset, len(keys), last)
     parts: list[Buffer] = [header.header(out.nbytes + padding).pack()]
-    if len(keys):
+    if out.size:  # optimizers may keep nothing of a row
         parts.append(out.data.cast("B"))
     if padding:
         parts.append(b"\0" * padding)
