@@ -1,0 +1,48 @@
+"""The order in which effects are carried out."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+from elasticps.server.executor import Executor
+from elasticps.server.fast.path import FastPath
+from replication.chain import Member
+from replication.effects import Effects
+
+RANGES = 4
+
+
+class First:
+    """An effect in the midst of which something happens."""
+
+
+class Second:
+    """One that belongs behind it."""
+
+
+def test_an_event_in_the_midst_of_anothers_effects_lets_nobody_go_on_before_these_are_done() -> None:
+    """A link that is full as a frame is queued there, for example: pushes that waited come behind the frame's rest."""
+    executor = Executor(Member("a", 1), RANGES, 1 << 20, FastPath(RANGES, 1 << 20))
+    replica, done = executor.replica, list[str]()
+
+    def begins() -> Any:
+        return [First(), Second()]
+
+    def told() -> Effects:
+        replica.unsettled = True
+        return []
+
+    def go_on() -> Effects:
+        done.append("go on")
+        replica.unsettled = False
+        return []
+
+    def first(effect: Any) -> None:
+        done.append("first")
+        executor.perform(told)
+
+    executor.handlers |= {First: first, Second: lambda _: done.append("second")}
+    with patch.object(replica, "go_on", go_on):
+        executor.perform(begins)
+    assert done == ["first", "second", "go on"]
