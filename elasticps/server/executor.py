@@ -143,7 +143,7 @@ class Executor:
         elif isinstance(payload, NewTable):
             self.store.create(TableSpec.from_json(payload.spec), payload.table)
         elif isinstance(payload, Cleared):
-            self._clear(effect, self.store.tables[payload.table])
+            self._clear(effect, payload.table)
         elif isinstance(payload, Dropped):
             self.rounds.drop(payload.table, effect.ranges, self.store.tables)
             self.store.drop(payload.table, effect.ranges, effect.seqs)
@@ -179,20 +179,20 @@ class Executor:
             for table, keys, values, _ in blocks:
                 tables[table].put(keys, values)
         elif operation.kind == OperationKind.DELETE:
+            unfinished = effect.inside or {}  # their tail knows how many deletions there are to note
+            whole = [r for r in effect.ranges.tolist() if r not in unfinished]
             for table, keys, _, _ in blocks:
                 tables[table].delete(keys)
+                tables[table].bound_deletions(whole)
         else:
             for table, keys, grads, step_values in blocks:
                 tables[table].apply(keys, grads, step_values)
                 self._rows_applied += len(keys)
 
-    def _clear(self, effect: Apply, table: Table) -> None:
+    def _clear(self, effect: Apply, table: int) -> None:
         unfinished = effect.inside or {}
         for r in effect.ranges.tolist():
-            if r in unfinished:
-                table.drop_interval(r, 0, unfinished[r])
-            else:
-                table.drop_range(r)
+            self.store.clear(table, r, unfinished.get(r))
 
     def _round(self, effect: Apply, step: RoundStep) -> None:
         if effect.operation.kind == OperationKind.BARRIER_JOIN:
@@ -220,7 +220,7 @@ class Executor:
 
     def words(self, r: int) -> list[int]:
         """Numbers that replicas of a range must agree on beside its rows, for digests."""
-        return [int(self.cuts.number[r]), *self.rounds.words(r), *self.shards.words(r)]
+        return [*self.store.cut_words(r), *self.rounds.words(r), *self.shards.words(r)]
 
     def _cut(self, effect: Apply, mark: CutMark) -> None:
         chosen = self.cuts.pass_by(mark.number, effect.ranges)
@@ -229,19 +229,23 @@ class Executor:
             if r not in (effect.inside or {}):
                 self.cuts.note(mark, r, seq, self.replica.clocks.column(r), self.rounds, self.shards)
         if len(ranges):
+            self.store.pass_cut(ranges, mark.number)
             self.cut_passed(ranges, seqs, mark, effect.inside)
 
     # --- ranges -----------------------------------------------------------------------------------------------------
 
     def _install(self, effect: Install) -> None:
         content: ChunkContent = effect.payload  # type: ignore[assignment]
-        for number, spec, keys, values in content.tables:
+        self.store.load_cut(effect.range, content.cut, content.base)
+        for number, spec, keys, values, stamped, notes, floor in content.tables:
             if not spec:
                 self.store.drop(number, np.array([effect.range], np.int64), np.zeros(1, np.int64))
                 continue
             table = self.store.create(TableSpec.from_json(spec), number)
+            table.deletions.add(effect.range, notes)
+            table.deletions.forget(effect.range, floor)
             if len(keys):
-                table.load_range(effect.range, keys, values)
+                table.load_range(effect.range, keys, values, stamped)
         self.rounds.load(effect.range, content.rounds)
         self.shards.load(content.shards, content.rounds.more)
         self.cuts.load(effect.range, content.cut)

@@ -13,6 +13,7 @@ from elasticps.server.protocol.operations import ChunkContent, TableRows
 from elasticps.server.protocol.serving import Serving
 from elasticps.server.protocol.snapshot_packing import pack, size_of
 from elasticps.server.replica_links import ReplicaLinks
+from elasticps.store import Table
 from elasticps.store.intervals import PLACES
 from replication.chain import Member
 from replication.effects import NextChunk, SnapshotRange
@@ -27,7 +28,7 @@ LONGEST_PAUSE_S = 0.5  # after the state of a group range, which is of one insta
 USUAL_BYTES_PER_S = 20e6  # what this comes to with several servers on two cores; for forecasts
 BACKLOG_BYTES = 256 << 10  # on a link: what workers push goes behind it, and may have to be acknowledged from there
 RETRY_S = 0.002
-NO_KEYS, NO_ROWS = np.empty(0, np.int64), np.empty((0, 0), np.uint8)
+NO_KEYS, NO_ROWS, NO_STAMPS = np.empty(0, np.int64), np.empty((0, 0), np.uint8), np.empty(0, np.uint16)
 STALLED_S = 10.0  # a joiner that has got no further for so long is given up
 
 
@@ -175,18 +176,27 @@ class SnapshotSender:
 
     def _content(self, r: int, low: int, upto: int) -> ChunkContent:
         """An interval of range r."""
-        dumps = ((number, table, *table.dump_interval(r, low, upto)) for number, table in self._tables.items())
-        rows = [TableRows(number, t.spec.to_json(), keys, values) for number, t, keys, values in dumps if len(keys)]
-        return ChunkContent(rows, self._rounds.dump(r, low, upto, self._tables)._replace(groups={}), {})
+        tables = (self._table_rows(number, table, r, low, upto) for number, table in self._tables.items())
+        rows = [one for one in tables if len(one.keys) or len(one.notes) or one.floor]
+        kept, cuts = self._rounds.dump(r, low, upto, self._tables), self._store.cuts
+        return ChunkContent(rows, kept._replace(groups={}), {}, int(cuts.newest[r]), int(cuts.base[r]))
+
+    def _table_rows(self, number: int, table: Table, r: int, low: int, upto: int) -> TableRows:
+        notes = table.deletions.of(r)
+        if len(notes):
+            places = table.places_of(np.ascontiguousarray(notes[:, 0]))
+            notes = notes[(low <= places) & (places < upto)]
+        rows = table.dump_stamped(r, low, upto)
+        return TableRows(number, table.spec.to_json(), *rows, notes, int(table.deletions.floor[r]))
 
     def _with_state(self, content: ChunkContent, r: int) -> ChunkContent:
         """The first interval of range r, with what belongs to the range as a whole, and every table."""
         there, dropped = {one.table: one for one in content.tables}, self._store.dropped_in(r)
         rows = [
-            there.get(number) or TableRows(number, table.spec.to_json(), *table.dump_interval(r, 0, 0))
+            there.get(number) or self._table_rows(number, table, r, 0, 0)
             for number, table in self._tables.items()
             if number not in dropped
         ]
-        rows += [TableRows(number, "", NO_KEYS, NO_ROWS) for number in dropped]
+        rows += [TableRows(number, "", NO_KEYS, NO_ROWS, NO_STAMPS) for number in dropped]
         rounds = content.rounds._replace(groups=self._rounds.groups_of(r))
-        return ChunkContent(rows, rounds, self._shards.dump(r))
+        return content._replace(tables=rows, rounds=rounds, shards=self._shards.dump(r))

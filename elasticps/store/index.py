@@ -1,7 +1,8 @@
 """Kernels over the hash index and whole rows: find, insert, list, read, digest.
 
 Every range has its own open-addressing segment of (key, row address) entries, 16 bytes each, so that listing, dropping
-or growing a range touches that range only. An entry with address 0 is empty, which leaves all of int64 to keys.
+or growing a range touches that range only. An entry with address 0 is empty, which leaves all of int64 to keys. An
+address has 48 bits; above them stands the row's stamp (`elasticps.store.stamps`).
 
 A key's first entry comes from the 32 hash bits below the range's, times an odd number that depends on the capacity
 (so that keys arriving in one segment's order do not fill another from the front), scaled to the capacity by a
@@ -18,6 +19,9 @@ from numpy.typing import NDArray
 
 from elasticps.hashing import hash_key as _hash_key
 from elasticps.store.native import (
+    ADDRESS,
+    D_STAMP,
+    DESCRIPTOR,
     H_ASIDE,
     H_CONSTANTS,
     H_COUNTS,
@@ -35,11 +39,15 @@ from elasticps.store.native import (
     H_SHIFT,
     H_SLOT_FLOATS,
     H_SLOTS_AT,
+    H_STALE,
+    H_STAMP,
     H_STRIDE,
     H_UNSWEPT,
     NEED_SLAB,
+    STAMP_BIT,
     carray,
     copy,
+    inlined,
     kernel,
     load64,
     pointer,
@@ -76,8 +84,22 @@ def row_limit(capacity: int) -> int:
     return capacity * 4 // 5
 
 
+@inlined
+def descriptors_of(h: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The ranges' descriptors, flat."""
+    found: NDArray[np.int64] = carray(pointer(h[H_DESCRIPTORS]), (DESCRIPTOR << (64 - h[H_SHIFT]),), np.int64)
+    return found
+
+
 @kernel
-def _first_entry(hashed: np.uint64, range_bits: np.uint64, base: int, capacity: int) -> np.int64:
+def segment_of(h: NDArray[np.int64], r: int | np.int64) -> tuple[int, int]:
+    """Address and capacity of range r's segment."""
+    descriptors = descriptors_of(h)
+    return descriptors[DESCRIPTOR * r], descriptors[DESCRIPTOR * r + 1]
+
+
+@kernel
+def first_entry(hashed: np.uint64, range_bits: np.uint64, base: int, capacity: int) -> np.int64:
     """Address of the entry where the probe for a hash starts."""
     cap = np.uint64(capacity)
     spread = (((hashed << range_bits) >> _S32) * ((cap * _ODD) | _ONE)) & _LOW32
@@ -87,25 +109,24 @@ def _first_entry(hashed: np.uint64, range_bits: np.uint64, base: int, capacity: 
 @kernel
 def _start(key: int, salt: np.uint64, shift: np.uint64, descriptors: NDArray[np.int64]) -> np.int64:
     hashed = hash_key(key, salt)
-    at = np.int64(hashed >> shift) * 2
-    return _first_entry(hashed, _S64 - shift, descriptors[at], descriptors[at + 1])
+    at = np.int64(hashed >> shift) * DESCRIPTOR
+    return first_entry(hashed, _S64 - shift, descriptors[at], descriptors[at + 1])
 
 
 @kernel
 def find(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
-    """Writes the address of every key's row, 0 where there is none, and returns how many there are none of.
+    """Writes the address of every key's row, 0 where there is none, and how many there are none of. Sets H_STALE.
 
     `rows` holds first entries on their way from prefetch to probe.
     """
-    salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
-    count = 2 << (64 - h[H_SHIFT])
-    descriptors = carray(pointer(h[H_DESCRIPTORS]), (count,), np.int64)
+    salt, shift, newest = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT]), h[H_STAMP]
+    descriptors = descriptors_of(h)
     n = keys.shape[0]
     for i in range(min(n, INDEX_AHEAD)):
         entry = _start(keys[i], salt, shift, descriptors)
         prefetch(entry)
         rows[i] = entry
-    missing = 0
+    missing = differences = 0
     for i in range(n):
         if i + INDEX_AHEAD < n:
             ahead = _start(keys[i + INDEX_AHEAD], salt, shift, descriptors)
@@ -117,8 +138,10 @@ def find(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64])
         while load64(entry) != key and row != 0:
             entry += ENTRY
             row = load64(entry + 8)
-        rows[i] = row
+        rows[i] = row & ADDRESS
         missing += row == 0
+        differences |= row ^ newest
+    h[H_STALE] = n if differences >> STAMP_BIT else 0
     return missing
 
 
@@ -180,16 +203,16 @@ def _take_row(h: NDArray[np.int64]) -> int:
 @kernel
 def move_out(h: NDArray[np.int64], r: int) -> bool:
     """Moves range r's rows out of the slab that is being emptied. False if there is no room elsewhere."""
-    descriptors = carray(pointer(h[H_DESCRIPTORS]), (2 << (64 - h[H_SHIFT]),), np.int64)
-    base, capacity = descriptors[2 * r], descriptors[2 * r + 1]
+    base, capacity = segment_of(h, r)
     for i in range(capacity + min(capacity, 32)):
-        row = load64(base + i * ENTRY + 8)
+        word = load64(base + i * ENTRY + 8)
+        row = word & ADDRESS
         if row != 0 and h[H_LOW] <= row < h[H_HIGH]:
             to = _take_outside(h)
             if to == 0:
                 return False
             copy(to, row, h[H_STRIDE])
-            store64(base + i * ENTRY + 8, to)
+            store64(base + i * ENTRY + 8, word & ~ADDRESS | to)
             _give_back(h, row)
     return True
 
@@ -208,17 +231,16 @@ def insert(
     Returns the index to go on from: n when done, else after what H_NEED asks for. Of equal keys the first counts.
     """
     salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
-    ranges = 1 << (64 - h[H_SHIFT])
-    descriptors = carray(pointer(h[H_DESCRIPTORS]), (ranges * 2,), np.int64)
-    counts = carray(pointer(h[H_COUNTS]), (ranges,), np.int64)
+    descriptors = descriptors_of(h)
+    counts = carray(pointer(h[H_COUNTS]), (1 << (64 - h[H_SHIFT]),), np.int64)
     for i in range(start, keys.shape[0]):
         if rows[i] != 0:
             continue
         key = keys[i]
         hashed = hash_key(key, salt)
         r = np.int64(hashed >> shift)
-        base, capacity = descriptors[2 * r], descriptors[2 * r + 1]
-        entry = _first_entry(hashed, _S64 - shift, base, capacity)
+        base, capacity = descriptors[DESCRIPTOR * r], descriptors[DESCRIPTOR * r + 1]
+        entry = first_entry(hashed, _S64 - shift, base, capacity)
         row = load64(entry + 8)
         while load64(entry) != key and row != 0:
             entry += ENTRY
@@ -233,7 +255,7 @@ def insert(
                 h[H_NEED] = NEED_SLAB
                 return i
             store64(entry, key)
-            store64(entry + 8, row)
+            store64(entry + 8, row | descriptors[DESCRIPTOR * r + D_STAMP] << STAMP_BIT)
             counts[r] += 1
             h[H_ROWS] += 1
             if mode != LEAVE_BLANK:
@@ -242,7 +264,7 @@ def insert(
                 write_weights(h, row, values[i])
             elif mode == INITIALISE:
                 _initialise(h, key, row)
-        rows[i] = row
+        rows[i] = row & ADDRESS
     return keys.shape[0]
 
 
@@ -268,34 +290,33 @@ def _initialise(h: NDArray[np.int64], key: int, row: int) -> None:
 def regrow(h: NDArray[np.int64], r: int, segment: int, capacity: int) -> bool:
     """Moves range r's entries to a new segment. False if one found no place, and r keeps its old segment."""
     salt, range_bits = np.uint64(h[H_SALT]), _S64 - np.uint64(h[H_SHIFT])
-    descriptors = carray(pointer(h[H_DESCRIPTORS]), (2 << (64 - h[H_SHIFT]),), np.int64)
+    descriptors = descriptors_of(h)
     entries = capacity + min(capacity, 32)
     for i in range(2 * entries):
         store64(segment + i * 8, 0)
     last = segment + (entries - 1) * ENTRY
-    old, old_capacity = descriptors[2 * r], descriptors[2 * r + 1]
+    old, old_capacity = segment_of(h, r)
     for i in range(old_capacity + min(old_capacity, 32)):
         row = load64(old + i * ENTRY + 8)
         if row == 0:
             continue
         key = load64(old + i * ENTRY)
-        entry = _first_entry(hash_key(key, salt), range_bits, segment, capacity)
+        entry = first_entry(hash_key(key, salt), range_bits, segment, capacity)
         while load64(entry + 8) != 0:
             entry += ENTRY
         if entry >= last:
             return False
         store64(entry, key)
         store64(entry + 8, row)
-    descriptors[2 * r] = segment
-    descriptors[2 * r + 1] = capacity
+    descriptors[DESCRIPTOR * r] = segment
+    descriptors[DESCRIPTOR * r + 1] = capacity
     return True
 
 
 @kernel
 def list_range(h: NDArray[np.int64], r: int, keys: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
-    """Writes range r's keys and their rows' addresses, in the segment's order; returns how many."""
-    descriptors = carray(pointer(h[H_DESCRIPTORS]), (2 << (64 - h[H_SHIFT]),), np.int64)
-    base, capacity = descriptors[2 * r], descriptors[2 * r + 1]
+    """Writes range r's keys and the words of their rows (address and stamp), in the segment's order; how many."""
+    base, capacity = segment_of(h, r)
     n = 0
     for i in range(capacity + min(capacity, 32)):
         row = load64(base + i * ENTRY + 8)
@@ -310,7 +331,7 @@ def list_range(h: NDArray[np.int64], r: int, keys: NDArray[np.int64], rows: NDAr
 def free_rows(h: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
     """Gives rows' memory back to the table, the first of `rows` to be taken first."""
     for i in range(rows.shape[0] - 1, -1, -1):
-        _give_back(h, rows[i])
+        _give_back(h, rows[i] & ADDRESS)
     h[H_ROWS] -= rows.shape[0]
 
 
@@ -319,23 +340,22 @@ def remove(h: NDArray[np.int64], keys: NDArray[np.int64]) -> int:
     """Forgets the rows of keys, those that have one; returns how many. Entries behind a gap move up into it, unless
     that would bring them before their first entry: so probes never meet a gap, and nothing marks where a key was."""
     salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
-    ranges, range_bits = 1 << (64 - h[H_SHIFT]), _S64 - np.uint64(h[H_SHIFT])
-    descriptors = carray(pointer(h[H_DESCRIPTORS]), (ranges * 2,), np.int64)
-    counts = carray(pointer(h[H_COUNTS]), (ranges,), np.int64)
+    range_bits = _S64 - np.uint64(h[H_SHIFT])
+    counts = carray(pointer(h[H_COUNTS]), (1 << (64 - h[H_SHIFT]),), np.int64)
     removed = 0
     for i in range(keys.shape[0]):
         key = keys[i]
         hashed = hash_key(key, salt)
         r = np.int64(hashed >> shift)
-        base, capacity = descriptors[2 * r], descriptors[2 * r + 1]
-        gap = _first_entry(hashed, range_bits, base, capacity)
+        base, capacity = segment_of(h, r)
+        gap = first_entry(hashed, range_bits, base, capacity)
         row = load64(gap + 8)
         while load64(gap) != key and row != 0:
             gap += ENTRY
             row = load64(gap + 8)
         if row == 0:
             continue
-        _give_back(h, row)
+        _give_back(h, row & ADDRESS)
         h[H_ROWS] -= 1
         counts[r] -= 1
         removed += 1
@@ -343,7 +363,7 @@ def remove(h: NDArray[np.int64], keys: NDArray[np.int64]) -> int:
         row = load64(entry + 8)
         while row != 0:
             other = load64(entry)
-            if _first_entry(hash_key(other, salt), range_bits, base, capacity) <= gap:
+            if first_entry(hash_key(other, salt), range_bits, base, capacity) <= gap:
                 store64(gap, other)
                 store64(gap + 8, row)
                 gap = entry
@@ -373,12 +393,12 @@ def _prefetch_row(row: int, lines: int) -> None:
 
 @kernel
 def copy_out(rows: NDArray[np.int64], out: NDArray[np.uint64]) -> None:
-    """Copies whole rows: out uint64 [n, stride / 8]."""
+    """Copies whole rows: out uint64 [n, stride / 8]. rows: addresses, or words."""
     words = out.shape[1]
     for i in range(rows.shape[0]):
         if i + ROW_AHEAD < rows.shape[0]:
-            _prefetch_row(rows[i + ROW_AHEAD], min((words + 7) // 8, PREFETCH_LINES))
-        out[i] = carray(pointer(rows[i]), (words,), np.uint64)
+            _prefetch_row(rows[i + ROW_AHEAD] & ADDRESS, min((words + 7) // 8, PREFETCH_LINES))
+        out[i] = carray(pointer(rows[i] & ADDRESS), (words,), np.uint64)
 
 
 @kernel
@@ -390,7 +410,7 @@ def copy_in(rows: NDArray[np.int64], data: NDArray[np.uint64]) -> None:
 
 @kernel
 def digest(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> np.uint64:
-    """Sum over rows of a hash of key and bytes, so that order does not matter.
+    """Sum over rows of a hash of key, stamp and bytes, so that order does not matter. rows: their words.
 
     Four lanes of multiply and rotate per row (the shape of xxHash64) hide the multiplier's latency.
     """
@@ -399,9 +419,9 @@ def digest(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64
     k, m, left, right = _GOLDEN, _PRIME, np.uint64(31), np.uint64(33)
     for i in range(keys.shape[0]):
         if i + ROW_AHEAD < rows.shape[0]:
-            _prefetch_row(rows[i + ROW_AHEAD], min((words + 7) // 8, PREFETCH_LINES))
-        w = carray(pointer(rows[i]), (words,), np.uint64)
-        a = hash_key(keys[i], k)
+            _prefetch_row(rows[i + ROW_AHEAD] & ADDRESS, min((words + 7) // 8, PREFETCH_LINES))
+        w = carray(pointer(rows[i] & ADDRESS), (words,), np.uint64)
+        a = hash_key(keys[i], k + np.uint64(rows[i] >> STAMP_BIT))
         b, c, d = a + k, a ^ m, a - m
         j = 0
         while j + 4 <= words:

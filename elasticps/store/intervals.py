@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.hashing import hash_key as _hash_key
-from elasticps.store.index import ENTRY, digest
-from elasticps.store.native import H_DESCRIPTORS, H_SALT, H_SHIFT, carray, kernel, load64, pointer
+from elasticps.store.index import ENTRY, digest, segment_of
+from elasticps.store.native import H_SALT, H_SHIFT, kernel, load64
 
 hash_key: Any = _hash_key
 
@@ -70,13 +70,20 @@ def ranges_of(h: NDArray[np.int64], keys: NDArray[np.int64], out: NDArray[np.int
 
 
 @kernel
+def places_of(h: NDArray[np.int64], keys: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+    """Writes the place of every key."""
+    salt = np.uint64(h[H_SALT])
+    for i in range(keys.shape[0]):
+        out[i] = np.int64(hash_key(keys[i], salt) >> _S2)
+
+
+@kernel
 def list_interval(
     h: NDArray[np.int64], r: int, low: int, high: int, keys: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> int:
-    """Writes keys and row addresses of range r whose places are in low..high-1, in the segment's order."""
+    """Writes keys of range r and the words of their rows whose places are in low..high-1, in the segment's order."""
     salt = np.uint64(h[H_SALT])
-    descriptors = carray(pointer(h[H_DESCRIPTORS]), (2 << (64 - h[H_SHIFT]),), np.int64)
-    base, capacity = descriptors[2 * r], descriptors[2 * r + 1]
+    base, capacity = segment_of(h, r)
     n = 0
     for i in range(capacity + min(capacity, 32)):
         row = load64(base + i * ENTRY + 8)
@@ -94,8 +101,7 @@ def list_interval(
 def digest_interval(h: NDArray[np.int64], r: int, low: int, high: int) -> np.uint64:
     """`index.digest` of the keys of range r whose places are in low..high-1."""
     salt = np.uint64(h[H_SALT])
-    descriptors = carray(pointer(h[H_DESCRIPTORS]), (2 << (64 - h[H_SHIFT]),), np.int64)
-    base, capacity = descriptors[2 * r], descriptors[2 * r + 1]
+    base, capacity = segment_of(h, r)
     keys, rows = np.empty(_AT_ONCE, np.int64), np.empty(_AT_ONCE, np.int64)
     total, n = np.uint64(0), 0
     for i in range(capacity + min(capacity, 32)):

@@ -27,7 +27,7 @@ _compile_inline: Any = njit(nogil=True, cache=True, error_model="numpy", inline=
 
 # Fields of a table's header, int64 [HEADER_SIZE].
 (
-    H_DESCRIPTORS,  # address of int64 [ranges, 2]: a range's index segment: address, capacity
+    H_DESCRIPTORS,  # address of int64 [ranges, DESCRIPTOR]: see D_…
     H_COUNTS,  # address of int64 [ranges]: rows of a range
     H_SALT,
     H_SHIFT,
@@ -52,9 +52,26 @@ _compile_inline: Any = njit(nogil=True, cache=True, error_model="numpy", inline=
     H_ROWS,
     H_NEED,  # what a kernel that stopped early asks for: a range whose segment must grow, or NEED_SLAB
     H_FINITE,  # 1: gradients are refused that are not all finite
+    H_STAMP,  # newest stamp of any range, where it stands in an index entry
+    H_STALE,  # of the keys that were looked up last: 0 if all have a row with that stamp, else how many they are
+    H_KEPT,  # address of int64 [parts]: newest record of a row kept aside for a checkpoint, 0 = none; 0: none are kept
+    H_KEPT_SHIFT,  # right shift that turns a hash into its part, an interval of a range
+    H_CURSOR,  # the parts before it have been written
+    H_KEPT_FREE,  # first of the records given back, each holding the address of the next; 0 = none
+    H_KEPT_NEXT,  # unused part of the newest block of records
+    H_KEPT_END,
+    H_KEPT_ROOM,  # records that can be had
     HEADER_SIZE,
-) = range(26)
+) = range(35)
 NEED_SLAB = -1
+
+# Of a range: where its index segment lies, its capacity, the stamp of rows that change now, and from which stamp on
+# rows are kept aside before they do.
+D_SEGMENT, D_CAPACITY, D_STAMP, D_SINCE, DESCRIPTOR = 0, 1, 2, 3, 4
+MAX_STAMP = (1 << 15) - 1
+NEVER = MAX_STAMP + 1  # D_SINCE where nothing is kept aside
+STAMP_BIT = 48  # of an index entry's second word; the row's address is below, the highest bit is 0
+ADDRESS = (1 << STAMP_BIT) - 1
 
 copy: Any = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
 """Copies bytes: to, from, how many."""

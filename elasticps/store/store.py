@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from elasticps.errors import SpecError
 from elasticps.spec import TableSpec
+from elasticps.store.cuts import Cuts
 from elasticps.store.memory import Memory
 from elasticps.store.table import Table
 
@@ -34,13 +35,14 @@ class Store:
         self.new: list[tuple[int, Table]] = []
         self.version = 0
         self._apps: Mapping[int, str] = {}
+        self.cuts = Cuts(ranges)
         self._memory = Memory()
 
     def create(self, spec: TableSpec, table_id: int) -> Table:
         """The table, made now or before. Raises SpecError if the one that exists differs, saying in what."""
         table = self.tables.get(table_id)
         if table is None:
-            table = self.tables[table_id] = Table(spec, table_id, self.ranges, self._memory)
+            table = self.tables[table_id] = Table(spec, table_id, self.ranges, self._memory, self.cuts)
             table.dropped = table_id in self.dropped
             table.app = self._apps.get(table_id, "")
             if not table.dropped:
@@ -69,19 +71,64 @@ class Store:
         table = self.tables.get(table_id)
         if table is not None:
             table.dropped = True
+            table.keep(None)
             for r in ranges.tolist():
+                table.deletions.erase(r)
                 table.drop_range(r)
 
     def dropped_in(self, r: int) -> list[int]:
         """Tables that were dropped in range r."""
         return sorted(table for table, ranges in self.dropped.items() if ranges[r] >= 0)
 
+    def clear(self, table_id: int, r: int, bound: int | None = None) -> None:
+        """Forgets a table's rows in a range, or those at places below a bound; increments from before hold the range as
+        a whole."""
+        table = self.tables[table_id]
+        if bound is not None:
+            table.drop_interval(r, 0, bound)
+        else:
+            table.drop_range(r)
+        table.deletions.forget(r, int(self.cuts.newest[r]) + 1)
+
+    def pass_cut(self, ranges: NDArray[np.int64], cut: int) -> None:
+        """A cut passes in some ranges: every replica does this at the same place of their logs."""
+        behind, anew = self.cuts.passed(ranges, cut)
+        for table in self.tables.values():
+            table.pass_cut(behind, anew)
+
+    def begin_at(self, ranges: NDArray[np.int64], cut: int) -> None:
+        """Some ranges hold what was restored from the checkpoint of a cut, and no stamps yet: go on from there."""
+        self._set_cuts(ranges, cut, cut - 1)
+        for table in self.tables.values():
+            for r in ranges.tolist():
+                table.deletions.forget(r, cut)
+
+    def load_cut(self, r: int, cut: int, base: int) -> None:
+        """Range r, of which a part is about to arrive, has come so far where that was taken."""
+        self._set_cuts(np.array([r], np.int64), cut, base)
+
+    def _set_cuts(self, ranges: NDArray[np.int64], cut: int, base: int) -> None:
+        self.cuts.newest[ranges], self.cuts.base[ranges] = cut, base
+        for table in self.tables.values():
+            table.pass_cut(ranges, ranges[:0])
+
+    def cut_words(self, r: int) -> list[int]:
+        """Stand for what range r knows of cuts, rows' stamps apart."""
+        words = [int(self.cuts.newest[r]), int(self.cuts.base[r])]
+        for number in sorted(self.tables):
+            noted = self.tables[number].deletions.words(r)
+            if any(noted):
+                words += number, *noted
+        return words
+
     def erase(self, ranges: NDArray[np.int64]) -> None:
         """Forgets everything about some ranges, which are here no more."""
         for gone in self.dropped.values():
             gone[ranges] = -1
+        self._set_cuts(ranges, 0, 0)
         for table in self.tables.values():
             for r in ranges.tolist():
+                table.deletions.erase(r)
                 table.drop_range(r)
 
     def bury(self, acked: NDArray[np.int64]) -> list[int]:

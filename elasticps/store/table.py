@@ -12,8 +12,11 @@ from elasticps import hashing
 from elasticps.errors import InputError
 from elasticps.spec import DTYPES, Constant, Init, TableSpec, Zeros
 from elasticps.spec import Assign as _Assign
-from elasticps.store import index, intervals
+from elasticps.store import index, intervals, stamps
 from elasticps.store import native as field
+from elasticps.store.cuts import Cuts
+from elasticps.store.deletions import Deletions
+from elasticps.store.kept import Allowance, Kept
 from elasticps.store.memory import Memory
 from elasticps.store.registry import load_kernels, update_kernel
 from elasticps.store.values import INIT_KINDS
@@ -31,7 +34,9 @@ class Table:
     A row is `stride` bytes: weights in the spec's dtype, float32 slots, zeros up to a multiple of 8.
     """
 
-    def __init__(self, spec: TableSpec, table_id: int, ranges: int, memory: Memory | None = None) -> None:
+    def __init__(
+        self, spec: TableSpec, table_id: int, ranges: int, memory: Memory | None = None, cuts: Cuts | None = None
+    ) -> None:
         """Raises SpecError for a custom optimizer that is not registered here."""
         load_kernels()
         self.spec, self.table_id, self.ranges = spec, table_id, ranges
@@ -45,8 +50,11 @@ class Table:
         self.slot_floats = slot_floats = spec.optimizer.slot_floats(spec.dim)
         self.stride = -(-(slots_at + slot_floats * 4) // 8) * 8
 
-        self._descriptors = np.zeros((ranges, 2), np.int64)
-        self._descriptors[:, 0] = _EMPTY_SEGMENT.ctypes.data
+        self._descriptors = np.zeros((ranges, field.DESCRIPTOR), np.int64)
+        self._descriptors[:, field.D_SEGMENT] = _EMPTY_SEGMENT.ctypes.data
+        self.deletions = Deletions(ranges)
+        self._cuts = cuts or Cuts(ranges)
+        self.kept: Kept | None = None
         self._counts = np.zeros(ranges, np.int64)
         self._constants = np.array((spec.optimizer.slot_fill, *spec.optimizer.constants()), np.float32)
         self._init_values = np.array(spec.init.parameters(), np.float64)
@@ -74,6 +82,8 @@ class Table:
         h[field.H_CONSTANT_COUNT] = len(self._constants) - 1
         h[field.H_SCRATCH] = self._scratch.ctypes.data
         h[field.H_FINITE] = spec.finite
+        every = np.arange(ranges)
+        self.pass_cut(every, every[:0])
 
     @property
     def rows(self) -> int:
@@ -117,9 +127,13 @@ class Table:
                 f"got {grads.shape} and {len(step_values)}"
             )
         rows = self._scratch_rows(n)
-        if self._update(self._header, keys, grads, step_values, rows, False):
-            self._insert(keys, rows, _NO_VALUES, index.INITIALISE)
-            self._update(self._header, keys, grads, step_values, rows, True)
+        if self.kept is not None:
+            index.find(self._header, keys, rows)
+        elif not self._update(self._header, keys, grads, step_values, rows, False):
+            return
+        self._touch(keys, rows)
+        self._insert(keys, rows, _NO_VALUES, index.INITIALISE)
+        self._update(self._header, keys, grads, step_values, rows, True)
 
     @property
     def header_address(self) -> int:
@@ -153,7 +167,7 @@ class Table:
         if values.shape != (n, self._dim):
             raise InputError(f"{self._name}: {n} keys need values of {(n, self._dim)}, got {values.shape}")
         rows = self._scratch_rows(n)
-        if index.find(self._header, keys, rows):
+        if self._find_to_change(keys, rows):
             self._insert(keys, rows, _NO_VALUES, index.LEAVE_BLANK)
         index.overwrite(self._header, values, rows)
 
@@ -167,11 +181,26 @@ class Table:
         index.copy_slots(self._header, rows, out)
 
     def delete(self, keys: NDArray[np.int64]) -> int:
-        """Forgets the rows of keys [n], those that have one; returns how many. Their memory serves the next rows."""
-        removed: int = index.remove(self._header, keys)
-        if removed and not self._header[field.H_ROWS]:
+        """Forgets the rows of keys [n], those that have one, and notes which; returns how many. Their memory serves the
+        next rows."""
+        rows = self._scratch_rows(len(keys))
+        self._find_to_change(keys, rows)
+        gone = np.unique(keys[rows[: len(keys)] != 0])
+        if not len(gone):
+            return 0
+        if self._cuts.newest.any():
+            ranges = self.ranges_of(gone)
+            for r in np.unique(ranges).tolist():
+                self.deletions.note(r, gone[ranges == r], int(self._cuts.newest[r]))
+        index.remove(self._header, gone)
+        if not self._header[field.H_ROWS]:
             self.clear()
-        return removed
+        return len(gone)
+
+    def bound_deletions(self, ranges: list[int]) -> None:
+        """Forgets what is more than ranges may note."""
+        for r in ranges:
+            self.deletions.bound(r, self.count_range(r))
 
     def first_foreign(self, keys: NDArray[np.int64], allowed: NDArray[np.bool_]) -> int:
         """Index of the first key whose range is not allowed (bool [ranges]), or -1."""
@@ -183,6 +212,12 @@ class Table:
         """The range of each of keys [n]: int64 [n]."""
         out = np.empty(len(keys), np.int64)
         intervals.ranges_of(self._header, keys, out)
+        return out
+
+    def places_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The place of each of keys [n], see `intervals`: int64 [n]."""
+        out = np.empty(len(keys), np.int64)
+        intervals.places_of(self._header, keys, out)
         return out
 
     def first_misplaced(self, keys: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
@@ -231,14 +266,21 @@ class Table:
 
     def dump_interval(self, r: int, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """The same for the keys of range r whose places are in low..high-1."""
-        keys, rows = np.empty(self.count_range(r), np.int64), np.empty(self.count_range(r), np.int64)
-        n = intervals.list_interval(self._header, r, low, high, keys, rows)
-        out = np.empty((n, self.stride // 8), np.uint64)
-        index.copy_out(rows[:n], out)
-        return keys[:n], out.view(np.uint8)
+        keys, words = self._list_interval(r, low, high)
+        return keys, stamps.rows_at(words, self.stride)
 
-    def load_range(self, r: int, keys: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
-        """Stores what `dump_range` gave, replacing rows of equal keys and keeping others."""
+    def dump_stamped(
+        self, r: int, low: int, high: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.uint16]]:
+        """The same, and the rows' stamps."""
+        keys, words = self._list_interval(r, low, high)
+        return keys, stamps.rows_at(words, self.stride), stamps.stamps_in(words)
+
+    def load_range(
+        self, r: int, keys: NDArray[np.int64], rows: NDArray[np.uint8], stamped: NDArray[np.uint16] | None = None
+    ) -> None:
+        """Stores what `dump_range` gave, replacing rows of equal keys and keeping others; with these stamps, or that of
+        rows that change now."""
         n = len(keys)
         if rows.shape != (n, self.stride) or rows.dtype != np.uint8:
             raise InputError(f"{self._name}: {n} rows need uint8 {(n, self.stride)}, got {rows.dtype} {rows.shape}")
@@ -246,22 +288,25 @@ class Table:
         if foreign >= 0:
             raise InputError(f"{self._name}: key {keys[foreign]} does not lie in range {r}")
         found = np.empty(n, np.int64)
-        missing = index.find(self._header, keys, found)
+        missing = self._find_to_change(keys, found)
         if missing:
             self._reserve(r, self.count_range(r) + missing)
             self._insert(keys, found, _NO_VALUES, index.LEAVE_BLANK)
         index.copy_in(found, np.ascontiguousarray(rows).view(np.uint64))
+        if stamped is not None:
+            stamps.set_stamps(self._header, keys, stamped)
 
     def drop_interval(self, r: int, low: int, high: int) -> None:
         """Forgets the keys of range r whose places are in low..high-1."""
-        keys, rows = np.empty(self.count_range(r), np.int64), np.empty(self.count_range(r), np.int64)
-        self.delete(keys[: intervals.list_interval(self._header, r, low, high, keys, rows)])
+        self.delete(self._list_interval(r, low, high)[0])
 
     def drop_range(self, r: int) -> None:
         """Forgets range r. Its rows' memory serves the table's next rows, or goes back, see `tidy`."""
         if not self.count_range(r):
             return
-        _, rows = self._list(r)
+        keys, rows = self._list(r)
+        if self.kept is not None:
+            self._find_to_change(keys, np.empty(len(keys), np.int64))
         index.free_rows(self._header, rows)
         self._release_segment(r)
         self._counts[r] = 0
@@ -277,7 +322,7 @@ class Table:
 
     def clear(self) -> None:
         """Forgets every row and gives the memory back."""
-        for r in np.flatnonzero(self._descriptors[:, 1]).tolist():
+        for r in np.flatnonzero(self._descriptors[:, field.D_CAPACITY]).tolist():
             self._release_segment(r)
         self._counts[:] = 0
         self._header[field.H_ROWS] = 0
@@ -285,7 +330,31 @@ class Table:
 
     def close(self) -> None:
         """Gives the memory back."""
+        self.keep(None)
         self.clear()
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def pass_cut(self, ranges: NDArray[np.int64], anew: NDArray[np.int64]) -> None:
+        """A cut passes in some ranges: rows that change from now on are stamped with it. anew: see `Cuts.passed`."""
+        for r in anew.tolist():
+            stamps.clear_stamps(self._header, r)
+        self._descriptors[ranges, field.D_STAMP] = self._cuts.newest[ranges] - self._cuts.base[ranges]
+        self._descriptors[ranges, field.D_SINCE] = field.NEVER
+        self._header[field.H_STAMP] = self._descriptors[:, field.D_STAMP].max() << field.STAMP_BIT
+
+    def keep(self, allowance: Allowance | None) -> None:
+        """From now on rows are kept aside before they change; None: no more."""
+        if self.kept is not None:
+            self.kept.stop()
+            self.kept = None
+        if allowance is not None:
+            self.kept = Kept(self._header, self._descriptors, self._counts, self._cuts, self._memory, allowance)
+
+    def make_room(self, rows: int) -> None:
+        """For so many rows to be kept aside."""
+        if self.kept is not None:
+            self.kept.make_room(rows)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -297,6 +366,23 @@ class Table:
         if n > len(self._rows):
             self._rows = np.empty(2 * n, np.int64)
         return self._rows
+
+    def _find_to_change(self, keys: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
+        """Addresses of the rows of keys, which are about to change; how many have none."""
+        missing: int = index.find(self._header, keys, rows)
+        self._touch(keys, rows)
+        return missing
+
+    def _touch(self, keys: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """`find` has just been called for these."""
+        if stale := int(self._header[field.H_STALE]):
+            self.make_room(stale)
+            stamps.touch(self._header, keys, rows)
+
+    def _list_interval(self, r: int, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        keys, words = np.empty(self.count_range(r), np.int64), np.empty(self.count_range(r), np.int64)
+        n = intervals.list_interval(self._header, r, low, high, keys, words)
+        return keys[:n], words[:n]
 
     def _list(self, r: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         n = self.count_range(r)
@@ -337,10 +423,10 @@ class Table:
             self._memory.free(old)
 
     def _release_segment(self, r: int) -> None:
-        segment, capacity = self._descriptors[r].tolist()
+        segment, capacity = self._descriptors[r, : field.D_STAMP].tolist()
         if capacity:
             self._segment_bytes -= index.segment_entries(capacity) * index.ENTRY
-            self._descriptors[r] = _EMPTY_SEGMENT.ctypes.data, 0
+            self._descriptors[r, : field.D_STAMP] = _EMPTY_SEGMENT.ctypes.data, 0
             self._memory.free(segment)
 
     def _add_slab(self) -> None:

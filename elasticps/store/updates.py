@@ -20,6 +20,7 @@ from elasticps.store.native import (
     H_SCRATCH,
     H_SLOT_FLOATS,
     H_SLOTS_AT,
+    H_STALE,
     H_STRIDE,
     carray,
     inlined,
@@ -28,6 +29,7 @@ from elasticps.store.native import (
     prefetch_write,
     template,
 )
+from elasticps.store.stamps import touch
 from elasticps.store.values import canonical, pack, unpack
 
 Floats = NDArray[np.float32]
@@ -41,12 +43,14 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 def run(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool, update: Callable[..., None]) -> int:
     """Applies `update` to the row of every key. Returns how many keys have no row; if any, nothing was changed.
 
-    With `found`, `rows` holds the addresses already; else it is scratch.
+    With `found`, `rows` holds the addresses already, and the rows were touched; else it is scratch.
     """
     if not found:
         missing = find(h, keys, rows)
         if missing:
             return missing
+        if h[H_STALE]:
+            touch(h, keys, rows)
     n, dim, dtype = keys.shape[0], h[H_DIM], h[H_DTYPE]
     slots_at, slot_floats = h[H_SLOTS_AT], h[H_SLOT_FLOATS]
     lines = min((h[H_STRIDE] + 63) // 64, PREFETCH_LINES)

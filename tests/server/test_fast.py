@@ -18,6 +18,9 @@ from elasticps.server.fast.layout import H_FORWARDS, H_PUSHES
 from elasticps.server.fast.path import FastPath
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.spec import Normal, TableSpec
+from elasticps.store.intervals import PLACES
+from elasticps.store.kept import Allowance
+from elasticps.store.native import D_SINCE, NEVER
 from elasticps.wire.frames import (
     ALL_RANGES,
     ANY,
@@ -65,6 +68,9 @@ class Story:
         self.parts = dict.fromkeys(WORKERS, 0)
         self.requests = 100
         self.deletions = 0
+        self.cut_number = 0
+        self.at_cut: dict[tuple[str, int, int], Any] = {}  # server, table, range: rows as the cut found them
+        self.written: list[Any] = []
         self.change_view(first=True)
         for i, a in enumerate(SERVERS):
             for b in SERVERS[i + 1 :]:
@@ -95,13 +101,14 @@ class Story:
     def run(self, turns: int) -> None:
         acts = [self.push] * 12 + [self.pull] * 4 + [self.ask, self.cut, self.change_view]
         acts += [self.slow_reader, self.slow_link]
-        acts += [self.erase] * 3
+        acts += [self.erase] * 3 + [self.take_cut]
         for _ in range(turns):
             self.random.choice(acts)()
             for _ in range(self.random.choice((0, 1, 5, 50, 400))):
                 if not self.wires.deliver():
                     break
         self.wires.settle()
+        self.written.append({name: self.write(name) for name in SERVERS})
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
@@ -193,6 +200,41 @@ class Story:
             for _ in range(pick.choice((1, 1, 1, 2))):
                 self.send(routes.members[share.server].name, worker, said.header(), body)
 
+    def take_cut(self) -> None:
+        """A cut passes everywhere, and two servers begin to write what they hold."""
+        self.wires.settle()
+        self.written.append({name: self.write(name) for name in SERVERS})
+        self.cut_number += self.random.choice((1, 1, 70_000))
+        self.at_cut.clear()
+        for name in SERVERS:
+            server = self.wires.servers[name]
+            server.store.pass_cut(np.arange(RANGES), self.cut_number)
+            held = np.flatnonzero(server.replica.role == Role.FULL).tolist()
+            for number, table in server.store.live.items() if name in self.random.sample(SERVERS, 2) else ():
+                table.keep(Allowance(1 << 30, lambda: None, lambda: None))
+                assert table.kept is not None
+                for r in held:
+                    table.kept.begin(r, 0)
+                    self.at_cut[name, number, r] = _as_dict(*table.dump_stamped(r, 0, PLACES))
+
+    def write(self, name: str) -> list[Any]:
+        """What a checkpoint would get from a server: as it was at the cut, of ranges that are still there."""
+        found, store = [], self.wires.servers[name].store
+        for number, table in store.live.items():
+            mine = [r for r in range(RANGES) if (name, number, r) in self.at_cut]
+            for r in mine:
+                if table.kept is not None and table._descriptors[r, D_SINCE] != NEVER:
+                    parts = table.kept.keys_by_part(r)
+                    for part, of in enumerate(parts):
+                        taken = table.kept.take(r, part, of, 0, self.cut_number)
+                        found.append((number, r, [array.tolist() for array in taken]))
+                    rows: dict[int, Any] = {}
+                    for _, _, taken in found[-len(parts) :]:
+                        rows |= _as_dict(*taken, base=int(store.cuts.base[r]))
+                    assert rows == self.at_cut[name, number, r]
+            table.keep(None)
+        return found
+
     def check_replicas(self) -> None:
         """Those that are at the same place of a range's log have the same."""
         for r in range(RANGES):
@@ -201,7 +243,8 @@ class Story:
                 server = self.wires.servers[name]
                 if server.replica.role[r] == Role.FULL:
                     tables = {n: t.digest_range(r) for n, t in server.store.tables.items() if t.count_range(r)}
-                    rows = tables, server.store.dropped_in(r), server.replica.clocks.column(r)[1].tolist()
+                    words = server.store.dropped_in(r), server.store.cut_words(r)
+                    rows = tables, words, server.replica.clocks.column(r)[1].tolist()
                     assert found.setdefault(int(server.replica.seq[r]), rows) == rows
 
     def push(self) -> None:
@@ -274,6 +317,11 @@ class Story:
         return body, count
 
 
+def _as_dict(keys: Any, rows: Any, stamps: Any, base: int = 0) -> dict[int, Any]:
+    stamped = zip(np.asarray(rows).tolist(), np.asarray(stamps).tolist(), strict=True)
+    return {key: (row, stamp - base) for key, (row, stamp) in zip(np.asarray(keys).tolist(), stamped, strict=True)}
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_compiled_and_python_give_the_same_bytes_and_the_same_state(seed: int) -> None:
     outcomes = []
@@ -282,7 +330,7 @@ def test_compiled_and_python_give_the_same_bytes_and_the_same_state(seed: int) -
         story.run(60)
         story.check_replicas()
         written = [bytes(pipe.written) for pipe in story.wires.pipes]
-        outcomes.append((story.wires.state(), written))
+        outcomes.append(((story.wires.state(), story.written), written))
         handled = sum(s.fast.counter(H_PUSHES) + s.fast.counter(H_FORWARDS) for s in story.wires.servers.values())
         assert bool(handled) == compiled
     assert outcomes[0][0] == outcomes[1][0]

@@ -108,7 +108,9 @@ def chunk(*tables: TableRows, kept: tuple[Block, ...] = ()) -> SnapshotChunk:
 
 
 def rows(table: int, spec: str, keys: tuple[int, ...], stride: int) -> TableRows:
-    return TableRows(table, spec, np.array(keys, np.int64), np.zeros((len(keys), stride), np.uint8))
+    return TableRows(
+        table, spec, np.array(keys, np.int64), np.zeros((len(keys), stride), np.uint8), np.zeros(len(keys), np.uint16)
+    )
 
 
 @pytest.mark.parametrize(

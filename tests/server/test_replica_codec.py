@@ -88,6 +88,8 @@ A_TAKE = Claim("a", "train", ShardSpec(100, 7, 2, 5), 6, 11, 4, (1, 2), (3,), ()
 A_ROUND = RoundStep("a", 3, (5, 6))
 THE_CUT = CutMark(3, 1, "s0", 2, "file:///x")
 A_GROUP = BarrierGroup({5: 3}, 4, (5, 6), {5: 4, 2: 1}, 9)
+OTHER_SPEC = TableSpec("b", 1, Accumulate()).to_json()
+STAMPS, NOTES = np.array([7, 3], np.uint16), np.array([[5, 4], [6, 5]], np.int64)
 A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.float32))
 
 
@@ -107,11 +109,11 @@ A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.fl
             4, 3, 2, 1, 1 << 61, False, 44, numbers(5, 6), numbers(1 << 16, 1 << 17),
             ChunkContent(
                 [
-                    TableRows(1, SPEC, numbers(1, 2), np.arange(32, dtype=np.uint8).reshape(2, 16)),
-                    TableRows(2, TableSpec("b", 1, Accumulate()).to_json(), numbers(), np.empty((0, 8), np.uint8)),
+                    TableRows(1, SPEC, numbers(1, 2), np.arange(32, dtype=np.uint8).reshape(2, 16), STAMPS, NOTES, 3),
+                    TableRows(2, OTHER_SPEC, numbers(), np.empty((0, 8), np.uint8), STAMPS[:0]),
                 ],
                 RangeRounds({"a": 4}, {"a": A_GROUP}, [("a", 5, 6, [A_BLOCK])]),
-                SHARDS, 7,
+                SHARDS, 7, 2,
             ),
         ),
     ],
@@ -150,7 +152,7 @@ def test_any_part_of_a_push_arrives_with_the_keys_of_its_ranges(data: st.DataObj
 @settings(max_examples=300, deadline=None)
 def test_damaged_messages_raise_frame_errors_only(data: st.DataObject) -> None:
     store = a_store()
-    tables = [TableRows(1, SPEC, numbers(1), np.zeros((1, 8), np.uint8))]
+    tables = [TableRows(1, SPEC, numbers(1), np.zeros((1, 8), np.uint8), STAMPS[:1])]
     rows = ChunkContent(
         tables, RangeRounds({"a": 4}, {"a": BarrierGroup({5: 3}, 4, (5,))}, [("a", 5, 6, [A_BLOCK])]), SHARDS
     )

@@ -88,11 +88,12 @@ def tables(draw: st.DrawFn) -> list[TableRows]:
     for number in range(draw(st.integers(0, 3))):
         rows, stride = draw(st.integers(0, 20)), draw(st.sampled_from([8, 16, 24]))
         values = np.arange(rows * stride, dtype=np.uint8).reshape(rows, stride)
-        found.append(TableRows(number, NAMED, np.arange(rows, dtype=np.int64), values))
+        stamps, notes = np.arange(rows, dtype=np.uint16), np.arange(2 * draw(st.integers(0, 3))).reshape(-1, 2)
+        found.append(TableRows(number, NAMED, np.arange(rows, dtype=np.int64), values, stamps, notes, number))
     return found
 
 
-contents = st.builds(ChunkContent, tables(), rounds, shards, st.just(0))
+contents = st.builds(ChunkContent, tables(), rounds, shards, st.integers(0, (1 << 32) - 1), st.integers(0, 9))
 
 
 def through_the_wire(content: ChunkContent) -> ChunkContent:
@@ -108,7 +109,7 @@ def through_the_wire(content: ChunkContent) -> ChunkContent:
 
 def plain(content: ChunkContent) -> tuple[Any, ...]:
     """The same as values that can be compared; also the order of dicts counts, replicas go through them."""
-    rows = [(t.table, t.spec, t.keys.tolist(), t.rows.tolist()) for t in content.tables]
+    rows = [(t.table, t.spec, _rows(t), t.notes.tolist(), t.floor) for t in content.tables]
     shares = [(a, c, w, [_plain(b) for b in blocks]) for a, c, w, blocks in content.rounds.kept]
     of_groups = {
         app: (list(h.members.items()), h.decided, h.workers, list(h.last.items()), h.roster)
@@ -119,7 +120,7 @@ def plain(content: ChunkContent) -> tuple[Any, ...]:
         for app, named in content.shards.items()
         for name, s in named.items()
     }
-    return rows, content.rounds.closed, of_groups, shares, content.rounds.more, of_sets
+    return rows, content.rounds.closed, of_groups, shares, content.rounds.more, of_sets, content.cut, content.base
 
 
 def _plain(block: Block) -> tuple[Any, ...]:
@@ -150,11 +151,12 @@ def test_cut_into_several_it_gives_the_same(content: ChunkContent, most_bytes: i
             of_rounds.load(5, piece.rounds)
             of_shards.load(piece.shards, piece.rounds.more)
     rows = [
-        [(key, row) for part in pieces for t in part.tables if t.table == number for key, row in _rows(t)]
+        [row for part in pieces for t in part.tables if t.table == number for row in (*_rows(t), *t.notes.tolist())]
         for pieces in ([content], parts)
         for number in range(3)
     ]
-    assert rows[:3] == rows[3:]
+    assert [sorted(map(str, of)) for of in rows[:3]] == [sorted(map(str, of)) for of in rows[3:]]
+    assert {(part.cut, part.base) for part in parts} == {(content.cut, content.base)}
     empty = ChunkContent([], RangeRounds({}, {}, []), {})
     states = [
         plain(empty._replace(rounds=RangeRounds({}, r.groups, []), shards=s._sets)) for r, s in (at_once, in_parts)
@@ -165,8 +167,8 @@ def test_cut_into_several_it_gives_the_same(content: ChunkContent, most_bytes: i
     assert _shares(at_once[0]) == _shares(in_parts[0])
 
 
-def _rows(table: TableRows) -> list[tuple[int, list[int]]]:
-    return list(zip(table.keys.tolist(), table.rows.tolist(), strict=True))
+def _rows(table: TableRows) -> list[tuple[int, list[int], int]]:
+    return list(zip(table.keys.tolist(), table.rows.tolist(), table.stamps.tolist(), strict=True))
 
 
 def _shares(found: Rounds) -> dict[Any, list[Any]]:

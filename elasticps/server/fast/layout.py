@@ -16,6 +16,7 @@ FLUSH = 4  # what is queued has to leave before this connection goes on
 PAUSED = 5  # the peer reads nothing: neither do we
 ROOM = 6  # the connection's chunk cannot hold the frame that has begun: H_INFO bytes are needed
 TURN = 8  # H_TURN bytes were handled: others have their turn
+KEEP = 12  # H_SIZE rows of the table of block H_INFO may have to be kept aside: there must be room
 GROW = 7  # the arena, the segments or the scratch rows are too small: H_INFO says which, H_SIZE how much
 
 # What `sockets.turn` ends with besides.
@@ -190,8 +191,9 @@ E_FRAME, E_COUNT, E_NEXT, E_NUMBER, ENTRY = 0, 1, 2, 3, 4
     B_KEYS_AT,
     B_GRADS_AT,
     B_FIRST,  # of its rows' addresses in H_ROWS
+    B_STALE,  # how many of them a checkpoint may want as they are, at most
     BLOCK,
-) = range(11)
+) = range(12)
 
 ORDERS = 8
 BLOCKS = 256

@@ -408,6 +408,8 @@ class FastPath:
             self._replace_chunk(connection.slot, f[at.H_INFO])
         elif reason == at.ROWS_MISSING:
             self._make_rows(f[at.H_INFO])
+        elif reason == at.KEEP:
+            self.store.live[int(self._blocks[f[at.H_INFO], at.B_TABLE])].make_room(f[at.H_SIZE])
         elif reason == at.GROW:
             self._grow(f[at.H_INFO], f[at.H_SIZE])
         elif reason == at.TURN:

@@ -12,6 +12,7 @@ from elasticps.server.fast.layout import (
     B_HEADER,
     B_KEYS_AT,
     B_ROWS,
+    B_STALE,
     B_UPDATE,
     B_VALUES,
     B_VALUES_AT,
@@ -34,18 +35,31 @@ from elasticps.server.fast.layout import (
     H_ROWS_APPLIED,
     H_ROWS_SIZE,
     H_SIZE,
+    KEEP,
     ROWS_MISSING,
     SLOW,
     T_QUIET,
 )
 from elasticps.server.fast.memory import floats, load64, matrix, store64, words
-from elasticps.store import index, updates
-from elasticps.store.native import H_FINITE, H_SALT, H_SHIFT, H_STRIDE, HEADER_SIZE, copy, kernel
+from elasticps.store import index, stamps, updates
+from elasticps.store.native import (
+    H_FINITE,
+    H_KEPT,
+    H_KEPT_ROOM,
+    H_SALT,
+    H_SHIFT,
+    H_STALE,
+    H_STRIDE,
+    HEADER_SIZE,
+    copy,
+    kernel,
+)
 from elasticps.store.native import H_ROWS as STORED
 from elasticps.store.values import all_finite
 
 # Dispatchers of their own, for aligned arrays: of two overloads of one dispatcher numba may take the wrong one.
 find, insert = kernel(index.find.py_func), kernel(index.insert.py_func)  # type: ignore[attr-defined]
+touch = kernel(stamps.touch.py_func)  # type: ignore[attr-defined]
 apply_sgd, apply_adagrad = kernel(updates.apply_sgd.py_func), kernel(updates.apply_adagrad.py_func)  # type: ignore[attr-defined]
 apply_row_adagrad = kernel(updates.apply_row_adagrad.py_func)  # type: ignore[attr-defined]
 apply_adam, apply_adamw = kernel(updates.apply_adam.py_func), kernel(updates.apply_adamw.py_func)  # type: ignore[attr-defined]
@@ -93,7 +107,7 @@ def keep_inside(h, blocks):
 @kernel
 def find_rows(h, first, blocks, room):
     """Addresses of all rows of the blocks from `first` on; those that are not there are made, unless that takes more
-    bytes than `room`: SLOW then, and none is made. ROWS_MISSING when that needs memory."""
+    bytes than `room`: SLOW then, and none is made. ROWS_MISSING when that needs memory, KEEP when copies of rows do."""
     total = 0
     begin = h[H_BLOCKS] + 8 * BLOCK * first
     b = begin
@@ -105,12 +119,17 @@ def find_rows(h, first, blocks, room):
         h[H_INFO], h[H_SIZE] = GROW_ROWS, total
         return GROW
     b = begin
-    needed = 0
-    for _ in range(blocks):
+    needed = stale = 0
+    for i in range(blocks):
         n = load64(b + 8 * B_ROWS)
         header = words(load64(b + 8 * B_HEADER), HEADER_SIZE)
         missing = find(header, words(load64(b + 8 * B_KEYS_AT), n), words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n))
         needed += missing * (header[H_STRIDE] + INDEX_BYTES)
+        store64(b + 8 * B_STALE, header[H_STALE])
+        stale += header[H_STALE]  # of all blocks, for several may be of this table
+        if header[H_STALE] and header[H_KEPT] and stale > header[H_KEPT_ROOM]:
+            h[H_INFO], h[H_SIZE] = first + i, stale
+            return KEEP
         b += 8 * BLOCK
     if needed == 0:
         return DONE
@@ -156,6 +175,8 @@ def apply(h, first, blocks):
         grads = matrix(load64(b + 8 * B_GRADS_AT), n, dim)
         v = floats(load64(b + 8 * B_VALUES_AT), load64(b + 8 * B_VALUES))
         rows = words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n)
+        if load64(b + 8 * B_STALE):
+            touch(header, keys, rows)
         if update == 0:
             apply_sgd(header, keys, grads, v, rows, True)
         elif update == 1:

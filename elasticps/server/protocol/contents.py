@@ -13,6 +13,7 @@ from elasticps.server.protocol.operations import ChunkContent, Cleared, Content,
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.spec import TableSpec
 from elasticps.store import Store, Table
+from elasticps.store.native import MAX_STAMP
 from elasticps.wire.frames import Block
 from replication.messages import Forward, Message, OperationKind, SnapshotChunk
 
@@ -73,7 +74,9 @@ def _check_operation(store: Store, server: str, message: Forward) -> None:
 def _check_chunk(store: Store, server: str, r: int, content: ChunkContent) -> None:
     positions = np.full(store.ranges, -1, np.int64)
     positions[r] = 0
-    for number, spec, keys, rows in content.tables:
+    if not 0 <= content.base <= content.cut <= content.base + MAX_STAMP:
+        raise InputError(f"a piece of range {r} has cut {content.cut} and stamps that count from {content.base}")
+    for number, spec, keys, rows, stamped, notes, floor in content.tables:
         if not spec and not len(keys):  # it was dropped
             continue
         table = store.create(TableSpec.from_json(spec), number)
@@ -81,6 +84,13 @@ def _check_chunk(store: Store, server: str, r: int, content: ChunkContent) -> No
             raise InputError(f"rows of table {table.spec.name!r} have {table.stride} bytes, not {rows.shape[1]}")
         if table.first_misplaced(keys, positions) >= 0:
             raise InputError(f"a piece of range {r} has keys of table {table.spec.name!r} that lie elsewhere")
+        if stamped.max(initial=0) > content.cut - content.base:
+            raise InputError(f"a piece of range {r} has rows of table {table.spec.name!r} from after cut {content.cut}")
+        last = max(floor - 1, int(notes[:, 1].max(initial=0)))
+        if min(floor, int(notes[:, 1].min(initial=0))) < 0 or last > content.cut:
+            raise InputError(
+                f"a piece of range {r} notes deletions from table {table.spec.name!r} after no cut that was"
+            )
     for _, _, _, blocks in content.rounds.kept:
         for block in blocks:
             check_block(store.tables, block, positions, server, OperationKind.PUSH)

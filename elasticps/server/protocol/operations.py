@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from elasticps.server.protocol.barrier_state import RangeRounds
 from elasticps.server.protocol.data_shards_state import RangeShards, ShardMark
 from elasticps.store import Table
+from elasticps.store.deletions import NO_NOTES, Notes
 from elasticps.store.intervals import PLACES
 from elasticps.wire.frames import Block
 from replication.chain import Ranges
@@ -134,24 +135,29 @@ class CutMark(NamedTuple):
 
 
 class TableRows(NamedTuple):
-    """One table's rows in a piece: keys int64 [n], whole rows uint8 [n, stride]. spec: as JSON, "" if the table was
-    dropped in this range."""
+    """One table's rows in a piece: keys int64 [n], whole rows uint8 [n, stride], stamps uint16 [n]. spec: as JSON, "" if
+    the table was dropped in this range. notes: deletions in the piece's interval; floor: the cut from which on they are
+    all known (`elasticps.store.deletions`)."""
 
     table: int
     spec: str
     keys: NDArray[np.int64]
     rows: NDArray[np.uint8]
+    stamps: NDArray[np.uint16]
+    notes: Notes = NO_NOTES
+    floor: int = 0
 
 
 class ChunkContent(NamedTuple):
     """What a piece of a range carries: every table, also those without rows there, so that the joiner knows them all;
-    and what is kept for synchronous rounds. The first one has the range's sets of shards. cut: the newest one
-    that the range has passed, 0 for none."""
+    and what is kept for synchronous rounds. The first one has the range's sets of shards. cut: the newest that the
+    range has passed; base: what stamps count from."""
 
     tables: list[TableRows]
     rounds: RangeRounds
     shards: RangeShards
     cut: int = 0
+    base: int = 0
 
 
 def positions_of(ranges: Ranges, count: int) -> NDArray[np.int64]:

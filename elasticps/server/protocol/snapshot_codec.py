@@ -19,8 +19,9 @@ from elasticps.server.protocol.operations import ChunkContent, TableRows
 from elasticps.sharding import ShardSpec
 from elasticps.wire.frames import Block, Buffer, FrameError, block_head, grads_padding, padded, read_blocks
 
-_TABLE = struct.Struct("<IIQQ")  # id, bytes of the spec, rows, stride
-_STATE = struct.Struct("<IIIIII")  # names, closed rounds, kept shares, groups, sets, whether the piece before goes on
+_TABLE = struct.Struct("<IIQQqQ")  # id, bytes of the spec, rows, stride, first cut with all deletions, how many
+_STATE = struct.Struct("<IIIIIIq")  # names, closed rounds, kept shares, groups, sets, whether the piece before goes
+# on, what stamps count from
 _MAX_STRIDE = 1 << 26
 _MAX_ROWS = 1 << 40
 
@@ -34,12 +35,14 @@ flat = chain.from_iterable
 def encode_content(content: ChunkContent) -> list[Buffer]:
     """The content as buffers; rows are not copied."""
     parts: list[Buffer] = []
-    for table, spec, keys, values in content.tables:
+    for table, spec, keys, values, stamps, notes, floor in content.tables:
         text = spec.encode()
-        parts.append(padded(_TABLE.pack(table, len(text), *values.shape) + text))
+        parts.append(padded(_TABLE.pack(table, len(text), *values.shape, floor, len(notes)) + text))
         if len(keys):
-            parts += [keys.data.cast("B"), values.data.cast("B")]
-    parts.append(_encode_state(content.rounds, content.shards))
+            parts += [keys.data.cast("B"), values.data.cast("B"), padded(stamps.tobytes())]
+        if len(notes):
+            parts.append(notes.tobytes())
+    parts.append(_encode_state(content))
     for _, _, _, blocks in content.rounds.kept:
         for block in blocks:
             parts += block_buffers(block)
@@ -59,7 +62,8 @@ def block_buffers(block: Block) -> list[Buffer]:
     return parts
 
 
-def _encode_state(rounds: RangeRounds, shards: RangeShards) -> bytes:
+def _encode_state(content: ChunkContent) -> bytes:
+    rounds, shards = content.rounds, content.shards
     names: dict[str, int] = {}
 
     def number(name: str) -> int:
@@ -70,7 +74,7 @@ def _encode_state(rounds: RangeRounds, shards: RangeShards) -> bytes:
     groups = [_encode_group(number(app), group) for app, group in rounds.groups.items()]
     sets = [_encode_set(number(app), number(name), one) for app, of in shards.items() for name, one in of.items()]
     texts = [name.encode() for name in names]
-    head = _STATE.pack(len(names), len(closed), len(kept), len(groups), len(sets), rounds.more)
+    head = _STATE.pack(len(names), len(closed), len(kept), len(groups), len(sets), rounds.more, content.base)
     written = padded(b"".join(len(text).to_bytes(2, "little") + text for text in texts))
     return b"".join((head, written, _int64(flat(closed)), _int64(flat(kept)), *groups, *sets))
 
@@ -108,9 +112,10 @@ def decode_content(tables: int, body: Bytes, at: int) -> ChunkContent:
         rows.append(one)
     reader = _Reader(body, at)
     try:
-        return ChunkContent(rows, *_decode_state(reader))
+        rounds, shards, base = _decode_state(reader)
     except (IndexError, ValueError) as error:
         raise FrameError(f"a SNAPSHOT_CHUNK's rounds or shards cannot be read: {error}") from None
+    return ChunkContent(rows, rounds, shards, base=base)
 
 
 class _Reader:
@@ -148,8 +153,8 @@ class _Reader:
         return found
 
 
-def _decode_state(reader: _Reader) -> tuple[RangeRounds, RangeShards]:
-    names, closed, kept, groups, sets, more = _STATE.unpack(reader.take(_STATE.size).tobytes())
+def _decode_state(reader: _Reader) -> tuple[RangeRounds, RangeShards, int]:
+    names, closed, kept, groups, sets, more, base = _STATE.unpack(reader.take(_STATE.size).tobytes())
     name = dict(enumerate(reader.texts(names)))
     try:
         rounds = RangeRounds({name[app]: clock for app, clock in reader.rows(closed, 2)}, {}, [], bool(more))
@@ -167,7 +172,7 @@ def _decode_state(reader: _Reader) -> tuple[RangeRounds, RangeShards]:
         rounds.kept.extend((name[app], clock, worker, list(islice(blocks, n))) for app, clock, worker, n in owners)
     except KeyError as error:
         raise FrameError(f"there is no name {error} among {names}") from None
-    return rounds, shards
+    return rounds, shards, base
 
 
 def _decode_group(reader: _Reader) -> tuple[int, BarrierGroup]:
@@ -192,12 +197,16 @@ def _decode_set(reader: _Reader) -> tuple[int, int, ShardSet]:
 def _read_rows(body: Bytes, at: int) -> tuple[TableRows, int]:
     if at + _TABLE.size > len(body):
         raise FrameError("a SNAPSHOT_CHUNK ends inside a table's header")
-    table, text, rows, stride = _TABLE.unpack_from(body.data, at)
+    table, text, rows, stride, floor, notes = _TABLE.unpack_from(body.data, at)
     keys_at = (at + _TABLE.size + text + 7) & ~7
     rows_at = keys_at + 8 * rows
-    end = rows_at + rows * stride
-    if rows > _MAX_ROWS or stride > _MAX_STRIDE or end > len(body):
+    stamps_at = rows_at + rows * stride
+    notes_at = (stamps_at + 2 * rows + 7) & ~7
+    end = notes_at + 16 * notes
+    if max(rows, notes) > _MAX_ROWS or stride > _MAX_STRIDE or end > len(body):
         raise FrameError(f"a SNAPSHOT_CHUNK of {rows} rows of {stride} bytes does not fit in {len(body)} bytes")
     spec = body[at + _TABLE.size : at + _TABLE.size + text].tobytes().decode(errors="replace")
     keys = body[keys_at:rows_at].view(np.int64)
-    return TableRows(table, spec, keys, body[rows_at:end].reshape(rows, stride)), end
+    values = body[rows_at:stamps_at].reshape(rows, stride)
+    stamps = body[stamps_at : stamps_at + 2 * rows].view(np.uint16)
+    return TableRows(table, spec, keys, values, stamps, body[notes_at:end].view(np.int64).reshape(-1, 2), floor), end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elasticps.server.protocol.barrier_state import RangeRounds
 from elasticps.server.protocol.operations import ChunkContent, TableRows
+from elasticps.store.deletions import NO_NOTES
 from elasticps.wire.frames import Block
 
 _ENTRY_BYTES = 40  # a shard in a worker's hands; a member of a round takes less
@@ -44,12 +45,17 @@ class _Packer:
     def __init__(self, content: ChunkContent, most_bytes: int) -> None:
         self._most = most_bytes
         self._size = 0
-        self.contents = [ChunkContent([], RangeRounds(content.rounds.closed, {}, [], content.rounds.more), {})]
+        self.contents = [
+            content._replace(
+                tables=[], rounds=RangeRounds(content.rounds.closed, {}, [], content.rounds.more), shards={}
+            )
+        ]
 
     def room(self, nbytes: int) -> ChunkContent:
         """The content to which so many bytes are to be added."""
         if self._size and self._size + nbytes > self._most:
-            self.contents.append(ChunkContent([], RangeRounds({}, {}, [], more=True), {}))
+            following = self.contents[0]._replace(tables=[], rounds=RangeRounds({}, {}, [], more=True), shards={})
+            self.contents.append(following)
             self._size = 0
         self._size += nbytes
         return self.contents[-1]
@@ -57,7 +63,10 @@ class _Packer:
     def add_table(self, table: TableRows) -> None:
         rows = max(1, self._most // (8 + table.rows.shape[1]))
         for at in range(0, max(1, len(table.keys)), rows):
-            part = table._replace(keys=table.keys[at : at + rows], rows=table.rows[at : at + rows])
+            to = at + rows
+            part = table._replace(keys=table.keys[at:to], rows=table.rows[at:to], stamps=table.stamps[at:to])
+            if at:
+                part = part._replace(notes=NO_NOTES)
             self.room(_table_bytes(part)).tables.append(part)
 
     def add_kept(self, app: str, clock: int, worker: int, block: Block) -> None:
@@ -68,7 +77,7 @@ class _Packer:
 
 
 def _table_bytes(table: TableRows) -> int:
-    return 64 + len(table.spec) + table.keys.nbytes + table.rows.nbytes
+    return 80 + len(table.spec) + sum(array.nbytes for array in (table.keys, table.rows, table.stamps, table.notes))
 
 
 def _block_bytes(block: Block) -> int:
