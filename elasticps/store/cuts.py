@@ -13,6 +13,8 @@ class Cuts:
     [ranges]. A stamp says that a row was changed last between the cut base + stamp and the next one; with stamp 0 it
     may have been earlier."""
 
+    most = MAX_STAMP
+
     def __init__(self, ranges: int) -> None:
         self.newest = np.zeros(ranges, np.int64)
         self.base = np.zeros(ranges, np.int64)
@@ -21,7 +23,7 @@ class Cuts:
         """A cut passes in those ranges that have not had it: which they are, and in which of them all stamps must begin
         anew, for there is no number for this one."""
         behind = ranges[self.newest[ranges] < cut]
-        far = behind[cut - self.base[behind] > MAX_STAMP]
+        far = behind[cut - self.base[behind] > self.most]
         self.newest[behind] = cut
         self.base[far] = cut - 1
         return behind, far

@@ -215,7 +215,7 @@ class Story:
                 assert table.kept is not None
                 for r in held:
                     table.kept.begin(r, 0)
-                    self.at_cut[name, number, r] = _as_dict(*table.dump_stamped(r, 0, PLACES))
+                    self.at_cut[name, number, r] = _as_dict(table.dump_stamped(r, 0, PLACES))
 
     def write(self, name: str) -> list[Any]:
         """What a checkpoint would get from a server: as it was at the cut, of ranges that are still there."""
@@ -229,8 +229,8 @@ class Story:
                         taken = table.kept.take(r, part, of, 0, self.cut_number)
                         found.append((number, r, [array.tolist() for array in taken]))
                     rows: dict[int, Any] = {}
-                    for _, _, taken in found[-len(parts) :]:
-                        rows |= _as_dict(*taken, base=int(store.cuts.base[r]))
+                    for *_, arrays in found[-len(parts) :]:
+                        rows |= _as_dict(arrays, int(store.cuts.base[r]))
                     assert rows == self.at_cut[name, number, r]
             table.keep(None)
         return found
@@ -317,9 +317,9 @@ class Story:
         return body, count
 
 
-def _as_dict(keys: Any, rows: Any, stamps: Any, base: int = 0) -> dict[int, Any]:
-    stamped = zip(np.asarray(rows).tolist(), np.asarray(stamps).tolist(), strict=True)
-    return {key: (row, stamp - base) for key, (row, stamp) in zip(np.asarray(keys).tolist(), stamped, strict=True)}
+def _as_dict(arrays: Any, base: int = 0) -> dict[int, Any]:
+    keys, rows, stamps = (np.asarray(array).tolist() for array in arrays)
+    return {key: (row, stamp - base) for key, row, stamp in zip(keys, rows, stamps, strict=True)}
 
 
 @pytest.mark.parametrize("seed", range(30))

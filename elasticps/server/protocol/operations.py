@@ -135,9 +135,9 @@ class CutMark(NamedTuple):
 
 
 class TableRows(NamedTuple):
-    """One table's rows in a piece: keys int64 [n], whole rows uint8 [n, stride], stamps uint16 [n]. spec: as JSON, "" if
-    the table was dropped in this range. notes: deletions in the piece's interval; floor: the cut from which on they are
-    all known (`elasticps.store.deletions`)."""
+    """One table's rows in a piece: keys int64 [n], whole rows uint8 [n, stride], stamps uint16 [n]. spec: as JSON, ""
+    if the table was dropped in this range. notes: deletions in the piece's interval; floor: the cut from which
+    on they are all known (`elasticps.store.deletions`)."""
 
     table: int
     spec: str
