@@ -165,8 +165,7 @@ class SnapshotSender:
             content = self._with_state(content, r)
             size = size_of(content)
         self.sent_bytes += size
-        passed = int(self._executor.cuts.number[r])
-        *contents, end = (part._replace(cut=passed) for part in pack(content, MOST_BYTES))
+        *contents, end = pack(content, MOST_BYTES)
         for part in contents:  # of one instant: on the link nothing comes in between
             self._executor.perform(self._executor.replica.piece, r, serial, upto, False, part)
         self._executor.perform(self._executor.replica.piece, r, serial, upto, last, end)
