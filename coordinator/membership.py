@@ -26,6 +26,7 @@ from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 log = fields.logger(__name__)
 
 CONFIG, VIEW, ROSTER = "config", "view", "roster"
+RESTORING = "restoring"  # while a whole cluster comes back from a checkpoint: workers wait
 SERVERS, WORKERS = "servers/", "workers/"
 DRAINS = "drains/"
 SIGNED_OFF = b"signed off"

@@ -39,6 +39,8 @@ class OperationKind(IntEnum):
     CLEAR = 12
     DROP = 13
     CUT = 14
+    RESTORE = 15
+    RESTORED = 16
 
 
 ERASER = 1 << 31

@@ -1,4 +1,5 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -143,6 +144,46 @@ class CutStateResponse(_message.Message):
     files: _containers.RepeatedCompositeFieldContainer[WrittenFile]
     failed: str
     def __init__(self, incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., newest: _Optional[int] = ..., taken: _Optional[_Iterable[_Union[CutTaken, _Mapping]]] = ..., homes: _Optional[_Mapping[int, str]] = ..., writes: _Optional[bool] = ..., ranges_done: _Optional[int] = ..., files: _Optional[_Iterable[_Union[WrittenFile, _Mapping]]] = ..., failed: _Optional[str] = ...) -> None: ...
+
+class RestoreRequest(_message.Message):
+    __slots__ = ("act", "url", "cut", "old", "new", "whole", "serial")
+    class Act(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        LOOK: _ClassVar[RestoreRequest.Act]
+        GO: _ClassVar[RestoreRequest.Act]
+        END: _ClassVar[RestoreRequest.Act]
+    LOOK: RestoreRequest.Act
+    GO: RestoreRequest.Act
+    END: RestoreRequest.Act
+    ACT_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    OLD_FIELD_NUMBER: _ClassVar[int]
+    NEW_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    act: RestoreRequest.Act
+    url: str
+    cut: int
+    old: _containers.RepeatedScalarFieldContainer[int]
+    new: _containers.RepeatedScalarFieldContainer[int]
+    whole: bool
+    serial: int
+    def __init__(self, act: _Optional[_Union[RestoreRequest.Act, str]] = ..., url: _Optional[str] = ..., cut: _Optional[int] = ..., old: _Optional[_Iterable[int]] = ..., new: _Optional[_Iterable[int]] = ..., whole: _Optional[bool] = ..., serial: _Optional[int] = ...) -> None: ...
+
+class RestoreResponse(_message.Message):
+    __slots__ = ("ranges", "rows", "taken", "failed", "complete")
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    ranges: _containers.RepeatedScalarFieldContainer[int]
+    rows: int
+    taken: _containers.RepeatedScalarFieldContainer[int]
+    failed: str
+    complete: bool
+    def __init__(self, ranges: _Optional[_Iterable[int]] = ..., rows: _Optional[int] = ..., taken: _Optional[_Iterable[int]] = ..., failed: _Optional[str] = ..., complete: _Optional[bool] = ...) -> None: ...
 
 class MarkRequest(_message.Message):
     __slots__ = ("mark",)

@@ -84,6 +84,11 @@ class AdminStub:
                 request_serializer=elasticps_dot_admin_dot_admin__pb2.CutStateRequest.SerializeToString,
                 response_deserializer=elasticps_dot_admin_dot_admin__pb2.CutStateResponse.FromString,
                 _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/elasticps.v1.Admin/Restore',
+                request_serializer=elasticps_dot_admin_dot_admin__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=elasticps_dot_admin_dot_admin__pb2.RestoreResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -158,6 +163,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Restore(self, request, context):
+        """Brings back what a checkpoint has of the ranges headed here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -210,6 +222,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.CutState,
                     request_deserializer=elasticps_dot_admin_dot_admin__pb2.CutStateRequest.FromString,
                     response_serializer=elasticps_dot_admin_dot_admin__pb2.CutStateResponse.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=elasticps_dot_admin_dot_admin__pb2.RestoreRequest.FromString,
+                    response_serializer=elasticps_dot_admin_dot_admin__pb2.RestoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -482,6 +499,33 @@ class Admin:
             '/elasticps.v1.Admin/CutState',
             elasticps_dot_admin_dot_admin__pb2.CutStateRequest.SerializeToString,
             elasticps_dot_admin_dot_admin__pb2.CutStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticps.v1.Admin/Restore',
+            elasticps_dot_admin_dot_admin__pb2.RestoreRequest.SerializeToString,
+            elasticps_dot_admin_dot_admin__pb2.RestoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

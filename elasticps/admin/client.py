@@ -99,6 +99,20 @@ async def fetch_marked(
     return answer
 
 
+async def ask_restore(
+    address: str, timeout_s: float, request: admin_pb2.RestoreRequest, credentials: Credentials | None = None
+) -> admin_pb2.RestoreResponse:
+    """Has the server at `address` do its part of a restore. Raises ClusterUnreachable like the others."""
+    async with open_channel(address, credentials) as channel:
+        try:
+            answer: admin_pb2.RestoreResponse = await admin_pb2_grpc.AdminStub(channel).Restore(
+                request, timeout=timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            raise failure(address, timeout_s, error) from error
+    return answer
+
+
 async def fetch_health(
     address: str, timeout_s: float, service: str = "", credentials: Credentials | None = None
 ) -> str:

@@ -11,7 +11,7 @@ from grpc_health.v1.health import aio as health  # type: ignore[attr-defined]  #
 
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.admin.cuts import write_state
-from elasticps.admin.subject import MAX_URL, Subject
+from elasticps.admin.subject import MAX_URL, Subject, Wanted
 from elasticps.errors import ConfigError
 from elasticps.security.identity import Act, NotAuthorised, identity_among
 from replication.progress import PART_BITS
@@ -66,6 +66,18 @@ class _Admin(admin_pb2_grpc.AdminServicer):
         subject = await self._subject(context, Act.CHANGE)
         complete = await subject.mark(request.mark)
         return admin_pb2.MarkResponse(complete=complete, epoch=subject.epoch)
+
+    async def Restore(  # noqa: N802
+        self, request: admin_pb2.RestoreRequest, context: Context
+    ) -> admin_pb2.RestoreResponse:
+        restoring = (await self._subject(context, Act.CHANGE)).restoring
+        if request.act == admin_pb2.RestoreRequest.END:
+            return admin_pb2.RestoreResponse(complete=await restoring.end(request.serial, request.new))
+        if request.act == admin_pb2.RestoreRequest.LOOK:
+            return admin_pb2.RestoreResponse(**restoring.look(request.new)._asdict())
+        tables = tuple(zip(request.old, request.new, strict=True))
+        found = restoring.go_on(request.serial, Wanted(request.url, request.cut, tables, request.whole))
+        return admin_pb2.RestoreResponse(**found._asdict())
 
     async def Marked(self, request: admin_pb2.MarkedRequest, context: Context) -> admin_pb2.MarkedResponse:  # noqa: N802
         subject = await self._subject(context, Act.LOOK)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from coordinator.view import ServerInfo
@@ -81,6 +81,40 @@ class CutSubject(Protocol):
         """What there was at it, and how far it is written."""
 
 
+class Wanted(NamedTuple):
+    """What is to be brought back from a checkpoint. tables: (id in the checkpoint, id here); whole: clocks, rounds and
+    shards too."""
+
+    url: str
+    cut: int
+    tables: tuple[tuple[int, int], ...]
+    whole: bool
+
+
+class Restored(NamedTuple):
+    """How far it is: ranges that are done, committed; rows since the beginning. taken: ids that cannot be had; failed:
+    why it ended, "" if it has not."""
+
+    ranges: tuple[int, ...]
+    rows: int
+    taken: tuple[int, ...]
+    failed: str
+
+
+class RestoreSubject(Protocol):
+    """What brings checkpoints back."""
+
+    def look(self, tables: Iterable[int]) -> Restored:
+        """Which of these ids are, or were, tables' here."""
+
+    def go_on(self, serial: int, wanted: Wanted) -> Restored:
+        """Begins, or goes on, and says how far it is. serial: of the try; those below what was heard, or that have
+        ended, are refused."""
+
+    async def end(self, serial: int, dropped: Iterable[int]) -> bool:
+        """Nothing of it comes from now on; tables are dropped. False: the view has changed, ask again."""
+
+
 class Subject(Protocol):
     """What these services speak of: a server."""
 
@@ -89,6 +123,8 @@ class Subject(Protocol):
 
     @property
     def epoch(self) -> int: ...
+    @property
+    def restoring(self) -> RestoreSubject: ...
     @property
     def me(self) -> ServerInfo: ...
     @property

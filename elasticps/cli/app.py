@@ -13,7 +13,7 @@ import typer
 
 from elasticps import __version__
 from elasticps.bench.cli import app as bench
-from elasticps.cli import audit, cluster, exchange, local, logs, processes, scale, status, tables
+from elasticps.cli import audit, checkpoint, cluster, exchange, local, logs, processes, scale, status, tables
 from elasticps.cli.certificates import certificates
 from elasticps.cli.demo import demo
 from elasticps.cli.options import command
@@ -41,6 +41,8 @@ app.add_typer(tables.app, name="tables", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK)(command(exchange.export))
 app.command("import", rich_help_panel=LOOK)(command(exchange.import_))
 app.command(rich_help_panel=LOOK)(command(audit.audit))
+app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=LOOK)
+app.command(rich_help_panel=LOOK)(command(checkpoint.restore))
 app.add_typer(cluster.app, name="cluster", rich_help_panel=LOOK)
 app.command(rich_help_panel=SHOW)(command(demo))
 for measure in bench.registered_commands:

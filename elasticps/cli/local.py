@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 
 from coordinator.url import parse
+from elasticps.cli.bars import restore_with_bar
 from elasticps.cli.options import Every, Name, Url
 from elasticps.cli.output import ExitCode, err, out, print_json, sigterm_interrupts
 from elasticps.errors import ConfigError, Error
@@ -44,6 +45,10 @@ def up(
         bool,
         typer.Option("--tls", help="Encrypt everything; each process gets a certificate, by a throw-away CA."),
     ] = False,
+    restore: Annotated[
+        str,
+        typer.Option(metavar="URL", help="Begin with the newest checkpoint there is at this URL.", show_default=False),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of the URL.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that the start may take.")] = 300.0,
 ) -> None:
@@ -70,6 +75,8 @@ def up(
         cluster.start()
     with sigterm_interrupts():
         try:
+            if restore:
+                _restore(cluster, restore, timeout)
             _announce(cluster, detach=detach, as_json=as_json)
             if not detach:
                 _watch(cluster)
@@ -78,6 +85,14 @@ def up(
         finally:
             if not detach:
                 cluster.stop()
+
+
+def _restore(cluster: LocalCluster, place: str, timeout_s: float) -> None:
+    try:
+        restore_with_bar(cluster.operator_url, place, None, "", timeout_s, as_json=False)
+    except BaseException:
+        cluster.stop()  # a detached one too: what was asked for is not there
+        raise
 
 
 def _announce(cluster: LocalCluster, *, detach: bool, as_json: bool) -> None:

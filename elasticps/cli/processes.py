@@ -27,6 +27,7 @@ from elasticps.cli.output import print_json
 from elasticps.errors import ConfigError
 from elasticps.memory import parse_size
 from elasticps.security import credentials_of
+from elasticps.security.credentials import Credentials
 from elasticps.security.identity import Role
 
 Name = Annotated[str, typer.Option("--name", help="A name that no other process of its kind has.", show_default=False)]
@@ -121,6 +122,15 @@ def coordinator(
         int | None,
         typer.Option(help="Servers that the first view waits for.  [default: 1]"),
     ] = None,
+    restore: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="A cluster that it creates begins with the newest checkpoint there is at this URL; workers wait until "
+            "it is there. Of no effect on a cluster that exists.",
+            show_default=False,
+        ),
+    ] = "",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd at the start.")] = 30.0,
     host: Annotated[str, typer.Option(help="Address that metrics are served at.")] = "127.0.0.1",
     metrics_port: MetricsPort = 0,
@@ -134,7 +144,7 @@ def coordinator(
     logs.configure(log_level, log_format=log_format, cluster=_cluster(url), process=name)
     chosen = {"ranges": ranges, "replicas": replicas, "min_servers": min_servers}
     given = {key: value for key, value in chosen.items() if value is not None}
-    uvloop.run(_coordinate(url, name, given, timeout, (host, metrics_port)))
+    uvloop.run(_coordinate(url, name, given, timeout, (host, metrics_port), restore))
 
 
 def _cluster(url: str) -> str:
@@ -145,7 +155,7 @@ def _cluster(url: str) -> str:
 
 
 async def _coordinate(
-    url: str, name: str, chosen: dict[str, int], timeout_s: float, metrics_at: tuple[str, int]
+    url: str, name: str, chosen: dict[str, int], timeout_s: float, metrics_at: tuple[str, int], restore: str
 ) -> None:
     from elasticps.monitor import dial_server  # brings in the data plane's wire: only this command needs it
 
@@ -162,7 +172,7 @@ async def _coordinate(
         raise ConfigError(str(error)) from None
     try:
         try:
-            await insist(lambda: _create(store, chosen), timeout_s)
+            await insist(lambda: _create(store, chosen, restore), timeout_s)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         async with AsyncExitStack() as stack:
@@ -176,6 +186,8 @@ async def _coordinate(
                 await metrics.start(*metrics_at)
                 work.append(metrics.follow())
                 on_ill = metrics.on_ill
+            if restore:
+                work.append(_restore(store, credentials))
             print_json({"ready": True, "name": name, "pid": os.getpid()})
             dial = dial_server(name, credentials)
             await first_of(run_coordinator(store, name=name, stop=stop, dial=dial, on_ill=on_ill), *work)
@@ -187,8 +199,21 @@ def _nothing(ill: bool) -> None:
     """Nobody asks for metrics."""
 
 
-async def _create(store: Store, chosen: dict[str, Any]) -> None:
-    """Makes sure that there is a cluster, and that it is as `chosen`."""
+async def _restore(store: Store, credentials: Credentials | None) -> None:
+    """Never ends: this coordinator does not, when it is done."""
+    from elasticps.checkpoint.restore import keep_restoring
+
+    await keep_restoring(store, credentials)
+    await asyncio.Event().wait()
+
+
+async def _create(store: Store, chosen: dict[str, Any], restore: str) -> None:
+    """Makes sure that there is a cluster, and that it is as `chosen`; one that is made begins with a checkpoint, if one
+    is to be restored."""
     existing = await store.get("config")
+    if existing is None and restore:
+        from elasticps.checkpoint.restore import begin_with
+
+        await begin_with(store, restore)
     config = ClusterConfig.from_json(existing.value) if existing else ClusterConfig()
     await create_cluster(store, replace(config, **chosen))

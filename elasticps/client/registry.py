@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from coordinator.adoption import table_key
 from coordinator.connect import open_store
 from coordinator.errors import CoordinationError
-from coordinator.membership import LAST_WORKER, ROSTER, SIGNED_OFF, WORKERS, WorkerSession, new_number, register_worker
+from coordinator.membership import (
+    LAST_WORKER,
+    RESTORING,
+    ROSTER,
+    SIGNED_OFF,
+    WORKERS,
+    WorkerSession,
+    new_number,
+    register_worker,
+)
 from coordinator.names import check_name
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, Roster, View, WorkerInfo
@@ -137,15 +146,18 @@ class Registry:
         return self._worker.lease if self.runtime.monotonic() < self._worker.deadline else 0
 
     def first_view(self, timeout_s: float) -> View:
-        """The view; waits until the cluster has formed one in which every range has a server."""
+        """The view; waits until the cluster has formed one in which every range has a server, and until it has come
+        back from a checkpoint if that is going on."""
         return self.call(self._first_view(timeout_s), timeout_s + 5.0)
 
     async def _first_view(self, timeout_s: float) -> View:
         deadline = self.runtime.monotonic() + timeout_s
         while True:
-            entry = await self._store.get("view")
-            if entry is not None:
+            entry, restoring = await self._store.get("view"), await self._store.get(RESTORING)
+            if entry is not None and restoring is None:
                 return View.decode(entry.value)
+            if self.runtime.monotonic() > deadline and restoring is not None:
+                raise ClusterUnreachable(_how_far(self._store.cluster, restoring.value, timeout_s))
             if self.runtime.monotonic() > deadline:
                 config = await self._store.get("config")
                 wanted = ClusterConfig.from_json(config.value).min_servers if config else "a configuration and"
@@ -283,6 +295,12 @@ def _registration(value: bytes, revision: int) -> Registration:
     spec = TableSpec.from_json(document["spec"])
     by, dropping = document.get("by", ""), document.get("dropping", False)
     return Registration(document["id"], spec, document["creator"], by, document["ready"], revision, dropping)
+
+
+def _how_far(cluster: str, restoring: bytes, timeout_s: float) -> str:
+    said = json.loads(restoring)
+    text = f"cluster {cluster!r} is being restored from checkpoint {said['cut']} of {said['url']}: {said['done']:.0%}"
+    return f"{text} is there after {timeout_s:.1f} s" + (f"; it is held up: {said['error']}" if said["error"] else "")
 
 
 def _run(coroutine: Coroutine[Any, Any, T], runtime: Runtime, timeout_s: float, url: str) -> T:

@@ -33,6 +33,7 @@ from elasticps.server.protocol.operations import (
     NewTable,
     RoundStep,
 )
+from elasticps.server.protocol.restored import RestoredRows, RestoredState
 from elasticps.spec import TableSpec
 from elasticps.store import Store, Table
 from elasticps.store.intervals import PLACES
@@ -148,6 +149,10 @@ class Executor:
             self.rounds.drop(payload.table, effect.ranges, self.store.tables)
             self.store.drop(payload.table, effect.ranges, effect.seqs)
             self.note_change()
+        elif isinstance(payload, RestoredRows):
+            self._restore(effect, payload)
+        elif isinstance(payload, RestoredState):
+            self._restored(int(effect.ranges[0]), payload)
         elif isinstance(payload, AuditMark):
             self._mark(effect, payload)
         elif isinstance(payload, CutMark):
@@ -193,6 +198,24 @@ class Executor:
         unfinished = effect.inside or {}
         for r in effect.ranges.tolist():
             self.store.clear(table, r, unfinished.get(r))
+
+    def _restore(self, effect: Apply, restored: RestoredRows) -> None:
+        r, table = int(effect.ranges[0]), self.store.tables[restored.table]
+        keys, rows = restored.keys, restored.rows
+        if effect.inside is not None:
+            bounds = np.zeros(self._ranges, np.int64)
+            bounds[r] = effect.inside[r]
+            chosen = table.select(keys, bounds)
+            keys, rows = keys[chosen], rows[chosen]
+        table.load_range(r, keys, rows)
+
+    def _restored(self, r: int, state: RestoredState) -> None:
+        self.replica.clocks.set_column(r, *state.clocks())
+        if state.cut > self.cuts.number[r]:
+            self.cuts.load(r, state.cut)
+            self.store.begin_at(np.array([r], np.int64), state.cut)
+        self.rounds.load(r, state.rounds())
+        self.shards.load(state.sets(self._ranges))
 
     def _round(self, effect: Apply, step: RoundStep) -> None:
         if effect.operation.kind == OperationKind.BARRIER_JOIN:

@@ -40,6 +40,7 @@ from elasticps.server.pulls import Pulls
 from elasticps.server.pump import Pump, streams
 from elasticps.server.pushes import Pushes
 from elasticps.server.replica_links import ReplicaLinks
+from elasticps.server.restoring import Restorer
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.server.subject import Subject
 from elasticps.wire.frames import Header, Kind
@@ -108,6 +109,8 @@ class Server:
         self.leaders = Leaders(loop, serving, executor, self.links, self.snapshots, self.headroom, counts)
 
         cuts = Cuts(serving, executor, lambda: self.handshake.workers, clock)
+        self.restoring = Restorer(loop, executor, serving, self.memory)
+
         handlers = {
             **self.pushes.handlers, **self.pulls.handlers, **self._barrier.handlers, **ShardDispenser(group).handlers,
             **cuts.handlers, Kind.GET_VIEW: held.get_view,
@@ -129,7 +132,7 @@ class Server:
         )
         self.subject = Subject(
             me, serving, executor, self.fast, counts, herald, self.delay, self.snapshots, self.headroom,
-            self.handshake, cuts, clock,
+            self.handshake, cuts, self.restoring, clock,
         )  # fmt: skip
 
         effects: dict[type, Callable[[Any], None]] = {
@@ -161,6 +164,7 @@ class Server:
 
     def close(self) -> None:
         """Drops every connection."""
+        self.restoring.close()
         self.links.close()
         self.handshake.close()
         if isinstance(self.streams, Pump):

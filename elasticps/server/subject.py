@@ -19,6 +19,7 @@ from elasticps.server.protocol.bounded_delay import BoundedDelay
 from elasticps.server.protocol.headroom import Headroom
 from elasticps.server.protocol.herald import Herald
 from elasticps.server.protocol.serving import Serving
+from elasticps.server.restoring import Restorer
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.server.tickets import FutureTicket
 from replication.chain import Role
@@ -32,7 +33,7 @@ class Subject:
     def __init__(
         self, me: ServerInfo, serving: Serving, executor: Executor, path: FastPath, counts: Counts, herald: Herald,
         delay: BoundedDelay, snapshots: SnapshotSender, headroom: Headroom, handshake: Handshake,
-        cuts: Cuts, clock: Callable[[], float],
+        cuts: Cuts, restoring: Restorer, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self.me = me
         self._serving = serving
@@ -45,6 +46,7 @@ class Subject:
         self._headroom = headroom
         self._handshake = handshake
         self.cuts = cuts
+        self.restoring = restoring
         self._clock = clock
         self._started = clock()
 

@@ -22,6 +22,7 @@ from elasticps.server.protocol.operations import (
     positions_of,
 )
 from elasticps.server.protocol.replica_codec import ReplicaCodec
+from elasticps.server.protocol.restored import RestoredRows, RestoredState
 from elasticps.sharding import ShardSpec
 from elasticps.spec import TableSpec
 from elasticps.store import Store
@@ -87,6 +88,14 @@ SHARDS: RangeShards = {"a": {"train": A_SET}}
 A_TAKE = Claim("a", "train", ShardSpec(100, 7, 2, 5), 6, 11, 4, (1, 2), (3,), ())
 A_ROUND = RoundStep("a", 3, (5, 6))
 THE_CUT = CutMark(3, 1, "s0", 2, "file:///x")
+SOME_ROWS = RestoredRows(1, numbers(5, -6), np.arange(32, dtype=np.uint8).reshape(2, 16))
+NO_ROWS = RestoredRows(1, numbers(), np.empty((0, 16), np.uint8))
+THE_STATE = RestoredState(
+    7, (5, 6), (3 << 16, 4 << 16), {"a": 9},
+    [{"app": "a", "decided": 9, "workers": [5], "last": [[5, 9]]}],
+    [{"app": "a", "name": "train", "spec": [100, 7, 2, None], "upcoming": 5, "done": 2, "returned": [[1, 4, 9]],
+      "doing": [[6, 0, 8, 0, 0]]}],
+)  # fmt: skip
 A_GROUP = BarrierGroup({5: 3}, 4, (5, 6), {5: 4, 2: 1}, 9)
 OTHER_SPEC = TableSpec("b", 1, Accumulate()).to_json()
 STAMPS, NOTES = np.array([7, 3], np.uint16), np.array([[5, 4], [6, 5]], np.int64)
@@ -102,6 +111,9 @@ A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.fl
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.CREATE, -1, 0, NewTable(3, SPEC), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.AUDIT, -1, 0, AuditMark(1 << 61), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.CUT, -1, 0, THE_CUT, 10)),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.RESTORE, -1, 0, SOME_ROWS, 10)),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.RESTORE, -1, 0, NO_ROWS, 10)),
+        Forward(4, numbers(1), numbers(9), Operation(OperationKind.RESTORED, -1, 0, THE_STATE, 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.BARRIER_CLOSE, -1, 0, A_ROUND, 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.BARRIER_LEAVE, -1, 0, RoundStep("a", 0, (5,)), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.CLAIM_SHARDS, -1, 0, A_TAKE, 10)),
@@ -199,6 +211,8 @@ def test_a_take_of_shards_that_cannot_be_is_refused(spec: tuple[object, ...]) ->
 
 ROUND = {"id": 1, "app": "a", "workers": [1]}
 AUDIT = {"id": 1, "part": 0, "parts": 1}
+STATE = {"cut": 3, "workers": [1], "progress": [5], "closed": {}, "groups": [], "shards": []}
+A_SHARD = {"app": "a", "name": "n", "spec": [8, 1, 1, None], "upcoming": 1, "done": 0, "returned": [], "doing": []}
 A_CUT = {"number": 3, "since": 1, "writer": "s0", "incarnation": 2, "url": "file:///x"}
 
 
@@ -218,6 +232,13 @@ A_CUT = {"number": 3, "since": 1, "writer": "s0", "incarnation": 2, "url": "file
         (OperationKind.CUT, A_CUT | {"since": 3}),
         (OperationKind.CUT, A_CUT | {"writer": 7}),
         (OperationKind.CUT, A_CUT | {"url": "x" * 5000}),
+        (OperationKind.RESTORED, STATE | {"progress": []}),
+        (OperationKind.RESTORED, STATE | {"workers": [2, 1], "progress": [1, 1]}),
+        (OperationKind.RESTORED, STATE | {"workers": [1 << 70]}),
+        (OperationKind.RESTORED, STATE | {"closed": {"a": 1 << 70}}),
+        (OperationKind.RESTORED, STATE | {"groups": [{"app": "a"}]}),
+        (OperationKind.RESTORED, STATE | {"shards": [A_SHARD | {"doing": [[1, 1, 1 << 70, 0, 0]]}]}),
+        (OperationKind.RESTORED, STATE | {"shards": [A_SHARD | {"spec": [0, 0, 0, None]}]}),
         (OperationKind.CREATE, {"id": 1 << 32, "spec": SPEC}),
         (OperationKind.CREATE, {"id": 1, "spec": "{}"}),
         (OperationKind.CREATE, {"id": 1, "spec": "[" * 20_000}),

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from elasticps.errors import InputError, SpecError
 from elasticps.server.protocol.operations import ChunkContent, Cleared, Content, NewTable
 from elasticps.server.protocol.request_error import RequestError
+from elasticps.server.protocol.restored import RestoredRows
 from elasticps.spec import TableSpec
 from elasticps.store import Store, Table
 from elasticps.store.native import MAX_STAMP
@@ -67,8 +68,29 @@ def _check_operation(store: Store, server: str, message: Forward) -> None:
     elif isinstance(payload, Content):
         for block in payload.blocks:
             check_block(store.tables, block, payload.positions, server, message.operation.kind)
+    elif isinstance(payload, RestoredRows):
+        check_rows(store, server, int(message.ranges[0]), payload)
     elif isinstance(payload, Cleared) and payload.table not in store.tables:
         raise unknown_table(server, payload.table)
+
+
+def check_rows(store: Store, server: str, r: int, restored: RestoredRows) -> None:
+    """Whole rows fit their table, and lie in range r. Raises RequestError, InputError."""
+    table = store.tables.get(restored.table)
+    if table is None:
+        raise unknown_table(server, restored.table)
+    positions = np.full(store.ranges, -1, np.int64)
+    positions[r] = 0
+    _check_whole_rows(table, r, restored.keys, restored.rows, positions)
+
+
+def _check_whole_rows(
+    table: Table, r: int, keys: NDArray[np.int64], rows: NDArray[np.uint8], positions: NDArray[np.int64]
+) -> None:
+    if rows.shape[1] != table.stride:
+        raise InputError(f"rows of table {table.spec.name!r} have {table.stride} bytes, not {rows.shape[1]}")
+    if table.first_misplaced(keys, positions) >= 0:
+        raise InputError(f"a piece of range {r} has keys of table {table.spec.name!r} that lie elsewhere")
 
 
 def _check_chunk(store: Store, server: str, r: int, content: ChunkContent) -> None:
@@ -80,10 +102,7 @@ def _check_chunk(store: Store, server: str, r: int, content: ChunkContent) -> No
         if not spec and not len(keys):  # it was dropped
             continue
         table = store.create(TableSpec.from_json(spec), number)
-        if rows.shape[1] != table.stride:
-            raise InputError(f"rows of table {table.spec.name!r} have {table.stride} bytes, not {rows.shape[1]}")
-        if table.first_misplaced(keys, positions) >= 0:
-            raise InputError(f"a piece of range {r} has keys of table {table.spec.name!r} that lie elsewhere")
+        _check_whole_rows(table, r, keys, rows, positions)
         if stamped.max(initial=0) > content.cut - content.base:
             raise InputError(f"a piece of range {r} has rows of table {table.spec.name!r} from after cut {content.cut}")
         last = max(floor - 1, int(notes[:, 1].max(initial=0)))

@@ -29,6 +29,7 @@ from elasticps.server.protocol.operations import (
     RoundStep,
     positions_of,
 )
+from elasticps.server.protocol.restored import RestoredRows, RestoredState
 from elasticps.server.protocol.snapshot_codec import block_buffers, decode_content, encode_content
 from elasticps.sharding import MAX_SHARDS, ShardSpec
 from elasticps.spec import TableSpec
@@ -130,7 +131,11 @@ class ReplicaCodec:
             parts.append(_json({"id": payload.table, "spec": payload.spec}))
         elif isinstance(payload, Cleared | Dropped):
             parts.append(_json({"id": payload.table}))
-        elif isinstance(payload, AuditMark | CutMark):
+        elif isinstance(payload, RestoredRows):
+            rows, stride = payload.rows.shape
+            parts.append(_section({"id": payload.table, "rows": rows, "stride": stride}))
+            parts += [payload.keys.data.cast("B"), payload.rows.data.cast("B")] if rows else []
+        elif isinstance(payload, AuditMark | CutMark | RestoredState):
             parts.append(_json(payload._asdict()))
         elif isinstance(payload, RoundStep):
             parts.append(_json({"id": payload.clock, "app": payload.app, "workers": payload.workers}))
@@ -213,6 +218,12 @@ class ReplicaCodec:
         elif said.kind in (OperationKind.CLEAR, OperationKind.DROP):
             number = whole(_document(body, at).get("id"), MAX_TABLE, 1)
             payload = Cleared(number) if said.kind == OperationKind.CLEAR else Dropped(number)
+        elif said.kind == OperationKind.RESTORE:
+            payload = _restored_rows(ranges, body, at)
+        elif said.kind == OperationKind.RESTORED:
+            if len(ranges) != 1:
+                raise FrameError(f"a RESTORED is of one range, not of {len(ranges)}")
+            payload = RestoredState.of(_document(body, at))
         elif said.kind == OperationKind.AUDIT:
             document = _document(body, at)
             parts = whole(document.get("parts"), 1 << 32, 1)
@@ -285,6 +296,16 @@ def _read_section(body: Bytes, at: int) -> tuple[dict[str, Any], int]:
     if size & 7 or size > MAX_CONTROL_BYTES or end > len(body):
         raise FrameError(f"a section of {size} bytes at {at} does not fit in a body of {len(body)} bytes")
     return json_body(body[at + 8 : end].data), end
+
+
+def _restored_rows(ranges: Ranges, body: Bytes, at: int) -> RestoredRows:
+    document, at = _read_section(body, at)
+    rows, stride = whole(document.get("rows"), len(body) // 8), whole(document.get("stride"), len(body))
+    keys_end = at + 8 * rows
+    if len(ranges) != 1 or keys_end + rows * stride != len(body):
+        raise FrameError(f"a RESTORE of {rows} rows of {stride} bytes, in {len(ranges)} ranges, has {len(body)} bytes")
+    table = whole(document.get("id"), MAX_TABLE, 1)
+    return RestoredRows(table, body[at:keys_end].view(np.int64), body[keys_end:].reshape(rows, stride))
 
 
 def _take(document: Any) -> Claim:

@@ -1,0 +1,200 @@
+"""`elasticps checkpoint` and `restore`: what is there, whether it is whole, and a cluster that comes back."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import DownloadColumn
+from rich.table import Table
+
+from elasticps.cli.bars import bar, restore_with_bar
+from elasticps.cli.local import target
+from elasticps.cli.options import Json, Name, Url, command
+from elasticps.cli.output import ExitCode, err, out, print_json, size
+from elasticps.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from elasticps.checkpoint.chain import Keep
+
+app = typer.Typer(help="Checkpoints: list, look into, verify, delete and merge them.", no_args_is_help=True)
+
+Place = Annotated[
+    str, typer.Argument(metavar="URL", help="Where they lie: a folder, s3://bucket/prefix, gs://…, az://….")
+]
+Cut = Annotated[int | None, typer.Argument(help="Its number.  [default: the newest]", show_default=False)]
+Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd.")]
+
+
+@app.command("list")
+@command
+def list_command(place: Place, as_json: Json = False) -> None:
+    """Show which checkpoints there are. The exit code is 4 if one cannot be read."""
+    from elasticps.checkpoint import catalog  # brings in obstore: other commands do without
+    from elasticps.checkpoint.storage import Storage
+
+    there = catalog.look(Storage(place))
+    if as_json:
+        found = [
+            {"cut": m.cut, "since": m.since, "time": m.time, "cluster": m.cluster, "rows": m.rows, "bytes": m.nbytes}
+            for m in there.manifests.values()
+        ]
+        print_json({"checkpoints": found, "unreadable": there.unreadable, "unpublished": there.unpublished})
+    else:
+        table = Table("checkpoint", "made", "adds to", "rows", "size", "tables", "cluster", box=None, pad_edge=False)
+        for m in there.manifests.values():
+            table.add_row(
+                str(m.cut), _moment(m.time), str(m.since) if m.since else "full", f"{m.rows:,}", size(m.nbytes),
+                str(len(m.tables)), m.cluster,
+            )  # fmt: skip
+        out.print(table if there.manifests else f"{place} has no checkpoint", markup=False)
+        if there.unpublished:
+            cuts = ", ".join(map(str, there.unpublished))
+            err.print(f"without a manifest, being written or given up: {cuts}", style="yellow", markup=False)
+        for text in there.unreadable.values():
+            err.print(text, style="red", markup=False)
+    raise typer.Exit(ExitCode.DEGRADED if there.unreadable else ExitCode.OK)
+
+
+@app.command()
+@command
+def show(place: Place, cut: Cut = None, as_json: Json = False) -> None:
+    """Show what a checkpoint has: tables, workers with their clocks, and what it builds on."""
+    from elasticps.checkpoint import catalog
+    from elasticps.checkpoint.storage import Storage
+
+    *before, manifest = catalog.chain(Storage(place), cut)
+    if as_json:
+        out.print(manifest.encode().decode(), markup=False)
+        return
+    builds = f"builds on {', '.join(str(m.cut) for m in before)}" if before else "full"
+    out.print(
+        f"checkpoint {manifest.cut} of cluster {manifest.cluster}, made {_moment(manifest.time)}, {builds}; "
+        f"{manifest.ranges} ranges, {len(manifest.files)} files, {size(manifest.nbytes)}",
+        markup=False,
+    )
+    tables = Table("table", "id", "rows written", "dim", "optimizer", "dtype", box=None, pad_edge=False)
+    for name, (id_, spec) in sorted(manifest.tables.items()):
+        rows = sum(file.rows for file in manifest.files if file.table == id_)
+        tables.add_row(name, str(id_), f"{rows:,}", str(spec.dim), spec.optimizer.kind, spec.dtype)
+    out.print(tables)
+    workers = Table("worker", "goes on above step", "application", box=None, pad_edge=False)
+    for name, worker in sorted(manifest.workers.items()):
+        workers.add_row(name, str(worker.clock), worker.app)
+    if manifest.workers:
+        out.print(workers)
+    if manifest.left_out:
+        err.print(f"workers lost as it was made: {len(manifest.left_out)}", style="yellow")
+
+
+@app.command()
+@command
+def verify(place: Place, cut: Cut = None, as_json: Json = False) -> None:
+    """Read all of a checkpoint, and of what it builds on, and hold it against its sums. The exit code is 1 if anything
+    is wrong."""
+    from elasticps.checkpoint import catalog, upkeep
+    from elasticps.checkpoint.storage import Storage
+
+    storage = Storage(place)
+    chain = catalog.chain(storage, cut)
+    with bar("verify", sum(manifest.nbytes for manifest in chain), DownloadColumn()) as tell:
+        problems = [problem for manifest in chain for problem in upkeep.verify(storage, manifest, tell)]
+    if as_json:
+        print_json({"checkpoints": [manifest.cut for manifest in chain], "problems": problems})
+    else:
+        for problem in problems:
+            err.print(problem, style="red", markup=False)
+        cuts = ", ".join(str(manifest.cut) for manifest in chain)
+        rows = sum(manifest.rows for manifest in chain)
+        out.print(f"checkpoint {cuts}: {len(problems)} problems, {rows:,} rows", markup=False)
+    raise typer.Exit(ExitCode.FAILED if problems else ExitCode.OK)
+
+
+@app.command()
+@command
+def delete(
+    place: Place,
+    cuts: Annotated[list[int] | None, typer.Argument(help="Their numbers.", show_default=False)] = None,
+    keep: Annotated[
+        str,
+        typer.Option(
+            help="Delete all but these, such as last=3,hourly=24,daily=7: the newest ones, and the newest one of each "
+            "of the last hours and days."
+        ),
+    ] = "",
+    left_overs: Annotated[
+        bool, typer.Option("--left-overs", help="Delete what those have left that were given up.")
+    ] = False,
+) -> None:
+    """Delete checkpoints; never one that another builds on that stays."""
+    from elasticps.checkpoint import catalog
+    from elasticps.checkpoint.storage import Storage
+
+    storage = Storage(place)
+    gone: list[int] = []
+    if not (cuts or keep or left_overs):
+        raise ConfigError("say which: numbers, --keep or --left-overs")
+    if cuts:
+        catalog.delete(storage, cuts, gone.append)
+    if keep:
+        gone += catalog.thin_out(storage, kept(keep))
+    if left_overs:
+        gone += catalog.clean(storage)
+    out.print(f"deleted: {', '.join(map(str, gone)) or 'nothing'}", markup=False)
+
+
+@app.command()
+@command
+def merge(place: Place, cut: Cut = None) -> None:
+    """Make a full checkpoint of an increment and all that it builds on, under its number."""
+    from elasticps.checkpoint import catalog, upkeep
+    from elasticps.checkpoint.storage import Storage
+
+    storage = Storage(place)
+    chain = catalog.chain(storage, cut)
+    with bar("merge", None) as tell:
+        merged = upkeep.merge(storage, chain, tell)
+    out.print(f"checkpoint {merged.cut} is full: {merged.rows:,} rows, {size(merged.nbytes)}", markup=False)
+
+
+def restore(
+    place: Place,
+    tables: Annotated[
+        str, typer.Option(help="Names, with commas in between, or APPLICATION/NAME; all, and all else, if left out.")
+    ] = "",
+    cut: Annotated[
+        int | None, typer.Option(help="Which checkpoint.  [default: the newest]", show_default=False)
+    ] = None,
+    url: Url = None,
+    name: Name = None,
+    as_json: Json = False,
+    timeout: Timeout = 30.0,
+) -> None:
+    """Bring a cluster back from a checkpoint, or some tables of one.
+
+    All of it needs a cluster without tables and workers: workers wait until it is there, and go on where the checkpoint
+    was taken. Some tables, which must not exist, come back while others are trained. The number of servers, replicas
+    and ranges may be another.
+    """
+    restore_with_bar(target(url, name), place, cut, tables, timeout, as_json=as_json)
+
+
+def kept(text: str) -> Keep:
+    """What `--keep` says."""
+    from elasticps.checkpoint.chain import Keep
+
+    found = {}
+    for each in text.split(","):
+        what, _, count = each.partition("=")
+        if what not in ("last", "hourly", "daily") or not count.isdecimal():
+            raise ConfigError(f"--keep takes last=N,hourly=N,daily=N, got {text!r}")
+        found[what] = int(count)
+    try:
+        return Keep(**found)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,0 +1,289 @@
+"""Brings back what a checkpoint has of the ranges headed here: read in threads, logged as operations, a bounded part at
+a time. What has been begun may be begun again, by whoever heads a range then: it gives the same."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator import fields
+from elasticps import hashing
+from elasticps.admin.subject import Restored, Wanted
+from elasticps.checkpoint import catalog
+from elasticps.checkpoint.contents import Contents, Rows, Unit
+from elasticps.checkpoint.manifest import Manifest
+from elasticps.checkpoint.storage import Storage
+from elasticps.errors import Error, ServerError
+from elasticps.server.executor import Executor
+from elasticps.server.memory_limit import MemoryLimit
+from elasticps.server.protocol.operations import Dropped, NewTable
+from elasticps.server.protocol.request_error import RequestError
+from elasticps.server.protocol.restored import RestoredRows, RestoredState
+from elasticps.server.protocol.serving import Serving
+from elasticps.server.tickets import FutureTicket
+from elasticps.wire.frames import Block
+from replication.chain import Ranges
+from replication.effects import Push, Status
+from replication.messages import OperationKind
+
+log = fields.logger(__name__)
+
+READERS = 4  # units that are read at once
+PIECE_BYTES = 256 << 10  # of an operation: applying one stops a server for a fraction of a millisecond
+UNASKED_S = 30.0  # whoever restores has gone
+_LOOK_S = 0.05
+
+
+class _Moved(Exception):
+    """A range is headed by somebody else now: what is left is found out anew."""
+
+
+class Restorer:
+    """One server's part of it."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, memory: MemoryLimit
+    ) -> None:
+        self._loop = loop
+        self._executor = executor
+        self._serving = serving
+        self._memory = memory
+        self._work: _Work | None = None
+        self._serial = 0
+
+    def look(self, tables: Iterable[int]) -> Restored:
+        """Which of these ids are, or were, tables' here."""
+        store = self._executor.store
+        return Restored((), 0, tuple(id_ for id_ in tables if id_ in store.tables or id_ in store.dropped), "")
+
+    def go_on(self, serial: int, wanted: Wanted) -> Restored:
+        """Begins, or goes on, and says how far it is. Ends by itself when nobody has asked for UNASKED_S."""
+        if serial < self._serial:
+            return Restored((), 0, (), "somebody else restores, or it has ended")
+        self._serial = serial
+        if self._work is None or self._work.wanted != wanted:
+            self.close()  # of another one, whose rows nobody waits for any more
+            self._work = _Work(self._loop, self._executor, self._serving, self._memory, wanted)
+        self._work.asked_s = self._loop.time()
+        return Restored(tuple(sorted(self._work.done)), self._work.rows, (), self._work.failed)
+
+    async def end(self, serial: int, dropped: Iterable[int]) -> bool:
+        """Ends it, so that nothing of it comes later, and forgets these tables; False: the view has changed, ask
+        again."""
+        self._serial = max(self._serial, serial + 1)
+        if self._work is not None:
+            work, self._work = self._work, None
+            await work.end()
+        headed = self._serving.headed
+        try:
+            await _logged(self._loop, self._executor, [(OperationKind.DROP, Dropped(id_), headed) for id_ in dropped])
+        except _Moved:
+            return False
+        return True
+
+    def close(self) -> None:
+        """The server ends."""
+        if self._work is not None:
+            self._work.stop()
+
+
+class _Work:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, memory: MemoryLimit, wanted: Wanted
+    ) -> None:  # fmt: skip
+        self.wanted = wanted
+        self.done: set[int] = set()
+        self.rows = 0
+        self.failed = ""
+        self.asked_s = loop.time()
+        self._loop = loop
+        self._executor = executor
+        self._serving = serving
+        self._memory = memory
+        self._over = threading.Event()
+        self._logging: set[asyncio.Task[None]] = set()
+        self._pool = ThreadPoolExecutor(READERS, "elasticps-restore")
+        self._task = loop.create_task(self._run())
+
+    def stop(self) -> None:
+        """Whatever is being read comes to nothing."""
+        self._over.set()
+        for task in (self._task, *self._logging):
+            task.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def end(self) -> None:
+        """The same; returns when nothing of it is logged any more."""
+        self.stop()
+        await asyncio.gather(self._task, *self._logging, return_exceptions=True)
+
+    async def _run(self) -> None:
+        try:
+            contents = await self._loop.run_in_executor(self._pool, self._open)
+            while self._loop.time() - self.asked_s < UNASKED_S:
+                mine = np.setdiff1d(self._serving.headed, np.array(sorted(self.done), np.int64))
+                if len(mine):
+                    try:
+                        await self._bring_back(contents, mine)
+                    except _Moved:
+                        log.info("restores what is left under the new view")
+                await asyncio.sleep(_LOOK_S)
+        except (Error, RequestError) as error:
+            self.failed = str(error)
+            log.warning("cannot restore", url=self.wanted.url, error=error)
+        except Exception as error:
+            self.failed = repr(error)
+            log.exception("cannot restore", url=self.wanted.url)
+        finally:
+            self._over.set()
+
+    def _open(self) -> Contents:
+        storage = Storage(self.wanted.url)
+        contents = Contents(storage, catalog.chain(storage, self.wanted.cut))
+        for old, _ in self.wanted.tables:
+            contents.layers(old)
+        return contents
+
+    async def _bring_back(self, contents: Contents, mine: Ranges) -> None:
+        """All rows of these ranges, then that they have all."""
+        manifest = contents.manifest
+        specs = {new: manifest.spec(old) for old, new in self.wanted.tables}
+        for new, spec in specs.items():
+            self._executor.store.create(spec, new)
+        creates = [(OperationKind.CREATE, NewTable(new, spec.to_json()), mine) for new, spec in specs.items()]
+        await self._log(creates)
+        here = np.zeros(self._serving.ranges, np.bool_)
+        here[mine] = True
+        reads = [
+            self._loop.run_in_executor(self._pool, self._read, contents, unit, new, here)
+            for old, new in self.wanted.tables
+            for unit in contents.units(old, _overlapping(manifest.ranges, here) if old == new else lambda r: True)
+        ]
+        try:
+            await asyncio.gather(*reads)
+        except BaseException:
+            for read in reads:
+                read.cancel()
+            await asyncio.gather(*reads, return_exceptions=True)
+            raise
+        if self.wanted.whole:
+            states = ((r, state_of(manifest, r, self._serving.ranges)) for r in mine.tolist())
+            await self._log([(OperationKind.RESTORED, state, np.array([r])) for r, state in states])
+        self.done.update(mine.tolist())
+
+    # --- in threads ---------------------------------------------------------------------------------------------------
+
+    def _read(self, contents: Contents, unit: Unit, table: int, here: NDArray[np.bool_]) -> None:
+        for rows in contents.read(unit):
+            for pieces in _batches(cut_up(rows, table, here)):
+                self._wait(self._log([(OperationKind.RESTORE, piece, np.array([r])) for r, piece in pieces]))
+                self.rows += sum(len(piece.keys) for _, piece in pieces)
+            if self._over.is_set():
+                raise ServerError("the server ends")
+
+    def _wait(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """In the loop; not for longer than that goes on."""
+        if self._over.is_set():
+            coroutine.close()
+            raise ServerError("the server ends")
+        future: Future[None] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        while not self._over.is_set():
+            try:
+                return future.result(_LOOK_S)
+            except TimeoutError:
+                if future.done():
+                    raise
+        future.cancel()
+        raise ServerError("the server ends")
+
+    async def _log(self, operations: Sequence[_Operation]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if self._over.is_set():
+            raise ServerError("the server ends")
+        self._logging.add(task)
+        task.add_done_callback(self._logging.discard)
+        for _, payload, _ in operations:
+            if isinstance(payload, RestoredRows):
+                nothing = np.empty((0, 0), np.float32), np.empty(0, np.float32)
+                self._memory.take([Block(payload.table, payload.keys, *nothing)])
+        await _logged(self._loop, self._executor, operations)
+
+
+_Operation = tuple[OperationKind, Any, Ranges]
+
+
+async def _logged(loop: asyncio.AbstractEventLoop, executor: Executor, operations: Sequence[_Operation]) -> None:
+    """Logs operations, and waits until they are committed. Raises _Moved if one is not, and may be elsewhere."""
+    replica, tickets = executor.replica, []
+    for kind, payload, ranges in operations:
+        ticket = FutureTicket(loop)
+        nbytes = payload.nbytes if isinstance(payload, RestoredRows) else 256
+        executor.perform(replica.push, Push(ticket, -1, replica.epoch, 0, 0, True, ranges, payload, nbytes, kind=kind))
+        tickets.append(ticket)
+    executor.note_change()
+    try:
+        replies = await asyncio.gather(*(ticket.future for ticket in tickets))
+    except asyncio.CancelledError:
+        for ticket in tickets:  # what still waits for room in the log is not logged
+            executor.perform(replica.forget, ticket)
+        raise
+    if any(reply.status is not Status.COMMITTED or len(reply.moved) for reply in replies):
+        raise _Moved
+
+
+# --- pure -----------------------------------------------------------------------------------------------------------
+
+
+def _overlapping(ranges: int, here: NDArray[np.bool_]) -> Callable[[int], bool]:
+    """Whether a range of a checkpoint with so many has keys in those that are here, bool [P], at the same ids."""
+    wide = np.repeat(here, max(1, ranges // len(here)))  # as many as there, or more
+    found = np.flatnonzero(wide.reshape(ranges, -1).any(axis=1)).tolist()
+    return set(found).__contains__
+
+
+def cut_up(rows: Rows, table: int, here: NDArray[np.bool_]) -> Iterator[tuple[int, RestoredRows]]:
+    """What of these rows lies in ranges that are here, bool [P], by range, in pieces of PIECE_BYTES."""
+    where = np.empty(len(rows.keys), np.int32)
+    hashing.key_ranges(rows.keys, hashing.table_salt(table), hashing.range_shift(len(here)), where)
+    chosen = np.flatnonzero(here[where])
+    chosen = chosen[np.argsort(where[chosen], kind="stable")]
+    step = max(1, PIECE_BYTES // (8 + rows.rows.shape[1]))
+    ranges, starts = np.unique(where[chosen], return_index=True)
+    ends = np.append(starts[1:], len(chosen))
+    for r, start, end in zip(ranges.tolist(), starts.tolist(), ends.tolist(), strict=False):
+        for at in range(start, end, step):
+            some = chosen[at : min(at + step, end)]
+            yield r, RestoredRows(table, rows.keys[some], rows.rows[some])
+
+
+def _batches(pieces: Iterable[tuple[int, RestoredRows]]) -> Iterator[list[tuple[int, RestoredRows]]]:
+    """Several pieces that are logged together: waiting for each would take a turn for each."""
+    some: list[tuple[int, RestoredRows]] = []
+    for piece in pieces:
+        some.append(piece)
+        if sum(each.nbytes for _, each in some) >= 4 * PIECE_BYTES or len(some) == 256:
+            yield some
+            some = []
+    if some:
+        yield some
+
+
+def state_of(manifest: Manifest, r: int, ranges: int) -> RestoredState:
+    """All but rows that a range of a cluster with so many ranges gets."""
+    clocks = {worker.id: worker.clock << 16 for worker in manifest.workers.values()}
+    clocks |= {id_: clock << 16 for id_, clock in manifest.former.items()}
+    clocks |= {id_: progress[r * manifest.ranges // ranges] for id_, progress in manifest.left_out.items()}
+    known = sorted((id_, progress) for id_, progress in clocks.items() if progress)
+    groups = [dict(one) for one in manifest.groups if hashing.group_range(one["app"], ranges) == r]
+    sets = [dict(one) for one in manifest.shards if hashing.group_range(one["app"], ranges) == r]
+    return RestoredState(
+        manifest.cut, tuple(id_ for id_, _ in known), tuple(progress for _, progress in known), dict(manifest.closed),
+        groups, sets,
+    )  # fmt: skip
