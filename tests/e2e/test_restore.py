@@ -70,7 +70,9 @@ def test_everything_comes_back_into_other_ranges_and_servers(
             wanted = np.stack([np.frombuffer(rows[key], np.float32)[at[name] : at[name] + 5] for key in sorted(rows)])
             assert values.tobytes() == wanted.tobytes()
         assert not table.pull(np.array(GONE)).any()
-        assert ps.open("tensor").pull().ravel().tobytes() == weights(tensor, TENSOR).ravel()[:12].tobytes()
+        blocks = ps.open("tensor")
+        assert isinstance(blocks, eps.DenseTensor)
+        assert blocks.pull().ravel().tobytes() == weights(tensor, TENSOR).ravel()[:12].tobytes()
         trained = []
         for shard in ps.shards(100, 10):
             trained.append(shard.start // 10)

@@ -85,8 +85,9 @@ class RestoredState(NamedTuple):
         try:
             for number, one in enumerate(self.shards, 1):
                 app, name = text(one["app"], MAX_NAME), text(one["name"], MAX_NAME)
-                *cut, seed = one["spec"]
-                spec = ShardSpec(*wholes(cut, _MAX), None if seed is None else whole(seed, (1 << 64) - 1))
+                samples, size, epochs, seed = one["spec"]
+                cut = whole(samples, _MAX), whole(size, _MAX), whole(epochs, _MAX)
+                spec = ShardSpec(*cut, None if seed is None else whole(seed, (1 << 64) - 1))
                 if not spec.possible or number > MAX_SETS:
                     raise FrameError(f"there can be no shards like {spec}")
                 upcoming, done = whole(one["upcoming"], spec.total), whole(one["done"], spec.total)
