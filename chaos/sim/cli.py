@@ -30,6 +30,7 @@ def sim(
     runs: Annotated[int, typer.Option(min=0, help="How many seeds, one after another; 0: until stopped.")] = 1,
     flavour: Annotated[str, typer.Option(help="What goes wrong, in all of them; otherwise the seed says it.")] = "",
     training: Annotated[str, typer.Option(help="How they train, likewise.")] = "",
+    cuts: Annotated[bool, typer.Option("--cuts", help="Take consistent cuts meanwhile.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="So many seeds at once, each in a process.")] = 1,
     trace: Annotated[bool, typer.Option("--trace", help="Print every event of each run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
@@ -42,8 +43,8 @@ def sim(
 
     The same seed gives the same events. Exit code 1 if a promise was broken, with the command that repeats that run.
     """
-    kind = _kind(flavour, training)
-    totals = dict.fromkeys(("runs", "events", "views", "steps", "pulls", "rounds", "shards"), 0)
+    kind = _kind(flavour, training, cuts)
+    totals = dict.fromkeys(("runs", "events", "views", "steps", "pulls", "rounds", "shards", "cuts"), 0)
     broken: list[Result] = []
     try:
         for result in _results(range(seed, seed + runs) if runs else itertools.count(seed), kind, trace, jobs, as_json):
@@ -68,7 +69,7 @@ def sim(
     raise typer.Exit(1 if broken else 0)
 
 
-def _kind(flavour: str, training: str) -> Kind:
+def _kind(flavour: str, training: str, cuts: bool) -> Kind:
     import chaos.sim.story
 
     for name, given, known in (
@@ -77,7 +78,7 @@ def _kind(flavour: str, training: str) -> Kind:
     ):
         if given and given not in known:
             raise typer.BadParameter(f"{given!r} is none of {', '.join(known)}", param_hint=f"--{name}")
-    return chaos.sim.story.Kind(flavour, training)
+    return chaos.sim.story.Kind(flavour, training, cuts)
 
 
 def _results(seeds: Iterable[int], kind: Kind, trace: bool, jobs: int, as_json: bool) -> Iterable[Result]:
@@ -107,6 +108,7 @@ def _count(totals: dict[str, int], result: Result) -> None:
     totals["pulls"] += result.pulls
     totals["rounds"] += result.rounds
     totals["shards"] += result.shards
+    totals["cuts"] += result.cuts
 
 
 def _summary(totals: dict[str, int], broken: int) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import traceback
 from asyncio import events
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from greenlet import getcurrent
@@ -89,6 +89,7 @@ class Cluster:
         self.network.tap = self._sent
         self.store.written = self._written
         self.on_view: Callable[[View], None] = lambda view: None
+        self.on_server: Callable[[Server], None] = lambda server: None
         self._revision = 0  # of the newest view
 
     def broken(self, violation: Violation) -> None:
@@ -174,6 +175,8 @@ class Cluster:
     async def _serve(self, found: ServerProcess, listener: Listener, name: str) -> None:
         async def show(server: Server | None) -> None:
             found.now = server
+            if server is not None:
+                self.on_server(server)
 
         store = self.store.client(name, STORE_TIMEOUT_S)
         around = Surroundings(store, self.config, listener, _build, show)  # type: ignore[arg-type]
@@ -227,6 +230,13 @@ class Cluster:
             await work  # type: ignore[misc]
         except Exception as error:
             self._failed(process, error, "a leader ended")
+
+    # --- whoever takes cuts -----------------------------------------------------------------------------------------
+
+    def start_task(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """A process that does one thing."""
+        process = self._process(name)
+        self._loop(process).create_task(self._lead(process, work))
 
     # --- workers ----------------------------------------------------------------------------------------------------
 

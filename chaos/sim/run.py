@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import time
@@ -14,10 +15,12 @@ from unittest.mock import patch
 
 import numpy as np
 
+from chaos.sim.checks.cuts import CutCheck
 from chaos.sim.checks.rounds import Rounds
 from chaos.sim.checks.shards import Handed
 from chaos.sim.checks.sums import COLUMNS, KEYS, Sums
 from chaos.sim.cluster import Cluster
+from chaos.sim.cuts import Cutter
 from chaos.sim.faults import RESTART_S, Faults
 from chaos.sim.knobs import turned
 from chaos.sim.programs import Free, Sharded, Synchronous, Worker
@@ -51,6 +54,7 @@ class Result:
     pulls: int = 0
     rounds: int = 0
     shards: int = 0
+    cuts: int = 0
     ended_s: float = 0.0
     digest: int = 0
     trace: tuple[str, ...] = field(default=(), repr=False)
@@ -70,7 +74,8 @@ class Result:
         """Of the command that repeats it."""
         kind = self.kind
         flavour = f" --flavour {kind.flavour}" * bool(kind.flavour)
-        return f"{flavour}{f' --training {kind.training!r}' * bool(kind.training)} --seed {self.seed}"
+        training = f" --training {kind.training!r}" * bool(kind.training)
+        return f"{flavour}{training}{' --cuts' * kind.cuts} --seed {self.seed}"
 
 
 class Scene:
@@ -88,6 +93,10 @@ class Scene:
         self._app_of: dict[str, App] = {}
         self.processes: dict[str, Threads] = {}
         self.faults = Faults(self.cluster, self.processes, self.restart, self.double)
+        check = CutCheck(self.sums, self.rounds, self._tables)
+        self.cutter = Cutter(self.cluster, check, lambda: self.on)
+        if story.kind.cuts:
+            self.cluster.on_server = lambda server: check.follow(server, self.cluster.broken)
 
     def begin(self) -> None:
         """Starts everything, and has faults come in their time."""
@@ -102,6 +111,8 @@ class Scene:
                 self._app_of[name] = app
                 self.workers[name] = self._worker(name)
                 self._start(name)
+        if story.kind.cuts:
+            self.cutter.start()
         for fault in story.faults:
             self.cluster.clock.at(fault.at_s, self.faults.begin, fault)
 
@@ -133,6 +144,13 @@ class Scene:
         self.workers[name].fenced()
         self.workers[name] = self._worker(name)
         self._start(name)
+
+    def _tables(self) -> dict[int, tuple[str, str]]:
+        """Application and name of all that are registered, by id."""
+        store = self.cluster.store
+        entries = store.run(store.data.list("tables/")).entries
+        found = ((json.loads(entry.value)["id"], *entry.key.split("/")[1:]) for entry in entries)
+        return {id_: (app, name) for id_, app, name in found}
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -256,6 +274,7 @@ def _result(scene: Scene, invariant: str, text: str) -> Result:
         pulls=sum(w.pulls for w in scene.workers.values()),
         rounds=sum(r.rounds for r in scene.rounds.values()),
         shards=sum(w.steps for w in scene.workers.values() if isinstance(w, Sharded)),
+        cuts=scene.cutter.taken,
         ended_s=cluster.clock.now,
         digest=zlib.crc32(mark.encode()),
         trace=tuple(cluster.clock.trace or ()),

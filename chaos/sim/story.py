@@ -110,10 +110,12 @@ class App:
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """What stories have in common: what goes wrong in them, and how they train; "": as chance has it."""
+    """What stories have in common: what goes wrong in them, and how they train; "": as chance has it. cuts: consistent
+    cuts are taken meanwhile."""
 
     flavour: str = ""
     training: str = ""
+    cuts: bool = False
 
 
 ANY = Kind()

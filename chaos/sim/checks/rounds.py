@@ -43,14 +43,7 @@ class Rounds:
     def check(self, name: str, column: int, clock: int, rows: Rows) -> None:
         """A worker has pulled all keys after round `clock`, which it was in: the sum of so many rounds' means, the same
         for all."""
-        keys = np.arange(KEYS)
-        total = rows[:, :ODD].astype(np.float64).sum(axis=1) / (SHARE * units(keys, SHARE_UNITS))
-        if not (total == clock).all():
-            at = int(np.flatnonzero(total != clock)[0])
-            raise Violation("rounds", f"{self.app}: {name} sees key {at} after {total[at]} rounds, not {clock}")
-        seen = self._seen.setdefault(clock, rows.copy())
-        if seen.tobytes() != rows.tobytes():
-            raise Violation("one decision", f"{self.app}: {name} sees another result of round {clock} than others do")
+        self.result(name, clock, rows)
         self.rounds = max(self.rounds, clock)
         for later in (clock, clock + 1):
             if later - 1 in self._seen and later in self._seen:
@@ -59,6 +52,16 @@ class Rounds:
                     raise Violation(
                         "everybody in", f"{self.app}: {name} goes on after round {clock} without being in it"
                     )
+
+    def result(self, name: str, clock: int, rows: Rows) -> None:
+        """Somebody has seen all keys as round `clock` has left them."""
+        total = rows[:, :ODD].astype(np.float64).sum(axis=1) / (SHARE * units(np.arange(KEYS), SHARE_UNITS))
+        if not (total == clock).all():
+            at = int(np.flatnonzero(total != clock)[0])
+            raise Violation("rounds", f"{self.app}: {name} sees key {at} after {total[at]} rounds, not {clock}")
+        seen = self._seen.setdefault(clock, rows.copy())
+        if seen.tobytes() != rows.tobytes():
+            raise Violation("one decision", f"{self.app}: {name} sees another result of round {clock} than others do")
 
     def _check_round(self, clock: int, before: Rows, after: Rows) -> list[int]:
         """What a round has changed is the mean of its workers' gradients: their columns."""

@@ -1,0 +1,114 @@
+"""Takes cuts again and again while a story goes on, as a coordinator would, and has each that is said to be consistent
+looked at."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from random import Random
+from typing import Any, TypeVar
+
+from chaos.sim.checks.cuts import CutCheck
+from chaos.sim.cluster import STORE_TIMEOUT_S, Cluster
+from coordinator.errors import StoreUnavailable
+from coordinator.view import ServerInfo
+from elasticps.admin.subject import CutState, CutSubject
+from elasticps.checkpoint.driver import Driver, GivenUp
+from elasticps.errors import ClusterUnreachable
+
+T = TypeVar("T")
+HOST = "cutter"
+HOLD_S = (0.3, 1.0)
+PAUSE_S = 0.1
+ANSWER_S = 0.5
+TRAVEL_S = 0.002  # of a call, and of its answer
+
+
+class Afar:
+    """A server's part in cuts, called from another host: calls and answers travel, may be lost, and come late."""
+
+    def __init__(self, cluster: Cluster, info: ServerInfo, random: Random) -> None:
+        self._cluster = cluster
+        self._info = info
+        self._random = random
+
+    async def hold(self, cut: int, hold_s: float) -> bool:
+        return await self._call(lambda cuts: _now(cuts.hold(cut, hold_s)))
+
+    async def held(self, cut: int) -> Mapping[int, int]:
+        return await self._call(lambda cuts: _now(cuts.held(cut)))
+
+    async def release(self, cut: int) -> None:
+        await self._call(lambda cuts: _now(cuts.release(cut)))
+
+    async def take(self, cut: int, since: int, url: str) -> bool:
+        return await self._call(lambda cuts: cuts.take(cut, since, url))
+
+    async def state(self, cut: int) -> CutState:
+        return await self._call(lambda cuts: _now(cuts.state(cut)))
+
+    async def _call(self, call: Callable[[CutSubject], Coroutine[Any, Any, T]]) -> T:
+        clock, here = self._cluster.clock, asyncio.get_running_loop()
+        answer: asyncio.Future[T] = here.create_future()
+        found = self._cluster.servers.get(self._info.name)
+        server = self._cluster.life(self._info.name, self._info.incarnation)
+
+        def arrived() -> None:
+            task = found.loop.create_task(call(server.subject.cuts))  # type: ignore[union-attr]
+            task.add_done_callback(done)
+
+        def done(task: asyncio.Task[T]) -> None:
+            if not task.cancelled() and self._cluster.network.reaches(self._info.name, HOST):
+                clock.after(self._travel_s, here.call_soon, told, task)
+
+        def told(task: asyncio.Task[T]) -> None:
+            if not answer.done():
+                answer.set_result(task.result())
+
+        if found is not None and server is not None and self._cluster.network.reaches(HOST, self._info.name):
+            clock.after(self._travel_s, found.loop.call_soon, arrived)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await answer
+        except TimeoutError:
+            raise ClusterUnreachable(f"server {self._info.name} did not answer") from None
+
+    @property
+    def _travel_s(self) -> float:
+        return self._random.expovariate(1 / TRAVEL_S)
+
+
+async def _now(value: T) -> T:
+    return value
+
+
+class Cutter:
+    """Takes cuts as long as `on()`; counts those that were consistent, and says of the others why they were not."""
+
+    def __init__(self, cluster: Cluster, check: CutCheck, on: Callable[[], bool]) -> None:
+        self.taken = 0
+        self.given_up: list[str] = []
+        self._cluster = cluster
+        self._check = check
+        self._on = on
+
+    def start(self) -> None:
+        """Begins, on a host of its own."""
+        self._cluster.start_task(HOST, self._run())
+
+    async def _run(self) -> None:
+        cluster = self._cluster
+        random = cluster.clock.chance("cuts")
+        store = cluster.store.client(HOST, STORE_TIMEOUT_S)
+        while self._on():
+            await asyncio.sleep(random.expovariate(1 / PAUSE_S))
+            driver = Driver(store, lambda info: Afar(cluster, info, random), random.uniform(*HOLD_S))
+            try:
+                cut = await driver.attempt("")
+            except (GivenUp, StoreUnavailable) as error:
+                self.given_up.append(str(error))
+                cluster.clock.note(f"no cut: {error}")
+                continue
+            self._check.consistent(cut)
+            self.taken += 1
+            cluster.clock.note(f"cut {cut.number} after {cut.held_s:.4f} s: {dict(cut.verdict.clocks)}")

@@ -1,0 +1,87 @@
+"""Whether a cut was consistent: proved from what the ranges have, whoever said or did what before. Pure.
+
+Each range says how far every worker had come as the cut passed it. The cut is the state after exactly the steps
+1 … c of each worker if and only if every range has the same closed step c of it. Deletions, which are counted under
+the worker's id + 2³¹, need no such proof: whoever holds has none under way, and one that was given up halfway, as its
+caller was told, stays that way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elasticps.admin.subject import CutTaken
+from replication.progress import PART_BITS
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a cut has come to. why: what is not as it should be, "" if the cut is consistent.
+
+    clocks        worker id, also of deletions -> the step up to which all of its are in the cut, and none later
+    left_out      the same -> range -> progress, of workers that are gone, in the midst of a step perhaps
+    rounds        application -> the last round that is closed, in all ranges
+    rounds_torn   the same by range, of applications without workers, the last of whom went while a round was closed
+    """
+
+    why: str = ""
+    clocks: Mapping[int, int] = field(default_factory=dict)
+    left_out: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    rounds: Mapping[str, int] = field(default_factory=dict)
+    rounds_torn: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+
+
+def judge(ranges: int, taken: Sequence[CutTaken], present: Mapping[int, str], said: Mapping[int, int]) -> Verdict:
+    """The verdict on a cut of so many ranges. present: the application of each worker that is in the roster after the
+    cut; said: the clock up to which a worker has said that all is committed."""
+    if why := _uncovered(ranges, taken):
+        return Verdict(why)
+    clocks: dict[int, int] = {}
+    left_out: dict[int, dict[int, int]] = {}
+    waiting = {worker for one in taken for _, _, worker in one.kept}
+    for worker in sorted({worker for one in taken for worker in one.clocks} | waiting):
+        found = {one.clocks.get(worker, 0) for one in taken}
+        least = min(found)
+        whole = len(found) == 1 and least & ((1 << PART_BITS) - 1) == 0 and worker not in waiting
+        if not whole and worker in present:
+            state = "waits for its round" if worker in waiting else f"differs: {_as_steps(found)}"
+            return Verdict(f"what ranges have of worker {worker} {state}")
+        if not whole:
+            left_out[worker] = {r: one.clocks.get(worker, 0) for one in taken for r in one.ranges}
+        elif worker in said and said[worker] != least >> PART_BITS:
+            return Verdict(f"worker {worker} holds at step {said[worker]}, and ranges have {least >> PART_BITS}")
+        else:
+            clocks[worker] = least >> PART_BITS
+    rounds: dict[str, int] = {}
+    torn: dict[str, dict[int, int]] = {}
+    for app in sorted({app for one in taken for app in one.closed}):
+        closed = {one.closed.get(app, 0) for one in taken}
+        if len(closed) == 1:
+            rounds[app] = closed.pop()
+        elif app in present.values():
+            return Verdict(f"the rounds of {app!r} that are closed differ: {sorted(closed)}")
+        else:
+            torn[app] = {r: one.closed.get(app, 0) for one in taken for r in one.ranges}
+    for worker in present:
+        clocks.setdefault(worker, said.get(worker, 0))
+    return Verdict("", clocks, left_out, rounds, torn)
+
+
+def _uncovered(ranges: int, taken: Sequence[CutTaken]) -> str:
+    count = [0] * ranges
+    for one in taken:
+        for r in one.ranges:
+            count[r] += 1
+    missing, twice = ([r for r in range(ranges) if wrong(count[r])] for wrong in (lambda n: n == 0, lambda n: n > 1))
+    if missing:
+        return f"{len(missing)} ranges have no server that writes them, such as {missing[0]}"
+    return f"{len(twice)} ranges were cut twice, such as {twice[0]}" if twice else ""
+
+
+def _as_steps(found: set[int]) -> str:
+    told = [f"{progress >> PART_BITS}" + " and a part" * bool(progress & ((1 << PART_BITS) - 1)) for progress in
+            sorted(found)[:_SHOWN]]  # fmt: skip
+    return "steps " + ", ".join(told)

@@ -1,0 +1,206 @@
+"""Takes a consistent cut through all ranges of a live cluster, and has servers write what there was at it.
+
+1. All servers have their workers hold. 2. When all workers of the roster say that they do, heads log the cut, each in
+its ranges. 3. Workers go on. 4. What the ranges had as the cut passed proves whether it was consistent (`consistent`);
+if not, it is given up, and taken again under the next number. Nothing depends on who takes it, or on whether they die.
+
+Clocks prove steps, not rows that were loaded past them: so a cut also counts only if it was through all ranges before
+the first worker may have gone on by itself, by the clock of whoever takes it, and if every server had been told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from coordinator.membership import ROSTER, VIEW
+from coordinator.store import Store
+from coordinator.view import Roster, ServerInfo, View, WorkerInfo
+from elasticps.admin.subject import CutState
+from elasticps.checkpoint.consistent import Verdict, judge
+from elasticps.errors import CheckpointError, Error
+from replication.chain import Member
+
+T = TypeVar("T")
+
+LAST = "checkpoints/last"
+HOLD_S = 5.0
+_MARGIN = 0.9  # of that time whoever takes a cut relies on: no two clocks run alike
+ATTEMPTS = 5
+_POLL_S, _POLL_MOST_S = 0.002, 0.02
+_SHOWN = 5
+
+
+class CutServer(Protocol):
+    """What a server does for a cut, near or far; an `Error` if it cannot be asked."""
+
+    async def hold(self, cut: int, hold_s: float) -> bool:
+        """Has all its workers hold; False if that is over, or a newer cut is being taken."""
+
+    async def held(self, cut: int) -> Mapping[int, int]:
+        """The workers that do, and the clocks up to which they have written."""
+
+    async def release(self, cut: int) -> None:
+        """Has them go on."""
+
+    async def take(self, cut: int, since: int, url: str) -> bool:
+        """Logs the cut in the ranges that it heads; False: ask again."""
+
+    async def state(self, cut: int) -> CutState:
+        """What there was at it, and how far it is written."""
+
+
+class GivenUp(CheckpointError):
+    """A cut that has come to nothing; the next one may."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A consistent cut. states: of the servers that have logged it, and write it; roster: after it; held_s: for how
+    long workers were held."""
+
+    number: int
+    since: int
+    url: str
+    view: View
+    verdict: Verdict
+    states: Mapping[Member, CutState]
+    roster: Sequence[WorkerInfo]
+    held_s: float
+
+
+class Driver:
+    """Takes cuts of the cluster whose store this is. connect: how a server is asked."""
+
+    def __init__(self, store: Store, connect: Callable[[ServerInfo], CutServer], hold_s: float = HOLD_S) -> None:
+        self._store = store
+        self._connect = connect
+        self._hold_s = hold_s
+        self._servers: dict[Member, CutServer] = {}
+
+    async def take(self, url: str, since: int = 0, attempts: int = ATTEMPTS) -> Cut:
+        """A consistent cut. GivenUp says why there is none after so many attempts."""
+        while True:
+            attempts -= 1
+            try:
+                return await self.attempt(url, since)
+            except GivenUp:
+                if not attempts:
+                    raise
+
+    async def attempt(self, url: str, since: int = 0) -> Cut:
+        """One try. GivenUp; StoreUnavailable."""
+        number = await self._number()
+        began, told = self._now(), set[Member]()
+        try:
+            until = began + _MARGIN * self._hold_s
+            said = await self._hold(number, until, told)
+            view = await self._log(number, since, url, until, told)
+        finally:
+            await asyncio.gather(*(self._quietly(server.release(number)) for server in self._servers.values()))
+        held_s = self._now() - began
+        answers = await self._ask(view.servers, lambda server: server.state(number))
+        roster = await self._roster()
+        states = {m: state for m, state in answers.items() if state.taken and state.incarnation == m.incarnation}
+        taken = [one for state in states.values() for one in state.taken]
+        verdict = judge(view.ranges, taken, {worker.id: worker.app for worker in roster}, said)
+        if verdict.why:
+            raise GivenUp(f"cut {number} was not consistent: {verdict.why}")
+        return Cut(number, since, url, view, verdict, states, roster, held_s)
+
+    # --- the steps --------------------------------------------------------------------------------------------------
+
+    async def _number(self) -> int:
+        """One that nobody has used, above all that servers know."""
+        known = await self._ask((await self._view()).servers, lambda server: server.state(0))
+        floor = max((state.newest for state in known.values()), default=0)
+        while True:
+            entry = await self._store.get(LAST)
+            number = max(floor, 0 if entry is None else int(entry.value)) + 1
+            expect = 0 if entry is None else entry.revision
+            if await self._store.compare_and_set(LAST, str(number).encode(), expect=expect) is not None:
+                return number
+
+    async def _hold(self, number: int, until: float, told: set[Member]) -> dict[int, int]:
+        """Has all workers hold; the clocks up to which each has written."""
+        pause_s, late = _POLL_S, "nobody was asked"
+        while self._now() < until:
+            servers = (await self._view()).servers
+            news = [server for server in servers if server.member not in told]
+            answers = await self._ask(news, lambda server: server.hold(number, self._hold_s))
+            told.update(answers)
+            if not all(answers.values()):
+                raise GivenUp(f"cut {number} is not the newest any more")
+            # Read after all servers were told: whoever joins later is told before it can write anything.
+            roster = await self._roster()
+            held: dict[int, int] = {}
+            for clocks in (await self._ask(servers, lambda server: server.held(number))).values():
+                held |= {worker: max(clock, held.get(worker, 0)) for worker, clock in clocks.items()}
+            deaf = [server.name for server in servers if server.member not in told]
+            missing = [worker.name for worker in roster if worker.id not in held]
+            if not deaf and not missing:
+                return held
+            late = f"server {_some(deaf)} did not answer" if deaf else f"worker {_some(missing)} did not hold"
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_MOST_S)
+        raise GivenUp(f"cut {number} was given up after {self._hold_s:g} s: {late}")
+
+    async def _log(self, number: int, since: int, url: str, until: float, told: set[Member]) -> View:
+        """Has all heads log the cut; the view under which they have."""
+        while self._now() < until:
+            view = await self._view()
+            heads = [view.servers[i] for i in np.unique(view.heads).tolist() if i >= 0]
+            answers = await self._ask(heads, lambda server: server.take(number, since, url))
+            done = len(answers) == len(heads) and all(answers.values()) and not (view.heads < 0).any()
+            after = await self._view()
+            if done and after.epoch == view.epoch:
+                if self._now() >= until:
+                    break
+                if any(server.member not in told for server in view.servers):
+                    raise GivenUp(f"cut {number}: a server came that had not told its workers to hold")
+                return view
+            await asyncio.sleep(_POLL_S)
+        raise GivenUp(f"cut {number} was not through all ranges after {self._hold_s:g} s")
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    async def _ask(
+        self, servers: Sequence[ServerInfo], question: Callable[[CutServer], Coroutine[Any, Any, T]]
+    ) -> dict[Member, T]:
+        """What servers answer, all at once; those that cannot be asked are missing."""
+        answers: dict[Member, T] = {}
+
+        async def ask(info: ServerInfo) -> None:
+            if info.member not in self._servers:
+                self._servers[info.member] = self._connect(info)
+            with suppress(Error):
+                answers[info.member] = await question(self._servers[info.member])
+
+        await asyncio.gather(*(ask(info) for info in servers))
+        return answers
+
+    async def _quietly(self, call: Coroutine[object, object, None]) -> None:
+        with suppress(Error):
+            await call
+
+    async def _view(self) -> View:
+        entry = await self._store.get(VIEW)
+        if entry is None:
+            raise GivenUp(f"cluster {self._store.cluster!r} has no view: no server has served yet")
+        return View.decode(entry.value)
+
+    async def _roster(self) -> Sequence[WorkerInfo]:
+        entry = await self._store.get(ROSTER)
+        return () if entry is None else Roster.decode(entry.value).workers
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
