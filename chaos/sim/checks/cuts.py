@@ -15,7 +15,7 @@ from elasticps.checkpoint.driver import Cut
 from elasticps.server.protocol.cut_notes import Noted
 from elasticps.server.protocol.operations import CutMark
 from elasticps.server.server import Server
-from replication.chain import Member
+from replication.chain import Member, Ranges
 from replication.progress import PART_BITS
 
 ALL = np.arange(KEYS)
@@ -42,7 +42,7 @@ class CutCheck:
         self._rounds = rounds
         self._tables = tables
         self._passed: dict[tuple[int, int, Member], Content] = {}  # by cut, range, and who logged it
-        self._at: set[tuple[int, int, Member]] = set()  # by cut, range and replica
+        self._at: set[tuple[int, int, Member]] = set()  # by cut, range and replica, as long as it keeps its copy
 
     def follow(self, server: Server, broken: Callable[[Violation], None]) -> None:
         """Looks at what a server does, from its beginning."""
@@ -57,7 +57,12 @@ class CutCheck:
                 except Violation as violation:
                     broken(violation)
 
+        def erase(ranges: Ranges) -> None:
+            erased(ranges)
+            self._at -= {here for here in self._at if here[2] == server.member and here[1] in ranges}
+
         executor.cut_passed = passed
+        erased, executor.cuts.erase = executor.cuts.erase, erase  # type: ignore[method-assign]
 
     def _pass(self, server: Server, r: int, seq: int, mark: CutMark, *, whole: bool) -> None:
         here = mark.number, r, server.member
