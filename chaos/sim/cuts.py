@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 from chaos.sim.checks.cuts import CutCheck
 from chaos.sim.cluster import STORE_TIMEOUT_S, Cluster
+from chaos.sim.violation import Violation
 from coordinator.errors import StoreUnavailable
 from coordinator.view import ServerInfo
 from elasticps.admin.subject import CutState, CutSubject
-from elasticps.checkpoint.driver import Driver, GivenUp
+from elasticps.checkpoint.driver import Driver, GivenUp, Inconsistent
 from elasticps.errors import ClusterUnreachable
 
 T = TypeVar("T")
@@ -22,6 +23,8 @@ HOLD_S = (0.3, 1.0)
 PAUSE_S = 0.1
 ANSWER_S = 0.5
 TRAVEL_S = 0.002  # of a call, and of its answer
+SLOW, SLOW_S = 0.1, (0.02, 0.1)  # so many calls to log a cut take long
+ENOUGH = 3  # cuts that are tried where nothing goes wrong: one of them comes about
 
 
 class Afar:
@@ -42,6 +45,8 @@ class Afar:
         await self._call(lambda cuts: _now(cuts.release(cut)))
 
     async def take(self, cut: int, since: int, url: str) -> bool:
+        if self._random.random() < SLOW:
+            await asyncio.sleep(self._random.uniform(*SLOW_S))
         return await self._call(lambda cuts: cuts.take(cut, since, url))
 
     async def state(self, cut: int) -> CutState:
@@ -54,6 +59,8 @@ class Afar:
         server = self._cluster.life(self._info.name, self._info.incarnation)
 
         def arrived() -> None:
+            if self._cluster.over:
+                return
             task = found.loop.create_task(call(server.subject.cuts))  # type: ignore[union-attr]
             task.add_done_callback(done)
 
@@ -96,6 +103,11 @@ class Cutter:
         """Begins, on a host of its own."""
         self._cluster.start_task(HOST, self._run())
 
+    def check_end(self, calm: bool) -> None:
+        """The story has ended."""
+        if calm and not self.taken and len(self.given_up) >= ENOUGH:
+            raise Violation("cuts come about", f"none of {len(self.given_up)}: {self.given_up[-1]}")
+
     async def _run(self) -> None:
         cluster = self._cluster
         random = cluster.clock.chance("cuts")
@@ -105,6 +117,9 @@ class Cutter:
             driver = Driver(store, lambda info: Afar(cluster, info, random), random.uniform(*HOLD_S))
             try:
                 cut = await driver.attempt("")
+            except Inconsistent as error:  # what proves it is there for the worst: all keep their word here
+                cluster.broken(Violation("who holds writes nothing", str(error)))
+                return
             except (GivenUp, StoreUnavailable) as error:
                 self.given_up.append(str(error))
                 cluster.clock.note(f"no cut: {error}")

@@ -212,6 +212,7 @@ class Scene:
         clock.run(until, lambda: len(ended) == len(self.story.apps) or self.cluster.violation is not None)
         self._judge("" if len(ended) == len(self.story.apps) else "the auditors have not finished")
         self.cluster.views.check_end()
+        self.cutter.check_end(self.story.flavour == "calm")
         self._compare()
 
     def _compare(self) -> None:

@@ -34,11 +34,9 @@ class Verdict:
     rounds_torn: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
 
-def judge(ranges: int, taken: Sequence[CutTaken], present: Mapping[int, str], said: Mapping[int, int]) -> Verdict:
-    """The verdict on a cut of so many ranges. present: the application of each worker that is in the roster after the
+def judge(taken: Sequence[CutTaken], present: Mapping[int, str], said: Mapping[int, int]) -> Verdict:
+    """The verdict on a cut through all ranges. present: the application of each worker that is in the roster after the
     cut; said: the clock up to which a worker has said that all is committed."""
-    if why := _uncovered(ranges, taken):
-        return Verdict(why)
     clocks: dict[int, int] = {}
     left_out: dict[int, dict[int, int]] = {}
     waiting = {worker for one in taken for _, _, worker in one.kept}
@@ -70,7 +68,8 @@ def judge(ranges: int, taken: Sequence[CutTaken], present: Mapping[int, str], sa
     return Verdict("", clocks, left_out, rounds, torn)
 
 
-def _uncovered(ranges: int, taken: Sequence[CutTaken]) -> str:
+def uncovered(ranges: int, taken: Sequence[CutTaken]) -> str:
+    """Why a cut is not one through so many ranges, each once; "" if it is."""
     count = [0] * ranges
     for one in taken:
         for r in one.ranges:

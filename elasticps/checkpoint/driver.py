@@ -22,7 +22,7 @@ from coordinator.membership import ROSTER, VIEW
 from coordinator.store import Store
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.admin.subject import CutState
-from elasticps.checkpoint.consistent import Verdict, judge
+from elasticps.checkpoint.consistent import Verdict, judge, uncovered
 from elasticps.errors import CheckpointError, Error
 from replication.chain import Member
 
@@ -57,6 +57,10 @@ class CutServer(Protocol):
 
 class GivenUp(CheckpointError):
     """A cut that has come to nothing; the next one may."""
+
+
+class Inconsistent(GivenUp):
+    """Somebody wrote on who had said that they hold, or had not been told."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +112,11 @@ class Driver:
         roster = await self._roster()
         states = {m: state for m, state in answers.items() if state.taken and state.incarnation == m.incarnation}
         taken = [one for state in states.values() for one in state.taken]
-        verdict = judge(view.ranges, taken, {worker.id: worker.app for worker in roster}, said)
+        if why := uncovered(view.ranges, taken):
+            raise GivenUp(f"cut {number} is lost in part: {why}")
+        verdict = judge(taken, {worker.id: worker.app for worker in roster}, said)
         if verdict.why:
-            raise GivenUp(f"cut {number} was not consistent: {verdict.why}")
+            raise Inconsistent(f"cut {number} was not consistent: {verdict.why}")
         return Cut(number, since, url, view, verdict, states, roster, held_s)
 
     # --- the steps --------------------------------------------------------------------------------------------------

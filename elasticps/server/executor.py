@@ -248,9 +248,10 @@ class Executor:
     def _cut(self, effect: Apply, mark: CutMark) -> None:
         chosen = self.cuts.pass_by(mark.number, effect.ranges)
         ranges, seqs = effect.ranges[chosen], effect.seqs[chosen]
+        clocks, tables = self.replica.clocks, self.store.tables
         for r, seq in zip(ranges.tolist(), seqs.tolist(), strict=True):
             if r not in (effect.inside or {}):
-                self.cuts.note(mark, r, seq, self.replica.clocks.column(r), self.rounds, self.shards)
+                self.cuts.note(mark, r, seq, clocks.column(r), self.rounds, self.shards, tables)
         if len(ranges):
             self.store.pass_cut(ranges, mark.number)
             self.cut_passed(ranges, seqs, mark, effect.inside)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from elasticps.admin.cuts import read_state, write_state
 from elasticps.admin.subject import CutState, CutTaken, Writing, WrittenFile
+from elasticps.optimizers import Accumulate
 from elasticps.server.protocol.barrier_state import Rounds
 from elasticps.server.protocol.cut import MOST_S, Holding
 from elasticps.server.protocol.cut_notes import CutNotes, by_column
@@ -18,6 +19,8 @@ from elasticps.server.protocol.data_shards_state import Shards
 from elasticps.server.protocol.operations import CutMark
 from elasticps.server.server import Server
 from elasticps.sharding import ShardSpec
+from elasticps.spec import TableSpec
+from elasticps.store import Table
 from elasticps.wire.frames import Block, Kind, json_frame
 from elasticps.wire.headers import HeldHeader, HoldHeader, ReleaseHeader
 from tests.server.conftest import RANGES, WORKER, Group, Run, Worker, until
@@ -113,7 +116,7 @@ def test_only_the_newest_cut_is_kept_and_a_late_one_changes_nothing() -> None:
         array = np.array(ranges)
         first: list[int] = array[notes.pass_by(number, array)].tolist()
         for r in first:
-            notes.note(CutMark(number, 0, writer, 1, ""), r, 7, column, rounds, shards)
+            notes.note(CutMark(number, 0, writer, 1, ""), r, 7, column, rounds, shards, {})
         return first
 
     assert apply(1, [0, 1, 2], "s0") == [0, 1, 2]
@@ -136,16 +139,13 @@ def test_rounds_and_shards_are_noted_where_they_are() -> None:
     rounds.decide("a", 1, [WORKER, 6])
     block = Block(1, np.array([4]), np.ones((1, 2), np.float32), np.empty(0, np.float32))
 
-    class Every:
-        def select(self, keys: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-            return np.arange(len(keys))
-
-    rounds.close("a", 1, [WORKER, 6], np.array([0]), {1: Every()})
+    tables = {1: Table(TableSpec("t", 2, Accumulate()), 1, 1)}
+    rounds.close("a", 1, [WORKER, 6], np.array([0]), tables)
     rounds.keep("a", 2, 6, np.array([0]), [block])
     found = shards._open("a", "train", ShardSpec(100, 10, 1, None))
     assert found is not None
     found.hand_out(WORKER, 1)
-    notes.note(CutMark(1, 0, "s0", 1, ""), 0, 3, (np.array([WORKER]), np.array([1 << 16])), rounds, shards)
+    notes.note(CutMark(1, 0, "s0", 1, ""), 0, 3, (np.array([WORKER]), np.array([1 << 16])), rounds, shards, tables)
     ((_, noted),) = notes.by(1, "s0", 1)
     assert noted.column.clocks() == {WORKER: 1 << 16}
     assert (noted.column.closed, noted.column.kept) == ((("a", 1),), (("a", 2, 6),))

@@ -210,9 +210,12 @@ class Rounds:
         """The last closed round of each application that has closed one in range r, by application."""
         return [(app, int(rounds[r])) for app, rounds in sorted(self._closed.items()) if rounds[r]]
 
-    def kept_in(self, r: int) -> list[tuple[str, int, int]]:
-        """(application, round, worker) of what is kept in range r."""
-        return sorted({(*key, share.worker) for key, shares in self._kept.items() for share in shares if share.live[r]})
+    def kept_in(self, r: int, tables: Mapping[int, Selecting]) -> list[tuple[str, int, int]]:
+        """(application, round, worker) of which rows are kept in range r."""
+        only = np.zeros(self._ranges, np.bool_)
+        only[r] = True
+        every = ((*key, share) for key, shares in self._kept.items() for share in shares)
+        return sorted({(app, clock, share.worker) for app, clock, share in every if _within(share, only, tables)})
 
     def _drop(self, gone: NDArray[np.bool_], keys: list[tuple[str, int]]) -> None:
         for key in keys:

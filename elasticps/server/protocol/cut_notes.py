@@ -7,7 +7,7 @@ server's alone, and of the newest cut only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from elasticps.server.protocol.barrier_state import Rounds
 from elasticps.server.protocol.data_shards_state import Shards
 from elasticps.server.protocol.operations import CutMark
+from elasticps.store import Table
 from replication.chain import Ranges
 from replication.progress import Progress
 
@@ -63,7 +64,7 @@ class CutNotes:
 
     def note(
         self, mark: CutMark, r: int, seq: int, clocks: tuple[NDArray[np.int64], Progress], rounds: Rounds,
-        shards: Shards,
+        shards: Shards, tables: Mapping[int, Table],
     ) -> None:  # fmt: skip
         """Keeps what there is in a range as the CUT is applied."""
         if mark.number < self.newest:
@@ -72,7 +73,9 @@ class CutNotes:
             self.newest = mark.number
             self.noted.clear()
             self._columns.clear()
-        column = Column(clocks[0].tobytes(), clocks[1].tobytes(), tuple(rounds.closed_in(r)), tuple(rounds.kept_in(r)))
+        workers, progress = clocks
+        closed, kept = tuple(rounds.closed_in(r)), tuple(rounds.kept_in(r, tables))
+        column = Column(workers.tobytes(), progress.tobytes(), closed, kept)
         column = self._columns.setdefault(column, column)
         self.noted[r] = Noted(mark, seq, column, _home(r, rounds, shards))
 
