@@ -42,7 +42,10 @@ class Afar:
         return await self._call(lambda cuts: _now(cuts.held(cut)))
 
     async def release(self, cut: int) -> None:
-        await self._call(lambda cuts: _now(cuts.release(cut)))
+        async def release(cuts: CutSubject) -> None:
+            cuts.release(cut)
+
+        await self._call(release)
 
     async def take(self, cut: int, since: int, url: str) -> bool:
         if self._random.random() < SLOW:
@@ -66,14 +69,14 @@ class Afar:
 
         def done(task: asyncio.Task[T]) -> None:
             if not task.cancelled() and self._cluster.network.reaches(self._info.name, HOST):
-                clock.after(self._travel_s, here.call_soon, told, task)
+                clock.after(self._travel_s, lambda: here.call_soon(told, task))
 
         def told(task: asyncio.Task[T]) -> None:
             if not answer.done():
                 answer.set_result(task.result())
 
         if found is not None and server is not None and self._cluster.network.reaches(HOST, self._info.name):
-            clock.after(self._travel_s, found.loop.call_soon, arrived)
+            clock.after(self._travel_s, lambda: found.loop.call_soon(arrived))
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await answer

@@ -74,7 +74,7 @@ def uncovered(ranges: int, taken: Sequence[CutTaken]) -> str:
     for one in taken:
         for r in one.ranges:
             count[r] += 1
-    missing, twice = ([r for r in range(ranges) if wrong(count[r])] for wrong in (lambda n: n == 0, lambda n: n > 1))
+    missing, twice = [r for r in range(ranges) if not count[r]], [r for r in range(ranges) if count[r] > 1]
     if missing:
         return f"{len(missing)} ranges have no server that writes them, such as {missing[0]}"
     return f"{len(twice)} ranges were cut twice, such as {twice[0]}" if twice else ""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from elasticps.admin.cuts import read_state, write_state
 from elasticps.admin.subject import CutState, CutTaken, Writing, WrittenFile
+from elasticps.hashing import group_range
 from elasticps.optimizers import Accumulate
 from elasticps.server.protocol.barrier_state import Rounds
 from elasticps.server.protocol.cut import MOST_S, Holding
@@ -134,27 +135,30 @@ def test_only_the_newest_cut_is_kept_and_a_late_one_changes_nothing() -> None:
 
 
 def test_rounds_and_shards_are_noted_where_they_are() -> None:
-    notes, rounds, shards = CutNotes(1), Rounds(1), Shards(1)
+    notes, rounds, shards = CutNotes(2), Rounds(2), Shards(2)
+    home = group_range("a", 2)
     rounds.enter("a", 1, [WORKER, 6])
     rounds.decide("a", 1, [WORKER, 6])
-    block = Block(1, np.array([4]), np.ones((1, 2), np.float32), np.empty(0, np.float32))
 
-    tables = {1: Table(TableSpec("t", 2, Accumulate()), 1, 1)}
-    rounds.close("a", 1, [WORKER, 6], np.array([0]), tables)
-    rounds.keep("a", 2, 6, np.array([0]), [block])
+    tables = {1: Table(TableSpec("t", 2, Accumulate()), 1, 2)}
+    key = next(key for key in range(99) if tables[1].ranges_of(np.array([key]))[0] == home)
+    block = Block(1, np.array([key]), np.ones((1, 2), np.float32), np.empty(0, np.float32))
+    rounds.close("a", 1, [WORKER, 6], np.array([0, 1]), tables)
+    rounds.keep("a", 2, 6, np.array([0, 1]), [block])
+    assert rounds.kept_in(1 - home, tables) == []  # what it has no rows of it does not keep
     found = shards._open("a", "train", ShardSpec(100, 10, 1, None))
     assert found is not None
     found.hand_out(WORKER, 1)
-    notes.note(CutMark(1, 0, "s0", 1, ""), 0, 3, (np.array([WORKER]), np.array([1 << 16])), rounds, shards, tables)
+    notes.note(CutMark(1, 0, "s0", 1, ""), home, 3, (np.array([WORKER]), np.array([1 << 16])), rounds, shards, tables)
     ((_, noted),) = notes.by(1, "s0", 1)
     assert noted.column.clocks() == {WORKER: 1 << 16}
     assert (noted.column.closed, noted.column.kept) == ((("a", 1),), (("a", 2, 6),))
     assert noted.home is not None
     assert noted.home["groups"][0]["decided"] == 1
     assert noted.home["shards"][0]["doing"] == [[WORKER, 0, 0, 0, 0]]
-    taken = CutTaken((0,), noted.column.clocks(), dict(noted.column.closed), noted.column.kept)
+    taken = CutTaken((home,), noted.column.clocks(), dict(noted.column.closed), noted.column.kept)
     file = WrittenFile("000001/t/s0-1.000.safetensors", 10, 8, 2, "ab", 3, (0, 1))
-    state = CutState(1, 2, 3, [taken], {0: noted.home}, Writing(1, [file], "no"))
+    state = CutState(1, 2, 3, [taken], {home: noted.home}, Writing(1, [file], "no"))
     assert read_state(write_state(state)) == state
 
 

@@ -12,6 +12,7 @@ import pytest
 from chaos.sim.run import Result, run
 from chaos.sim.story import Kind
 from tests.sim import planted_chain as chain
+from tests.sim import planted_cuts as cuts
 from tests.sim import planted_kept as kept
 from tests.sim import planted_rounds as rounds
 from tests.sim import planted_shell as shell
@@ -121,14 +122,34 @@ PLANTED: dict[Patch, tuple[str, str, int | None]] = {
     shell.serve_pulls_of_any_epoch: ("moves", "free", 0),
     shell.let_a_worker_that_has_left_hold_others_back: ("ghosts", "bounded", 0),
     shell.let_a_view_that_comes_late_count_again: ("moves", "free", None),
+    cuts.hold_before_the_last_step_is_committed: ("limps", "free", None),
+    cuts.push_on_while_held: ("calm", "free", 0),
+    cuts.go_on_at_the_release_of_an_older_cut: ("calm", "free", 0),
+    cuts.log_a_cut_again_where_it_was_asked_for_again: ("moves", "free", 0),
+    cuts.forget_the_cut_of_a_range_that_moves: ("moves", "free", 1),
+    cuts.note_what_was_let_in_behind_the_cut: ("moves", "free", None),
+    cuts.forward_a_cut_out_of_order: ("calm", "free", 0),
+    cuts.tell_nobody_who_comes_later: ("ghosts", "free", 3),
+    cuts.log_where_workers_have_gone_on: ("calm", "free", 0),
+    cuts.wait_for_no_workers: ("calm", "free", None),
+    cuts.judge_but_one_range: ("calm", "free", 0),
+    cuts.take_a_worker_that_was_left_out_for_whole: ("ghosts", "free", 0),
+    cuts.take_an_open_round_for_a_closed_one: ("calm", "rounds", 0),
+    cuts.tell_nobody_that_a_round_has_begun: ("calm", "rounds", None),
 }
+
+
+def kind_of(plant: Patch) -> Kind:
+    """Of the stories that have to find it."""
+    flavour, training, _ = PLANTED[plant]
+    return Kind(flavour, training, cuts=plant.__module__ == cuts.__name__)
 
 
 def find(plant: Patch, stories: int = STORIES) -> Result | None:
     """The first story that shows a bug that is planted: one that has shown it, then others of its kind."""
-    flavour, training, first = PLANTED[plant]
+    *_, first = PLANTED[plant]
     for seed in dict.fromkeys((first or 0, *range(stories))):
-        result = run(seed, Kind(flavour, training))
+        result = run(seed, kind_of(plant))
         if not result.ok:
             return result
     return None

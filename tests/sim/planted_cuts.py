@@ -10,7 +10,7 @@ import pytest
 
 import elasticps.checkpoint.driver as driver
 import replication.admission
-from elasticps.checkpoint.consistent import Verdict
+from elasticps.checkpoint.consistent import Verdict, judge
 from elasticps.checkpoint.driver import Driver
 from elasticps.client.protocol.hold import Hold
 from elasticps.server.cuts import Cuts
@@ -101,20 +101,18 @@ def wait_for_no_workers(patch: pytest.MonkeyPatch) -> None:
     roster = Driver._roster
 
     async def mutant(self: Any) -> Any:
-        return (await roster(self))[:1]
+        self.times = getattr(self, "times", 0) + 1
+        return (await roster(self))[: 0 if self.times % 2 else None]
 
     patch.setattr(Driver, "_roster", mutant)
 
 
 def judge_but_one_range(patch: pytest.MonkeyPatch) -> None:
     push_on_while_held(patch)
-    judge = driver.judge
     patch.setattr(driver, "judge", lambda taken, present, said: judge(taken[:1], present, {}))
 
 
 def take_a_worker_that_was_left_out_for_whole(patch: pytest.MonkeyPatch) -> None:
-    judge = driver.judge
-
     def mutant(*given: Any) -> Verdict:
         found = judge(*given)
         whole = {worker: max(progress.values()) >> 16 for worker, progress in found.left_out.items()}

@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 
-from tests.sim import planted_chain, planted_kept, planted_rounds, planted_shell
+from tests.sim import planted_chain, planted_cuts, planted_kept, planted_rounds, planted_shell
 from tests.sim.planted import PLANTED, STORIES, find
 from tests.sim.planting import Patch
 
@@ -28,7 +28,7 @@ def test_a_story_finds(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_bug_has_its_story() -> None:
     written = {
         bug
-        for module in (planted_chain, planted_kept, planted_rounds, planted_shell)
+        for module in (planted_chain, planted_cuts, planted_kept, planted_rounds, planted_shell)
         for name, bug in inspect.getmembers(module, inspect.isfunction)
         if bug.__module__ == module.__name__ and not name.startswith("_")
     }
