@@ -69,14 +69,14 @@ class Afar:
 
         def done(task: asyncio.Task[T]) -> None:
             if not task.cancelled() and self._cluster.network.reaches(self._info.name, HOST):
-                clock.after(self._travel_s, lambda: here.call_soon(told, task))
+                clock.after(self._travel_s, _soon, here, told, task)
 
         def told(task: asyncio.Task[T]) -> None:
             if not answer.done():
                 answer.set_result(task.result())
 
         if found is not None and server is not None and self._cluster.network.reaches(HOST, self._info.name):
-            clock.after(self._travel_s, lambda: found.loop.call_soon(arrived))
+            clock.after(self._travel_s, _soon, found.loop, arrived)
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await answer
@@ -86,6 +86,10 @@ class Afar:
     @property
     def _travel_s(self) -> float:
         return self._random.expovariate(1 / TRAVEL_S)
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *given: Any) -> None:
+    loop.call_soon(call, *given)
 
 
 async def _now(value: T) -> T:
