@@ -51,9 +51,11 @@ def list_command(place: Place, as_json: Json = False) -> None:
         out.print(table if there.manifests else f"{place} has no checkpoint", markup=False)
         if there.unpublished:
             cuts = ", ".join(map(str, there.unpublished))
-            err.print(f"without a manifest, being written or given up: {cuts}", style="yellow", markup=False)
+            err.print(
+                f"without a manifest, being written or given up: {cuts}", style="yellow", markup=False, soft_wrap=True
+            )
         for text in there.unreadable.values():
-            err.print(text, style="red", markup=False)
+            err.print(text, style="red", markup=False, soft_wrap=True)
     raise typer.Exit(ExitCode.DEGRADED if there.unreadable else ExitCode.OK)
 
 
@@ -104,7 +106,7 @@ def verify(place: Place, cut: Cut = None, as_json: Json = False) -> None:
         print_json({"checkpoints": [manifest.cut for manifest in chain], "problems": problems})
     else:
         for problem in problems:
-            err.print(problem, style="red", markup=False)
+            err.print(problem, style="red", markup=False, soft_wrap=True)
         cuts = ", ".join(str(manifest.cut) for manifest in chain)
         rows = sum(manifest.rows for manifest in chain)
         out.print(f"checkpoint {cuts}: {len(problems)} problems, {rows:,} rows", markup=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -29,13 +29,21 @@ def export(
         list[str] | None,
         typer.Option(help="TABLE=N: its keys are 0 … N - 1, and all are written, in order; may be repeated."),
     ] = None,
+    from_checkpoint: Annotated[
+        str, typer.Option(metavar="URL", help="Those of a checkpoint there, without a cluster.", show_default=False)
+    ] = "",
+    cut: Annotated[
+        int | None, typer.Option(help="Which checkpoint.  [default: the newest]", show_default=False)
+    ] = None,
     url: Url = None,
     name: Name = None,
     app: App = "default",
     timeout: Timeout = 30.0,
 ) -> None:
-    """Write a live cluster's tables and tensors into files that torch and others read. Training may go on meanwhile."""
+    """Write tables and tensors into files that torch and others read: those of a live cluster, which may be trained
+    meanwhile, or of a checkpoint."""
     from elasticps.client import connect  # imports take half a second, which other commands do without
+    from elasticps.exchange.checkpoint import export_checkpoint
     from elasticps.exchange.export import export
 
     counts = {}
@@ -44,12 +52,17 @@ def export(
             raise ConfigError(f"--rows takes TABLE=N, got {table}={count}")
         counts[table] = int(count)
     chosen = [each for each in tables.split(",") if each]
-    with connect(target(url, name), app=app, timeout=timeout) as ps:
-        total = sum(counts.get(n, one.rows) for n, one in ps.tables().items() if not chosen or n in chosen)
-        with _bar("export", total) as tell:
-            written = export(
-                ps, to, tables=chosen, kind=kind, with_slots=with_slots, dtype=dtype, rows=counts, tell=tell
-            )
+    how: dict[str, Any] = {"tables": chosen, "kind": kind, "with_slots": with_slots, "dtype": dtype, "rows": counts}
+    if from_checkpoint:
+        if url or name:
+            raise ConfigError("--from-checkpoint needs no cluster: leave --url and --name out")
+        with _bar("export", None) as tell:
+            written = export_checkpoint(from_checkpoint, to, cut=cut, app=app, tell=tell, **how)
+    else:
+        with connect(target(url, name), app=app, timeout=timeout) as ps:
+            total = sum(counts.get(n, one.rows) for n, one in ps.tables().items() if not chosen or n in chosen)
+            with _bar("export", total) as tell:
+                written = export(ps, to, tell=tell, **how)
     out.print(f"{to}: {len(written)} tables, {sum(written.values()):,} rows", markup=False)
 
 

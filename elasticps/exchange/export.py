@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -43,18 +44,12 @@ def export(
     tensor. Raises UnknownTable, ConfigError for arguments and folders that cannot be, Timeout. There is all or nothing.
     """
     known, counts = ps.tables(), dict(rows or {})
-    if dtype not in ("float32", "float16"):
-        raise ConfigError(f"dtype must be float32 or float16, got {dtype!r}")
     handles = {name: ps.open(name) for name in (tables or known)}
     if strangers := counts.keys() - {name for name, handle in handles.items() if isinstance(handle, SparseTable)}:
         raise ConfigError(f"rows of {sorted(strangers)[0]!r} are given, which is no table that is exported")
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(f"{to} exists, and is not an empty folder")
-    part = to.with_name(f".{to.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
-        said, written = {}, {}
+    written: dict[str, int] = {}
+    said: dict[str, object] = {}
+    with written_folder(to, kind, dtype, said) as part:
         for name, handle in handles.items():
             prefix = f"embedding_bags.{name}" if isinstance(handle, SparseTable) else ""
             out = writer(kind, part, name, prefix)
@@ -70,13 +65,27 @@ def export(
                 "rows": written[name],
                 "keys": isinstance(handle, SparseTable) and name not in counts,
             }
+    return written
+
+
+@contextmanager
+def written_folder(to: Path, kind: str, dtype: str, said: Mapping[str, object]) -> Iterator[Path]:
+    """A folder to write into, which becomes `to` in the end, with what is said of each table; or nothing does."""
+    if dtype not in ("float32", "float16"):
+        raise ConfigError(f"dtype must be float32 or float16, got {dtype!r}")
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ConfigError(f"{to} exists, and is not an empty folder")
+    part = to.with_name(f".{to.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
         manifest = {"version": VERSION, "format": kind, "dtype": dtype, "tables": said}
         (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
         part.replace(to)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    return written
 
 
 def _columns(

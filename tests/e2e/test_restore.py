@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import elasticps as eps
+from coordinator.connect import open_store
+from coordinator.membership import RESTORING
+from elasticps import background
+from elasticps.audit import audit
 from elasticps.checkpoint.manifest import WorkerEntry
 from elasticps.checkpoint.restore import restore_cluster
 from elasticps.checkpoint.storage import Storage
+from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError
 from elasticps.spec import TableSpec
+from elasticps.store import Table
 from tests.checkpoint.writer import Change, row, write
 from tests.conftest import NewCluster
 
@@ -45,31 +56,70 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int,
     return url, rows, tensor
 
 
-def test_everything_comes_back_into_other_ranges_and_servers(
-    local_cluster: NewCluster, checkpoint: tuple[str, dict[int, bytes], dict[int, bytes]]
+def altered(url: str, to: Path) -> str:
+    """A copy of which one byte of a row is another."""
+    copied = Storage(to.as_uri())
+    storage = Storage(url)
+    for path, _ in storage.files():
+        data = bytearray(storage.get(path))
+        if path.startswith("000006/rows") and "s1-" in path:
+            data[-100] ^= 1
+        copied.put(path, data)
+    return to.as_uri()
+
+
+def put(url: str, key: str, value: bytes | None) -> bytes | None:
+    """Writes a key of a cluster's etcd, or deletes it; what there was."""
+
+    async def change() -> bytes | None:
+        store = await open_store(url)
+        try:
+            before = await store.get(key)
+            await (store.delete(key) if value is None else store.put(key, value))
+            return None if before is None else before.value
+        finally:
+            await store.close()
+
+    return background.run(change())
+
+
+def test_a_cluster_comes_back_whatever_happens_meanwhile(
+    local_cluster: NewCluster, checkpoint: tuple[str, dict[int, bytes], dict[int, bytes]], tmp_path: Path
 ) -> None:
     url, rows, tensor = checkpoint
-    cluster = local_cluster(servers=3, replicas=2, ranges=16)
-    told: list[tuple[int, int]] = []
-    report = restore_cluster(cluster.url, url, tell=lambda *done: told.append(done))
+    cluster = local_cluster(servers=4, replicas=2, ranges=16)
+
+    # What cannot be read is refused, and leaves nothing.
+    with pytest.raises(CheckpointError, match="has no checkpoint 5; there are 6, 7"):
+        restore_cluster(cluster.url, url, cut=5)
+    with pytest.raises(CheckpointError, match="altered: range"):
+        restore_cluster(cluster.url, altered(url, tmp_path / "altered"))
+    assert put(cluster.url, RESTORING, b'{"cut": 7, "url": "s3://b", "done": 0.25, "error": "no bucket"}') is None
+    with pytest.raises(ClusterUnreachable, match=r"restored from checkpoint 7 of s3://b: 25% is there .*: no bucket"):
+        eps.connect(cluster.url, worker="w0", timeout=0.5)
+    put(cluster.url, RESTORING, None)
+    assert cluster_rows(cluster.url) == 0
+
+    # A server dies in the middle.
+    victims = [server for server in cluster.servers if server.name == "s1"]
+
+    def tell(done: int, of: int) -> None:
+        if done and victims:
+            os.kill(victims.pop().pid, signal.SIGKILL)
+
+    report = restore_cluster(cluster.url, url, tell=tell)
+    assert not victims
     assert report.cut == 7
     assert report.workers == {"w0": 41}
-    assert report.rows == len(rows) + len(tensor)
-    assert told[-1][0] == told[-1][1]
-    with eps.connect(cluster.url, worker="w0", timeout=20) as ps:
+    assert report.rows >= len(rows) + len(tensor)  # what the dead one had done somebody did again
+    with eps.connect(cluster.url, worker="w0", timeout=40) as ps:
         found = ps.resume()
         assert (found.clock, found.trained, found.predecessor) == (41, 41, True)
         assert found.steps == 40
+        assert ps.worker.id > 70_000
         table = ps.open("rows")
         assert isinstance(table, eps.SparseTable)
-        assert len(table) == len(rows)
-        assert table.pull(np.array(sorted(rows))).tobytes() == weights(rows, ROWS).tobytes()
-        slots = table.slots(np.array(sorted(rows)))
-        at = dict(zip(slots, (5, 10), strict=True))
-        for name, values in slots.items():
-            wanted = np.stack([np.frombuffer(rows[key], np.float32)[at[name] : at[name] + 5] for key in sorted(rows)])
-            assert values.tobytes() == wanted.tobytes()
-        assert not table.pull(np.array(GONE)).any()
+        check_rows(table, rows)
         blocks = ps.open("tensor")
         assert isinstance(blocks, eps.DenseTensor)
         assert blocks.pull().ravel().tobytes() == weights(tensor, TENSOR).ravel()[:12].tobytes()
@@ -79,3 +129,95 @@ def test_everything_comes_back_into_other_ranges_and_servers(
             ps.push({table: (np.array([1]), np.zeros((1, 5), np.float32))}).result()
         assert sorted(trained) == [5, 6, 7, 8, 9]  # 3 and 4 were trained, as their workers' clocks say
         assert ps.clock == 46
+
+        # Some tables of a cluster that is trained.
+        for names, error in (
+            (["rows"], "has a table 'default/rows': drop it first"),
+            (["row"], "no table 'default/row'"),
+        ):
+            with pytest.raises(ConfigError, match=error):
+                restore_cluster(cluster.url, url, tables=names)
+        with pytest.raises(ConfigError, match="or name the tables"):
+            restore_cluster(cluster.url, url)
+        number = table.id
+        ps.drop_table("rows")
+        report = restore_cluster(cluster.url, url, tables=["rows"])
+        assert (report.rows, report.workers) == (len(rows), {})
+        again = ps.open("rows")
+        assert isinstance(again, eps.SparseTable)
+        assert again.id != number
+        check_rows(again, rows)
+        ps.push({again: (np.array([1]), np.zeros((1, 5), np.float32))}).result()
+        assert ps.committed == 47
+    assert audit(cluster.url).clean
+
+
+def cluster_rows(url: str) -> int:
+    with eps.connect(url, worker="looker", timeout=20) as ps:
+        assert not ps.tables()
+        return sum(table.rows for table in ps.tables().values())
+
+
+def check_rows(table: eps.SparseTable, rows: dict[int, bytes]) -> None:
+    """All that there is, weights and slots, to the bit."""
+    keys = np.array(sorted(rows))
+    assert len(table) == len(rows)
+    assert table.pull(keys).tobytes() == weights(rows, ROWS).tobytes()
+    for number, values in enumerate(table.slots(keys).values(), 1):
+        slots = slice(5 * number, 5 * number + 5)
+        assert values.tobytes() == np.stack([np.frombuffer(rows[key], np.float32)[slots] for key in keys]).tobytes()
+    assert not table.pull(np.array(GONE)).any()
+
+
+STEPS = 8
+
+
+def pushed(worker: int, step: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng((worker, step)).normal(size=(50, 5)).astype(np.float32)
+
+
+def train(url: str, first: int, last: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], list[int]]:
+    """Rounds of two workers; rows and slots behind the last one, and the workers' ids."""
+    keys = np.arange(50)
+    with ExitStack() as workers:
+        clients = [
+            workers.enter_context(eps.connect(url, worker=f"w{i}", consistency=eps.BSP(), timeout=40)) for i in range(2)
+        ]
+        tables = [ps.table("rows", dim=5, optimizer=eps.Adam(lr=0.1)) for ps in clients]
+        assert [ps.resume().clock for ps in clients] == [first - 1] * 2
+        with ThreadPoolExecutor(2) as pool:
+
+            def run(i: int) -> None:
+                for step in range(first, last + 1):
+                    clients[i].push({tables[i]: (keys, pushed(i, step))})
+                clients[i].flush()
+
+            list(pool.map(run, range(2)))
+        slots = np.concatenate(list(tables[0].slots(keys).values()), axis=1)
+        return tables[0].pull(keys), slots, [ps.worker.id for ps in clients]
+
+
+def test_rounds_that_were_stopped_and_restored_give_what_others_give(local_cluster: NewCluster, tmp_path: Path) -> None:
+    first = local_cluster(name="first", servers=2, replicas=2, ranges=4)
+    rows_then, slots_then, ids = train(first.url, 1, 5)
+    data = {key: rows_then[key].tobytes() + slots_then[key].tobytes() + bytes(4) for key in range(50)}
+    workers = {f"w{i}": WorkerEntry(id_, "default", 5) for i, id_ in enumerate(ids)}
+    group = {"app": "default", "decided": 5, "workers": ids, "last": [[id_, 5] for id_ in ids]}
+    write(
+        Storage(tmp_path.as_uri()), 1, {"default/rows": (2, ROWS)}, {"default/rows": Change(data)}, ranges=4,
+        workers=workers, closed={"default": 5}, groups=[group],
+    )  # fmt: skip
+    for server in first.servers:
+        os.kill(server.pid, signal.SIGKILL)
+    then = local_cluster(name="then", servers=3, replicas=2, ranges=16)
+    restore_cluster(then.url, tmp_path.as_uri())
+    rows_now, slots_now, _ = train(then.url, 6, STEPS)
+    rows, slots = np.empty((50, 5), np.float32), np.empty((50, 10), np.float32)
+    alone = Table(ROWS, 1, 2)
+    for step in range(1, STEPS + 1):
+        mean = (pushed(0, step) + pushed(1, step)) / np.float32(2)
+        alone.apply(np.arange(50), mean, ROWS.optimizer.step_values(step))
+    alone.gather(np.arange(50), rows)
+    alone.read_slots(np.arange(50), slots)
+    assert rows_now.tobytes() == rows.tobytes()
+    assert slots_now.tobytes() == slots.tobytes()

@@ -1,0 +1,130 @@
+"""The model of a checkpoint as files: what `export` writes of a live cluster, without one."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.checkpoint import catalog
+from elasticps.checkpoint.contents import Contents
+from elasticps.checkpoint.storage import Storage
+from elasticps.errors import ConfigError, UnknownTable
+from elasticps.exchange.export import CHUNK_BYTES, Tell, written_folder
+from elasticps.exchange.writers import Columns, writer
+from elasticps.spec import TableSpec
+from elasticps.store.layout import RowLayout
+
+
+def export_checkpoint(
+    source: str,
+    to: Path,
+    *,
+    cut: int | None = None,
+    app: str = "default",
+    tables: Collection[str] = (),
+    kind: str = "safetensors",
+    with_slots: bool = False,
+    dtype: str = "float32",
+    rows: Mapping[str, int] | None = None,
+    tell: Tell = lambda rows: None,
+) -> dict[str, int]:
+    """`elasticps.exchange.export.export` of the checkpoint of a cut (the newest, if none is named) at the URL `source`;
+    all rows are of one moment. A table of `rows` takes as much disk again while it is put in order. Raises
+    CheckpointError too."""
+    storage = Storage(source)
+    contents = Contents(storage, catalog.chain(storage, cut))
+    prefix = f"{app}/"
+    there = {n.removeprefix(prefix): one for n, one in contents.manifest.tables.items() if n.startswith(prefix)}
+    if missing := sorted(set(tables) - there.keys()):
+        raise UnknownTable(f"checkpoint {contents.manifest.cut} has no table {missing[0]!r} of application {app!r}")
+    chosen, counts = {name: there[name] for name in (tables or there)}, dict(rows or {})
+    if strangers := counts.keys() - {name for name, (_, spec) in chosen.items() if spec.shape is None}:
+        raise ConfigError(f"rows of {sorted(strangers)[0]!r} are given, which is no table that is exported")
+    written: dict[str, int] = {}
+    said: dict[str, object] = {}
+    with written_folder(to, kind, dtype, said) as part:
+        for name, (id_, spec) in chosen.items():
+            out = writer(kind, part, name, f"embedding_bags.{name}" if spec.shape is None else "")
+            written[name] = 0
+            for columns in _columns(contents, id_, spec, counts.get(name), with_slots, dtype, part):
+                out.write(columns)
+                count = len(next(iter(columns.values())))
+                written[name] += count
+                tell(count)
+            out.close()
+            keys = spec.shape is None and name not in counts
+            said[name] = {"spec": json.loads(spec.to_json()), "rows": written[name], "keys": keys}
+    return written
+
+
+def _columns(
+    contents: Contents, table: int, spec: TableSpec, count: int | None, with_slots: bool, dtype: str, part: Path
+) -> Iterator[Columns]:
+    pieces = (
+        (rows.keys, weights(spec, rows.rows), slots(spec, rows.rows) if with_slots else {})
+        for unit in contents.units(table)
+        for rows in contents.read(unit)
+    )
+    if spec.shape is not None:
+        whole = np.zeros((spec.blocks, spec.dim), np.float32)
+        for keys, weight, _ in pieces:
+            whole[keys] = weight
+        yield {spec.name: np.atleast_1d(whole.ravel()[: spec.size].reshape(spec.shape).astype(dtype))}
+    elif count is None:
+        nothing = np.empty((0, RowLayout.of(spec).stride), np.uint8)
+        empty = np.empty(0, np.int64), weights(spec, nothing), slots(spec, nothing) if with_slots else {}
+        for keys, weight, kept in (empty, *pieces):  # so that a table without rows has its columns too
+            yield {"keys": keys, "weight": weight.astype(dtype), **kept}
+    else:
+        yield from _in_order(spec, count, pieces, with_slots, dtype, part)
+
+
+def _in_order(
+    spec: TableSpec, count: int, pieces: Iterator[Any], with_slots: bool, dtype: str, part: Path
+) -> Iterator[Columns]:
+    """Rows of the keys 0 … count - 1: of those that are not there initial values, and slots of new rows."""
+    from elasticps.store.table import initial_rows  # compiles kernels
+
+    step = max(1, CHUNK_BYTES // (8 + 4 * spec.dim))
+    with tempfile.TemporaryDirectory(dir=part) as folder:
+        shapes = {"weight": spec.dim} | (spec.optimizer.slot_shapes(spec.dim) if with_slots else {})
+        ordered = {
+            name: np.lib.format.open_memmap(
+                f"{folder}/{number}.npy", "w+", dtype if name == "weight" else np.float32, (count, width)
+            )
+            for number, (name, width) in enumerate(shapes.items())
+        }
+        for at in range(0, count, step):
+            keys = np.arange(at, min(at + step, count), dtype=np.int64)
+            for name, column in ordered.items():
+                new = initial_rows(spec.init, keys, spec.dim, spec.dtype) if name == "weight" else None
+                column[at : at + step] = spec.optimizer.slot_fill if new is None else new.astype(dtype)
+        for keys, weight, kept in pieces:
+            inside = (keys >= 0) & (keys < count)
+            for name, values in {"weight": weight.astype(dtype), **kept}.items():
+                ordered[name][keys[inside]] = values[inside]
+        for at in range(0, count, step):
+            yield {name: np.array(column[at : at + step]) for name, column in ordered.items()}
+
+
+def weights(spec: TableSpec, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Of whole rows uint8 [n, stride]: float32 [n, dim]."""
+    packed = np.ascontiguousarray(rows[:, : RowLayout.of(spec).weight_bytes])
+    if spec.dtype == "bfloat16":
+        return (packed.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return packed.view(spec.dtype).astype(np.float32)
+
+
+def slots(spec: TableSpec, rows: NDArray[np.uint8]) -> dict[str, NDArray[np.float32]]:
+    """Of whole rows, by name: float32 [n, floats]."""
+    at, found = RowLayout.of(spec).slots_at, {}
+    for name, floats in spec.optimizer.slot_shapes(spec.dim).items():
+        found[name] = np.ascontiguousarray(rows[:, at : at + 4 * floats]).view(np.float32)
+        at += 4 * floats
+    return found

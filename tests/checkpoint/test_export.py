@@ -1,0 +1,100 @@
+"""The model of a checkpoint as files, without a cluster."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from elasticps import spec
+from elasticps.checkpoint.storage import Storage
+from elasticps.cli.app import app
+from elasticps.errors import CheckpointError, ConfigError, UnknownTable
+from elasticps.exchange import checkpoint as exporting
+from elasticps.exchange.checkpoint import export_checkpoint
+from elasticps.spec import TableSpec
+from elasticps.store.table import initial_rows
+from tests.checkpoint.writer import Change, row, write
+
+OPEN = TableSpec("open", 3, spec.Adam(0.1))
+HALF = TableSpec("half", 4, spec.SGD(0.1), spec.Normal(std=1.0, seed=3), dtype="bfloat16")
+DENSE = TableSpec.dense("mlp.weight", (3, 5), spec.SGD(0.1))
+OTHER = TableSpec("t", 3, spec.SGD(0.1))
+TABLES = {
+    "default/open": (7, OPEN),
+    "default/half": (9, HALF),
+    "default/mlp.weight": (11, DENSE),
+    "other/t": (12, OTHER),
+}
+ROWS = {key: row(OPEN, key + 99) for key in range(-20, 20)}
+BLOCK = row(DENSE, 5)
+
+
+def bfloat16(values: np.ndarray) -> bytes:
+    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+@pytest.fixture(scope="module")
+def place() -> str:
+    url = f"memory://{uuid.uuid4()}"
+    halves = {key: bfloat16(np.arange(4, dtype=np.float32) * key) for key in (0, 3, 50)}
+    changes = {"default/open": Change(ROWS), "default/half": Change(halves), "default/mlp.weight": Change({0: BLOCK})}
+    write(Storage(url), 1, TABLES, changes)
+    write(Storage(url), 2, TABLES, {"default/open": Change({}, {-20})}, since=1)
+    return url
+
+
+def test_all_of_an_application_goes_out(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporting, "CHUNK_BYTES", 100)
+    told: list[int] = []
+    written = export_checkpoint(place, tmp_path / "out", with_slots=True, rows={"half": 9}, tell=told.append)
+    assert written == {"open": 39, "half": 9, "mlp.weight": 3}
+    assert sum(told) == 51
+    files = {path.name: load_file(path) for path in (tmp_path / "out").glob("*.safetensors")}
+    keys = files["open.keys.safetensors"]["embedding_bags.open.keys"]
+    assert sorted(keys.tolist()) == sorted(ROWS.keys() - {-20})
+    whole = np.stack([np.frombuffer(ROWS[key], np.float32) for key in keys.tolist()])
+    assert files["open.weight.safetensors"]["embedding_bags.open.weight"].tobytes() == whole[:, :3].tobytes()
+    for number, name in enumerate(OPEN.optimizer.slot_shapes(3), 1):
+        slots = files[f"open.{name}.safetensors"][f"embedding_bags.open.{name}"]
+        assert slots.tobytes() == whole[:, 3 * number : 3 * number + 3].tobytes()
+    half = files["half.weight.safetensors"]["embedding_bags.half.weight"]
+    wanted = initial_rows(HALF.init, np.arange(9), 4, "bfloat16")
+    wanted[[0, 3]] = np.outer([0, 3], np.arange(4))
+    assert half.tobytes() == wanted.tobytes()
+    dense = files["mlp.weight.safetensors"]["mlp.weight"]
+    assert dense.tobytes() == np.frombuffer(BLOCK, np.float32)[:15].tobytes()
+    assert not list((tmp_path / "out").glob("tmp*"))
+    said = json.loads((tmp_path / "out" / "elasticps.json").read_text())
+    assert said["tables"]["half"]["keys"] is False
+
+
+@pytest.mark.parametrize("kind", ["npz", "parquet"])
+def test_in_other_formats_and_older_ones(place: str, tmp_path: Path, kind: str) -> None:
+    written = export_checkpoint(place, tmp_path / "out", cut=1, tables=["open"], kind=kind, dtype="float16")
+    assert written == {"open": 40}
+    assert (tmp_path / "out" / f"open.{kind}").exists()
+
+
+def test_what_cannot_be_leaves_nothing(place: str, tmp_path: Path) -> None:
+    with pytest.raises(UnknownTable, match="no table 't'"):
+        export_checkpoint(place, tmp_path / "out", tables=["t"])
+    with pytest.raises(ConfigError, match="which is no table"):
+        export_checkpoint(place, tmp_path / "out", rows={"mlp.weight": 3})
+    storage, copied = Storage(place), Storage((tmp_path / "copied").as_uri())
+    for path, _ in storage.files():
+        data = bytearray(storage.get(path))
+        data[-300] ^= path.startswith("000001/open")
+        copied.put(path, data)
+    with pytest.raises(CheckpointError, match="altered"):
+        export_checkpoint(copied.url, tmp_path / "out", cut=1)
+    arguments = ["export", "--from-checkpoint", copied.url, "--cut", "1", "--to", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1
+    assert "altered" in done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["copied"]

@@ -1,0 +1,81 @@
+"""`elasticps checkpoint`: what is there, whether it is whole, and what goes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from elasticps import spec
+from elasticps.checkpoint.manifest import WorkerEntry
+from elasticps.checkpoint.storage import Storage
+from elasticps.cli.app import app
+from elasticps.spec import TableSpec
+from tests.checkpoint.writer import Change, row, write
+
+TABLE = TableSpec("t", 3, spec.Adagrad(0.1))
+TABLES = {"default/t": (7, TABLE)}
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    done = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    storage = Storage(str(tmp_path / "there"))
+    for cut in (1, 2, 3):
+        change = Change({key: row(TABLE, cut + key) for key in range(10 * cut)})
+        write(storage, cut, TABLES, {"default/t": change}, since=cut - 1, time=1e9 + cut,
+              workers={"w0": WorkerEntry(5, "default", 12)})  # fmt: skip
+    return tmp_path / "there"
+
+
+def test_what_is_there_is_listed_and_shown(place: Path, tmp_path: Path) -> None:
+    assert "2001-09-09 01:46:43 UTC" in run("list", place)
+    there = json.loads(run("list", place, "--json"))
+    assert [(one["cut"], one["since"], one["rows"]) for one in there["checkpoints"]] == [
+        (1, 0, 10),
+        (2, 1, 20),
+        (3, 2, 30),
+    ]
+    shown = run("show", place)
+    for text in ("checkpoint 3 of cluster c@1", "builds on 1, 2", "default/t", "w0", "12"):
+        assert text in shown
+    assert json.loads(run("show", place, 2, "--json"))["cut"] == 2
+    assert "has no checkpoint" in run("list", tmp_path / "nothing")
+    assert "has no checkpoint 9" in run("show", place, 9, code=1)
+    (place / "000003" / "manifest.json").write_text("{")
+    assert "000003" in run("list", place, code=4)
+    assert "cut off" in run("verify", place, code=1)
+
+
+def test_what_is_wrong_is_found(place: Path) -> None:
+    assert "checkpoint 1, 2, 3: 0 problems, 60 rows" in run("verify", place)
+    (path,) = place.glob("000001/t-7/s0-*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+    found: Any = json.loads(run("verify", place, "--json", code=1))
+    assert len(found["problems"]) == 1
+    assert "was altered" in found["problems"][0]
+    assert json.loads(run("verify", place, 1, "--json", code=1))["checkpoints"] == [1]
+
+
+def test_what_is_merged_and_deleted(place: Path) -> None:
+    assert "checkpoint 3 builds on 2" in run("delete", place, 2, code=1)
+    assert "say which" in run("delete", place, code=2)
+    assert "--keep takes" in run("delete", place, "--keep", "newest=1", code=2)
+    assert "deleted: nothing" in run("delete", place, "--keep", "last=1")  # all are built on
+    assert "checkpoint 3 is full: 30 rows" in run("merge", place)
+    (place / "000000").mkdir()
+    (place / "000000" / "part").write_text("given up")
+    assert "deleted: 0" in run("delete", place, "--left-overs")
+    assert "deleted: 2, 1" in run("delete", place, "--keep", "last=1,hourly=1,daily=2")
+    assert "checkpoint 3: 0 problems, 30 rows" in run("verify", place)
+    assert sorted(path.name for path in place.iterdir()) == ["000003"]
