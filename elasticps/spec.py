@@ -114,7 +114,7 @@ class Constant(Init):
 
 @dataclass(frozen=True)
 class Uniform(Init):
-    """Uniform over [low, high)."""
+    """Uniform over [low, high), also where rounding to the table's type would leave it."""
 
     kind: ClassVar[str] = "uniform"
     low: float

@@ -38,7 +38,7 @@ _compile_inline: Any = njit(nogil=True, cache=True, error_model="numpy", inline=
     H_DTYPE,  # index into spec.DTYPES
     H_INIT,  # see values.INIT_KINDS
     H_SEED,
-    H_INIT_VALUES,  # address of float64 [2]
+    H_INIT_VALUES,  # address of float64 [4]
     H_CONSTANTS,  # address of float32 [1 + n]: the slots' first value, then the optimizer's constants
     H_CONSTANT_COUNT,
     H_SCRATCH,  # address of float32 [dim]: a 2-byte row as float32, while it is updated

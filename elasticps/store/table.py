@@ -19,7 +19,7 @@ from elasticps.store.deletions import Deletions
 from elasticps.store.kept import Allowance, Kept
 from elasticps.store.memory import Memory
 from elasticps.store.registry import load_kernels, update_kernel
-from elasticps.store.values import INIT_KINDS
+from elasticps.store.values import INIT_KINDS, init_values
 
 _LAST_SLAB = 1 << 26  # bytes
 _UNTIDY_BYTES, _UNTIDY_SHARE = 4 << 20, 8  # with so much of it dropped, and such a part, a table gives memory back
@@ -57,7 +57,7 @@ class Table:
         self.kept: Kept | None = None
         self._counts = np.zeros(ranges, np.int64)
         self._constants = np.array((spec.optimizer.slot_fill, *spec.optimizer.constants()), np.float32)
-        self._init_values = np.array(spec.init.parameters(), np.float64)
+        self._init_values = init_values(spec.init, spec.dtype)
         self._scratch = np.empty(spec.dim, np.float32)
         self._rows = np.empty(64, np.int64)  # addresses of a batch's rows
         self._slabs: dict[int, int] = {}  # address -> bytes

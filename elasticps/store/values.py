@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.hashing import mix64
-from elasticps.spec import DTYPES
+from elasticps.spec import DTYPES, Init, Uniform
 from elasticps.store.native import (
     H_CONSTANTS,
     H_DIM,
@@ -175,11 +175,46 @@ def unpack(address: int, w: NDArray[np.float32], dtype: int) -> None:
             w[j] = float32_from_bits(np.int64(packed[j]) << 16)
 
 
+def init_values(init: Init, dtype: str) -> NDArray[np.float64]:
+    """What `initial_weights` needs: the initialiser's two numbers, and for Uniform the least and the most that the
+    table's type has in [low, high): what is between them stays there when it is rounded."""
+    a, b = init.parameters()
+    least, most = _nearest(a, dtype), _nearest(b, dtype)
+    if isinstance(init, Uniform) and a < b:
+        least = least if least >= a else _next(least, dtype, 1)
+        most = most if most < b else _next(most, dtype, -1)
+        if least > most:  # the type has nothing there
+            least = most = _nearest(a, dtype)
+    return np.array((a, b, least, most), np.float64)
+
+
+def _nearest(x: float, dtype: str) -> float:
+    if dtype == "bfloat16":
+        return _of_bfloat16(int(bfloat16_of(np.float32(x))))
+    with np.errstate(over="ignore"):
+        return float(np.dtype(dtype).type(x))
+
+
+def _next(x: float, dtype: str, direction: int) -> float:
+    """The next number of the type, above or below."""
+    if dtype != "bfloat16":
+        kind = np.dtype(dtype).type
+        return float(np.nextafter(kind(x), kind(direction * math.inf)))
+    bits = int(np.float32(x).view(np.uint32)) >> 16  # sign and magnitude
+    place = -(bits & 0x7FFF) if bits & 0x8000 else bits
+    place += direction
+    return _of_bfloat16(-place | 0x8000 if place < 0 else place)
+
+
+def _of_bfloat16(bits: int) -> float:
+    return float(np.uint32(bits << 16).view(np.float32))
+
+
 @kernel
 def initial_weights(h: NDArray[np.int64], key: int, w: NDArray[np.float32]) -> None:
     """f(seed, key) in float32, not yet rounded to the table's dtype: element j depends on (seed, key, j) alone."""
     kind = h[H_INIT]
-    values = carray(pointer(h[H_INIT_VALUES]), (2,), np.float64)
+    values = carray(pointer(h[H_INIT_VALUES]), (4,), np.float64)
     a, b = values[0], values[1]
     state = mix64(np.uint64(key) ^ np.uint64(h[H_SEED]))
     if kind == _NORMAL:  # two loops, so that the first has no branch and is taken several elements at a time
@@ -190,8 +225,9 @@ def initial_weights(h: NDArray[np.int64], key: int, w: NDArray[np.float32]) -> N
             if abs(q) > 0.425:
                 w[j] = np.float32(a + b * _tail_quantile(q))
     elif kind == _UNIFORM:
+        least, most = np.float32(values[2]), np.float32(values[3])
         for j in range(w.shape[0]):
-            w[j] = np.float32(a + (b - a) * _unit(state, j))
+            w[j] = min(max(np.float32(a + (b - a) * _unit(state, j)), least), most)
     else:
         w[:] = np.float32(a)
 

@@ -51,6 +51,34 @@ def test_uniforms_fill_their_interval() -> None:
     np.testing.assert_allclose(np.histogram(x, 16, (2, 6))[0], len(x) / 16, rtol=0.03)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-1.0, 0.0), (0.1, 0.3), (-0.3, -0.1), (1.0, 1.02), (0.0, 1e5)])
+def test_uniforms_stay_below_their_end_when_they_are_rounded(low: float, high: float, dtype: str) -> None:
+    x = initial_rows(spec.Uniform(low, high, seed=5), np.arange(30_000), 16, dtype).astype(np.float64)
+    assert low <= x.min()
+    assert x.max() < high
+    assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_uniforms_without_a_number_between_their_ends(dtype: str) -> None:
+    for low, high in ((0.5, 0.5), (1.00001, 1.00002)):
+        x = initial_rows(spec.Uniform(low, high), np.arange(10), 4, dtype)
+        assert set(x.ravel()) == {np.float32(np.round(low, 3))}
+
+
+def test_numbers_of_two_bytes_have_neighbours() -> None:
+    for name, kind in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
+        ordered = (
+            torch.arange(0, 0x7C00 if name == "float16" else 0x7F80, dtype=torch.int16).view(kind).double().tolist()
+        )
+        both = [-x for x in reversed(ordered[1:])] + ordered
+        for x, above in zip(both[::7], both[1::7], strict=False):
+            assert values._next(x, name, 1) == above
+            assert values._next(above, name, -1) == x
+            assert values._nearest(x, name) == x
+
+
 @pytest.mark.parametrize("exponent", range(2, 53))
 def test_quantiles_agree_with_the_standard_library(exponent: int) -> None:
     q = 0.5 - 2.0**-exponent
