@@ -19,6 +19,7 @@ from coordinator.store import Entry, Store
 from coordinator.view import ClusterConfig, Roster, View
 
 TABLES = "tables/"
+RATES = "rates/"  # that were set for all workers: <application>/<table>
 
 
 def table_key(app: str, name: str) -> str:

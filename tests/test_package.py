@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -16,6 +17,12 @@ def test_everything_that_is_listed_is_there() -> None:
     assert set(elasticps.__all__) <= set(dir(elasticps))
     for name in elasticps.__all__:
         assert getattr(elasticps, name) is not None
+
+
+@pytest.mark.parametrize("kind", [elasticps.Client, elasticps.SparseTable, elasticps.DenseTensor, elasticps.OpenStep])
+def test_whatever_users_can_call_is_described(kind: type) -> None:
+    for name, what in inspect.getmembers(kind, lambda what: callable(what) or isinstance(what, property)):
+        assert name.startswith("_") or what.__doc__, name
 
 
 def test_a_name_that_is_not_there_is_named() -> None:

@@ -17,7 +17,7 @@ from elasticps.admin import fetch_tables
 from elasticps.cli.local import target
 from elasticps.cli.options import Json, Name, Url, command
 from elasticps.cli.output import ExitCode, out, print_json, size
-from elasticps.errors import ClusterUnreachable, ConfigError
+from elasticps.errors import ClusterUnreachable, ConfigError, UnknownTable
 from elasticps.local.following import Following
 
 if TYPE_CHECKING:
@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd, and for each server.")]
 Which = Annotated[str, typer.Argument(metavar="TABLE", help="The name of a table or tensor.")]
 Application = Annotated[str, typer.Option("--app", help="The application that it belongs to.")]
+Rate = Annotated[str, typer.Argument(help="A number, or 'none': each worker has its own again.")]
 Sure = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
-app = typer.Typer(help="Show a cluster's tables; clear or drop one.", invoke_without_command=True)
+app = typer.Typer(
+    help="Show a cluster's tables; clear or drop one, set its learning rate.", invoke_without_command=True
+)
 
 
 @app.callback()
@@ -86,6 +89,32 @@ def clear(
 ) -> None:  # fmt: skip
     """Forget all rows of a table, with what the optimizer keeps of them. Workers may go on using it."""
     _erase(target(url, name), app, table, timeout, yes, "clear")
+
+
+@app.command("set-lr")
+@command
+def set_lr(
+    table: Which, rate: Rate, url: Url = None, name: Name = None, app: Application = "default",
+    timeout: Timeout = 30.0,
+) -> None:  # fmt: skip
+    """Give a table another learning rate, for all workers, at once and for those that come later."""
+    from elasticps.client import connect
+
+    if (lr := None if rate == "none" else _number(rate)) is not None and not 0 <= lr < float("inf"):
+        raise ConfigError(f"a learning rate is a number of at least 0, or 'none', got {rate!r}")
+    with connect(target(url, name), app=app, timeout=timeout) as ps:
+        try:
+            ps.open(table).set_lr(lr)
+        except UnknownTable as error:
+            raise ConfigError(str(error)) from None
+    out.print(f"set-lr: {table}, {'each worker its own again' if lr is None else f'{lr:g} for all workers'}")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0
 
 
 def _erase(url: str, app: str, table: str, timeout_s: float, yes: bool, act: str) -> None:
@@ -151,13 +180,15 @@ def _render(found: dict[str, Any]) -> Group:
     for each in found["tables"]:
         shape = f"[keys, {each['dim']}]" if each["shape"] is None else str(each["shape"])
         table.add_row(
-            each["app"], Text(each["name"]), Text(shape), each["dtype"], Text(_optimizer(each["optimizer"])),
+            each["app"], Text(each["name"]), Text(shape), each["dtype"], Text(_optimizer(each)),
             f"{each['rows']:,}", size(each["bytes"]), str(len(each["servers"])),
         )  # fmt: skip
     silent = [Text(f"{name}: {error}; its rows are not counted", "red") for name, error in found["silent"].items()]
     return Group(table if found["tables"] else Text("no worker has made a table yet"), *silent)
 
 
-def _optimizer(values: dict[str, Any]) -> str:
-    rate = values.get("lr")
-    return f"{values['kind']} lr={rate:g}" if rate is not None else str(values["kind"])
+def _optimizer(table: dict[str, Any]) -> str:
+    values, set_for_all = table["optimizer"], table["lr_set"]
+    rate = values.get("lr") if set_for_all is None else set_for_all
+    said = f"{values['kind']} lr={rate:g}" if rate is not None else str(values["kind"])
+    return said if set_for_all is None else f"{said}, set for all"

@@ -55,13 +55,23 @@ class Client:
             self._reads = Reads(dispatcher, self._steps.before_read, consistency.bound, timeout, self._steps.settle_all)
             self._tables = Tables(registry, dispatcher, self._reads, opened, timeout)
             self._shards = ShardSets(dispatcher, self._steps, registry)
+            registry.follow_rates(app, self._tables.hear, timeout)
             dispatcher.start(deadline_s)
         except BaseException:
             self.close()
             raise
 
+    def __repr__(self) -> str:
+        if self._closed or self._dispatcher is None:
+            state = "closed"
+        else:
+            consistency, tables = self.consistency.kind.upper(), len(self._tables.opened)
+            state = f"{consistency}, tables open: {tables}, steps: {self.clock}, committed: {self.committed}"
+        return f"<Client {self.worker.name!r} of cluster {self.cluster!r}: {state}>"
+
     @property
     def cluster(self) -> str:
+        """The cluster's name."""
         return self._registry.cluster
 
     @property

@@ -30,6 +30,7 @@ from coordinator.names import check_name
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, Roster, View, WorkerInfo
 from elasticps.client.protocol.join import Past
+from elasticps.client.rates import SetRate, SetRates
 from elasticps.client.runtime import Runtime
 from elasticps.errors import ClusterUnreachable, ConfigError, SpecError, Timeout
 from elasticps.security import credentials_of
@@ -64,7 +65,12 @@ class Registry:
     """Synchronous face of a coordination store. Every call has a deadline and raises `elasticps.errors`. `url` is how
     errors name the store; `credentials` are for the servers too."""
 
-    def __init__(self, store: Store, runtime: Runtime, url: str, credentials: Credentials | None = None) -> None:
+    def __init__(
+        self, store: Store, runtime: Runtime, url: str, credentials: Credentials | None = None, *, follows: bool = False
+    ) -> None:
+        """follows: what other workers set while this one is there; else what there is when it is looked up."""
+        self._follows = follows
+        self._rates: SetRates | None = None
         self.runtime = runtime
         self.credentials = credentials
         self._url = url
@@ -78,7 +84,7 @@ class Registry:
         credentials = credentials_of(url)
         try:
             opening = open_store(url, timeout_s=timeout_s, call_timeout_s=timeout_s)
-            return cls(_run(opening, runtime, timeout_s + 1.0, url), runtime, url, credentials)
+            return cls(_run(opening, runtime, timeout_s + 1.0, url), runtime, url, credentials, follows=True)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -93,6 +99,8 @@ class Registry:
     def close(self) -> None:
         """Gives the worker's registration back."""
         try:
+            if self._rates is not None:
+                self.call(self._rates.close(), 5.0)
             if self._worker is not None:
                 self.call(self._worker.close(), 5.0)
             self.call(self._store.close(), 5.0)
@@ -239,7 +247,25 @@ class Registry:
     def end_drop(self, app: str, table: Registration, timeout_s: float) -> None:
         """Forgets the name of a table that is marked, unless somebody else has."""
         key = table_key(app, table.spec.name)
+        if self._rates is not None and self.rate_of(table.spec.name, table.id) is not None:
+            self.call(self._rates.forget(table.spec.name), timeout_s)
         self.call(self._store.delete(key, expect=table.revision), timeout_s)
+
+    def follow_rates(self, app: str, heard: Callable[[str], None], timeout_s: float) -> None:
+        """From now on `heard(name)` is called, in the control loop, when a table's rate was set for all workers."""
+        assert self._worker is not None
+        self._rates = SetRates(self._store, app, heard, self._worker.belongings)
+        if self._follows:
+            self.call(self._rates.follow(), timeout_s)
+
+    def rate_of(self, name: str, table: int) -> SetRate | None:
+        """What was set last for the table of that name and id."""
+        return None if self._rates is None else self._rates.of(name, table)
+
+    def set_rate(self, name: str, table: int, lr: float | None, timeout_s: float) -> None:
+        """Sets it for all workers; None: nothing any more."""
+        assert self._rates is not None
+        self.call(self._rates.set(name, table, lr), timeout_s)
 
     def mark_ready(self, app: str, registration: Registration, timeout_s: float) -> None:
         """Its initial values are on the servers. Losing the race means that somebody else said so."""

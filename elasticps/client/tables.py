@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,37 +20,94 @@ from elasticps.client.protocol.fan_out import of_heads
 from elasticps.client.protocol.routing import PushPlan, Routes, plan_push
 from elasticps.client.pulls import DenseRead, SparseRead
 from elasticps.client.push_batch import Source
+from elasticps.client.rates import SetRate
 from elasticps.client.reads import Reads
 from elasticps.client.registry import Registration, Registry
 from elasticps.client.writes import LentRows, Write, check_size
 from elasticps.errors import InputError, SpecError, UnknownTable
 from elasticps.hashing import table_salt
-from elasticps.optimizers import Rate
+from elasticps.optimizers import Optimizer, Schedule
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
 from replication.messages import OperationKind
 
 LOADED_BYTES = 8 << 20  # sent at once
 CHUNK, MAX_CHUNK = 65_536, 262_144  # keys of a table that are handed out at once
+SetsRate = Callable[["_Handle", float | None], None]
+
+
+def _with_rate(optimizer: Optimizer, lr: float) -> Optimizer:
+    return replace(optimizer, lr=lr)  # type: ignore[type-var]  # all of them are dataclasses
+
+
+def _same_rate(one: object, other: object) -> bool:
+    """Schedules are equal if their function is the same object."""
+    if isinstance(one, Schedule) and isinstance(other, Schedule):
+        return one.function is other.function
+    return one == other
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=6)  # whoever calls Client.table or Client.tensor
 
 
 class _Handle:
-    def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec) -> None:
+    def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec, set_rate: SetsRate) -> None:
         self._reads = reads
+        self._set_rate = set_rate
         self.spec = spec
         self.id = table_id
         self.name = spec.name
         self.dim = spec.dim
         self.salt = table_salt(table_id)
         self._signed_salt = int(self.salt.view(np.int64))
-        self.optimizer = own.optimizer  # the caller's own: a schedule is no part of the registered spec
+        self._own = own.optimizer  # the caller's: a schedule is no part of the registered spec
+        self.optimizer = self._own  # with the rate that was set, if one was
+        self.rate_set: SetRate | None = None
 
-    def set_lr(self, lr: Rate) -> None:
-        """Another learning rate, or schedule, for this worker's steps from now on. InputError if the optimizer has
-        none."""
-        if not hasattr(self.optimizer, "lr"):
-            raise InputError(f"{self.name!r}: {type(self.optimizer).__name__} knows no learning rate")
-        self.optimizer = replace(self.optimizer, lr=lr)  # type: ignore[type-var]  # all of them are dataclasses
+    def set_lr(self, lr: float | None) -> None:
+        """Another learning rate for all workers of the application: for this one's next step, for others' within
+        moments, and for those that open the table later, whatever they bring. None takes it back: each one's own again.
+
+        Returns when etcd has it. InputError if the optimizer has no rate, and for a schedule, which is a function of
+        one worker: open the table with that, or give each push its rate. Raises `Timeout`.
+        """
+        if not hasattr(self._own, "lr"):
+            raise InputError(f"{self.name!r}: {type(self._own).__name__} knows no learning rate")
+        given: object = lr
+        if callable(given) or isinstance(given, Schedule):
+            raise InputError(f"{self.name!r}: set_lr takes a number; a schedule is for ps.table(…) or push(…, lr=…)")
+        if lr is not None:
+            lr = float(_with_rate(self._own, lr).lr)  # type: ignore[arg-type]  # checked there
+        self._set_rate(self, lr)
+
+    def follow(self, rate: SetRate | None) -> None:
+        """Somebody has set a rate; None: nobody has yet."""
+        if rate is not None and rate != self.rate_set and hasattr(self._own, "lr"):
+            self.rate_set = rate
+            self._choose()
+
+    def open_again(self, own: Optimizer) -> None:
+        """The caller brings another rate, maybe: it counts for all that use the table on this client."""
+        before, now = getattr(self._own, "lr", None), getattr(own, "lr", None)
+        if not _same_rate(before, now):
+            _warn(
+                f"table {self.name!r} is open here with learning rate {before}: from now on {now}, for all who use it"
+            )
+        self._own = own
+        self._choose()
+
+    def opened(self) -> None:
+        """Says so if the caller's rate is not the one that counts."""
+        if self.rate_set is not None and self.rate_set.lr not in (None, getattr(self._own, "lr", None)):
+            _warn(
+                f"table {self.name!r} has learning rate {self.rate_set.lr}, which set_lr() gave all workers, not the "
+                f"{getattr(self._own, 'lr', None)} that it is opened with here; set_lr(None) takes it back"
+            )
+
+    def _choose(self) -> None:
+        lr = None if self.rate_set is None else self.rate_set.lr
+        self.optimizer = self._own if lr is None else _with_rate(self._own, lr)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of cluster {self._reads.cluster!r}>"
@@ -61,8 +119,8 @@ class _Handle:
 class SparseTable(_Handle):
     """int64 key -> row of `dim` floats. A key never pushed has its initial value."""
 
-    def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec) -> None:
-        super().__init__(reads, spec, table_id, own)
+    def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec, set_rate: SetsRate) -> None:
+        super().__init__(reads, spec, table_id, own, set_rate)
         self._grads = f"table {self.name!r}: grads"
 
     def pull(self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> NDArray[np.float32]:
@@ -170,8 +228,8 @@ class SparseTable(_Handle):
 class DenseTensor(_Handle):
     """A float32 tensor on the servers, cut into blocks that are spread over all of them."""
 
-    def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec) -> None:
-        super().__init__(reads, spec, table_id, own)
+    def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec, set_rate: SetsRate) -> None:
+        super().__init__(reads, spec, table_id, own, set_rate)
         self._blocks = np.arange(spec.blocks, dtype=np.int64)
         self._size = math.prod(self.shape)
         self._grads = f"tensor {self.name!r}"
@@ -231,11 +289,13 @@ Handle = SparseTable | DenseTensor
 
 @dataclass(frozen=True)
 class TableInfo:
-    """A table or tensor of the application: its spec, and how many rows the servers have of it."""
+    """A table or tensor of the application: its spec, how many rows the servers have of it, and the learning rate that
+    `set_lr` gave all workers, if it did."""
 
     id: int
     spec: TableSpec
     rows: int
+    lr: float | None = None
 
 
 class Tables:
@@ -252,16 +312,29 @@ class Tables:
 
     def sparse(self, spec: TableSpec) -> SparseTable:
         """Opens a sparse table, creating it if it is new."""
-        return cast(SparseTable, self._open(spec, None))
+        return cast(SparseTable, self._brought(spec, None))
 
     def dense(self, spec: TableSpec, values: NDArray[np.float32]) -> DenseTensor:
         """Opens a tensor; one that is new has these values."""
-        return cast(DenseTensor, self._open(spec, values))
+        return cast(DenseTensor, self._brought(spec, values))
+
+    def _brought(self, spec: TableSpec, values: NDArray[np.float32] | None) -> Handle:
+        """Opens what the caller describes, with the rate that the caller wants."""
+        known = self.opened.get(spec.name)
+        handle = self._open(spec, values)
+        if handle is known:
+            handle.open_again(spec.optimizer)
+        handle.opened()
+        return handle
 
     def known(self) -> dict[str, TableInfo]:
         """All of the application, by name."""
         found = self._registry.tables(self._app, self._timeout_s)
-        return {name: TableInfo(one.id, one.spec, self._rows(one.id)) for name, one in found.items()}
+        rates = {name: self._registry.rate_of(name, one.id) for name, one in found.items()}
+        return {
+            name: TableInfo(one.id, one.spec, self._rows(one.id), getattr(rates[name], "lr", None))
+            for name, one in found.items()
+        }
 
     def _rows(self, table: int) -> int:
         try:
@@ -279,7 +352,7 @@ class Tables:
         found = self._find(name)
         if found.spec.shape is not None:
             raise InputError(f"{name!r} is a tensor, and has no rows to clear: load values, or drop it")
-        SparseTable(self._reads, found.spec, found.id, found.spec).clear()
+        SparseTable(self._reads, found.spec, found.id, found.spec, self._set_rate).clear()
 
     def drop(self, name: str) -> None:
         """Forgets a table, its name too. Raises UnknownTable."""
@@ -319,10 +392,9 @@ class Tables:
         while (registration := register()).dropping:
             self._drop(registration)
         if known is not None and known.id == registration.id:
-            known.optimizer = spec.optimizer
             return known
         handle_type = SparseTable if values is None else DenseTensor
-        handle = handle_type(self._reads, registration.spec, registration.id, spec)
+        handle = handle_type(self._reads, registration.spec, registration.id, spec, self._set_rate)
         try:
             self._create(registration)
         except (SpecError, UnknownTable):
@@ -335,7 +407,18 @@ class Tables:
             before = self.opened.get(spec.name)
             if before is None or before.id != handle.id:
                 self.opened[spec.name] = handle
+                handle.follow(self._registry.rate_of(spec.name, handle.id))
             return self.opened[spec.name]
+
+    def hear(self, name: str) -> None:
+        """A rate was set; in the control loop."""
+        with self._dispatcher.lock:
+            if (handle := self.opened.get(name)) is not None:
+                handle.follow(self._registry.rate_of(name, handle.id))
+
+    def _set_rate(self, handle: _Handle, lr: float | None) -> None:
+        self._dispatcher.check()
+        self._registry.set_rate(handle.name, handle.id, lr, self._timeout_s)
 
     def _create(self, registration: Registration) -> None:
         """Makes the table known to the heads of all ranges, which tell their successors; to absent ones later, but

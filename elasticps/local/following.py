@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from coordinator import membership
-from coordinator.adoption import TABLES
+from coordinator.adoption import RATES, TABLES
 from coordinator.connect import open_store
 from coordinator.forecast import forecast
 from coordinator.planner import Members
@@ -125,13 +125,18 @@ class Following:
         return ClusterConfig.from_json(entry.value)
 
     def tables(self) -> dict[int, dict[str, Any]]:
-        """The application and the spec of each table, as plain values, by the table's id."""
+        """The application and the spec of each table, as plain values, by the table's id; lr_set: a rate that was set
+        for all workers."""
         found = {}
         for entry in self._run(self._store.list(TABLES)).entries:
             document = json.loads(entry.value)
             if document.get("dropping"):
                 continue
-            found[document["id"]] = {"app": entry.key.split("/")[1], **json.loads(document["spec"])}
+            found[document["id"]] = {"app": entry.key.split("/")[1], **json.loads(document["spec"]), "lr_set": None}
+        for entry in self._run(self._store.list(RATES)).entries:
+            document = json.loads(entry.value)
+            if (table := found.get(document["table"])) is not None:
+                table["lr_set"] = document["lr"]
         return found
 
     def statuses(self) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.adoption import TABLES
+from coordinator.adoption import RATES, TABLES
 from coordinator.connect import open_store
 from coordinator.etcd import EtcdStore
 from coordinator.etcd_rights import protect as protect_etcd
@@ -12,7 +12,7 @@ from elasticps.security.identity import ANY, Identity, Role
 
 WRITES = {
     Role.SERVER: (SERVERS, INCARNATIONS, DRAINS),  # a server that is to end asks to be drained
-    Role.WORKER: (WORKERS, LAST_WORKER, NUMBERS, TABLES),
+    Role.WORKER: (WORKERS, LAST_WORKER, NUMBERS, TABLES, RATES),
     Role.COORDINATOR: ("",),
     Role.OPERATOR: ("",),
 }

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.embedding import nobody, refuse_torchs
-from elasticps.torch.parameters import Dense, Groups, Sparse, dense_of, described, fixed, tables_of, values_of
+from elasticps.torch.parameters import Dense, Groups, Sparse, dense_of, described, fixed, rate_of, tables_of, values_of
 
 if TYPE_CHECKING:
     from elasticps.client import Client, DenseTensor, OpenStep, SparseTable, Step
     from elasticps.client.pulls import DenseRead
+    from elasticps.client.rates import SetRate
 
 _AGAIN = (
     "{what} got a second gradient in one step, but its first has left for the servers. To add up the gradients of "
@@ -39,7 +40,8 @@ class Optimizer(torch.optim.Optimizer):
 
     `optimizer` is one for all dense parameters, or a function `(name, parameter) -> optimizer` (no weight decay on
     biases, say). `param_groups` has a group for each different dense optimizer and one for each table, with `name` and
-    `lr`: torch's LR schedulers work on them, and the rates are read when the first gradient of a step leaves.
+    `lr`: torch's LR schedulers work on them, and the rates are read when the first gradient of a step leaves. When
+    somebody sets the rate of a table, or of a tensor of a group, for all workers (`set_lr`), the group takes it then.
 
     `overlap`: gradients leave during the backward pass, small ones gathered into frames of about `bucket_bytes`.
     Then nothing may change a gradient or a rate between `backward()` and `step()`; `step()` finds it and raises. Use
@@ -89,6 +91,8 @@ class Optimizer(torch.optim.Optimizer):
         # With "momentum" among them, schedulers that want to change it fail in step(), which says what to do.
         super().__init__(list(groups.values()), {"lr": 0.0, "momentum": None})
         self._fixed = [fixed(group) for group in self.param_groups]
+        self._heard: list[SetRate | None] = [None] * len(self._targets)
+        self._take_rates()
         self._complete = True
 
         self._lock = threading.RLock()
@@ -244,6 +248,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _send_bucket(self) -> None:
         if self._open is None:
+            self._take_rates()
             self._rates = [float(group["lr"]) for group in self.param_groups]
             self._open = self._ps.step(lr=self._step_rates())
         self._open.push(self._bucket)
@@ -251,10 +256,23 @@ class Optimizer(torch.optim.Optimizer):
 
     def _end_step(self) -> Step:
         if self._open is None:  # all of it fits one part
+            self._take_rates()
             return self._ps.push(self._bucket, lr=self._step_rates())
         if self._bucket:
             self._send_bucket()
         return self._open.commit()
+
+    def _take_rates(self) -> None:
+        """Assigns to groups what was set for all workers since the last step; the newest, where there are several."""
+        news = [
+            (rate.revision, number)
+            for number, (target, _) in enumerate(self._targets)
+            if (rate := target.rate_set) is not None and rate is not self._heard[number]
+        ]
+        for _, number in sorted(news):
+            target, index = self._targets[number]
+            self._heard[number] = target.rate_set
+            self.param_groups[index]["lr"] = rate_of(target.optimizer)
 
     def _step_rates(self) -> dict[Any, float]:
         rates: dict[Any, float] = {}

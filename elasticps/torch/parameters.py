@@ -129,6 +129,12 @@ def fixed(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _OF_GROUPS}
 
 
+def rate_of(spec: ServerOptimizer) -> float:
+    """A number to show; of a schedule its start."""
+    schedule = _schedule(spec)
+    return float(schedule(1) if schedule is not None else getattr(spec, "lr", 0.0))
+
+
 def _schedule(spec: ServerOptimizer) -> Schedule | None:
     rate = getattr(spec, "lr", 0.0)  # Assign and Accumulate have none
     return rate if isinstance(rate, Schedule) else None
@@ -136,7 +142,5 @@ def _schedule(spec: ServerOptimizer) -> Schedule | None:
 
 def _group(name: str, spec: ServerOptimizer) -> dict[str, Any]:
     """A param group. With a schedule of elasticps' own, `lr` shows its start and is not read."""
-    schedule = _schedule(spec)
-    rate = schedule(1) if schedule is not None else getattr(spec, "lr", 0.0)
     every = {field.name: getattr(spec, field.name) for field in fields(spec)}  # type: ignore[arg-type]
-    return every | {"params": [], "lr": float(rate), "name": name, "scheduled": schedule is not None}
+    return every | {"params": [], "lr": rate_of(spec), "name": name, "scheduled": _schedule(spec) is not None}

@@ -184,6 +184,12 @@ class FakeRegistry:
     def open_table(self, app: str, spec: TableSpec, worker: int, ready: bool, timeout_s: float) -> Registration:
         return Registration(1 if spec.shape is None else 2, spec, worker, "w", ready, 1)
 
+    def follow_rates(self, app: str, heard: object, timeout_s: float) -> None:
+        pass
+
+    def rate_of(self, name: str, table: int) -> None:
+        return None
+
     def mark_ready(self, app: str, registration: Registration, timeout_s: float) -> None:
         pass
 

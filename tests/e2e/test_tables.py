@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import elasticps as eps
 from elasticps.audit import audit
+from elasticps.cli.app import app as command_line
 from tests.conftest import NewCluster
 from tests.e2e.conftest import Connect
 
@@ -106,13 +109,91 @@ def test_a_learning_rate_is_no_part_of_what_a_table_is(connect: Connect) -> None
     ps.push({table: (KEYS, ONES)}).result()
     other.push({theirs: (KEYS, ONES)}).result()
     np.testing.assert_array_equal(table.pull([0]), [[-11.0, -11.0]])
-    table.set_lr(100.0)
+
+
+def test_a_table_that_is_opened_again_with_another_rate_says_so(connect: Connect) -> None:
+    ps = connect()
+    table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0))
+    assert ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0)) is ps.open("t") is table
+    schedule, other = (lambda clock: 10.0), (lambda clock: 100.0)
+    rates: list[Any] = [2.0, schedule, other]
+    changes = ("1.0: from now on 2.0", "2.0: from now on <s", "<schedule>: from now on <s")
+    for rate, change in zip(rates, changes, strict=True):
+        with pytest.warns(UserWarning, match=f"'t' is open here with learning rate {change}") as said:
+            assert ps.table("t", dim=2, optimizer=eps.SGD(lr=rate)) is table
+        assert said[0].filename == __file__
+    assert ps.table("t", dim=2, optimizer=eps.SGD(lr=other)) is table
+    assert ps.open("t") is table  # as it is
     ps.push({table: (KEYS, ONES)}).result()
-    assert ps.table("t", dim=2, optimizer=eps.SGD(lr=lambda clock: 1000.0)) is table
+    np.testing.assert_array_equal(table.pull([0]), [[-100.0, -100.0]])
+
+
+def moved(ps: eps.Client, table: eps.SparseTable) -> float:
+    """By how much a step of gradient 1 moves it."""
+    before = table.pull([0])[0, 0]
     ps.push({table: (KEYS, ONES)}).result()
-    np.testing.assert_array_equal(table.pull([0]), [[-1111.0, -1111.0]])
+    return float(before - table.pull([0])[0, 0])
+
+
+def until_it_moves(by: float, ps: eps.Client, table: eps.SparseTable) -> None:
+    until = time.monotonic() + 30.0
+    while (seen := moved(ps, table)) != by:
+        assert time.monotonic() < until, f"{seen}, not {by}"
+
+
+def test_a_rate_that_is_set_is_that_of_all_workers(cluster: eps.LocalCluster, connect: Connect) -> None:
+    one, other = connect("w0"), connect("w1")
+    table, theirs = (ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0)) for ps in (one, other))
+    assert moved(other, theirs) == 1.0
+    table.set_lr(0.5)
+    assert moved(one, table) == 0.5  # at once
+    until_it_moves(0.5, other, theirs)
+    assert {name: found.lr for name, found in other.tables().items()} == {"t": 0.5}
+    with connect("w2") as late:  # whatever its script says
+        with pytest.warns(UserWarning, match=r"rate 0.5, which set_lr\(\) gave all workers, not the 1.0 that"):
+            mine = late.table("t", dim=2, optimizer=eps.SGD(lr=1.0))
+        assert moved(late, mine) == 0.5
+        late.push({mine: (KEYS, ONES)}, lr=4.0).result()  # that is said of one step
+        where = ["--url", cluster.url, "--app", one.app]
+        done = CliRunner().invoke(command_line, ["tables", "set-lr", "t", "0.25", *where])
+        assert (done.exit_code, "t, 0.25 for all workers" in done.output) == (0, True), done.output
+        until_it_moves(0.25, late, mine)
+        until_it_moves(0.25, one, table)
+        done = CliRunner().invoke(command_line, ["tables", "list", "--url", cluster.url], env={"COLUMNS": "200"})
+        assert "sgd lr=0.25, set for all" in done.output
+        done = CliRunner().invoke(command_line, ["tables", "set-lr", "t", "none", *where])
+        assert done.exit_code == 0, done.output
+        until_it_moves(1.0, late, mine)
+        until_it_moves(1.0, other, theirs)
+    for table_and_rate in (["x", "0.1"], ["t", "fast"], ["t", "-1"], ["t", "nan"]):
+        assert CliRunner().invoke(command_line, ["tables", "set-lr", *table_and_rate, *where]).exit_code == 2
+    table.set_lr(0.125)
+    one.drop_table("t")
+    again = other.table("t", dim=2, optimizer=eps.SGD(lr=1.0))  # another table
+    assert moved(other, again) == 1.0
+
+
+def test_rates_that_cannot_be_set_are_refused(connect: Connect) -> None:
+    ps = connect()
+    table: Any = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0))
+    with pytest.raises(eps.InputError, match=r"a schedule is for ps.table"):
+        table.set_lr(lambda clock: 0.1)
+    for wrong in (-1.0, float("nan"), "fast"):
+        with pytest.raises(eps.SpecError, match=r"SGD.lr must be"):
+            table.set_lr(wrong)
     with pytest.raises(eps.InputError, match="knows no learning rate"):
         ps.table("sums", dim=1, optimizer=eps.Accumulate()).set_lr(0.1)
+    assert moved(ps, table) == 1.0
+
+
+def test_a_client_says_what_it_is(connect: Connect) -> None:
+    ps = connect("w0", app="ads")
+    table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0))
+    ps.push({table: (KEYS, ONES)}).result()
+    who = f"<Client 'ads/w0' of cluster {ps.cluster!r}"
+    assert repr(ps) == f"{who}: ASP, tables open: 1, steps: 1, committed: 1>"
+    ps.close()
+    assert repr(ps) == f"{who}: closed>"
 
 
 def test_what_is_dropped_in_a_round_is_gone_when_it_closes(connect: Connect) -> None:

@@ -70,6 +70,7 @@ class SparseTable:
     target: Target
     dim: int
     init: Init
+    rate_set: Any = None
     pulls: list[list[int]] = field(default_factory=list)
 
     @property
@@ -123,10 +124,15 @@ class SparseTable:
 class DenseTensor:
     target: Target
     shape: tuple[int, ...]
+    rate_set: Any = None
 
     @property
     def name(self) -> str:
         return self.target.name
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.target.spec
 
     def pull(self, out: Floats | None = None) -> Floats:
         assert out is None

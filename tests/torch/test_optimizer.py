@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from elasticps.client.rates import SetRate
 from elasticps.errors import ConfigError, InputError, SpecError
 from elasticps.spec import SGD, Adagrad, Adam, Schedule, Zeros
 from elasticps.torch import Embedding, Optimizer
@@ -298,6 +299,41 @@ def test_step_runs_a_closure_and_returns_its_loss(ps: Any) -> None:
     assert optimizer.step(closure) > 0
     assert len(ps.parts) == 2
     assert optimizer.last_step is not None
+
+
+def test_rates_that_are_set_for_all_workers_are_assigned_to_groups(ps: Any) -> None:
+    embedding = Embedding(ps, "users", 1, optimizer=SGD(lr=1.0), init=Zeros())
+    linear = nn.Linear(1, 1)
+    model = nn.ModuleDict({"users": embedding, "linear": linear})
+
+    def set_rate(target: Any, lr: float, revision: int) -> None:
+        target.spec = SGD(lr=lr)
+        for handle in (ps.tables["users"], *tensors.values()):
+            if handle.target is target:
+                handle.rate_set = SetRate(1, lr, revision)
+
+    tensors: dict[str, Any] = {}
+    make = ps.tensor
+    ps.tensor = lambda name, **options: tensors.setdefault(name, make(name, **options))
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0), bucket_bytes=1)
+
+    def train() -> list[float]:
+        row, bias = embedding.table.pull(np.array([7]))[0, 0], linear.bias.item()
+        optimizer.zero_grad()
+        (embedding(torch.tensor([7])).sum() + linear(torch.ones(1)).sum()).backward()
+        optimizer.step()
+        moved = [row - embedding.table.pull(np.array([7]))[0, 0], bias - linear.bias.item()]
+        return [round(float(by), 3) for by in moved]
+
+    assert train() == [1.0, 1.0]
+    set_rate(ps.targets["users"], 0.5, 1)
+    assert train() == [0.5, 1.0]
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.5]
+    set_rate(ps.targets["model.linear.weight"], 0.25, 3)  # a group has one rate
+    set_rate(ps.targets["model.linear.bias"], 0.125, 2)
+    assert train() == [0.5, 0.25]
+    optimizer.param_groups[0]["lr"] = 2.0  # as if both had been assigned: the last one counts
+    assert train() == [0.5, 2.0]
 
 
 def test_groups_cannot_be_added_later(ps: Any) -> None:
