@@ -237,6 +237,7 @@ class DenseTensor(_Handle):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """That of the array which `pull` gives."""
         assert self.spec.shape is not None
         return self.spec.shape
 
