@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,8 @@ log = fields.logger(__name__)
 
 __all__ = ["ELECTION", "run_coordinator"]
 
+Duty = Callable[[], Coroutine[Any, Any, None]]
+
 _RETRY_S = 0.2  # pause after an outage; each attempt waits for the store's time-out as well
 _ILL_S, _ILL_MOST_S = 2.0, 60.0  # after so long an ill leader gives up; doubled each time that nobody did better
 _JUDGED_S = 1.0  # a view that could not be written for so long is planned anew: who was silent may have spoken since,
@@ -52,23 +55,27 @@ async def run_coordinator(
     stop: asyncio.Event,
     dial: Dial | None = None,
     on_ill: Callable[[bool], None] = lambda ill: None,
+    duty: Duty | None = None,
 ) -> None:
     """Leads the cluster, or stands by to, until `stop` is set; then gives the office up so that a standby takes over.
 
     `ttl_s` is how long the office stays with a leader that has gone silent; changes are gathered for `settle_s` before
     a view is written, except deaths. `dial` connects to a server; without it only leases tell who is gone. `on_ill`
-    hears when this coordinator begins and ceases to hear so few servers that it must be what is ill. Waits for the
-    cluster's config. ValueError if the store holds a view or config of another kind.
+    hears when this coordinator begins and ceases to hear so few servers that it must be what is ill. `duty()` is done
+    while it leads, and never ends by itself. Waits for the cluster's config. ValueError if the store holds a view or
+    config of another kind.
     """
     check_name("coordinator", name)
     if dial is None:
-        await first_of(_serve(store, name, ttl_s, settle_s, None), stop.wait())
+        await first_of(_serve(store, name, ttl_s, settle_s, None, duty), stop.wait())
         return
     lines = Lines(dial, on_ill)
-    await first_of(lines.run(), _serve(store, name, ttl_s, settle_s, lines), stop.wait())
+    await first_of(lines.run(), _serve(store, name, ttl_s, settle_s, lines, duty), stop.wait())
 
 
-async def _serve(store: Store, name: str, ttl_s: float, settle_s: float, lines: Lines | None) -> None:
+async def _serve(
+    store: Store, name: str, ttl_s: float, settle_s: float, lines: Lines | None, duty: Duty | None
+) -> None:
     patience_s = _ILL_S
     while True:
         try:
@@ -79,6 +86,8 @@ async def _serve(store: Store, name: str, ttl_s: float, settle_s: float, lines: 
                 work = [keep_office(store, lease, ttl_s, term.answered), term.lead()]
                 if lines is not None:
                     work.append(_while_well(lines, patience_s))
+                if duty is not None:
+                    work.append(duty())
                 await first_of(*work)
             finally:
                 if lines is not None:

@@ -37,6 +37,8 @@ LAST_WORKER = "last-worker/"
 """Below it, by name, JSON with the `id` of the worker that took part last: no older one may come back."""
 INCARNATIONS = "incarnations/"
 NUMBERS = "numbers"
+WANTED_CHECKPOINTS = "checkpoints/wanted/"
+"""Below it, requests of workers, which the leader answers in their place."""
 
 FAREWELL_S = 1.0  # a lease that the store does not take back by then runs out by itself
 _RETRY_S = 0.2  # pause between attempts while the store is out; each attempt waits for the store's time-out as well

@@ -87,19 +87,19 @@ class Driver:
         self._hold_s = hold_s
         self._servers: dict[Member, CutServer] = {}
 
-    async def take(self, url: str, since: int = 0, attempts: int = ATTEMPTS) -> Cut:
-        """A consistent cut. GivenUp says why there is none after so many attempts."""
+    async def take(self, url: str, since: int = 0, *, floor: int = 0, attempts: int = ATTEMPTS) -> Cut:
+        """A consistent cut, with a number above `floor`. GivenUp says why there is none after so many attempts."""
         while True:
             attempts -= 1
             try:
-                return await self.attempt(url, since)
+                return await self.attempt(url, since, floor)
             except GivenUp:
                 if not attempts:
                     raise
 
-    async def attempt(self, url: str, since: int = 0) -> Cut:
+    async def attempt(self, url: str, since: int = 0, floor: int = 0) -> Cut:
         """One try. GivenUp; StoreUnavailable."""
-        number = await self._number()
+        number = await self._number(floor)
         began, told = self._now(), set[Member]()
         try:
             until = began + _MARGIN * self._hold_s
@@ -121,10 +121,10 @@ class Driver:
 
     # --- the steps --------------------------------------------------------------------------------------------------
 
-    async def _number(self) -> int:
+    async def _number(self, floor: int) -> int:
         """One that nobody has used, above all that servers know."""
         known = await self._ask((await self._view()).servers, lambda server: server.state(0))
-        floor = max((state.newest for state in known.values()), default=0)
+        floor = max([floor, *(state.newest for state in known.values())])
         while True:
             entry = await self._store.get(LAST)
             number = max(floor, 0 if entry is None else int(entry.value)) + 1

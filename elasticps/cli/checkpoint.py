@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import DownloadColumn
+from rich.progress import DownloadColumn, MofNCompleteColumn, TextColumn
 from rich.table import Table
 
 from elasticps.cli.bars import bar, restore_with_bar
@@ -18,13 +18,42 @@ from elasticps.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from elasticps.checkpoint.chain import Keep
 
-app = typer.Typer(help="Checkpoints: list, look into, verify, delete and merge them.", no_args_is_help=True)
+app = typer.Typer(help="Checkpoints: make, list, look into, verify, delete and merge them.", no_args_is_help=True)
 
 Place = Annotated[
     str, typer.Argument(metavar="URL", help="Where they lie: a folder, s3://bucket/prefix, gs://…, az://….")
 ]
 Cut = Annotated[int | None, typer.Argument(help="Its number.  [default: the newest]", show_default=False)]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd.")]
+
+
+@app.command()
+@command
+def create(
+    place: Place,
+    full: Annotated[bool, typer.Option("--full", help="All rows, not only those that changed.")] = False,
+    hold: Annotated[float, typer.Option(min=0.1, max=60.0, help="Seconds that workers may be held for it.")] = 5.0,
+    url: Url = None,
+    name: Name = None,
+    as_json: Json = False,
+    timeout: Timeout = 30.0,
+) -> None:
+    """Make a checkpoint of a live cluster, while training goes on.
+
+    It is a consistent cut: of each worker the steps up to one, in all tables, and none later. Workers hold their pushes
+    until it is taken, some milliseconds as a rule; then servers write. It adds to the newest one there if that is this
+    cluster's.
+    """
+    from elasticps.checkpoint.create import checkpoint_cluster
+
+    with bar("write", None, MofNCompleteColumn(), TextColumn("ranges")) as tell:
+        manifest = checkpoint_cluster(target(url, name), place, full=full, hold_s=hold, timeout_s=timeout, tell=tell)
+    if as_json:
+        print_json({"cut": manifest.cut, "since": manifest.since, "rows": manifest.rows, "bytes": manifest.nbytes})
+    else:
+        added = f"adds to {manifest.since}" if manifest.since else "full"
+        what = f"{added}, {manifest.rows:,} rows, {size(manifest.nbytes)}, {len(manifest.workers)} workers"
+        out.print(f"checkpoint {manifest.cut}: {what}", markup=False)
 
 
 @app.command("list")

@@ -13,6 +13,7 @@ import typer
 
 from coordinator.url import EXAMPLE
 from elasticps.cli.output import guarded
+from elasticps.errors import ConfigError
 from elasticps.local import state
 
 _P = ParamSpec("_P")
@@ -142,3 +143,18 @@ def _options(command: Any) -> dict[str, str]:
         for text in param.opts
         if text.startswith("--") and param.name not in ("config", "help")
     }
+
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds(text: str) -> float:
+    """Of "30s", "5m", "2h", "1d". Raises ConfigError."""
+    number, unit = text.strip()[:-1], text.strip()[-1:]
+    try:
+        found = float(number) * _UNITS_S[unit]
+    except (ValueError, KeyError):
+        found = 0.0
+    if not 0 < found < 1e9:
+        raise ConfigError(f"{text!r} is no time: write for example 30s, 5m or 2h")
+    return found

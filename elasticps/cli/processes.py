@@ -8,7 +8,8 @@ import signal
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import uvloop
@@ -22,13 +23,16 @@ from coordinator.store import Store
 from coordinator.url import parse
 from coordinator.view import ClusterConfig
 from elasticps import logs
-from elasticps.cli.options import RequiredUrl
+from elasticps.cli.options import RequiredUrl, seconds
 from elasticps.cli.output import print_json
 from elasticps.errors import ConfigError
 from elasticps.memory import parse_size
 from elasticps.security import credentials_of
 from elasticps.security.credentials import Credentials
 from elasticps.security.identity import Role
+
+if TYPE_CHECKING:
+    from elasticps.checkpoint.manifest import Manifest
 
 Name = Annotated[str, typer.Option("--name", help="A name that no other process of its kind has.", show_default=False)]
 LogLevel = Annotated[str, typer.Option("--log-level", help=f"{', '.join(logs.LEVELS)}.")]
@@ -131,6 +135,18 @@ def coordinator(
             show_default=False,
         ),
     ] = "",
+    checkpoint_url: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Where checkpoints go, as for `checkpoint create`: those of --checkpoint-every, and those that "
+            "workers ask for.",
+            show_default=False,
+        ),
+    ] = "",
+    checkpoint_every: Annotated[
+        str, typer.Option(help="Make one so often while it leads: 30s, 5m, 2h.", show_default=False)
+    ] = "",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd at the start.")] = 30.0,
     host: Annotated[str, typer.Option(help="Address that metrics are served at.")] = "127.0.0.1",
     metrics_port: MetricsPort = 0,
@@ -144,7 +160,10 @@ def coordinator(
     logs.configure(log_level, log_format=log_format, cluster=_cluster(url), process=name)
     chosen = {"ranges": ranges, "replicas": replicas, "min_servers": min_servers}
     given = {key: value for key, value in chosen.items() if value is not None}
-    uvloop.run(_coordinate(url, name, given, timeout, (host, metrics_port), restore))
+    if checkpoint_every and not checkpoint_url:
+        raise ConfigError("--checkpoint-every needs --checkpoint-url: where they go")
+    checkpoints = checkpoint_url, seconds(checkpoint_every) if checkpoint_every else 0.0
+    uvloop.run(_coordinate(url, name, given, timeout, (host, metrics_port), restore, checkpoints))
 
 
 def _cluster(url: str) -> str:
@@ -155,8 +174,9 @@ def _cluster(url: str) -> str:
 
 
 async def _coordinate(
-    url: str, name: str, chosen: dict[str, int], timeout_s: float, metrics_at: tuple[str, int], restore: str
-) -> None:
+    url: str, name: str, chosen: dict[str, int], timeout_s: float, metrics_at: tuple[str, int], restore: str,
+    checkpoints: tuple[str, float],
+) -> None:  # fmt: skip
     from elasticps.monitor import dial_server  # brings in the data plane's wire: only this command needs it
 
     stop = asyncio.Event()
@@ -190,7 +210,8 @@ async def _coordinate(
                 work.append(_restore(store, credentials))
             print_json({"ready": True, "name": name, "pid": os.getpid()})
             dial = dial_server(name, credentials)
-            await first_of(run_coordinator(store, name=name, stop=stop, dial=dial, on_ill=on_ill), *work)
+            duty = partial(_make_checkpoints, store, credentials, *checkpoints)
+            await first_of(run_coordinator(store, name=name, stop=stop, dial=dial, on_ill=on_ill, duty=duty), *work)
     finally:
         await store.close()
 
@@ -205,6 +226,17 @@ async def _restore(store: Store, credentials: Credentials | None) -> None:
 
     await keep_restoring(store, credentials)
     await asyncio.Event().wait()
+
+
+async def _make_checkpoints(store: Store, credentials: Credentials | None, url: str, every_s: float) -> None:
+    """While this coordinator leads."""
+    from elasticps.checkpoint.create import by_grpc, checkpoint
+    from elasticps.checkpoint.duty import Duty
+
+    async def take(full: bool) -> Manifest:
+        return await checkpoint(store, url, by_grpc(credentials), full=full)
+
+    await Duty(store, take if url else None, every_s).run()
 
 
 async def _create(store: Store, chosen: dict[str, Any], restore: str) -> None:

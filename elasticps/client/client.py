@@ -9,6 +9,7 @@ import numpy as np
 
 from coordinator.view import View
 from elasticps.client.barrier import Barrier
+from elasticps.client.checkpoints import CheckpointRequest
 from elasticps.client.data_shards import Shards, ShardSets
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.inputs import checked_floats
@@ -202,6 +203,16 @@ class Client:
         if not isinstance(label, str) or not 0 < len(name) <= 200:
             raise InputError(f"shards take a name of 1 to 200 letters, got {name!r}")
         return self._shards.open(name, spec)
+
+    def checkpoint(self, *, full: bool = False) -> CheckpointRequest:
+        """Asks for a checkpoint, where the coordinator's `--checkpoint-url` says. Returns at once; the `result()` of what
+        is returned waits until it is made.
+
+        It has, of each worker, the steps up to one and none later; of this one at least those pushed so far, unless one
+        is still open in parts. It adds to the newest one there, unless `full`.
+        """
+        self._open.check()
+        return CheckpointRequest(self._registry, full, self.timeout)
 
     def flush(self, timeout: float | None = None) -> None:
         """Waits until every step pushed so far is committed. `Timeout` says whom it waited for.

@@ -21,6 +21,7 @@ from coordinator.membership import (
     RESTORING,
     ROSTER,
     SIGNED_OFF,
+    WANTED_CHECKPOINTS,
     WORKERS,
     WorkerSession,
     new_number,
@@ -32,7 +33,7 @@ from coordinator.view import ClusterConfig, Roster, View, WorkerInfo
 from elasticps.client.protocol.join import Past
 from elasticps.client.rates import SetRate, SetRates
 from elasticps.client.runtime import Runtime
-from elasticps.errors import ClusterUnreachable, ConfigError, SpecError, Timeout
+from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError, SpecError, Timeout
 from elasticps.security import credentials_of
 from elasticps.security.identity import Role
 from elasticps.spec import TableSpec
@@ -189,6 +190,26 @@ class Registry:
             on_view(view)
 
         self.runtime.spawn("elasticps-view", read)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def want_checkpoint(self, full: bool, timeout_s: float) -> str:
+        """Asks the leader for a checkpoint; where the answer will be."""
+        key = f"{WANTED_CHECKPOINTS}{self.call(new_number(self._store), timeout_s)}"
+        self.call(self._store.put(key, json.dumps({"full": full, "by": self._name}).encode()), timeout_s)
+        return key
+
+    def checkpoint_made(self, key: str, timeout_s: float) -> int:
+        """The number of the checkpoint that was asked for, 0 as long as there is no answer. CheckpointError."""
+        entry = self.call(self._store.get(key), timeout_s)
+        if entry is None:
+            raise CheckpointError("nobody knows of this request for a checkpoint any more")
+        said = json.loads(entry.value)
+        if "error" in said or "cut" in said:
+            self.call(self._store.delete(key), timeout_s)
+        if "error" in said:
+            raise CheckpointError(str(said["error"]))
+        return int(said.get("cut", 0))
 
     # --- the registry of tables ---------------------------------------------------------------------------------
 

@@ -6,13 +6,21 @@ from coordinator.adoption import RATES, TABLES
 from coordinator.connect import open_store
 from coordinator.etcd import EtcdStore
 from coordinator.etcd_rights import protect as protect_etcd
-from coordinator.membership import DRAINS, INCARNATIONS, LAST_WORKER, NUMBERS, SERVERS, WORKERS
+from coordinator.membership import (
+    DRAINS,
+    INCARNATIONS,
+    LAST_WORKER,
+    NUMBERS,
+    SERVERS,
+    WANTED_CHECKPOINTS,
+    WORKERS,
+)
 from elasticps.errors import ConfigError
 from elasticps.security.identity import ANY, Identity, Role
 
 WRITES = {
     Role.SERVER: (SERVERS, INCARNATIONS, DRAINS),  # a server that is to end asks to be drained
-    Role.WORKER: (WORKERS, LAST_WORKER, NUMBERS, TABLES, RATES),
+    Role.WORKER: (WORKERS, LAST_WORKER, NUMBERS, TABLES, RATES, WANTED_CHECKPOINTS),
     Role.COORDINATOR: ("",),
     Role.OPERATOR: ("",),
 }

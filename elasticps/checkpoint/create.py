@@ -1,0 +1,215 @@
+"""Makes a checkpoint: a consistent cut, written by servers while training goes on, published when it is all there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+from coordinator.adoption import TABLES
+from coordinator.connect import open_store
+from coordinator.membership import LAST_WORKER, VIEW
+from coordinator.store import Store
+from coordinator.view import ServerInfo, View
+from elasticps import background
+from elasticps.admin.cuts import CutClient
+from elasticps.admin.subject import CutState, WrittenFile
+from elasticps.checkpoint import catalog
+from elasticps.checkpoint.driver import HOLD_S, Cut, CutServer, Driver, GivenUp
+from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry
+from elasticps.checkpoint.storage import Storage
+from elasticps.errors import CheckpointError, ConfigError, Error
+from elasticps.security import credentials_of
+from elasticps.spec import TableSpec
+from replication.chain import Member
+from replication.progress import touched_clock
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
+
+MOST_INCREMENTS = 16
+ATTEMPTS = 3
+_POLL_S = 0.05
+_ANSWER_S = 5.0
+_SILENT_S = 5.0  # a server that writes, is in the view and does not answer for so long
+
+Connect = Callable[[ServerInfo], CutServer]
+Tell = Callable[[int], None]
+"""Hears how many ranges more are written."""
+
+
+def checkpoint_cluster(
+    url: str, place: str, *, full: bool = False, hold_s: float = HOLD_S, timeout_s: float = 30.0,
+    tell: Tell = lambda more: None,
+) -> Manifest:  # fmt: skip
+    """A checkpoint of the cluster at `url`, at `place`. ConfigError, ClusterUnreachable, CheckpointError."""
+    return background.run(_of_url(url, place, full, hold_s, timeout_s, tell))
+
+
+async def _of_url(url: str, place: str, full: bool, hold_s: float, timeout_s: float, tell: Tell) -> Manifest:
+    credentials = credentials_of(url)
+    try:
+        store = await open_store(url, timeout_s=timeout_s)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        return await checkpoint(store, place, by_grpc(credentials), full=full, hold_s=hold_s, tell=tell)
+    finally:
+        await store.close()
+
+
+def by_grpc(credentials: Credentials | None) -> Connect:
+    """How servers are asked."""
+    return lambda server: CutClient(server.admin, _ANSWER_S, credentials)
+
+
+async def checkpoint(
+    store: Store, url: str, connect: Connect, *, full: bool = False, hold_s: float = HOLD_S,
+    tell: Tell = lambda more: None,
+) -> Manifest:  # fmt: skip
+    """A checkpoint, at `url`, of the cluster whose store this is: what changed since the newest one there, if that is
+    this cluster's and no chain becomes too long; else, or if asked for, all there is. CheckpointError."""
+    storage = Storage(url)
+    attempts = ATTEMPTS
+    while True:
+        attempts -= 1
+        try:
+            return await _attempt(store, storage, connect, full, hold_s, tell)
+        except GivenUp:
+            if not attempts:
+                raise
+
+
+async def _attempt(
+    store: Store, storage: Storage, connect: Connect, full: bool, hold_s: float, tell: Tell
+) -> Manifest:  # fmt: skip
+    cluster = (await _view(store)).cluster
+    since, floor = await asyncio.to_thread(_before, storage, cluster, full)
+    cut = await Driver(store, connect, hold_s).take(storage.url, since, floor=floor)
+    files = await _written(store, cut, connect, tell)
+    manifest = await _manifest(store, cut, files)
+    if not await asyncio.to_thread(catalog.publish, storage, manifest):
+        raise CheckpointError(f"{storage.url} has a checkpoint {cut.number} that somebody else has made meanwhile")
+    await asyncio.to_thread(catalog.clean, storage, cut.number)
+    return manifest
+
+
+def _before(storage: Storage, cluster: str, full: bool) -> tuple[int, int]:
+    """(the cut that the next checkpoint adds to, 0 for none; the highest number that is used there)."""
+    cuts = catalog.cuts_of(storage)
+    floor = max(cuts, default=0)
+    if full or not cuts:
+        return 0, floor
+    try:
+        chain = catalog.chain(storage)
+    except CheckpointError:  # what is there cannot be built on
+        return 0, floor
+    fits = chain[-1].cluster == cluster and len(chain) <= MOST_INCREMENTS
+    return chain[-1].cut if fits else 0, floor
+
+
+async def _written(store: Store, cut: Cut, connect: Connect, tell: Tell) -> list[WrittenFile]:
+    """Waits until servers have written their ranges; asking is what has them begin, and go on."""
+    writers = [_Writer(cut, server, connect(server)) for server in cut.view.servers if server.member in cut.states]
+    told = 0
+    while True:
+        listed = {server.member for server in (await _view(store)).servers}
+        for writer in writers:
+            await writer.ask(listed)
+        done = sum(writer.done for writer in writers)
+        tell(done - told)
+        told = done
+        if all(writer.done == writer.ranges for writer in writers):
+            return [file for writer in writers for file in writer.files]
+        await asyncio.sleep(_POLL_S)
+
+
+class _Writer:
+    """A server that writes its ranges of a cut: how many, and how many it has."""
+
+    def __init__(self, cut: Cut, info: ServerInfo, server: CutServer) -> None:
+        self.ranges = _ranges(cut.states[info.member])
+        self.done = 0
+        self.files: Sequence[WrittenFile] = ()
+        self._cut = cut.number
+        self._info = info
+        self._server = server
+        self._heard_s = asyncio.get_running_loop().time()
+
+    async def ask(self, listed: Set[Member]) -> None:
+        """How far it is. GivenUp if it will not come to the end. listed: the servers in the view."""
+        if self._info.member not in listed:
+            raise self._given_up("is gone")
+        now = asyncio.get_running_loop().time()
+        try:
+            state = await self._server.state(self._cut)
+        except Error as error:
+            if now - self._heard_s > _SILENT_S:
+                raise self._given_up(f"is silent: {error}") from error
+            return
+        self._heard_s = now
+        if state.incarnation != self._info.incarnation or _ranges(state) != self.ranges:
+            raise self._given_up("has lost ranges that it was to write")
+        if state.writing is None or state.writing.failed:
+            why = "it knows nothing of it" if state.writing is None else state.writing.failed
+            raise self._given_up(f"has given up: {why}")
+        self.done, self.files = state.writing.ranges_done, state.writing.files
+
+    def _given_up(self, why: str) -> GivenUp:
+        return GivenUp(f"checkpoint {self._cut}: server {self._info.name}, which writes {self.ranges} ranges, {why}")
+
+
+def _ranges(state: CutState) -> int:
+    return sum(len(one.ranges) for one in state.taken)
+
+
+async def _manifest(store: Store, cut: Cut, files: list[WrittenFile]) -> Manifest:
+    verdict, ranges = cut.verdict, range(cut.view.ranges)
+    apps = {worker.id: worker.app for worker in cut.roster}
+    workers: dict[str, WorkerEntry] = {}
+    for entry in (await store.list(LAST_WORKER)).entries:
+        name, past = entry.key.removeprefix(LAST_WORKER), json.loads(entry.value)
+        id_ = past["id"]
+        if id_ in verdict.clocks or id_ in verdict.left_out:
+            out = verdict.left_out.get(id_, {})
+            clock = verdict.clocks.get(id_, max(map(touched_clock, out.values()), default=0))
+            app = apps.get(id_, name.partition("/")[0] if "/" in name else "default")
+            workers[name] = WorkerEntry(id_, app, clock, past["base"], past["trained"], past["steps"])
+    named = {worker.id for worker in workers.values()}
+    homes: list[Any] = [home for state in cut.states.values() for _, home in sorted(state.homes.items())]
+    closed = {app: max(rounds.values()) for app, rounds in verdict.rounds_torn.items()} | dict(verdict.rounds)
+    return Manifest(
+        cluster=cut.view.cluster,
+        cut=cut.number,
+        since=cut.since,
+        ranges=cut.view.ranges,
+        time=time.time(),
+        tables=await _tables(store),
+        files=tuple(FileEntry(f.path, f.table, f.bytes, f.header, f.rows, f.blake2b, f.ranges) for f in files),
+        workers=workers,
+        former={id_: clock for id_, clock in verdict.clocks.items() if id_ not in named},
+        left_out={id_: tuple(progress[r] for r in ranges) for id_, progress in verdict.left_out.items()},
+        closed=closed,
+        groups=tuple(group for home in homes for group in home["groups"]),
+        shards=tuple(one for home in homes for one in home["shards"]),
+    )
+
+
+async def _tables(store: Store) -> dict[str, tuple[int, TableSpec]]:
+    """Those that are registered, and are not about to go."""
+    found = {}
+    for entry in (await store.list(TABLES)).entries:
+        document = json.loads(entry.value)
+        if not document.get("dropping"):
+            spec = TableSpec.from_json(document["spec"])
+            found[entry.key.removeprefix(TABLES)] = document["id"], spec
+    return found
+
+
+async def _view(store: Store) -> View:
+    entry = await store.get(VIEW)
+    if entry is None:
+        raise CheckpointError(f"cluster {store.cluster!r} has no view: no server has served yet")
+    return View.decode(entry.value)

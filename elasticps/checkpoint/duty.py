@@ -1,0 +1,93 @@
+"""What the leading coordinator does for checkpoints: takes one every so often, and when a worker asks for one.
+
+A request is a key in the store, and so is its answer, in the same place: whoever leads next goes on. Workers do not say
+where to: servers write only where the coordinator's operator wants them to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from coordinator import fields
+from coordinator.errors import CoordinationError
+from coordinator.membership import WANTED_CHECKPOINTS
+from coordinator.store import Entry, Store
+from elasticps.checkpoint.manifest import Manifest
+from elasticps.errors import CheckpointError, Error
+
+log = fields.logger(__name__)
+
+_LOOK_S = 0.5
+_KEPT_S = 600.0  # an answer that nobody has taken
+_AGAIN_S = 5.0  # after one that came to nothing
+
+Take = Callable[[bool], Awaitable[Manifest]]
+"""Takes a checkpoint, a full one if asked."""
+
+
+class Duty:
+    """every_s: between two checkpoints, 0: only when asked; take: None if this coordinator knows no place for them."""
+
+    def __init__(self, store: Store, take: Take | None, every_s: float) -> None:
+        self._store = store
+        self._take = take
+        self._every_s = every_s
+        self._answered: dict[str, float] = {}  # answers, and since when they are known
+
+    async def run(self) -> None:
+        """As long as this coordinator leads; never ends by itself."""
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + self._every_s
+        while True:
+            try:
+                wanted = await self._wanted()
+            except CoordinationError as error:
+                log.info("cannot look for requests for checkpoints", error=error)
+                wanted = []
+            due = self._take is not None and self._every_s > 0 and loop.time() >= due_s
+            if wanted or due:
+                done = await self._serve(wanted)
+                due_s = loop.time() + (self._every_s if done else min(_AGAIN_S, self._every_s))
+            await asyncio.sleep(_LOOK_S)
+
+    async def _wanted(self) -> list[tuple[Entry, dict[str, Any]]]:
+        """Requests without an answer; answers that are old go."""
+        now, found = asyncio.get_running_loop().time(), []
+        for entry in (await self._store.list(WANTED_CHECKPOINTS)).entries:
+            try:
+                said = json.loads(entry.value)
+                said["full"]
+            except (ValueError, KeyError, TypeError):
+                said = {"error": "not a request"}
+            if "cut" not in said and "error" not in said:
+                found.append((entry, said))
+            elif now - self._answered.setdefault(entry.key, now) > _KEPT_S:
+                await self._store.delete(entry.key, expect=entry.revision)
+                del self._answered[entry.key]
+        return found
+
+    async def _serve(self, wanted: list[tuple[Entry, dict[str, Any]]]) -> bool:
+        """Takes one for all who ask; whether it came about."""
+        answer: dict[str, Any]
+        try:
+            if self._take is None:
+                raise CheckpointError("the coordinator has no --checkpoint-url, so it knows no place for checkpoints")
+            manifest = await self._take(any(said["full"] for _, said in wanted))
+            answer = {"cut": manifest.cut}
+            log.info("checkpoint", cut=manifest.cut, since=manifest.since, rows=manifest.rows, nbytes=manifest.nbytes)
+        except (Error, CoordinationError) as error:
+            log.warning("no checkpoint", error=error)
+            answer = {"error": str(error)}
+        except Exception as error:  # whoever leads goes on leading
+            log.exception("no checkpoint")
+            answer = {"error": repr(error)}
+        for entry, said in wanted:
+            try:
+                value = json.dumps(said | answer).encode()
+                await self._store.compare_and_set(entry.key, value, expect=entry.revision)
+            except CoordinationError as error:
+                log.warning("cannot answer who asked for a checkpoint", error=error)
+        return "cut" in answer
