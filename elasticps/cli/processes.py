@@ -174,8 +174,8 @@ def _cluster(url: str) -> str:
 
 
 async def _coordinate(
-    url: str, name: str, chosen: dict[str, int], timeout_s: float, metrics_at: tuple[str, int], restore: str,
-    checkpoints: tuple[str, float],
+    url: str, name: str, chosen: dict[str, int], timeout_s: float, metrics_at: tuple[str, int], restore: str = "",
+    checkpoints: tuple[str, float] = ("", 0.0),
 ) -> None:  # fmt: skip
     from elasticps.monitor import dial_server  # brings in the data plane's wire: only this command needs it
 

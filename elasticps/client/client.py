@@ -205,8 +205,8 @@ class Client:
         return self._shards.open(name, spec)
 
     def checkpoint(self, *, full: bool = False) -> CheckpointRequest:
-        """Asks for a checkpoint, where the coordinator's `--checkpoint-url` says. Returns at once; the `result()` of what
-        is returned waits until it is made.
+        """Asks for a checkpoint, where the coordinator's `--checkpoint-url` says. Returns at once; the `result()` of it
+        waits until it is made.
 
         It has, of each worker, the steps up to one and none later; of this one at least those pushed so far, unless one
         is still open in parts. It adds to the newest one there, unless `full`.

@@ -76,6 +76,7 @@ class Subject:
     epoch = 7
     me = ServerInfo("s0", 3, "127.0.0.1:4000", "127.0.0.1:4001")
     told: ClassVar = {4: 120}
+    restoring: ClassVar[Any] = None
 
     def __init__(self, **changes: Any) -> None:
         self._status = {**STATUS, **changes}

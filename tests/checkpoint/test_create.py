@@ -1,0 +1,234 @@
+"""Checkpoints are made of what servers say that they have written, or given up; the servers are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.membership import WANTED_CHECKPOINTS
+from coordinator.memory import MemoryStore
+from coordinator.view import Roster, ServerInfo, View, WorkerInfo
+from elasticps.admin.subject import CutState, CutTaken, Writing, WrittenFile
+from elasticps.checkpoint import catalog, create, driver
+from elasticps.checkpoint.create import checkpoint
+from elasticps.checkpoint.driver import GivenUp
+from elasticps.checkpoint.duty import Duty
+from elasticps.checkpoint.manifest import Manifest
+from elasticps.checkpoint.storage import Storage
+from elasticps.errors import CheckpointError, ClusterUnreachable
+from elasticps.optimizers import Accumulate
+from elasticps.spec import TableSpec
+from replication.messages import ERASER
+from tests.server.conftest import until
+
+P = 4
+SERVERS = [ServerInfo(name, 1, f"{name}:1", f"{name}:2") for name in ("s0", "s1")]
+GONE, ONE, NEW = 3, 5, 6
+
+
+class Fake:
+    """A server that heads every other range. polls: how often it is asked until all is written."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.ranges = tuple(range(index, P, 2))
+        self.clocks: dict[int, int] = {ONE: 7 << 16, ONE | ERASER: 2 << 16, GONE: (4 + index) << 16}
+        self.failed = ""
+        self.silent = self.lost = False
+        self.polls = 3
+        self.taken: list[tuple[int, int]] = []
+        self.happened: list[str] = []
+
+    async def hold(self, cut: int, hold_s: float) -> bool:
+        self.happened.append("hold")
+        return True
+
+    async def held(self, cut: int) -> Mapping[int, int]:
+        return {ONE: 7} if self.index else {NEW: 0}
+
+    async def release(self, cut: int) -> None:
+        self.happened.append("release")
+
+    async def take(self, cut: int, since: int, url: str) -> bool:
+        self.happened.append("take")
+        self.polls = 3
+        self.taken.append((cut, since))
+        return True
+
+    async def state(self, cut: int) -> CutState:
+        if self.silent and self.taken:
+            raise ClusterUnreachable("it does not answer")
+        if cut not in [number for number, _ in self.taken]:
+            return CutState(1, 1, self.taken[-1][0] if self.taken else 0, (), {}, None)
+        self.polls -= self.polls > 0
+        file = WrittenFile(f"t/s{self.index}-1.000.safetensors", 100, 8, 3, "ab" * 16, 4, self.ranges)
+        writing = Writing(0 if self.polls else 2, () if self.polls else (file,), self.failed)
+        ranges = self.ranges[: 1 if self.lost and self.polls < 2 else None]
+        home = {"groups": [{"app": "a"}], "shards": []}
+        return CutState(1, 1, cut, [CutTaken(ranges, self.clocks, {})], {self.index: home}, writing)
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.servers = {info.name: Fake(i) for i, info in enumerate(SERVERS)}
+        self.storage = Storage("memory://create")
+
+    async def begin(self) -> None:
+        chains = np.array([[r % 2, 1 - r % 2] for r in range(P)], np.int32)
+        nobody, since = np.full(P, -1, np.int32), np.ones(P, np.int64)
+        view = View("c@1", 1, P, 2, tuple(SERVERS), chains, nobody, since, "")
+        roster = Roster(1, (WorkerInfo(ONE, "w", 1, "default"), WorkerInfo(NEW, "a/n", 1, "a")), "c@1")
+        await self.store.put("view", view.encode())
+        await self.store.put("roster", roster.encode())
+        spec = TableSpec("t", 2, Accumulate())
+        table = {"id": 4, "spec": spec.to_json(), "creator": 1, "ready": True}
+        await self.store.put("tables/default/t", json.dumps(table).encode())
+        await self.store.put("tables/default/u", json.dumps(table | {"id": 9, "dropping": True}).encode())
+        for name, id_ in (("w", ONE), ("gone", GONE), ("late", 99)):
+            past = {"id": id_, "base": 1, "trained": 2, "steps": 3}
+            await self.store.put(f"last-worker/{name}", json.dumps(past).encode())
+
+    async def take(self, **options: Any) -> Manifest:
+        return await checkpoint(self.store, self.storage.url, lambda info: self.servers[info.name], **options)
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    monkeypatch.setattr("elasticps.checkpoint.storage._memory", {})
+    monkeypatch.setattr(create, "_POLL_S", 0.001)
+    monkeypatch.setattr(create, "_SILENT_S", 0.05)
+    monkeypatch.setattr(driver, "_POLL_S", 0.001)
+    return Scene()
+
+
+def test_what_servers_have_written_is_published_with_the_clocks_of_the_cut(scene: Scene) -> None:
+    async def main() -> None:
+        await scene.begin()
+        told: list[int] = []
+        manifest = await scene.take(tell=told.append)
+        assert sum(told) == P
+        assert (manifest.cut, manifest.since, manifest.cluster, manifest.ranges) == (1, 0, "c@1", P)
+        assert list(manifest.tables) == ["default/t"]
+        assert sorted(file.ranges for file in manifest.files) == [(0, 2), (1, 3)]
+        workers = {name: (one.id, one.app, one.clock, one.base) for name, one in manifest.workers.items()}
+        assert workers == {"w": (ONE, "default", 7, 1), "gone": (GONE, "default", 5, 1)}
+        assert manifest.former == {ONE | ERASER: 2, NEW: 0}
+        assert manifest.left_out == {GONE: (4 << 16, 5 << 16, 4 << 16, 5 << 16)}
+        assert manifest.groups == ({"app": "a"}, {"app": "a"})
+        assert catalog.read(scene.storage, 1) == manifest
+        for server in scene.servers.values():
+            assert server.happened == ["hold", "take", "release"]
+
+    asyncio.run(main())
+
+
+def test_the_next_one_adds_to_it_unless_all_is_asked_for(scene: Scene) -> None:
+    async def main() -> None:
+        await scene.begin()
+        await scene.take()
+        assert [(m.cut, m.since) for m in [await scene.take(), await scene.take(full=True), await scene.take()]] == [
+            (2, 1), (3, 0), (4, 3)
+        ]  # fmt: skip
+
+    asyncio.run(main())
+
+
+def test_a_chain_does_not_become_too_long_and_another_cluster_s_is_not_added_to(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(create, "MOST_INCREMENTS", 2)
+
+    async def main() -> None:
+        await scene.begin()
+        assert [(await scene.take()).since for _ in range(5)] == [0, 1, 2, 0, 4]
+        other = Scene()
+        other.storage = scene.storage
+        await other.begin()
+        view = View.decode((await other.store.get("view")).value)  # type: ignore[union-attr]
+        await other.store.put("view", dataclasses.replace(view, cluster="c@2").encode())
+        found = await other.take()
+        assert (found.cut, found.since) == (6, 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ({"failed": "the disk is full"}, "server s1, which writes 2 ranges, has given up: the disk is full"),
+        ({"silent": True}, "is lost in part: 2 ranges have no server that writes them, such as 1"),
+        ({"lost": True}, "server s1, which writes 2 ranges, has lost ranges that it was to write"),
+    ],
+)
+def test_nothing_is_published_when_a_server_does_not_come_to_the_end(
+    scene: Scene, fault: dict[str, Any], says: str
+) -> None:
+    async def main() -> None:
+        await scene.begin()
+        vars(scene.servers["s1"]).update(fault)
+        with pytest.raises(GivenUp, match=says):
+            await scene.take()
+        assert catalog.look(scene.storage).manifests == {}
+        assert scene.servers["s0"].happened[-1] == "release"
+
+    asyncio.run(main())
+
+
+def test_somebody_else_s_checkpoint_of_that_number_stays(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        await scene.begin()
+        monkeypatch.setattr(catalog, "publish", lambda storage, manifest: False)
+        with pytest.raises(CheckpointError, match="somebody else has made meanwhile"):
+            await scene.take()
+
+    asyncio.run(main())
+
+
+def test_the_leader_makes_one_so_often_and_answers_those_who_ask(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elasticps.checkpoint.duty._LOOK_S", 0.001)
+
+    async def main() -> None:
+        await scene.begin()
+        asked: list[bool] = []
+
+        async def take(full: bool) -> Manifest:
+            asked.append(full)
+            return await scene.take(full=full)
+
+        async def answer(key: str) -> dict[str, Any]:
+            found: dict[str, Any] = {}
+
+            async def look() -> None:
+                entry = await scene.store.get(key)
+                found.update(json.loads(entry.value) if entry is not None else {})
+
+            for _ in range(10_000):
+                await look()
+                if len(found) > 1:
+                    break
+                await asyncio.sleep(0.001)
+            return found
+
+        duty = asyncio.create_task(Duty(scene.store, take, 0.01).run())
+        await until(lambda: len(asked) >= 2)
+        duty.cancel()
+        duty = asyncio.create_task(Duty(scene.store, take, 0.0).run())
+        await scene.store.put(WANTED_CHECKPOINTS + "1", b"no request")
+        await scene.store.put(WANTED_CHECKPOINTS + "2", json.dumps({"full": True}).encode())
+        said = await answer(WANTED_CHECKPOINTS + "2")
+        assert asked[-1] is True
+        assert catalog.read(scene.storage, said["cut"]).since == 0
+        duty.cancel()
+        duty = asyncio.create_task(Duty(scene.store, None, 0.0).run())
+        await scene.store.put(WANTED_CHECKPOINTS + "3", json.dumps({"full": False}).encode())
+        assert "has no --checkpoint-url" in (await answer(WANTED_CHECKPOINTS + "3"))["error"]
+        duty.cancel()
+
+    asyncio.run(main())
