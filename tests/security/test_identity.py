@@ -84,6 +84,7 @@ def test_each_role_may_look_and_does_its_own_work_only() -> None:
     own = {act: [role for role in Role if act in allowed[role]] for act in set(Act) - {Act.LOOK}}
     assert own == {
         Act.CHANGE: [Role.OPERATOR],
+        Act.CUT: [Role.COORDINATOR, Role.OPERATOR],
         Act.TRAIN: [Role.WORKER],
         Act.REPLICATE: [Role.SERVER],
         Act.LEAD: [Role.COORDINATOR],
