@@ -24,7 +24,7 @@ from elasticps.client.rates import SetRate
 from elasticps.client.reads import Reads
 from elasticps.client.registry import Registration, Registry
 from elasticps.client.writes import LentRows, Write, check_size
-from elasticps.errors import InputError, SpecError, UnknownTable
+from elasticps.errors import InputError, ServerError, SpecError, UnknownTable
 from elasticps.hashing import table_salt
 from elasticps.optimizers import Optimizer, Schedule
 from elasticps.spec import TableSpec
@@ -398,12 +398,12 @@ class Tables:
         handle = handle_type(self._reads, registration.spec, registration.id, spec, self._set_rate)
         try:
             self._create(registration)
-        except (SpecError, UnknownTable):
+            if isinstance(handle, DenseTensor):
+                self._fill(handle, registration, values)
+        except (SpecError, UnknownTable, InputError, ServerError):
             if registration.made:  # the servers do not take it, and nobody else may have it
                 self._drop(registration)
             raise
-        if isinstance(handle, DenseTensor):
-            self._fill(handle, registration, values)
         with self._dispatcher.lock:
             before = self.opened.get(spec.name)
             if before is None or before.id != handle.id:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,8 +100,33 @@ def test_a_table_that_servers_do_not_take_leaves_no_name_behind(connect: Connect
     ps = connect()
     with pytest.raises(eps.SpecError, match="no optimizer is registered as 'liom'"):
         ps.table("t", dim=2, optimizer=eps.Custom("liom", lr=0.1))
+    with pytest.raises(eps.SpecError, match="no optimizer is registered as 'liom'"):
+        ps.tensor("t", init=np.ones(2, np.float32), optimizer=eps.Custom("liom", lr=0.1))
     assert ps.tables() == {}
     ps.table("t", dim=2, optimizer=eps.SGD(lr=0.1))
+
+
+def test_a_tensor_that_cannot_be_filled_leaves_no_name_behind(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ps = connect()
+    with monkeypatch.context() as patched:
+        patched.setattr("elasticps.client.writes.MAX_BODY_BYTES", 1_000)
+        with pytest.raises(eps.InputError, match="for one of the cluster's"):
+            ps.tensor("d", init=np.ones(1_000, np.float32), optimizer=eps.SGD(lr=0.1))
+    assert ps.tables() == {}
+    assert ps.tensor("d", init=np.ones(3, np.float32), optimizer=eps.SGD(lr=0.1)).pull().tolist() == [1.0] * 3
+
+
+def test_rows_begin_with_values_of_the_users_own(connect: Connect) -> None:
+    """As docs/custom.md says."""
+    blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "custom.md").read_text(), re.S)
+    table = connect().table("t", dim=4, optimizer=eps.SGD(lr=0.1))
+    exec(blocks[2], {"table": table, "np": np})
+    assert len(table) == 10_000
+    rows = table.pull(np.arange(10_000))
+    assert np.abs(rows).max() == np.float32(0.04)
+    assert 0.01 < rows.std() < 0.02
 
 
 def test_a_learning_rate_is_no_part_of_what_a_table_is(connect: Connect) -> None:
