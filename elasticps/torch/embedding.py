@@ -208,6 +208,10 @@ class Rows(nn.Module):
 
     def _pull(self, ids: Tensor) -> tuple[Tensor, _Lookup]:
         """The rows of a batch on its device, float32 [keys (+ 1 of zeros if padded), dim], ready for autograd."""
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise ConfigError(
+                f"a trace would keep the rows of table {self.table.name!r} that it sees: compile the model"
+            )
         lookup = self._claim(ids)
         if lookup.future is not None:
             lookup.future.result()
@@ -277,9 +281,9 @@ class Embedding(Rows):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model goes on behind it
     def forward(self, ids: Tensor) -> Tensor:
-        """ids int64 or int32 of any shape -> float32 [..., dim]."""
+        """ids int64 or int32 of any shape -> [..., dim]: float32, or what `half()` or the like made of the model."""
         rows, lookup = self._pull(ids)
-        return functional.embedding(lookup.positions, rows)
+        return functional.embedding(lookup.positions, rows).to(self.trains.dtype)
 
 
 class EmbeddingBag(Rows):
@@ -311,14 +315,15 @@ class EmbeddingBag(Rows):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model goes on behind it
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """ids [bags, n], or ids [n] with the offset of each bag's start -> float32 [bags, dim]."""
+        """ids [bags, n], or ids [n] with the offset of each bag's start -> [bags, dim], of a type as `Embedding`'s."""
         rows, lookup = self._pull(ids)
-        return functional.embedding_bag(
+        bags = functional.embedding_bag(
             lookup.positions,
             rows,
             offsets,
             mode=self.mode,
-            per_sample_weights=per_sample_weights,
+            per_sample_weights=None if per_sample_weights is None else per_sample_weights.to(rows.dtype),
             include_last_offset=self.include_last_offset,
             padding_idx=len(lookup.keys) if lookup.padded else None,
         )
+        return bags.to(self.trains.dtype)

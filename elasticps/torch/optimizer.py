@@ -16,7 +16,18 @@ from torch import Tensor, nn
 from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.embedding import nobody, refuse_torchs
-from elasticps.torch.parameters import Dense, Groups, Sparse, dense_of, described, fixed, rate_of, tables_of, values_of
+from elasticps.torch.parameters import (
+    Dense,
+    Groups,
+    Sparse,
+    dense_of,
+    described,
+    fixed,
+    plain,
+    rate_of,
+    tables_of,
+    values_of,
+)
 
 if TYPE_CHECKING:
     from elasticps.client import Client, DenseTensor, OpenStep, SparseTable, Step
@@ -73,6 +84,7 @@ class Optimizer(torch.optim.Optimizer):
         bucket_bytes: int = 256 * 1024,
     ) -> None:
         refuse_torchs(optimizer)
+        model = plain(model)
         if any(isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel) for module in model.modules()):
             raise ConfigError("workers of elasticps need no (Distributed)DataParallel: take the module inside of it")
         self._ps, self._model = ps, model
@@ -189,7 +201,7 @@ class Optimizer(torch.optim.Optimizer):
     @classmethod
     def of(cls, model: nn.Module) -> list[Optimizer]:
         """Those that train a model now."""
-        return [optimizer for optimizer in cls._live if optimizer._model is model]
+        return [optimizer for optimizer in cls._live if optimizer._model is plain(model)]
 
     def __getstate__(self) -> NoReturn:
         raise ConfigError("an elasticps Optimizer cannot be copied or pickled: save its state_dict(), build it again")

@@ -78,6 +78,14 @@ def values_of(parameter: nn.Parameter) -> NDArray[np.float32]:
     return parameter.detach().float().cpu().contiguous().numpy()
 
 
+def plain(model: nn.Module) -> nn.Module:
+    """Without what torch.compile puts around it, so that parameters have one name with it and without."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the Optimizer takes a whole model, an nn.Module, not a {type(model).__name__}")
+    inside: nn.Module = getattr(model, "_orig_mod", model)
+    return inside
+
+
 def dense_of(
     ps: Client,
     model: nn.Module,
@@ -97,7 +105,7 @@ def dense_of(
         spec = optimizer(name, parameter) if callable(optimizer) else optimizer
         if spec is None:
             raise ConfigError(f"parameter {name!r} is dense: the Optimizer needs optimizer=, e.g. Adam(lr=1e-3)")
-        tensor = ps.tensor(f"{prefix}.{name}", init=values_of(parameter), optimizer=spec)
+        tensor = ps.tensor(f"{prefix}.{name.replace('_orig_mod.', '')}", init=values_of(parameter), optimizer=spec)
         schedule = _schedule(spec)
         # Schedules compare equal, whatever their function.
         same = (spec, schedule and id(schedule.function))

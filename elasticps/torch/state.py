@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from elasticps.errors import ConfigError, InputError
 from elasticps.torch.embedding import INCOMPLETE, Rows
 from elasticps.torch.optimizer import Optimizer
+from elasticps.torch.parameters import plain
 
 CHUNK_BYTES = 16 << 20  # of rows that are asked for, or loaded, at once
 Room = Callable[[int, int], Tensor]
@@ -65,7 +66,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     layers do. One worker does this, while nobody trains. Raises ConfigError if a table is not in it, `InputError` if
     rows do not fit, and what `nn.Module.load_state_dict` raises for the rest.
     """
-    rest = dict(state)
+    model, rest = plain(model), dict(state)
     given: dict[str, tuple[Rows, Tensor, Tensor]] = {}
     for prefix, layer in _layers(model):
         keys, weight = rest.pop(f"{prefix}keys", None), rest.pop(f"{prefix}weight", None)
@@ -98,6 +99,7 @@ def _load_rows(layer: Rows, keys: Tensor, weight: Tensor) -> None:
 
 
 def _full(model: nn.Module, room: Room) -> dict[str, Tensor]:
+    model = plain(model)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=re.escape(INCOMPLETE))
         state = dict(model.state_dict())

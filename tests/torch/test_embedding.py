@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from elasticps.errors import ConfigError, InputError
 from elasticps.spec import SGD, Adagrad, Constant, Normal, Zeros
@@ -380,8 +381,9 @@ def test_a_compiled_model_trains_alike(ps: Any) -> None:
             return out
 
     plain = Both()
-    model = torch.compile(plain, backend="eager")
-    optimizer = Optimizer(ps, plain, SGD(lr=0.1))
+    model: Any = torch.compile(plain, backend="eager")
+    optimizer = Optimizer(ps, model, SGD(lr=0.1))
+    assert sorted(ps.targets) == ["model.out.bias", "model.out.weight", "users", "words"]
     torch._dynamo.utils.counters.clear()
     for size in (3, 4, 5):
         batch = torch.arange(size), torch.arange(-1, 2 * size - 1).view(size, 2)
@@ -394,3 +396,39 @@ def test_a_compiled_model_trains_alike(ps: Any) -> None:
     reasons = torch._dynamo.utils.counters["graph_break"]
     assert len(reasons) == 2  # of each layer one
     assert all("torch.compiler.disable" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("layer", [Embedding, EmbeddingBag])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_come_in_the_type_of_the_model(ps: Any, layer: Any, dtype: torch.dtype) -> None:
+    users = layer(ps, "users", 2, optimizer=SGD(lr=1.0), init=Constant(1.0))
+    out = users.to(dtype)(torch.tensor([[5]]))
+    assert out.dtype == dtype
+    optimizer = Optimizer(ps, users, overlap=False)
+    (1e-4 * out.sum()).backward()
+    assert float(optimizer.clip_grad_norm_(1.0)) == pytest.approx(1e-4 * 2**0.5, rel=1e-2)
+    optimizer.step()
+    np.testing.assert_allclose(ps.tables["users"].row(5), 1 - 1e-4, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch would rather have no traces at all
+def test_a_trace_that_would_keep_rows_is_refused(ps: Any) -> None:
+    users = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0))
+    with pytest.raises(ConfigError, match="a trace would keep the rows of table 'users'"):
+        torch.jit.trace(users, torch.tensor([1]))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_that_are_computed_again_are_trained_once(ps: Any, reentrant: bool) -> None:
+    users = Embedding(ps, "users", 2, optimizer=SGD(lr=1.0), init=Zeros())
+    optimizer = Optimizer(ps, users, bucket_bytes=1)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = users(torch.tensor([1, 2])) * x
+        return out
+
+    for step in (1, 2):
+        checkpoint(block, torch.ones((), requires_grad=True), use_reentrant=reentrant).sum().backward()
+        optimizer.step()
+        assert rows(users.table, [1, 2]).tolist() == [[-step, -step]] * 2
+    assert ps.parts == [["users"]] * 2

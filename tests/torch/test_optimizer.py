@@ -223,6 +223,9 @@ def test_sparse_gradients_of_local_embeddings_are_refused(ps: Any) -> None:
 def test_a_model_with_nothing_to_train_is_refused(ps: Any) -> None:
     with pytest.raises(ConfigError, match="no parameter"):
         Optimizer(ps, nn.ReLU())
+    parameters: Any = nn.Linear(1, 1).parameters()
+    with pytest.raises(ConfigError, match=r"a whole model, an nn\.Module, not a generator"):
+        Optimizer(ps, parameters, optimizer=SGD(lr=0.1))
     with pytest.raises(ConfigError, match="needs optimizer="):
         Optimizer(ps, nn.Linear(1, 1))
 
