@@ -218,3 +218,19 @@ def test_a_whole_model_is_saved_and_comes_back_elsewhere(connect: Connect, tmp_p
     assert all(torch.equal(value, state[name]) for name, value in full_state_dict(second).items())
     other.refresh()  # the servers have them
     assert torch.equal(first(users, words), second(users, words))
+
+
+def test_a_rate_that_is_set_for_all_workers_is_that_of_the_group(connect: Connect) -> None:
+    ps = connect()
+    users = Embedding(ps, "users", 1, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
+    optimizer = Optimizer(ps, users)
+    for rate in (0.5, 0.25):
+        users.table.set_lr(rate)
+        before = users.table.pull([7])
+        users(torch.tensor([7])).sum().backward()
+        optimizer.step()
+        assert (before - users.table.pull([7])).tolist() == [[rate]]
+        assert [group["lr"] for group in optimizer.param_groups] == [rate]
+    with connect("w2") as late, pytest.warns(UserWarning, match="not the 1.0 that it is opened with"):
+        again = Embedding(late, "users", 1, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
+        assert Optimizer(late, again).param_groups[0]["lr"] == 0.25
