@@ -27,6 +27,10 @@ _RETRIES: Any = {
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
     "retry_timeout": timedelta(seconds=60),
 }
+_DENIED = (PermissionDeniedError, UnauthenticatedError, PermissionError)
+# In lists of what there is obstore has no kinds of errors, only what the storage has answered.
+_NOT_ALLOWED = ("401 Unauthorized", "403 Forbidden", "AccessDenied", "ExpiredToken", "InvalidAccessKeyId")
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _memory: dict[str, MemoryStore] = {}  # by name: all that this process has
 
 
@@ -171,16 +175,15 @@ class Storage:
             yield
         except (AlreadyExistsError, FileExistsError):
             raise
-        except FileNotFoundError as error:
-            missing = "NoSuchBucket" in str(error)
-            text = "there is no such bucket" if missing else "it is not there"
-            kind = CheckpointError if missing else NotThere
-            raise kind(f"{where} cannot be {done}: {text}") from error
-        except (PermissionDeniedError, UnauthenticatedError, PermissionError) as error:
-            hint = "look at the credentials in the environment, and at what they may do there"
-            raise CheckpointError(f"{where} cannot be {done}: {_first(error)}; {hint}") from error
         except (BaseError, OSError, ValueError) as error:
-            raise CheckpointError(f"{where} cannot be {done}: {_first(error)}") from error
+            text = _first(error)
+            if any(name in text for name in _NO_BUCKET):
+                raise CheckpointError(f"{where} cannot be {done}: there is no such bucket") from error
+            if isinstance(error, FileNotFoundError):
+                raise NotThere(f"{where} cannot be {done}: it is not there") from error
+            if isinstance(error, _DENIED) or any(name in text for name in _NOT_ALLOWED):
+                text += "; look at the credentials in the environment, and at what they may do there"
+            raise CheckpointError(f"{where} cannot be {done}: {text}") from error
 
 
 def _first(error: Exception) -> str:
