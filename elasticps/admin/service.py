@@ -70,7 +70,7 @@ class _Admin(admin_pb2_grpc.AdminServicer):
     async def Restore(  # noqa: N802
         self, request: admin_pb2.RestoreRequest, context: Context
     ) -> admin_pb2.RestoreResponse:
-        restoring = (await self._subject(context, Act.CHANGE)).restoring
+        restoring = (await self._subject(context, Act.CUT)).restoring
         if request.act == admin_pb2.RestoreRequest.END:
             return admin_pb2.RestoreResponse(complete=await restoring.end(request.serial, request.new))
         if request.act == admin_pb2.RestoreRequest.LOOK:

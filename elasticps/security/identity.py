@@ -38,7 +38,7 @@ class Act(enum.Enum):
 
     LOOK = enum.auto()  # status, health
     CHANGE = enum.auto()  # whatever writes, be it an audit's mark in the logs
-    CUT = enum.auto()  # take a checkpoint
+    CUT = enum.auto()  # take a checkpoint, or bring one back
     TRAIN = enum.auto()
     REPLICATE = enum.auto()
     LEAD = enum.auto()

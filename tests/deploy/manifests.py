@@ -15,10 +15,10 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-BUILDS = ("base", "overlays/dev", "overlays/production", "overlays/chaos", "workers", "chaos")
-CLUSTERS = ("overlays/dev", "overlays/production", "overlays/chaos")
+CLUSTERS = ("overlays/dev", "overlays/production", "overlays/chaos", "overlays/restored")
+BUILDS = ("base", *CLUSTERS, "workers", "checkpoints", "chaos")
 COMPONENT = "app.kubernetes.io/component"
-WORKLOADS = ("Deployment", "StatefulSet", "Job")
+WORKLOADS = ("Deployment", "StatefulSet", "Job", "CronJob")
 
 Manifest = dict[str, Any]
 
@@ -83,7 +83,7 @@ def workloads(build: str) -> list[Workload]:
     """Everything that makes pods."""
     found = []
     for manifest in of_kind(build, *WORKLOADS):
-        template = manifest["spec"]["template"]
+        template = manifest["spec"].get("jobTemplate", manifest)["spec"]["template"]
         (container,) = template["spec"]["containers"]
         found.append(Workload(manifest, template["spec"], template["metadata"]["labels"], container))
     return found

@@ -124,7 +124,7 @@ def test_probes_ask_ports_that_there_are(build: str, each: Workload) -> None:
               if name in each.container}  # fmt: skip
     for probe in probes.values():
         assert probe["httpGet"]["port"] == "metrics"  # which has no TLS
-    assert len(probes) == (0 if each.manifest["kind"] == "Job" else 3)
+    assert len(probes) == (0 if "Job" in each.manifest["kind"] else 3)
 
 
 def test_a_server_is_ready_when_it_serves_and_no_probe_asks_etcd_on_behalf_of_others() -> None:
@@ -153,7 +153,7 @@ def test_services_find_their_pods_and_ports(build: str) -> None:
 
 @pytest.mark.parametrize(("build", "each"), ANY_WORKLOAD)
 def test_workloads_select_their_own_pods(build: str, each: Workload) -> None:
-    if each.manifest["kind"] != "Job":
+    if "Job" not in each.manifest["kind"]:
         assert selects(each.manifest["spec"]["selector"], each.labels)
     constraints: list[Any] = list(each.spec.get("topologySpreadConstraints", ()))
     anti = each.spec.get("affinity", {}).get("podAntiAffinity", {})
@@ -310,7 +310,7 @@ def test_only_where_there_is_no_tls_may_servers_do_without(build: str) -> None:
 
 @pytest.mark.parametrize(("build", "each"), ANY_WORKLOAD)
 def test_what_a_pod_refers_to_is_there(build: str, each: Workload) -> None:
-    cluster = manifests(build) + (manifests("base") if build in ("workers", "chaos") else [])
+    cluster = manifests(build) + (manifests("base") if build in ("workers", "checkpoints", "chaos") else [])
     there = {(m["kind"], m["metadata"]["name"]) for m in cluster}
     there |= {("Secret", m["spec"]["secretName"]) for m in cluster if m["kind"] == "Certificate"}
     assert ("ServiceAccount", each.spec["serviceAccountName"]) in there
