@@ -56,6 +56,11 @@ def up(
 
     It ends with this command, on Ctrl-C, unless --detach is given.
     """
+    if restore:
+        from elasticps.checkpoint import catalog  # brings in obstore, which a cluster without checkpoints never needs
+        from elasticps.checkpoint.storage import Storage
+
+        catalog.chain(Storage(restore))  # before anything starts
     with sigterm_interrupts(), err.status("starting etcd") as spinner:
         cluster = LocalCluster(
             name,

@@ -7,14 +7,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import elasticps as eps
+from elasticps.checkpoint.storage import Storage
 from elasticps.cli.output import ExitCode
+from elasticps.errors import ClusterUnreachable
 from elasticps.local import state
+from tests.checkpoint.writer import Change, write
+from tests.conftest import NewUrl
 
 Eventually = Callable[[Callable[[], bool]], None]
 
@@ -169,3 +174,68 @@ def test_a_cluster_in_the_foreground_ends_with_ctrl_c_or_down(state_folder: Path
             assert process.wait(30) == ExitCode.OK
         assert not any(entry.running for entry in record.processes)
         assert not (state_folder / "local").exists()
+
+
+def test_a_cluster_that_begins_with_a_checkpoint(state_folder: Path, tmp_path: Path) -> None:
+    table = eps.TableSpec("t", 3, eps.SGD(lr=0.1))
+    place = str(tmp_path / "checkpoints")
+    refused = run("up", "--servers", "1", "--replicas", "1", "--ranges", "4", "--name", "none", "--restore", place)
+    assert refused.returncode == ExitCode.FAILED
+    assert "has no checkpoint" in refused.stderr
+    assert state.read(state_folder / "none") is None
+    rows = {key: np.full(3, key, np.float32).tobytes() + bytes(4) for key in range(100)}
+    write(Storage(place), 1, {"default/t": (7, table)}, {"default/t": Change(rows)})
+    up = run("up", "--servers", "2", "--ranges", "8", "--name", "again", "--detach", "--restore", place)
+    try:
+        assert up.returncode == ExitCode.OK, up.stderr
+        assert "restored from checkpoint 1: 1 tables, 100 rows" in up.stderr
+        with eps.connect(up.stdout.strip(), worker="w0", timeout=20) as ps:
+            assert ps.tables()["t"].rows == 100
+    finally:
+        run("down", "--name", "again")
+
+
+def test_a_coordinator_brings_a_new_cluster_back_and_leaves_an_old_one_alone(
+    etcd_url: NewUrl, tmp_path: Path, eventually: Eventually
+) -> None:
+    table = eps.TableSpec("t", 3, eps.SGD(lr=0.1))
+    place = tmp_path / "checkpoints"
+    rows = {key: np.full(3, key, np.float32).tobytes() + bytes(4) for key in range(100)}
+    manifest = write(Storage(str(place)), 1, {"default/t": (7, table)}, {"default/t": Change(rows)})
+    lost = place / "000001" / manifest.files[0].path
+    data = lost.read_bytes()
+    lost.unlink()
+    url = etcd_url()
+    options = ["--url", url, "--ranges", "8", "--replicas", "1", "--restore", str(place)]
+    with ExitStack() as processes:
+
+        def start(*arguments: str) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen([*ELASTICPS, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            processes.callback(process.wait)
+            processes.callback(process.kill)
+            return process
+
+        first = start("coordinator", "--name", "c0", *options)
+        start("server", "--url", url, "--name", "s0", "--wait", "60")
+
+        def told() -> bool:  # workers wait, and hear what holds it up
+            try:
+                eps.connect(url, worker="w0", timeout=0.2).close()
+            except ClusterUnreachable as error:
+                return "being restored from checkpoint 1" in str(error) and "is missing" in str(error)
+            except eps.Error:
+                return False
+            raise AssertionError("a worker was let in")
+
+        eventually(told)
+        lost.write_bytes(data)
+        with eps.connect(url, worker="w0", timeout=40) as ps:
+            assert ps.tables()["t"].rows == 100
+            ps.drop_table("t")
+        first.kill()
+        first.wait()
+        second = start("coordinator", "--name", "c1", *options)
+        with eps.connect(url, worker="w0", timeout=40) as ps:
+            ps.table("u", dim=2, optimizer=eps.SGD(lr=0.1))
+            assert list(ps.tables()) == ["u"]
+        assert second.poll() is None
