@@ -16,6 +16,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from chaos.sim.clock import Process
 from chaos.sim.loop import Loop
 from chaos.sim.network import Network, Socket
+from elasticps.client import runtime
 from elasticps.client.runtime import READABLE, WRITABLE, Poller, Runtime
 
 T = TypeVar("T")
@@ -96,6 +97,9 @@ class Threads(Runtime):
 
     def sleep(self, seconds: float) -> None:
         self.park(self.process.clock.now + seconds)
+
+    def idle(self, wake: runtime.Event, poller: Poller, timeout_s: float) -> None:
+        wake.wait(timeout_s)
 
     def connect(self, host: str, port: int, attempt: int) -> Socket:
         sock = self._network.connect(self.process, host, port)

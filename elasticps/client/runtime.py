@@ -25,6 +25,7 @@ READABLE = select.EPOLLIN
 WRITABLE = select.EPOLLOUT
 EVENTS_PER_POLL = 64
 SPIN_S = 60e-6
+GLANCE_S = 0.02  # between two looks of a client that does nothing: servers may have something to say
 
 
 class Stream(Protocol):
@@ -72,6 +73,8 @@ class Poller:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
+        self._any = select.poll()
+        self._any.register(self._epoll.fileno(), select.POLLIN)
         self._short = False  # the last wait was
         self._crowd = Crowd()
 
@@ -105,6 +108,10 @@ class Poller:
         self._short = time.monotonic() - started_s < 2 * SPIN_S
         return events
 
+    def ready(self) -> bool:
+        """Whether something can be done now. Any thread may ask."""
+        return bool(self._any.poll(0))
+
     def close(self) -> None:
         """Ends watching; streams stay open."""
         self._epoll.close()
@@ -137,6 +144,12 @@ class Runtime:
             sock.close()
             raise OSError(code, os.strerror(code))
         return sock
+
+    def idle(self, wake: Event, poller: Poller, timeout_s: float) -> None:
+        """Waits until it is woken, or something has come."""
+        until_s = time.monotonic() + timeout_s
+        while not wake.wait(GLANCE_S) and not poller.ready() and time.monotonic() < until_s:
+            pass
 
     def poller(self) -> Poller:
         """A new one, which watches nothing."""

@@ -342,7 +342,7 @@ class Driver:
             if not self._on_turn():
                 if not called:
                     self._glance()
-                    self._wake.wait(timeout=IDLE_S)
+                    self._runtime.idle(self._wake, self._poller, IDLE_S)
                 continue
             if called or not self._role.acquire(blocking=False):
                 self._runtime.sleep(BACKGROUND_NAP_S)

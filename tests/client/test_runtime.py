@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from coordinator.memory import MemoryStore
 from coordinator.view import ClusterConfig
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
-from elasticps.client.runtime import Runtime, Stream
+from elasticps.client.runtime import READABLE, Runtime, Stream
 from tests.client.fakes import FakeServer
 from tests.client.test_failover import chains
 
@@ -36,6 +37,27 @@ class Counted(Runtime):
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         self.asked.append("run")
         return super().run(coroutine, timeout_s)
+
+
+def test_a_thread_that_does_nothing_goes_on_when_something_has_come_or_it_is_woken() -> None:
+    runtime = Runtime()
+    wake, poller = runtime.event(), runtime.poller()
+    here, there = socket.socketpair()
+    try:
+        poller.register(here.fileno(), READABLE)
+        assert not poller.ready()
+        runtime.idle(wake, poller, 0.0)
+        there.send(b"x")
+        runtime.idle(wake, poller, 600.0)
+        assert poller.ready()
+        here.recv(1)
+        wake.set()
+        runtime.idle(wake, poller, 600.0)
+        assert not poller.ready()
+    finally:
+        poller.close()
+        here.close()
+        there.close()
 
 
 def test_a_client_can_be_built_on_another_runtime_and_another_store() -> None:
