@@ -87,6 +87,11 @@ class Admission(SnapshotTransfer):
         self._parked = deque(p for p in self._parked if p.token is not token)
         return []
 
+    def limit_log(self, budget_bytes: int) -> Effects:
+        """Lets the log take so many bytes before pushes wait; with 0 all wait."""
+        self._budget = budget_bytes
+        return self._settle([])
+
     def _must_wait(self, event: Push | Ask) -> bool:
         if event.epoch > self.epoch or (self._roster is not None and event.roster > self._roster_version):
             return True

@@ -23,6 +23,8 @@ from chaos.sim.violation import Violation
 from coordinator.leader import run_coordinator
 from coordinator.membership import ROSTER, VIEW, ServerSession, create_cluster
 from coordinator.view import ClusterConfig, Roster, View
+from elasticps.checkpoint.filing import InlineFiling
+from elasticps.checkpoint.storage import Storage
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
 from elasticps.monitor import dial_server
@@ -356,5 +358,6 @@ class Cluster:
 
 def _build(session: ServerSession, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop) -> Server:
     return Server(
-        session.info, cluster, ranges, loop, log_budget_bytes=LOG_BUDGET_BYTES, clock=loop.time, linger=Still()
-    )
+        session.info, cluster, ranges, loop, log_budget_bytes=LOG_BUDGET_BYTES, clock=loop.time, linger=Still(),
+        filing=InlineFiling(loop, Storage("memory://sim")),
+    )  # fmt: skip

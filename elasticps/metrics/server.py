@@ -116,6 +116,15 @@ def _content(server: Server, status: dict[str, Any]) -> Iterator[Metric]:
     yield _gauge("memory_used_bytes", "Its own memory, without what dropped rows have left.", status["memory_used"])
     yield _gauge("memory_mark_bytes", "Above that pushes may add no rows; 0: no limit.", status["memory_mark"])
     yield _gauge("memory_limit_bytes", "What it may use; 0: no limit.", status["memory_limit"])
+    yield _gauge("aside_bytes", "Rows kept as a checkpoint needs them.", server.checkpoints.aside_bytes)
+    yield CounterMetricFamily(
+        "elasticps_server_checkpoint_bytes", "Written for checkpoints.", value=server.checkpoints.written_bytes
+    )
+    yield CounterMetricFamily(
+        "elasticps_server_checkpoint_waited_seconds",
+        "Time that pushes waited because too many rows were kept as a checkpoint needs them.",
+        value=server.checkpoints.waited_s,
+    )
     yield _gauge("log_bytes", "Operations not acknowledged by their tails yet.", status["log_bytes"])
     yield _gauge("log_operations", "The same, counted.", len(server.replica.log))
 

@@ -123,6 +123,11 @@ class Executor:
         for table in self.store.bury(acked):
             self.rounds.drop(table, None, self.store.tables)
 
+    def limit_log(self, budget_bytes: int) -> None:
+        """Lets the log take so many bytes before pushes wait; with 0 all wait."""
+        self._path.budget = budget_bytes
+        self.perform(self.replica.limit_log, budget_bytes)
+
     def note_change(self) -> None:
         """Python applied or acknowledged something outside of the compiled path: pulls may go on."""
         self._path.note_change()

@@ -16,7 +16,9 @@ import numpy as np
 
 from coordinator import fields
 from coordinator.view import Roster, ServerInfo, View
+from elasticps.checkpoint.filing import Filing, ThreadFiling
 from elasticps.security.transport import Gate
+from elasticps.server.checkpoints import ASIDE_BYTES, ASIDE_SHARE, Checkpoints
 from elasticps.server.connection import Connection, Role
 from elasticps.server.counts import Counts
 from elasticps.server.cuts import Cuts
@@ -74,6 +76,7 @@ class Server:
         linger: Linger | None = None,
         memory: Memory = NO_LIMIT,
         gate: Gate | None = None,
+        filing: Filing | None = None,
     ) -> None:
         self._gate = gate = gate or Gate()
         self.me = me
@@ -111,6 +114,12 @@ class Server:
         cuts = Cuts(serving, executor, lambda: self.handshake.workers, clock)
         self.restoring = Restorer(loop, executor, serving, self.memory)
 
+        aside_bytes = min(ASIDE_BYTES, memory.limit // ASIDE_SHARE or ASIDE_BYTES)
+        self.checkpoints = Checkpoints(
+            loop, executor, serving, filing or ThreadFiling(loop), (aside_bytes, log_budget_bytes),
+            lambda: self.snapshots.busy,
+        )  # fmt: skip
+        cuts.writing = self.checkpoints.writing
         handlers = {
             **self.pushes.handlers, **self.pulls.handlers, **self._barrier.handlers, **ShardDispenser(group).handlers,
             **cuts.handlers, Kind.GET_VIEW: held.get_view,
@@ -163,7 +172,8 @@ class Server:
         self.links.lost(connection)
 
     def close(self) -> None:
-        """Drops every connection."""
+        """Drops every connection, and gives up what is being written of a checkpoint, or read."""
+        self.checkpoints.close()
         self.restoring.close()
         self.links.close()
         self.handshake.close()

@@ -24,6 +24,10 @@ class Deletions:
         self.floor = np.zeros(ranges, np.int64)
         self._notes: dict[int, list[Notes]] = {}
 
+    def ranges(self) -> set[int]:
+        """Those of which something is noted."""
+        return set(self._notes)
+
     def of(self, r: int) -> Notes:
         """What is noted of a range."""
         notes = self._notes.get(r, [])

@@ -41,6 +41,11 @@ class Allowance:
         """Of rows that are kept now."""
         return sum(kept.used_bytes for kept in self.tables)
 
+    @property
+    def left_bytes(self) -> int:
+        """Of the budget."""
+        return max(0, self.budget_bytes - self.nbytes)
+
     def ask(self, nbytes: int) -> None:
         """A table is about to take so many bytes more."""
         if self.nbytes + nbytes > 2 * self.budget_bytes:
@@ -81,17 +86,21 @@ class Kept:
         """Of rows that are kept now."""
         return self.nbytes - int(self._header[field.H_KEPT_ROOM]) * self._record
 
-    def begin(self, r: int, since: int) -> None:
-        """Keeps rows of range r from now on, those that were changed after cut `since` (0: all)."""
-        self._descriptors[r, field.D_SINCE] = self._cuts.stamp(r, since) if since else 0
+    def begin(self, ranges: NDArray[np.int64], since: int) -> None:
+        """Keeps rows of some ranges from now on, those that were changed after cut `since` (0: all)."""
+        self._descriptors[ranges, field.D_SINCE] = np.maximum(0, since - self._cuts.base[ranges]) if since else 0
+
+    def keeps(self, r: int) -> bool:
+        """Whether it has done so since, for a range that has been here all the time."""
+        return int(self._descriptors[r, field.D_SINCE]) != field.NEVER
 
     def make_room(self, records: int) -> None:
         """Sees that so many rows can be kept, unless that is too much for everybody: then none are any more."""
         h = self._header
         if records <= h[field.H_KEPT_ROOM]:
             return
-        known = self.nbytes // self._record
-        n = max(records, min(max(known, _FIRST_RECORDS), _BLOCK // self._record))
+        spare = min(max(self.nbytes, _FIRST_RECORDS * self._record), _BLOCK, self._allowance.left_bytes)
+        n = max(records, spare // self._record)
         self._allowance.ask(n * self._record)
         if not h[field.H_KEPT]:
             return
@@ -111,7 +120,7 @@ class Kept:
 
     def take(
         self, r: int, part: int, keys: NDArray[np.int64], since: int, cut: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.uint32]]:
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]]:
         """Keys, rows and stamps of a part of range r as they were when cut `cut` passed, of rows that were changed
         after cut `since` (0: all). keys: of the part, as `keys_by_part` gave them at any time since; they are written
         over. From now on nothing is kept of this part, and of those before it."""
@@ -124,7 +133,7 @@ class Kept:
         stamps.list_kept(h, place, all_keys[n:], all_words[n:])
         rows = stamps.rows_at(all_words, self._stride)
         stamps.pass_part(h, place)
-        return all_keys, rows, stamps.stamps_in(all_words).astype(np.uint32) + np.uint32(self._cuts.base[r])
+        return all_keys, rows, stamps.stamps_in(all_words).astype(np.int32) + np.int32(self._cuts.base[r])
 
     def stop(self) -> None:
         """Keeps nothing any more, and gives the memory back."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -20,7 +20,6 @@ from elasticps.server.snapshots import SnapshotSender
 from elasticps.spec import Normal, TableSpec
 from elasticps.store.intervals import PLACES
 from elasticps.store.kept import Allowance
-from elasticps.store.native import D_SINCE, NEVER
 from elasticps.wire.frames import (
     ALL_RANGES,
     ANY,
@@ -98,10 +97,12 @@ class Story:
         self.requests += 1
         there.write(header._replace(request=self.requests, body=len(body)).pack() + body)
 
-    def run(self, turns: int) -> None:
+    def acts(self) -> list[Callable[[], None]]:
         acts = [self.push] * 12 + [self.pull] * 4 + [self.ask, self.cut, self.change_view]
-        acts += [self.slow_reader, self.slow_link]
-        acts += [self.erase] * 3 + [self.take_cut]
+        return acts + [self.slow_reader, self.slow_link] + [self.erase] * 3 + [self.take_cut]
+
+    def run(self, turns: int) -> None:
+        acts = self.acts()
         for _ in range(turns):
             self.random.choice(acts)()
             for _ in range(self.random.choice((0, 1, 5, 50, 400))):
@@ -127,7 +128,8 @@ class Story:
                     chain = [*chain, joiner]
                     self.joining[r] = ""
                 elif len(chain) > 1 and pick.random() < 0.15:
-                    chain = [s for s in chain if s != pick.choice(chain)]
+                    gone = pick.choice(chain)
+                    chain = [s for s in chain if s != gone]
                 others = [s for s in SERVERS if s not in chain]
                 if others and len(chain) < 3 and pick.random() < 0.2:
                     self.joining[r] = pick.choice(others)
@@ -213,8 +215,8 @@ class Story:
             for number, table in server.store.live.items() if name in self.random.sample(SERVERS, 2) else ():
                 table.keep(Allowance(1 << 30, lambda: None, lambda: None))
                 assert table.kept is not None
+                table.kept.begin(np.array(held, np.int64), 0)
                 for r in held:
-                    table.kept.begin(r, 0)
                     self.at_cut[name, number, r] = _as_dict(table.dump_stamped(r, 0, PLACES))
 
     def write(self, name: str) -> list[Any]:
@@ -223,7 +225,7 @@ class Story:
         for number, table in store.live.items():
             mine = [r for r in range(RANGES) if (name, number, r) in self.at_cut]
             for r in mine:
-                if table.kept is not None and table._descriptors[r, D_SINCE] != NEVER:
+                if table.kept is not None and table.kept.keeps(r):
                     parts = table.kept.keys_by_part(r)
                     for part, of in enumerate(parts):
                         taken = table.kept.take(r, part, of, 0, self.cut_number)

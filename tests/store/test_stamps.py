@@ -114,8 +114,7 @@ class CutMachine(RuleBasedStateMachine):
         budget = 40_000
         self.table.keep(Allowance(budget, self._is_full, self._is_burst))
         assert self.table.kept is not None
-        for r in range(RANGES):
-            self.table.kept.begin(r, since)
+        self.table.kept.begin(ALL, since)
         rows = {key: row for key, row in self.rows.items() if row.stamp >= since}
         parts = [(r, p) for r in range(RANGES) for p in range(self.table.kept.parts)]
         self.scan = Scan(since, self.cut, dict(self.rows), rows, {}, parts)
@@ -152,7 +151,7 @@ class CutMachine(RuleBasedStateMachine):
         return {key: row._replace(stamp=max(row.stamp, base)) for key, row in rows.items()}
 
     def _read(
-        self, found: NDArray[np.int64], rows: NDArray[np.uint8], stamps: NDArray[np.uint32], into: dict[int, Row]
+        self, found: NDArray[np.int64], rows: NDArray[np.uint8], stamps: NDArray[np.int32], into: dict[int, Row]
     ) -> None:
         copy = Table(self.described, 3, RANGES)
         for r in range(RANGES):
@@ -203,7 +202,7 @@ class CutMachine(RuleBasedStateMachine):
         found: dict[int, Row] = {}
         for r in range(RANGES):
             listed, rows, stamps = self.table.dump_stamped(r, 0, PLACES)
-            self._read(listed, rows, stamps.astype(np.uint32) + np.uint32(self.store.cuts.base[r]), found)
+            self._read(listed, rows, stamps.astype(np.int32) + np.int32(self.store.cuts.base[r]), found)
         assert found == self._known(self.rows)
 
 

@@ -260,6 +260,15 @@ class FastPath:
     def room(self, nbytes: int) -> None:
         self._fields[at.H_ROOM] = nbytes
 
+    @property
+    def budget(self) -> int:
+        """Bytes of the log at which pushes wait."""
+        return self._fields[at.H_BUDGET]
+
+    @budget.setter
+    def budget(self, nbytes: int) -> None:
+        self._fields[at.H_BUDGET] = nbytes
+
     def note_change(self) -> None:
         """Python applied or acknowledged something: `changed` follows at the end of the buffer at hand."""
         self._fields[at.H_CHANGED] += 1

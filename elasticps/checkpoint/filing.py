@@ -1,0 +1,77 @@
+"""Has files of rows written by a thread, one after the other: what encodes and sums them, and waits for a storage."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from elasticps.checkpoint.manifest import FileEntry
+from elasticps.checkpoint.rows import RowFile
+
+Done = Callable[[FileEntry | Exception], None]
+
+
+class Filing(Protocol):
+    """Where a server's files of a checkpoint go."""
+
+    def put(self, url: str, folder: str, path: str, table: int, file: RowFile, done: Done) -> None:
+        """Writes a file to a path below a folder of a storage; `done` is told in the loop what it was, or why not."""
+
+    def close(self) -> None:
+        """What has not begun is not written."""
+
+
+class ThreadFiling:
+    """By a thread of its own, which begins with the first file."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._threads = ThreadPoolExecutor(1, "checkpoint")
+        self._storage: Any = None
+        self._url = ""
+
+    def put(self, url: str, folder: str, path: str, table: int, file: RowFile, done: Done) -> None:
+        """See `Filing`."""
+
+        def tell(future: Future[FileEntry | Exception]) -> None:
+            if not future.cancelled() and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(done, future.result())
+
+        self._threads.submit(self._write, url, folder, path, table, file).add_done_callback(tell)
+
+    def _write(self, url: str, folder: str, path: str, table: int, file: RowFile) -> FileEntry | Exception:
+        from elasticps.checkpoint.storage import Storage  # slow to import, and most servers never write
+
+        try:
+            if self._url != url:
+                self._storage, self._url = Storage(url), url
+            return write(self._storage, folder, path, table, file)
+        except Exception as error:
+            return error
+
+    def close(self) -> None:
+        """See `Filing`."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class InlineFiling:
+    """By whoever calls: for worlds without threads."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, storage: Any) -> None:
+        self._loop, self._storage = loop, storage
+
+    def put(self, url: str, folder: str, path: str, table: int, file: RowFile, done: Done) -> None:
+        """See `Filing`."""
+        self._loop.call_soon(done, write(self._storage, folder, path, table, file))
+
+    def close(self) -> None:
+        """See `Filing`."""
+
+
+def write(storage: Any, folder: str, path: str, table: int, file: RowFile) -> FileEntry:
+    """Writes a file of rows; how a manifest names it."""
+    encoded = file.encode()
+    storage.put(f"{folder}/{path}", encoded.data)
+    return FileEntry.of(path, table, encoded)

@@ -1,0 +1,221 @@
+"""A server's part in writing a checkpoint: begins when a cut has passed, a slice of the loop's time at a time.
+
+Rows of a cut are kept aside from the moment when it passes (`elasticps.store.kept`). They are written when whoever
+takes the cut asks how far that is, for only then have all ranges passed it; who does not ask for a while has gone, and
+what is kept is given back. Memory is bounded: at a budget pushes wait, as for room in the log, and no more is scanned
+than files are written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from coordinator import fields
+from elasticps.admin.subject import Writing, WrittenFile
+from elasticps.checkpoint.filing import Filing
+from elasticps.checkpoint.manifest import FileEntry, folder_of, folder_of_table
+from elasticps.server.executor import Executor
+from elasticps.server.protocol.operations import CutMark
+from elasticps.server.protocol.scan import Finished, Lost, Scan
+from elasticps.server.protocol.serving import Serving
+from elasticps.store.kept import Allowance
+from replication.chain import Ranges
+
+log = fields.logger(__name__)
+
+ASIDE_BYTES = 256 << 20
+ASIDE_SHARE = 16  # of its memory limit a server keeps at most such a part aside
+FILES_AT_ONCE = 2  # that are full, and not written yet
+PARTS_AT_ONCE = 16  # ranges have few rows, as a rule
+SLICE_BYTES = 256 << 10
+BUSY_BYTES_PER_S = 100e6  # while workers are served
+SILENT_S = 10.0  # whoever takes a checkpoint asks more often
+GO_ON = 7 / 8  # pushes go on when so much of the budget is used
+
+
+class Checkpoints:
+    """Writes at most one. busy: whether a worker was served just now."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, filing: Filing,
+        budgets: tuple[int, int], busy: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        """budgets: bytes to be kept aside, and of the log."""
+        self._loop, self._executor, self._serving, self._filing = loop, executor, serving, filing
+        self._busy = busy
+        self._aside_bytes, self._log_bytes = budgets
+        self._scan: Scan | None = None
+        self._steps: Iterator[Finished | None] | None = None
+        self._files: list[FileEntry] = []
+        self._waiting = 0  # files that are full, and not written yet
+        self._exhausted = False  # all is in files
+        self._written: Writing | None = None  # how that of `_cut` ended
+        self._cut = 0
+        self._asked_s = 0.0
+        self._full_s: float | None = None  # since when pushes wait
+        self._allowance = Allowance(self._aside_bytes, lambda: None, lambda: None)
+        self.written_bytes = 0
+        self._waited_s = 0.0
+        executor.cut_passed = self._passed
+
+    # --- what others know -------------------------------------------------------------------------------------------
+
+    @property
+    def aside_bytes(self) -> int:
+        """Memory that rows kept aside take."""
+        return self._allowance.nbytes
+
+    @property
+    def waited_s(self) -> float:
+        """For how long pushes have waited because too many were."""
+        return self._waited_s + (0.0 if self._full_s is None else self._loop.time() - self._full_s)
+
+    def writing(self, cut: int) -> Writing | None:
+        """How far this server has written its ranges of a cut; None if it has none. Who asks has seen that all ranges
+        have passed the cut: writing begins."""
+        if cut != self._cut or not cut:
+            return None
+        self._asked_s = self._loop.time()
+        if self._written is not None:
+            return self._written
+        if self._scan is None:
+            return None
+        if self._steps is None:
+            log.info("writing a checkpoint", cut=cut, ranges=len(self._scan.ranges), url=self._scan.mark.url)
+            self._steps = self._scan.run()
+            self._loop.call_soon(self._slice, self._scan)
+        done = len(self._scan.ranges) * self._scan.scanned // (1 + self._scan.total)
+        return Writing(min(done, len(self._scan.ranges) - 1), [_told(file) for file in self._files])
+
+    # --- a cut passes -----------------------------------------------------------------------------------------------
+
+    def _passed(self, ranges: Ranges, seqs: object, mark: CutMark, inside: Mapping[int, int] | None) -> None:
+        if mark.number > self._cut:
+            self._end(f"cut {mark.number} has passed")
+        if (mark.writer, mark.incarnation) != (self._serving.me.name, self._serving.me.incarnation):
+            return
+        if mark.number > self._cut:
+            self._cut, self._written, self._files, self._waiting, self._exhausted = mark.number, None, [], 0, False
+            self._allowance = Allowance(self._aside_bytes, self._full, self._burst)
+            self._scan, self._steps = Scan(self._executor.store, mark, self._allowance), None
+            self._asked_s = self._loop.time()
+            self._loop.call_later(SILENT_S, self._watch, self._scan)
+        if self._scan is not None and self._scan.mark == mark:
+            if self._steps is not None:
+                self._end("ranges have passed the cut after writing had begun")
+            else:
+                self._scan.add(ranges)
+
+    def _watch(self, scan: Scan) -> None:
+        if self._scan is scan:
+            left_s = self._asked_s + SILENT_S - self._loop.time()
+            if left_s > 0:
+                self._loop.call_later(left_s, self._watch, scan)
+            else:
+                self._end(f"nobody has asked for it for {SILENT_S:g} s")
+
+    # --- slices -----------------------------------------------------------------------------------------------------
+
+    def _slice(self, scan: Scan) -> None:
+        if self._scan is not scan or self._steps is None or self._exhausted:
+            return
+        nbytes = 0
+        for _ in range(PARTS_AT_ONCE):
+            before = scan.nbytes
+            try:
+                finished = next(self._steps)
+            except StopIteration:
+                self._exhausted = True
+                self._finish()
+                return
+            except Lost as error:
+                self._end(str(error))
+                return
+            if finished is not None:
+                self._put(scan, finished)
+            nbytes += scan.nbytes - before
+            if nbytes >= SLICE_BYTES or self._waiting >= FILES_AT_ONCE:
+                break
+        self._let_go_on()
+        if self._waiting < FILES_AT_ONCE:
+            self._loop.call_later(nbytes / BUSY_BYTES_PER_S if self._busy() else 0.0, self._slice, scan)
+
+    def _put(self, scan: Scan, finished: Finished) -> None:
+        table = self._executor.store.tables[finished.table]
+        me = self._serving.me
+        name = f"{me.name}-{me.incarnation}.{finished.number:03d}.safetensors"
+        path = f"{folder_of_table(table.spec, finished.table)}/{name}"
+
+        def done(result: FileEntry | Exception) -> None:
+            if self._scan is not scan:
+                return
+            if isinstance(result, Exception):
+                self._end(str(result))
+                return
+            self._waiting -= 1
+            self._files.append(result)
+            self.written_bytes += result.bytes
+            if self._waiting == FILES_AT_ONCE - 1:
+                self._slice(scan)
+            self._finish()
+
+        self._waiting += 1
+        self._filing.put(scan.mark.url, folder_of(scan.mark.number), path, finished.table, finished.file, done)
+
+    def _finish(self) -> None:
+        if self._exhausted and not self._waiting:
+            self._end()
+
+    def _end(self, failed: str = "") -> None:
+        scan, self._scan, self._steps = self._scan, None, None
+        if scan is None:
+            return
+        scan.stop()
+        if failed:
+            log.warning("gave up a checkpoint", cut=self._cut, reason=failed)
+        else:
+            log.info(
+                "wrote a checkpoint", cut=self._cut, files=len(self._files), bytes=sum(f.bytes for f in self._files)
+            )
+        self._written = Writing(0 if failed else len(scan.ranges), [_told(file) for file in self._files], failed)
+        self._let_go_on()
+
+    def close(self) -> None:
+        """Gives up what is being written."""
+        self._end("the server ends")
+        self._filing.close()
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def _burst(self) -> None:
+        self._end(f"rows kept aside take more than {2 * self._aside_bytes:,} bytes")
+
+    def _full(self) -> None:
+        """Nothing may be done here but to ask for it: a push is being applied."""
+        if self._full_s is None:
+            self._full_s = self._loop.time()
+            self._loop.call_soon(self._hold_back)
+
+    def _hold_back(self) -> None:
+        """Pushes wait, where this is the head: who is not can hold nobody back."""
+        if self._scan is None:
+            self._let_go_on()
+            return
+        gone = np.setdiff1d(np.array(self._scan.ranges, np.int64), self._serving.headed)
+        if len(gone):
+            self._end(f"rows kept aside take {self._aside_bytes:,} bytes, and range {gone[0]} is headed elsewhere")
+        elif self._full_s is not None:
+            self._executor.limit_log(0)
+
+    def _let_go_on(self) -> None:
+        if self._full_s is not None and self._allowance.used_bytes < GO_ON * self._aside_bytes:
+            self._waited_s = self.waited_s
+            self._full_s = None
+            self._loop.call_soon(self._executor.limit_log, self._log_bytes)
+
+
+def _told(file: FileEntry) -> WrittenFile:
+    return WrittenFile(file.path, file.bytes, file.header, file.rows, file.blake2b, file.table, file.ranges)

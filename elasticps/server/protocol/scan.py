@@ -1,0 +1,126 @@
+"""What one server writes of a checkpoint: goes through its tables and ranges, a part at a time. No I/O.
+
+Rows come from the store as they were when the cut passed, whatever changes between two parts (`elasticps.store.kept`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.checkpoint.rows import NO_KEYS, RowFile
+from elasticps.server.protocol.operations import CutMark
+from elasticps.store import Store, Table
+from elasticps.store.kept import Allowance, Kept
+from replication.chain import Ranges
+
+FILE_BYTES = 16 << 20
+
+
+class Lost(Exception):
+    """Rows of the cut cannot be had here any more; says why."""
+
+
+class Finished(NamedTuple):
+    """A file that is full, or a table's last one. number: counts the table's files."""
+
+    table: int
+    number: int
+    file: RowFile
+
+
+class _Deleted(NamedTuple):
+    """Of a table at the cut: ranges that are written whole, and keys that were deleted after `since` in others."""
+
+    whole: set[int]
+    keys: Mapping[int, NDArray[np.int64]]
+
+
+class Scan:
+    """ranges: those that have passed the cut, and are written here; scanned, total: rows, about; nbytes: of what was
+    found."""
+
+    def __init__(self, store: Store, mark: CutMark, allowance: Allowance) -> None:
+        self.mark = mark
+        self.ranges: list[int] = []
+        self.scanned = 0
+        self.total = self.nbytes = 0
+        self._store = store
+        self._allowance = allowance
+        self._deleted: dict[int, _Deleted] = {}
+
+    def add(self, ranges: Ranges) -> None:
+        """These pass the cut now: from here on their rows are kept aside before they change."""
+        self.ranges = sorted({*self.ranges, *ranges.tolist()})
+        for number, table in self._store.live.items():
+            if table.kept is None:
+                table.keep(self._allowance)
+                self._begin(number, table, np.array(self.ranges, np.int64))
+            else:
+                self._begin(number, table, ranges)
+
+    def _begin(self, number: int, table: Table, ranges: Ranges) -> None:
+        since, notes = self.mark.since, table.deletions
+        whole = ranges if since == 0 else ranges[notes.floor[ranges] > since]
+        parts = {r: notes.between(r, since, self.mark.number) for r in notes.ranges() & {*ranges.tolist()} if since}
+        known = self._deleted.setdefault(number, _Deleted(set(), {}))
+        self._deleted[number] = _Deleted(known.whole | {*whole.tolist()}, {**known.keys, **parts})
+        assert table.kept is not None
+        table.kept.begin(ranges, since)
+        table.kept.begin(whole, 0)
+
+    def run(self) -> Iterator[Finished | None]:
+        """Goes on by a part at a time, when all ranges have passed the cut. A table that is dropped is left out. Raises
+        Lost."""
+        tables = [(number, table) for number, table in self._store.live.items() if table.kept is not None]
+        self.total = sum(table.count_range(r) for _, table in tables for r in self.ranges)
+        for number, table in tables:
+            files, file = 0, None
+            for r in self.ranges:
+                deleted = self._deleted[number]
+                full, keys = r in deleted.whole, deleted.keys.get(r, NO_KEYS)
+                for part in self._parts(table, r, 0 if full else self.mark.since):
+                    file = file or RowFile(table.spec)
+                    before = file.nbytes
+                    file.add(r, *part, keys, full=full)
+                    self.nbytes += file.nbytes - before
+                    keys = NO_KEYS
+                    if file.nbytes >= FILE_BYTES:
+                        yield Finished(number, files, file)
+                        files, file = files + 1, None
+                    else:
+                        yield None
+            if file is not None and not table.dropped:
+                yield Finished(number, files, file)
+            table.keep(None)
+
+    def _parts(
+        self, table: Table, r: int, since: int
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]]]:
+        listed: list[NDArray[np.int64]] = []
+        part = 0
+        while part == 0 or part < len(listed):
+            kept = self._kept(table, r)
+            if kept is None:
+                return
+            if part == 0:
+                listed = kept.keys_by_part(r)
+            self.scanned += len(listed[part])
+            yield kept.take(r, part, listed[part], since, self.mark.number)
+            part += 1
+
+    def _kept(self, table: Table, r: int) -> Kept | None:
+        """None if the table was dropped."""
+        if table.dropped:
+            return None
+        if table.kept is None or not table.kept.keeps(r):
+            raise Lost(f"range {r} is not held any more as cut {self.mark.number} found it")
+        return table.kept
+
+    def stop(self) -> None:
+        """Keeps nothing aside any more."""
+        for table in self._store.tables.values():
+            table.keep(None)
