@@ -17,13 +17,19 @@ if TYPE_CHECKING:
 
 
 class CutClient:
-    """The server whose admin service is at `address`. Each call raises ClusterUnreachable when that does not answer
-    within `timeout_s`, ServerError if it refuses."""
+    """The server whose admin service is at `address`, on one connection until it is closed: workers wait meanwhile.
+    Each call raises ClusterUnreachable when that does not answer within `timeout_s`, ServerError if it refuses."""
 
     def __init__(self, address: str, timeout_s: float, credentials: Credentials | None = None) -> None:
         self._address = address
         self._timeout_s = timeout_s
         self._credentials = credentials
+        self._channel: grpc.aio.Channel | None = None
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        if self._channel is not None:
+            await self._channel.close(None)
 
     async def hold(self, cut: int, hold_s: float) -> bool:
         """Has all its workers hold; False if that is over, or a newer cut is being taken."""
@@ -47,12 +53,13 @@ class CutClient:
         return read_state(await self._ask("CutState", admin_pb2.CutStateRequest(cut=cut)))
 
     async def _ask(self, method: str, request: Any) -> Any:
-        async with open_channel(self._address, self._credentials) as channel:
-            try:
-                stub = admin_pb2_grpc.AdminStub(channel)
-                return await getattr(stub, method)(request, timeout=self._timeout_s)
-            except grpc.aio.AioRpcError as error:
-                raise failure(self._address, self._timeout_s, error) from error
+        if self._channel is None:
+            self._channel = open_channel(self._address, self._credentials)
+        try:
+            stub = admin_pb2_grpc.AdminStub(self._channel)
+            return await getattr(stub, method)(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise failure(self._address, self._timeout_s, error) from error
 
 
 def write_state(state: CutState) -> admin_pb2.CutStateResponse:

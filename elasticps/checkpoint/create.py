@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Sequence, Set
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from coordinator.adoption import TABLES
@@ -55,14 +56,27 @@ async def _of_url(url: str, place: str, full: bool, hold_s: float, timeout_s: fl
     except ValueError as error:
         raise ConfigError(str(error)) from None
     try:
-        return await checkpoint(store, place, by_grpc(credentials), full=full, hold_s=hold_s, tell=tell)
+        async with by_grpc(credentials) as connect:
+            return await checkpoint(store, place, connect, full=full, hold_s=hold_s, tell=tell)
     finally:
         await store.close()
 
 
-def by_grpc(credentials: Credentials | None) -> Connect:
+@asynccontextmanager
+async def by_grpc(credentials: Credentials | None) -> AsyncIterator[Connect]:
     """How servers are asked."""
-    return lambda server: CutClient(server.admin, _ANSWER_S, credentials)
+    clients: dict[str, CutClient] = {}
+
+    def connect(server: ServerInfo) -> CutClient:
+        if server.admin not in clients:
+            clients[server.admin] = CutClient(server.admin, _ANSWER_S, credentials)
+        return clients[server.admin]
+
+    try:
+        yield connect
+    finally:
+        for client in clients.values():
+            await client.close()
 
 
 async def checkpoint(

@@ -234,7 +234,8 @@ async def _make_checkpoints(store: Store, credentials: Credentials | None, url: 
     from elasticps.checkpoint.duty import Duty
 
     async def take(full: bool) -> Manifest:
-        return await checkpoint(store, url, by_grpc(credentials), full=full)
+        async with by_grpc(credentials) as connect:
+            return await checkpoint(store, url, connect, full=full)
 
     await Duty(store, take if url else None, every_s).run()
 

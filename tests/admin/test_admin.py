@@ -122,6 +122,7 @@ def test_a_cut_is_taken_from_afar() -> None:
                 await there.take(3, 1, "x" * 5000)
             await there.release(2)
             assert await there.state(2) == subject.cuts.state(2)
+            await there.close()
             assert subject.cuts.happened == [
                 ("hold", 2, 1.5), ("hold", 1, 1.5), ("take", 2, 1, "file:///x"), ("take", 3, 1, "file:///x"),
                 ("release", 2),

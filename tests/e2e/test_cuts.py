@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 import elasticps as eps
 from coordinator.connect import open_store
+from coordinator.store import Store
 from coordinator.view import View
 from elasticps import background
 from elasticps.checkpoint.create import by_grpc
@@ -23,6 +24,13 @@ from tests.e2e.oracle import Ledger, Sums, Trainers, check_sums
 CUTS = 8
 KILL_AT = 3
 APP = "cuts"
+
+
+async def cut_now(kind: type[Driver], store: Store, **more: Any) -> tuple[Cut, Driver]:
+    """A cut, and what took it."""
+    async with by_grpc(None) as connect:
+        driver = kind(store, connect, **more)
+        return await driver.take("", attempts=20), driver
 
 
 class Looking(Driver):
@@ -60,11 +68,11 @@ def test_every_cut_has_each_worker_s_steps_up_to_one_and_none_later() -> None:
             trainers.progress()
             before = [0, 0]
             for number in range(CUTS):
-                driver = Looking(store, by_grpc(None), ps=ps, sums=Sums([1, 2]))
-                cutting = beside.submit(background.run, driver.take("", attempts=20))
+                cutting = beside.submit(background.run, cut_now(Looking, store, ps=ps, sums=Sums([1, 2])))
                 if number == KILL_AT:
                     cluster.kill("s1")
-                cut = cutting.result(60)
+                cut, driver = cutting.result(60)
+                assert isinstance(driver, Looking)
                 found = ledgers(trainers, cut)
                 check_sums(driver.found, found)
                 assert not cut.verdict.left_out
@@ -91,7 +99,7 @@ def test_a_worker_in_rounds_that_does_nothing_is_no_reason_to_wait(cluster: eps.
             ps.push({table: (np.arange(4), ones)})
         store = background.run(open_store(cluster.url, timeout_s=20.0))
         try:
-            cut = background.run(Driver(store, by_grpc(None)).take(""))
+            cut, _ = background.run(cut_now(Driver, store))
         finally:
             background.run(store.close())
         assert [cut.verdict.clocks[ps.worker.id] for ps in (a, b)] == [1, 1]
