@@ -191,6 +191,34 @@ def failover(
 
 
 @app.command()
+def checkpoint(
+    rows: Annotated[int, typer.Option(min=1000, help="Rows of 64 floats, with Adagrad.")] = 1_000_000,
+    servers: Servers = 3,
+    seconds: Seconds = 5.0,
+    as_json: Json = False,
+) -> None:
+    """What a checkpoint costs a worker that pulls and pushes all the time, and how fast it is written."""
+    from elasticps.bench import checkpoint as bench
+
+    found = bench.run(rows=rows, servers=servers, seconds=seconds, progress=_progress)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    table = Table(title=f"a checkpoint of {found['bytes'] / 1e9:.2f} GB, {servers} servers")
+    for name in ("", "measured"):
+        table.add_column(name, justify="right" if name else "left")
+    table.add_row("pushes held by a cut, p50 and p99", f"{found['held_ms_p50']:.1f} and {found['held_ms_p99']:.1f} ms")
+    table.add_row("throughput while it is written, of before", f"{found['throughput_while_writing']:.2f}")
+    table.add_row("p99 of an operation, of before", f"{found['p99_while_writing']:.2f}")
+    table.add_row("memory of all servers, of before", f"{found['memory_while_writing']:.2f}")
+    table.add_row("written", f"{found['bytes_per_s'] / 1e6:,.0f} MB/s")
+    table.add_row("of what one plain process writes", f"{found['of_plain_process']:.2f}")
+    table.add_row("an increment of 1 %: bytes, of all", f"{found['increment_bytes']:.3f}")
+    table.add_row("time, of all", f"{found['increment_time']:.2f}")
+    _out().print(table)
+
+
+@app.command()
 def elastic(
     rows: Annotated[int, typer.Option(min=1, help="Rows of 64 floats, with Adagrad.")] = 1_000_000,
     batch: Annotated[int, typer.Option(min=1, help="Rows in each pull and each push.")] = 256,

@@ -1,0 +1,171 @@
+"""What a checkpoint costs those who train, and how fast it is written."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.connect import open_store
+from elasticps import background
+from elasticps.bench.memory import rss_bytes
+from elasticps.bench.sparse import fill
+from elasticps.checkpoint.create import by_grpc, checkpoint_cluster
+from elasticps.checkpoint.driver import Driver
+from elasticps.checkpoint.filing import write
+from elasticps.checkpoint.rows import RowFile
+from elasticps.checkpoint.storage import Storage
+from elasticps.client import Client, SparseTable, connect
+from elasticps.local import LocalCluster
+from elasticps.server.protocol.scan import FILE_BYTES
+from elasticps.spec import Adagrad, TableSpec
+from elasticps.store.layout import RowLayout
+
+BATCH = 256
+CUTS = 20
+
+
+def run(
+    *, rows: int = 1_000_000, dim: int = 64, servers: int = 3, seconds: float = 5.0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Rows of `dim` float32 with Adagrad at two replicas, while a worker pulls and pushes batches of 256: before, and
+    while a full checkpoint is written to a temporary folder; then one of 1 % changed rows. Beside that, one plain
+    process writes as much to the same folder. The cut alone is taken 20 times."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LocalCluster(servers=servers, replicas=2) as cluster,
+        connect(cluster.url, worker="bench", timeout=120.0) as ps,
+    ):
+        table = ps.table("bench", dim=dim, optimizer=Adagrad(lr=0.01))
+        progress(f"filling {rows:,} rows of {dim} floats")
+        keys = fill(ps, table, rows)
+        pids = [server.pid for server in cluster.servers]
+        place = Path(folder).as_uri()
+        progress("training")
+        with _training(ps, table, keys) as work:
+            before = work.during(lambda: time.sleep(seconds))
+            progress("taking cuts")
+            held = _held_s(cluster.url, place)
+            progress("writing a full checkpoint")
+            memory = [_rss(pids)]
+            with _sampling(pids, memory):
+                while_writing = work.during(lambda: checkpoint_cluster(cluster.url, place, full=True))
+        checkpoint_cluster(cluster.url, place)  # what was changed meanwhile
+        progress("writing an increment")
+        changed = keys[: max(1, len(keys) // 100)]
+        ps.push({table: (changed, np.ones((len(changed), dim), np.float32))}).result()
+        began = time.perf_counter()
+        increment = checkpoint_cluster(cluster.url, place)
+        increment_s = time.perf_counter() - began
+        began = time.perf_counter()
+        full = checkpoint_cluster(cluster.url, place, full=True)
+        full_s = time.perf_counter() - began
+        progress("writing as much from one process")
+        plain_s = _plain_s(table.spec, full.nbytes, Storage(place))
+    return {
+        "rows": rows, "dim": dim, "servers": servers, "bytes": full.nbytes,
+        "held_ms_p50": 1e3 * float(np.percentile(held, 50)), "held_ms_p99": 1e3 * float(np.percentile(held, 99)),
+        "throughput_while_writing": while_writing["per_s"] / before["per_s"],
+        "p99_while_writing": while_writing["p99_us"] / before["p99_us"],
+        "memory_while_writing": max(memory) / memory[0],
+        "full_s": full_s, "bytes_per_s": full.nbytes / full_s, "of_plain_process": plain_s / full_s,
+        "increment_bytes": increment.nbytes / full.nbytes, "increment_time": increment_s / full_s,
+        "before": before, "while_writing": while_writing,
+    }  # fmt: skip
+
+
+class _Work:
+    """How long each operation of a thread took that pulls and pushes all the time."""
+
+    def __init__(self) -> None:
+        self.took_s: list[float] = []
+
+    def during(self, call: Callable[[], object]) -> dict[str, float]:
+        """How it went while something was done."""
+        first, began = len(self.took_s), time.perf_counter()
+        call()
+        took = time.perf_counter() - began
+        some = np.array(self.took_s[first:])
+        return {
+            "seconds": took, "per_s": len(some) / took, "p50_us": 1e6 * float(np.percentile(some, 50)),
+            "p99_us": 1e6 * float(np.percentile(some, 99)), "max_ms": 1e3 * float(some.max()),
+        }  # fmt: skip
+
+
+@contextmanager
+def _training(ps: Client, table: SparseTable, keys: NDArray[np.int64]) -> Iterator[_Work]:
+    work, stop = _Work(), threading.Event()
+    grads = np.ones((BATCH, table.dim), np.float32)
+
+    def train() -> None:
+        random = np.random.default_rng(0)
+        while not stop.is_set():
+            some = random.choice(keys, BATCH)
+            began = time.perf_counter()
+            table.pull(some)
+            ps.push({table: (some, grads)}).result()
+            work.took_s.append(time.perf_counter() - began)
+
+    thread = threading.Thread(target=train, name="bench")
+    thread.start()
+    try:
+        yield work
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _held_s(url: str, place: str) -> list[float]:
+    """For how long workers are held, of some cuts."""
+
+    async def take() -> list[float]:
+        store = await open_store(url)
+        try:
+            driver = Driver(store, by_grpc(None))
+            return [(await driver.take(place)).held_s for _ in range(CUTS)]
+        finally:
+            await store.close()
+
+    return background.run(take())
+
+
+def _rss(pids: list[int]) -> int:
+    return sum(map(rss_bytes, pids))
+
+
+@contextmanager
+def _sampling(pids: list[int], into: list[int]) -> Iterator[None]:
+    stop = threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(0.05):
+            into.append(_rss(pids))
+
+    thread = threading.Thread(target=sample, name="memory")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _plain_s(spec: TableSpec, nbytes: int, storage: Storage) -> float:
+    """Seconds in which one process that does nothing else writes such files, of rows that it has as a block."""
+    stride = RowLayout.of(spec).stride
+    n = FILE_BYTES // (stride + 12)
+    rows, keys, stamps = np.ones((n, stride), np.uint8), np.arange(n), np.zeros(n, np.int32)
+    began = time.perf_counter()
+    for number in range(-(-nbytes // FILE_BYTES)):
+        file = RowFile(spec)
+        file.add(0, keys, rows, stamps, full=True)
+        write(storage, "plain", f"{number:03d}.safetensors", 1, file)
+    return time.perf_counter() - began
