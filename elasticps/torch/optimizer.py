@@ -236,7 +236,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _send_dense(self, dense: Dense) -> None:
         gradient = dense.parameter.grad
-        if gradient is None:
+        if gradient is None or not dense.parameter.requires_grad:  # frozen since: an old gradient is left
             return
         if gradient.layout != torch.strided:
             raise InputError(f"the gradient of {dense.name!r} is sparse: use elasticps.torch.Embedding or sparse=False")
@@ -431,7 +431,8 @@ class Optimizer(torch.optim.Optimizer):
         rows, each row once. Returns their norm as it was. ConfigError with `overlap`, as gradients have left then."""
         if self._overlap:
             raise ConfigError("gradients leave before they can be clipped: build the Optimizer with overlap=False")
-        gradients = [dense.parameter.grad for dense in self._dense if dense.parameter.grad is not None]
+        trained = (dense.parameter for dense in self._dense if dense.parameter.requires_grad)
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         for sparse in self._sparse:
             if (taken := sparse.take_all()) is not None:
                 sparse.modules[0].keep(taken)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from elasticps.errors import ConfigError, SpecError
 from elasticps.optimizers import Schedule
 from elasticps.spec import Optimizer as ServerOptimizer
-from elasticps.torch.embedding import Gradient, Rows
+from elasticps.torch.embedding import Gradient, Rows, refuse_torchs
 
 if TYPE_CHECKING:
     from elasticps.client import Client, DenseTensor, SparseTable
@@ -105,6 +105,7 @@ def dense_of(
         if parameter.numel() == 0:
             continue
         spec = optimizer(name, parameter) if callable(optimizer) else optimizer
+        refuse_torchs(spec)
         if spec is None:
             raise ConfigError(f"parameter {name!r} is dense: the Optimizer needs optimizer=, e.g. Adam(lr=1e-3)")
         tensor = ps.tensor(f"{prefix}.{name.replace('_orig_mod.', '')}", init=values_of(parameter), optimizer=spec)

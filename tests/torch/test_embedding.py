@@ -337,6 +337,8 @@ def test_what_torch_has_and_servers_have_not_is_refused_in_a_line(ps: Any) -> No
             Embedding(ps, "users", 2, optimizer=optimizer)
         with pytest.raises(ConfigError, match=instead):
             Optimizer(ps, nn.Linear(1, 1), optimizer)
+        with pytest.raises(ConfigError, match=instead):
+            Optimizer(ps, nn.Linear(1, 1), lambda name, parameter: optimizer)  # noqa: B023  # called at once
     assert ps.targets == {}
 
 

@@ -168,6 +168,21 @@ def test_tied_frozen_and_unused_parameters(ps: Any) -> None:
     assert model.scalar.shape == ()
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_parameter_frozen_later_is_not_trained_by_an_old_gradient(ps: Any, overlap: bool) -> None:
+    model = perceptron()
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=0.1), overlap=overlap)
+    loss_of(model, *batch()).backward()
+    optimizer.step()
+    model[0].requires_grad_(False)
+    weight: Any = model[0].weight
+    before = weight.detach().clone()
+    loss_of(model, *batch()).backward()
+    optimizer.step()
+    assert torch.equal(weight, before)
+    agree(ps, model)
+
+
 def test_a_parameter_unfrozen_later_is_trained(ps: Any) -> None:
     model = nn.Linear(3, 1)
     model.weight.requires_grad_(False)
