@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.adoption import TABLES
 from coordinator.connect import open_store
-from coordinator.membership import LAST_WORKER, VIEW
+from coordinator.membership import LAST_WORKER, RESTORING, VIEW
 from coordinator.store import Store
 from coordinator.view import ServerInfo, View
 from elasticps import background
@@ -85,6 +85,8 @@ async def checkpoint(
 ) -> Manifest:  # fmt: skip
     """A checkpoint, at `url`, of the cluster whose store this is: what changed since the newest one there, if that is
     this cluster's and no chain becomes too long; else, or if asked for, all there is. CheckpointError."""
+    if await store.get(RESTORING) is not None:
+        raise CheckpointError(f"cluster {store.cluster!r} is being restored: a part of it is no checkpoint")
     storage = Storage(url)
     attempts = ATTEMPTS
     while True:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from elasticps.client import Client, DenseTensor, SparseTable
 from elasticps.errors import ConfigError, Error, UnknownTable
 from elasticps.exchange.export import CHUNK_BYTES, MANIFEST, VERSION, Tell
+from elasticps.exchange.writers import SHARDING
 from elasticps.spec import TableSpec
 
 Slice = Callable[[int, int], NDArray[Any]]
@@ -104,16 +105,40 @@ def _cut(weight: Slice, keys: Slice | None, rows: int, dim: int) -> Parts:
 def _columns(source: Path, kind: str, table: str, spec: TableSpec) -> dict[str, Slice]:
     """The columns of one table of an export."""
     if kind == "safetensors":
-        found: dict[str, Slice] = {}
+        found: dict[str, list[tuple[int, Slice]]] = {}
         for path in source.glob("*.safetensors"):
+            firsts = _first_rows(path)
             for name, slice_ in _safetensors(path).items():
                 base, _, column = name.rpartition(".")
                 if base == f"embedding_bags.{table}" and spec.shape is None:
-                    found[column] = slice_
+                    found.setdefault(column, []).append((firsts.get(name, 0), slice_))
                 elif name == table:
-                    found[table] = slice_
-        return found
+                    found.setdefault(table, []).append((firsts.get(name, 0), slice_))
+        return {column: _joined(sorted(parts, key=lambda part: part[0])) for column, parts in found.items()}
     return _arrays(source / f"{table}.{kind}")
+
+
+def _joined(parts: list[tuple[int, Slice]]) -> Slice:
+    """A column whose parts begin at these rows."""
+
+    def cut(a: int, b: int) -> NDArray[Any]:
+        ends = [first for first, _ in parts[1:]] + [1 << 62]
+        found = [
+            part(max(a - first, 0), min(b, end) - first)
+            for (first, part), end in zip(parts, ends, strict=True)
+            if a < end and b > first
+        ]
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    return parts[0][1] if len(parts) == 1 else cut
+
+
+def _first_rows(path: Path) -> dict[str, int]:
+    """At which row of a tensor a file begins that has a part of it, by tensor."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    said = json.loads(header.get("__metadata__", {}).get(SHARDING, "{}"))
+    return {name: int(one["saved_offsets"][0]) for name, one in said.items() if one["saved_offsets"]}
 
 
 def _safetensors(path: Path) -> dict[str, Slice]:

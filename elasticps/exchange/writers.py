@@ -9,6 +9,7 @@ import json
 import shutil
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 Columns = Mapping[str, NDArray[Any]]
 FORMATS = ("safetensors", "npz", "parquet")
 DTYPES = {"float32": "F32", "float16": "F16", "int64": "I64"}
+PART_BYTES = 512 << 20  # of a safetensors file, and at most one chunk more
+SHARDING = "DCP_SHARDING_INFO"
 _HEADER_BYTES = 4096  # room for the header of a file of one tensor, whose name has at most some 200 letters
 
 
@@ -38,7 +41,9 @@ class Writer(Protocol):
 
 class SafetensorsWriter:
     """A file for each column: `<table>.<column>.safetensors`, with one tensor called `<prefix>.<column>`; without a
-    prefix `<table>.safetensors` with the only column.
+    prefix `<table>.safetensors` with the only column. Behind PART_BYTES the next rows go into a file with `-00001`
+    behind the column's name, and so on; each says at which row it begins, as `torch.distributed.checkpoint` does
+    (`HuggingFaceStorageReader` puts them together).
 
     The header, at the front, has the shape: it is written last, into room that was left, and padded with blanks.
     """
@@ -46,27 +51,54 @@ class SafetensorsWriter:
     def __init__(self, directory: Path, table: str, prefix: str) -> None:
         self._path = directory / table
         self._prefix = prefix
-        self._files: dict[str, IO[bytes]] = {}
-        self._shapes: dict[str, tuple[str, list[int]]] = {}
+        self._parts: dict[str, _Part] = {}
 
     def write(self, columns: Columns) -> None:
         for name, array in columns.items():
-            if name not in self._files:
-                path = f"{self._path}.{name}.safetensors" if self._prefix else f"{self._path}.safetensors"
-                self._files[name] = file = open(path, "wb")  # noqa: SIM115  # until close
-                file.write(b" " * _HEADER_BYTES)
-                self._shapes[name] = DTYPES[array.dtype.name], [0, *array.shape[1:]]
-            self._shapes[name][1][0] += len(array)
-            self._files[name].write(np.ascontiguousarray(array).data)
+            part = self._parts.get(name)
+            if part is None or part.file.tell() >= PART_BYTES:
+                if part is not None:
+                    self._finish(name, part, several=True)
+                self._parts[name] = part = self._begin(name, array, part)
+            part.rows += len(array)
+            part.file.write(np.ascontiguousarray(array).data)
 
     def close(self) -> None:
-        for name, file in self._files.items():
-            with file:
-                dtype, shape = self._shapes[name]
-                said = {"dtype": dtype, "shape": shape, "data_offsets": [0, file.tell() - _HEADER_BYTES]}
-                header = json.dumps({f"{self._prefix}.{name}" if self._prefix else name: said}).encode()
-                file.seek(0)
-                file.write((_HEADER_BYTES - 8).to_bytes(8, "little") + header.ljust(_HEADER_BYTES - 8))
+        for name, part in self._parts.items():
+            self._finish(name, part, several=part.number > 0)
+
+    def _begin(self, name: str, array: NDArray[Any], before: _Part | None) -> _Part:
+        number = 0 if before is None else before.number + 1
+        stem = f"{self._path}.{name}" if self._prefix else str(self._path)
+        path = f"{stem}-{number:05d}.safetensors" if number else f"{stem}.safetensors"
+        file = open(path, "wb")  # noqa: SIM115  # until it is finished
+        file.write(b" " * _HEADER_BYTES)
+        first = 0 if before is None else before.first + before.rows
+        return _Part(file, number, first, DTYPES[array.dtype.name], list(array.shape[1:]))
+
+    def _finish(self, name: str, part: _Part, *, several: bool) -> None:
+        tensor = f"{self._prefix}.{name}" if self._prefix else name
+        shape = [part.rows, *part.shape]
+        with part.file as file:
+            said = {"dtype": part.dtype, "shape": shape, "data_offsets": [0, file.tell() - _HEADER_BYTES]}
+            header: dict[str, Any] = {tensor: said}
+            if several:
+                offsets = {tensor: {"saved_offsets": [part.first, *(0 for _ in part.shape)]}}
+                header["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(offsets)}
+            file.seek(0)
+            file.write((_HEADER_BYTES - 8).to_bytes(8, "little") + json.dumps(header).encode().ljust(_HEADER_BYTES - 8))
+
+
+@dataclass
+class _Part:
+    """A file that is being written: number of a column's, from row `first` on."""
+
+    file: IO[bytes]
+    number: int
+    first: int
+    dtype: str
+    shape: list[int]
+    rows: int = 0
 
 
 class NpzWriter:

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint import load as torch_load
 from typer.testing import CliRunner
 
 from elasticps import spec
@@ -16,6 +19,7 @@ from elasticps.checkpoint.storage import Storage
 from elasticps.cli.app import app
 from elasticps.errors import CheckpointError, ConfigError, UnknownTable
 from elasticps.exchange import checkpoint as exporting
+from elasticps.exchange import load
 from elasticps.exchange.checkpoint import export_checkpoint
 from elasticps.spec import TableSpec
 from elasticps.store.table import initial_rows
@@ -72,6 +76,24 @@ def test_all_of_an_application_goes_out(place: str, tmp_path: Path, monkeypatch:
     assert not list((tmp_path / "out").glob("tmp*"))
     said = json.loads((tmp_path / "out" / "elasticps.json").read_text())
     assert said["tables"]["half"]["keys"] is False
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_large_columns_are_parts_that_torch_puts_together(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elasticps.exchange.writers.PART_BYTES", 100)
+    monkeypatch.setattr(exporting, "CHUNK_BYTES", 200)
+    export_checkpoint(place, tmp_path / "out", tables=["half"], rows={"half": 40})
+    assert len(list((tmp_path / "out").glob("half.weight*.safetensors"))) > 2
+    wanted = initial_rows(HALF.init, np.arange(40), 4, "bfloat16")
+    wanted[[0, 3]] = np.outer([0, 3], np.arange(4))
+    state = {"embedding_bags.half.weight": torch.zeros(40, 4)}
+    torch_load(state, storage_reader=HuggingFaceStorageReader(str(tmp_path / "out")))
+    assert state["embedding_bags.half.weight"].numpy().tobytes() == wanted.tobytes()
+    column = load._columns(tmp_path / "out", "safetensors", "half", HALF)["weight"]
+    for a, b in ((0, 40), (0, 1), (7, 29), (39, 40), (11, 12)):
+        assert column(a, b).tobytes() == wanted[a:b].tobytes()
 
 
 @pytest.mark.parametrize("kind", ["npz", "parquet"])

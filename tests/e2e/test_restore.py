@@ -17,6 +17,7 @@ from coordinator.connect import open_store
 from coordinator.membership import RESTORING
 from elasticps import background
 from elasticps.audit import audit
+from elasticps.checkpoint.create import checkpoint_cluster
 from elasticps.checkpoint.manifest import WorkerEntry
 from elasticps.checkpoint.restore import restore_cluster
 from elasticps.checkpoint.storage import Storage
@@ -97,6 +98,8 @@ def test_a_cluster_comes_back_whatever_happens_meanwhile(
     assert put(cluster.url, RESTORING, b'{"cut": 7, "url": "s3://b", "done": 0.25, "error": "no bucket"}') is None
     with pytest.raises(ClusterUnreachable, match=r"restored from checkpoint 7 of s3://b: 25% is there .*: no bucket"):
         eps.connect(cluster.url, worker="w0", timeout=0.5)
+    with pytest.raises(CheckpointError, match="is being restored"):
+        checkpoint_cluster(cluster.url, str(tmp_path / "none"))
     put(cluster.url, RESTORING, None)
     assert cluster_rows(cluster.url) == 0
 
