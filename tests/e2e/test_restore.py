@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from coordinator.membership import RESTORING
 from elasticps import background
 from elasticps.audit import audit
 from elasticps.checkpoint.create import checkpoint_cluster
-from elasticps.checkpoint.manifest import WorkerEntry
+from elasticps.checkpoint.manifest import Manifest, WorkerEntry
 from elasticps.checkpoint.restore import restore_cluster
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError
@@ -179,45 +180,55 @@ def pushed(worker: int, step: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng((worker, step)).normal(size=(50, 5)).astype(np.float32)
 
 
-def train(url: str, first: int, last: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], list[int]]:
-    """Rounds of two workers; rows and slots behind the last one, and the workers' ids."""
+def train(
+    url: str, last: int, at: Callable[[int], None] = lambda step: None
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Rounds of two workers up to the last one; rows and slots behind it."""
     keys = np.arange(50)
     with ExitStack() as workers:
         clients = [
             workers.enter_context(eps.connect(url, worker=f"w{i}", consistency=eps.BSP(), timeout=40)) for i in range(2)
         ]
         tables = [ps.table("rows", dim=5, optimizer=eps.Adam(lr=0.1)) for ps in clients]
-        assert [ps.resume().clock for ps in clients] == [first - 1] * 2
+        first = clients[0].resume().clock + 1
+        assert clients[1].resume().clock + 1 == first
         with ThreadPoolExecutor(2) as pool:
 
             def run(i: int) -> None:
                 for step in range(first, last + 1):
                     clients[i].push({tables[i]: (keys, pushed(i, step))})
+                    if i == 0:
+                        at(step)
                 clients[i].flush()
 
             list(pool.map(run, range(2)))
         slots = np.concatenate(list(tables[0].slots(keys).values()), axis=1)
-        return tables[0].pull(keys), slots, [ps.worker.id for ps in clients]
+        return tables[0].pull(keys), slots
 
 
 def test_rounds_that_were_stopped_and_restored_give_what_others_give(local_cluster: NewCluster, tmp_path: Path) -> None:
+    place = str(tmp_path)
     first = local_cluster(name="first", servers=2, replicas=2, ranges=4)
-    rows_then, slots_then, ids = train(first.url, 1, 5)
-    data = {key: rows_then[key].tobytes() + slots_then[key].tobytes() + bytes(4) for key in range(50)}
-    workers = {f"w{i}": WorkerEntry(id_, "default", 5) for i, id_ in enumerate(ids)}
-    group = {"app": "default", "decided": 5, "workers": ids, "last": [[id_, 5] for id_ in ids]}
-    write(
-        Storage(tmp_path.as_uri()), 1, {"default/rows": (2, ROWS)}, {"default/rows": Change(data)}, ranges=4,
-        workers=workers, closed={"default": 5}, groups=[group],
-    )  # fmt: skip
+    with ThreadPoolExecutor(1) as beside:
+        made: list[Future[Manifest]] = []
+
+        def at(step: int) -> None:  # while they train on, one after the other
+            if step in (3, 6):
+                made.append(beside.submit(checkpoint_cluster, first.url, place))
+
+        train(first.url, STEPS, at)
+        cuts = [future.result(60) for future in made]
+    assert [manifest.since for manifest in cuts] == [0, cuts[0].cut]
     for server in first.servers:
         os.kill(server.pid, signal.SIGKILL)
     then = local_cluster(name="then", servers=3, replicas=2, ranges=16)
-    restore_cluster(then.url, tmp_path.as_uri())
-    rows_now, slots_now, _ = train(then.url, 6, STEPS)
+    report = restore_cluster(then.url, place)
+    assert len({*report.workers.values()}) == 1
+    assert [*cuts[1].closed.values()] == [*report.workers.values()][:1]
+    rows_now, slots_now = train(then.url, STEPS + 2)
     rows, slots = np.empty((50, 5), np.float32), np.empty((50, 10), np.float32)
     alone = Table(ROWS, 1, 2)
-    for step in range(1, STEPS + 1):
+    for step in range(1, STEPS + 3):
         mean = (pushed(0, step) + pushed(1, step)) / np.float32(2)
         alone.apply(np.arange(50), mean, ROWS.optimizer.step_values(step))
     alone.gather(np.arange(50), rows)
