@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint import load as torch_load
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from typer.testing import CliRunner
 
 from elasticps import spec
