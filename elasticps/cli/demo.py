@@ -24,6 +24,12 @@ def demo(
     elastic: Annotated[
         bool, typer.Option(help="Then add two servers, drain them again, kill a worker and start it again.")
     ] = True,
+    lose: Annotated[
+        bool,
+        typer.Option(
+            help="At last take a checkpoint, kill every process (kill -9), and go on from it with a server less."
+        ),
+    ] = True,
 ) -> None:
     """Train a recommender on real ratings through servers that die, come and go, then in one process, and compare.
 
@@ -43,5 +49,6 @@ def demo(
             seed=seed,
             kill=kill,
             elastic=elastic,
+            lose=lose,
         )
     )

@@ -7,8 +7,8 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +18,7 @@ from elasticps import background
 from elasticps.admin import fetch_status
 from elasticps.audit import audit
 from elasticps.demo import data
+from elasticps.demo.loss import Checkpoints, kill_everything
 from elasticps.demo.processes import Children, Event
 from elasticps.demo.report import AGREE, AuditAnswer, Evaluation, Kill, Moment, Report, Run, longest_pause
 from elasticps.demo.screen import Screen
@@ -43,13 +44,15 @@ def run(
     seed: int = 1,
     kill: bool = True,
     elastic: bool = True,
+    lose: bool = True,
     console: Console | None = None,
 ) -> int:
     """Trains through the servers and without them, and writes the report to `out`. Returns the exit code:
 
     0 both AUCs agree and all replicas are equal, 1 if not or something failed, 2 unusable arguments or no ratings,
     130 interrupted. With `kill`, and a second replica, the server that heads most ranges is killed on the way.
-    With `elastic`, two servers are added later and drained again, and a worker is killed and goes on.
+    With `elastic`, two servers are added later and drained again, and a worker is killed and goes on. With `lose`, a
+    checkpoint is taken; later every process is killed, and the cluster comes back from it with one server less.
     """
     console = console or Console()
     try:
@@ -58,7 +61,7 @@ def run(
         ratings = data.load(data.find())
         out.mkdir(parents=True, exist_ok=True)
         with _sigterm_interrupts():
-            report = _Demo(console, ratings, servers, replicas, workers, epochs, out, seed, kill, elastic).run()
+            report = _Demo(console, ratings, servers, replicas, workers, epochs, out, seed, kill, elastic, lose).run()
     except ConfigError as error:
         console.print(f"[red]error:[/] {error}", highlight=False)
         return 2
@@ -103,15 +106,16 @@ def _sigterm_interrupts() -> Iterator[None]:
 class _Demo:
     def __init__(
         self, console: Console, ratings: data.Ratings, servers: int, replicas: int, workers: int, epochs: int,
-        out: Path, seed: int, kill: bool, elastic: bool,
+        out: Path, seed: int, kill: bool, elastic: bool, lose: bool,
     ) -> None:  # fmt: skip
         self._console = console
         self._training, self._test = data.split(ratings, seed)
         self._servers, self._replicas, self._epochs, self._out, self._seed = servers, replicas, epochs, out, seed
         self._kill = Kill() if kill and min(servers, replicas) > 1 else None
         self._elastic = elastic
+        self._checkpoints = Checkpoints(out / "checkpoints") if lose else None
         self._due: deque[tuple[float, str]] = deque()  # what is still to be done at which share of the samples
-        self._scaling: threading.Thread | None = None
+        self._change: threading.Thread | None = None  # of the number of servers, or a checkpoint
         self._quiet_from = 0.0  # time of day
         self._news: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()  # text and kind, from other threads
         self._ranges: list[tuple[float, dict[str, int]]] = []  # time of day
@@ -159,26 +163,31 @@ class _Demo:
         with self._console.status("starting etcd, a coordinator and the servers (the first start compiles)") as status:
             cluster = LocalCluster(name="demo", servers=self._servers, replicas=self._replicas, progress=status.update)
             cluster.start()
+        self._cluster = cluster
         try:
             names = ", ".join(server.name for server in cluster.servers)
             self._note(f"{self._servers} servers ready")
             self._console.print(f"servers {names} found through [bold]{cluster.url}[/]", highlight=False)
-            with Following(cluster.operator_url) as following, Children(self._out) as children:
-                following.on_view(lambda view: self._ranges.append((time.time(), held(view))))
-                return self._train_and_evaluate(cluster, children)
+            with ExitStack() as self._following, Children(self._out) as children:
+                self._follow()
+                return self._train_and_evaluate(children)
         finally:
-            cluster.stop()
+            self._cluster.stop()
 
-    def _train_and_evaluate(self, cluster: LocalCluster, children: Children) -> tuple[float, Run]:
-        common = {"url": cluster.url, "epochs": self._epochs, "seed": self._seed}
+    def _follow(self) -> None:
+        following = self._following.enter_context(Following(self._cluster.operator_url))
+        following.on_view(lambda view: self._ranges.append((time.time(), held(view))))
+
+    def _train_and_evaluate(self, children: Children) -> tuple[float, Run]:
+        common = {"epochs": self._epochs, "seed": self._seed}
         with self._console.status("starting the workers"):
             jobs = {
                 name: {**common, "role": "train", "name": name, "worker": i, "workers": len(self._workers)}
                 for i, name in enumerate(self._workers)
             }
+            jobs["evaluator"] = {**common, "role": "evaluate", "name": "evaluator"}
             for name, job in jobs.items():
-                children.start(name, job)
-            children.start("evaluator", {**common, "role": "evaluate", "name": "evaluator"})
+                self._start(children, name, job)
             self._wait_ready(children, {*self._workers, "evaluator"})
         began = time.time()
         self._note("training begins", at=began)
@@ -187,7 +196,8 @@ class _Demo:
         samples = dict.fromkeys(self._workers, 0)
         total = sum(self._samples(i, len(self._workers)) for i in range(len(self._workers)))
         self._due.extend([(0.2, "kill")] if self._kill is not None else [])
-        self._due.extend([(0.3, "grow"), (0.5, "worker"), (0.6, "shrink")] if self._elastic else [])
+        self._due.extend([(0.3, "grow"), (0.45, "worker"), (0.5, "shrink")] if self._elastic else [])
+        self._due.extend([(0.7, "save"), (0.75, "lose")] if self._checkpoints is not None else [])
         asked_last = 0
         asked: list[tuple[int, float]] = []  # evaluations under way: epoch, and when its last worker finished it
         with Screen(self._console) as screen:
@@ -195,7 +205,7 @@ class _Demo:
                 screen.add(name, self._samples(i, len(self._workers)))
                 children.say(name, "go")
             while len(result.evaluations) < self._epochs:
-                self._watch(cluster, screen)
+                self._watch(screen)
                 event = children.next_event(timeout_s=0.5)
                 if event is None:
                     continue
@@ -203,7 +213,10 @@ class _Demo:
                     self._progress(screen, result, event, began)
                     samples[event.source] = event.values["samples"]
                     if self._is_due(sum(samples.values()) / total):
-                        self._act(self._due.popleft()[1], cluster, children, jobs, screen, began)
+                        self._act(self._due.popleft()[1], children, jobs, screen, result, began)
+                elif event.kind == "ready" and event.source == "evaluator":  # it is back, too
+                    for _ in asked:
+                        children.say("evaluator", "evaluate")
                 elif event.kind == "ready":  # a worker is back
                     self._tell(
                         f"{event.source} goes on at its step {event.values['steps'] + 1:,}", "membership", screen
@@ -223,14 +236,13 @@ class _Demo:
         result.seconds = result.evaluations[-1].t
         result.samples = sum(samples.values())
         self._note("training ends", at=began + result.seconds)
-        if self._scaling is not None:
+        if self._change is not None:
             with self._console.status("waiting until no range moves any more"):
-                self._scaling.join()
+                self._change.join()
                 self._hear(None)
-        if self._kill is not None and self._kill.server:
-            self._recovery(self._kill, cluster, result, began)
+        self._recovery(result, began)
         with self._console.status("comparing the replicas"):
-            self._audit = AuditAnswer.of(audit(cluster.operator_url, AUDIT_TIMEOUT_S))
+            self._audit = AuditAnswer.of(audit(self._cluster.operator_url, AUDIT_TIMEOUT_S))
         return began, result
 
     # -- what happens on the way
@@ -244,33 +256,72 @@ class _Demo:
 
     def _free(self) -> bool:
         """Whether no change of the number of servers is under way, nor was a moment ago."""
-        return time.time() >= self._quiet_from and (self._scaling is None or not self._scaling.is_alive())
+        return time.time() >= self._quiet_from and (self._change is None or not self._change.is_alive())
 
     def _act(
-        self, what: str, cluster: LocalCluster, children: Children, jobs: Mapping[str, dict[str, object]],
-        screen: Screen, began: float,
+        self, what: str, children: Children, jobs: Mapping[str, dict[str, object]], screen: Screen, result: Run,
+        began: float,
     ) -> None:  # fmt: skip
         if what == "kill" and self._kill is not None:
-            self._kill_one(self._kill, cluster, screen, began)
+            self._kill_one(self._kill, screen, began)
         elif what == "worker":
             name = self._workers[-1]
             self._tell(f"kill -9 of worker {name}", "membership", screen)
             children.kill(name)
-            children.start(name, jobs[name], again=True)
+            self._start(children, name, jobs[name], again=True)
+        elif what == "save":
+            self._begin(self._save)
+        elif what == "lose":
+            self._recovery(result, began)  # the story of the cluster's log, which goes
+            self._lose(children, jobs, screen, result, began)
         else:
             wanted = self._servers + (MORE if what == "grow" else 0)
             self._tell(f"scale to {wanted} servers", "change", screen)
-            self._scaling = threading.Thread(target=self._scale, args=(cluster, wanted), name="scaling", daemon=True)
-            self._scaling.start()
+            self._begin(lambda: self._scale(wanted))
 
-    def _scale(self, cluster: LocalCluster, wanted: int) -> None:
-        try:
-            outcome = cluster.scale(wanted, timeout_s=SCALE_TIMEOUT_S)
-        except (Error, CoordinationError) as error:
-            self._news.put((f"scaling failed: {error}", "change"))
-        else:
-            self._news.put((f"{len(outcome.servers)} servers, nothing moves", "change"))
-        self._quiet_from = time.time() + QUIET_S
+    def _begin(self, change: Callable[[], str]) -> None:
+        """Does it beside training, and tells how it went."""
+
+        def run() -> None:
+            try:
+                self._news.put((change(), "change"))
+            except (Error, CoordinationError) as error:
+                self._news.put((f"failed: {error}", "change"))
+            self._quiet_from = time.time() + QUIET_S
+
+        self._change = threading.Thread(target=run, name="change", daemon=True)
+        self._change.start()
+
+    def _scale(self, wanted: int) -> str:
+        outcome = self._cluster.scale(wanted, timeout_s=SCALE_TIMEOUT_S)
+        return f"{len(outcome.servers)} servers, nothing moves"
+
+    def _save(self) -> str:
+        assert self._checkpoints is not None
+        return self._checkpoints.take(self._cluster)
+
+    def _lose(
+        self, children: Children, jobs: Mapping[str, dict[str, object]], screen: Screen, result: Run, began: float
+    ) -> None:
+        """Everything dies, workers too; they go on from the checkpoint, and train again what came after it."""
+        assert self._checkpoints is not None
+        left = time.time()
+        self._tell("kill -9 of everything", "membership", screen)
+        self._following.close()  # or it tells what it misses
+        for name in jobs:
+            children.kill(name)
+        kill_everything(self._cluster)
+        self._ranges.append((time.time(), {}))
+        servers = max(1, self._servers - 1)
+        self._cluster, text = self._checkpoints.bring_back(servers, self._replicas, lambda text: None)
+        self._follow()
+        self._tell(text, "change", screen)
+        for name, job in jobs.items():
+            self._start(children, name, job, again=True)
+        result.away.append((left - began, time.time() - began))
+
+    def _start(self, children: Children, name: str, job: dict[str, object], *, again: bool = False) -> None:
+        children.start(name, {"url": self._cluster.url, **job}, again=again)
 
     def _tell(self, text: str, kind: str, screen: Screen | None) -> None:
         self._note(text, kind=kind)
@@ -281,7 +332,8 @@ class _Demo:
         while not self._news.empty():
             self._tell(*self._news.get(), screen)
 
-    def _kill_one(self, kill: Kill, cluster: LocalCluster, screen: Screen, began: float) -> None:
+    def _kill_one(self, kill: Kill, screen: Screen, began: float) -> None:
+        cluster = self._cluster
         heads = {
             server.name: background.run(fetch_status(server.admin, 5.0))["ranges_headed"] for server in cluster.servers
         }
@@ -294,10 +346,12 @@ class _Demo:
         self._note(text, at=began + kill.t, kind="membership")
         screen.say(f"[red]{text}[/]")
 
-    @staticmethod
-    def _recovery(kill: Kill, cluster: LocalCluster, result: Run, began: float) -> None:
+    def _recovery(self, result: Run, began: float) -> None:
         """Batches that ended before the view without the server stood may owe nothing to it: the first later counts."""
-        found = failover(cluster.log("c0"), kill.member)
+        kill = self._kill
+        if kill is None or not kill.server or kill.recovered_ms:
+            return
+        found = failover(self._cluster.log("c0"), kill.member)
         if found is None:
             return
         written = found.written - began
@@ -316,9 +370,9 @@ class _Demo:
             if event.kind == "ready":
                 names.remove(event.source)
 
-    def _watch(self, cluster: LocalCluster, screen: Screen) -> None:
+    def _watch(self, screen: Screen) -> None:
         self._hear(screen)
-        for text in cluster.ended():
+        for text in self._cluster.ended():
             if "as it was asked to" not in text:
                 self._note(text, kind="membership")
             screen.say(f"[yellow]{text}[/]")

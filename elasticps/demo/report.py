@@ -52,6 +52,7 @@ class Run:
     loss: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # process -> (t, mean training loss)
     evaluations: list[Evaluation] = field(default_factory=list)
     ends: dict[str, list[float]] = field(default_factory=dict)  # process -> when each of its batches ended
+    away: list[tuple[float, float]] = field(default_factory=list)  # from when to when there was no cluster at all
 
     @property
     def auc(self) -> float:
@@ -60,7 +61,12 @@ class Run:
 
     @property
     def samples_per_s(self) -> float:
-        return self.samples / self.seconds
+        return self.samples / (self.seconds - self.away_s)
+
+    @property
+    def away_s(self) -> float:
+        """For how long there was no cluster at all."""
+        return sum(until - since for since, until in self.away)
 
 
 @dataclass
@@ -177,6 +183,8 @@ class Report:
         table.add_row("test loss", f"{a.evaluations[-1].loss:.4f}", f"{b.evaluations[-1].loss:.4f}", "")
         table.add_row("samples/s", f"{a.samples_per_s:,.0f}", f"{b.samples_per_s:,.0f}", "")
         table.add_row("training time", f"{a.seconds:.1f} s", f"{b.seconds:.1f} s", "")
+        if a.away:
+            table.add_row("of it, without a cluster", f"{a.away_s:.1f} s", "", "")
         return table
 
     def story(self) -> list[str]:

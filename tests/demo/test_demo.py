@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 def test_both_trainings_agree(tmp_path: Path) -> None:
     console = Console(width=120)
     with console.capture() as captured:
-        code = run(servers=2, workers=2, epochs=1, out=tmp_path, elastic=False, console=console)
+        code = run(servers=2, workers=2, epochs=1, out=tmp_path, elastic=False, lose=False, console=console)
     assert code == 0, captured.get()
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["agrees"] is True
@@ -51,6 +52,12 @@ def test_servers_come_and_go_and_a_worker_goes_on_where_it_was(tmp_path: Path) -
     events = [m["event"] for m in report["timeline"] if m["kind"] != "phase"]
     assert any(event.startswith("w1 goes on at its step") for event in events)
     assert {"scale to 5 servers", "5 servers, nothing moves", "3 servers, nothing moves"} <= set(events)
+    assert any(re.fullmatch(r"checkpoint \d+: [\d,]+ rows", event) for event in events)
+    back_at = events.index("kill -9 of everything") + 1
+    assert re.fullmatch(r"2 servers go on from checkpoint \d+", events[back_at])
+    assert sorted(event.partition(" at its")[0] for event in events[back_at + 1 :]) == ["w0 goes on", "w1 goes on"]
+    ((left, back),) = report["elasticps"]["away"]
+    assert 0 < left < back < report["elasticps"]["seconds"]
     assert {len(held) for _, held in report["ranges"]} >= {2, 3, 5}
     assert sum(report["ranges"][-1][1].values()) == 512
     assert report["elasticps"]["samples"] == 10 * 80_000

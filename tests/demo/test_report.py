@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +46,17 @@ def test_the_aucs_agree_within_a_hundredth(servers: float, reference: float, agr
     report = a_report(servers, reference)
     assert report.agrees is agrees
     assert report.difference == pytest.approx(servers - reference)
+
+
+def test_time_without_a_cluster_is_told_and_does_not_count_as_training() -> None:
+    report = a_report(0.78, 0.78)
+    report.servers.away.append((4.0, 9.0))
+    assert report.servers.samples_per_s == 200
+    assert report.as_dict()["elasticps"]["away"] == [[4.0, 9.0]]
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(report.table())
+    assert re.search(r"of it, without a cluster\W+5.0 s", captured.get())
 
 
 def test_the_files_hold_what_was_found(tmp_path: Path) -> None:
