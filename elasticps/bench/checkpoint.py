@@ -129,8 +129,9 @@ def _held_s(url: str, place: str) -> list[float]:
     async def take() -> list[float]:
         store = await open_store(url)
         try:
-            driver = Driver(store, by_grpc(None))
-            return [(await driver.take(place)).held_s for _ in range(CUTS)]
+            async with by_grpc(None) as connect:
+                driver = Driver(store, connect)
+                return [(await driver.take(place)).held_s for _ in range(CUTS)]
         finally:
             await store.close()
 
