@@ -109,7 +109,7 @@ PLANTED: dict[Patch, tuple[str, str, int | None]] = {
     shell.gather_the_next_chunk_over_one_that_is_not_out_yet: ("kills", "free", 0),
     shell.use_memory_again_that_python_or_a_socket_refers_to: ("flaps", "free", 1),
     shell.receive_over_what_the_log_keeps: ("kills", "free", 0),
-    shell.take_pushes_of_epochs_whose_heads_have_changed: ("moves", "free", 5),
+    shell.take_pushes_of_epochs_whose_heads_have_changed: ("moves", "free", None),
     shell.acknowledge_young_entries_while_python_has_older_ones: ("moves", "free", 0),
     shell.drop_the_rest_of_a_partial_write: ("flaps", "free", 2),
     shell.answer_whoever_has_the_number_of_a_connection_now: ("flaps", "free", 18),
