@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elasticps.admin.subject import CutTaken
-from replication.progress import PART_BITS
+from replication.progress import MAX_CLOCK, PART_BITS
 
 _SHOWN = 5
 
@@ -49,7 +49,7 @@ def judge(taken: Sequence[CutTaken], present: Mapping[int, str], said: Mapping[i
             return Verdict(f"what ranges have of worker {worker} {state}")
         if not whole:
             left_out[worker] = {r: one.clocks.get(worker, 0) for one in taken for r in one.ranges}
-        elif worker in said and said[worker] != least >> PART_BITS:
+        elif said.get(worker, MAX_CLOCK) < least >> PART_BITS:  # less is there of one that has gone on above a base
             return Verdict(f"worker {worker} holds at step {said[worker]}, and ranges have {least >> PART_BITS}")
         else:
             clocks[worker] = least >> PART_BITS

@@ -65,8 +65,8 @@ class Inconsistent(GivenUp):
 
 @dataclass(frozen=True)
 class Cut:
-    """A consistent cut. states: of the servers that have logged it, and write it; roster: after it; held_s: for how
-    long workers were held."""
+    """A consistent cut. states: of the servers that have logged it, and write it; roster: after it; said: the clocks up
+    to which workers had written when they held; held_s: for how long they were held."""
 
     number: int
     since: int
@@ -75,6 +75,7 @@ class Cut:
     verdict: Verdict
     states: Mapping[Member, CutState]
     roster: Sequence[WorkerInfo]
+    said: Mapping[int, int]
     held_s: float
 
 
@@ -117,7 +118,7 @@ class Driver:
         verdict = judge(taken, {worker.id: worker.app for worker in roster}, said)
         if verdict.why:
             raise Inconsistent(f"cut {number} was not consistent: {verdict.why}")
-        return Cut(number, since, url, view, verdict, states, roster, held_s)
+        return Cut(number, since, url, view, verdict, states, roster, said, held_s)
 
     # --- the steps --------------------------------------------------------------------------------------------------
 
