@@ -70,8 +70,11 @@ class Restorer:
         if self._work is None or self._work.wanted != wanted:
             self.close()  # of another one, whose rows nobody waits for any more
             self._work = _Work(self._loop, self._executor, self._serving, self._memory, wanted)
-        self._work.asked_s = self._loop.time()
-        return Restored(tuple(sorted(self._work.done)), self._work.rows, (), self._work.failed)
+        work = self._work
+        work.asked_s = self._loop.time()
+        if work.over:  # told once: who asks again wants it tried again
+            self._work = None
+        return Restored(tuple(sorted(work.done)), work.rows, (), work.failed)
 
     async def end(self, serial: int, dropped: Iterable[int]) -> bool:
         """Ends it, so that nothing of it comes later, and forgets these tables; False: the view has changed, ask
@@ -111,6 +114,11 @@ class _Work:
         self._pool = ThreadPoolExecutor(READERS, "elasticps-restore")
         self._task = loop.create_task(self._run())
 
+    @property
+    def over(self) -> bool:
+        """It has failed, or nobody had asked for too long."""
+        return self._over.is_set()
+
     def stop(self) -> None:
         """Whatever is being read comes to nothing."""
         self._over.set()
@@ -142,6 +150,7 @@ class _Work:
             log.exception("cannot restore", url=self.wanted.url)
         finally:
             self._over.set()
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _open(self) -> Contents:
         storage = Storage(self.wanted.url)

@@ -1,0 +1,83 @@
+"""A server that cannot read a checkpoint says so once, and tries again when it is asked again."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+import numpy as np
+
+from elasticps import spec
+from elasticps.admin.subject import Restored, Wanted
+from elasticps.checkpoint.contents import Rows
+from elasticps.checkpoint.manifest import Manifest, WorkerEntry
+from elasticps.checkpoint.storage import Storage
+from elasticps.server.restoring import Restorer, cut_up, state_of
+from elasticps.spec import TableSpec
+from tests.checkpoint.writer import Change, ranges_of, row, write
+
+TABLE = TableSpec("t", 3, spec.Adagrad(0.1))
+
+
+class Nothing:
+    """A server that heads no range."""
+
+    headed = np.empty(0, np.int64)
+    replica = None
+
+    def note_change(self) -> None:
+        pass
+
+
+async def answered(restorer: Restorer, wanted: Wanted) -> Restored:
+    """What it says when it has tried."""
+    async with asyncio.timeout(20):
+        while True:
+            answer = restorer.go_on(5, wanted)
+            if answer.failed or restorer._work is None:
+                return answer
+            await asyncio.sleep(0.01)
+
+
+def test_what_failed_is_tried_again() -> None:
+    url = f"memory://{uuid.uuid4()}"
+
+    async def story() -> None:
+        nothing: Any = Nothing()
+        restorer = Restorer(asyncio.get_running_loop(), nothing, nothing, nothing)
+        wanted = Wanted(url, 1, ((7, 7),), True)
+        assert "has no checkpoint 1" in (await answered(restorer, wanted)).failed
+        write(Storage(url), 1, {"default/t": (7, TABLE)}, {"default/t": Change({1: row(TABLE, 1)})})
+        assert restorer.go_on(5, wanted).failed == ""
+        assert "somebody else" in restorer.go_on(4, wanted).failed
+        assert restorer.go_on(6, wanted).failed == ""
+        assert await restorer.end(6, ())
+        assert "it has ended" in restorer.go_on(6, wanted).failed
+
+    asyncio.run(story())
+
+
+def test_rows_are_cut_by_the_ranges_that_are_here() -> None:
+    keys = np.arange(1000)
+    rows = np.arange(24_000, dtype=np.uint32).astype(np.uint8).reshape(1000, 24)
+    here = np.array([True, False, True, False, False, False, True, False])
+    found = list(cut_up(Rows(0, keys, rows, np.zeros(1000, np.int32)), 7, here))
+    assert {r for r, _ in found} == {0, 2, 6}
+    where = ranges_of(7, keys.tolist(), 8)
+    assert sorted(key for _, piece in found for key in piece.keys.tolist()) == keys[here[where]].tolist()
+    for r, piece in found:
+        assert set(where[piece.keys]) == {r}
+        assert piece.rows.tobytes() == rows[piece.keys].tobytes()
+    assert list(cut_up(Rows(0, keys, rows, np.zeros(1000, np.int32)), 7, np.zeros(8, np.bool_))) == []
+
+
+def test_a_range_gets_the_clocks_of_the_one_that_it_was() -> None:
+    manifest = Manifest(
+        "c@1", 5, 0, 4, 0.0, {}, (), {"a": WorkerEntry(3, "default", 7)}, {2: 4}, {9: (0, 1 << 16, 0, 3 << 16)},
+        {"default": 7},
+    )  # fmt: skip
+    for ranges, r, lost in ((4, 1, 1), (4, 0, 0), (8, 2, 1), (8, 7, 3), (8, 1, 0)):
+        state = state_of(manifest, r, ranges)
+        clocks = dict(zip(state.workers, state.progress, strict=True))
+        assert clocks == {2: 4 << 16, 3: 7 << 16} | ({9: lost << 16} if lost else {})
