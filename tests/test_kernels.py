@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
+import numpy as np
 import pytest
 
 from elasticps.kernels import sources_of
+from elasticps.store import registry
 
 ROOT = Path(__file__).parent.parent
 RUN = """
@@ -93,3 +96,15 @@ def test_what_a_kernel_may_have_compiled_in_is_found_by_its_imports() -> None:
         "spec.py",
     } <= names
     assert not {name for name in names if name.startswith(("cli/", "local/", "demo/", "torch/"))}
+
+
+def test_a_kernel_that_another_has_had_compiled_for_other_arrays_is_compiled_for_its_own() -> None:
+    """As when the fast path of a server is compiled before any table is made."""
+
+    @numba.njit
+    def kernel(numbers):  # type: ignore[no-untyped-def]
+        return numbers.sum()
+
+    kernel(np.ones(2, np.float32))
+    registry._load(kernel, (numba.types.Array(numba.types.int64, 1, "C"),))
+    assert kernel(np.arange(3)) == 3

@@ -88,7 +88,7 @@ def _load(kernel: Any, signature: tuple[Any, ...]) -> None:
         return
     with global_compiler_lock:  # the first use may come from several threads at once
         if kernel not in _loaded:
-            if not kernel.signatures:
+            if signature not in kernel.signatures:  # other kernels may have had it compiled for other arrays
                 kernel.compile(signature)
             kernel.disable_compile()
             _loaded.add(kernel)
