@@ -110,7 +110,7 @@ def test_bounded_delay_is_never_broken(staleness: int) -> None:
 
         def progress() -> None:
             goal = len(history.pulls) + 60
-            wait_for(lambda: len(history.pulls) > goal, lambda: f"no progress: {len(history.pulls)} pulls", 40, raise_)
+            wait_for(lambda: len(history.pulls) > goal, lambda: f"no progress: {len(history.pulls)} pulls", 120, raise_)
 
         def raise_() -> None:
             for trainer in trainers:
