@@ -81,7 +81,7 @@ class Storage:
                 return
             part = f"{path}.{uuid.uuid4().hex}.part"  # on the disk before it has its name
             try:
-                obstore.put(store, part, data)
+                obstore.put(store, part, data, use_multipart=False)  # its parts are copied under the GIL, 7 ms each
                 self._sync(part)
                 (os.replace if overwrite else os.link)(self._folder / part, self._folder / path)
                 self._sync(path)
