@@ -38,6 +38,7 @@ LAST_WORKER = "last-worker/"
 INCARNATIONS = "incarnations/"
 NUMBERS = "numbers"
 WANTED_CHECKPOINTS = "checkpoints/wanted/"
+NEWEST_CHECKPOINT = "checkpoints/newest"  # its number, and when it was made; number 0: when they were first asked for
 """Below it, requests of workers, which the leader answers in their place."""
 
 FAREWELL_S = 1.0  # a lease that the store does not take back by then runs out by itself

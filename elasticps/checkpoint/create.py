@@ -6,12 +6,13 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence, Set
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from coordinator.adoption import TABLES
 from coordinator.connect import open_store
-from coordinator.membership import LAST_WORKER, RESTORING, VIEW
+from coordinator.errors import StoreUnavailable
+from coordinator.membership import LAST_WORKER, NEWEST_CHECKPOINT, RESTORING, VIEW
 from coordinator.store import Store
 from coordinator.view import ServerInfo, View
 from elasticps import background
@@ -108,6 +109,8 @@ async def _attempt(
     manifest = await _manifest(store, cut, files)
     if not await asyncio.to_thread(catalog.publish, storage, manifest):
         raise CheckpointError(f"{storage.url} has a checkpoint {cut.number} that somebody else has made meanwhile")
+    with suppress(StoreUnavailable):  # it is made all the same
+        await store.put(NEWEST_CHECKPOINT, newest(manifest.cut, manifest.time))
     await asyncio.to_thread(catalog.clean, storage, cut.number)
     return manifest
 
@@ -179,6 +182,11 @@ class _Writer:
 
 def _ranges(state: CutState) -> int:
     return sum(len(one.ranges) for one in state.taken)
+
+
+def newest(cut: int, time_s: float) -> bytes:
+    """What NEWEST_CHECKPOINT has of it."""
+    return json.dumps({"cut": cut, "time": time_s}).encode()
 
 
 async def _manifest(store: Store, cut: Cut, files: list[WrittenFile]) -> Manifest:

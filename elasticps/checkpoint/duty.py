@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from coordinator import fields
 from coordinator.errors import CoordinationError
-from coordinator.membership import WANTED_CHECKPOINTS
+from coordinator.membership import NEWEST_CHECKPOINT, WANTED_CHECKPOINTS
 from coordinator.store import Entry, Store
+from elasticps.checkpoint.create import newest
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.errors import CheckpointError, Error
 
@@ -41,6 +44,9 @@ class Duty:
         """As long as this coordinator leads; never ends by itself."""
         loop = asyncio.get_running_loop()
         due_s = loop.time() + self._every_s
+        with suppress(CoordinationError):  # or nobody would ever hear that not even the first one came about
+            if self._every_s:
+                await self._store.compare_and_set(NEWEST_CHECKPOINT, newest(0, time.time()), expect=0)
         while True:
             try:
                 wanted = await self._wanted()

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from coordinator import fields
 from coordinator.errors import StoreUnavailable
 from coordinator.leader import ELECTION
-from coordinator.membership import DRAINS, ROSTER, SERVERS, VIEW, drained_incarnation
+from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW, drained_incarnation
 from coordinator.office import first_of
 from coordinator.store import Change, Delete, Entry, Put, Reset, Store
 from coordinator.view import Roster, ServerInfo, View
@@ -43,6 +43,7 @@ class ClusterMetrics(Collector):
         self._view: View | None = None
         self._roster: Roster | None = None
         self._leader = ""
+        self._checkpoint: tuple[int, float] | None = None  # the newest: its number, and when it was made
         self._servers: dict[str, ServerInfo] = {}
         self._drains: dict[str, int] = {}
         self._counts = Counter[str]()
@@ -112,6 +113,9 @@ class ClusterMetrics(Collector):
                 self._roster = Roster.decode(entry.value)
             elif key == ELECTION:
                 self._leader = str(json.loads(entry.value)["name"])
+            elif key == NEWEST_CHECKPOINT:
+                said = json.loads(entry.value)
+                self._checkpoint = int(said["cut"]), float(said["time"])
             elif key.startswith(SERVERS):
                 self._servers[key.removeprefix(SERVERS)] = ServerInfo.from_json(entry.value)
             elif key.startswith(DRAINS):
@@ -157,6 +161,14 @@ class ClusterMetrics(Collector):
         yield _counter("elasticps_cluster_moves", "Replicas filled and made full members.", self._counts["moves"])
         workers = () if self._roster is None else self._roster.workers
         yield GaugeMetricFamily("elasticps_cluster_workers", "Workers in the roster.", value=len(workers))
+        if self._checkpoint is not None:
+            cut, made = self._checkpoint
+            yield GaugeMetricFamily("elasticps_cluster_checkpoint", "The newest one's number, 0: none yet.", value=cut)
+            yield GaugeMetricFamily(
+                "elasticps_cluster_checkpoint_time_seconds",
+                "When it was made, since 1970; if there is none yet, when they were first to be made.",
+                value=made,
+            )
         yield from self._of_servers()
         if self._view is not None:
             yield from _of_view(self._view)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.membership import WANTED_CHECKPOINTS
+from coordinator.membership import NEWEST_CHECKPOINT, WANTED_CHECKPOINTS
 from coordinator.memory import MemoryStore
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.admin.subject import CutState, CutTaken, Writing, WrittenFile
@@ -216,8 +216,21 @@ def test_the_leader_makes_one_so_often_and_answers_those_who_ask(scene: Scene, m
                 await asyncio.sleep(0.001)
             return found
 
+        async def newest() -> int:
+            entry = await scene.store.get(NEWEST_CHECKPOINT)
+            return -1 if entry is None else int(json.loads(entry.value)["cut"])
+
+        assert await newest() == -1
+        duty = asyncio.create_task(Duty(scene.store, take, 60.0).run())
+        for _ in range(10_000):  # from when on somebody waits for the first one
+            if await newest() >= 0:
+                break
+            await asyncio.sleep(0.001)
+        assert await newest() == 0
+        duty.cancel()
         duty = asyncio.create_task(Duty(scene.store, take, 0.01).run())
         await until(lambda: len(asked) >= 2)
+        assert await newest() == catalog.newest(scene.storage) > 0
         duty.cancel()
         duty = asyncio.create_task(Duty(scene.store, take, 0.0).run())
         await scene.store.put(WANTED_CHECKPOINTS + "1", b"no request")

@@ -12,9 +12,10 @@ import promql_parser
 import pytest
 import yaml
 
-from coordinator.membership import VIEW, ServerSession
+from coordinator.membership import NEWEST_CHECKPOINT, VIEW, ServerSession
 from coordinator.store import Entry, Store
 from coordinator.view import ServerInfo, View, WorkerInfo
+from elasticps.checkpoint.create import newest
 from elasticps.metrics.client import ClientMetrics
 from elasticps.metrics.cluster import STATES, ClusterMetrics
 from elasticps.metrics.server import ServerMetrics
@@ -50,6 +51,7 @@ async def families() -> list[Any]:
     session = cast(ServerSession, Session(view.servers[0]))
     server.build(session, "c", view.ranges, asyncio.get_running_loop())
     cluster._put(Entry(VIEW, view.encode(), 1, 1))
+    cluster._put(Entry(NEWEST_CHECKPOINT, newest(1, 1.0), 1, 1))
     return [family for c in (server, cluster, ClientMetrics(Client(view))) for family in c.collect()]
 
 
