@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import os
@@ -492,6 +493,7 @@ _all: WeakSet[Dispatcher] = WeakSet()
 
 
 def _disown_all() -> None:
+    gc.freeze()  # what the parent left to its collector is not finalised here: gRPC's objects do not bear it
     for dispatcher in list(_all):
         dispatcher.disown()
 
