@@ -15,7 +15,7 @@ def demo(
     servers: Annotated[int, typer.Option(min=1, help="How many servers.")] = 3,
     replicas: Annotated[int, typer.Option(min=1, help="Copies of each range of parameters.")] = 2,
     workers: Annotated[int, typer.Option(min=1, help="How many worker processes.")] = 2,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the ratings.")] = 10,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the ratings.")] = 14,
     out: Annotated[Path, typer.Option(help="Folder for report.json and report.png.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="Of initial values and of the order of ratings.")] = 1,
     kill: Annotated[

@@ -39,7 +39,7 @@ def run(
     servers: int = 3,
     replicas: int = 2,
     workers: int = 2,
-    epochs: int = 10,
+    epochs: int = 14,
     out: Path = Path("runs/demo"),
     seed: int = 1,
     kill: bool = True,
@@ -252,7 +252,8 @@ class _Demo:
         so that training does not end before its turn."""
         if not self._due or trained < self._due[0][0]:
             return False
-        return self._due[0][1] == "worker" or self._free()
+        what = self._due[0][1]
+        return what == "worker" or self._free() or (what == "lose" and not (self._change and self._change.is_alive()))
 
     def _free(self) -> bool:
         """Whether no change of the number of servers is under way, nor was a moment ago."""
@@ -305,6 +306,7 @@ class _Demo:
     ) -> None:
         """Everything dies, workers too; they go on from the checkpoint, and train again what came after it."""
         assert self._checkpoints is not None
+        self._hear(screen)
         left = time.time()
         self._tell("kill -9 of everything", "membership", screen)
         self._following.close()  # or it tells what it misses
