@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -14,9 +13,9 @@ from numpy.typing import NDArray
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.storage import Storage
-from elasticps.errors import ConfigError, UnknownTable
-from elasticps.exchange.export import CHUNK_BYTES, Tell, written_folder
-from elasticps.exchange.writers import Columns, writer
+from elasticps.errors import UnknownTable
+from elasticps.exchange.export import CHUNK_BYTES, Tell, write_tables
+from elasticps.exchange.writers import Columns
 from elasticps.spec import TableSpec
 from elasticps.store.layout import RowLayout
 
@@ -44,23 +43,11 @@ def export_checkpoint(
     if missing := sorted(set(tables) - there.keys()):
         raise UnknownTable(f"checkpoint {contents.manifest.cut} has no table {missing[0]!r} of application {app!r}")
     chosen, counts = {name: there[name] for name in (tables or there)}, dict(rows or {})
-    if strangers := counts.keys() - {name for name, (_, spec) in chosen.items() if spec.shape is None}:
-        raise ConfigError(f"rows of {sorted(strangers)[0]!r} are given, which is no table that is exported")
-    written: dict[str, int] = {}
-    said: dict[str, object] = {}
-    with written_folder(to, kind, dtype, said) as part:
-        for name, (id_, spec) in chosen.items():
-            out = writer(kind, part, name, f"embedding_bags.{name}" if spec.shape is None else "")
-            written[name] = 0
-            for columns in _columns(contents, id_, spec, counts.get(name), with_slots, dtype, part):
-                out.write(columns)
-                count = len(next(iter(columns.values())))
-                written[name] += count
-                tell(count)
-            out.close()
-            keys = spec.shape is None and name not in counts
-            said[name] = {"spec": json.loads(spec.to_json()), "rows": written[name], "keys": keys}
-    return written
+
+    def columns(name: str, part: Path) -> Iterator[Columns]:
+        return _columns(contents, *chosen[name], counts.get(name), with_slots, dtype, part)
+
+    return write_tables(to, {name: spec for name, (_, spec) in chosen.items()}, columns, kind, dtype, counts, tell)
 
 
 def _columns(

@@ -15,6 +15,7 @@ from elasticps.client import Client, DenseTensor, SparseTable
 from elasticps.client.tables import CHUNK
 from elasticps.errors import ConfigError
 from elasticps.exchange.writers import Columns, writer
+from elasticps.spec import TableSpec
 
 MANIFEST = "elasticps.json"
 VERSION = 1
@@ -43,33 +44,49 @@ def export(
     Training may go on meanwhile, but then rows are of different moments. Memory for one chunk is enough, and for one
     tensor. Raises UnknownTable, ConfigError for arguments and folders that cannot be, Timeout. There is all or nothing.
     """
-    known, counts = ps.tables(), dict(rows or {})
-    handles = {name: ps.open(name) for name in (tables or known)}
-    if strangers := counts.keys() - {name for name, handle in handles.items() if isinstance(handle, SparseTable)}:
+    counts = dict(rows or {})
+    handles = {name: ps.open(name) for name in (tables or ps.tables())}
+    specs = {name: handle.spec for name, handle in handles.items()}
+
+    def columns(name: str, part: Path) -> Iterator[Columns]:
+        return _columns(ps, handles[name], counts.get(name), with_slots, dtype)
+
+    return write_tables(to, specs, columns, kind, dtype, counts, tell)
+
+
+def write_tables(
+    to: Path,
+    specs: Mapping[str, TableSpec],
+    columns_of: Callable[[str, Path], Iterator[Columns]],
+    kind: str,
+    dtype: str,
+    counts: Mapping[str, int],
+    tell: Tell,
+) -> dict[str, int]:
+    """Writes a folder as `export` does, of tables whose columns come from anywhere: `columns_of` is told the table's
+    name, and where it may put files for a while."""
+    if strangers := counts.keys() - {name for name, spec in specs.items() if spec.shape is None}:
         raise ConfigError(f"rows of {sorted(strangers)[0]!r} are given, which is no table that is exported")
     written: dict[str, int] = {}
     said: dict[str, object] = {}
-    with written_folder(to, kind, dtype, said) as part:
-        for name, handle in handles.items():
-            prefix = f"embedding_bags.{name}" if isinstance(handle, SparseTable) else ""
-            out = writer(kind, part, name, prefix)
+    with _written_folder(to, kind, dtype, said) as part:
+        for name, spec in specs.items():
+            sparse = spec.shape is None
+            out = writer(kind, part, name, f"embedding_bags.{name}" if sparse else "")
             written[name] = 0
-            for columns in _columns(ps, handle, counts.get(name), with_slots, dtype):
+            for columns in columns_of(name, part):
                 out.write(columns)
                 count = len(next(iter(columns.values())))
                 written[name] += count
                 tell(count)
             out.close()
-            said[name] = {
-                "spec": json.loads(handle.spec.to_json()),
-                "rows": written[name],
-                "keys": isinstance(handle, SparseTable) and name not in counts,
-            }
+            keys = sparse and name not in counts
+            said[name] = {"spec": json.loads(spec.to_json()), "rows": written[name], "keys": keys}
     return written
 
 
 @contextmanager
-def written_folder(to: Path, kind: str, dtype: str, said: Mapping[str, object]) -> Iterator[Path]:
+def _written_folder(to: Path, kind: str, dtype: str, said: Mapping[str, object]) -> Iterator[Path]:
     """A folder to write into, which becomes `to` in the end, with what is said of each table; or nothing does."""
     if dtype not in ("float32", "float16"):
         raise ConfigError(f"dtype must be float32 or float16, got {dtype!r}")
