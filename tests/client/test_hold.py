@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,7 +15,9 @@ from elasticps.client.protocol.hold import Hold, Written
 from elasticps.wire.frames import Kind
 from elasticps.wire.headers import HeldHeader, HoldHeader, ReleaseHeader
 from replication.chain import Member
-from tests.client.test_failover import KEYS, ONES, Cluster
+from tests.client.test_failover import KEYS, ONES, Cluster, cluster
+
+__all__ = ["cluster"]
 
 A, B = Member("a", 1), Member("b", 1)
 WORKER = 3
@@ -116,17 +118,6 @@ def test_a_server_that_is_late_holds_nobody_who_was_released() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- the client
-
-
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    cluster = Cluster(monkeypatch)
-    yield cluster
-    for client in cluster.clients:
-        client.timeout = 0.1
-        client.close()
-    for server in cluster.servers:
-        server.kill()
 
 
 def eventually(condition: Callable[[], object]) -> None:
