@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from coordinator.connect import open_store
 from coordinator.membership import ROSTER, VIEW, list_drains
 from coordinator.store import Store
 from coordinator.view import Roster, ServerInfo, View
 from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import fetch_marked, take_mark
-from elasticps.errors import ClusterUnreachable, ConfigError
+from elasticps.coordination import opened
+from elasticps.errors import ClusterUnreachable
 from elasticps.security import credentials_of
 from replication.messages import ERASER
 
@@ -135,14 +135,8 @@ def audit(url: str, timeout_s: float = 30.0) -> AuditReport:
 
 async def _audit_url(url: str, timeout_s: float) -> AuditReport:
     credentials = credentials_of(url)
-    try:
-        store = await open_store(url, timeout_s=timeout_s)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    try:
+    async with opened(url, timeout_s) as store:
         return await audit_store(store, timeout_s, credentials)
-    finally:
-        await store.close()
 
 
 async def audit_store(store: Store, timeout_s: float, credentials: Credentials | None = None) -> AuditReport:

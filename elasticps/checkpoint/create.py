@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from coordinator.adoption import TABLES
-from coordinator.connect import open_store
 from coordinator.errors import StoreUnavailable
 from coordinator.membership import LAST_WORKER, NEWEST_CHECKPOINT, RESTORING, VIEW
 from coordinator.store import Store
@@ -22,7 +21,8 @@ from elasticps.checkpoint import catalog
 from elasticps.checkpoint.driver import HOLD_S, Cut, CutServer, Driver, GivenUp
 from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry
 from elasticps.checkpoint.storage import Storage
-from elasticps.errors import CheckpointError, ConfigError, Error
+from elasticps.coordination import opened
+from elasticps.errors import CheckpointError, Error
 from elasticps.security import credentials_of
 from elasticps.spec import TableSpec
 from replication.chain import Member
@@ -52,15 +52,8 @@ def checkpoint_cluster(
 
 async def _of_url(url: str, place: str, full: bool, hold_s: float, timeout_s: float, tell: Tell) -> Manifest:
     credentials = credentials_of(url)
-    try:
-        store = await open_store(url, timeout_s=timeout_s)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    try:
-        async with by_grpc(credentials) as connect:
-            return await checkpoint(store, place, connect, full=full, hold_s=hold_s, tell=tell)
-    finally:
-        await store.close()
+    async with opened(url, timeout_s) as store, by_grpc(credentials) as connect:
+        return await checkpoint(store, place, connect, full=full, hold_s=hold_s, tell=tell)
 
 
 @asynccontextmanager

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator import fields
 from coordinator.adoption import TABLES
-from coordinator.connect import open_store
 from coordinator.errors import CoordinationError, LeaseLost, StoreUnavailable
 from coordinator.membership import CONFIG, LAST_WORKER, RESTORING, VIEW, WORKERS, new_number
 from coordinator.store import Store
@@ -31,6 +30,7 @@ from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.storage import Storage
+from elasticps.coordination import opened
 from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError
 from elasticps.security import credentials_of
 
@@ -101,14 +101,8 @@ async def _restore_url(
     url: str, source: str, cut: int | None, tables: Collection[str], tell: Tell, timeout_s: float
 ) -> Report:
     credentials = credentials_of(url)
-    try:
-        store = await open_store(url, timeout_s=timeout_s)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    try:
+    async with opened(url, timeout_s) as store:
         return await restore(store, source, cut=cut, tables=tables, credentials=credentials, tell=tell)
-    finally:
-        await store.close()
 
 
 async def begin_with(store: Store, source: str) -> None:

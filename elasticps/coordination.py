@@ -1,0 +1,24 @@
+"""The coordination store, for whoever needs it for a while."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from coordinator.connect import open_store
+from coordinator.store import Store
+from elasticps.errors import ConfigError
+
+
+@asynccontextmanager
+async def opened(url: str, timeout_s: float) -> AsyncIterator[Store]:
+    """The store that `url` names, until the block ends; it may take `timeout_s` to answer. ConfigError for a URL that
+    cannot be, StoreUnavailable."""
+    try:
+        store = await open_store(url, timeout_s=timeout_s)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        yield store
+    finally:
+        await store.close()
