@@ -13,6 +13,7 @@ import numpy as np
 from greenlet import getcurrent
 
 from chaos.sim.checks.answers import Answers
+from chaos.sim.checks.lasting import Lasting
 from chaos.sim.checks.views import Views
 from chaos.sim.clock import Clock, Process
 from chaos.sim.loop import Loop
@@ -87,6 +88,7 @@ class Cluster:
         self.store = StoreProcess(self._loop(Process(self.clock, STORE_HOST, STORE_HOST)), self.network, NAME)
         self.config = self.store.run(create_cluster(self.store.data, replace(config, id="simulated")))
         self.views = Views(config.replicas, config.ranges, lambda m: self.life(m.name, m.incarnation) is not None, calm)
+        self.lasting = Lasting(config.ranges, lambda m: self.life(m.name, m.incarnation))
         self.answers = Answers()
         self.network.tap = self._sent
         self.store.written = self._written
@@ -120,6 +122,7 @@ class Cluster:
             view = View.decode(entry.value)
             try:
                 self.views.on_write(view, self.clock.now)
+                self.lasting.on_write(view)
             except Violation as violation:
                 self.broken(violation)
             self.on_view(view)
@@ -172,6 +175,7 @@ class Cluster:
         listener = self.network.listen(process, PORT)
         found = ServerProcess(process, loop, loop.create_future(), loop.create_future())
         self.servers[name] = found
+        process.turn = lambda: self._turn(found)
         loop.create_task(self._serve(found, listener, name))
 
     async def _serve(self, found: ServerProcess, listener: Listener, name: str) -> None:
@@ -192,6 +196,15 @@ class Cluster:
         if found.asked and not self.over:
             self._check_drained(name)
         found.process.kill()
+
+    def _turn(self, found: ServerProcess) -> float | None:
+        again = found.loop.turn()
+        if found.now is not None and not self.over:
+            try:
+                self.lasting.turned(found.now)
+            except Violation as violation:
+                self.broken(violation)
+        return again
 
     def _check_drained(self, name: str) -> None:
         view = self.view

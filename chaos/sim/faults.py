@@ -14,6 +14,8 @@ from chaos.sim.story import Fault
 from chaos.sim.threads import Threads
 from chaos.sim.violation import Violation
 from coordinator.view import View
+from replication.chain import Member, Ranges
+from replication.effects import CaughtUp
 
 T = TypeVar("T")
 RESTART_S = 0.4  # a supervisor starts what has died again after about so long
@@ -70,6 +72,8 @@ class Faults:
             "reset all": self._reset_all,
             "server joins": self._server_joins,
             "server drains": self._server_drains,
+            "level joiner cut off": self._level_joiner_cut_off,
+            "server cut off": self._server_cut_off,
         }
 
     def begin(self, fault: Fault) -> None:
@@ -176,6 +180,7 @@ class Faults:
             self._note(f"{name} stalls until it is suspected")
             process.stall()
             self.cluster.on_view = lambda view: suspected(view)
+            before = self.cluster.view
             over = False
 
             def thaw() -> None:
@@ -186,11 +191,13 @@ class Faults:
                     process.thaw()
 
             def suspected(view: View) -> None:
-                kept = np.flatnonzero((view.kept > 0) & (view.joining == view.index(name)))
-                if len(kept):
+                nonlocal before
+                lately, before = before, view
+                left = _left_alone(lately, view, name)
+                if len(left):
                     self.cluster.on_view = lambda view: None
-                    other = view.servers[_pick(view.heads[kept].tolist(), fault)].name
-                    alone = kept[view.heads[kept] == view.index(other)].tolist()
+                    other = view.servers[_pick(view.heads[left].tolist(), fault)].name
+                    alone = left[view.heads[left] == view.index(other)].tolist()
                     self.cluster.clock.after(self._random.uniform(0, AT_ONCE_S), die, other, set(alone))
                     self._later(fault.for_s, thaw)
 
@@ -208,6 +215,35 @@ class Faults:
             self._later(PATIENCE_S, thaw)
 
         self._server(fault, stall)
+
+    def _server_cut_off(self, fault: Fault) -> None:
+        """Nothing that a server says reaches other servers or leaders, but its workers still talk to it, until it is
+        suspected: it comes back with what nobody else has."""
+
+        def cut(name: str) -> None:
+            self._note(f"{name} is heard by workers only")
+            others = [n for n in (*self.cluster.servers, *self.cluster.leaders) if n != name]
+            for other in others:
+                self.cluster.network.lose(name, other)
+            over = False
+
+            def heal() -> None:
+                nonlocal over
+                if not over:
+                    over = True
+                    self._healed(name)
+                    for other in others:
+                        self.cluster.network.heal(name, other)
+
+            def suspected(view: View) -> None:
+                if (view.joining[view.kept > 0] == view.index(name)).any():
+                    self.cluster.on_view = lambda view: None
+                    self.cluster.clock.after(self._random.uniform(0, fault.for_s), heal)
+
+            self.cluster.on_view = suspected
+            self._later(PATIENCE_S, heal)
+
+        self._server(fault, cut)
 
     def _die(self, name: str, power: bool = False) -> None:
         """A server dies, and starts again."""
@@ -234,6 +270,33 @@ class Faults:
             name = _pick(staying, fault)
             self._note(f"{name} is asked to drain")
             self.cluster.drain(name)
+
+    def _level_joiner_cut_off(self, fault: Fault) -> None:
+        """The next joiner that is level is cut off from its tail at once; sometimes leaders are gone, too."""
+
+        def cut(tail: Member, level: CaughtUp) -> None:
+            self.cluster.lasting.on_level = lambda tail, level: None
+            if self.over:
+                return
+            way, back = (tail.name, level.joiner.name), (level.joiner.name, tail.name)
+            how = self._random.randrange(4)
+            if how < 2:
+                self._cut([[way], [way, back]][how], fault.for_s)
+            elif how == 2:
+                self._note(f"the connections of {tail.name} and {level.joiner.name} break")
+                sockets = self.cluster.network.sockets
+                for sock in [s for s in sockets if s.peer is not None and (s.process.host, s.peer.process.host) == way]:
+                    self.cluster.network.reset(sock)
+            else:
+                self._stall(self.cluster.servers[level.joiner.name].process, fault.for_s)
+            what = self._random.random()
+            for name, leader in self.cluster.leaders.items():
+                if what < 0.35:
+                    self._stall(leader, fault.for_s)
+                elif what < 0.6:
+                    self._kill_leader(name)
+
+        self.cluster.lasting.on_level = cut
 
     def _crowd(self, fault: Fault) -> None:
         """More connect to a server than it allows, and say nothing."""
@@ -374,7 +437,9 @@ class Faults:
             self.double(name)
 
     def _leader_dies(self, fault: Fault) -> None:
-        name = _pick(list(self.cluster.leaders), fault)
+        self._kill_leader(_pick(list(self.cluster.leaders), fault))
+
+    def _kill_leader(self, name: str) -> None:
         self._note(f"leader {name} dies")
         self.cluster.kill(self.cluster.leaders[name], power=False)
         self._later(RESTART_S * self._random.uniform(0.1, 3), lambda: self.cluster.start_leader(name))
@@ -387,6 +452,19 @@ class Faults:
             self._note(f"{process} stalls for {for_s:.3f} s")
             process.stall()
             self._later(for_s, process.thaw)
+
+
+def _left_alone(before: View | None, view: View, name: str) -> Ranges:
+    """The ranges that had a server as a replica, and have a single one of the others now."""
+    if before is None:
+        return np.empty(0, np.int64)
+    old, new = before.as_chains, view.as_chains
+    found = []
+    for r in range(view.ranges):
+        was, now = old.members_of(r), new.members_of(r)
+        if len(now) == 1 and now[0] in was and now[0].name != name and name in [member.name for member in was]:
+            found.append(r)
+    return np.array(found, np.int64)
 
 
 def s_alive(cluster: Cluster, name: str) -> bool:

@@ -27,7 +27,8 @@ SMALL: dict[str, int] = {
     "elasticps.client.push_batch.AT_ONCE_BYTES": 1 << 10,
     "chaos.sim.cluster.LOG_BUDGET_BYTES": 4 << 10,
 }
-TIGHT_BODY_BYTES = 2 << 10
+TIGHT_ROWS = 18  # of sums: so many just fit into a frame that names all ranges, and not into a FORWARD to half of them
+TIGHT_BODY_BYTES = 24 + 104 * TIGHT_ROWS + 8 + 4 * MOST_RANGES
 TIGHT: dict[str, int] = {
     "elasticps.server.connection.MAX_BODY_BYTES": TIGHT_BODY_BYTES,
     "elasticps.server.connection.MAX_LINK_BODY_BYTES": TIGHT_BODY_BYTES + 12 * MOST_RANGES + 64,

@@ -13,7 +13,7 @@ from chaos.sim.checks.rounds import Rounds
 from chaos.sim.checks.shards import Hand, Handed, key_of
 from chaos.sim.checks.sums import COLUMNS, KEYS, Asked, Column, Keys, Rows, Sums, check_same
 from chaos.sim.cluster import Cluster
-from chaos.sim.knobs import TIGHT_BODY_BYTES
+from chaos.sim.knobs import TIGHT_ROWS
 from chaos.sim.story import App
 from chaos.sim.threads import Threads
 from elasticps.client.client import Client
@@ -37,7 +37,6 @@ SLOW_START_S = (1.2, 2.0)
 SHARDS_BEFORE_A_PAUSE = 3
 PAUSE_S = 0.02
 STEPS_OF_OTHERS = 10  # some of them followed by a pull
-TIGHT_ROWS = TIGHT_BODY_BYTES // (8 + 4 * COLUMNS) - 1  # in a frame; the rest of it is for heads
 
 
 class Training(Protocol):
@@ -220,7 +219,7 @@ class Free(Worker):
     def pull(self, ps: Client, table: SparseTable, column: Column) -> None:
         keys, tail = self.some_keys(), self.random.random() < 0.7
         asked = self.sums.ask(column, keys, self.now, tail=tail)
-        self.check(asked, table.pull(keys, read="tail" if tail else "any"))
+        self.check(asked, table, table.pull(keys, read="tail" if tail else "any"))
         self.pulls += 1
 
     def pull_many(self, ps: Client, table: SparseTable, fixed: SparseTable, column: Column) -> None:
@@ -240,15 +239,17 @@ class Free(Worker):
         for keys, read in reads:
             rows = read.result()
             if rows.shape[1] == COLUMNS:
-                self.check(asked.pop(0), rows)
+                self.check(asked.pop(0), table, rows)
             else:
                 check_same(self.name, keys, rows, initial_rows(INIT, keys, FIXED_DIM))
             self.pulls += 1
 
-    def check(self, asked: Asked, rows: Rows) -> None:
+    def check(self, asked: Asked, table: SparseTable, rows: Rows) -> None:
         if asked.company:
             self.sums.check_bound(asked, self.cluster.counted)
         self.sums.check(asked, rows)
+        if asked.tail:
+            self.cluster.lasting.shown(table.id, asked.keys, rows)
 
     def fenced(self) -> None:
         if self.column is not None:
@@ -270,6 +271,7 @@ class Synchronous(Worker):
         keys = np.arange(KEYS)
         grads = self.rounds.grads(column, keys)
         while self.training.on:
+            expected = ps.clock + 1
             if self.random.random() < 0.7:
                 ps.push({table: (keys, grads)})
             else:
@@ -279,7 +281,7 @@ class Synchronous(Worker):
             self.steps += 1
             if self.random.random() < 0.7:
                 rows = table.pull(keys)
-                self.rounds.check(self.name, column, ps.clock, rows)
+                self.rounds.check(self.name, column, ps.clock, rows, late=ps.clock > expected)
                 self.pulls += 1
             self.think()
         ps.flush()

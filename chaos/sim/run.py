@@ -119,7 +119,9 @@ class Scene:
     def _worker(self, name: str) -> Worker:
         app, cluster = self._app_of[name], self.cluster
         if app.kind == "rounds":
-            return Synchronous(cluster, name, app, self, self.rounds.setdefault(app.name, Rounds(app.name)))
+            rounds = self.rounds.setdefault(app.name, Rounds(app.name))
+            rounds.calm = self.story.calm
+            return Synchronous(cluster, name, app, self, rounds)
         if app.kind in ("shards", "shards in rounds"):
             return Sharded(cluster, name, app, self, self.handed.setdefault(app.name, Handed(app.name, KEYS)))
         sums = self.sums.setdefault(app.name, Sums(app.name, app.bound if app.kind == "bounded" else None))

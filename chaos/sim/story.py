@@ -11,7 +11,8 @@ from coordinator.membership import LEASE_S
 
 FLAVOURS = (
     "calm", "kills", "stalls", "partitions", "resets", "readers", "store", "moves", "crowds", "mixed",
-    "limps", "tangles", "terms", "ghosts", "flaps", "alone", "drains", "tight", "suspicions",
+    "limps", "tangles", "terms", "ghosts", "flaps", "alone", "drains", "tight", "suspicions", "levels",
+    "outcasts",
 )  # fmt: skip
 ASKED_FOR = ("frozen",)  # told only when asked for: workers that stand still for longer than their leases
 TRAININGS = ("free", "bounded", "rounds", "shards", "shards in rounds")
@@ -61,14 +62,22 @@ _USUAL: dict[str, tuple[str, ...]] = {
     "alone": ("server stalls", "server stalls", "leader apart", "one way", "server joins", "reset all"),
     "drains": ("server drains", "server drains", "server drains", "server joins", "worker restarts"),
     "tight": ("server joins", "server drains", "reset", "worker restarts"),
+    "levels": ("level joiner cut off", "level joiner cut off", "server joins", "server drains", "server dies"),
+    "outcasts": ("server cut off", "server cut off", "server cut off", "leader stalls", "worker restarts"),
     "frozen": ("worker stalls",),
 }
 _USUAL["resets"] += ("tear", "tear")
 _USUAL["mixed"] = tuple(sorted({what for some in _USUAL.values() for what in some}))
 
-_MOST = {"resets": 16, "readers": 12, "calm": 3, "limps": 3, "flaps": 24, "tangles": 10, "ghosts": 10, "frozen": 2}
+_MOST = {
+    "resets": 16, "readers": 12, "calm": 3, "limps": 3, "flaps": 24, "tangles": 10, "ghosts": 10, "levels": 12,
+    "frozen": 2,
+}  # fmt: skip
 """Faults of a story; 7 of others."""
-_LONG_S = {"terms": (1.5, 3.0), "flaps": (0.02, 0.2), "limps": (1.0, 1.6), "frozen": (LEASE_S + 0.5, LEASE_S + 2)}
+_LONG_S = {
+    "terms": (1.5, 3.0), "flaps": (0.02, 0.2), "limps": (1.0, 1.6), "levels": (0.05, 0.6), "outcasts": (0.0, 0.1),
+    "frozen": (LEASE_S + 0.5, LEASE_S + 2),
+}  # fmt: skip
 """How long they last; of others of any length between an instant and more than a lease."""
 _LASTS_S = {"limps": 1.7, "terms": 1.0, "frozen": LEASE_S + 2}
 """So long before the end of training no more begins: it would not come to its end."""
@@ -167,7 +176,7 @@ def tell(seed: int, kind: Kind = ANY) -> Story:
         flavour,
         servers,
         1 if flavour == "alone" else random.choice((2, 2, min(3, servers))),
-        random.choice((4, 8, 8, MOST_RANGES)),
+        max(random.choice((4, 8, 8, MOST_RANGES)), MOST_RANGES if flavour == "tight" else 0),
         weather,
         tuple(_app(random, i, flavour, kind.training) for i in range(random.choice((1, 1, 2)))),
         tuple(sorted(_faults(random, flavour, training_s), key=lambda fault: fault.at_s)),
@@ -187,7 +196,7 @@ def _app(random: Random, index: int, flavour: str, training: str) -> App:
         random.choice((1, 2, 4)),
         random.choice((0, 1, 3)),
         random.random() < 0.5,
-        random.choice((0, 0, 1, 2) if flavour != "readers" else (1, 2, 3)),
+        random.choice((0, 0, 1, 2) if flavour not in ("readers", "levels") else (1, 2, 3)),
         random.choice(_THINK_S[kind]) if flavour != "frozen" else 0.1,
     )
 

@@ -19,6 +19,7 @@ from elasticps.client.protocol.session import Session, resume
 from elasticps.client.push_batch import PackedPart
 from elasticps.server import lives
 from elasticps.server.fast.young import YoungLog
+from elasticps.server.handshake import Handshake
 from elasticps.server.protocol.bounded_delay import BoundedDelay
 from elasticps.server.protocol.reads import Judge
 from elasticps.server.pulls import Pulls
@@ -349,6 +350,7 @@ def _without_log(resync: Callable[..., None]) -> Callable[..., None]:
 def fence_nobody(patch: pytest.MonkeyPatch) -> None:
     leave_every_frame_to_python(patch)
     patch.setattr(Replica, "adopt_roster", lambda self, version, workers: [])
+    patch.setattr(Handshake, "follow", lambda self: None)  # which cuts off older incarnations
 
 
 def let_every_replica_report_the_joiner_level(patch: pytest.MonkeyPatch) -> None:

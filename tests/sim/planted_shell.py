@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from coordinator.view import View
-from elasticps.server import connection, pulls
+from elasticps.server import connection, pulls, server
 from elasticps.server.connection import Connection
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.chunks import Chunks
@@ -24,6 +24,7 @@ from elasticps.server.pushes import Pushes
 from elasticps.server.server import Server
 from elasticps.wire.frames import Header, Kind
 from elasticps.wire.unsent import Unsent
+from elasticps.wire.views import read_view
 from replication.effects import Install
 from replication.replica import Replica
 from tests.sim.planting import leave_every_frame_to_python
@@ -208,3 +209,4 @@ def let_a_view_that_comes_late_count_again(patch: pytest.MonkeyPatch) -> None:
 
     follow = Server.adopt
     patch.setattr(Server, "adopt", adopt)
+    patch.setattr(server, "read_view", lambda header, body, above: read_view(header, body, 0))

@@ -24,6 +24,7 @@ class Rounds:
     def __init__(self, app: str) -> None:
         self.app = app
         self.rounds = 0  # the newest that somebody has seen closed
+        self.calm = False  # no link and no process is slow: nobody is taken for lost who lives
         self._workers: list[int] = []  # by column
         self._seen: dict[int, Rows] = {0: np.zeros((KEYS, COLUMNS), np.float32)}
 
@@ -40,10 +41,12 @@ class Rounds:
         grads[:, ODD] = odd(column, keys)
         return grads
 
-    def check(self, name: str, column: int, clock: int, rows: Rows) -> None:
+    def check(self, name: str, column: int, clock: int, rows: Rows, *, late: bool) -> None:
         """A worker has pulled all keys after round `clock`, which it was in: the sum of so many rounds' means, the same
-        for all."""
+        for all. late: its step was to be part of an earlier one."""
         self.result(name, clock, rows)
+        if late and self.calm:
+            raise Violation("everybody in", f"{self.app}: {name} is in round {clock}, an earlier one went without it")
         self.rounds = max(self.rounds, clock)
         for later in (clock, clock + 1):
             if later - 1 in self._seen and later in self._seen:

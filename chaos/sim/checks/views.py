@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from chaos.sim.violation import Violation
 from coordinator.view import View
-from replication.chain import Chains, Member
+from replication.chain import Chains, Member, unsafe_transition
 
-LATE_S = 1.0  # a leader that is well knows so soon who drains
+LATE_S = 0.25  # a leader that is well knows so soon who drains
 MOST_COPIES = 1.25  # for each one that changes ask for; later changes undo some of what earlier ones began
 
 
@@ -45,6 +45,9 @@ class Views:
         if view.epoch != before.epoch + 1:
             raise Violation("views", f"epoch {view.epoch} follows epoch {before.epoch}")
         new, old = view.as_chains, before.as_chains
+        # Whether joiners were level when they were promoted is for `Lasting` to see.
+        if unlawful := unsafe_transition(old, new, dict(enumerate(old.since.tolist()))):
+            raise Violation("the law of chains", f"epoch {new.epoch}: {unlawful}")
         for r in range(new.ranges):
             if new.since[r] != new.epoch:
                 continue

@@ -1,0 +1,86 @@
+"""What a chain promises: whatever was acknowledged, or shown by a tail, is in every complete copy of its range, and in
+a joiner that was reported level: each of them may be all that is left a moment later. Looks into servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from chaos.sim.checks.sums import Keys, Rows
+from chaos.sim.violation import Violation
+from coordinator.view import View
+from elasticps.server.server import Server
+from replication.chain import Member
+from replication.effects import CaughtUp
+
+
+class Lasting:
+    """Follows the view that stands, and servers after each of their turns. life: the server of a member, if it lives;
+    on_level: hears of each tail that reports a joiner level."""
+
+    def __init__(self, ranges: int, life: Callable[[Member], Server | None]) -> None:
+        self.on_level: Callable[[Member, CaughtUp], None] = lambda tail, level: None
+        self._life = life
+        self._view: View | None = None
+        self._acked = np.zeros(ranges, np.int64)  # ever, by anybody
+        self._levels: dict[CaughtUp, Member] = {}  # those of the view that stands, with who has reported them
+
+    def on_write(self, view: View) -> None:
+        """A view was written."""
+        self._view = view
+        self._levels = {level: tail for level, tail in self._levels.items() if view.since[level.range] == level.fill}
+        self._check_acknowledged()
+
+    def turned(self, server: Server) -> None:
+        """A server had its turn."""
+        acked, levels = server.replica.acked, server.replica.levels()
+        grown = bool(np.count_nonzero(acked > self._acked))
+        if grown:
+            np.maximum(self._acked, acked, out=self._acked)
+        view = self._view
+        for level in levels if view is not None else ():
+            stands = view is not None and level.fill == view.since[level.range]
+            if stands and level not in self._levels:
+                self._levels[level] = server.member
+                grown = True
+                self.on_level(server.member, level)
+        if grown:
+            self._check_acknowledged()
+
+    def shown(self, table: int, keys: Keys, rows: Rows) -> None:
+        """A tail has shown rows of sums, which only grow."""
+        for server, ranges, what in self._copies():
+            mine = server.store.tables.get(table)
+            chosen = np.isin(mine.ranges_of(keys), ranges) if mine is not None else np.empty(0, np.bool_)
+            if mine is None or not chosen.any():
+                continue
+            here = np.empty((np.count_nonzero(chosen), rows.shape[1]), np.float32)
+            mine.gather(keys[chosen], here)
+            if (here < rows[chosen]).any():
+                at = int(np.flatnonzero((here < rows[chosen]).any(axis=1))[0])
+                text = f"a tail has shown of key {keys[chosen][at]} what {server.member}, {what}, lacks"
+                raise Violation("what is shown lasts", text)
+
+    def _check_acknowledged(self) -> None:
+        for server, ranges, what in self._copies():
+            lacks = ranges[server.replica.seq[ranges] < self._acked[ranges]]
+            if len(lacks):
+                r = int(lacks[0])
+                text = f"range {r} is acknowledged up to {self._acked[r]}, {server.member}, {what}, has "
+                raise Violation("what is acknowledged lasts", f"{text}{server.replica.seq[r]}")
+
+    def _copies(self) -> Iterator[tuple[Server, np.ndarray, str]]:
+        """Who lives and has all of which ranges."""
+        view = self._view
+        if view is None:
+            return
+        copies = view.as_chains.copies
+        for i, info in enumerate(view.servers):
+            server = self._life(info.member)
+            if server is not None:
+                yield server, np.flatnonzero((copies == i).any(axis=1)), "a replica"
+        for level in self._levels:
+            server = self._life(level.joiner)
+            if server is not None:
+                yield server, np.array([level.range]), "a level joiner"
