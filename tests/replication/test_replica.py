@@ -232,6 +232,24 @@ def test_what_a_former_neighbour_says_is_void() -> None:
     assert "left out" in effect.why
 
 
+def test_what_a_neighbour_said_before_it_was_to_be_filled_anew_is_void() -> None:
+    c = Cluster()
+    head, tail = c.view.members_of(0)
+    c.push(head, 1)
+    c.settle()
+    for a, b in ((head, tail), (tail, head)):
+        c.take(a, c.replicas[a].peer_up(b))
+    lost = plan_failover(c.view, {tail}, {})
+    assert lost is not None
+    c.adopt(lost.chains, head)
+    filled = plan_repair(c.view, [head, tail], {}, 2, 8)
+    assert filled is not None
+    c.adopt(filled.chains)
+    c.settle()
+    assert c.replicas[head].levels() == []
+    assert sorted(e.range for _, e in c.effects if isinstance(e, SnapshotRange)) == list(range(P))
+
+
 def _operation() -> Any:
     from replication.messages import Operation
 

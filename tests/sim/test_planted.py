@@ -7,8 +7,9 @@ import inspect
 
 import pytest
 
+from tests.replication import test_replica
 from tests.sim import planted_chain, planted_cuts, planted_kept, planted_rounds, planted_shell
-from tests.sim.planted import PLANTED, STORIES, find
+from tests.sim.planted import ALONE, PLANTED, STORIES, find
 from tests.sim.planting import Patch
 
 
@@ -23,6 +24,15 @@ def test_a_story_finds(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # here, where it may complain
     assert found is not None, f"{plant.__name__} survived {STORIES} stories"
     assert found.options in str(found)
+
+
+@pytest.mark.parametrize("plant", ALONE, ids=lambda plant: plant.__name__)
+def test_a_replica_alone_shows(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    test = getattr(test_replica, ALONE[plant])
+    test()
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test()
 
 
 def test_every_bug_has_its_story() -> None:
