@@ -270,8 +270,8 @@ class Synchronous(Worker):
         table = ps.table("means", dim=COLUMNS, optimizer=Accumulate())
         keys = np.arange(KEYS)
         grads = self.rounds.grads(column, keys)
+        begun = 0  # the newest step
         while self.training.on:
-            expected = ps.clock + 1
             if self.random.random() < 0.7:
                 ps.push({table: (keys, grads)})
             else:
@@ -279,9 +279,10 @@ class Synchronous(Worker):
                     for part in np.array_split(self.random.sample(range(KEYS), KEYS), self.random.randint(1, 3)):
                         step.push({table: (part, grads[part])})
             self.steps += 1
+            late, begun = begun > 0 and ps.clock > begun + 1, ps.clock
             if self.random.random() < 0.7:
                 rows = table.pull(keys)
-                self.rounds.check(self.name, column, ps.clock, rows, late=ps.clock > expected)
+                self.rounds.check(self.name, column, ps.clock, rows, late=late or ps.clock > begun)
                 self.pulls += 1
             self.think()
         ps.flush()

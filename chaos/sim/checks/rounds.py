@@ -41,9 +41,9 @@ class Rounds:
         grads[:, ODD] = odd(column, keys)
         return grads
 
-    def check(self, name: str, column: int, clock: int, rows: Rows, *, late: bool) -> None:
+    def check(self, name: str, column: int, clock: int, rows: Rows, *, late: bool = False) -> None:
         """A worker has pulled all keys after round `clock`, which it was in: the sum of so many rounds' means, the same
-        for all. late: its step was to be part of an earlier one."""
+        for all. late: a step of its own was to be part of an earlier one."""
         self.result(name, clock, rows)
         if late and self.calm:
             raise Violation("everybody in", f"{self.app}: {name} is in round {clock}, an earlier one went without it")
