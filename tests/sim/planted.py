@@ -139,8 +139,8 @@ PLANTED: dict[Patch, tuple[str, str, int | None]] = {
 }
 
 
-# Bugs that no story shows, as clients and leaders that are as they should be never come to where they are; the test, of one
-# replica alone, that each fails.
+# Bugs that no story shows: clients and leaders that are as they should be never come to where they are. The test of one
+# replica alone that finds each.
 ALONE: dict[Patch, str] = {
     chain.accept_a_step_beyond_the_next: "test_parts_must_come_in_order_and_a_gap_changes_nothing",
     chain.accept_words_from_before_the_chain_changed: (
