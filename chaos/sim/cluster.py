@@ -326,7 +326,7 @@ class Cluster:
 
     def _well(self, name: str, incarnation: int, epoch: int) -> bool:
         server = self.life(name, incarnation)
-        return server is not None and not self.servers[name].process.stalled and server.epoch == epoch
+        return server is not None and not self.servers[name].process.stalled and server.serving.epoch == epoch
 
     def settled(self) -> str:
         """What is not yet as it should be when nothing goes wrong any more; "" if all is."""
@@ -342,7 +342,7 @@ class Cluster:
         for name, found in self.servers.items():
             if found.asked and not found.left:
                 return f"{name} has not drained"
-            if not found.left and (found.now is None or found.now.epoch < view.epoch):
+            if not found.left and (found.now is None or found.now.serving.epoch < view.epoch):
                 return f"{name} does not serve under epoch {view.epoch}"
         return ""
 

@@ -8,23 +8,17 @@ from types import TracebackType
 import numpy as np
 
 from coordinator.view import View
-from elasticps.client.barrier import Barrier
 from elasticps.client.checkpoints import CheckpointRequest
-from elasticps.client.data_shards import Shards, ShardSets
-from elasticps.client.dispatcher import Dispatcher
+from elasticps.client.data_shards import Shards
 from elasticps.client.inputs import checked_floats
-from elasticps.client.join import Joining
+from elasticps.client.parts import Parts
 from elasticps.client.protocol.join import Resume
 from elasticps.client.pulls import DenseRead
-from elasticps.client.reads import Reads
 from elasticps.client.registry import Registry
-from elasticps.client.steps import OpenStep, Rates, Step, Steps, Values
-from elasticps.client.tables import DenseTensor, SparseTable, TableInfo, Tables
-from elasticps.errors import InputError
+from elasticps.client.steps import OpenStep, Rates, Step, Values
+from elasticps.client.tables import DenseTensor, SparseTable, TableInfo
 from elasticps.sharding import checked_spec
-from elasticps.spec import BSP, Consistency, Init, Optimizer, TableSpec, Zeros
-
-LEAVE_S = 5.0  # for what is outstanding when a client is closed
+from elasticps.spec import Consistency, Init, Optimizer, TableSpec, Zeros
 
 
 class Client:
@@ -36,64 +30,36 @@ class Client:
         self.consistency = consistency
         self.timeout = timeout
         self.app = app
-        self._registry = registry
-        self._runtime = registry.runtime
-        self._closed = False
-        self._dispatcher: Dispatcher | None = None
-        try:
-            deadline_s = self._runtime.monotonic() + timeout
-            view = registry.first_view(timeout)
-            self.worker = registry.register(worker, app, self._lost, timeout, view.cluster)
-            self._dispatcher = dispatcher = Dispatcher(
-                self._runtime, view.cluster, self.worker, view, window, registry.ask_view, registry.credentials
-            )
-            barrier = None
-            if isinstance(consistency, BSP):
-                barrier = Barrier(dispatcher)
-                dispatcher.pushes.round = True
-            opened: dict[str, SparseTable | DenseTensor] = {}
-            self._steps = Steps(dispatcher, Joining(dispatcher, registry, barrier, timeout), barrier, opened, timeout)
-            self._reads = Reads(dispatcher, self._steps.before_read, consistency.bound, timeout, self._steps.settle_all)
-            self._tables = Tables(registry, dispatcher, self._reads, opened, timeout)
-            self._shards = ShardSets(dispatcher, self._steps, registry)
-            registry.follow_rates(app, self._tables.hear, timeout)
-            dispatcher.start(deadline_s)
-        except BaseException:
-            self.close()
-            raise
+        self._parts = parts = Parts(registry, worker, consistency, window, timeout, app)
+        self.worker = parts.worker
+        self._dispatcher, self._steps, self._tables = parts.dispatcher, parts.steps, parts.tables
 
     def __repr__(self) -> str:
-        if self._closed or self._dispatcher is None:
+        consistency, tables = self.consistency.kind.upper(), len(self._tables.opened)
+        state = f"{consistency}, tables open: {tables}, steps: {self.clock}, committed: {self.committed}"
+        if self._parts.closed:
             state = "closed"
-        else:
-            consistency, tables = self.consistency.kind.upper(), len(self._tables.opened)
-            state = f"{consistency}, tables open: {tables}, steps: {self.clock}, committed: {self.committed}"
         return f"<Client {self.worker.name!r} of cluster {self.cluster!r}: {state}>"
 
     @property
     def cluster(self) -> str:
         """The cluster's name."""
-        return self._registry.cluster
+        return self._parts.registry.cluster
 
     @property
     def view(self) -> View:
         """The newest view known here."""
-        return self._open.routes.view
+        return self._dispatcher.routes.view
 
     @property
     def clock(self) -> int:
         """Steps pushed, counted from the worker's base clock."""
-        return self._open.session.clock
+        return self._dispatcher.session.clock
 
     @property
     def committed(self) -> int:
         """The clock up to which every step is committed."""
-        return self._open.session.committed
-
-    @property
-    def _open(self) -> Dispatcher:
-        assert self._dispatcher is not None
-        return self._dispatcher
+        return self._dispatcher.session.committed
 
     def table(
         self,
@@ -152,15 +118,12 @@ class Client:
         all tables or by table. `copy=False` lends tensors' gradients instead of copying them: they must not change
         until the step is committed. Raises `InputError` before anything is sent, `Timeout` when the window stays full.
         """
-        step = OpenStep(self._steps, lr)
-        self._steps.push(step, values, lr, last=True, copy=copy)
-        assert step.state is not None
-        return Step(self._steps, step.state)
+        return self._steps.whole(values, lr, copy=copy)
 
     def pull_many(self, tensors: Iterable[DenseTensor]) -> list[DenseRead]:
         """Asks for several tensors now, each server once; the `result()` of each read, in their order, waits for it."""
         reads = [tensor.prepare(None, "tail") for tensor in tensors]
-        self._reads.start_all(reads)
+        self._parts.reads.start_all(reads)
         return reads
 
     def step(self, *, lr: Rates = None) -> OpenStep:
@@ -199,10 +162,7 @@ class Client:
         arguments, `SpecError` if the shards of that name are cut differently.
         """
         spec = checked_spec(num_samples, shard_size, epochs, shuffle_seed)
-        label: object = name
-        if not isinstance(label, str) or not 0 < len(name) <= 200:
-            raise InputError(f"shards take a name of 1 to 200 letters, got {name!r}")
-        return self._shards.open(name, spec)
+        return self._parts.shards.open(name, spec)
 
     def checkpoint(self, *, full: bool = False) -> CheckpointRequest:
         """Asks for a checkpoint, where the coordinator's `--checkpoint-url` says. Returns at once; the `result()` of it
@@ -211,8 +171,8 @@ class Client:
         It has, of each worker, the steps up to one and none later; of this one at least those pushed so far, unless one
         is still open in parts. It adds to the newest one there, unless `full`.
         """
-        self._open.check()
-        return CheckpointRequest(self._registry, full, self.timeout)
+        self._dispatcher.check()
+        return CheckpointRequest(self._parts.registry, full, self.timeout)
 
     def flush(self, timeout: float | None = None) -> None:
         """Waits until every step pushed so far is committed. `Timeout` says whom it waited for.
@@ -223,17 +183,7 @@ class Client:
 
     def close(self) -> None:
         """Waits briefly for outstanding steps, leaves the cluster and closes every connection."""
-        dispatcher = self._dispatcher
-        if self._closed or (dispatcher is not None and dispatcher.disowned):
-            return
-        self._closed = True
-        if dispatcher is not None:
-            if dispatcher.error is None and dispatcher.session.outstanding:
-                self._steps.wait_briefly(min(self.timeout, LEAVE_S))
-            if dispatcher.error is None:
-                self._shards.leave(min(self.timeout, LEAVE_S))
-            dispatcher.close()
-        self._registry.close()
+        self._parts.close()
 
     def __enter__(self) -> Client:
         return self
@@ -242,11 +192,7 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None and not (self._closed or self._open.disowned):
+            if error is None and not self._parts.over:
                 self.flush()
         finally:
             self.close()
-
-    def _lost(self, reason: str) -> None:
-        if self._dispatcher is not None and not self._closed:
-            self._dispatcher.fence(f"worker {self.worker.name!r} lost its place in the cluster: {reason}")

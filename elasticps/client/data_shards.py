@@ -18,7 +18,7 @@ from elasticps.client.protocol.data_shards import ClaimScript, Need, ShardClaims
 from elasticps.client.protocol.fan_out import Answer, Request
 from elasticps.client.registry import Registry
 from elasticps.client.steps import Steps
-from elasticps.errors import Error
+from elasticps.errors import Error, InputError
 from elasticps.sharding import ShardSpec, permuted
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,10 @@ class ShardSets:
         self._open: list[Shards] = []
 
     def open(self, name: str, spec: ShardSpec) -> Shards:
-        """Begins to iterate over the set of this name."""
+        """Begins to iterate over the set of this name. InputError for one that cannot be."""
+        label: object = name
+        if not isinstance(label, str) or not 0 < len(name) <= 200:
+            raise InputError(f"shards take a name of 1 to 200 letters, got {name!r}")
         shards = Shards(self._dispatcher, self._steps, self._registry, name, spec)
         self._steps.when_used(shards.used)
         self._open.append(shards)

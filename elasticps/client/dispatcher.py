@@ -17,6 +17,7 @@ from coordinator.view import View, WorkerInfo
 from elasticps.client import absence
 from elasticps.client.connections import Connections, Peer, server_error
 from elasticps.client.holding import Holding
+from elasticps.client.presence import Presence
 from elasticps.client.protocol.fan_out import Answer, FanOut, FanOuts, Questions, Script, T, carry_out
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.protocol.session import Session
@@ -37,7 +38,7 @@ from elasticps.wire.frames import (
     read_clocks,
     read_partly,
 )
-from elasticps.wire.headers import GetViewHeader, JoinHeader
+from elasticps.wire.headers import GetViewHeader
 from elasticps.wire.views import read_view
 from replication.chain import Member
 from replication.effects import Status
@@ -71,7 +72,6 @@ class Dispatcher:
         self.error: Error | None = None  # once set, nothing goes on
         self.disowned = False  # this is a fork of the process that connected
         self._ask_view = ask_view
-        self._presence = JoinHeader(pause=True).header()  # the first word on each connection: whether we take part
         self._refresh = ViewRefresh()
         self._answered = np.empty(ANSWERS, np.int64)  # requests, of one buffer
         self._heard = 0  # frames received, from servers of our view
@@ -83,6 +83,7 @@ class Dispatcher:
             runtime, self._driver, self.lock, json_frame(Kind.HELLO, hello), self._on_frame, self._sink,
             self._usual, self._gone, credentials,
         )  # fmt: skip
+        self._presence = Presence(self.connections)
         send = self.connections.send
         numbers = {owner: itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, FAN_OUT)}
         self.pushes = Pushes(self.session, worker.id, numbers[PUSH], send, self._fenced)
@@ -255,23 +256,18 @@ class Dispatcher:
         push the step after it in the same breath."""
         with self.lock:
             self.session.start_at(base)
-            self._appear(JoinHeader(base).header())
+            self._presence.join(base)
             begin()
         self._told(timeout_s)
 
     def pause(self, timeout_s: float) -> None:
         """Tells every server that this worker holds nobody back, until it joins again."""
         with self.lock:
-            self._appear(JoinHeader(pause=True).header())
+            self._presence.pause()
         self._told(timeout_s)
 
-    def _appear(self, presence: Header) -> None:
-        self._presence = presence
-        for member in self.connections.peers:
-            self.connections.send(member, [presence.pack()])
-
     def _told(self, timeout_s: float) -> None:
-        presence = self._presence
+        presence = self._presence.header
         self.ask_all(lambda routes: [(p.member, presence, []) for p in self._serving()], timeout_s, "joining")
 
     def start_reads(self, reads: Sequence[Read], bound: int | None, wait_ms: int) -> None:
@@ -418,7 +414,7 @@ class Dispatcher:
     def _welcomed(self, link: Link, document: dict[str, object]) -> None:
         """A server knows us: tell it whether, and where, we take part, then whatever it has to do for us."""
         if self.connections.welcomed(link, document):
-            self.connections.send(link.member, [self._presence.pack()])
+            self._presence.tell(link.member)
             self.pushes.connected(link.member)
             self._fan_outs.connected(link.member)
             self.pulls.connected(link.member)

@@ -133,6 +133,13 @@ class Steps:
 
     # --- sending ------------------------------------------------------------------------------------------------
 
+    def whole(self, values: Values, rates: Rates, *, copy: bool) -> Step:
+        """Sends a step of one part."""
+        step = OpenStep(self, rates)
+        self.push(step, values, rates, last=True, copy=copy)
+        assert step.state is not None
+        return Step(self, step.state)
+
     def push(self, step: OpenStep, values: Values, rates: Rates, *, last: bool, copy: bool) -> None:
         """Sends one part of a step, the first of which begins it. Waits as long as the window is full."""
         dispatcher, session = self._dispatcher, self._session

@@ -98,7 +98,7 @@ def _identity(server: Server, session: ServerSession) -> Iterator[Metric]:
     )
     info.add_metric([server.cluster, me.name, str(me.incarnation), me.zone], 1)
     yield info
-    yield _gauge("epoch", "The view that it acts under.", server.epoch)
+    yield _gauge("epoch", "The view that it acts under.", server.serving.epoch)
     left = session.deadline - asyncio.get_running_loop().time()
     yield _gauge("lease_seconds", "Until its lease ends unless renewed; below 0: etcd does not answer.", left)
     yield _gauge("unreachable_peers", "Neighbours in chains that it has no link to.", len(server.links.suspects()))

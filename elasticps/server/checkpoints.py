@@ -27,7 +27,6 @@ from replication.chain import Ranges
 log = fields.logger(__name__)
 
 ASIDE_BYTES = 256 << 20
-ASIDE_SHARE = 16  # of its memory limit a server keeps at most such a part aside
 FILES_AT_ONCE = 2  # that are full, and not written yet
 PARTS_AT_ONCE = 16  # ranges have few rows, as a rule
 SLICE_BYTES = 256 << 10

@@ -47,14 +47,14 @@ Handler = Callable[["Connection", Header, Body], None]
 
 
 class Role:
-    """What one kind of peer may say, by kind of frame. `opened` and `closed` are told of its connections; `rest` goes
-    on with a pull of which so many rows have been sent; `wrong` says of another frame why it is refused."""
+    """What one kind of peer may say, by kind of frame. `opened` is told of its connections, all of `closed` of their
+    end; `rest` goes on with a pull of which so many rows have been sent; `wrong` says of another frame why it is
+    refused."""
 
     def __init__(
         self,
         handlers: Mapping[int, Handler],
-        closed: Callable[[Connection], None],
-        *,
+        *closed: Callable[[Connection], None],
         opened: Callable[[Connection], None] | None = None,
         rest: Callable[[Connection, Header, Body, int], None] | None = None,
         wrong: str = "is not for this side of this connection",
@@ -150,7 +150,8 @@ class Connection(asyncio.BufferedProtocol):
         self._cancel_timer()
         self._answers.clear()
         self._held.clear()
-        self._role.closed(self)
+        for closed in self._role.closed:
+            closed(self)
         self._path.close(self.slot)
         self.slot = -1
 

@@ -30,14 +30,14 @@ class Cuts:
 
     def __init__(
         self, serving: Serving, executor: Executor, workers: Callable[[], Iterable[Connection]],
-        clock: Callable[[], float],
+        writing: Callable[[int], Writing | None], clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._serving = serving
         self._executor = executor
         self._workers = workers
         self._clock = clock
         self._holding = Holding()
-        self.writing: Callable[[int], Writing | None] = lambda cut: None
+        self._writing = writing
         self.handlers: dict[int, Handler] = {Kind.HELD: self._held}
 
     # --- workers ----------------------------------------------------------------------------------------------------
@@ -107,4 +107,4 @@ class Cuts:
                  for column, ranges in by_column(mine).items()]  # fmt: skip
         homes = {r: noted.home for r, noted in mine if noted.home is not None}
         return CutState(me.incarnation, self._serving.epoch, max(notes.newest, self._holding.cut), taken, homes,
-                        self.writing(cut))  # fmt: skip
+                        self._writing(cut))  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from coordinator import fields
@@ -10,6 +10,7 @@ from elasticps.security.identity import NotAuthorised
 from elasticps.security.identity import Role as PeerRole
 from elasticps.server.connection import Connection, Handler, Role
 from elasticps.server.leaders import Leaders
+from elasticps.server.news import News
 from elasticps.server.protocol.asker import Body
 from elasticps.server.protocol.held_frames import HeldFrames
 from elasticps.server.protocol.request_error import RequestError
@@ -26,12 +27,12 @@ _STARTED_AGAIN = "worker {!r} was started again; this is the older incarnation"
 
 
 class Handshake:
-    """Gives each connection its role once its peer has said who it is; `worker` and `peer` are the roles of others,
-    `from_leader` is what a leader may say. `greet` tells a worker what it has to know behind its WELCOME."""
+    """Gives each connection its role once its peer has said who it is; `worker` and `peer` are what such a peer may say
+    and who else hears that it is gone. `greet` tells a worker what it has to know behind its WELCOME."""
 
     def __init__(
-        self, cluster: str, serving: Serving, held: HeldFrames, links: ReplicaLinks, leaders: Leaders, worker: Role,
-        peer: Role, from_leader: Mapping[int, Handler], greet: Callable[[Connection], None],
+        self, cluster: str, serving: Serving, held: HeldFrames, news: News, links: ReplicaLinks, leaders: Leaders,
+        worker: Role, peer: Role, greet: Callable[[Connection], None],
     ) -> None:  # fmt: skip
         self._me = serving.me
         self._cluster = cluster
@@ -49,7 +50,9 @@ class Handshake:
             Kind.HELLO: self._hello, Kind.WELCOME: self._welcomed, Kind.ERROR: self._rejected,
         }  # fmt: skip
         self.newcomer = Role(handlers, self.forget, opened=self._opened, wrong="came before HELLO")
-        self._leader = Role(from_leader, self._leader_gone)
+        self._leader = Role({Kind.VIEW: news.by_leader, Kind.GET_VIEW: leaders.beat}, self.forget, leaders.remove)
+        for role in (worker, peer):
+            role.closed = (self.forget, *role.closed)
 
     @property
     def workers(self) -> Iterable[Connection]:
@@ -82,10 +85,6 @@ class Handshake:
         for those in (self.connections, self._unknown, self._as_workers):
             those.pop(connection, None)
         self._held.forget(connection)
-
-    def _leader_gone(self, connection: Connection) -> None:
-        self.forget(connection)
-        self._leaders.remove(connection)
 
     def _opened(self, connection: Connection) -> None:
         self.connections[connection] = self._unknown[connection] = None

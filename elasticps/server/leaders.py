@@ -44,6 +44,7 @@ class Leaders:
         self._loop = loop
         self._serving = serving
         self._executor = executor
+        executor.handlers[CaughtUp] = self.caught_up
         self._links = links
         self._snapshots = snapshots
         self._headroom = headroom

@@ -130,7 +130,7 @@ async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[S
         stack.push_async_callback(session.close)
         server = around.build(session, session.cluster, around.config.ranges, loop)
         stack.callback(server.close)
-        logs.bind(incarnation=session.info.incarnation, epoch=lambda: server.epoch)
+        logs.bind(incarnation=session.info.incarnation, epoch=lambda: server.serving.epoch)
         follower = ViewFollower(store, fatal.watch)
         stack.push_async_callback(follower.close)
         follower.subscribe(server.adopt)
@@ -225,8 +225,8 @@ async def _refresh(store: Store, server: Server) -> None:
     """Reads the view and the roster when somebody speaks of newer ones, without waiting for the watch to bring them,
     and the registry when somebody speaks of a table that is not known."""
     while True:
-        await server.behind.wait()
-        server.behind.clear()
+        await server.news.behind.wait()
+        server.news.behind.clear()
         try:
             view, roster = await store.get(VIEW), await store.get(ROSTER)
             if view is not None:

@@ -17,6 +17,7 @@ from elasticps.security.transport import Gate
 from elasticps.server import fatal
 from elasticps.server.connection import Connection, Handler
 from elasticps.server.executor import Executor
+from elasticps.server.news import News
 from elasticps.server.protocol.asker import Body
 from elasticps.server.protocol.held_frames import HOLD_TIMEOUT_S
 from elasticps.server.protocol.operations import NewTable
@@ -57,6 +58,7 @@ class ReplicaLinks:
         streams: Streams,
         make_connection: Callable[[], Connection],
         gate: Gate,
+        news: News,
     ) -> None:
         self._gate = gate
         self._executor = executor
@@ -65,6 +67,8 @@ class ReplicaLinks:
         self._cluster = cluster
         self._codec = ReplicaCodec(executor.store.tables, ranges)
         executor.tell_tables = self._tell_tables
+        executor.handlers[Send], executor.handlers[Distrust] = self.send, self.distrust
+        news.ask_peers = self.ask_for_view
         self.make_way: Callable[[Member], None] = lambda member: None
         self._loop = loop
         self._streams = streams

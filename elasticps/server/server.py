@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, cast
-
-import numpy as np
+from typing import cast
 
 from coordinator import fields
 from coordinator.view import Roster, ServerInfo, View
 from elasticps.checkpoint.filing import Filing, ThreadFiling
 from elasticps.security.transport import Gate
-from elasticps.server.checkpoints import ASIDE_BYTES, ASIDE_SHARE, Checkpoints
+from elasticps.server.checkpoints import ASIDE_BYTES, Checkpoints
 from elasticps.server.connection import Connection, Role
 from elasticps.server.counts import Counts
 from elasticps.server.cuts import Cuts
@@ -28,7 +26,7 @@ from elasticps.server.handshake import Handshake
 from elasticps.server.leaders import Leaders
 from elasticps.server.linger import Linger
 from elasticps.server.memory_limit import MemoryLimit
-from elasticps.server.protocol.asker import Body
+from elasticps.server.news import News
 from elasticps.server.protocol.barrier import BarrierCoordinator
 from elasticps.server.protocol.bounded_delay import BoundedDelay
 from elasticps.server.protocol.data_shards import ShardDispenser
@@ -45,22 +43,16 @@ from elasticps.server.replica_links import ReplicaLinks
 from elasticps.server.restoring import Restorer
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.server.subject import Subject
-from elasticps.wire.frames import Header, Kind
-from elasticps.wire.views import read_view
 from replication.chain import Member
-from replication.effects import CaughtUp, Distrust, NeedRoster, NeedView, NextChunk, Send, SnapshotRange
 
 log = fields.logger(__name__)
 
 LOG_BUDGET_BYTES = 256 << 20
-LOG_SHARE = 16  # of its memory limit a server gives at most such a part to the log
 
 
 class Server:
     """State and behaviour of one server; `process.serve` connects it to sockets and to the coordination store.
 
-    behind: set when somebody speaks of a view or roster newer than ours, or of a table that is not known here; whoever
-    runs this server then gets them.
     removed: done when a view has left this server out: its copy is void, and it may come back as a new incarnation.
     """
 
@@ -83,27 +75,25 @@ class Server:
         self.member = Member(me.name, me.incarnation)
         self.cluster = cluster
         self._loop = loop
-        self.behind = asyncio.Event()
         self.removed: asyncio.Future[None] = loop.create_future()
         self._linger = linger or Linger(loop)
 
         self.headroom = Headroom(me.name, memory)
-        if memory.limit:
-            log_budget_bytes = min(log_budget_bytes, memory.limit // LOG_SHARE)
+        log_budget_bytes = memory.share(log_budget_bytes)
         self.fast = FastPath(ranges, log_budget_bytes)
         self.counts = counts = Counts(self.fast)
         self.executor = executor = Executor(self.member, ranges, log_budget_bytes, self.fast)
         self.store, self.replica = executor.store, executor.replica
         self.serving = serving = Serving(self.member, ranges, self.replica)
         self.herald = herald = Herald(loop.call_soon)
-        self.held = held = HeldFrames(serving, herald, clock, self._need_view, self.behind.set)
+        self.news = news = News(executor, serving, self.adopt)
+        self.held = held = HeldFrames(serving, herald, clock, news.need_view, news.need)
         self.streams = loop if gate.credentials is not None else streams(loop, self.fast, self._linger)
-        self.links = ReplicaLinks(cluster, ranges, executor, loop, self.streams, self.connection, gate)
+        self.links = ReplicaLinks(cluster, ranges, executor, loop, self.streams, self.connection, gate, news)
         self.snapshots = SnapshotSender(loop, executor, serving, self.links)
-        self.links.make_way = self.snapshots.make_way
         served = self.snapshots.served
         self.delay = BoundedDelay(ranges, self.replica.clocks, clock)
-        self.registered = Registered(self.store, self.behind.set)
+        self.registered = Registered(self.store, news.need)
         self.pulls = Pulls(serving, held, herald, self.delay, self.store, self.registered, self.replica, counts, served)
         self.memory = MemoryLimit(self.headroom, self.store, self.fast, self.links, me.name)
         self.pushes = Pushes(serving, held, herald, executor, self.memory, self.registered, counts, served)
@@ -111,45 +101,27 @@ class Server:
         self._barrier = BarrierCoordinator(group, clock)
         self.leaders = Leaders(loop, serving, executor, self.links, self.snapshots, self.headroom, counts)
 
-        cuts = Cuts(serving, executor, lambda: self.handshake.workers, clock)
         self.restoring = Restorer(loop, executor, serving, self.memory)
-
-        aside_bytes = min(ASIDE_BYTES, memory.limit // ASIDE_SHARE or ASIDE_BYTES)
         self.checkpoints = Checkpoints(
-            loop, executor, serving, filing or ThreadFiling(loop), (aside_bytes, log_budget_bytes),
+            loop, executor, serving, filing or ThreadFiling(loop), (memory.share(ASIDE_BYTES), log_budget_bytes),
             lambda: self.snapshots.busy,
         )  # fmt: skip
-        cuts.writing = self.checkpoints.writing
+        cuts = Cuts(serving, executor, lambda: self.handshake.workers, self.checkpoints.writing, clock)
+
         handlers = {
             **self.pushes.handlers, **self.pulls.handlers, **self._barrier.handlers, **ShardDispenser(group).handlers,
-            **cuts.handlers, Kind.GET_VIEW: held.get_view,
+            **cuts.handlers, **held.handlers,
         }  # fmt: skip
-        self.worker = Role(handlers, self._worker_gone, rest=self.pulls.rest)
-        handlers = {**self.links.handlers, **self.memory.handlers, Kind.GET_VIEW: held.get_view}
-        handlers[Kind.VIEW] = self._view_of_server
-        self.peer = Role(handlers, self._peer_gone)
+        self.worker = Role(handlers, self.pulls.forget, self.pushes.forget, rest=self.pulls.rest)
+        handlers = {**self.links.handlers, **self.memory.handlers, **held.handlers, **news.handlers}
+        self.peer = Role(handlers, self.links.lost)
         self.handshake = Handshake(
-            cluster,
-            serving,
-            held,
-            self.links,
-            self.leaders,
-            self.worker,
-            self.peer,
-            {Kind.VIEW: self._view, Kind.GET_VIEW: self.leaders.beat},
-            cuts.greet,
+            cluster, serving, held, news, self.links, self.leaders, self.worker, self.peer, cuts.greet
         )
         self.subject = Subject(
             me, serving, executor, self.fast, counts, herald, self.delay, self.snapshots, self.headroom,
             self.handshake, cuts, self.restoring, clock,
         )  # fmt: skip
-
-        effects: dict[type, Callable[[Any], None]] = {
-            Send: self.links.send, NeedView: lambda _: self._need_view(), NeedRoster: lambda _: self.behind.set(),
-            Distrust: self.links.distrust,
-            SnapshotRange: self.snapshots.start, NextChunk: self.snapshots.next, CaughtUp: self.leaders.caught_up,
-        }  # fmt: skip
-        executor.handlers |= effects
         self.fast.connect(self.links.link, self.pulls.changed, served, executor.note_shard)
 
     # --- connections ------------------------------------------------------------------------------------------------
@@ -162,15 +134,6 @@ class Server:
         """What a listener gives a connection that came; with TLS, what stands between the two."""
         return cast(Connection, self._gate.accept(self.connection()))
 
-    def _worker_gone(self, connection: Connection) -> None:
-        self.handshake.forget(connection)
-        self.pulls.forget(connection)
-        self.pushes.forget(connection)
-
-    def _peer_gone(self, connection: Connection) -> None:
-        self.handshake.forget(connection)
-        self.links.lost(connection)
-
     def close(self) -> None:
         """Drops every connection, and gives up what is being written of a checkpoint, or read."""
         self.checkpoints.close()
@@ -182,33 +145,11 @@ class Server:
 
     # --- views and rosters ------------------------------------------------------------------------------------------
 
-    @property
-    def epoch(self) -> int:
-        """Of the view that is followed."""
-        return self.serving.epoch
-
-    def _need_view(self) -> None:
-        self.behind.set()
-        self.links.ask_for_view()
-
-    def _view_of_server(self, connection: Connection, header: Header, body: Body) -> None:
-        """Counts only where nobody has to prove that they lead; else it is a hint that there is a newer one."""
-        if connection.identity is None:
-            self._view(connection, header, body)
-        else:
-            self.behind.set()
-
-    def _view(self, connection: Connection, header: Header, body: Body) -> None:
-        view = read_view(header, body, self.serving.epoch)
-        if view is not None and view.ranges == self.serving.ranges:
-            self.adopt(view)
-
     def adopt(self, view: View) -> None:
         """Takes a newer view of our cluster; frames that waited for it go on."""
         serving = self.serving
         if view.epoch <= serving.epoch or view.cluster != self.cluster:
             return
-        headed, tailed = serving.headed, serving.tailed
         listed = serving.adopt(view)
         self.herald.adopt(view)
         if not listed:
@@ -222,7 +163,7 @@ class Server:
         self.executor.perform(self.replica.adopt, view.as_chains)
         self.leaders.adopt(view)
         log.info("adopted", epoch=view.epoch, headed=len(serving.headed), reason=view.reason)
-        if len(np.setdiff1d(serving.headed, headed)) or len(np.setdiff1d(serving.tailed, tailed)):
+        if serving.gained():
             # nobody else can tell them as early as who has ranges now
             self.herald.tell_all(self.handshake.workers)
         self._judge()

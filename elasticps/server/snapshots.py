@@ -69,6 +69,8 @@ class SnapshotSender:
         self._shards = executor.shards
         self._serving = serving
         self._links = links
+        links.make_way = self.make_way
+        executor.handlers |= {SnapshotRange: self.start, NextChunk: self.next}
         self._width = PLACES // serving.ranges
         self._served_s = -BUSY_S
         self._progress: dict[int, _Progress] = {}

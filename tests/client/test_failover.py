@@ -99,7 +99,7 @@ def test_every_connection_hears_the_base_before_any_push(cluster: Cluster) -> No
     ps = cluster.connect()
     for _ in range(3):
         ps.push({}).result()
-    for peer in list(ps._open.connections.peers.values()):
+    for peer in list(ps._dispatcher.connections.peers.values()):
         assert isinstance(peer.link.socket, socket.socket)
         peer.link.socket.shutdown(socket.SHUT_RDWR)
     ps.push({}).result()

@@ -119,7 +119,7 @@ def test_no_answer_counts_between_an_interrupted_send_and_its_repair(server: Fak
         machine.signal, before = True, machine.received
         with pytest.raises(KeyboardInterrupt):
             ps.push({table: (np.arange(ROWS), np.ones((ROWS, 4), np.float32))})
-        waiting = ps._open._driver.wait  # reads, and repairs nothing
+        waiting = ps._dispatcher._driver.wait  # reads, and repairs nothing
         assert waiting(lambda: machine.received >= before + HEADER_BYTES, 10)
         assert ps.committed == 1
         sent = len(server.got(Kind.PUSH))

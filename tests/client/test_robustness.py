@@ -148,6 +148,6 @@ def test_the_end_of_the_background_thread_is_told(
         raise MemoryError("no memory")
 
     monkeypatch.setattr("elasticps.client.protocol.view_refresh.ViewRefresh.turn", fail)
-    eventually(lambda: ps._open.error is not None)
+    eventually(lambda: ps._dispatcher.error is not None)
     with pytest.raises(eps.Closed, match="MemoryError"):
         table.pull(KEYS)

@@ -47,7 +47,7 @@ def ledgers(trainers: Trainers, manifest: Manifest) -> list[Ledger]:
     found = []
     for trainer in trainers.all:
         entry = manifest.workers[trainer.ps.worker.name]
-        steps = entry.clock - trainer.ps._open.session.base
+        steps = entry.clock - trainer.ps._dispatcher.session.base
         found.append(Ledger(trainer.seed, steps, steps))
     return found
 

@@ -51,7 +51,7 @@ def ledgers(trainers: Trainers, cut: Cut) -> Sequence[Ledger]:
     """The steps of each trainer that are in a cut."""
     found = []
     for trainer in trainers.all:
-        steps = cut.verdict.clocks[trainer.ps.worker.id] - trainer.ps._open.session.base
+        steps = cut.verdict.clocks[trainer.ps.worker.id] - trainer.ps._dispatcher.session.base
         found.append(Ledger(trainer.seed, steps, steps))
     return found
 

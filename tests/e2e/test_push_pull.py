@@ -75,7 +75,7 @@ def test_workers_add_up_exactly_through_lost_connections(connect: Connect) -> No
 
 
 def cut_connection(ps: eps.Client, rng: np.random.Generator) -> None:
-    peers = list(ps._open.connections.peers.values())
+    peers = list(ps._dispatcher.connections.peers.values())
     sock = peers[rng.integers(len(peers))].link.socket
     if isinstance(sock, socket.socket):
         sock.shutdown(socket.SHUT_RDWR)

@@ -85,7 +85,7 @@ def test_a_step_in_parts_trains_a_shard_when_its_last_part_does(connect: Connect
         if at == 4:
             break  # the last part is missing: this step is none
         step.commit()
-    first._open.close()  # it dies
+    first._dispatcher.close()  # it dies
     first.close()
     second = connect("b")
     trainer = Trainer(second, samples=40)

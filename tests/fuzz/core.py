@@ -171,7 +171,7 @@ class Core:
 
     def view_number(self) -> int:
         """Above all numbers of links that were given under earlier views."""
-        return self.server.epoch << 20
+        return self.server.serving.epoch << 20
 
     # --- views ------------------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class Honest:
 
     def work(self) -> None:
         """A push, and a pull of everything."""
-        random, epoch = self._core.random, self._core.server.epoch
+        random, epoch = self._core.random, self._core.server.serving.epoch
         self._clock += 1
         mine = np.array(sorted(random.sample(range(len(self._keys)), random.choice((1, 8, 60)))))
         grads = np.full((len(mine), DIM), float(random.randrange(-8, 9)), np.float32)

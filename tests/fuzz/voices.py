@@ -82,7 +82,7 @@ class Voices:
     def say(self, role: str, worker: int, count: int, wrong: float) -> list[bytearray]:
         """So many frames; `wrong`: how often something is wrong with one."""
         random, server = self._random, self._core.server
-        kinds, epoch = self._kinds[role], server.epoch
+        kinds, epoch = self._kinds[role], server.serving.epoch
         if random.random() < 0.06:
             epoch = max(0, epoch + random.choice((-1, 1, 1, 1000)))
         clock, ahead = self._next_clock(worker), np.ones(RANGES, np.int64)
@@ -121,7 +121,7 @@ class Voices:
             view = View.decode(bytes(frame[HEADER_BYTES : HEADER_BYTES + int.from_bytes(frame[52:56], "little")]))
         except ValueError:
             return False
-        return view.epoch > self._core.server.epoch and view.cluster == CLUSTER and view.reason != "by hand"
+        return view.epoch > self._core.server.serving.epoch and view.cluster == CLUSTER and view.reason != "by hand"
 
     def _next_clock(self, worker: int) -> int:
         clocks, headed = self._core.server.replica.clocks, self._core.server.serving.headed
@@ -160,7 +160,7 @@ class Voices:
 
     def _made(self, role: str) -> dict[int, list[bytes]]:
         core, random = self._core, self._random
-        epoch, view = core.server.epoch, core.server.serving.view
+        epoch, view = core.server.serving.epoch, core.server.serving.view
         assert view is not None
         if role == LEADER:
             return {Kind.VIEW: [view_frame(view)] * 20, Kind.GET_VIEW: [Header(Kind.GET_VIEW).pack()]}
@@ -196,7 +196,7 @@ class Voices:
         }  # fmt: skip
 
     def _erase(self, kind: int) -> bytes:
-        random, epoch = self._random, self._core.server.epoch
+        random, epoch = self._random, self._core.server.serving.epoch
         flags, items, body = self._rows(keys_alone=True) if kind == DELETE else (ALL_RANGES, 0, b"")
         return Header(
             Kind.ERASE, flags & ALL_RANGES, len(body), 5, epoch, random.randrange(1, 50), part=kind,
@@ -217,8 +217,8 @@ class Voices:
         flags |= random.choice((LAST, LAST, LAST, 0)) | random.choice((0, 0, 0, 0, ROUND, REPEAT))
         shard = (random.choice((1, 2, 3)), random.choice((1 << 16, 1 << 16 | 3))) if random.random() < 0.2 else (0, 0)
         return Header(
-            Kind.PUSH, flags, len(body), 6, self._core.server.epoch, items=items, table=random.choice((0, 1, 1)),
-            bound=shard[0], wait_ms=shard[1],
+            Kind.PUSH, flags, len(body), 6, self._core.server.serving.epoch, items=items,
+            table=random.choice((0, 1, 1)), bound=shard[0], wait_ms=shard[1],
         ).pack() + body  # fmt: skip
 
     def _rows(self, no_values: bool = False, keys_alone: bool = False) -> tuple[int, int, bytes]:

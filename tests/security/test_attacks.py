@@ -160,12 +160,12 @@ def test_only_a_coordinators_view_counts(holder: Holder) -> None:
                 header, _ = await raw_answer(reader)
                 while header.kind != Kind.VIEW:
                     header, _ = await raw_answer(reader)
-                assert s0.server.epoch == 1
+                assert s0.server.serving.epoch == 1
             async with connected(s0.port, holder("coordinator/c0")) as (reader, writer):
                 writer.write(json_frame(Kind.HELLO, LEADER, epoch=1))
                 await answer(reader)
                 writer.write(view_frame(s0.view(7)))
-                await until(lambda: s0.server.epoch == 7)
+                await until(lambda: s0.server.serving.epoch == 7)
 
     run(main)
 

@@ -74,7 +74,7 @@ def test_a_server_that_made_a_table_by_anothers_word_looks_whose_it_is(run: Run)
         assert tail.store.live[TABLE].app == ""
         tail.tick()
         assert tail.registered.wanted
-        assert tail.behind.is_set()
+        assert tail.news.behind.is_set()
         tail.know_tables({TABLE: Entry("default", SPEC)})
         assert {server.store.live[TABLE].app for server in group.servers.values()} == {"default"}
         tail.tick()

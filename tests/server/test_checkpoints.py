@@ -113,7 +113,7 @@ class CheckpointStory(Story):
                     for key, row in zip(keys.tolist(), found, strict=True):
                         rows[number, key] = row.tobytes()
             mark = CutMark(self.cut_number, since, name, 1, "x://")
-            push = Push(_Nobody(), -1, server.epoch, 0, 0, True, headed, mark, 64, kind=OperationKind.CUT)
+            push = Push(_Nobody(), -1, server.serving.epoch, 0, 0, True, headed, mark, 64, kind=OperationKind.CUT)
             if len(headed):
                 server.executor.perform(server.replica.push, push)
         self.wires.settle()

@@ -127,7 +127,7 @@ def test_a_view_that_cannot_be_read_ends_its_link_and_nothing_else(run: Run) -> 
             writer.close()
         header, _ = await asyncio.wait_for(worker.push(view, "a", 1, [1, 2, 3], 1.0), 10)
         assert header.kind == Kind.OK
-        assert group.servers["a"].epoch == view.epoch
+        assert group.servers["a"].serving.epoch == view.epoch
 
     run(test)
 
@@ -152,5 +152,5 @@ def test_who_asks_again_and_again_and_reads_nothing_is_told_no_more() -> None:
     held = HeldFrames(cast(Any, serving), herald, lambda: 0.0, lambda: None, lambda: None)
     asking, full = listener(MAX_WAITING_BYTES - 1), listener(MAX_WAITING_BYTES)
     for asker in (asking, asking, full):
-        held.get_view(asker, Header(Kind.GET_VIEW), np.empty(0, np.uint8))
+        held.handlers[Kind.GET_VIEW](asker, Header(Kind.GET_VIEW), np.empty(0, np.uint8))
     assert [len(asking.frames), len(full.frames)] == [2, 0]

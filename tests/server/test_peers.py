@@ -128,7 +128,7 @@ def rows(table: int, spec: str, keys: tuple[int, ...], stride: int) -> TableRows
 def test_a_piece_that_does_not_fit_the_tables_ends_the_link_only(run: Run, message: SnapshotChunk) -> None:
     async def test(group: Group) -> None:
         a, b = await tail_and_joiner(group)
-        await say_what_cannot_be(a, b, message._replace(epoch=a.epoch))
+        await say_what_cannot_be(a, b, message._replace(epoch=a.serving.epoch))
 
     run(test)
 
@@ -136,7 +136,7 @@ def test_a_piece_that_does_not_fit_the_tables_ends_the_link_only(run: Run, messa
 def test_an_operation_of_a_range_of_which_nothing_is_here_yet_ends_the_link_only(run: Run) -> None:
     async def test(group: Group) -> None:
         a, b = await tail_and_joiner(group)
-        await say_what_cannot_be(a, b, pushed(block())(b)._replace(epoch=a.epoch))
+        await say_what_cannot_be(a, b, pushed(block())(b)._replace(epoch=a.serving.epoch))
 
     run(test)
 
@@ -262,7 +262,7 @@ def test_a_table_that_is_not_registered_is_waited_for_on_its_own_connection(run:
         server.know_tables({})
         early, other = await group.connect("a", create=False), await group.connect("a", create=False)
         answer = create(early, TABLE, NOW, SPEC)
-        await until(lambda: server.registered.wanted and server.behind.is_set())
+        await until(lambda: server.registered.wanted and server.news.behind.is_set())
         header, _ = await asyncio.wait_for(other.ask(Header(Kind.GET_CLOCKS, epoch=NOW, worker=WORKER)), 10)
         assert header.kind == Kind.CLOCKS
         server.know_tables({TABLE: Entry("default", SPEC)})

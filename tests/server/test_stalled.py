@@ -55,7 +55,7 @@ class Tail:
         self.backlog = 0
         replica: Any = SimpleNamespace(piece=None)
         executor: Any = SimpleNamespace(
-            store=store, rounds=Rounds(P), shards=Shards(P), replica=replica,
+            store=store, rounds=Rounds(P), shards=Shards(P), replica=replica, handlers={},
             perform=lambda event, r, serial, upto, last, content: self.delivered.append((serial, last)),
         )  # fmt: skip
         serving: Any = SimpleNamespace(ranges=P, joiner=lambda r: self.filling)

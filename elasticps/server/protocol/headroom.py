@@ -26,6 +26,7 @@ from replication.chain import Member, Role, place
 
 _MOST, _LEAST = 1 << 62, 1 << 46  # of a neighbour's numbers, so that a server's share of them fits an int64
 MAX_NAME = 255
+BUFFER_SHARE = 16  # of its limit a server gives at most such a part to the log, and to what it keeps for a checkpoint
 SPARE_SHARE = 0.05  # of the limit: so much is left to others in the same group, or on the same machine
 
 
@@ -34,6 +35,10 @@ class Memory(NamedTuple):
 
     limit: int = 0
     read: Callable[[], Reading] | None = None
+
+    def share(self, nbytes: int) -> int:
+        """So many bytes, or the part of the limit that one buffer may take, if that is less."""
+        return min(nbytes, self.limit // BUFFER_SHARE) if self.limit else nbytes
 
 
 NO_LIMIT = Memory()

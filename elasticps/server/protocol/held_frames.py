@@ -8,7 +8,7 @@ from elasticps.server.protocol.asker import Asker, Body
 from elasticps.server.protocol.herald import MAX_WAITING_BYTES, Herald
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.serving import Serving
-from elasticps.wire.frames import Header
+from elasticps.wire.frames import Header, Kind
 from elasticps.wire.headers import GetViewHeader
 
 HOLD_TIMEOUT_S = 10.0
@@ -31,6 +31,7 @@ class HeldFrames:
         self.need_view = need_view
         self.need_roster = need_roster
         self._since: dict[Asker, float] = {}  # connections that wait
+        self.handlers: dict[int, Callable[[Asker, Header, Body], None]] = {Kind.GET_VIEW: self._get_view}
 
     def wait(self, connection: Asker, header: Header, body: Body) -> bool:
         """Holds a frame until the next view or roster; False once it has waited too long."""
@@ -52,7 +53,7 @@ class HeldFrames:
         text = f"server {self._serving.me.name} is at epoch {epoch} and cannot get the view of epoch {header.epoch}"
         raise RequestError("stale-view", text, epoch=epoch)
 
-    def get_view(self, connection: Asker, header: Header, body: Body) -> None:
+    def _get_view(self, connection: Asker, header: Header, body: Body) -> None:
         """GET_VIEW: the peer wants a view newer than its own, or has one that we want."""
         has = GetViewHeader.of(header).epoch
         if has < self._serving.epoch and connection.waiting_bytes < MAX_WAITING_BYTES:

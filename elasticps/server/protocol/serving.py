@@ -30,6 +30,7 @@ class Serving:
         self.newest: dict[tuple[str, str], int] = {}  # the same ids by application and name
         self.roster_version = 0
         self.tailed = self.held = NO_RANGES
+        self._had = NO_RANGES, NO_RANGES  # headed and tailed when `gained` was asked last
         self.tail_since = self.full_since = _NEVER
 
     @property
@@ -67,6 +68,11 @@ class Serving:
             self.full_since = view.epoch
         self.tailed, self.held = tailed, held
         return True
+
+    def gained(self) -> bool:
+        """Whether ranges are headed here, or read, that were not when this was asked last."""
+        had, self._had = self._had, (self.headed, self.tailed)
+        return any(len(np.setdiff1d(now, before)) for now, before in zip(self._had, had, strict=True))
 
     def follow(self, roster: Roster) -> None:
         """Takes a newer roster."""

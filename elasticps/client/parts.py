@@ -1,0 +1,80 @@
+"""What a client is made of: how it begins, and how it ends."""
+
+from __future__ import annotations
+
+from elasticps.client.barrier import Barrier
+from elasticps.client.data_shards import ShardSets
+from elasticps.client.dispatcher import Dispatcher
+from elasticps.client.join import Joining
+from elasticps.client.reads import Reads
+from elasticps.client.registry import Registry
+from elasticps.client.steps import Steps
+from elasticps.client.tables import Handle, Tables
+from elasticps.spec import BSP, Consistency
+
+LEAVE_S = 5.0  # for what is outstanding when a client is closed
+
+
+class Parts:
+    """Registered under a name, and connected to all servers, once made. closed: it has ended, or is about to."""
+
+    def __init__(
+        self, registry: Registry, worker: str, consistency: Consistency, window: int, timeout_s: float, app: str
+    ) -> None:
+        self.registry = registry
+        self.closed = False
+        self._timeout_s = timeout_s
+        self._runtime = registry.runtime
+        self._dispatcher: Dispatcher | None = None
+        try:
+            deadline_s = self._runtime.monotonic() + timeout_s
+            view = registry.first_view(timeout_s)
+            self.worker = registry.register(worker, app, self._lost, timeout_s, view.cluster)
+            self._dispatcher = dispatcher = Dispatcher(
+                self._runtime, view.cluster, self.worker, view, window, registry.ask_view, registry.credentials
+            )
+            barrier = None
+            if isinstance(consistency, BSP):
+                barrier = Barrier(dispatcher)
+                dispatcher.pushes.round = True
+            opened: dict[str, Handle] = {}
+            self.steps = Steps(
+                dispatcher, Joining(dispatcher, registry, barrier, timeout_s), barrier, opened, timeout_s
+            )
+            self.reads = Reads(dispatcher, self.steps.before_read, consistency.bound, timeout_s, self.steps.settle_all)
+            self.tables = Tables(registry, dispatcher, self.reads, opened, timeout_s)
+            self.shards = ShardSets(dispatcher, self.steps, registry)
+            registry.follow_rates(app, self.tables.hear, timeout_s)
+            dispatcher.start(deadline_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """Whom all others ask."""
+        assert self._dispatcher is not None
+        return self._dispatcher
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing can be done with it any more, in this process."""
+        return self.closed or (self._dispatcher is not None and self._dispatcher.disowned)
+
+    def close(self) -> None:
+        """Waits briefly for outstanding steps, leaves the cluster and closes every connection."""
+        if self.over:
+            return
+        self.closed = True
+        dispatcher, leave_s = self._dispatcher, min(self._timeout_s, LEAVE_S)
+        if dispatcher is not None:
+            if dispatcher.error is None and dispatcher.session.outstanding:
+                self.steps.wait_briefly(leave_s)
+            if dispatcher.error is None:
+                self.shards.leave(leave_s)
+            dispatcher.close()
+        self.registry.close()
+
+    def _lost(self, reason: str) -> None:
+        if self._dispatcher is not None and not self.closed:
+            self._dispatcher.fence(f"worker {self.worker.name!r} lost its place in the cluster: {reason}")

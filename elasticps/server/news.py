@@ -1,0 +1,51 @@
+"""What a server lacks: a newer view or roster, a table that is registered. Asked for here, as soon as anybody speaks of
+it; and the views that others send come in here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from coordinator.view import View
+from elasticps.server.connection import Connection, Handler
+from elasticps.server.executor import Executor
+from elasticps.server.protocol.asker import Body
+from elasticps.server.protocol.serving import Serving
+from elasticps.wire.frames import Header, Kind
+from elasticps.wire.views import read_view
+from replication.effects import NeedRoster, NeedView
+
+
+class News:
+    """behind: set when something is lacking; whoever runs this server then gets it. adopt: takes a view; ask_peers: has
+    all peers send theirs, set by whoever has the links."""
+
+    def __init__(self, executor: Executor, serving: Serving, adopt: Callable[[View], None]) -> None:
+        self.behind = asyncio.Event()
+        self.ask_peers: Callable[[], None] = lambda: None
+        self._serving = serving
+        self._adopt = adopt
+        self.handlers: dict[int, Handler] = {Kind.VIEW: self._by_server}
+        executor.handlers |= {NeedView: lambda _: self.need_view(), NeedRoster: lambda _: self.need()}
+
+    def need(self) -> None:
+        """Somebody speaks of a roster, or of a table, that is not known here."""
+        self.behind.set()
+
+    def need_view(self) -> None:
+        """Somebody speaks of a newer view."""
+        self.behind.set()
+        self.ask_peers()
+
+    def _by_server(self, connection: Connection, header: Header, body: Body) -> None:
+        """Counts only where nobody has to prove that they lead; else it is a hint that there is a newer one."""
+        if connection.identity is None:
+            self.by_leader(connection, header, body)
+        else:
+            self.behind.set()
+
+    def by_leader(self, connection: Connection, header: Header, body: Body) -> None:
+        """VIEW of whoever leads, or may."""
+        view = read_view(header, body, self._serving.epoch)
+        if view is not None and view.ranges == self._serving.ranges:
+            self._adopt(view)
