@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 CODE := $(patsubst %/__init__.py,%,$(wildcard */__init__.py)) tests examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all soak lint format bench proto hashes clean distclean
+.PHONY: help setup demo test test-all soak lint docs format bench proto hashes clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,11 +49,14 @@ soak: $(READY) ## Random examples; fifty stories for each planted bug; hostile f
 	$(BIN)/python -m tests.fuzz --frames 10_000_000 --seed $(or $(SEED),0)
 	$(BIN)/elasticps sim --seed $(or $(SEED),0) --runs 0
 
-lint: $(READY) ## ruff, mypy --strict, and the contracts on who imports whom
+lint: $(READY) docs ## ruff, mypy --strict, the contracts on who imports whom, and broken links in the docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(CODE)
 	$(BIN)/lint-imports
+
+docs: $(READY) ## Build the site into docs/_build/html; a broken link or reference fails
+	$(BIN)/python -m sphinx -E -W --keep-going -q -b html docs docs/_build/html
 
 format: $(READY) ## Sort imports and format
 	$(BIN)/ruff check --fix-only .
@@ -81,7 +84,7 @@ hashes: $(READY) ## Write down again what images install, with hashes, after con
 	$(HASHES) --extra chaos --extra kubernetes -o deploy/requirements-chaos.txt
 
 clean: ## Remove caches and what runs have left
-	rm -rf build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist runs docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove .venv too

@@ -27,13 +27,13 @@ class Past(NamedTuple):
 class Resume:
     """Where a worker starts.
 
-    clock        it starts above this one
-    trained      the last clock whose samples need not be trained again: everything up to it is committed, once
-    begun        the last clock of which any server has seen anything. The samples of steps `trained` + 1 … `begun`
-                 are to be trained again: what came of them is in each range by itself, once or not
-    steps        how many steps of all incarnations of this name are committed: where each step trains the next batch
-                 of a fixed order, the next batch is number `steps`, counted from 0
-    predecessor  whether there was one; without, `trained` and `begun` are `clock`
+    - clock: it starts above this one
+    - trained: the last clock whose samples need not be trained again: everything up to it is committed, once
+    - begun: the last clock of which any server has seen anything. The samples of steps `trained` + 1 … `begun` are to
+      be trained again: what came of them is in each range by itself, once or not
+    - steps: how many steps of all incarnations of this name are committed: where each step trains the next batch of a
+      fixed order, the next batch is number `steps`, counted from 0
+    - predecessor: whether there was one; without, `trained` and `begun` are `clock`
     """
 
     clock: int
