@@ -196,6 +196,24 @@ def test_memory_of_ranges_that_have_moved_goes_back(run: Run) -> None:
     run(test)
 
 
+def test_what_one_table_dropped_is_hardly_room_for_others(run: Run) -> None:
+    """Whose rows take new memory: at 512 MiB servers came to 620, after ranges had moved and other tables grew."""
+
+    async def test(group: Group) -> None:
+        gauge = (await chain(group, "a"))["a"]
+        server = group.servers["a"]
+        table = server.store.create(TableSpec("wide", 128, Accumulate()), 50)
+        table.put(np.arange(80_000), np.ones((80_000, 128), np.float32))
+        for r in range(RANGES - 1):
+            table.drop_range(r)
+        assert table.reusable_bytes > 24 << 20
+        gauge.used = server.headroom.mark
+        server.headroom.look(server.store.reusable_bytes)
+        assert 0 < server.headroom.least.nbytes <= LIMIT // 64
+
+    run(test)
+
+
 def test_heads_share_a_room(run: Run) -> None:
     """By the ranges that they have of what the full server holds: a has a quarter of c's ranges, and so has b."""
 

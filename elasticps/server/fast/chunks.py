@@ -16,15 +16,16 @@ from elasticps.wire.pool import UNUSED, Bytes
 
 SMALLEST_BYTES = 64 << 10
 USUAL_BYTES = 4 << 20  # larger ones are made for one frame
-KEPT_BYTES = 64 << 20  # of chunks that nobody uses
 LOOKED_AT = 16  # chunks that are given up and may be free by now
 MOST = 1 << 16
 
 
 class Chunks:
-    """Chunks by number. refs: int64 [MOST], what the compiled log keeps of each; addresses: int64 [MOST]."""
+    """Chunks by number. refs: int64 [MOST], what the compiled log keeps of each; addresses: int64 [MOST].
+    kept_bytes: of chunks that nobody uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept_bytes: int) -> None:
+        self._kept_bytes = kept_bytes
         self.arrays: list[Bytes] = []
         self.refs = np.zeros(MOST, np.int64)
         self.addresses = np.zeros(MOST, np.int64)
@@ -42,7 +43,7 @@ class Chunks:
             elif nbytes <= size <= 4 * nbytes:
                 self._left_bytes -= size
                 return number
-            elif self._left_bytes > KEPT_BYTES:
+            elif self._left_bytes > self._kept_bytes:
                 self._left_bytes -= size
                 self.arrays[number] = _NONE
                 self._free.append(number)

@@ -30,6 +30,7 @@ from elasticps.wire.pool import Bytes
 from replication.chain import Member, Ranges
 from replication.replica import Replica
 
+KEPT_SHARE = 4  # of what the log may have: received chunks that are kept for the next bytes
 TURN_BYTES = 1 << 20  # of one connection, then others have their turn: about a millisecond
 
 
@@ -70,7 +71,7 @@ class FastPath:
         self._ranges = ranges
         self._shared = shared = Shared()
         self.h, self._fields = shared.h, shared.fields
-        self.chunks = Chunks()
+        self.chunks = Chunks(budget_bytes // KEPT_SHARE)
         self._slots: list[Receiver | None] = []
         self._changed = self._served = 0
         self.turn_bytes = TURN_BYTES

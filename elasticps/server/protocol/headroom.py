@@ -27,6 +27,7 @@ from replication.chain import Member, Role, place
 _MOST, _LEAST = 1 << 62, 1 << 46  # of a neighbour's numbers, so that a server's share of them fits an int64
 MAX_NAME = 255
 BUFFER_SHARE = 16  # of its limit a server gives at most such a part to the log, and to what it keeps for a checkpoint
+REUSABLE_SHARE = 64  # of its limit: so much of what dropped rows have left counts as room; only their table can use it
 SPARE_SHARE = 0.05  # of the limit: so much is left to others in the same group, or on the same machine
 
 
@@ -87,11 +88,12 @@ class Headroom:
         self._heard = {member: rooms for member, rooms in self._heard.items() if member in self._successors}
 
     def look(self, reusable: int) -> None:
-        """Reads how much is used. reusable: bytes of the store that its next rows take first."""
+        """Reads how much is used. reusable: bytes of the store that the next rows of some of its tables take first;
+        what is more than a little of that goes back to the system soon."""
         if self._read is None:
             return
         used, available = self._read()
-        self.used = max(0, used - reusable)
+        self.used = max(0, used - min(reusable, self.limit // REUSABLE_SHARE))
         room = min(self.mark - self.used, available - int(SPARE_SHARE * self.limit))
         self._own = Room(room, self._held, self._server, self.used, self.mark, self.limit)
 
