@@ -10,11 +10,13 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+from elasticps import filters
 from elasticps.errors import SpecError
+from elasticps.filters import BFloat16, Filter, Float16, Int8
 from elasticps.optimizers import (
     FLOAT32_LIMIT,
     FTRL,
@@ -49,10 +51,14 @@ __all__ = [
     "Adam",
     "AdamW",
     "Assign",
+    "BFloat16",
     "Consistency",
     "Constant",
     "Custom",
+    "Filter",
+    "Float16",
     "Init",
+    "Int8",
     "Normal",
     "Optimizer",
     "RowAdagrad",
@@ -225,7 +231,7 @@ class TableSpec(Checked):
 
     With a `shape` it is a dense tensor, C-ordered and cut into rows of `dim` floats whose keys are 0..blocks-1, the
     last padded with zeros. Slots are float32 whatever the weights' dtype. finite: gradients are refused that hold NaN
-    or infinity.
+    or infinity. push, pull: how gradients, and rows that are read, are shortened on their way (docs/filters.md).
     """
 
     name: str
@@ -235,6 +241,8 @@ class TableSpec(Checked):
     dtype: str = "float32"
     shape: tuple[int, ...] | None = None
     finite: bool = False
+    push: Sequence[Filter] = ()
+    pull: Sequence[Filter] = ()
 
     def __post_init__(self) -> None:
         if len(text(self.name, "a table name")) > MAX_NAME or not _NAME.fullmatch(self.name):
@@ -251,6 +259,8 @@ class TableSpec(Checked):
         if not isinstance(self.finite, bool):
             raise SpecError(f"{where}finite must be True or False, got {self.finite!r}")
         self._set(dim=integer(self.dim, f"{where}dim", 1, MAX_DIM))
+        for which in ("push", "pull"):
+            self._set(**{which: filters.checked(getattr(self, which), f"{where}{which}", self.dim)})
         if self.shape is None:
             return
         self._set(shape=tuple(integer(n, f"{where}shape", 0, 2**40) for n in self.shape))
@@ -261,10 +271,12 @@ class TableSpec(Checked):
 
     @classmethod
     def dense(
-        cls, name: str, shape: tuple[int, ...], optimizer: Optimizer, dtype: str = "float32", *, finite: bool = False
-    ) -> TableSpec:
+        cls, name: str, shape: tuple[int, ...], optimizer: Optimizer, dtype: str = "float32", *, finite: bool = False,
+        push: Sequence[Filter] = (), pull: Sequence[Filter] = (),
+    ) -> TableSpec:  # fmt: skip
         """Spec of a dense tensor of `shape`, its block length chosen here."""
-        return cls(name, dense_block(math.prod(shape)), optimizer, Zeros(), dtype, shape, finite)
+        block = dense_block(math.prod(shape))
+        return cls(name, block, optimizer, Zeros(), dtype, shape, finite, push, pull)
 
     @property
     def size(self) -> int:
@@ -289,6 +301,8 @@ class TableSpec(Checked):
             "shape": self.shape,
             "finite": self.finite,
         }
+        # Left out where there are none: what knows no filters reads such a spec, and refuses one with them.
+        values |= {which: [each.to_dict() for each in found] for which, found in self._filters().items() if found}
         return json.dumps(values, separators=(",", ":"))
 
     @classmethod
@@ -298,11 +312,15 @@ class TableSpec(Checked):
             values = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise SpecError(f"a table's spec is not JSON: {error}") from error
+        if isinstance(values, dict):
+            values = {"push": [], "pull": []} | values
         if not isinstance(values, dict) or values.keys() != {f.name for f in fields(cls)}:
             raise SpecError(f"a table's spec must be an object of {[f.name for f in fields(cls)]}, got {values!r:.200}")
         shape = values["shape"]
         if not (shape is None or isinstance(shape, list)):
             raise SpecError(f"a table's shape must be a list or null, got {shape!r}")
+        if not (isinstance(values["push"], list) and isinstance(values["pull"], list)):
+            raise SpecError("a table's filters must be lists")
         return cls(
             name=values["name"],
             dim=values["dim"],
@@ -311,7 +329,12 @@ class TableSpec(Checked):
             dtype=values["dtype"],
             shape=None if shape is None else tuple(shape),
             finite=values["finite"],
+            push=tuple(_from_dict(filters.KINDS, each, "filter") for each in values["push"]),
+            pull=tuple(_from_dict(filters.KINDS, each, "filter") for each in values["pull"]),
         )
+
+    def _filters(self) -> dict[str, Sequence[Filter]]:
+        return {"push": self.push, "pull": self.pull}
 
     def difference(self, other: TableSpec) -> str:
         """What differs from `other`, in words: "dim is 64, not 32". Empty when rows of the one are rows of the other:

@@ -17,7 +17,7 @@ RUN = {"README.md": 1, "start.md": None}  # how many blocks, from the first on; 
 ELSEWHERE = {
     "README.md",  # what follows the first script needs data of its own
     "custom.md",  # tests/store/test_custom.py
-    "filters.md",  # tests/filters
+    "filters.md",  # tests/e2e/test_filters.py
     "machines.md",  # needs machines
     "torch.md",  # tests/torch
 }

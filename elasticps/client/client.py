@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -13,12 +13,14 @@ from elasticps.client.data_shards import Shards
 from elasticps.client.inputs import checked_floats
 from elasticps.client.parts import Parts
 from elasticps.client.protocol.join import Resume
-from elasticps.client.pulls import DenseRead
+from elasticps.client.pulls import Read
 from elasticps.client.registry import Registry
 from elasticps.client.steps import OpenStep, Rates, Step, Values
 from elasticps.client.tables import DenseTensor, SparseTable, TableInfo
 from elasticps.sharding import checked_spec
-from elasticps.spec import Consistency, Init, Optimizer, TableSpec, Zeros
+from elasticps.spec import Consistency, Filter, Init, Optimizer, TableSpec, Zeros
+
+Filters = Sequence[Filter]
 
 
 class Client:
@@ -70,24 +72,30 @@ class Client:
         init: Init | None = None,
         dtype: str = "float32",
         finite: bool = False,
+        push: Filters = (),
+        pull: Filters = (),
     ) -> SparseTable:
         """Opens a sparse table, creating it if it is new. `SpecError` if it exists with another spec.
 
-        finite: servers refuse gradients that hold NaN or infinity (`NotFinite`) before any row of theirs changes."""
-        spec = TableSpec(name, dim, optimizer, init or Zeros(), dtype, finite=finite)
+        finite: servers refuse gradients that hold NaN or infinity (`NotFinite`) before any row of theirs changes.
+        push, pull: filters that make gradients, and rows that are read, shorter on their way (docs/filters.md).
+        """
+        spec = TableSpec(name, dim, optimizer, init or Zeros(), dtype, finite=finite, push=push, pull=pull)
         return self._tables.sparse(spec)
 
     def tensor(
-        self, name: str, *, init: object, optimizer: Optimizer, dtype: str = "float32", finite: bool = False
-    ) -> DenseTensor:
+        self, name: str, *, init: object, optimizer: Optimizer, dtype: str = "float32", finite: bool = False,
+        push: Filters = (), pull: Filters = (),
+    ) -> DenseTensor:  # fmt: skip
         """Opens a dense tensor. `init`, float32 of any shape, gives its values if it is new, its shape in any case.
 
-        Of several workers that open it at once one fills it and the others wait. `finite`, `SpecError`: as for `table`.
+        Of several workers that open it at once one fills it and the others wait. `finite`, `push`, `pull`,
+        `SpecError`: as for `table`.
         """
         shape = getattr(init, "shape", None)
         shape = np.asarray(init, np.float32).shape if shape is None else tuple(shape)
         values = checked_floats(f"tensor {name!r}: init", init, shape).copy()
-        spec = TableSpec.dense(name, values.shape, optimizer, dtype, finite=finite)
+        spec = TableSpec.dense(name, values.shape, optimizer, dtype, finite=finite, push=push, pull=pull)
         return self._tables.dense(spec, values)
 
     def tables(self) -> dict[str, TableInfo]:
@@ -120,7 +128,7 @@ class Client:
         """
         return self._steps.whole(values, lr, copy=copy)
 
-    def pull_many(self, tensors: Iterable[DenseTensor]) -> list[DenseRead]:
+    def pull_many(self, tensors: Iterable[DenseTensor]) -> list[Read]:
         """Asks for several tensors now, each server once; the `result()` of each read, in their order, waits for it."""
         reads = [tensor.prepare(None, "tail") for tensor in tensors]
         self._parts.reads.start_all(reads)

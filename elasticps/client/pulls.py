@@ -13,7 +13,8 @@ from elasticps.client.protocol.fan_out import Send
 from elasticps.client.protocol.routing import Readers, Routes, place_rows, plan_pull
 from elasticps.client.pull_batch import OWNERS, P_FIELDS, PULL, SMALL_BYTES, Landing, cut_pull
 from elasticps.errors import Error
-from elasticps.wire.frames import ANY, HEADER_BYTES, LAST, SLOTS, Buffer, FrameError, Header
+from elasticps.store.codec import Codec
+from elasticps.wire.frames import ANY, CODED, HEADER_BYTES, LAST, SLOTS, Buffer, FrameError, Header
 from elasticps.wire.headers import PullHeader, RowsHeader
 from elasticps.wire.pool import Pool
 from replication.chain import Member
@@ -114,7 +115,7 @@ class ReadPart:
         read = self.read
         header = PullHeader(
             self.request, epoch, read.clock, worker, read.table_id, self.count, read.bound, read.wait_ms,
-            read.any_replica, read.slots,
+            read.any_replica, read.slots, read.coded,
         )  # fmt: skip
         return [header.header().pack(), self.keys.data.cast("B")]
 
@@ -128,7 +129,7 @@ class Read(ABC):
 
     def __init__(
         self, finish: Finish, table_id: int, salt: np.uint64, dim: int, name: str, keys: NDArray[np.int64],
-        value: NDArray[np.float32], any_replica: bool, slots: bool = False,
+        value: NDArray[np.float32], any_replica: bool, slots: bool = False, coded: bool = False,
     ) -> None:  # fmt: skip
         self._finish = finish
         self.table_id = table_id
@@ -137,6 +138,7 @@ class Read(ABC):
         self.name = name
         self.any_replica = any_replica
         self.slots = slots
+        self.coded = coded
         self.parts: dict[int, ReadPart] = {}  # by request, those still unanswered
         self.error: Exception | None = None
         self.clock = self.wait_ms = 0  # as in the PULL header
@@ -198,6 +200,28 @@ class SparseRead(Read):
 
     def place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
         place_rows(rows, positions, self.value)
+
+
+class CodedRead(SparseRead):
+    """Rows of a table or blocks of a tensor as its filters make them, words float32 [n, words]. `result` gives `out`,
+    float32 of the shape asked for; what the last block has too much is left out."""
+
+    def __init__(
+        self, finish: Finish, table_id: int, salt: np.uint64, codec: Codec, name: str, keys: NDArray[np.int64],
+        out: NDArray[np.float32], any_replica: bool,
+    ) -> None:  # fmt: skip
+        coded = np.empty((len(keys), codec.words), np.float32)
+        super().__init__(finish, table_id, salt, codec.words, name, keys, coded, any_replica, coded=True)
+        self._codec = codec
+        self._out = out
+        self._decoded = False
+
+    def result(self, timeout: float | None = None) -> NDArray[np.float32]:
+        if not self._decoded:
+            rows = self._codec.decode(super().result(timeout))
+            self._out.reshape(-1)[:] = rows.reshape(-1)[: self._out.size]
+            self._decoded = True
+        return self._out
 
 
 class DenseRead(Read):
@@ -265,7 +289,7 @@ class Pulls:
         order = _ALL if only else np.empty(n, np.int64)
         memory = self._pool.take(8 * n + HEADER_BYTES * (len(members) + 1))
         cuts = np.empty((len(members) + 1, P_FIELDS), np.int64)
-        flags = read.any_replica * ANY | read.slots * SLOTS
+        flags = read.any_replica * ANY | read.slots * SLOTS | read.coded * CODED
         small = SMALL_BYTES if n == len(read.keys) else 0
         count = cut_pull(
             keys, read.salt, routes.shift, readers.of, readers.only, order, cuts, memory, self.landing.slots, read.flat,

@@ -181,6 +181,8 @@ class Steps:
             if begins is not None:
                 step.state = begins
             self._pushes.push(part, last, begins, shard)
+            for handle in values:
+                handle.sent()
         except BaseException:
             self._dispatcher.hurt()
             raise
@@ -230,7 +232,7 @@ class Steps:
             step_values = known.get(key)
             if step_values is None:
                 step_values = known[key] = handle.optimizer.step_values(clock, lr)
-            if copy or isinstance(handle, SparseTable):
+            if copy or isinstance(handle, SparseTable) or not handle.lends:
                 sources.append(handle.source(value, step_values))
             else:
                 lent.append(handle.lent(value, routes, step_values))

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from elasticps.client import filling, listing
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.filling import NO_STEP_VALUES, fill
+from elasticps.client.filtering import Feedback, PushFilter
 from elasticps.client.inputs import checked_floats, checked_keys, checked_out, checked_read
 from elasticps.client.protocol.fan_out import of_heads
 from elasticps.client.protocol.routing import PushPlan, Routes, plan_push
-from elasticps.client.pulls import DenseRead, SparseRead
+from elasticps.client.pulls import CodedRead, DenseRead, Read, SparseRead
 from elasticps.client.push_batch import Source
 from elasticps.client.rates import SetRate
 from elasticps.client.reads import Reads
@@ -28,6 +29,7 @@ from elasticps.errors import InputError, ServerError, SpecError, UnknownTable
 from elasticps.hashing import table_salt
 from elasticps.optimizers import Optimizer, Schedule
 from elasticps.spec import TableSpec
+from elasticps.store.codec import Codec
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
 from replication.messages import OperationKind
 
@@ -64,6 +66,23 @@ class _Handle:
         self._own = own.optimizer  # the caller's: a schedule is no part of the registered spec
         self.optimizer = self._own  # with the rate that was set, if one was
         self.rate_set: SetRate | None = None
+        self._push = PushFilter(spec) if spec.push else None
+        self._pull = Codec(spec.pull, spec.dim)
+
+    @property
+    def feedback(self) -> Feedback:
+        """What filters have dropped of this client's gradients, and is kept to be pushed with the next ones."""
+        return Feedback(0, 0) if self._push is None else self._push.feedback
+
+    @property
+    def lends(self) -> bool:
+        """Whether what is pushed can be sent from the caller's memory."""
+        return False
+
+    def sent(self) -> None:
+        """What `source` gave last is outstanding."""
+        if self._push is not None:
+            self._push.sent()
 
     def set_lr(self, lr: float | None) -> None:
         """Another learning rate for all workers of the application: for this one's next step, for others' within
@@ -109,6 +128,9 @@ class _Handle:
         lr = None if self.rate_set is None else self.rate_set.lr
         self.optimizer = self._own if lr is None else _with_rate(self._own, lr)
 
+    def _coded(self, keys: NDArray[np.int64], out: NDArray[np.float32], any_replica: bool) -> CodedRead:
+        return CodedRead(self._reads.finish, self.id, self.salt, self._pull, self.name, keys, out, any_replica)
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of cluster {self._reads.cluster!r}>"
 
@@ -123,26 +145,32 @@ class SparseTable(_Handle):
         super().__init__(reads, spec, table_id, own, set_rate)
         self._grads = f"table {self.name!r}: grads"
 
-    def pull(self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> NDArray[np.float32]:
+    def pull(
+        self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False
+    ) -> NDArray[np.float32]:
         """Rows of `keys`, int64 [n], as float32 [n, dim] in the order of the keys; into `out` if given.
 
         `read="tail"` gives committed values. `read="any"` spreads the load over all replicas, and may show values that
-        are not committed yet; one's own pushes are always seen. Raises `InputError` for unusable arguments, `Timeout`
-        when servers do not answer in time.
+        are not committed yet; one's own pushes are always seen. exact: past the table's filters. Raises `InputError`
+        for unusable arguments, `Timeout` when servers do not answer in time.
         """
-        return self._reads.pulled(self._prepare(keys, out, read))
+        return self._reads.pulled(self._prepare(keys, out, read, exact))
 
-    def pull_async(self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> SparseRead:
+    def pull_async(
+        self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False
+    ) -> SparseRead:
         """Asks for rows now; `result()` of what is returned waits for them."""
-        return self._reads.start(self._prepare(keys, out, read))
+        return self._reads.start(self._prepare(keys, out, read, exact))
 
-    def _prepare(self, keys: object, out: NDArray[np.float32] | None, read: str) -> SparseRead:
+    def _prepare(self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool) -> SparseRead:
         """A read that nobody has been asked for yet."""
         checked_read(self.name, read)
         array = checked_keys(self.name, keys)
         shape = (len(array), self.dim)
         rows = np.empty(shape, np.float32) if out is None else checked_out(f"table {self.name!r}", out, shape)
         private = array if isinstance(keys, list | tuple) else array.copy()  # asked for again when servers change
+        if self.spec.pull and not exact:
+            return self._coded(private, rows, read == "any")
         return SparseRead(self._reads.finish, self.id, self.salt, self.dim, self.name, private, rows, read == "any")
 
     def __len__(self) -> int:
@@ -166,7 +194,7 @@ class SparseTable(_Handle):
 
     def items(self, chunk: int = CHUNK) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """The same with the rows, float32 [n, dim], as they are when they are pulled."""
-        return ((keys, self.pull(keys)) for keys in self.keys(chunk))
+        return ((keys, self.pull(keys, exact=True)) for keys in self.keys(chunk))
 
     def load(self, keys: object, rows: object) -> None:
         """Gives rows of `keys`, int64 [n] without repeats, the values `rows`, float32 [n, dim], past the optimizer: for
@@ -222,7 +250,9 @@ class SparseTable(_Handle):
             raise InputError(f"table {self.name!r}: push a pair (keys, grads), got {type(value).__name__}")
         keys = checked_keys(self.name, value[0])
         grads = checked_floats(self._grads, value[1], (len(keys), self.dim))
-        return Source(self.id, self._signed_salt, self.dim, -1, keys, grads, step_values)
+        if self._push is None:
+            return Source(self.id, self._signed_salt, self.dim, -1, keys, grads, step_values)
+        return self._push.source(self.id, self._signed_salt, keys, grads, step_values)
 
 
 class DenseTensor(_Handle):
@@ -241,22 +271,26 @@ class DenseTensor(_Handle):
         assert self.spec.shape is not None
         return self.spec.shape
 
-    def pull(self, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> NDArray[np.float32]:
-        """The tensor, float32 of its shape; into `out` if given, which spares the allocation. `read` and errors as for
-        `SparseTable.pull`."""
-        return self._reads.pulled(self.prepare(out, read))
+    def pull(
+        self, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False
+    ) -> NDArray[np.float32]:
+        """The tensor, float32 of its shape; into `out` if given, which spares the allocation. `read`, `exact` and
+        errors as for `SparseTable.pull`."""
+        return self._reads.pulled(self.prepare(out, read, exact))
 
-    def pull_async(self, out: NDArray[np.float32] | None = None, *, read: str = "tail") -> DenseRead:
+    def pull_async(self, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False) -> Read:
         """Asks for the tensor now; `result()` of what is returned waits for it."""
-        return self._reads.start(self.prepare(out, read))
+        return self._reads.start(self.prepare(out, read, exact))
 
-    def prepare(self, out: NDArray[np.float32] | None, read: str) -> DenseRead:
+    def prepare(self, out: NDArray[np.float32] | None, read: str, exact: bool = False) -> Read:
         """A read that nobody has been asked for yet."""
         checked_read(self.name, read)
         if out is None:
             out = np.empty(self.shape, np.float32)
         else:
             checked_out(f"tensor {self.name!r}", out, self.shape)
+        if self.spec.pull and not exact:
+            return self._coded(self._blocks, out, read == "any")
         dim, any_replica = self.spec.dim, read == "any"
         return DenseRead(self._reads.finish, self.id, self.salt, dim, self.name, self._blocks, out, any_replica)
 
@@ -269,7 +303,14 @@ class DenseTensor(_Handle):
     def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
         """What pushing `value`, a gradient float32 of the tensor's shape, sends."""
         flat = self._flat(value)
-        return Source(self.id, self._signed_salt, self.spec.dim, len(flat), self._blocks, flat, step_values)
+        if self._push is None:
+            return Source(self.id, self._signed_salt, self.spec.dim, len(flat), self._blocks, flat, step_values)
+        return self._push.source(self.id, self._signed_salt, self._blocks, flat, step_values)
+
+    @property
+    def lends(self) -> bool:
+        """Whether what is pushed can be sent from the caller's memory."""
+        return self._push is None
 
     def lent(self, value: object, routes: Routes, step_values: NDArray[np.float32]) -> Write:
         """The same from the caller's memory: a gradient, or initial values."""

@@ -109,7 +109,7 @@ def _columns(
     ps: Client, handle: SparseTable | DenseTensor, count: int | None, with_slots: bool, dtype: str
 ) -> Iterator[Columns]:
     if isinstance(handle, DenseTensor):
-        yield {handle.name: np.atleast_1d(handle.pull().astype(dtype))}
+        yield {handle.name: np.atleast_1d(handle.pull(exact=True).astype(dtype))}
         return
     step = max(1, min(CHUNK, CHUNK_BYTES // (8 + 4 * handle.dim)))
     parts = handle.keys(step) if count is None else (np.arange(a, min(a + step, count)) for a in range(0, count, step))
@@ -120,4 +120,4 @@ def _columns(
 def _of(handle: SparseTable, keys: np.ndarray, with_keys: bool, with_slots: bool, dtype: str) -> Columns:
     columns = {"keys": keys} if with_keys else {}
     slots = handle.slots(keys) if with_slots else {}
-    return columns | {"weight": handle.pull(keys).astype(dtype)} | slots
+    return columns | {"weight": handle.pull(keys, exact=True).astype(dtype)} | slots

@@ -196,7 +196,7 @@ class Executor:
                 tables[table].bound_deletions(whole)
         else:
             for table, keys, grads, step_values in blocks:
-                tables[table].apply(keys, grads, step_values)
+                tables[table].apply(keys, tables[table].push.decode(grads), step_values)
                 self._rows_applied += len(keys)
 
     def _clear(self, effect: Apply, table: int) -> None:

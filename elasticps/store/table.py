@@ -14,6 +14,7 @@ from elasticps.spec import DTYPES, Constant, Init, TableSpec, Zeros
 from elasticps.spec import Assign as _Assign
 from elasticps.store import index, intervals, stamps
 from elasticps.store import native as field
+from elasticps.store.codec import Codec
 from elasticps.store.cuts import Cuts
 from elasticps.store.deletions import Deletions
 from elasticps.store.kept import Allowance, Kept
@@ -43,6 +44,7 @@ class Table:
         self.app = ""  # to which it belongs, if that is known
         self.dropped = False  # in some range: workers know it no more
         self._update = update_kernel(spec.optimizer)
+        self.push, self.pull = Codec(spec.push, spec.dim), Codec(spec.pull, spec.dim)
         self._memory = Memory() if memory is None else memory
         self._dim = spec.dim
         self._step_floats = spec.optimizer.step_floats

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import elasticps.spec
 from elasticps.errors import ConfigError, InputError
-from elasticps.spec import Init, Normal
+from elasticps.spec import Filter, Init, Normal
 from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.distinct import distinct
 
@@ -105,6 +105,8 @@ class Rows(nn.Module):
         padding_idx: int | None = None,
         num_embeddings: int | None = None,
         max_norm: float | None = None,
+        push: Sequence[Filter] = (),
+        pull: Sequence[Filter] = (),
     ) -> None:
         super().__init__()
         refuse_torchs(optimizer)
@@ -122,7 +124,9 @@ class Rows(nn.Module):
         self.trains = nn.Parameter(torch.empty(0))
         if init is None:  # torch's own default; the name as seed, because equal seeds start with equal rows
             init = Normal(std=1.0, seed=zlib.crc32(name.encode()))
-        self.table: SparseTable = ps.table(name, dim=dim, optimizer=optimizer, init=init, dtype=dtype)
+        self.table: SparseTable = ps.table(
+            name, dim=dim, optimizer=optimizer, init=init, dtype=dtype, push=push, pull=pull
+        )
         self.optimizer = optimizer
         self.dim = dim
         self.padding_idx = padding_idx
@@ -272,8 +276,9 @@ class Embedding(Rows):
     """`torch.nn.Embedding` over a table of the servers: ids are any int64, and a row exists when it is first trained.
 
     `optimizer` updates the rows at the servers, `init` gives the values of rows never trained (default: torch's normal
-    distribution), `dtype` is the servers' storage type. An id equal to `padding_idx` gives zeros and is not trained.
-    With `num_embeddings` ids are 0 … n - 1 only, as torch has them, and `full_state_dict` has a row for each.
+    distribution), `dtype` is the servers' storage type, `push` and `pull` are the table's
+    filters. An id equal to `padding_idx` gives zeros and is not trained. With `num_embeddings` ids are 0 … n - 1 only,
+    as torch has them, and `full_state_dict` has a row for each.
     Rows are trained by passes in training mode; after `eval()` or `requires_grad_(False)`, of the layer or a model
     around it, and under `torch.no_grad()` they are only pulled.
     Train it with `elasticps.torch.Optimizer`. The output is on the device of the ids.
@@ -303,12 +308,14 @@ class EmbeddingBag(Rows):
         num_embeddings: int | None = None,
         max_norm: float | None = None,
         include_last_offset: bool = False,
+        push: Sequence[Filter] = (),
+        pull: Sequence[Filter] = (),
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ConfigError(f"EmbeddingBag's mode must be 'sum', 'mean' or 'max', got {mode!r}")
         super().__init__(
             ps, name, dim, optimizer=optimizer, init=init, dtype=dtype, padding_idx=padding_idx,
-            num_embeddings=num_embeddings, max_norm=max_norm,
+            num_embeddings=num_embeddings, max_norm=max_norm, push=push, pull=pull,
         )  # fmt: skip
         self.mode = mode
         self.include_last_offset = include_last_offset

@@ -6,7 +6,7 @@ import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, overload
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticps.errors import ConfigError, InputError
+from elasticps.spec import Filter
 from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.embedding import nobody, refuse_torchs
 from elasticps.torch.parameters import (
@@ -31,7 +32,7 @@ from elasticps.torch.parameters import (
 
 if TYPE_CHECKING:
     from elasticps.client import Client, DenseTensor, OpenStep, SparseTable, Step
-    from elasticps.client.pulls import DenseRead
+    from elasticps.client.pulls import Read
     from elasticps.client.rates import SetRate
 
 _AGAIN = (
@@ -63,6 +64,8 @@ class Optimizer(torch.optim.Optimizer):
     `pipeline`: `step()` only asks for the new dense weights; the next call of a module of the model (or `state_dict()`,
     or `refresh()`) waits for them, and until then parameters show the values of the step before.
 
+    `push`, `pull`: filters of the dense tensors (docs/filters.md); tables have theirs in their layers.
+
     A backward pass that raises may have trained the layers whose gradients had left; `zero_grad()` closes that step,
     warns, and the next step is clean. Gradients of rows do not outlive a step, whether or not `zero_grad()` is called.
     """
@@ -82,6 +85,8 @@ class Optimizer(torch.optim.Optimizer):
         overlap: bool = True,
         pipeline: bool = False,
         bucket_bytes: int = 256 * 1024,
+        push: Sequence[Filter] = (),
+        pull: Sequence[Filter] = (),
     ) -> None:
         refuse_torchs(optimizer)
         model = plain(model)
@@ -92,7 +97,7 @@ class Optimizer(torch.optim.Optimizer):
         self._replace_others()
 
         groups: Groups = {}
-        self._dense = dense_of(ps, model, optimizer, prefix, groups)
+        self._dense = dense_of(ps, model, optimizer, prefix, groups, push=push, pull=pull)
         self._sparse = tables_of(model, groups)
         self._targets: list[tuple[DenseTensor | SparseTable, int]] = [  # and their groups' indices
             *((dense.tensor, dense.group) for dense in self._dense),
@@ -113,7 +118,7 @@ class Optimizer(torch.optim.Optimizer):
         self._bucket: dict[DenseTensor | SparseTable, Any] = {}
         self._bucket_bytes = 0
         self._held = 0
-        self._arriving: list[tuple[Dense, DenseRead]] = []
+        self._arriving: list[tuple[Dense, Read]] = []
         self.last_step: Step | None = None
         self._hooks = [*self._watch_gradients(), *self._watch_forwards()]
         Optimizer._live.add(self)
@@ -459,7 +464,7 @@ class Optimizer(torch.optim.Optimizer):
         self.refresh()
         Optimizer.loaded.discard(self._model)
 
-    def _pull(self, wanted: list[Dense]) -> list[tuple[Dense, DenseRead]]:
+    def _pull(self, wanted: list[Dense]) -> list[tuple[Dense, Read]]:
         return list(zip(wanted, self._ps.pull_many([dense.tensor for dense in wanted]), strict=True))
 
     def _ask(self) -> None:
@@ -472,7 +477,7 @@ class Optimizer(torch.optim.Optimizer):
             self._check_edits()
             self._take(self._arriving)
 
-    def _take(self, arriving: list[tuple[Dense, DenseRead]]) -> None:
+    def _take(self, arriving: list[tuple[Dense, Read]]) -> None:
         self._arriving = []
         for dense, future in arriving:
             dense.take(torch.from_numpy(future.result()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from elasticps.errors import ConfigError, SpecError
 from elasticps.optimizers import Schedule
+from elasticps.spec import Filter
 from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.embedding import Gradient, Rows, refuse_torchs
 
@@ -94,6 +95,8 @@ def dense_of(
     optimizer: ServerOptimizer | Callable[[str, nn.Parameter], ServerOptimizer] | None,
     prefix: str,
     groups: Groups,
+    push: Sequence[Filter],
+    pull: Sequence[Filter],
 ) -> list[Dense]:
     """Opens a tensor for each dense parameter. Adds to the groups."""
     dense = []
@@ -108,7 +111,8 @@ def dense_of(
         refuse_torchs(spec)
         if spec is None:
             raise ConfigError(f"parameter {name!r} is dense: the Optimizer needs optimizer=, e.g. Adam(lr=1e-3)")
-        tensor = ps.tensor(f"{prefix}.{name.replace('_orig_mod.', '')}", init=values_of(parameter), optimizer=spec)
+        called = f"{prefix}.{name.replace('_orig_mod.', '')}"
+        tensor = ps.tensor(called, init=values_of(parameter), optimizer=spec, push=push, pull=pull)
         schedule = _schedule(spec)
         # Schedules compare equal, whatever their function.
         same = (spec, schedule and id(schedule.function))

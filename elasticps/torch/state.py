@@ -130,7 +130,7 @@ def _rows(layer: Rows, room: Room) -> dict[str, Tensor]:
     weight = room(len(keys), layer.dim)
     step = max(1, CHUNK_BYTES // (4 * layer.dim))
     for at in range(0, len(keys), step):
-        layer.table.pull(keys[at : at + step], out=weight[at : at + step].numpy())
+        layer.table.pull(keys[at : at + step], out=weight[at : at + step].numpy(), exact=True)
     if layer.num_embeddings is None:
         return {"keys": torch.from_numpy(keys), "weight": weight}
     if layer.padding_idx is not None:

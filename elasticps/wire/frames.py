@@ -78,6 +78,7 @@ PAUSE = 32  # JOIN: this worker holds nobody back, until it joins again. HELD: s
 REPLACE = 64  # INIT: rows that there are take the values too, and their slots begin anew
 ANY = 8  # PULL: any full replica may answer, with values that may not be committed yet
 SLOTS = 128  # PULL: the rows' slots instead of their weights
+CODED = 256  # PULL: the rows as the table's filters for pulls make them
 
 _KINDS = frozenset(int(k) for k in Kind)
 _HEADER = struct.Struct("<IBBHQQQQIHHIIII")

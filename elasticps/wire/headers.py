@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from elasticps.wire import frames
 from elasticps.wire.frames import ALL_RANGES, ANY, LAST, PAUSE, REPEAT, REPLACE, ROUND, SLOTS, FrameError, Header, Kind
 
 
@@ -110,7 +111,7 @@ class EraseHeader(NamedTuple):
 class PullHeader(NamedTuple):
     """PULL: the rows of `keys` keys of a table, by a worker at `clock`. bound: of the delay, None for none; wait_ms:
     how long the server may let it wait, 0 for as long as usual. anywhere: any full replica may answer. slots: what the
-    optimizer keeps of the rows, instead of their weights."""
+    optimizer keeps of the rows, instead of their weights. coded: as the table's filters make them."""
 
     request: int
     epoch: int
@@ -122,13 +123,14 @@ class PullHeader(NamedTuple):
     wait_ms: int = 0
     anywhere: bool = False
     slots: bool = False
+    coded: bool = False
 
     def header(self) -> Header:
         """The 64 bytes' fields; the body is the keys."""
         return Header(
-            Kind.PULL, self.anywhere * ANY | self.slots * SLOTS, 8 * self.keys, self.request, self.epoch, self.clock,
-            self.worker, table=self.table, items=self.keys, bound=0 if self.bound is None else self.bound + 1,
-            wait_ms=self.wait_ms,
+            Kind.PULL, self.anywhere * ANY | self.slots * SLOTS | self.coded * frames.CODED, 8 * self.keys,
+            self.request, self.epoch, self.clock, self.worker, table=self.table, items=self.keys,
+            bound=0 if self.bound is None else self.bound + 1, wait_ms=self.wait_ms,
         )  # fmt: skip
 
     @classmethod
@@ -139,7 +141,7 @@ class PullHeader(NamedTuple):
         bound = h.bound - 1 if h.bound else None
         return cls(
             h.request, h.epoch, h.clock, h.worker, h.table, h.items, bound, h.wait_ms, bool(h.flags & ANY),
-            bool(h.flags & SLOTS),
+            bool(h.flags & SLOTS), bool(h.flags & frames.CODED),
         )  # fmt: skip
 
 
@@ -384,10 +386,8 @@ class KeysHeader(NamedTuple):
 
     def header(self) -> Header:
         """The 64 bytes' fields; the body is the keys."""
-        return Header(
-            Kind.KEYS, 0, 8 * self.keys, self.request, self.epoch, self.place, self.range, items=self.keys,
-            bound=self.rows,
-        )  # fmt: skip
+        size, rows = 8 * self.keys, self.rows
+        return Header(Kind.KEYS, 0, size, self.request, self.epoch, self.place, self.range, items=self.keys, bound=rows)
 
     @classmethod
     def of(cls, h: Header) -> KeysHeader:

@@ -102,9 +102,10 @@ def check_sums(found: NDArray[np.float64], ledgers: Sequence[Ledger]) -> None:
 
 
 def open_tables(ps: eps.Client) -> tuple[eps.SparseTable, eps.DenseTensor]:
-    """The tables of the oracle, in the client's app."""
+    """The tables of the oracle, in the client's app. The tensor's pushes are filtered: bfloat16 has such numbers."""
     table = ps.table("counted", dim=DIM, optimizer=eps.Accumulate())
-    return table, ps.tensor("summed", init=np.zeros(SHAPE, np.float32), optimizer=eps.Accumulate())
+    zeros = np.zeros(SHAPE, np.float32)
+    return table, ps.tensor("summed", init=zeros, optimizer=eps.Accumulate(), push=[eps.BFloat16()])
 
 
 class Trainer:

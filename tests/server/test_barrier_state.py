@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from elasticps.server.protocol.barrier_state import Rounds
+from elasticps.store.codec import Codec
 from elasticps.wire.frames import Block
 
 P = 4
@@ -15,6 +16,8 @@ APP = "app"
 
 class Keys:
     """Key k belongs to range k // 10."""
+
+    push = Codec((), 1)
 
     def select(self, keys: NDArray[np.int64], bounds: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.flatnonzero(keys % 10 < bounds[keys // 10])

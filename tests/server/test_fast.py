@@ -17,12 +17,14 @@ from elasticps.server.executor import Executor
 from elasticps.server.fast.layout import H_FORWARDS, H_PUSHES
 from elasticps.server.fast.path import FastPath
 from elasticps.server.snapshots import SnapshotSender
-from elasticps.spec import Normal, TableSpec
+from elasticps.spec import BFloat16, Filter, Float16, Int8, Normal, TableSpec
+from elasticps.store.codec import Codec
 from elasticps.store.intervals import PLACES
 from elasticps.store.kept import Allowance
 from elasticps.wire.frames import (
     ALL_RANGES,
     ANY,
+    CODED,
     HEADER_BYTES,
     LAST,
     REPEAT,
@@ -41,8 +43,11 @@ from tests.server.wires import Pipe, Wires
 
 WORKERS = (5, 9)
 OPTIMIZERS: tuple[Optimizer, ...] = (Accumulate(), SGD(lr=0.5), Adagrad(lr=0.1), Adam(lr=0.1))
+FILTERS: tuple[tuple[Sequence[Filter], Sequence[Filter]], ...] = (
+    ((), ()), ([Int8()], [BFloat16()]), ([Float16()], []), ([BFloat16()], [Int8()])
+)  # fmt: skip
 TABLES = {
-    7 + i: TableSpec(f"t{i}", dim, OPTIMIZERS[i], Normal(std=1.0, seed=i), dtype)
+    7 + i: TableSpec(f"t{i}", dim, OPTIMIZERS[i], Normal(std=1.0, seed=i), dtype, None, bool(i % 2), *FILTERS[i])
     for i, (dim, dtype) in enumerate(((3, "float32"), (4, "float32"), (1, "float32"), (8, "bfloat16")))
 }
 SERVERS = ("s0", "s1", "s2", "s3")
@@ -179,8 +184,9 @@ class Story:
         )
         keys = np.array([self.random.randrange(300) for _ in range(self.random.choice((0, 1, 30, 400)))], np.int64)
         clock = self.random.choice((0, 0, self.clocks[worker], max(self.clocks[worker] - 1, 0)))
+        flags = self.random.choice((0, ANY)) | self.random.choice((0, CODED))
         header = Header(
-            Kind.PULL, self.random.choice((0, ANY)), epoch=self.view.epoch, clock=clock, worker=worker, table=number,
+            Kind.PULL, flags, epoch=self.view.epoch, clock=clock, worker=worker, table=number,
             items=len(keys), bound=self.random.choice((0, 0, 0, 2)), wait_ms=5,
         )  # fmt: skip
         self.send(name, worker, header, keys.tobytes())
@@ -295,7 +301,7 @@ class Story:
         plan = plan_push(keys, table_salt(number), routes)
         grads = np.array([[self.random.randrange(-4, 5)] * TABLES[number].dim for _ in keys], np.float32)
         values = TABLES[number].optimizer.step_values(1, None)
-        return number, plan, keys, grads, values
+        return number, plan, keys, Codec(TABLES[number].push, TABLES[number].dim).encode(grads), values
 
     def named(self, routes: Routes, start: int, stop: int, named: bool) -> bytes:
         if not named:
@@ -313,7 +319,7 @@ class Story:
             if self.random.random() < 0.02:
                 mine = mine[::-1]  # out of order
             count += 1
-            dim = TABLES[number].dim
+            dim = grads.shape[1]
             body += block_head(number, len(mine), dim, values) + keys[mine].tobytes() + grads[mine].tobytes()
             body += b"\0" * grads_padding(len(mine), dim)
         return body, count

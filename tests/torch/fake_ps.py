@@ -85,7 +85,7 @@ class SparseTable:
         stored = self.target.weights.get(key)
         return initial_row(self.init, key, self.dim) if stored is None else stored
 
-    def pull(self, keys: NDArray[np.int64], out: Floats | None = None) -> Floats:
+    def pull(self, keys: NDArray[np.int64], out: Floats | None = None, exact: bool = False) -> Floats:
         assert keys.dtype == np.int64
         assert len(np.unique(keys)) == len(keys) > 0
         self.pulls.append(keys.tolist())
@@ -182,19 +182,24 @@ class FakeClient:
 
     targets: dict[str, Target] = field(default_factory=dict)  # shared by the workers of one cluster
     tables: dict[str, SparseTable] = field(default_factory=dict)
+    filters: dict[str, dict[str, Any]] = field(default_factory=dict)
     log: list[list[str] | int] = field(default_factory=list)
     clock: int = 0
 
-    def table(self, name: str, dim: int, optimizer: Optimizer, init: Init, dtype: str = "float32") -> SparseTable:
+    def table(
+        self, name: str, dim: int, optimizer: Optimizer, init: Init, dtype: str = "float32", **filters: Any
+    ) -> SparseTable:
         target = self.targets.setdefault(name, Target(name, optimizer))
         assert target.spec == optimizer
+        self.filters[name] = filters
         return self.tables.setdefault(name, SparseTable(target, dim, init))
 
-    def tensor(self, name: str, init: Floats, optimizer: Optimizer) -> DenseTensor:
+    def tensor(self, name: str, init: Floats, optimizer: Optimizer, **filters: Any) -> DenseTensor:
         assert init.dtype == np.float32
         target = self.targets.setdefault(name, Target(name, optimizer))
         assert target.spec == optimizer
         target.weights.setdefault(0, init.copy())
+        self.filters[name] = filters
         return DenseTensor(target, init.shape)
 
     def pull_many(self, tensors: list[DenseTensor]) -> list[Done]:

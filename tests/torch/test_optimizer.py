@@ -12,8 +12,8 @@ from torch import nn
 
 from elasticps.client.rates import SetRate
 from elasticps.errors import ConfigError, InputError, SpecError
-from elasticps.spec import SGD, Adagrad, Adam, Schedule, Zeros
-from elasticps.torch import Embedding, Optimizer
+from elasticps.spec import SGD, Adagrad, Adam, BFloat16, Int8, Schedule, Zeros
+from elasticps.torch import Embedding, EmbeddingBag, Optimizer
 from tests.torch.fake_ps import FakeClient
 from tests.torch.perceptron import agree, batch, loss_of, perceptron
 
@@ -58,6 +58,14 @@ def test_gradients_leave_while_the_backward_pass_runs(ps: Any) -> None:
     }
     optimizer.step()
     assert len(ps.parts) == 6
+
+
+def test_layers_and_the_optimizer_hand_on_filters(ps: Any) -> None:
+    mine: Any = {"push": [Int8()], "pull": [BFloat16()]}
+    model = nn.Sequential(Embedding(ps, "rows", 2, optimizer=SGD(0.1), **mine), nn.Linear(2, 1))
+    EmbeddingBag(ps, "bags", 2, optimizer=SGD(0.1), **mine)
+    Optimizer(ps, model, SGD(0.1), **mine)
+    assert ps.filters == dict.fromkeys(("rows", "bags", "model.1.weight", "model.1.bias"), mine)
 
 
 def test_small_gradients_travel_together(ps: Any) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from elasticps.hashing import hash_key as _hash_key
 from elasticps.server.fast.layout import (
+    B_CODE,
     B_DIM,
     B_GRADS_AT,
     B_HEADER,
@@ -39,11 +40,13 @@ from elasticps.server.fast.layout import (
     TABLE_APP,
     TABLE_HEADER,
     TABLE_ID,
+    TABLE_PUSH,
+    TABLE_PUSH_WORDS,
     TABLE_UPDATE,
     TABLE_VALUES,
 )
 from elasticps.server.fast.memory import load16, load32, load64, store64
-from elasticps.store.native import H_DIM, H_SALT, H_SHIFT, kernel
+from elasticps.store.native import H_SALT, H_SHIFT, kernel
 from elasticps.wire.frames import MAGIC, VERSION, Kind
 
 hash_key: Any = _hash_key
@@ -134,13 +137,14 @@ def read_blocks(h, count, at, end, app):
             return SLOW
         header = load64(table + 8 * TABLE_HEADER)
         update = load64(table + 8 * TABLE_UPDATE)
-        if update < 0 or load64(header + 8 * H_DIM) != dim or load64(table + 8 * TABLE_VALUES) != values:
+        if update < 0 or load64(table + 8 * TABLE_PUSH_WORDS) != dim or load64(table + 8 * TABLE_VALUES) != values:
             return SLOW
         store64(b + 8 * B_TABLE, load32(at))
         store64(b + 8 * B_HEADER, header)
         store64(b + 8 * B_UPDATE, update)
         store64(b + 8 * B_ROWS, rows)
         store64(b + 8 * B_DIM, dim)
+        store64(b + 8 * B_CODE, load64(table + 8 * TABLE_PUSH))
         store64(b + 8 * B_VALUES, values)
         store64(b + 8 * B_VALUES_AT, at + 24)
         store64(b + 8 * B_KEYS_AT, keys)

@@ -114,13 +114,25 @@ GROW_ARENA, GROW_ROWS, GROW_SEGMENTS = 0, 1, 2
     H_MESSAGE,  # a msghdr and its vector
     H_CHUNK_ADDRESSES,  # int64 [chunks]
     H_AT,  # the connection that Python has to look at
+    H_DECODED,  # float32 [DECODED]: some rows as they are before a table's filters, or after
     H_FIELDS,
-) = range(87)
+) = range(88)
 
 UNLIMITED = 1 << 62  # H_ROOM where there is no limit
 ORDER = 4
 LANE, L_CONNECTION, L_FIRST, L_LAST, L_PYTHON = 4, 0, 1, 2, 3  # L_PYTHON: entries that Python keeps for this slot
-TABLE, TABLE_ID, TABLE_HEADER, TABLE_UPDATE, TABLE_VALUES, TABLE_APP = 5, 0, 1, 2, 3, 4  # TABLE_APP: 0 if unknown
+(
+    TABLE_ID,
+    TABLE_HEADER,
+    TABLE_UPDATE,
+    TABLE_VALUES,
+    TABLE_APP,  # 0 if unknown
+    TABLE_PUSH,  # the code of its filters for pushes, see store.codec
+    TABLE_PUSH_WORDS,  # of one row
+    TABLE_PULL,
+    TABLE_PULL_WORDS,
+    TABLE,
+) = range(10)
 SEGMENT = 4
 NOTE = 4
 
@@ -185,21 +197,23 @@ E_FRAME, E_COUNT, E_NEXT, E_NUMBER, ENTRY = 0, 1, 2, 3, 4
     B_HEADER,  # address of the table's header
     B_UPDATE,
     B_ROWS,
-    B_DIM,
+    B_DIM,  # words of a row; without filters the table's dim
     B_VALUES,  # how many step values
     B_VALUES_AT,
     B_KEYS_AT,
     B_GRADS_AT,
     B_FIRST,  # of its rows' addresses in H_ROWS
     B_STALE,  # how many of them a checkpoint may want as they are, at most
+    B_CODE,  # of its filters
     BLOCK,
-) = range(12)
+) = range(13)
 
 ORDERS = 8
 BLOCKS = 256
 SLOTS = 64
 NOTES = 256
 WAITED = 1024
+DECODED = 1 << 16  # floats, as many as a row can have
 SMALL_BYTES = 16 << 10  # a slice of a received frame is copied behind its header up to this size
 ARENA_BYTES = 1 << 20
 ARENA_HIGH_BYTES = 256 << 10  # with so much queued the rest of a buffer waits until it has left

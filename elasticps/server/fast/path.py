@@ -109,6 +109,7 @@ class FastPath:
         shared.make(at.H_POSITIONS, ranges)[:] = -1
         shared.make(at.H_SLOTS, at.SLOTS)
         self._waited = shared.make(at.H_WAITED, at.WAITED)
+        shared.make(at.H_DECODED, at.DECODED, np.float32)
         self.young = YoungEntries(shared, self.chunks, self._slots, ranges)
         self._outbox = Outbox(shared, self.chunks, self._slots)
 
@@ -214,9 +215,10 @@ class FastPath:
         rows = np.zeros((len(self.store.live), at.TABLE), np.int64)
         for i, (number, table) in enumerate(self.store.live.items()):
             kind = table.spec.optimizer.kind
-            update = UPDATES.index(kind) if kind in UPDATES else -1
+            update = UPDATES.index(kind) if kind in UPDATES and table.push.code >= 0 else -1
             app = self.number_of(table.app) if table.app else 0
-            rows[i] = number, table.header_address, update, table.spec.optimizer.step_floats, app
+            coded = table.push.code, table.push.words, table.pull.code, table.pull.words
+            rows[i] = number, table.header_address, update, table.spec.optimizer.step_floats, app, *coded
         self._shared.share(at.H_TABLES, rows)
         self._fields[at.H_TABLE_COUNT], self._tables = len(rows), self.store.version
 

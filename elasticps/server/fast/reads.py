@@ -14,6 +14,7 @@ from elasticps.server.fast.layout import (
     C_BASE,
     C_WORKER,
     CONNECTION,
+    DECODED,
     DONE,
     FLUSH,
     GROW,
@@ -23,6 +24,7 @@ from elasticps.server.fast.layout import (
     H_CHUNK,
     H_CLOCKS,
     H_CONNECTIONS,
+    H_DECODED,
     H_EPOCH,
     H_FLAGS,
     H_FULL_SINCE,
@@ -44,12 +46,15 @@ from elasticps.server.fast.layout import (
     SLOW,
     T_COUNTED,
     TABLE_HEADER,
+    TABLE_PULL,
+    TABLE_PULL_WORDS,
 )
 from elasticps.server.fast.memory import load16, load32, load64, matrix, store32, words
 from elasticps.server.fast.operations import room, worker_row
 from elasticps.store import index
+from elasticps.store.codec import encode_rows
 from elasticps.store.native import H_DIM, H_SALT, H_SHIFT, HEADER_SIZE, kernel
-from elasticps.wire.frames import ANY, LAST
+from elasticps.wire.frames import ANY, CODED, LAST
 from replication.progress import PART_BITS
 
 hash_key: Any = _hash_key
@@ -82,6 +87,20 @@ def unshown(h, table, keys, n):
 
 
 @kernel
+def show(h, table, code, keys, n, target, width):
+    """Writes n rows, as a table's filters make them, `width` words each."""
+    dim = table[H_DIM]
+    if code == 0:
+        gather(table, words(keys, n), matrix(target, n, dim), words(h[H_ROWS], n))
+        return
+    step = DECODED // dim
+    for first in range(0, n, step):
+        k = min(step, n - first)
+        gather(table, words(keys + 8 * first, k), matrix(h[H_DECODED], k, dim), words(h[H_ROWS], k))
+        encode_rows(code, h[H_DECODED], k, dim, target + 4 * width * first, width)
+
+
+@kernel
 def pull(h, c, at):
     """A worker's pull, or what is left of it."""
     flags, body, request, epoch, clock = (
@@ -93,7 +112,7 @@ def pull(h, c, at):
     )
     number, n, bound = load32(at + 48), load32(at + 52), load32(at + 56)
     conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
-    if flags & ~ANY or bound or 8 * n != body or epoch > h[H_EPOCH] or load32(at + 40) != conn[C_WORKER]:
+    if flags & ~(ANY | CODED) or bound or 8 * n != body or epoch > h[H_EPOCH] or load32(at + 40) != conn[C_WORKER]:
         return SLOW
     if epoch < (h[H_FULL_SINCE] if flags & ANY else h[H_TAIL_SINCE]):
         return SLOW
@@ -110,10 +129,14 @@ def pull(h, c, at):
     table = words(load64(entry + 8 * TABLE_HEADER), HEADER_SIZE)
     if h[H_GUARDED] and flags & ANY == 0 and unshown(h, table, at + HEADER, n):
         return SLOW
-    dim = table[H_DIM]
+    code, width = 0, table[H_DIM]
+    if flags & CODED:
+        code, width = load64(entry + 8 * TABLE_PULL), load64(entry + 8 * TABLE_PULL_WORDS)
+        if code < 0:
+            return SLOW
     done = conn[C_ANSWERED]
-    k = min(n - done, max(h[H_CHUNK] // (4 * dim), 1))
-    size = (4 * k * dim + 7) & ~7
+    k = min(n - done, max(h[H_CHUNK] // (4 * width), 1))
+    size = (4 * k * width + 7) & ~7
     reason = room(h, HEADER + size, 1)
     if reason:
         return reason
@@ -124,8 +147,8 @@ def pull(h, c, at):
     to = h[H_ARENA] + offset
     last = done + k == n
     put_header(to, ROWS, LAST if last else 0, size, request, epoch, done, 0, 0, 0, k, 0, 0)
-    gather(table, words(at + HEADER + 8 * done, k), matrix(to + HEADER, k, dim), words(h[H_ROWS], k))
-    if size > 4 * k * dim:
+    show(h, table, code, at + HEADER + 8 * done, k, to + HEADER, width)
+    if size > 4 * k * width:
         store32(to + HEADER + size - 4, 0)
     queue(h, c, -1, offset, HEADER + size)
     if not last:

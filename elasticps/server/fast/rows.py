@@ -6,6 +6,7 @@ import numpy as np
 
 from elasticps.server.fast.frames import allot, hash_key
 from elasticps.server.fast.layout import (
+    B_CODE,
     B_DIM,
     B_FIRST,
     B_GRADS_AT,
@@ -18,6 +19,7 @@ from elasticps.server.fast.layout import (
     B_VALUES_AT,
     BLOCK,
     BLOCKS,
+    DECODED,
     DONE,
     GROW,
     GROW_ROWS,
@@ -26,6 +28,7 @@ from elasticps.server.fast.layout import (
     H_BLOCKS,
     H_BOUNDS,
     H_CHANGED,
+    H_DECODED,
     H_FLAGS,
     H_INFO,
     H_INSIDE,
@@ -42,7 +45,9 @@ from elasticps.server.fast.layout import (
 )
 from elasticps.server.fast.memory import floats, load64, matrix, store64, words
 from elasticps.store import index, stamps, updates
+from elasticps.store.codec import decode_rows
 from elasticps.store.native import (
+    H_DIM,
     H_FINITE,
     H_KEPT,
     H_KEPT_ROOM,
@@ -157,11 +162,33 @@ def finite(h, blocks):
     """Whether the gradients of all blocks are, for tables that ask for that."""
     b = h[H_BLOCKS]
     for _ in range(blocks):
-        asked = load64(load64(b + 8 * B_HEADER) + 8 * H_FINITE)
-        if asked and not all_finite(load64(b + 8 * B_GRADS_AT), load64(b + 8 * B_ROWS) * load64(b + 8 * B_DIM)):
-            return False
+        if load64(load64(b + 8 * B_HEADER) + 8 * H_FINITE):
+            n, step = load64(b + 8 * B_ROWS), rows_at_once(b)
+            for first in range(0, n, step):
+                k = min(step, n - first)
+                if not all_finite(gradients(h, b, first, k), k * load64(load64(b + 8 * B_HEADER) + 8 * H_DIM)):
+                    return False
         b += 8 * BLOCK
     return True
+
+
+@kernel
+def rows_at_once(b):
+    """How many rows of a block are taken at once: all, unless they have to be decoded."""
+    if load64(b + 8 * B_CODE) == 0:
+        return max(load64(b + 8 * B_ROWS), 1)
+    return DECODED // load64(load64(b + 8 * B_HEADER) + 8 * H_DIM)
+
+
+@kernel
+def gradients(h, b, first, count):
+    """Address of some rows' gradients, float32 [count, dim], no more than `rows_at_once`; until the next call."""
+    code, width = load64(b + 8 * B_CODE), load64(b + 8 * B_DIM)
+    at = load64(b + 8 * B_GRADS_AT) + 4 * width * first
+    if code == 0:
+        return at
+    decode_rows(code, at, count, load64(load64(b + 8 * B_HEADER) + 8 * H_DIM), h[H_DECODED], width)
+    return h[H_DECODED]
 
 
 @kernel
@@ -169,31 +196,38 @@ def apply(h, first, blocks):
     """Runs the optimizers on the rows found."""
     b = h[H_BLOCKS] + 8 * BLOCK * first
     for _ in range(blocks):
-        n, dim, update = load64(b + 8 * B_ROWS), load64(b + 8 * B_DIM), load64(b + 8 * B_UPDATE)
+        n, step, update = load64(b + 8 * B_ROWS), rows_at_once(b), load64(b + 8 * B_UPDATE)
         header = words(load64(b + 8 * B_HEADER), HEADER_SIZE)
-        keys = words(load64(b + 8 * B_KEYS_AT), n)
-        grads = matrix(load64(b + 8 * B_GRADS_AT), n, dim)
         v = floats(load64(b + 8 * B_VALUES_AT), load64(b + 8 * B_VALUES))
-        rows = words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n)
+        keys_at, rows_at = load64(b + 8 * B_KEYS_AT), h[H_ROWS] + 8 * load64(b + 8 * B_FIRST)
         if load64(b + 8 * B_STALE):
-            touch(header, keys, rows)
-        if update == 0:
-            apply_sgd(header, keys, grads, v, rows, True)
-        elif update == 1:
-            apply_adagrad(header, keys, grads, v, rows, True)
-        elif update == 2:
-            apply_row_adagrad(header, keys, grads, v, rows, True)
-        elif update == 3:
-            apply_adam(header, keys, grads, v, rows, True)
-        elif update == 4:
-            apply_adamw(header, keys, grads, v, rows, True)
-        elif update == 5:
-            apply_ftrl(header, keys, grads, v, rows, True)
-        elif update == 6:
-            apply_assign(header, keys, grads, v, rows, True)
-        else:
-            apply_accumulate(header, keys, grads, v, rows, True)
+            touch(header, words(keys_at, n), words(rows_at, n))
+        for first in range(0, n, step):
+            k = min(step, n - first)
+            keys, rows = words(keys_at + 8 * first, k), words(rows_at + 8 * first, k)
+            update_rows(update, header, keys, matrix(gradients(h, b, first, k), k, header[H_DIM]), v, rows)
         h[H_ROWS_APPLIED] += n
         b += 8 * BLOCK
     h[H_APPLIED] += 1
     h[H_CHANGED] += 1
+
+
+@kernel
+def update_rows(update, header, keys, grads, v, rows):
+    """Runs the optimizer of that number."""
+    if update == 0:
+        apply_sgd(header, keys, grads, v, rows, True)
+    elif update == 1:
+        apply_adagrad(header, keys, grads, v, rows, True)
+    elif update == 2:
+        apply_row_adagrad(header, keys, grads, v, rows, True)
+    elif update == 3:
+        apply_adam(header, keys, grads, v, rows, True)
+    elif update == 4:
+        apply_adamw(header, keys, grads, v, rows, True)
+    elif update == 5:
+        apply_ftrl(header, keys, grads, v, rows, True)
+    elif update == 6:
+        apply_assign(header, keys, grads, v, rows, True)
+    else:
+        apply_accumulate(header, keys, grads, v, rows, True)

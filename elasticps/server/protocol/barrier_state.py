@@ -27,8 +27,18 @@ from replication.chain import Ranges
 MAX_REMEMBERED = 4096  # workers whose last round is known
 
 
+class Decoding(Protocol):
+    """What filters have made of gradients, read."""
+
+    def decode(self, coded: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Gradients [n, dim] of words [n, words]."""
+
+
 class Selecting(Protocol):
-    """A table, as far as its keys are concerned."""
+    """A table, as far as its keys and what is pushed to it are concerned."""
+
+    @property
+    def push(self) -> Decoding: ...
 
     def select(self, keys: NDArray[np.int64], bounds: NDArray[np.int64]) -> NDArray[np.int64]:
         """Indices of the keys whose place is below their range's bound; bounds: int64 [ranges]."""
@@ -142,7 +152,7 @@ class Rounds:
         chosen = sorted(workers)
         shares = [s for s in self._kept.get((app, clock), ()) if s.worker in chosen]
         shares.sort(key=lambda share: share.worker)  # stable: a worker's parts stay in order
-        average = _average([_within(s, closing, tables) for s in shares], len(chosen))
+        average = _average([_decoded(_within(s, closing, tables), tables) for s in shares], len(chosen))
         self._drop(closing, [key for key in self._kept if key[0] == app and key[1] <= clock])
         return average
 
@@ -226,6 +236,10 @@ class Rounds:
                 self._kept[key] = left
             else:
                 del self._kept[key]
+
+
+def _decoded(blocks: list[Block], tables: Mapping[int, Selecting]) -> list[Block]:
+    return [block._replace(grads=tables[block.table].push.decode(block.grads)) for block in blocks]
 
 
 def _within(share: Share, ranges: NDArray[np.bool_], tables: Mapping[int, Selecting]) -> list[Block]:

@@ -33,14 +33,18 @@ def check_block(
     if table is None:
         raise unknown_table(server, block.table)
     name, gradients = table.spec.name, kind == OperationKind.PUSH
-    dim = 0 if kind == OperationKind.DELETE else table.spec.dim
+    dim = table.push.words if gradients else 0 if kind == OperationKind.DELETE else table.spec.dim
     expected = table.spec.optimizer.step_floats if gradients else 0
     if block.grads.shape[1] != dim:
-        raise RequestError("shape", f"table {name!r} takes rows of {dim}, these have {block.grads.shape[1]}")
+        raise RequestError("shape", f"table {name!r} takes rows of {dim} words, these have {block.grads.shape[1]}")
     if len(block.step_values) != expected:
         raise RequestError("shape", f"table {name!r} takes {expected} step values, not {len(block.step_values)}")
-    if table.spec.finite and gradients and not np.isfinite(block.grads).all():
-        row = int(np.flatnonzero(~np.isfinite(block.grads).all(axis=1))[0])
+    if (
+        table.spec.finite
+        and gradients
+        and not (finite := np.isfinite(table.push.decode(block.grads)).all(axis=1)).all()
+    ):
+        row = int(np.flatnonzero(~finite)[0])
         text = f"table {name!r} takes finite gradients only; that of key {block.keys[row]} is not"
         raise RequestError("not-finite", text, table=name, key=int(block.keys[row]))
     at = table.first_misplaced(block.keys, positions)

@@ -31,8 +31,10 @@ class Read(NamedTuple):
 
     @property
     def floats(self) -> int:
-        """Of one row of the answer."""
-        return self.table.slot_floats if self.header.slots else self.table.spec.dim
+        """Of one row of the answer, or words that take as much."""
+        if self.header.slots:
+            return self.table.slot_floats
+        return self.table.pull.words if self.header.coded else self.table.spec.dim
 
 
 def _at_once() -> bool:
@@ -118,6 +120,10 @@ def _chunks(read: Read, judge: Judge, done: int) -> Iterator[list[Buffer]]:
 def _chunk(read: Read, keys: NDArray[np.int64], out: NDArray[np.float32], offset: int, *, last: bool) -> list[Buffer]:
     if read.header.slots:
         read.table.read_slots(keys, out)
+    elif read.header.coded:
+        rows = np.empty((len(keys), read.table.spec.dim), np.float32)
+        read.table.gather(keys, rows)
+        out[:] = read.table.pull.encode(rows)
     else:
         read.table.gather(keys, out)
     padding = out.nbytes & 7

@@ -1,0 +1,132 @@
+"""What a worker's filters drop is kept, within bounds, and pushed with the next gradient of the same key."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from elasticps.client import filtering
+from elasticps.client.filtering import Feedback, Kept, PushFilter
+from elasticps.filters import BFloat16, Filter, Float16, Int8
+from elasticps.spec import SGD, TableSpec
+from elasticps.store.codec import Codec
+
+DIM = 3
+Floats = NDArray[np.float32]
+
+
+def spec(filters: list[Filter], dim: int = DIM) -> TableSpec:
+    return TableSpec("t", dim, SGD(0.1), push=filters)
+
+
+def rows(random: np.random.Generator, n: int) -> Floats:
+    return random.normal(size=(n, DIM)).astype(np.float32)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([[Int8()], [BFloat16(feedback=True)], [Float16(feedback=True)]]))
+@settings(max_examples=30)
+def test_nothing_is_lost_but_what_is_still_kept(seed: int, filters: list[Filter]) -> None:
+    """A twin: a dictionary, and the codec alone. The sums of what was given and of what was sent differ by it."""
+    random, push, codec = np.random.default_rng(seed), PushFilter(spec(filters)), Codec(filters, DIM)
+    kept: dict[int, Floats] = {}
+    given_, sent = np.zeros((20, DIM)), np.zeros((20, DIM))
+    for _ in range(12):
+        keys = random.choice(20, random.integers(1, 12)).astype(np.int64)  # some of them twice
+        grads = rows(random, len(keys))
+        found, coded = push.encode(keys, grads)
+        push.sent()
+        assert len(np.unique(found)) == len(found)
+        for key, words in zip(found.tolist(), coded, strict=True):
+            total = np.zeros(DIM, np.float32)
+            for grad in grads[keys == key]:
+                total += grad
+            total += kept.get(key, np.zeros(DIM, np.float32))
+            assert words.tobytes() == codec.encode(total[None])[0].tobytes()
+            decoded = codec.decode(words[None])[0]
+            kept[key] = total - decoded
+            sent[key] += decoded
+        np.add.at(given_, keys, grads)
+    left = np.array([kept.get(key, np.zeros(DIM)) for key in range(20)])
+    assert np.allclose(given_, sent + left, atol=1e-4)
+    assert push.feedback == Feedback(len(kept), 0)
+
+
+def test_what_was_not_sent_has_dropped_nothing() -> None:
+    push, keys = PushFilter(spec([Int8()])), np.arange(4)
+    grads = rows(np.random.default_rng(1), 4)
+    _, first = push.encode(keys, grads)
+    _, again = push.encode(keys, grads)  # the first was refused
+    assert first.tobytes() == again.tobytes()
+    push.sent()
+    push.sent()
+    _, later = push.encode(keys, grads)
+    assert later.tobytes() != again.tobytes()
+
+
+def test_without_feedback_nothing_is_kept() -> None:
+    push, keys = PushFilter(spec([Int8(feedback=False)])), np.arange(4)
+    grads = rows(np.random.default_rng(1), 4)
+    for _ in range(2):
+        found, coded = push.encode(keys, grads)
+        push.sent()
+        assert found is keys
+        assert coded.tobytes() == Codec([Int8()], DIM).encode(grads).tobytes()
+    assert push.feedback == Feedback(0, 0)
+
+
+def test_what_is_not_finite_is_sent_once_and_not_kept() -> None:
+    push, keys = PushFilter(spec([Int8()])), np.arange(2)
+    grads = np.array([[1, np.nan, 2], [1, 2, 3]], np.float32)
+    _, coded = push.encode(keys, grads)
+    push.sent()
+    assert np.isnan(push.codec.decode(coded)[0]).all()
+    _, coded = push.encode(keys, np.ones((2, DIM), np.float32))
+    assert np.isfinite(push.codec.decode(coded)).all()
+
+
+def test_a_tensor_keeps_each_of_its_floats() -> None:
+    filters, shape = [Int8()], (100, 400)
+    one = TableSpec.dense("w", shape, SGD(0.1), push=filters)
+    push, codec, random = PushFilter(one), Codec(filters, one.dim), np.random.default_rng(3)
+    blocks, kept = np.arange(one.blocks), np.zeros((one.blocks, one.dim), np.float32)
+    assert one.blocks * one.dim > one.size > one.dim  # several blocks, the last one padded
+    for _ in range(3):
+        grad = random.normal(size=one.size).astype(np.float32)
+        source = push.source(7, 0, blocks, grad, np.zeros(1, np.float32))
+        push.sent()
+        whole = kept.copy()
+        whole.reshape(-1)[: one.size] += grad
+        assert source.grads.tobytes() == codec.encode(whole).tobytes()
+        assert (source.dim, source.floats) == (codec.words, -1)
+        kept = whole - codec.decode(codec.encode(whole))
+    assert push.feedback == Feedback(one.blocks, 0)
+
+
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=300))
+@settings(max_examples=50)
+def test_no_more_is_kept_than_there_is_room_for_and_what_gives_way_is_counted(keys: list[int]) -> None:
+    kept, last = Kept(64, 1), dict[int, float]()
+    for number, key in enumerate(keys, start=1):
+        kept.keep(np.array([key]), np.full((1, 1), number, np.float32))
+        last[key] = number
+        assert kept.add(np.array([key]), np.zeros((1, 1), np.float32))[0, 0] == number
+    assert kept.rows <= 64
+    every = np.array(sorted(last))
+    found = kept.add(every, np.zeros((len(every), 1), np.float32))[:, 0]
+    there = found != 0
+    assert found[there].tolist() == [last[key] for key in every[there].tolist()]  # never another key's
+    assert there.sum() == kept.rows
+    assert (kept.lost > 0) or there.all()
+    assert len(last) - kept.rows <= kept.lost
+
+
+def test_the_bound_is_one_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filtering, "KEPT_BYTES", 100 * (4 * DIM + 8))
+    push, random = PushFilter(spec([Int8()])), np.random.default_rng(5)
+    push.encode(np.arange(1000), rows(random, 1000))
+    push.sent()
+    assert push.feedback.rows == 64  # a power of two
+    assert push.feedback.lost == 1000 - 64

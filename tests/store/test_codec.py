@@ -1,0 +1,182 @@
+"""Filters against a dumb twin: what they write, what is read back, and what may follow what."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from elasticps.errors import SpecError
+from elasticps.filters import GROUP, KINDS, BFloat16, Filter, Float16, Int8
+from elasticps.spec import SGD, TableSpec
+from elasticps.store.codec import BFLOAT16, FLOAT16, INT8, NONE, PYTHON, Codec
+
+Floats = NDArray[np.float32]
+WRONG: Any = "wrong"
+
+anything = st.floats(width=32) | st.sampled_from([0.0, -0.0, 65504.0, 65519.0, 65520.0, 3.4e38, 1e-45, math.inf])
+usual = st.floats(-100, 100, width=32)
+
+
+def rows_of(values: st.SearchStrategy[float]) -> st.SearchStrategy[Floats]:
+    """Some rows, long ones too, repeated from a few numbers."""
+
+    def build(drawn: tuple[list[float], int, int]) -> Floats:
+        few, n, dim = drawn
+        return np.resize(np.array(few, np.float32), (n, dim))
+
+    return st.tuples(
+        st.lists(values, min_size=1, max_size=40), st.integers(0, 5), st.sampled_from([1, 2, 3, 7, 16, 255, 257, 600])
+    ).map(build)
+
+
+def through(filters: list[Filter], rows: Floats) -> Floats:
+    codec = Codec(filters, rows.shape[1])
+    coded = codec.encode(rows)
+    assert coded.shape == (len(rows), codec.words)
+    assert coded.dtype == np.float32
+    return codec.decode(coded)
+
+
+def same(one: Floats, other: Floats) -> bool:
+    """Equal to the bit, where they are numbers."""
+    nan = np.isnan(one)
+    return bool((nan == np.isnan(other)).all() and (one.view(np.uint32) == other.view(np.uint32))[~nan].all())
+
+
+def bfloat16_twin(x: float) -> float:
+    """The nearest number with 8 bits, by trying both."""
+    if math.isnan(x) or math.isinf(x):
+        return x
+    low = np.array([x], np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+    below, above = (float((low + step).view(np.float32)[0]) for step in (np.uint32(0), np.uint32(0x10000)))
+    if not math.isfinite(above) or abs(x - below) < abs(above - x):
+        return below
+    if abs(x - below) > abs(above - x):
+        return above
+    return below if int(low[0]) >> 16 & 1 == 0 else above
+
+
+@given(rows_of(anything))
+def test_bfloat16_is_the_nearest(rows: Floats) -> None:
+    expected = np.array([[bfloat16_twin(float(x)) for x in row] for row in rows], np.float32).reshape(rows.shape)
+    assert same(through([BFloat16()], rows), expected)
+
+
+@given(rows_of(anything))
+def test_float16_is_numpys_and_stops_at_its_largest(rows: Floats) -> None:
+    limited = np.where(np.isfinite(rows), np.clip(rows, -65504, 65504), rows).astype(np.float32)
+    assert same(through([Float16()], rows), limited.astype(np.float16).astype(np.float32))
+
+
+@given(rows_of(usual | st.sampled_from([1e-45, 1e-38, 3e38])))
+def test_int8_is_within_half_a_step_of_the_groups_largest(rows: Floats) -> None:
+    found = through([Int8()], rows)
+    for row, got in zip(rows.astype(np.float64), found.astype(np.float64), strict=True):
+        for at in range(0, len(row), GROUP):
+            group, step = row[at : at + GROUP], np.abs(row[at : at + GROUP]).max() / 127
+            assert np.abs(group - got[at : at + GROUP]).max() <= 0.5001 * step + 2e-43  # float32's smallest steps
+            if step > 1e-37:
+                assert np.abs(got[at : at + GROUP]).max() == pytest.approx(127 * step, rel=1e-6)
+
+
+@given(rows_of(usual), st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_int8_hands_on_that_a_group_is_not_finite(rows: Floats, wrong: float) -> None:
+    if not rows.size:
+        return
+    rows = rows.copy()
+    rows[0, -1] = wrong
+    found = through([Int8()], rows)
+    last = (rows.shape[1] - 1) // GROUP * GROUP
+    assert np.isnan(found[0, last:]).all()
+    assert np.isfinite(found[1:]).all()
+    assert np.isfinite(found[0, :last]).all()
+
+
+@given(rows_of(usual), st.sampled_from([[BFloat16()], [Float16()], [Int8()]]))
+def test_what_is_coded_stays_the_same_when_it_is_coded_again(rows: Floats, filters: list[Filter]) -> None:
+    once = through(filters, rows)
+    assert np.allclose(through(filters, once), once, rtol=1e-6, atol=0)
+
+
+@given(rows_of(usual), st.sampled_from([[BFloat16()], [Float16()], [Int8()]]))
+def test_rows_are_coded_each_by_itself(rows: Floats, filters: list[Filter]) -> None:
+    codec = Codec(filters, rows.shape[1])
+    whole = codec.encode(rows)
+    for i in range(len(rows)):
+        assert codec.encode(rows[i : i + 1]).tobytes() == whole[i : i + 1].tobytes()
+    assert same(codec.decode(whole[::-1]), codec.decode(whole)[::-1])  # slices of what was received, too
+
+
+def test_without_filters_nothing_is_copied() -> None:
+    rows = np.ones((3, 4), np.float32)
+    codec = Codec((), 4)
+    assert codec.encode(rows) is rows
+    assert codec.decode(rows) is rows
+    assert (codec.words, codec.code) == (4, NONE)
+
+
+@pytest.mark.parametrize(
+    ("filters", "dim", "words", "code"),
+    [([BFloat16()], 5, 3, BFLOAT16), ([Float16()], 4, 2, FLOAT16), ([Int8()], 257, 2 + 65, INT8)],
+)
+def test_what_a_row_takes(filters: list[Filter], dim: int, words: int, code: int) -> None:
+    codec = Codec(filters, dim)
+    assert (codec.words, codec.code) == (words, code)
+    assert code != PYTHON
+
+
+# --- in a table's spec ------------------------------------------------------------------------------------------------
+
+
+def test_a_spec_keeps_them() -> None:
+    spec = TableSpec("t", 4, SGD(0.1), push=[Int8()], pull=[BFloat16()])
+    again = TableSpec.from_json(spec.to_json())
+    assert again == spec
+    assert hash(again) == hash(spec)
+    assert (again.push, again.pull) == ((Int8(),), (BFloat16(),))
+    other = TableSpec("t", 4, SGD(0.1), push=[Int8(feedback=False)], pull=[BFloat16()])
+    assert "push is" in spec.difference(other)
+
+
+def test_without_them_a_spec_is_written_as_before_there_were_any() -> None:
+    text = TableSpec("t", 4, SGD(0.1)).to_json()
+    assert "push" not in text
+    assert "pull" not in text
+    assert TableSpec.from_json(text) == TableSpec("t", 4, SGD(0.1))
+
+
+@pytest.mark.parametrize(
+    ("filters", "words"),
+    [
+        ([Int8(), BFloat16()], "leaves nothing for BFloat16"),
+        ([WRONG], "list of filters"),
+        (WRONG, "list of filters"),
+        (3, "list of filters"),
+        ([Int8] * 1, "list of filters"),
+    ],
+)
+def test_what_cannot_follow_each_other_is_refused(filters: Any, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        TableSpec("t", 4, SGD(0.1), push=filters)
+    with pytest.raises(SpecError, match=words):
+        TableSpec("t", 4, SGD(0.1), pull=filters)
+
+
+@pytest.mark.parametrize("kind", list(KINDS.values()))
+def test_feedback_is_yes_or_no(kind: Any) -> None:
+    with pytest.raises(SpecError, match="feedback must be True or False"):
+        kind(feedback=WRONG)
+
+
+def test_a_filter_that_is_not_known_here_is_refused_by_name() -> None:
+    text = TableSpec("t", 4, SGD(0.1), push=[Int8()]).to_json()
+    with pytest.raises(SpecError, match="unknown filter kind 'int3'"):
+        TableSpec.from_json(text.replace('"int8"', '"int3"'))
+    with pytest.raises(SpecError, match="lists"):
+        TableSpec.from_json(text.replace('[{"kind":"int8","feedback":true}]', '"int8"'))
