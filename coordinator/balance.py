@@ -64,12 +64,12 @@ def start_moves(
 
     A tail fills one server at a time: what reaches it goes on to everyone that it fills, as a message to each.
     """
-    room = limits.fills - int(np.count_nonzero(draft.joining >= 0))
+    room = limits.fills - int(np.count_nonzero(draft.filling))
     if room <= 0 or not sites:
         return []
     field = _Field(draft.settled(draining), draft, sites, draining, cut)
     n = len(draft.members)
-    tails, filling = draft.tails, draft.joining >= 0
+    tails, filling = draft.tails, draft.filling
     into = np.bincount(draft.joining[filling], minlength=n)
     out_of = np.bincount(tails[filling], minlength=n)
     fills = np.full(n, -1, np.int32)  # whom each tail fills

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from replication.chain import Chains, Kept, Member, Ranges
+from replication.chain import COMPLETE, Chains, Kept, Member, Ranges
 
 Flags: TypeAlias = NDArray[np.bool_]
 Pair: TypeAlias = tuple[Member, Member]
@@ -80,6 +80,24 @@ class Draft:
         return tails
 
     @property
+    def complete(self) -> Flags:
+        """bool [P]: the ranges whose joiner has kept all that was acknowledged."""
+        complete: Flags = np.isin(self.kept, COMPLETE)
+        return complete
+
+    @property
+    def away(self) -> Flags:
+        """bool [P]: the ranges whose joiner keeps its copy while it is not counted on, or was not a moment ago."""
+        away: Flags = self.complete | (self.kept == Kept.LATE)
+        return away
+
+    @property
+    def filling(self) -> Flags:
+        """bool [P]: the ranges of which somebody is being filled."""
+        filling: Flags = (self.joining >= 0) & ~self.away
+        return filling
+
+    @property
     def owners(self) -> set[Member]:
         """The members that are in some chain, or joining one."""
         used = set(np.unique(self.chains).tolist()) | set(np.unique(self.joining).tolist())
@@ -111,12 +129,12 @@ class Draft:
         are neighbours the second one leaves, and its place in the chain's order is lost. silent: those of `gone` that
         may live. Where they, or those cut off, leave a single replica, the last of them keeps its copy.
         """
-        old_chains, old_joining = self.chains, np.where(self.kept > 0, np.int32(-1), self.joining)
+        old_chains, old_joining = self.chains, np.where(self.away, np.int32(-1), self.joining)
         gone_at, ended_at = self.flags(gone), self.flags(set(gone) - set(silent))
         out = gone_at[self.chains]
         hit = out.any(axis=1)
-        level_now = self._level(level) | (self.kept > 0)
-        ended = gone_at[self.joining] & (self.kept == 0)
+        level_now = self._level(level) | self.complete
+        ended = gone_at[self.joining] & ~self.away
         self._end(ended)
         ready = level_now & (self.joining >= 0) & ~gone_at[self.joining]
         stuck = (out | (self.chains < 0)).all(axis=1) & hit & ~ready
@@ -126,7 +144,7 @@ class Draft:
         self._compact(out)
         kept = self._keep(out & ~ended_at[old_chains] & ~promoted[:, None], old_chains)
         self._append(promoted)
-        moved = (self.chains != old_chains).any(axis=1) & (self.kept == 0)
+        moved = (self.chains != old_chains).any(axis=1) & ~self.away
         return Loss(
             self._removed(old_chains, old_joining),
             int(np.count_nonzero(self.chains[:, 0] != old_chains[:, 0])),
@@ -145,13 +163,33 @@ class Draft:
         return {r: int(self.view.since[r]) for r in np.flatnonzero(back).tolist()}
 
     def confirm(self, alone: Mapping[Member, int], ended: Collection[Member], returned: Collection[int]) -> int:
-        """Lets the single replicas of ranges go on without the copies kept: those that have lived on for a while (see
-        `Health.alone`), or whose other one has ended. Not of ranges in `returned`. Returns how many."""
+        """Lets the single replicas of ranges go on without the copies kept, which are late then: those that have lived
+        on for a while (see `Health.alone`), or whose other one has ended. Not of ranges in `returned`. Returns how
+        many."""
         epochs = np.array([*(alone.get(m, 0) for m in self.members), 0])
-        done = (self.kept > 0) & ((epochs[self.tails] >= self.view.since) | self.flags(ended)[self.joining])
+        done = self.complete & ((epochs[self.tails] >= self.view.since) | self.flags(ended)[self.joining])
         done[list(returned)] = False
-        self._end(done)
+        self.kept[done] = Kept.LATE
         return int(np.count_nonzero(done))
+
+    def fetch(
+        self,
+        gone: Collection[Member],
+        hopeless: Collection[Member],
+        cut: Collection[Pair],
+        spent: Mapping[int, int],
+    ) -> tuple[int, int]:
+        """Asks late copies back whose servers are there again, and gives up those that nobody can or will wait for: of
+        members that are `hopeless`, cut off from the one that is left, or `spent`: range -> fill id of which that one
+        no longer has what they lack. Not where that one is gone: such a copy is the last there is. Returns how many."""
+        late = (self.kept == Kept.LATE) & ~self.flags(gone)[self.tails]
+        lost = self.flags(hopeless)[self.joining] | self.pairs(cut)[self.tails, self.joining]
+        lost |= self._told(spent)
+        lost &= late | (self.kept == Kept.BACK)
+        back = late & ~lost & ~self.flags(gone)[self.joining]
+        self._end(lost)
+        self.kept[back] = Kept.BACK
+        return int(np.count_nonzero(back)), int(np.count_nonzero(lost))
 
     def promote(self, level: Mapping[int, int], draining: Collection[Member] = ()) -> int:
         """Makes level joiners tails; returns how many. In a full chain they take the place of one that drains, or of
@@ -183,13 +221,13 @@ class Draft:
 
     def give_up(self, members: Collection[Member]) -> int:
         """Ends the fillings of these members; returns how many."""
-        ended = self.flags(members)[self.joining] & (self.kept == 0)
+        ended = self.flags(members)[self.joining] & ~self.complete
         self._end(ended)
         return int(np.count_nonzero(ended))
 
     def stop(self, pairs: Collection[Pair], level: Mapping[int, int]) -> list[Member]:
         """Ends the fillings between the two of each pair, but for what is level; returns who was being filled."""
-        ended = self.pairs(pairs)[self.tails, self.joining] & ~self._level(level) & (self.kept == 0)
+        ended = self.pairs(pairs)[self.tails, self.joining] & ~self._level(level) & ~self.away
         joiners = [self.members[i] for i in np.unique(self.joining[ended]).tolist()]
         self._end(ended)
         return joiners
@@ -239,10 +277,15 @@ class Draft:
         chains[rows, who] = -1
 
     def _level(self, level: Mapping[int, int]) -> Flags:
-        ready = np.zeros(len(self.joining), dtype=np.bool_)
-        for r, fill in level.items():
-            ready[r] = self.joining[r] >= 0 and self.view.since[r] == fill
+        """What is told of the joiner that there is now; a late one is never level."""
+        ready: Flags = self._told(level) & (self.kept != Kept.LATE)
         return ready
+
+    def _told(self, fills: Mapping[int, int]) -> Flags:
+        told = np.zeros(len(self.joining), dtype=np.bool_)
+        for r, fill in fills.items():
+            told[r] = self.joining[r] >= 0 and self.view.since[r] == fill
+        return told
 
     def _part(self, out: Flags, rows: Flags, cut: Flags, level: Flags) -> Flags:
         """Marks in `out` who stands behind one that it cannot reach; returns the ranges that this changes."""
@@ -294,5 +337,5 @@ class Draft:
             everyone = np.concatenate((chains.ravel(), joining))
             return np.bincount(everyone + 1, minlength=len(self.members) + 1)[1:]
 
-        fewer = held(self.chains, np.where(self.kept > 0, np.int32(-1), self.joining)) < held(chains, joining)
+        fewer = held(self.chains, np.where(self.away, np.int32(-1), self.joining)) < held(chains, joining)
         return tuple(sorted(self.members[i] for i in np.flatnonzero(fewer)))

@@ -26,6 +26,9 @@ TOGETHER_S = 0.3  # silences that begin within this time have one cause
 UNREGISTERED_S = 0.1  # without a connection and without a key: gone; the connection may just be made again
 WELL_S = 0.25  # reports come ten times a second
 SUSPECTED_S = 1.0  # a peer has not been reached by another for so long: the two are cut off from each other
+OVERDUE_S = (
+    3.0  # so long after it was given up nobody waits any more for one that may be heard again: others are filled
+)
 STALLED_S = 30.0  # who could not be filled by a server is not filled by it again for so long
 CUT_S = 10.0  # a cut is remembered after it was last reported: nobody reports on a peer that is no neighbour any more
 TICK_S = 0.05  # how often `tick` is to be called
@@ -64,6 +67,7 @@ class Report:
     nbytes    stored there; requests: done since it started
     memory    what it uses of what it may
     alone     it has lived on for a while as the single replica, beside kept copies, of ranges since up to this epoch
+    spent     (range, fill) of late copies for which it no longer has what they lack: state, told again as levels are
     """
 
     epoch: int
@@ -75,6 +79,7 @@ class Report:
     memory: Memory = _NO_LIMIT
     tenure: Tenure = _NO_LEADER
     alone: int = 0
+    spent: tuple[tuple[int, int], ...] = ()
 
 
 class Line(Protocol):
@@ -126,6 +131,8 @@ class _Peer:
     met      it has reported; load: what it said last of its bytes and requests
     lost     when its connection ended, None while there is one or it was never made
     alone    as it reported last
+    back     since when it has been there, after it had not
+    overdue  it has been gone for so long that nobody waits for it
     """
 
     heard: float
@@ -135,6 +142,8 @@ class _Peer:
     gone: Gone | None = None
     load: Load | None = None
     alone: int = 0
+    back: float = float("-inf")
+    overdue: bool = False
 
 
 class Detector:
@@ -144,6 +153,7 @@ class Detector:
         self.ill = False
         self._peers: dict[Member, _Peer] = {}
         self._levels: dict[int, CaughtUp] = {}
+        self._spent: dict[int, int] = {}  # range -> fill
         self._cuts: dict[tuple[Member, Member], float] = {}
         self._stalled: dict[tuple[Member, Member], float] = {}  # until when
         self._ticked: float | None = None
@@ -179,6 +189,10 @@ class Detector:
             if known is None or known.fill < level.fill:
                 self._levels[level.range] = level
                 changed = True
+        for r, fill in report.spent:
+            if self._spent.get(r, 0) < fill:
+                self._spent[r] = fill
+                changed = True
         for suspect, seconds in report.suspects.items():
             changed |= seconds > SUSPECTED_S and self._suspected(member, suspect, now)
         for joiner in report.stalled:
@@ -213,6 +227,9 @@ class Detector:
             for pair in [pair for pair, until in pairs.items() if until <= now]:
                 del pairs[pair]
                 expired = True
+        for peer in self._peers.values():
+            if peer.gone is not None and not peer.overdue and now - peer.gone.at > OVERDUE_S:
+                peer.overdue = expired = True
         return self._judge_silence(now) or expired
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -245,6 +262,7 @@ class Detector:
                     del self._levels[r]
                 elif fill == view.since[r] and chains.joiner_of(r) == joiner:
                     level[r] = fill
+            self._spent = {r: f for r, f in self._spent.items() if 0 <= r < view.ranges and f >= view.since[r]}
         held = 0 if view is None else int((view.chains >= 0).sum())
         size = sum(load.nbytes for load in self.loads.values()) / max(1, held)
         return Health(
@@ -254,6 +272,8 @@ class Detector:
             stalled=frozenset(self._stalled),
             pending=frozenset(member for member, peer in self._peers.items() if not peer.met),
             silent=frozenset(member for member, gone in self.gone.items() if not gone.ended),
+            overdue=frozenset(member for member, peer in self._peers.items() if peer.overdue),
+            spent=self._spent,
             alone={member: peer.alone for member, peer in self._peers.items() if peer.alone},
             places={m: load.memory.places(size) for m, load in self.loads.items() if load.memory.full},
         )
@@ -265,19 +285,22 @@ class Detector:
         if peer is None:
             return False
         changed = peer.gone is not None or not peer.met
-        peer.heard, peer.met, peer.lost, peer.gone = now, True, None, None
+        if peer.gone is not None:
+            peer.back = now
+        peer.heard, peer.met, peer.lost, peer.gone, peer.overdue = now, True, None, None, False
         return changed
 
     def _suspected(self, by: Member, suspect: Member, now: float) -> bool:
         """Only where both are well: who is silent towards us too is judged by that, a little later. Else a frozen
         server that we have not known for long would cost its healthy neighbours their ranges; so would one that died
-        while we were suspended, and whose last reports we read only now."""
+        while we were suspended, and whose last reports we read only now. Who has just come back, and whoever cannot
+        reach it, speak of the time before."""
         if self._is_late(now) or now - self._late < STALE_S:
             return False
         peer = self._peers.get(suspect)
         if peer is None or by not in self._peers or peer.gone is not None or peer.lost is not None or by == suspect:
             return False
-        if not peer.met or now - peer.heard > WELL_S:
+        if not peer.met or now - peer.heard > WELL_S or now - max(peer.back, self._peers[by].back) < SUSPECTED_S:
             return False
         pair = (min(by, suspect), max(by, suspect))
         fresh = pair not in self._cuts

@@ -10,6 +10,7 @@ import numpy as np
 
 from coordinator.planner import Health
 from coordinator.view import View
+from replication.chain import Kept
 
 PATIENCE_S = 0.25
 
@@ -23,7 +24,7 @@ class Pace:
 
     def complete(self, health: Health, view: View) -> bool:
         """Whether every filling under way is level, and there is one."""
-        filling = int(np.count_nonzero(view.joining >= 0))
+        filling = int(np.count_nonzero((view.joining >= 0) & (view.kept != Kept.LATE)))
         return 0 < filling <= len(health.level)
 
     def wait(self, health: Health, view: View, now: float) -> float:

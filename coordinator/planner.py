@@ -54,6 +54,8 @@ class Health:
     pending  members that have not been heard yet: they are not listed, or if they are, given nothing to do
     places   for how many more ranges a member has memory; who is not in it has no limit
     silent   those of `gone` that may live: nothing but their silence says otherwise
+    overdue  those of `silent` for whom nobody waits any more
+    spent    range -> fill id of a late copy for which nobody has any more what it lacks
     alone    members that have lived on for a while as the single replica of ranges since up to an epoch
     ripe     False: what is level may wait a little for the others under way, so that one view serves for all
     """
@@ -65,6 +67,8 @@ class Health:
     pending: frozenset[Member] = frozenset()
     places: Mapping[Member, Places] = field(default_factory=dict)
     silent: frozenset[Member] = frozenset()
+    overdue: frozenset[Member] = frozenset()
+    spent: Mapping[int, int] = field(default_factory=dict)
     alone: Mapping[Member, int] = field(default_factory=dict)
     ripe: bool = True
 
@@ -255,10 +259,12 @@ class _Step:
         draft.give_up(self.draining)
         stopped, apart = draft.stop(health.stalled, health.level), health.cut | health.stalled
         back = draft.returned(self.lost, health.cut)
-        confirmed = draft.confirm(health.alone, self.lost.keys() - self.silent, back)
+        ended = self.lost.keys() - self.silent
+        confirmed = draft.confirm(health.alone, ended, back)
+        asked, lost = draft.fetch(self.lost, ended | health.overdue, health.cut, health.spent)
         before, full = draft.joining.copy(), draft.lengths == draft.replicas
         if health.ripe or self._listed() != self.view.servers:
-            level = {r: fill for r, fill in health.level.items() if draft.kept[r] == Kept.NOT}
+            level = {r: fill for r, fill in health.level.items() if self.view.kept[r] in (Kept.NOT, Kept.BACK)}
             draft.promote(level | back, self.draining)
         came = (before >= 0) & (draft.joining < 0)
         if not any(server.member in health.pending for server in self.present.values()):
@@ -274,6 +280,7 @@ class _Step:
         return [
             *wording.stalled(stopped),
             *wording.confirmed(confirmed),
+            *wording.fetched(asked, lost),
             *wording.repairs(draft, int(np.count_nonzero(came & ~full)), repairs & (draft.joining != before)),
             *wording.drains(draft, self.draining),
             *wording.moves(draft, int(np.count_nonzero(came & full)), missing(draft, able, self.draining)),
@@ -308,6 +315,10 @@ class _Step:
                 )
             elif held:
                 reasons.append(f"{member.name} is gone ({self.lost[member]}): {held} ranges wait for it")
+        late = draft.joining[loss.stuck][draft.kept[loss.stuck] == Kept.LATE]
+        for index, count in zip(*np.unique(late, return_counts=True), strict=True):
+            name = draft.members[index].name
+            reasons.append(f"{name} has a copy of {count} of them, without what was acknowledged since it fell silent")
         short = int(np.count_nonzero(draft.lengths < draft.replicas))
         if short and len(self.serving) < draft.replicas:
             reasons.append(wording.too_few(short, draft.replicas, len(self.serving)))

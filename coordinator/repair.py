@@ -68,7 +68,7 @@ def start_fills(
     memory for; who is not in it has no limit.
     """
     short = np.flatnonzero((draft.lengths > 0) & (draft.lengths < draft.replicas) & (draft.joining < 0))
-    room = limits.fills - int(np.count_nonzero(draft.joining >= 0))
+    room = limits.fills - int(np.count_nonzero(draft.filling))
     if short.size == 0 or room <= 0:
         return Fills(0, int(short.size))
     short = short[np.argsort(draft.lengths[short], kind="stable")]
@@ -110,10 +110,10 @@ class _Cluster:
         self._weight = np.array([1.0 if node is None else node.weight for node in nodes])
         self._zone = np.array([zones.setdefault(n.zone, len(zones)) if n and n.zone else -1 for n in nodes])
         self._cut = draft.pairs(cut)[:-1, :-1]
-        filling = draft.joining >= 0
-        self._into = _count(draft.joining, n)
+        filling = draft.filling
+        self._into = _count(draft.joining[filling], n)
         self._out_of = _count(draft.tails[filling], n)
-        self._held = _count(draft.chains, n) + self._into
+        self._held = _count(draft.chains, n) + _count(draft.joining, n)
         self._headed = _count(draft.chains[:, 0], n)
         self._pairs = _neighbours(draft, n)
         wanted = len(draft.chains) * min(draft.replicas, int(np.count_nonzero(self._live)))

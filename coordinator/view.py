@@ -85,7 +85,8 @@ class View:
     leaving  int32 [ranges]: index of the replica whose place the joining one is to take when it is level, -1 = none or
              not decided. An intention, which the next view may change; left out, nobody leaves.
     kept     int32 [ranges]: a `Kept` of the joining replica: it was a full one until it fell silent, and has a complete
-             copy. Acknowledgements wait for it until the one that is left is confirmed. Left out, there is none.
+             copy. Acknowledgements wait for it until the one that is left is confirmed; then it is late, until it is
+             there again and gets what it lacks. Left out, there is none.
     """
 
     cluster: str

@@ -75,6 +75,12 @@ def confirmed(count: int) -> list[str]:
     return [f"{count} ranges go on with the replica that is left"] if count else []
 
 
+def fetched(asked: int, lost: int) -> list[str]:
+    """Late copies: of which there are again, and of which nobody waits for any more."""
+    reasons = [f"{asked} ranges have their second copy again, which gets what it lacks"] if asked else []
+    return reasons + ([f"{lost} late copies are given up"] if lost else [])
+
+
 def repairs(draft: Draft, promoted: int, started: Flags) -> list[str]:
     """What repair does in this view: ranges that got their replica, and fillings started [ranges]."""
     if not promoted and not started.any():

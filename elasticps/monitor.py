@@ -139,6 +139,7 @@ def _report(header: Header, document: dict[str, Any]) -> Report:
         term, connected, silent_s = document["leader"]
         tenure = Tenure(int(term), bool(connected), float(silent_s))
         memory, alone = Memory(used, mark, full), int(document["alone"])
-        return Report(header.epoch, levels, suspects, stalled, nbytes, requests, memory, tenure, alone)
+        spent = tuple((int(r), int(fill)) for r, fill in document["spent"])
+        return Report(header.epoch, levels, suspects, stalled, nbytes, requests, memory, tenure, alone, spent)
     except (KeyError, TypeError, ValueError) as error:
         raise FrameError(f"a report that is none: {error}") from None

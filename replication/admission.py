@@ -35,11 +35,12 @@ class Admission(SnapshotTransfer):
 
     def __init__(self, me: Member, ranges: int, budget_bytes: int, log: Log | None = None) -> None:
         super().__init__(me, ranges, log)
-        self._budget = budget_bytes
+        self._budget = self.retained.budget_bytes = budget_bytes
         self._orders: dict[int, Ranges] = {}
         self._roster: frozenset[int] | None = None
         self._roster_version = 0
         self._parked: deque[Push | Ask] = deque()
+        self._doubtful = False
         self.unsettled = False  # pushes that waited could go on, with `go_on`, once what is to be sent has been
 
     def adopt_roster(self, version: int, workers: frozenset[int]) -> Effects:
@@ -92,10 +93,16 @@ class Admission(SnapshotTransfer):
         self._budget = budget_bytes
         return self._settle([])
 
+    def doubt(self, doubtful: bool) -> Effects:
+        """Whether I may head no more what my view gives me, because I was stopped: then pushes wait."""
+        self._doubtful = doubtful
+        return self._settle([])
+
     def _must_wait(self, event: Push | Ask) -> bool:
         if event.epoch > self.epoch or (self._roster is not None and event.roster > self._roster_version):
             return True
-        return (self.crowded or self.log.nbytes >= self._budget) and isinstance(event, Push)
+        full = self.crowded or self.log.nbytes >= self._budget
+        return (full or self._doubtful) and isinstance(event, Push)
 
     def _park(self, event: Push | Ask, out: Effects) -> None:
         self._parked.append(event)

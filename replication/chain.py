@@ -12,6 +12,9 @@ A kept joiner is level from the beginning: all that was acknowledged before is i
 and what comes after waits for it, as for every level joiner. If it stood behind the one that is left, its log is a
 prefix of that one's and it may become the tail again. If it stood before it, it may have logged what nobody else has:
 then it only takes the other's place.
+
+When the one that is left acknowledges alone the copy is late: it lacks what is acknowledged from there on, and stands
+in for nobody. When its server is there again it is asked back: then it joins as any other, with the copy that it has.
 """
 
 from __future__ import annotations
@@ -47,11 +50,18 @@ class Role(IntEnum):
 
 
 class Kept(IntEnum):
-    """Whether a joining member has the copy that it had in the chain: and if it stood before or behind the one left."""
+    """Whether a joining member has the copy that it had in the chain: and if it stood before or behind the one left.
+    LATE: that one acknowledges without it, and keeps for a while what it lacks. BACK: it is to get that."""
 
     NOT = 0
     BEHIND = 1
     BEFORE = 2
+    LATE = 3
+    BACK = 4
+
+
+COMPLETE = (Kept.BEHIND, Kept.BEFORE)
+"""Copies that have all that was acknowledged: acknowledgements wait for them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +115,9 @@ class Chains:
 
     @property
     def copies(self) -> NDArray[np.int32]:
-        """int32 [P, R + 1]: who has all that was acknowledged: the chain, and behind it a kept joiner, -1 for none."""
-        kept = np.where(self.kept != Kept.NOT, self.joining, np.int32(-1))
+        """int32 [P, R + 1]: who has all that was acknowledged: the chain, and behind it a joiner that has kept it, -1
+        for none."""
+        kept = np.where(np.isin(self.kept, COMPLETE), self.joining, np.int32(-1))
         copies: NDArray[np.int32] = np.column_stack((self.chains, kept))
         return copies
 
@@ -150,6 +161,10 @@ def place(view: Chains, member: Member) -> Place:
     return Place(role, full & (position == 0), tail, up, down)
 
 
+_FROM: Mapping[int, tuple[Kept, ...]] = {Kept.LATE: COMPLETE, Kept.BACK: (*COMPLETE, Kept.LATE)}
+"""What a copy must have been before."""
+
+
 def unsafe_transition(old: Chains, new: Chains, level: Mapping[int, int]) -> str:
     """Why `new` must not follow `old`; "" if it may. `level`: range -> fill id that its tail reported level.
 
@@ -169,8 +184,12 @@ def unsafe_transition(old: Chains, new: Chains, level: Mapping[int, int]) -> str
             return f"range {r}: the chain changed in epoch {new.epoch}, but since says {new.since[r]}"
         if joined_after is not None and joined_after in after:
             return f"range {r}: {joined_after} is joining and full"
-        if kept_after != Kept.NOT and (fault := _unkept(before, after, joined_after, kept_after)):
+        if kept_after in COMPLETE and (fault := _unkept(before, after, joined_after, kept_after)):
             return f"range {r}: {fault}"
+        if kept_after in _FROM and (
+            kept_before not in _FROM[kept_after] or (before, joined_before) != (after, joined_after)
+        ):
+            return f"range {r}: {joined_after} has not kept its copy behind {_names(after)} all the time"
         if not before:
             continue
         if not after:
@@ -182,7 +201,9 @@ def unsafe_transition(old: Chains, new: Chains, level: Mapping[int, int]) -> str
             return f"range {r}: {_names(before)} cannot become {_names(after)}"
         if kept_before == Kept.BEFORE and left:
             return f"range {r}: {joined_before} cannot stand behind {left[-1]}: it may have what that one lacks"
-        if kept_before == Kept.NOT and level.get(r, -1) != old.since[r]:
+        if kept_before == Kept.LATE:
+            return f"range {r}: {joined_before} lacks what was acknowledged without it"
+        if kept_before not in COMPLETE and level.get(r, -1) != old.since[r]:
             return f"range {r}: {joined_before} is promoted, but was not reported level"
     return ""
 

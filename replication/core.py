@@ -13,6 +13,7 @@ from replication.effects import Apply, Effects, Reply, Send, Status
 from replication.log import Frame, Log
 from replication.messages import Ack, Forward, Message, Operation, Seqs
 from replication.progress import Clocks, Progress
+from replication.retained import Retained
 
 _TREATMENTS_KEPT = 8
 
@@ -102,6 +103,7 @@ class Core:
         self.acked: Seqs = np.zeros(ranges, dtype=np.int64)
         self.clocks = Clocks(ranges)
         self.log = Log() if log is None else log
+        self.retained = Retained(ranges)
         self.version = 0  # grows with every change of neighbours, links or fillings
         self.role: NDArray[np.int8] = np.zeros(ranges, dtype=np.int8)
         self.filled: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
@@ -197,6 +199,8 @@ class Core:
             self._send(lane, Forward(self.epoch, part, seqs[chosen], operation), out)
         for lane, chosen, part in kept:
             self.log.add(lane, frame, part, seqs[chosen], before if isinstance(before, int) else before[chosen])
+        if self.retained.active:
+            self.retained.add(operation, ranges, seqs, self.log.nbytes)
         inside = {r: self._bounds[r] for r in quiet.tolist()} if quiet.shape[0] else None
         out.append(Apply(operation, ranges, seqs, inside))
         if final is not None:

@@ -1,8 +1,8 @@
 """One replica of every range that its server holds: events in, effects out. The chain protocol of van Renesse and
 Schneider (OSDI 2004), vectorised over ranges, with views in place of a master's orders.
 
-Events: adopt, adopt_roster, peer_up, peer_down, peer_full, receive, push, ask, piece, go_on. Each returns the effects
-to carry out, in order (see `effects`). No I/O, no clock, no randomness: the same events give the same effects.
+Events: adopt, adopt_roster, peer_up, peer_down, peer_full, receive, push, ask, doubt, piece, go_on. Each returns the
+effects to carry out, in order (see `effects`). No I/O, no clock, no randomness: the same events give the same effects.
 
 Why it is right.
 
@@ -15,7 +15,8 @@ Ack safety. acked[r] grows at the tail, to seq, or to min(seq, the joiner's) onc
 elsewhere it is what came up the chain. All before the tail have at least what the tail has. So at that moment every
 full and level replica has applied it. Later full replicas are filled from one that has it, and are level only when they
 have all that was ever acknowledged (see `snapshot_transfer`); or they were full and are kept (see `chain`): until the
-one that is left hears of it acked grows with them in the chain, from then on it waits for them as joiners.
+one that is left hears of it acked grows with them in the chain, from then on it waits for them as joiners. When it
+does so no longer they are late: what they lack is kept (see `retained`) until they are level, as any joiner has to be.
 
 Nothing acknowledged is lost, and nothing logged is: the log keeps acked < seq, RESYNC gives the successor's seq, which
 is >= acked of everyone before it, so what is missing is in the log of any predecessor, whoever died between.
@@ -44,7 +45,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replication.admission import Admission
-from replication.chain import Chains, Kept, Member, Role, place
+from replication.chain import COMPLETE, Chains, Kept, Member, Ranges, Role, place
 from replication.core import PeerError, ProtocolError, Shared, Waiter
 from replication.effects import Distrust, Effects, NeedView
 from replication.log import Entry, Log
@@ -61,6 +62,8 @@ class Replica(Admission):
 
     def __init__(self, me: Member, ranges: int, budget_bytes: int = 256 << 20, log: Log | None = None) -> None:
         super().__init__(me, ranges, budget_bytes, log)
+        self._parted: Seqs = np.full(ranges, -1, dtype=np.int64)  # where a `Kept.BEFORE` left us, -1 for nobody
+        self._late: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # I am the tail beside a `Kept.LATE`
         self._holds: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
         self._mute: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # joined as `Kept.BEFORE`: no successor
         self._held: dict[int, deque[Message]] = {}
@@ -99,17 +102,19 @@ class Replica(Admission):
 
     @property
     def careful(self) -> bool:
-        """Whether something waits here that the next push, forward or acknowledgement could overtake."""
-        return bool(self.crowded or self._parked or self._waiters or any(self._held.values()))
+        """Whether something waits here that the next push, forward or acknowledgement could overtake, or is kept of
+        each."""
+        waits = self.crowded or self._doubtful or self._parked or self._waiters or any(self._held.values())
+        return bool(waits or self.retained.active)
 
     def _change_roles(self, view: Chains, changed: NDArray[np.bool_], out: Effects) -> None:
         where = place(view, self.me)
         promoted = (self.role == Role.JOINING) & (where.role == Role.FULL)
         if np.count_nonzero(promoted & ~self.filled):
             raise ProtocolError(f"{self.me}: promoted half filled in ranges {np.flatnonzero(promoted & ~self.filled)}")
-        kept = view.kept != Kept.NOT
-        mine = kept & (where.role == Role.JOINING)
-        emptied = changed & (where.role == Role.JOINING) & ~kept
+        complete = np.isin(view.kept, COMPLETE)
+        mine = (view.kept != Kept.NOT) & (where.role == Role.JOINING)
+        emptied = changed & (where.role == Role.JOINING) & ~mine
         gone = (where.role == Role.OUT) & self._holds & (view.heads >= 0)
         self.role = where.role
         self._holds = (self._holds | (where.role != Role.OUT)) & ~gone
@@ -117,7 +122,7 @@ class Replica(Admission):
         if erased.size:
             self._erase(erased, out)
         self.filled |= mine
-        self._mute = mine & (view.kept == Kept.BEFORE)
+        self._mute = mine & ((view.kept == Kept.BEFORE) | (view.kept == Kept.LATE))
         slots = np.array([self._slot(m) for m in view.members] + [-1], dtype=np.int64)  # index -1 stays -1
         self._up, self._down = slots[where.up], slots[where.down]
         self._head, self._tail = where.head, where.tail
@@ -131,9 +136,10 @@ class Replica(Admission):
             self._fills.pop(r, None)
             self._reported.pop(r, None)
         last = changed & where.tail
-        self.acked[last & ~kept] = self.seq[last & ~kept]
-        self.waiting |= last & kept
-        self._joined[last & kept] = self.acked[last & kept]
+        self._retain(view, changed, last)
+        self.acked[last & ~complete] = self.seq[last & ~complete]
+        self.waiting |= last & complete
+        self._joined[last & complete] = self.acked[last & complete]
         headed = view.headed_by(view.index(self.me))
         if not np.array_equal(np.sort(headed), np.sort(self._headed)):
             self._orders = {}
@@ -141,6 +147,22 @@ class Replica(Admission):
         if len(self._orders) > _ORDERS_KEPT:
             del self._orders[min(self._orders)]
         self._recode()
+
+    def _retain(self, view: Chains, changed: NDArray[np.bool_], last: NDArray[np.bool_]) -> None:
+        """Keeps for copies that are late what is acknowledged without them: from when it first is, so not if that was
+        given up before they were asked back. The history of one that stood before us is ours as far as we had come
+        when it was left out."""
+        late, back, was_late = view.kept == Kept.LATE, view.kept == Kept.BACK, self._late
+        goes_on = last & back & was_late
+        self.retained.end(np.flatnonzero(changed & ~goes_on))
+        self.retained.spent &= ~changed | goes_on
+        begun: Ranges = np.flatnonzero(last & (late | back & ~was_late))
+        if begun.size:
+            parted = np.where(self._parted[begun] < 0, self.seq[begun], self._parted[begun])
+            self.retained.begin(begun, self.acked[begun], parted, self.log.entries())
+        before = last & (view.kept == Kept.BEFORE)
+        self._parted[changed] = np.where(before, self.seq, -1)[changed]
+        self._late, self._back = self._tail & late, self._tail & back
 
     def _regroup(self, changed: NDArray[np.bool_], out: Effects) -> None:
         """Gives the log's entries to their new neighbours, drops what is committed or gone, answers whoever is left."""
@@ -304,9 +326,13 @@ class Replica(Admission):
             self._commit(slot, ranges, seqs, out)
 
     def _resync(self, slot: int, message: Resync, out: Effects) -> None:
-        ok = self._heard(slot, message.epoch, message.ranges, self._down)
+        ok = self._heard(slot, message.epoch, message.ranges, self._down) & ~self._late[message.ranges]
         ranges, seqs, acked = message.ranges[ok], message.seqs[ok], message.acked[ok]
         joiner = self._tail[ranges]
+        back = self._back[ranges] & ~np.isin(ranges, list(self._reported))
+        if back.any():
+            self._catch_up(slot, ranges[back], seqs[back], out)
+            ranges, seqs, acked, joiner = ranges[~back], seqs[~back], acked[~back], joiner[~back]
         self._check_prefix(slot, ranges, seqs, acked, joiner)
         for r, seq in zip(ranges[joiner].tolist(), seqs[joiner].tolist(), strict=True):
             self._joiner_resync(slot, r, seq, out)

@@ -7,6 +7,10 @@
 3. When the last piece is in place the tail first makes its acknowledgements wait for the joiner too. Then, once the
    joiner has all that was ever acknowledged, it reports CAUGHT_UP. From here on only a view ends the waiting.
 
+A copy that was late and is asked back (`Kept.BACK`) gets the operations that it lacks instead, from what was kept for
+it. When it has come to where we were as it asked, acknowledgements wait for it, as for one whose last piece is in
+place. If they are not there any more nothing is sent: the leader is told, and begins a filling.
+
 Safety: CAUGHT_UP at fill f is reported after the last acknowledgement that the joiner lacks, and none is given without
 the joiner while since[r] == f. A view that promotes it follows (by compare-and-set) one with since[r] == f, hence
 whatever was or is acknowledged before the promotion is in the joiner. A transfer starts again only if CAUGHT_UP was
@@ -49,12 +53,18 @@ class SnapshotTransfer(Core):
         self._reported: dict[int, int] = {}
         self._pieces: dict[int, int] = {}
         self._serial = 0
+        self._back: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # I am the tail, the joiner a `Kept.BACK`
+        self._goal: Seqs = np.zeros(ranges, dtype=np.int64)  # for which it goes, that acknowledgements wait for it
 
     # -- the tail ---------------------------------------------------------------------------------------------------
 
     def levels(self) -> list[CaughtUp]:
         """Every CAUGHT_UP that stands: state, told again to each new leader."""
         return [CaughtUp(r, f, self._members[self._down[r]]) for r, f in sorted(self._reported.items())]
+
+    def spent(self) -> list[tuple[int, int]]:
+        """(range, fill) of copies that cannot have any more what was kept for them: told to leaders as `levels` are."""
+        return [(r, int(self._since[r])) for r in np.flatnonzero(self.retained.spent).tolist()]
 
     def piece(self, r: int, serial: int, upto: int, last: bool, payload: Payload) -> Effects:
         """A piece of snapshot `serial` was cut at this instant; nothing happens if the snapshot is void."""
@@ -101,9 +111,12 @@ class SnapshotTransfer(Core):
     def _wait_for_joiner(self, r: int, seq: int, out: Effects) -> None:
         """From here on acknowledgements wait for the joiner, which has everything up to `seq`."""
         self._joined[r] = seq
-        self.waiting[r] = True
+        self._wait_for(np.array([r], dtype=np.int64), out)
+
+    def _wait_for(self, ranges: Ranges, out: Effects) -> None:
+        self.waiting[ranges] = True
         self._recode()
-        self._report_level(np.array([r], dtype=np.int64), out)
+        self._report_level(ranges, out)
 
     def _report_level(self, ranges: Ranges, out: Effects) -> None:
         """CAUGHT_UP for the ranges whose joiner has all that was ever acknowledged."""
@@ -111,11 +124,16 @@ class SnapshotTransfer(Core):
             if r not in self._reported:
                 self._reported[r] = int(self._since[r])
                 self.version += 1
+                self.retained.end(np.array([r], dtype=np.int64))
                 out.append(CaughtUp(r, int(self._since[r]), self._members[self._down[r]]))
 
     def _joiner_acked(self, slot: int, ranges: Ranges, seqs: Seqs, out: Effects) -> None:
         """The joiner of these ranges, of which I am the tail, has everything up to `seqs`."""
         self._joined[ranges] = np.maximum(self._joined[ranges], seqs)
+        there = self._back[ranges] & self._synced[ranges] & ~self.waiting[ranges]
+        there &= self._joined[ranges] >= self._goal[ranges]
+        if there.any():
+            self._wait_for(ranges[there], out)
         counted = self.waiting[ranges]
         if counted.any():
             self._commit(slot, ranges[counted], self._joined[ranges[counted]], out)
@@ -134,6 +152,21 @@ class SnapshotTransfer(Core):
         self._synced[r] = True
         self._wait_for_joiner(r, seq, out)
         self._joiner_acked(slot, np.array([r], dtype=np.int64), np.array([seq], dtype=np.int64), out)
+
+    def _catch_up(self, slot: int, ranges: Ranges, seqs: Seqs, out: Effects) -> None:
+        """The joiner of these ranges has kept its copies, which are at `seqs`: it gets what they lack."""
+        able = self.retained.covers(ranges, seqs) & (seqs <= self.seq[ranges])
+        self.retained.give_up(ranges[~able])
+        ranges, seqs = ranges[able], seqs[able]
+        if ranges.shape[0] == 0:
+            return
+        self.retained.share(ranges)
+        for operation, part, at in self.retained.after(ranges, seqs):
+            self._send(slot, Forward(self.epoch, part, at, operation), out)
+        self._synced[ranges] = True
+        self._joined[ranges], self._goal[ranges] = seqs, self.seq[ranges]
+        self._recode()
+        self._joiner_acked(slot, ranges, seqs, out)
 
     # -- what a successor may say ---------------------------------------------------------------------------------
 

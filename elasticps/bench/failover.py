@@ -214,7 +214,9 @@ def _round(cluster: LocalCluster, workers: Sequence[Worker], stop: bool) -> Kill
         cluster.resume(victim.name)
     else:
         cluster.start_server(victim.name)
-    _until(lambda: cluster.server(victim.name).incarnation > victim.incarnation, REPAIR_TIMEOUT_S, "it did not rejoin")
+        _until(
+            lambda: cluster.server(victim.name).incarnation > victim.incarnation, REPAIR_TIMEOUT_S, "it did not rejoin"
+        )
     _until(partial(_whole, cluster), REPAIR_TIMEOUT_S, "the repair did not end")
     _steady(workers)
 

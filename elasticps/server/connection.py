@@ -122,6 +122,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._heard_s = self._loop.time()
+        self._path.before()
         self._receive(nbytes)
         self._linger.touched()
         self._turn_bytes += nbytes

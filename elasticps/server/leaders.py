@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from asyncio import AbstractEventLoop
 
+import numpy as np
+
 from coordinator import fields
 from coordinator.view import View
 from elasticps.memory import fill_mark
@@ -17,6 +19,7 @@ from elasticps.server.replica_links import ReplicaLinks
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.wire.frames import Header, Kind, json_frame
 from elasticps.wire.headers import GetViewHeader
+from replication.chain import COMPLETE
 from replication.effects import CaughtUp
 
 log = fields.logger(__name__)
@@ -57,7 +60,7 @@ class Leaders:
 
     def adopt(self, view: View) -> None:
         """Follows a view."""
-        left = (view.kept > 0) & (view.tails == view.as_chains.index(self._serving.me))
+        left = np.isin(view.kept, COMPLETE) & (view.tails == view.as_chains.index(self._serving.me))
         since = int(view.since[left].max(initial=0))
         if since > self.alone:
             self._loop.call_later(ALONE_S, self._lived, since)
@@ -91,6 +94,7 @@ class Leaders:
             "levels": [[level.range, level.fill, *level.joiner] for level in self._executor.replica.levels()],
             "suspects": [[*member, round(seconds, 3)] for member, seconds in self._links.suspects().items()],
             "alone": self.alone,
+            "spent": self._executor.replica.spent(),
             "stalled": [list(member) for member in self._snapshots.stalled()],
             "bytes": self._executor.store.nbytes,
             "memory": [self._headroom.used, self._headroom.mark, fill_mark(self._headroom.limit)],

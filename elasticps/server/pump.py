@@ -103,8 +103,10 @@ class Pump:
 
     def _work(self) -> None:
         path = self.path
+        path.before()
         for _ in range(TURNS):
             reason = sockets.turn(path.h)
+            path.before()  # also in the middle of a turn we may have been stopped
             connection = path.left_over(reason)
             if connection is None:
                 if reason == at.IDLE:

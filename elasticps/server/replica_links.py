@@ -81,6 +81,7 @@ class ReplicaLinks:
         self._refused: Counter[Member] = Counter()  # links of this view that ended over what the peer said
         self._number = 0
         self._epoch = 0
+        self._ticked_s = self._woke_s = loop.time()
         self.handlers: dict[int, Handler] = dict.fromkeys(
             (Kind.FORWARD, Kind.ACK, Kind.RESYNC, Kind.SNAPSHOT_CHUNK, Kind.CHUNK_ACK), self.receive
         )
@@ -174,14 +175,18 @@ class ReplicaLinks:
     def tick(self) -> None:
         """A few times a second: beats, which also ask for a newer view, and drops links that have gone silent."""
         now = self._loop.time()
+        if now - self._ticked_s > SILENCE_S / 2:  # we were stopped: what peers have sent meanwhile is still to be read
+            self._woke_s = now
+        self._ticked_s = now
         self.ask_for_view()
         for member, connection in list(self._links.items()):
+            heard_s = max(connection.heard_s, self._woke_s)
             if not self._replica.holds(member):
                 self._ahead.pop(member, None)
             ahead_since, _ = self._ahead.get(member, (now, 0))
-            if now - connection.heard_s > SILENCE_S:
-                self._end(member, f"silent for {now - connection.heard_s:.1f} s")
-                self._missing[member] = connection.heard_s
+            if now - heard_s > SILENCE_S:
+                self._end(member, f"silent for {now - heard_s:.1f} s")
+                self._missing[member] = heard_s
             elif now - ahead_since > HOLD_TIMEOUT_S:
                 self._end(member, f"no view came that it speaks of, for {HOLD_TIMEOUT_S:g} s")
             elif connection.stale and self._me < member:

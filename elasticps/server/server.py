@@ -42,6 +42,7 @@ from elasticps.server.pushes import Pushes
 from elasticps.server.replica_links import ReplicaLinks
 from elasticps.server.restoring import Restorer
 from elasticps.server.snapshots import SnapshotSender
+from elasticps.server.standstill import Standstill
 from elasticps.server.subject import Subject
 from replication.chain import Member
 
@@ -122,7 +123,8 @@ class Server:
             me, serving, executor, self.fast, counts, herald, self.delay, self.snapshots, self.headroom,
             self.handshake, cuts, self.restoring, clock,
         )  # fmt: skip
-        self.fast.connect(self.links.link, self.pulls.changed, served, executor.note_shard)
+        self.standstill = Standstill(clock, executor)
+        self.fast.connect(self.links.link, self.pulls.changed, served, executor.note_shard, self.standstill.look)
 
     # --- connections ------------------------------------------------------------------------------------------------
 
@@ -187,6 +189,7 @@ class Server:
 
     def tick(self) -> None:
         """Called a few times a second: ends waits that took too long, beats."""
+        self.standstill.beat()
         self._judge()
         self.links.tick()
         self.registered.look_for_owners()

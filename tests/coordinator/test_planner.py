@@ -12,7 +12,7 @@ from coordinator.draft import Draft, Loss
 from coordinator.planner import Health, Members, Plan, UnsafePlan, plan
 from coordinator.repair import Limits
 from coordinator.view import ClusterConfig, ServerInfo, View
-from replication.chain import Kept
+from replication.chain import COMPLETE, Kept
 from tests.coordinator.plans import CONFIG, decide, joiner, lost, names, server, written
 
 FIRST = written(None, server("a"), server("b"), server("c"))
@@ -231,12 +231,64 @@ def test_who_is_left_is_confirmed_when_it_has_lived_on_or_the_other_has_ended() 
     lived = written(LEFT, *LEFT.servers, health=replace(B_SILENT, alone=ALONE))
     ended = written(LEFT, *LEFT.servers, health=lost(server("b")))
     for view in (lived, ended):
-        assert not view.kept.any()
-        assert view.index("b") < 0
+        assert not np.isin(view.kept, COMPLETE).any()
         assert "ranges go on with the replica that is left" in view.reason
-        assert (view.joining[LEFT.kept > 0] >= 0).all(), "they are being filled elsewhere"
+    assert np.array_equal(lived.kept, np.where(LEFT.kept > 0, Kept.LATE, Kept.NOT)), "it may be heard again"
+    assert np.array_equal(lived.joining, LEFT.joining)
+    assert decide(lived, *lived.servers, health=B_SILENT) is None, "it is waited for"
     earlier = dict.fromkeys(ALONE, 1)
     assert decide(LEFT, *LEFT.servers, health=replace(B_SILENT, alone=earlier)) is None, "of an earlier time alone"
+    late = dict.fromkeys(np.flatnonzero(lived.kept > 0).tolist(), 3)
+    cut = frozenset((b.member, a.member) for a, b in [(server("a"), server("b")), (server("b"), server("c"))])
+    for health in (
+        lost(server("b")),
+        replace(B_SILENT, overdue=B_SILENT.silent),
+        replace(B_SILENT, spent=late),
+        Health(cut=cut),
+    ):
+        view = written(lived, *lived.servers, health=health)
+        view = written(view, *lived.servers, health=health) if health.cut else view
+        assert not view.kept.any()
+        assert "late copies are given up" in view.reason or health.cut
+    for view in (ended, written(lived, *lived.servers, health=replace(B_SILENT, overdue=B_SILENT.silent))):
+        assert view.index("b") < 0
+        assert (view.joining[LEFT.kept > 0] >= 0).all(), "they are being filled elsewhere"
+    earlier_fill = dict.fromkeys(late, 2)
+    assert decide(lived, *lived.servers, health=replace(B_SILENT, spent=earlier_fill)) is None
+
+
+def test_a_late_copy_is_asked_back_when_its_server_is_heard_and_is_a_replica_when_it_is_level() -> None:
+    late = written(LEFT, *LEFT.servers, health=replace(B_SILENT, alone=ALONE))
+    back = written(late, *late.servers)
+    had = np.flatnonzero(LEFT.kept > 0)
+    assert set(back.kept[had].tolist()) == {Kept.BACK}
+    assert np.array_equal(back.joining, late.joining)
+    assert f"{had.size} ranges have their second copy again" in back.reason
+    assert decide(back, *back.servers) is None, "it is not level"
+    level = dict.fromkeys(had.tolist(), back.epoch)
+    again = written(back, *back.servers, health=Health(level=level))
+    assert [names(again, r) for r in had.tolist()] == [(*names(back, r), server("b").member) for r in had.tolist()]
+    silent = written(back, *back.servers, health=B_SILENT)
+    assert not silent.kept.any(), "acknowledgements may wait for it by now"
+    assert (silent.joining[had] < 0).all()
+
+
+def test_a_late_copy_stands_in_for_nobody_and_is_not_given_up_while_there_is_no_other() -> None:
+    late = written(LEFT, *LEFT.servers, health=replace(B_SILENT, alone=ALONE))
+    alone = (late.kept > 0) & (late.heads == 0)
+    dead = lost(server("a"))
+    waits = written(late, *late.servers, health=dead)
+    assert np.array_equal(waits.chains[alone], late.chains[alone])
+    assert set(waits.kept[alone].tolist()) == {Kept.LATE}
+    assert f"a is gone (killed): {alone.sum()} ranges wait for it" in waits.reason
+    assert f"b has a copy of {alone.sum()} of them, without what was acknowledged since it fell silent" in waits.reason
+    level = dict.fromkeys(np.flatnonzero(alone).tolist(), 3)
+    overdue = replace(dead, gone={**dead.gone, **B_SILENT.gone}, silent=B_SILENT.silent, overdue=B_SILENT.silent)
+    for health in (dead, replace(dead, level=level, spent=level), overdue):
+        decision = decide(waits, *waits.servers, health=health)
+        view = waits if decision is None or decision.view is None else decision.view
+        assert np.array_equal(view.kept[alone], waits.kept[alone])
+        assert np.array_equal(view.chains[alone], waits.chains[alone])
 
 
 def test_who_kept_its_copy_stands_in_for_the_one_that_was_left_and_dies() -> None:
@@ -251,7 +303,7 @@ def test_who_kept_its_copy_stands_in_for_the_one_that_was_left_and_dies() -> Non
     assert np.array_equal(waits.kept[alone], LEFT.kept[alone])
 
 
-def test_who_is_heard_again_goes_on_where_it_stood_behind_and_is_filled_where_it_stood_before() -> None:
+def test_who_is_heard_again_goes_on_where_it_stood_behind_and_is_asked_back_where_it_stood_before() -> None:
     health = Health(alone=ALONE)
     view = written(LEFT, *LEFT.servers, health=health)
     for r in range(view.ranges):
@@ -259,8 +311,8 @@ def test_who_is_heard_again_goes_on_where_it_stood_behind_and_is_filled_where_it
             assert names(view, r) == (names(LEFT, r)[0], server("b").member)
         elif LEFT.kept[r] == Kept.BEFORE:
             assert names(view, r) == names(LEFT, r)
-            assert joiner(view, r) is not None
-    assert not view.kept.any()
+            assert joiner(view, r) == server("b").member
+            assert view.kept[r] == Kept.BACK
     view = written(LEFT, *LEFT.servers, health=replace(CUT, alone=ALONE))
     assert [names(view, r) for r in np.flatnonzero(LEFT.heads == 0).tolist() if LEFT.kept[r]] == [
         (server("a").member,) for r in np.flatnonzero(LEFT.heads == 0).tolist() if LEFT.kept[r]

@@ -125,7 +125,7 @@ def test_views_are_equal_by_value() -> None:
         ({"joining": np.array([-1])}, "integers of shape"),
         ({"since": np.array([0, 1])}, "outside epochs"),
         ({"kept": np.array([1, 0])}, "keeps a copy"),
-        ({"kept": np.array([0, 3])}, "keeps a copy"),
+        ({"kept": np.array([0, 5])}, "keeps a copy"),
         ({"kept": np.array([0, 1]), "joining": np.array([-1, -1])}, "keeps a copy"),
         ({"reason": "x" * 1001}, "reason"),
         ({"reason": None}, "reason"),

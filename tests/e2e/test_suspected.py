@@ -11,6 +11,7 @@ import elasticps as eps
 from coordinator.view import View
 from elasticps.audit import audit
 from elasticps.local import LocalCluster
+from replication.chain import Kept
 from tests.e2e.oracle import Sums, Trainers, Watcher, check_sums, wait_for
 
 
@@ -41,6 +42,38 @@ def test_who_was_frozen_and_left_out_goes_on_when_the_other_is_killed() -> None:
             ledgers = [trainer.ledger for trainer in trainers.all]
             assert all(ledger.begun == ledger.acknowledged for ledger in ledgers)
             with eps.connect(cluster.url, worker="reader", app="suspected") as ps:
+                check_sums(Sums([1, 2]).read(ps), ledgers)
+            assert audit(cluster.url, 30.0).clean
+        finally:
+            trainers.close()
+            watcher.close()
+
+
+@pytest.mark.slow
+def test_who_was_frozen_until_the_other_went_on_alone_is_back_with_the_copies_that_it_had() -> None:
+    with LocalCluster("late", servers=2, replicas=2, ranges=32) as cluster:
+        watcher, trainers = Watcher(cluster.url), Trainers(cluster.url, seeds=(1, 2), app="late")
+        try:
+            trainers.progress()
+            before = [(server.name, server.incarnation) for server in cluster.servers]
+            frozen = cluster.server("s1").pid
+            late: list[View] = []
+
+            def thaw(view: View) -> None:
+                if (view.kept == Kept.LATE).any() and not late:
+                    late.append(view)
+                    os.kill(frozen, signal.SIGCONT)
+
+            watcher.on_view = thaw
+            cluster.pause("s1")
+            wait_for(lambda: bool(late), lambda: "s0 does not go on alone", 20.0)
+            watcher.wait(lambda view: view.epoch > late[0].epoch and bool((view.chains >= 0).all()), "s1 is back")
+            assert [(server.name, server.incarnation) for server in cluster.servers] == before
+            assert "have their second copy again, which gets what it lacks" in cluster.log("c0")
+            trainers.finish()
+            ledgers = [trainer.ledger for trainer in trainers.all]
+            assert all(ledger.begun == ledger.acknowledged for ledger in ledgers)
+            with eps.connect(cluster.url, worker="reader", app="late") as ps:
                 check_sums(Sums([1, 2]).read(ps), ledgers)
             assert audit(cluster.url, 30.0).clean
         finally:

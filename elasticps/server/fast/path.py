@@ -68,6 +68,7 @@ class FastPath:
         self._on_change: Callable[[], None]
         self._on_served: Callable[[], None]
         self._on_shard: Callable[[int, int, int, int], None]
+        self.before: Callable[[], None]
         self._ranges = ranges
         self._shared = shared = Shared()
         self.h, self._fields = shared.h, shared.fields
@@ -119,9 +120,12 @@ class FastPath:
         changed: Callable[[], None],
         served: Callable[[], None],
         note_shard: Callable[[int, int, int, int], None],
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         """Before anything else happens: who has the link to a peer; who is told that something was applied or
-        acknowledged, that a worker was served, and of pushes that train shards (set, shard, worker, clock)."""
+        acknowledged, that a worker was served, and of pushes that train shards (set, shard, worker, clock); and what is
+        called before bytes are handled."""
+        self.before = before
         self._link_of, self._on_change, self._on_served, self._on_shard = link_of, changed, served, note_shard
 
     def follow_replica(self, replica: Replica, store: Store) -> None:

@@ -31,6 +31,7 @@ from elasticps.server.fast.layout import (
     H_ARENA,
     H_ARENA_USED,
     H_AT,
+    H_CAREFUL,
     H_CHUNK_ADDRESSES,
     H_CONNECTIONS,
     H_EPOLL,
@@ -70,6 +71,15 @@ _sendmsg: Any = types.ExternalFunction("sendmsg", _long(_int, _long, _int))
 _clock: Any = types.ExternalFunction("clock_gettime", _int(_int, _long))
 _errno_address: Any = types.ExternalFunction("__errno_location", _long())
 MONOTONIC = 1
+STOPPED_NS = 300_000_000  # between two looks at the time in a turn
+
+
+@kernel
+def _monotonic(h):
+    """The time in nanoseconds."""
+    at = h[H_MESSAGE] + 56  # the vector: what is before it says to whom a message goes, and has to stay 0
+    _clock(np.int32(MONOTONIC), at)
+    return load64(at) * 1_000_000_000 + load64(at + 8)
 
 
 @kernel
@@ -161,9 +171,7 @@ def _turn(h):
     """Handles what the sockets have, up to about H_TURN bytes. IDLE when that was all; else what Python has to do for
     the connection H_AT, after which it calls again: WRITABLE, CLOSED (H_INFO: errno, 0 for an orderly end), or what
     `receive.consume` stopped for."""
-    heard = h[H_MESSAGE]
-    _clock(np.int32(MONOTONIC), heard)
-    now = load64(heard) * 1_000_000_000 + load64(heard + 8)
+    now = _monotonic(h)
     left = h[H_TURN]
     n = _epoll_wait(np.int32(h[H_EPOLL]), h[H_EVENTS], np.int32(EVENTS), np.int32(0))
     for i in range(n):
@@ -191,6 +199,8 @@ def _turn(h):
                 return CLOSED
             conn[C_HEARD] = now
             left -= received
+            if _monotonic(h) - now > STOPPED_NS:
+                h[H_CAREFUL] = 1  # we were stopped: Python says what is to become of pushes
             reason = consume(h, slot, received)
             while reason == FLUSH:
                 send_segments(h)

@@ -1,0 +1,102 @@
+"""What was acknowledged while a copy of its range was away, and is kept for it: bounded, and gone as a whole.
+
+A copy whose history ends at `p` lacks exactly the operations above `p`. They are all here if `p` is not below the place
+from which on everything is kept. And its history is one with ours if it is not beyond the place where the two parted:
+who stood before us may have logged there what nobody else has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replication.chain import Ranges
+from replication.log import Entry
+from replication.messages import Operation, OperationKind, Seqs
+
+_NEVER = np.iinfo(np.int64).max
+
+
+class Part(NamedTuple):
+    """An operation in some ranges."""
+
+    operation: Operation
+    ranges: Ranges
+    seqs: Seqs
+
+
+class Retained:
+    """By range. `budget_bytes`: of these operations and the log together; beyond it everything here is given up.
+
+    _floor: everything above it is kept, _NEVER where nothing is; _parted: the last place that the copy's history is
+    known to share. spent: ranges whose copy cannot get from here what it lacks.
+    """
+
+    def __init__(self, ranges: int) -> None:
+        self.budget_bytes = 0
+        self.nbytes = 0
+        self.spent: NDArray[np.bool_] = np.zeros(ranges, np.bool_)
+        self._floor: Seqs = np.full(ranges, _NEVER, np.int64)
+        self._parted: Seqs = np.full(ranges, -1, np.int64)
+        self._parts: list[Part] = []
+        self.active = False
+
+    def keeps(self, ranges: Ranges) -> NDArray[np.bool_]:
+        """Whether operations of these ranges are kept."""
+        kept: NDArray[np.bool_] = self._floor[ranges] != _NEVER
+        return kept
+
+    def begin(self, ranges: Ranges, floor: Seqs, parted: Seqs, logged: list[Entry]) -> None:
+        """Keeps all above `floor` from now on: of `logged`, and of what is added."""
+        if ranges.size:
+            self._floor[ranges], self._parted[ranges] = floor, parted
+            self.active = True
+            fresh = np.zeros(self._floor.shape[0], np.bool_)
+            fresh[ranges] = True
+            for entry in logged:
+                chosen = fresh[entry.ranges]
+                self._add(entry.frame.operation, entry.ranges[chosen], entry.seqs[chosen])
+
+    def add(self, operation: Operation, ranges: Ranges, seqs: Seqs, log_bytes: int) -> None:
+        """An operation is applied here. What comes before the end of a table cannot be sent any more after it."""
+        chosen = self.keeps(ranges)
+        self._add(operation, ranges[chosen], seqs[chosen])
+        if self.nbytes + log_bytes > self.budget_bytes or operation.kind == OperationKind.DROP:
+            self.give_up(np.flatnonzero(self._floor != _NEVER))
+
+    def _add(self, operation: Operation, ranges: Ranges, seqs: Seqs) -> None:
+        if ranges.size:
+            self._parts.append(Part(operation, ranges, seqs))
+            self.nbytes += operation.nbytes
+
+    def covers(self, ranges: Ranges, seqs: Seqs) -> NDArray[np.bool_]:
+        """Whether copies at these positions can get from here what they lack."""
+        covered: NDArray[np.bool_] = (self._floor[ranges] <= seqs) & (seqs <= self._parted[ranges])
+        return covered
+
+    def after(self, ranges: Ranges, seqs: Seqs) -> Iterator[Part]:
+        """What copies at these positions lack, oldest first."""
+        position = np.full(self._floor.shape[0], _NEVER, np.int64)
+        position[ranges] = seqs
+        for operation, its, theirs in self._parts:
+            missing = theirs > position[its]
+            if missing.any():
+                yield Part(operation, its[missing], theirs[missing])
+
+    def share(self, ranges: Ranges) -> None:
+        """Copies of these ranges are ours as far as they go, and get everything from here on."""
+        self._parted[ranges] = _NEVER
+
+    def end(self, ranges: Ranges) -> None:
+        """Nothing of these ranges need be kept."""
+        self._floor[ranges] = _NEVER
+        if self.active and not (self._floor != _NEVER).any():
+            self.active, self.nbytes, self._parts = False, 0, []
+
+    def give_up(self, ranges: Ranges) -> None:
+        """Copies of these ranges are not to be had any more."""
+        self.spent[ranges] = True
+        self.end(ranges)
