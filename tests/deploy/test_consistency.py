@@ -9,6 +9,7 @@ import pytest
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from coordinator.etcd_rights import ROOT
 from coordinator.url import parse
 from coordinator.view import ClusterConfig
 from elasticps.cli.app import app
@@ -45,6 +46,8 @@ EVERYWHERE = {each.labels[COMPONENT]: each for build in (CLUSTERS[1], "workers",
 @pytest.mark.parametrize(("build", "each"), OWN_COMMAND)
 def test_each_flag_and_value_is_one_that_the_command_takes(build: str, each: Workload) -> None:
     name, *arguments = [expanded(arg, environment(each, POD)) for arg in each.args]
+    if name == "cluster":
+        name = f"{name} {arguments.pop(0)}"
     context = command(name).make_context(name, arguments)  # parses and checks everything, runs nothing
     given = {arg.partition("=")[0] for arg in arguments if arg.startswith("--")}
     assert len(given) == sum(arg.startswith("--") for arg in arguments), "a flag is given twice"
@@ -60,6 +63,10 @@ def command(name: str) -> TyperCommand:
     """A command of `elasticps`; `chaos` also where the package was installed before it had that entry point."""
     commands = typer.main.get_command(app)
     assert isinstance(commands, TyperGroup)
+    group, _, name = name.rpartition(" ")
+    if group:
+        commands = commands.commands[group]
+        assert isinstance(commands, TyperGroup)
     found = commands.commands.get(name)
     if found is None and name == "chaos":
         alone = typer.Typer()
@@ -169,7 +176,7 @@ def test_workloads_select_their_own_pods(build: str, each: Workload) -> None:
 
 def test_budgets_cover_each_kind_of_process() -> None:
     budgets = of_kind("overlays/production", "PodDisruptionBudget")
-    for each in workloads("overlays/production"):
+    for each in (each for each in workloads("overlays/production") if each.manifest["kind"] != "Job"):
         (budget,) = (b for b in budgets if selects(b["spec"]["selector"], each.labels))
         assert budget["spec"]["maxUnavailable"] == 1
 
@@ -198,6 +205,7 @@ def test_policies_speak_of_pods_and_ports_that_there_are() -> None:
         ("worker", "server", "admin"),
         ("chaos", "server", "admin"),
         ("etcd", "etcd", "peer"),
+        ("protect", "etcd", "client"),
     ],
 )
 def test_policies_let_through_what_the_processes_do(source: str, target: str, port: str) -> None:
@@ -214,6 +222,8 @@ def test_policies_let_through_what_the_processes_do(source: str, target: str, po
         ("worker", "worker", "metrics"),
         ("etcd", "server", "data"),
         ("chaos", "coordinator", "metrics"),
+        ("protect", "etcd", "peer"),
+        ("protect", "server", "data"),
     ],
 )
 def test_policies_keep_out_what_they_do_not(source: str, target: str, port: str) -> None:
@@ -221,8 +231,9 @@ def test_policies_keep_out_what_they_do_not(source: str, target: str, port: str)
 
 
 def _allowed(source: str, target: str, port: str) -> bool:
-    """What the policies of the base, and those of a chaos run if one is meant, say of a connection between pods."""
-    builds = ("base", "chaos") if "chaos" in (source, target) else ("base",)
+    """What the policies of the base, and those of a chaos run or of production if one is meant, say of a connection
+    between pods."""
+    builds = ("base", "chaos") if source == "chaos" else (CLUSTERS[1],) if source == "protect" else ("base",)
     policies = [p["spec"] for build in builds for p in of_kind(build, "NetworkPolicy")]
     one, other = EVERYWHERE[source], EVERYWHERE[target]
     wanted = (port, other.ports[port])
@@ -300,6 +311,28 @@ def test_the_url_leads_to_etcd(build: str) -> None:
         assert (identity.cluster, identity.role, identity.name) == (url.cluster, role, "*")
         assert certificate["commonName"] == identity.common_name
         assert ("server auth" in certificate["usages"]) == (role == "server")
+
+
+def test_etcd_is_told_by_a_job_of_its_own_what_to_ask_and_nobody_else_has_the_certificate_for_that() -> None:
+    build = CLUSTERS[1]
+    each = workload(build, "protect")
+    url = parse(
+        environment(each, {"ELASTICPS_URL": named(build, "ConfigMap", "elasticps")["data"]["url"]})["ELASTICPS_URL"]
+    )
+    assert url.tls is not None
+    (mount,) = (m for m in each.container["volumeMounts"] if m["name"] == "identity")
+    assert {url.tls.ca, url.tls.cert, url.tls.key} == {
+        f"{mount['mountPath']}/{f}" for f in ("ca.crt", "tls.crt", "tls.key")
+    }
+    secrets = {
+        w.name: {v["secret"]["secretName"] for v in w.spec["volumes"] if "secret" in v} for w in workloads(build)
+    }
+    (certificate,) = (m["spec"] for m in of_kind(build, "Certificate") if m["spec"]["commonName"] == ROOT)
+    assert [name for name, found in secrets.items() if certificate["secretName"] in found] == [each.name]
+    assert secrets[each.name] == {certificate["secretName"]}
+    assert each.manifest["spec"]["ttlSecondsAfterFinished"] > 0, (
+        "a Job cannot be changed: it has to go, to be applied again"
+    )
 
 
 @pytest.mark.parametrize("build", CLUSTERS)
