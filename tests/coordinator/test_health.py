@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from coordinator.health import (
     CUT_S,
     LATE_S,
+    OVERDUE_S,
     SILENCE_S,
     STALE_S,
     SUSPECTED_S,
@@ -98,6 +99,42 @@ def test_who_has_lived_on_alone_is_told_to_the_planner_once() -> None:
     assert story.detector.heard(A, Report(3, alone=2), story.now)
     assert not story.detector.heard(A, Report(3, alone=2), story.now)
     assert story.detector.health(None).alone == {A: 2}
+
+
+def test_nobody_is_waited_for_that_has_been_silent_for_long() -> None:
+    story = Story(A, B)
+    story.run(SILENCE_S + OVERDUE_S, B)
+    assert story.detector.health(None).silent == {A}
+    assert story.detector.health(None).overdue == frozenset()
+    assert not story.detector.tick(story.now)
+    story.run(4 * TICK_S, B)
+    assert story.detector.health(None).overdue == {A}
+    assert story.detector.heard(A, FINE, story.now)
+    assert story.detector.health(None).overdue == frozenset()
+
+
+def test_what_is_spent_is_told_once_and_of_the_filling_that_there_is() -> None:
+    story = Story(A, B)
+    config = ClusterConfig(ranges=2, replicas=2, id="x")
+    decision = plan(None, Members("x", tuple(ServerInfo(m.name, 1, "h:1") for m in (A, B))), config)
+    assert decision is not None
+    assert decision.view is not None
+    spent = Report(1, spent=((0, 1), (1, 0), (7, 9)))
+    assert story.detector.heard(A, spent, story.now)
+    assert not story.detector.heard(A, spent, story.now)
+    assert story.detector.health(decision.view).spent == {0: 1}
+
+
+def test_who_was_silent_cuts_off_nobody_by_what_it_says_of_the_time_before_and_nobody_it() -> None:
+    story = Story(A, B, C)
+    story.run(2.0, B, C)
+    assert story.gone == {A}
+    story.detector.heard(A, Report(1, suspects={B: 2.0}), story.now)
+    story.detector.heard(C, Report(1, suspects={A: 2.0}), story.now)
+    assert story.detector.health(None).cut == frozenset()
+    story.run(SUSPECTED_S + TICK_S, A, B, C)
+    assert story.detector.heard(C, Report(1, suspects={A: 3.0}), story.now), "that is of now"
+    assert story.detector.health(None).cut == {(A, C)}
 
 
 def test_a_first_connection_that_is_refused_is_death_too() -> None:

@@ -1,0 +1,35 @@
+"""A server that was stopped lets pushes wait, before any of those that came meanwhile is handled."""
+
+from __future__ import annotations
+
+from elasticps.server.executor import Executor
+from elasticps.server.fast.path import FastPath
+from elasticps.server.standstill import DOUBT_S, STOPPED_S, Standstill
+from replication.chain import Chains, Member
+from tests.replication.views import form
+
+RANGES = 4
+ME = Member("s0", 1)
+
+
+def test_pushes_wait_after_a_standstill_until_there_was_time_to_read_a_view() -> None:
+    now = [10.0]
+    executor = Executor(ME, RANGES, 1 << 20, FastPath(RANGES, 1 << 20))
+    view: Chains = form([ME], RANGES, 1)
+    executor.perform(executor.replica.adopt, view)
+    standstill = Standstill(lambda: now[0], executor)
+    now[0] += 10 * STOPPED_S
+    standstill.look()
+    assert not executor.replica.careful, "nobody has begun to beat"
+    standstill.beat()
+    now[0] += STOPPED_S / 2
+    standstill.look()
+    assert not executor.replica.careful
+    now[0] += STOPPED_S
+    standstill.look()
+    assert executor.replica.careful
+    standstill.beat()
+    assert executor.replica.careful
+    now[0] += 2 * DOUBT_S
+    standstill.beat()
+    assert not executor.replica.careful
