@@ -175,18 +175,19 @@ class Draft:
     def fetch(
         self,
         gone: Collection[Member],
-        hopeless: Collection[Member],
+        ended: Collection[Member],
+        overdue: Collection[Member],
         cut: Collection[Pair],
         spent: Mapping[int, int],
     ) -> tuple[int, int]:
-        """Asks late copies back whose servers are there again, and gives up those that nobody can or will wait for: of
-        members that are `hopeless`, cut off from the one that is left, or `spent`: range -> fill id of which that one
-        no longer has what they lack. Not where that one is gone: such a copy is the last there is. Returns how many."""
-        late = (self.kept == Kept.LATE) & ~self.flags(gone)[self.tails]
-        lost = self.flags(hopeless)[self.joining] | self.pairs(cut)[self.tails, self.joining]
-        lost |= self._told(spent)
-        lost &= late | (self.kept == Kept.BACK)
-        back = late & ~lost & ~self.flags(gone)[self.joining]
+        """Asks late copies back whose servers are there again, and gives up those whose servers have ended, and those
+        that nobody waits for: of members that are `overdue`, cut off from the one that is left, or `spent`: range ->
+        fill id of which that one no longer has what they lack. These not where that one is gone: such a copy is the
+        last there is. Returns how many."""
+        late, there = self.kept == Kept.LATE, ~self.flags(gone)[self.tails]
+        lost = self.flags(overdue)[self.joining] | self.pairs(cut)[self.tails, self.joining] | self._told(spent)
+        lost = (lost & there | self.flags(ended)[self.joining]) & (late | (self.kept == Kept.BACK))
+        back = late & there & ~lost & ~self.flags(gone)[self.joining]
         self._end(lost)
         self.kept[back] = Kept.BACK
         return int(np.count_nonzero(back)), int(np.count_nonzero(lost))

@@ -26,9 +26,7 @@ TOGETHER_S = 0.3  # silences that begin within this time have one cause
 UNREGISTERED_S = 0.1  # without a connection and without a key: gone; the connection may just be made again
 WELL_S = 0.25  # reports come ten times a second
 SUSPECTED_S = 1.0  # a peer has not been reached by another for so long: the two are cut off from each other
-OVERDUE_S = (
-    3.0  # so long after it was given up nobody waits any more for one that may be heard again: others are filled
-)
+OVERDUE_S = 3.0  # so long after it was given up nobody waits any more for one that may be heard again
 STALLED_S = 30.0  # who could not be filled by a server is not filled by it again for so long
 CUT_S = 10.0  # a cut is remembered after it was last reported: nobody reports on a peer that is no neighbour any more
 TICK_S = 0.05  # how often `tick` is to be called

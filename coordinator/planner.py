@@ -261,7 +261,7 @@ class _Step:
         back = draft.returned(self.lost, health.cut)
         ended = self.lost.keys() - self.silent
         confirmed = draft.confirm(health.alone, ended, back)
-        asked, lost = draft.fetch(self.lost, ended | health.overdue, health.cut, health.spent)
+        asked, lost = draft.fetch(self.lost, ended, health.overdue, health.cut, health.spent)
         before, full = draft.joining.copy(), draft.lengths == draft.replicas
         if health.ripe or self._listed() != self.view.servers:
             level = {r: fill for r, fill in health.level.items() if self.view.kept[r] in (Kept.NOT, Kept.BACK)}

@@ -1,8 +1,8 @@
 """One replica of every range that its server holds: events in, effects out. The chain protocol of van Renesse and
 Schneider (OSDI 2004), vectorised over ranges, with views in place of a master's orders.
 
-Events: adopt, adopt_roster, peer_up, peer_down, peer_full, receive, push, ask, doubt, piece, go_on. Each returns the
-effects to carry out, in order (see `effects`). No I/O, no clock, no randomness: the same events give the same effects.
+Events: adopt, adopt_roster, peer_up, peer_down, peer_full, receive, push, ask, doubt, let_go, piece, go_on. Each
+returns the effects to carry out, in order (see `effects`). No I/O, no clock, no randomness: same events, same effects.
 
 Why it is right.
 

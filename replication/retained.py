@@ -65,7 +65,7 @@ class Retained:
         chosen = self.keeps(ranges)
         self._add(operation, ranges[chosen], seqs[chosen])
         if self.nbytes + log_bytes > self.budget_bytes or operation.kind == OperationKind.DROP:
-            self.give_up(np.flatnonzero(self._floor != _NEVER))
+            self.give_up_all()
 
     def _add(self, operation: Operation, ranges: Ranges, seqs: Seqs) -> None:
         if ranges.size:
@@ -95,6 +95,10 @@ class Retained:
         self._floor[ranges] = _NEVER
         if self.active and not (self._floor != _NEVER).any():
             self.active, self.nbytes, self._parts = False, 0, []
+
+    def give_up_all(self) -> None:
+        """No copies are to be had any more that could have been."""
+        self.give_up(np.flatnonzero(self._floor != _NEVER))
 
     def give_up(self, ranges: Ranges) -> None:
         """Copies of these ranges are not to be had any more."""

@@ -66,6 +66,11 @@ class SnapshotTransfer(Core):
         """(range, fill) of copies that cannot have any more what was kept for them: told to leaders as `levels` are."""
         return [(r, int(self._since[r])) for r in np.flatnonzero(self.retained.spent).tolist()]
 
+    def let_go(self) -> Effects:
+        """Memory is short: nothing more is kept for copies that are late."""
+        self.retained.give_up_all()
+        return []
+
     def piece(self, r: int, serial: int, upto: int, last: bool, payload: Payload) -> Effects:
         """A piece of snapshot `serial` was cut at this instant; nothing happens if the snapshot is void."""
         out: Effects = []

@@ -218,6 +218,8 @@ async def _report(server: Server) -> None:
     while True:
         await asyncio.sleep(REPORT_S)
         server.memory.look()
+        if server.headroom.exceeded:
+            server.executor.perform(server.replica.let_go)
         server.leaders.tell()
 
 

@@ -100,7 +100,7 @@ class Subject:
             **{what: self._counts.count(what) for what in COUNTED},
             "refused": self._herald.refused,
             "parked": len(self._delay),
-            "log_bytes": replica.log.nbytes,
+            "log_bytes": replica.log.nbytes + replica.retained.nbytes,
             "sent_bytes": self._snapshots.sent_bytes,
             "tables": len(store.live),
             "uptime_s": self._clock() - self._started,

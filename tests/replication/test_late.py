@@ -22,7 +22,7 @@ ALL = list(range(P))
 
 def asked_back(view: Chains, spent: Sequence[tuple[int, int]] = ()) -> Chains:
     draft = Draft(view)
-    draft.fetch((), (), (), dict(spent))
+    draft.fetch((), (), (), (), dict(spent))
     return draft.build(view.members)
 
 
@@ -106,7 +106,7 @@ def test_who_has_logged_as_head_what_nobody_else_has_gets_nothing_and_leaders_ar
     assert [e.ranges.tolist() for _, e in c.effects if isinstance(e, Erase)] == [[0, 1]]
 
 
-@pytest.mark.parametrize("how", ["too many bytes", "a table ends"])
+@pytest.mark.parametrize("how", ["too many bytes", "a table ends", "memory is short"])
 def test_what_is_not_kept_any_more_is_not_sent_in_part(how: str) -> None:
     story = Story(behind=True, budget_bytes=35)
     c, left = story.c, story.left
@@ -114,7 +114,9 @@ def test_what_is_not_kept_any_more_is_not_sent_in_part(how: str) -> None:
     c.push(left, 1)
     if how == "a table ends":
         c.push(left, 0, worker=-1, kind=OperationKind.DROP, token="drop")
-    for clock in (2, 3) if how == "a table ends" else (2, 3, 4):
+    if how == "memory is short":
+        c.take(left, c.replicas[left].let_go())
+    for clock in (2, 3, 4) if how == "too many bytes" else (2, 3):
         c.push(left, clock)
     assert c.replicas[left].spent() == [(r, c.view.epoch) for r in ALL]
     assert c.replicas[left].retained.nbytes == 0

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coordinator.view import View
-from elasticps.memory import Reading, rows_mark
+from elasticps.memory import Reading, fill_mark, rows_mark
 from elasticps.server.fast.layout import UNLIMITED
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.wire.frames import MAX_RANGES, FrameError, text, whole, wholes
@@ -96,6 +96,11 @@ class Headroom:
         self.used = max(0, used - min(reusable, self.limit // REUSABLE_SHARE))
         room = min(self.mark - self.used, available - int(SPARE_SHARE * self.limit))
         self._own = Room(room, self._held, self._server, self.used, self.mark, self.limit)
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether more is used than rows may take."""
+        return self.limit > 0 and fill_mark(self.limit) < self.used
 
     def heard(self, member: Member, document: Mapping[str, Any]) -> None:
         """A neighbour has told how it is; it counts if it is a successor. FrameError if that makes no sense."""
