@@ -18,18 +18,22 @@ def test_pushes_wait_after_a_standstill_until_there_was_time_to_read_a_view() ->
     view: Chains = form([ME], RANGES, 1)
     executor.perform(executor.replica.adopt, view)
     standstill = Standstill(lambda: now[0], executor)
+
+    def doubtful() -> bool:
+        return executor.replica.careful
+
     now[0] += 10 * STOPPED_S
     standstill.look()
-    assert not executor.replica.careful, "nobody has begun to beat"
+    assert not doubtful(), "nobody has begun to beat"
     standstill.beat()
     now[0] += STOPPED_S / 2
     standstill.look()
-    assert not executor.replica.careful
+    assert not doubtful()
     now[0] += STOPPED_S
     standstill.look()
-    assert executor.replica.careful
+    assert doubtful()
     standstill.beat()
-    assert executor.replica.careful
+    assert doubtful()
     now[0] += 2 * DOUBT_S
     standstill.beat()
-    assert not executor.replica.careful
+    assert not doubtful()
