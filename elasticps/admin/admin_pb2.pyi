@@ -299,6 +299,30 @@ class StatusResponse(_message.Message):
     memory_limit: int
     def __init__(self, id: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., admin: _Optional[str] = ..., incarnation: _Optional[int] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., ranges_headed: _Optional[int] = ..., ranges_held: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., connections: _Optional[int] = ..., pushes: _Optional[int] = ..., pulls: _Optional[int] = ..., rows_pushed: _Optional[int] = ..., rows_pulled: _Optional[int] = ..., refused: _Optional[int] = ..., parked: _Optional[int] = ..., tables: _Optional[int] = ..., uptime_s: _Optional[float] = ..., ranges_joining: _Optional[int] = ..., log_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., memory_used: _Optional[int] = ..., memory_mark: _Optional[int] = ..., memory_limit: _Optional[int] = ...) -> None: ...
 
+class ActivityRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ActivityResponse(_message.Message):
+    __slots__ = ("incarnation", "received_bytes", "workers", "clocks", "busy_s", "bounds_s", "push", "pull")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    BOUNDS_S_FIELD_NUMBER: _ClassVar[int]
+    PUSH_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    received_bytes: int
+    workers: _containers.RepeatedScalarFieldContainer[int]
+    clocks: _containers.RepeatedScalarFieldContainer[int]
+    busy_s: float
+    bounds_s: _containers.RepeatedScalarFieldContainer[float]
+    push: _containers.RepeatedScalarFieldContainer[int]
+    pull: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, incarnation: _Optional[int] = ..., received_bytes: _Optional[int] = ..., workers: _Optional[_Iterable[int]] = ..., clocks: _Optional[_Iterable[int]] = ..., busy_s: _Optional[float] = ..., bounds_s: _Optional[_Iterable[float]] = ..., push: _Optional[_Iterable[int]] = ..., pull: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class TablesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

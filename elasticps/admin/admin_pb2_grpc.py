@@ -39,6 +39,11 @@ class AdminStub:
                 request_serializer=elasticps_dot_admin_dot_admin__pb2.StatusRequest.SerializeToString,
                 response_deserializer=elasticps_dot_admin_dot_admin__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Activity = channel.unary_unary(
+                '/elasticps.v1.Admin/Activity',
+                request_serializer=elasticps_dot_admin_dot_admin__pb2.ActivityRequest.SerializeToString,
+                response_deserializer=elasticps_dot_admin_dot_admin__pb2.ActivityResponse.FromString,
+                _registered_method=True)
         self.Cluster = channel.unary_unary(
                 '/elasticps.v1.Admin/Cluster',
                 request_serializer=elasticps_dot_admin_dot_admin__pb2.ClusterRequest.SerializeToString,
@@ -96,6 +101,13 @@ class AdminServicer:
 
     def Status(self, request, context):
         """What the server is, what it holds and what it has done so far.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Activity(self, request, context):
+        """What passes through it, for whoever looks every second.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,6 +190,11 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=elasticps_dot_admin_dot_admin__pb2.StatusRequest.FromString,
                     response_serializer=elasticps_dot_admin_dot_admin__pb2.StatusResponse.SerializeToString,
             ),
+            'Activity': grpc.unary_unary_rpc_method_handler(
+                    servicer.Activity,
+                    request_deserializer=elasticps_dot_admin_dot_admin__pb2.ActivityRequest.FromString,
+                    response_serializer=elasticps_dot_admin_dot_admin__pb2.ActivityResponse.SerializeToString,
+            ),
             'Cluster': grpc.unary_unary_rpc_method_handler(
                     servicer.Cluster,
                     request_deserializer=elasticps_dot_admin_dot_admin__pb2.ClusterRequest.FromString,
@@ -256,6 +273,33 @@ class Admin:
             '/elasticps.v1.Admin/Status',
             elasticps_dot_admin_dot_admin__pb2.StatusRequest.SerializeToString,
             elasticps_dot_admin_dot_admin__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Activity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticps.v1.Admin/Activity',
+            elasticps_dot_admin_dot_admin__pb2.ActivityRequest.SerializeToString,
+            elasticps_dot_admin_dot_admin__pb2.ActivityResponse.FromString,
             options,
             channel_credentials,
             insecure,

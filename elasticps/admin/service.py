@@ -53,6 +53,11 @@ class _Admin(admin_pb2_grpc.AdminServicer):
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusResponse:  # noqa: N802
         return admin_pb2.StatusResponse(**(await self._subject(context, Act.LOOK)).status())
 
+    async def Activity(  # noqa: N802
+        self, request: admin_pb2.ActivityRequest, context: Context
+    ) -> admin_pb2.ActivityResponse:
+        return admin_pb2.ActivityResponse(**(await self._subject(context, Act.LOOK)).activity())
+
     async def Tables(self, request: admin_pb2.TablesRequest, context: Context) -> admin_pb2.TablesResponse:  # noqa: N802
         tables = (await self._subject(context, Act.LOOK)).tables()
         return admin_pb2.TablesResponse(tables=[admin_pb2.TableStatus(**table) for table in tables])

@@ -135,6 +135,9 @@ class Subject(Protocol):
     def status(self) -> Mapping[str, Any]:
         """The fields of StatusResponse in admin.proto."""
 
+    def activity(self) -> Mapping[str, Any]:
+        """The fields of ActivityResponse in admin.proto."""
+
     def tables(self) -> Sequence[Mapping[str, Any]]:
         """The fields of TableStatus in admin.proto, for each table."""
 

@@ -15,6 +15,7 @@ from elasticps import __version__
 from elasticps.bench.cli import app as bench
 from elasticps.cli import audit, checkpoint, cluster, exchange, local, logs, processes, scale, status, tables
 from elasticps.cli.certificates import certificates
+from elasticps.cli.dashboard import dashboard
 from elasticps.cli.demo import demo
 from elasticps.cli.options import command
 from elasticps.cli.output import out
@@ -37,6 +38,7 @@ app.command(rich_help_panel=LOCAL)(command(local.kill))
 app.command(rich_help_panel=LOCAL)(command(logs.logs))
 app.command(rich_help_panel=LOOK)(command(scale.drain))
 app.command(rich_help_panel=LOOK)(command(status.status))
+app.command(rich_help_panel=LOOK)(command(dashboard))
 app.add_typer(tables.app, name="tables", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK)(command(exchange.export))
 app.command("import", rich_help_panel=LOOK)(command(exchange.import_))

@@ -35,7 +35,9 @@ def demo(
 
     The exit code is 1 if the two do not agree, or if the replicas differ at the end.
     """
-    if missing := [name for name in ("torch", "matplotlib", "sklearn") if find_spec(name) is None]:
+    if missing := [
+        name for name in ("torch", "matplotlib", "sklearn", "starlette", "uvicorn") if find_spec(name) is None
+    ]:
         raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'elasticps[demo]'")
     from elasticps.demo import main  # torch takes seconds to import: only this command waits for it
 

@@ -6,7 +6,7 @@ import enum
 import signal as signals
 import time
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -15,8 +15,12 @@ from coordinator.url import parse
 from elasticps.cli.bars import restore_with_bar
 from elasticps.cli.options import Every, Name, Url
 from elasticps.cli.output import ExitCode, err, out, print_json, sigterm_interrupts
+from elasticps.dashboard.needs import PORT, check_installed
 from elasticps.errors import ConfigError, Error
 from elasticps.local import LocalCluster, etcd, keeper, state
+
+if TYPE_CHECKING:
+    from elasticps.dashboard.serve import Dashboard
 
 DEFAULT_NAME = "local"
 
@@ -38,6 +42,9 @@ def up(
         str, typer.Option(help="What each server may use, such as 4GiB.  [default: the machine's]", show_default=False)
     ] = "",
     detach: Annotated[bool, typer.Option("--detach", help="Leave it running; `elasticps down` ends it.")] = False,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Serve a page that shows it, and print its address.")
+    ] = False,
     restart: Annotated[
         bool, typer.Option("--restart", help="Start servers and coordinators that die again under their names.")
     ] = False,
@@ -56,6 +63,10 @@ def up(
 
     It ends with this command, on Ctrl-C, unless --detach is given.
     """
+    if dashboard:
+        check_installed()
+        if detach:
+            raise ConfigError("--dashboard ends with this command: beside a detached cluster run elasticps dashboard")
     if restore:
         from elasticps.checkpoint import catalog  # brings in obstore, which a cluster without checkpoints never needs
         from elasticps.checkpoint.storage import Storage
@@ -70,6 +81,7 @@ def up(
             ranges=ranges,
             memory_limit=memory_limit,
             plugins=plugin or (),
+            measure=dashboard,
             directory=state.folder_of(name),
             detach=detach,
             restart=restart,
@@ -78,18 +90,31 @@ def up(
             progress=spinner.update,
         )
         cluster.start()
+    page: Dashboard | None = None
     with sigterm_interrupts():
         try:
             if restore:
                 _restore(cluster, restore, timeout)
+            if dashboard:
+                page = _begin_page(cluster)
             _announce(cluster, detach=detach, as_json=as_json)
             if not detach:
                 _watch(cluster)
         except KeyboardInterrupt:
             err.print("ending the cluster")
         finally:
+            if page is not None:
+                page.stop()
             if not detach:
                 cluster.stop()
+
+
+def _begin_page(cluster: LocalCluster) -> Dashboard:
+    from elasticps.dashboard.serve import begin_beside  # only who asks for it waits for its import
+
+    page = begin_beside(cluster.operator_url, PORT)
+    err.print(f"dashboard: {page.address}", markup=False)
+    return page
 
 
 def _restore(cluster: LocalCluster, place: str, timeout_s: float) -> None:

@@ -80,6 +80,9 @@ def server(
         ),
     ] = "",
     metrics_port: MetricsPort = 0,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time requests, for the dashboard; --metrics-port does that, too.")
+    ] = False,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve other machines without TLS: whoever reaches a port is obeyed.")
     ] = False,
@@ -103,6 +106,7 @@ def server(
             drain_timeout_s=drain_timeout,
             advertise=advertise,
             metrics_port=metrics_port,
+            measure=measure,
             wait_s=wait,
             take_over=take_over,
             memory_limit=parse_size(memory_limit) if memory_limit else 0,

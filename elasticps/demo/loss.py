@@ -25,7 +25,7 @@ class Checkpoints:
 
     def bring_back(self, servers: int, replicas: int, progress: Callable[[str], None]) -> tuple[LocalCluster, str]:
         """A new cluster with the newest one in it; and what came back."""
-        cluster = LocalCluster(name="demo", servers=servers, replicas=replicas, progress=progress)
+        cluster = LocalCluster(name="demo", servers=servers, replicas=replicas, measure=True, progress=progress)
         cluster.start()
         try:
             report = restore_cluster(cluster.operator_url, self._url)

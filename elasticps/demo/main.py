@@ -17,6 +17,8 @@ from coordinator.errors import CoordinationError
 from elasticps import background
 from elasticps.admin import fetch_status
 from elasticps.audit import audit
+from elasticps.dashboard.needs import PORT
+from elasticps.dashboard.serve import begin_beside
 from elasticps.demo import data
 from elasticps.demo.loss import Checkpoints, kill_everything
 from elasticps.demo.processes import Children, Event
@@ -161,17 +163,22 @@ class _Demo:
     def _through_servers(self) -> tuple[float, Run]:
         self._note("start")
         with self._console.status("starting etcd, a coordinator and the servers (the first start compiles)") as status:
-            cluster = LocalCluster(name="demo", servers=self._servers, replicas=self._replicas, progress=status.update)
+            cluster = LocalCluster(
+                name="demo", servers=self._servers, replicas=self._replicas, measure=True, progress=status.update
+            )
             cluster.start()
         self._cluster = cluster
+        self._page = begin_beside(cluster.operator_url, PORT)
         try:
             names = ", ".join(server.name for server in cluster.servers)
             self._note(f"{self._servers} servers ready")
             self._console.print(f"servers {names} found through [bold]{cluster.url}[/]", highlight=False)
+            self._console.print(f"look on while it trains: [bold]{self._page.address}[/]", highlight=False)
             with ExitStack() as self._following, Children(self._out) as children:
                 self._follow()
                 return self._train_and_evaluate(children)
         finally:
+            self._page.stop()
             self._cluster.stop()
 
     def _follow(self) -> None:
@@ -317,6 +324,7 @@ class _Demo:
         servers = max(1, self._servers - 1)
         self._cluster, text = self._checkpoints.bring_back(servers, self._replicas, lambda text: None)
         self._follow()
+        self._page.follow(self._cluster.operator_url)
         self._tell(text, "change", screen)
         for name, job in jobs.items():
             self._start(children, name, job, again=True)

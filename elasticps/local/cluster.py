@@ -62,6 +62,7 @@ class LocalCluster:
     ranges       slices of the hash space, a power of two
     memory_limit  what each server may use, such as "4GiB"; "": what its control group or the machine has
     plugins      modules that every server imports, for instance to register an optimizer
+    measure      servers time requests, for the dashboard
     directory    for state, data and logs; must not exist. None: a temporary folder. Removed at the end
     detach       leave everything running when this process ends; otherwise it all ends with this process, even killed
     restart      start servers and coordinators that have died again under their names
@@ -83,6 +84,7 @@ class LocalCluster:
         ranges: int = 256,
         memory_limit: str = "",
         plugins: Iterable[str] = (),
+        measure: bool = False,
         directory: Path | None = None,
         detach: bool = False,
         restart: bool = False,
@@ -113,7 +115,8 @@ class LocalCluster:
         self._log_options = ("--log-level", log_level)
         memory = ("--memory-limit", str(parse_size(memory_limit))) if memory_limit else ()
         plugged = (part for name in plugins for part in ("--plugin", name))
-        self._server_options = (*self._log_options, *memory, *plugged)
+        measured = ("--measure",) if measure else ()
+        self._server_options = (*self._log_options, *memory, *plugged, *measured)
         self._timeout_s = timeout_s
         self._progress = progress or (lambda _: None)
         self._owned = True  # by this process, until a detached cluster has started

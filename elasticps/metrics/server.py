@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -16,7 +15,6 @@ from elasticps.metrics.timing import Histogram, Meter, TimedServer
 from elasticps.security.transport import Gate
 from elasticps.server.protocol.headroom import NO_LIMIT, Memory
 from elasticps.server.server import Server
-from replication.progress import PART_BITS
 
 MAX_WORKERS = 500  # workers shown by name; beyond them only how far the last is behind
 
@@ -152,19 +150,16 @@ def _workers(server: Server) -> Iterator[Metric]:
     clock = GaugeMetricFamily("elasticps_server_worker_clock", "Steps applied in every range headed.", labels=labels)
     lag = GaugeMetricFamily("elasticps_server_worker_lag", "Steps behind the first of its app.", labels=labels)
     most = GaugeMetricFamily("elasticps_server_worker_lag_max", "The lag of the last worker.", labels=["app"])
-    headed, clocks = server.serving.headed, server.replica.clocks
-    if len(headed):
-        apps: dict[str, dict[str, int]] = {}
-        for worker in server.serving.workers.values():
-            if clocks.known(worker.id):
-                at = int(np.min(clocks.read(worker.id)[headed])) >> PART_BITS
-                apps.setdefault(worker.app, {})[worker.name] = at
-        for app, found in apps.items():
-            first = max(found.values())
-            most.add_metric([app], first - min(found.values()))
-            for name, at in list(found.items())[:MAX_WORKERS]:
-                clock.add_metric([name, app], at)
-                lag.add_metric([name, app], first - at)
+    apps: dict[str, dict[str, int]] = {}
+    for number, at in server.subject.clocks().items():
+        worker = server.serving.workers[number]
+        apps.setdefault(worker.app, {})[worker.name] = at
+    for app, found in apps.items():
+        first = max(found.values())
+        most.add_metric([app], first - min(found.values()))
+        for name, at in list(found.items())[:MAX_WORKERS]:
+            clock.add_metric([name, app], at)
+            lag.add_metric([name, app], first - at)
     yield from (clock, lag, most)
 
 

@@ -93,6 +93,10 @@ class Meter:
         """About how long the loop has been busy with frames: the sampled ones stand for the others."""
         return SAMPLE * sum(histogram.total for histogram in self.handling.values())
 
+    def counts_by_time(self) -> tuple[Sequence[float], dict[str, Sequence[int]]]:
+        """Bounds in seconds; by kind, how many sampled requests took a time between them until their answer."""
+        return BUCKETS_S, {kind: histogram.counts for kind, histogram in self.waiting.items()}
+
     def watch(self, path: FastPath, handle: Callable[[], None]) -> None:
         """What has been received: its usual frames are handled in compiled code. Of one in SAMPLE the time is told, in
         equal parts, for each of them; pushes are sampled there."""
@@ -154,6 +158,7 @@ class TimedServer(Server):
         super().__init__(*arguments, **options)
         self._meter = meter
         self.fast.observer = meter
+        self.subject.measured = meter
         for name, field in RECEIVED.items():
             meter.counts(name, partial(self.fast.counter, field))
         for kind, name in TIMED.items():

@@ -55,6 +55,7 @@ async def serve(
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     advertise: str = "",
     metrics_port: int = 0,
+    measure: bool = False,
     wait_s: float = 0.0,
     take_over: bool = False,
     memory_limit: int = 0,
@@ -69,8 +70,8 @@ async def serve(
     long as it takes.
     With a certificate in `url` every connection has TLS; without one a `host` that other machines reach is refused,
     unless `insecure`. Others find it under `advertise`, or under `host` if that is "", see `found_under`. It serves
-    metrics unless `metrics_port` is 0. ConfigError if another process lives under this name, unless it is to
-    `take_over`.
+    metrics unless `metrics_port` is 0; requests are timed then, or to `measure`, for the dashboard. ConfigError if
+    another process lives under this name, unless it is to `take_over`.
     It takes no new rows when it uses most of `memory_limit` bytes; 0: what its control group or the machine has.
     When ready it prints one line of JSON on stdout. Raises coordinator's `StoreUnavailable` when the coordination
     store cannot be reached at start, `Fenced` when the name is lost later.
@@ -116,12 +117,13 @@ async def serve(
         gate = Gate(credentials)
         tell: Callable[[bool], object] = bool  # nobody
         build: Build = partial(plain, memory=memory, gate=gate)
-        if metrics_port:
+        if metrics_port or measure:
             from elasticps.metrics.server import ServerMetrics  # who serves none need not wait for its import
 
             metrics = ServerMetrics()
-            await metrics.start(host, metrics_port)
-            stack.push_async_callback(metrics.close)
+            if metrics_port:
+                await metrics.start(host, metrics_port)
+                stack.push_async_callback(metrics.close)
             build = partial(metrics.build, memory=memory, gate=gate)
             tell = metrics.set_serving
 

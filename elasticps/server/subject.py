@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
 
 from coordinator.view import Roster, ServerInfo
 from elasticps.admin.subject import MarkedRange
 from elasticps.server.counts import COUNTED, Counts
 from elasticps.server.cuts import Cuts
 from elasticps.server.executor import Executor
+from elasticps.server.fast.layout import H_RECEIVED_FORWARD, H_RECEIVED_PULL, H_RECEIVED_PUSH
 from elasticps.server.fast.path import FastPath
 from elasticps.server.handshake import Handshake
 from elasticps.server.protocol.audit import slices
@@ -25,10 +28,25 @@ from elasticps.server.tickets import FutureTicket
 from replication.chain import Role
 from replication.effects import Push, Status
 from replication.messages import OperationKind
+from replication.progress import PART_BITS
+
+_RECEIVED = (H_RECEIVED_PUSH, H_RECEIVED_PULL, H_RECEIVED_FORWARD)  # of usual frames, nearly all
+
+
+class Measured(Protocol):
+    """What was measured of a server's requests: see `elasticps.metrics.timing`."""
+
+    @property
+    def busy_s(self) -> float: ...
+
+    def counts_by_time(self) -> tuple[Sequence[float], dict[str, Sequence[int]]]:
+        """Bounds in seconds; by kind, how many requests took a time between them."""
 
 
 class Subject:
-    """Of the admin service."""
+    """Of the admin service. measured: what times requests, if something does."""
+
+    measured: Measured | None = None
 
     def __init__(
         self, me: ServerInfo, serving: Serving, executor: Executor, path: FastPath, counts: Counts, herald: Herald,
@@ -105,6 +123,26 @@ class Subject:
             "tables": len(store.live),
             "uptime_s": self._clock() - self._started,
         }
+
+    def activity(self) -> dict[str, Any]:
+        """What passes through this server, for whoever looks every second."""
+        clocks = self.clocks()
+        found: dict[str, Any] = {
+            "incarnation": self.me.incarnation,
+            "received_bytes": sum(map(self._path.counter, _RECEIVED)),
+            "workers": clocks.keys(),
+            "clocks": clocks.values(),
+        }
+        if self.measured is not None:
+            bounds_s, counts = self.measured.counts_by_time()
+            found |= {"busy_s": self.measured.busy_s, "bounds_s": bounds_s, **counts}
+        return found
+
+    def clocks(self) -> dict[int, int]:
+        """By worker, the steps applied in every range headed here."""
+        headed, clocks = self._serving.headed, self._executor.replica.clocks
+        known = [worker for worker in self._serving.workers if clocks.known(worker)] if len(headed) else []
+        return {worker: int(np.min(clocks.read(worker)[headed])) >> PART_BITS for worker in known}
 
     def cluster_known(self) -> dict[str, Any]:
         """What a store that has lost this cluster is told of it."""

@@ -9,8 +9,8 @@ import pytest
 
 from coordinator.view import ServerInfo
 from elasticps import background
-from elasticps.admin import AdminServer, fetch_health, fetch_status, start_admin
-from elasticps.admin.client import fetch_marked, take_mark
+from elasticps.admin import AdminServer, admin_pb2, admin_pb2_grpc, fetch_health, fetch_status, start_admin
+from elasticps.admin.client import fetch_marked, open_channel, take_mark
 from elasticps.admin.cuts import CutClient
 from elasticps.admin.subject import CutState, CutTaken, MarkedRange
 from elasticps.errors import ClusterUnreachable, ConfigError
@@ -88,6 +88,9 @@ class Subject:
 
     def cluster_known(self) -> dict[str, Any]:
         return {"name": "s0", "incarnation": 1, "view": b"", "roster": b"", "newest": 7}
+
+    def activity(self) -> dict[str, Any]:
+        return {"incarnation": 3, "received_bytes": 9, "workers": [4, 6], "clocks": [121, 1], "push": [1, 0]}
 
     def tables(self) -> list[dict[str, Any]]:
         return [{"id": 3, "rows_headed": 5, "rows": 10, "bytes": 640}]
@@ -233,3 +236,18 @@ def test_a_proxy_for_the_outside_is_not_asked(monkeypatch: pytest.MonkeyPatch) -
             await server.stop()
 
     background.run(main())
+
+
+def test_activity_is_what_the_server_says_of_its_traffic() -> None:
+    async def look() -> admin_pb2.ActivityResponse:
+        admin = await start_admin("127.0.0.1", 0, Subject)
+        async with open_channel(admin.address, None) as channel:
+            answer: admin_pb2.ActivityResponse = await admin_pb2_grpc.AdminStub(channel).Activity(
+                admin_pb2.ActivityRequest(), timeout=20
+            )
+        await admin.stop(0)
+        return answer
+
+    answer = background.run(look())
+    assert (list(answer.workers), list(answer.clocks), list(answer.push)) == ([4, 6], [121, 1], [1, 0])
+    assert (answer.incarnation, answer.received_bytes, len(answer.bounds_s)) == (3, 9, 0)

@@ -1,0 +1,65 @@
+"""News to all viewers. A viewer that reads too slowly loses what waits for it, and gets a fresh snapshot instead."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+WAITING_MAX = 64  # messages for one viewer
+
+
+def encode(kind: str, content: Any) -> bytes:
+    """A server-sent event. JSON escapes line ends, so that no text within can begin another event."""
+    return f"event: {kind}\ndata: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
+
+
+class Viewer:
+    """What waits for one viewer. stale: it needs a snapshot first, as it is new or was too slow."""
+
+    def __init__(self) -> None:
+        self.stale = True
+        self._waiting: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self._news.set()
+
+    def put(self, message: bytes) -> None:
+        """One more message."""
+        if not self.stale:
+            self._waiting.append(message)
+            if len(self._waiting) > WAITING_MAX:
+                self._waiting.clear()
+                self.stale = True
+        self._news.set()
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Whether something is to be sent; False when `timeout_s` have passed without."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def take(self) -> bytes:
+        """What waits, in one piece, if it is not stale."""
+        found = b"".join(self._waiting)
+        self._waiting.clear()
+        self._news.clear()
+        return found
+
+
+class Fanout:
+    """All viewers that there are."""
+
+    def __init__(self) -> None:
+        self.viewers: set[Viewer] = set()
+
+    def publish(self, news: Iterable[tuple[str, Any]]) -> None:
+        """To all; encoded once."""
+        for kind, content in news:
+            message = encode(kind, content)
+            for viewer in self.viewers:
+                viewer.put(message)

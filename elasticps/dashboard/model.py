@@ -1,0 +1,340 @@
+"""A cluster as the page shows it: what the store and the servers say goes in, plain values for viewers come out. Pure.
+
+Every method that takes news takes the Unix time at which they came. What is kept is bounded: an hour of samples and
+entries, servers that are gone for a while.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from coordinator.leader import ELECTION
+from coordinator.membership import (
+    CONFIG,
+    DRAINS,
+    NEWEST_CHECKPOINT,
+    RESTORING,
+    ROSTER,
+    SERVERS,
+    VIEW,
+    drained_incarnation,
+)
+from coordinator.planner import Members
+from coordinator.view import ClusterConfig, Roster, ServerInfo, View
+from elasticps.dashboard import ring
+from elasticps.dashboard.fleet import Fleet
+from elasticps.dashboard.history import History
+from elasticps.dashboard.samples import CLUSTER_COLUMNS, SERVER_COLUMNS, Samples
+from elasticps.dashboard.tables import Tables
+from elasticps.dashboard.timeline import Entry, Recoveries, Timeline, names
+
+News = tuple[str, Any]
+"""A kind of message and its content, as the page gets them."""
+
+URGENT_S = 2.0  # after a loss: so long servers are asked as often as can be, for when they went on
+
+
+class Model:
+    """One cluster. `take_news` gives what viewers that had the last `snapshot` or news do not know yet."""
+
+    def __init__(self, name: str, now: float, samples: int = 3600) -> None:
+        self.name = name
+        self.view: View | None = None
+        self.config: ClusterConfig | None = None
+        self.fleet = Fleet()
+        self.tables = Tables()
+        self.timeline = Timeline()
+        self._recoveries = Recoveries(self.timeline)
+        self._samples = Samples(samples)
+        self._roster: Roster | None = None
+        self._leader = ""
+        self._checkpoint: dict[str, Any] | None = None
+        self._checkpoints: dict[str, Any] | None = None
+        self._store_error = "not asked yet"
+        self._store_since = now
+        self._outage: Entry | None = None
+        self._restore: Entry | None = None
+        self._peak = 0  # of copies under way since nothing was last
+        self._changed: dict[str, None] = {}
+        self._told: dict[str, Any] = {}
+        self._drawn: tuple[View, dict[str, Any]] | None = None
+
+    # --- the store --------------------------------------------------------------------------------------------------
+
+    def reset(self, now: float, entries: Iterable[tuple[str, bytes]]) -> None:
+        """All that the store has: what it lacks is gone."""
+        there = dict(entries)
+        self.fleet.registered = {n: s for n, s in self.fleet.registered.items() if SERVERS + n in there}
+        self.fleet.drains = {n: i for n, i in self.fleet.drains.items() if DRAINS + n in there}
+        self.tables.keep(there)
+        for key in (ELECTION, RESTORING):
+            if key not in there:
+                self.delete(now, key)
+        for key in sorted(there, key=lambda key: key == VIEW):  # the view last: it is told with who is there
+            self.put(now, key, there[key])
+        self._change("servers")
+
+    def put(self, now: float, key: str, value: bytes) -> None:
+        """A key was written. What makes no sense is left out: others report it."""
+        try:
+            self._put(now, key, value)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return
+
+    def _put(self, now: float, key: str, value: bytes) -> None:
+        if key == VIEW:
+            self._adopt(now, View.decode(value))
+        elif key == ROSTER:
+            self._enrol(now, Roster.decode(value))
+        elif key == CONFIG:
+            self.config = ClusterConfig.from_json(value)
+        elif key == ELECTION:
+            self._elect(now, str(json.loads(value)["name"]))
+        elif key == NEWEST_CHECKPOINT:
+            said = json.loads(value)
+            self._newest_checkpoint(now, int(said["cut"]), float(said["time"]))
+        elif key == RESTORING and self._restore is None:
+            self._restore = self.timeline.note(now, "checkpoint", "restore from a checkpoint", lasts=True)
+        elif key.startswith(SERVERS):
+            self._register(now, key.removeprefix(SERVERS), ServerInfo.from_json(value))
+        elif key.startswith(DRAINS):
+            name, incarnation = key.removeprefix(DRAINS), drained_incarnation(value)
+            if self.fleet.drains.get(name) != incarnation:
+                self.timeline.note(now, "drain", f"drain of {name} asked")
+            self.fleet.drains[name] = incarnation
+            self._change("servers")
+        elif self.tables.put(key, value):
+            self._change("tables")
+
+    def delete(self, now: float, key: str) -> None:
+        """A key is gone."""
+        if key == ELECTION and self._leader:
+            self.timeline.note(now, "election", "no coordinator leads", f"{self._leader} gave up, or its lease ended")
+            self._leader = ""
+            self._change("state")
+        elif key == RESTORING and self._restore is not None:
+            self.timeline.end(self._restore, now)
+            self._restore = None
+        elif key.startswith(SERVERS):
+            self.fleet.registered.pop(key.removeprefix(SERVERS), None)
+            self._change("servers")
+        elif key.startswith(DRAINS):
+            self._drain_over(now, key.removeprefix(DRAINS))
+        elif self.tables.delete(key):
+            self._change("tables")
+
+    def store_answers(self, now: float) -> None:
+        """It did, just now."""
+        if self._outage is not None:
+            self.timeline.end(self._outage, now)
+            self._outage = None
+        if self._store_error:
+            self._store_error, self._store_since = "", now
+            self._change("state")
+
+    def store_fails(self, now: float, error: str) -> None:
+        """It gave no answer."""
+        if self._outage is None:
+            self._outage = self.timeline.note(now, "outage", "etcd does not answer", error, lasts=True)
+            self._store_since = now
+        self._store_error = error
+        self._change("state")
+
+    # --- what it says -----------------------------------------------------------------------------------------------
+
+    def _adopt(self, now: float, view: View) -> None:
+        before = self.view
+        if before is not None and view.cluster != before.cluster:
+            self.timeline.note(now, "view", "another cluster has this name now", view.reason, epoch=view.epoch)
+            before = None
+        elif before is not None and view.epoch <= before.epoch:
+            return
+        self.view = view
+        lost, left = self.fleet.adopt(now, before, view)
+        for name in (*lost, *left):
+            self._recoveries.left(name)
+        short, filling, moving = ring.under_way(view)
+        if lost and before is not None:
+            here = {name for name, server in self.fleet.servers.items() if server.answers}
+            self._recoveries.begin(now, before, view, lost, self.fleet.gone, here)
+        elif before is None:
+            self.timeline.note(now, "view", f"view {view.epoch}", view.reason, epoch=view.epoch)
+        elif filling or moving or self._peak:
+            self.timeline.repeat("repair", now, f"view {view.epoch}", view.reason, view.epoch)
+        else:
+            self.timeline.note(now, "view", f"view {view.epoch}", view.reason, epoch=view.epoch)
+        copies = short + moving
+        self._peak = max(self._peak, copies) if copies else 0
+        self._recoveries.look(now, whole=not short)
+        self._change("view", "servers", "state")
+
+    def _enrol(self, now: float, roster: Roster) -> None:
+        before = self._roster
+        if before is not None and before.cluster == roster.cluster and roster.version <= before.version:
+            return
+        was = {w.id: w.name for w in before.workers} if before is not None else {}
+        there = {w.id: w.name for w in roster.workers}
+        came, went = there.keys() - was.keys(), was.keys() - there.keys()
+        again = {was[i] for i in went} & {there[i] for i in came}
+        for title, who in (
+            ("came back", again),
+            ("joined", {there[i] for i in came} - again),
+            ("left", {was[i] for i in went} - again),
+        ):
+            if who and before is not None:
+                self.timeline.note(now, "worker", f"worker{'s' if len(who) > 1 else ''} {names(who)} {title}")
+        self._roster = roster
+        self._samples.workers.keep(there)
+        self._change("workers")
+
+    def _elect(self, now: float, leader: str) -> None:
+        if leader != self._leader:
+            self.timeline.note(now, "election", f"{leader} leads")
+        self._leader = leader
+        self._change("state")
+
+    def _newest_checkpoint(self, now: float, cut: int, made: float) -> None:
+        if cut and (self._checkpoint is None or self._checkpoint["cut"] != cut):
+            if self._checkpoint is not None:
+                self.timeline.note(now, "checkpoint", f"checkpoint {cut} made")
+            self._checkpoint = {"cut": cut, "time": made}
+            self._change("checkpoints")
+
+    def _register(self, now: float, name: str, info: ServerInfo) -> None:
+        known = self.fleet.servers.get(name)
+        if known is not None and known.info.incarnation < info.incarnation and known.status:
+            self.timeline.note(now, "server", f"{name} has registered again", f"as incarnation {info.incarnation}")
+        self.fleet.register(now, name, info)
+        self._change("servers")
+
+    def _drain_over(self, now: float, name: str) -> None:
+        asked = self.fleet.drains.pop(name, None)
+        if asked is not None and name in self.fleet.registered and self.fleet.registered[name].incarnation == asked:
+            self.timeline.note(now, "drain", f"{name} is asked to drain no more")
+        self._change("servers")
+
+    # --- the servers ------------------------------------------------------------------------------------------------
+
+    def status(self, now: float, name: str, incarnation: int, answer: Mapping[str, Any]) -> None:
+        """What a server says of itself (StatusResponse)."""
+        silent_s = self.fleet.answered(now, name, incarnation, answer)
+        if silent_s is None:
+            return
+        if silent_s >= 1.0:
+            self.timeline.note(now - silent_s, "server", f"{name} did not answer for {silent_s:.1f} s").until = now
+        self._recoveries.status(now, name, answer["epoch"], answer["pushes"])
+        self._change("servers")
+
+    def silent(self, now: float, name: str, incarnation: int, error: str) -> None:
+        """A server gave no answer, or its connection broke."""
+        if self.fleet.is_silent(now, name, incarnation, error):
+            self._change("servers")
+
+    def activity(self, now: float, name: str, answer: Mapping[str, Any]) -> None:
+        """What passes through a server (ActivityResponse)."""
+        self._samples.activity(now, name, answer)
+
+    def table_statuses(self, answers: Mapping[str, list[dict[str, Any]]]) -> None:
+        """What the servers that answer hold of each table."""
+        self.tables.count(answers)
+        self._change("tables")
+
+    def catalog(self, found: dict[str, Any]) -> None:
+        """What lies where checkpoints are kept."""
+        if found != self._checkpoints:
+            self._checkpoints = found
+            self._change("checkpoints")
+
+    def urgent(self, now: float) -> set[str]:
+        """Servers whose next answer tells when the cluster went on after a loss."""
+        recoveries = self._recoveries.under_way
+        return set().union(*(r.watched for r in recoveries if now - r.began < URGENT_S))
+
+    def tick(self, now: float) -> None:
+        """A second has passed: notes a sample."""
+        self.fleet.forget(now)
+        if self.view is not None:
+            self._recoveries.look(now, whole=not ring.under_way(self.view)[0])
+        workers = () if self._roster is None else self._roster.workers
+        self._samples.take(now, self.fleet.servers, workers)
+        self._change("sample")
+
+    # --- what viewers get -------------------------------------------------------------------------------------------
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """All there is, but for histories of single servers."""
+        kinds = ("state", "view", "servers", "workers", "tables", "checkpoints", "sample")
+        return {
+            "now": now,
+            "columns": {"cluster": CLUSTER_COLUMNS, "server": SERVER_COLUMNS},
+            "history": self._samples.cluster.document(),
+            "entries": [entry.document() for entry in self.timeline.entries],
+            **{kind: self._content(kind) for kind in kinds},
+        }
+
+    def take_news(self) -> list[News]:
+        """What has changed since the last call, each kind once."""
+        found: list[News] = []
+        for kind in self._changed:
+            content = self._content(kind)
+            if kind in ("sample", "view") or self._told.get(kind) != content:
+                found.append((kind, content))
+            if kind not in ("sample", "view"):
+                self._told[kind] = content
+        self._changed.clear()
+        return found + [("entry", entry) for entry in self.timeline.take()]
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return 0 if self._roster is None else len(self._roster.workers)
+
+    def server_history(self, name: str) -> History | None:
+        """Of one server; None if there is none of that name."""
+        return self._samples.servers.get(name)
+
+    def members(self) -> Members:
+        """The registered servers, as the planner sees them."""
+        servers = tuple(self.fleet.registered.values())
+        asked = frozenset(s.member for s in servers if self.fleet.drains.get(s.name) == s.incarnation)
+        return Members(self.name, servers, asked)
+
+    def _change(self, *kinds: str) -> None:
+        self._changed.update(dict.fromkeys(kinds))
+
+    def _content(self, kind: str) -> Any:
+        if kind == "state":
+            return self._state()
+        if kind == "view":
+            return self._view()
+        if kind == "servers":
+            return self.fleet.document()
+        if kind == "workers":
+            workers = () if self._roster is None else self._roster.workers
+            return [{"id": w.id, "name": w.name, "app": w.app, "incarnation": w.incarnation} for w in workers]
+        if kind == "tables":
+            return self.tables.document()
+        if kind == "checkpoints":
+            return {"newest": self._checkpoint, "catalog": self._checkpoints}
+        return self._samples.newest
+
+    def _view(self) -> dict[str, Any] | None:
+        view = self.view
+        if view is None:
+            return None
+        if self._drawn is None or self._drawn[0] is not view:
+            self._drawn = view, ring.draw(view)
+        short, filling, moving = ring.under_way(view)
+        return {**self._drawn[1], "short": short, "filling": filling, "moving": moving, "peak": self._peak}
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "cluster": self.name,
+            "store_error": self._store_error,
+            "store_since": self._store_since,
+            "leader": self._leader,
+            "epoch": 0 if self.view is None else self.view.epoch,
+            "reason": "no view has been formed" if self.view is None else self.view.reason,
+        }

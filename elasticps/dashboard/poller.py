@@ -1,0 +1,255 @@
+"""What asks: it follows the store, asks each server every second, and feeds a model. One, whatever number looks on.
+
+Connections to servers are kept. That one breaks is the first sign of a death, seen at no cost; after the view that
+follows, the servers concerned are asked as often as can be for two seconds, to tell when they went on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from coordinator import fields
+from coordinator.connect import open_store
+from coordinator.errors import CoordinationError
+from coordinator.membership import CONFIG
+from coordinator.store import Change, Delete, Put, Reset, Store
+from coordinator.url import parse
+from elasticps.admin import admin_pb2, admin_pb2_grpc
+from elasticps.admin.client import open_channel
+from elasticps.dashboard.model import Model
+from elasticps.errors import CheckpointError, ConfigError
+from elasticps.security import credentials_of
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
+
+log = fields.logger(__name__)
+
+POLL_S = 1.0
+TIMEOUT_S = 3.0
+URGENT_S = 0.03  # between two questions to who is about to go on after a loss
+WORKERS_A_SECOND = 100  # with more of them servers are asked more rarely where each is
+TABLES_S = 10.0
+CATALOG_S = 15.0
+RETRY_S = 0.5
+ASKED_AT_ONCE = 32
+
+_FIELDS = tuple(field.name for field in admin_pb2.StatusResponse.DESCRIPTOR.fields)
+_ACTIVE = tuple(field.name for field in admin_pb2.ActivityResponse.DESCRIPTOR.fields)
+_TABLE = ("id", "rows_headed", "rows", "bytes")
+
+
+class Poller:
+    """Feeds `model`, and calls `tell` when it may have news. checkpoints: the URL where they are, "" if unknown."""
+
+    def __init__(self, url: str, model: Model, tell: Callable[[], None], checkpoints: str = "") -> None:
+        self._url = url
+        self._model = model
+        self._tell = tell
+        self._checkpoints = checkpoints
+        self._credentials = credentials_of(url)
+        self._peers: dict[tuple[str, int], _Peer] = {}
+        self._limit = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._hurry = asyncio.Event()
+        self.store: Store | None = None
+
+    async def run(self) -> None:
+        """Until cancelled; no outage ends it."""
+        works = [self._follow(), self._poll(), self._watch_closely(), self._look_at_tables()]
+        if self._checkpoints:
+            works.append(self._look_at_checkpoints(self._checkpoints))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for work in works:
+                    group.create_task(work)
+        finally:
+            for peer in self._peers.values():
+                await peer.close()
+            if self.store is not None:
+                await self.store.close()
+
+    # --- the store --------------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                self.store = self.store or await open_store(self._url, timeout_s=TIMEOUT_S, call_timeout_s=TIMEOUT_S)
+                listing = await self.store.list("")
+                self._note(Reset(listing))
+                async with (
+                    aclosing(self.store.watch("", after=listing.revision)) as changes,
+                    asyncio.TaskGroup() as group,
+                ):
+                    probe = group.create_task(self._probe(self.store))
+                    async for change in changes:
+                        self._note(change)
+                    probe.cancel()
+            except CoordinationError as error:
+                self._model.store_fails(time.time(), str(error))
+                self._tell()
+            await asyncio.sleep(RETRY_S)
+
+    async def _probe(self, store: Store) -> None:
+        """The watch outlives outages of the store, and says nothing of them."""
+        while True:
+            try:
+                await store.get(CONFIG)
+                self._model.store_answers(time.time())
+            except CoordinationError as error:
+                self._model.store_fails(time.time(), str(error))
+            self._tell()
+            await asyncio.sleep(POLL_S)
+
+    def _note(self, change: Change) -> None:
+        now = time.time()
+        if isinstance(change, Reset):
+            self._model.reset(now, ((entry.key, entry.value) for entry in change.listing.entries))
+        elif isinstance(change, Put):
+            self._model.put(now, change.entry.key, change.entry.value)
+        elif isinstance(change, Delete):
+            self._model.delete(now, change.key)
+        if self._model.urgent(now):
+            self._hurry.set()
+        self._tell()
+
+    # --- the servers ------------------------------------------------------------------------------------------------
+
+    async def _poll(self) -> None:
+        """Every second, at the same time for all, so that their rates are of one second."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        ticks = 0
+        while True:
+            await self._keep_peers()
+            every = 1 + self._model.workers // WORKERS_A_SECOND
+            asked = [self._ask(peer) for peer in self._peers.values()]
+            if ticks % every == 0:
+                asked += [self._ask_activity(peer) for peer in self._peers.values() if not peer.silent]
+            ticks += 1
+            await asyncio.wait({asyncio.create_task(work) for work in asked} or {loop.create_future()}, timeout=POLL_S)
+            self._model.tick(time.time())
+            self._tell()
+            due = max(due + POLL_S, loop.time() - POLL_S)
+            await asyncio.sleep(max(0.0, due - loop.time()))
+
+    async def _keep_peers(self) -> None:
+        """A connection to each incarnation of a server that there is."""
+        wanted = {(n, s.info.incarnation): s.info.admin for n, s in self._model.fleet.servers.items() if s.info.admin}
+        for key in self._peers.keys() - wanted.keys():
+            await self._peers.pop(key).close()
+        for key in wanted.keys() - self._peers.keys():
+            self._peers[key] = _Peer(*key, wanted[key], self._credentials, self._broken)
+
+    def _broken(self, peer: _Peer) -> None:
+        self._model.silent(time.time(), peer.name, peer.incarnation, f"the connection to {peer.admin} broke")
+        self._tell()
+
+    async def _watch_closely(self) -> None:
+        while True:
+            await self._hurry.wait()
+            self._hurry.clear()
+            while names := self._model.urgent(time.time()):
+                await asyncio.gather(*(self._ask(p) for p in list(self._peers.values()) if p.name in names))
+                self._tell()
+                await asyncio.sleep(URGENT_S)
+
+    async def _ask(self, peer: _Peer) -> None:
+        if peer.asked:  # still waiting: one question at a time
+            return
+        peer.asked = True
+        try:
+            async with self._limit:
+                answer = await peer.stub.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S)
+            found = {name: getattr(answer, name) for name in _FIELDS}
+            self._model.status(time.time(), peer.name, peer.incarnation, found)
+            peer.silent = False
+        except grpc.aio.AioRpcError as error:
+            peer.silent = True
+            text = error.details() or error.code().name.lower()
+            self._model.silent(time.time(), peer.name, peer.incarnation, f"{peer.admin}: {text}")
+        except grpc.aio.UsageError:
+            pass  # closed meanwhile
+        finally:
+            peer.asked = False
+
+    async def _ask_activity(self, peer: _Peer) -> None:
+        with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):  # `_ask` hears of it; an older server has none
+            async with self._limit:
+                answer = await peer.stub.Activity(admin_pb2.ActivityRequest(), timeout=TIMEOUT_S)
+            self._model.activity(time.time(), peer.name, {name: _plain(getattr(answer, name)) for name in _ACTIVE})
+
+    async def _look_at_tables(self) -> None:
+        while True:
+            peers = [peer for peer in self._peers.values() if not peer.silent]
+            answers = await asyncio.gather(*(self._ask_tables(peer) for peer in peers))
+            held = {peer.name: answer for peer, answer in zip(peers, answers, strict=True)}
+            self._model.table_statuses({name: answer for name, answer in held.items() if answer is not None})
+            self._tell()
+            await asyncio.sleep(TABLES_S if held else POLL_S)
+
+    async def _ask_tables(self, peer: _Peer) -> list[dict[str, Any]] | None:
+        try:
+            async with self._limit:
+                answer = await peer.stub.Tables(admin_pb2.TablesRequest(), timeout=TIMEOUT_S)
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+            return None
+        return [{name: getattr(table, name) for name in _TABLE} for table in answer.tables]
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    async def _look_at_checkpoints(self, url: str) -> None:
+        from elasticps.dashboard.checkpoints import catalog  # brings in obstore
+
+        while True:
+            try:
+                self._model.catalog(await asyncio.to_thread(catalog, url))
+            except (CheckpointError, OSError) as error:
+                self._model.catalog({"url": url, "error": str(error), "checkpoints": []})
+            self._tell()
+            await asyncio.sleep(CATALOG_S)
+
+
+class _Peer:
+    """A kept connection to one incarnation of a server. asked: a question waits; silent: the last one had no answer."""
+
+    def __init__(
+        self, name: str, incarnation: int, admin: str, credentials: Credentials | None, broken: Callable[[_Peer], None]
+    ) -> None:
+        self.name, self.incarnation, self.admin = name, incarnation, admin
+        self.asked = False
+        self.silent = True
+        self._channel = open_channel(admin, credentials)
+        self.stub = admin_pb2_grpc.AdminStub(self._channel)
+        self._watch = asyncio.create_task(self._watching(broken), name=f"connection to {name}")
+
+    async def _watching(self, broken: Callable[[_Peer], None]) -> None:
+        state = self._channel.get_state(try_to_connect=True)
+        while True:
+            await self._channel.wait_for_state_change(state)
+            before, state = state, self._channel.get_state(try_to_connect=True)
+            if before is grpc.ChannelConnectivity.READY and not self.silent:
+                broken(self)
+
+    async def close(self) -> None:
+        """Watches it no more."""
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        await self._channel.close(None)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (int, float)) else list(value)
+
+
+def check_url(url: str) -> str:
+    """The name of the cluster that a URL names. ConfigError for one that cannot be used."""
+    try:
+        return parse(url).cluster
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,76 @@
+"""The tables of a cluster: what the store says of each, and what its servers hold of it. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from coordinator.adoption import RATES, TABLES
+
+TABLES_MAX = 1000  # shown
+
+
+class Tables:
+    """By their keys in the store."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[str, Any]] = {}
+        self._rates: dict[str, tuple[int, Any]] = {}
+        self._counts: dict[int, tuple[int, int, int]] = {}  # rows, bytes, servers
+
+    def put(self, key: str, value: bytes) -> bool:
+        """Whether the key is about tables."""
+        if key.startswith(TABLES):
+            document = json.loads(value)
+            if document.get("dropping"):
+                self._known.pop(key, None)
+                return True
+            spec = json.loads(document["spec"])
+            self._known[key] = {"id": int(document["id"]), "app": key.split("/")[1], **_shape(spec)}
+        elif key.startswith(RATES):
+            document = json.loads(value)
+            self._rates[key] = int(document["table"]), document["lr"]
+        else:
+            return False
+        return True
+
+    def delete(self, key: str) -> bool:
+        """Whether the key was about tables."""
+        return self._known.pop(key, None) is not None or self._rates.pop(key, None) is not None
+
+    def keep(self, keys: Collection[str]) -> None:
+        """All others are gone."""
+        for known in (self._known, self._rates):
+            for key in list(known):
+                if key not in keys:
+                    del known[key]
+
+    def count(self, answers: Mapping[str, list[dict[str, Any]]]) -> None:
+        """What each server that answers holds (TableStatus)."""
+        self._counts = {}
+        for answer in answers.values():
+            for table in answer:
+                rows, nbytes, servers = self._counts.get(table["id"], (0, 0, 0))
+                self._counts[table["id"]] = rows + table["rows_headed"], nbytes + table["bytes"], servers + 1
+
+    def document(self) -> list[dict[str, Any]]:
+        """As the page gets them; rows are None where no server was asked yet."""
+        rates = dict(self._rates.values())
+        found = []
+        for table in sorted(self._known.values(), key=lambda t: (t["app"], t["name"]))[:TABLES_MAX]:
+            rows, nbytes, servers = self._counts.get(table["id"], (None, None, 0))
+            more = {"rows": rows, "bytes": nbytes, "servers": servers, "lr_set": rates.get(table["id"])}
+            found.append({**table, **more})
+        return found
+
+
+def _shape(spec: Mapping[str, Any]) -> dict[str, Any]:
+    shape = spec.get("shape")
+    return {
+        "name": str(spec["name"]),
+        "shape": f"keys × {spec['dim']}" if shape is None else " × ".join(map(str, shape)) or "scalar",
+        "dtype": str(spec["dtype"]),
+        "optimizer": {str(k): v for k, v in spec["optimizer"].items() if isinstance(v, (str, int, float, bool))},
+        "filters": [f"{way} {each.get('kind')}" for way in ("push", "pull") for each in spec.get(way) or ()],
+    }

@@ -1,0 +1,175 @@
+"""What the port answers: the page, streams, and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from coordinator.membership import DRAINS, SERVERS
+from coordinator.memory import MemoryStore
+from elasticps.dashboard.actions import Actions
+from elasticps.dashboard.app import make_app
+from elasticps.dashboard.fanout import WAITING_MAX, Fanout, Viewer, encode
+from elasticps.dashboard.preview import Previews
+from elasticps.dashboard.ring import draw
+from elasticps.dashboard.serve import check_host
+from elasticps.errors import ConfigError
+from tests.dashboard.scene import Scene
+
+
+class Client:
+    """Asks the application without a port."""
+
+    def __init__(self, app: Any) -> None:
+        self._transport = httpx.ASGITransport(app)
+
+    def ask(self, method: str, path: str, **more: Any) -> httpx.Response:
+        async def asked() -> httpx.Response:
+            async with httpx.AsyncClient(transport=self._transport, base_url="http://127.0.0.1:8321") as http:
+                return await http.request(method, path, **more)
+
+        return asyncio.run(asked())
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        return self.ask("GET", path, **more)
+
+    def post(self, path: str, **more: Any) -> httpx.Response:
+        return self.ask("POST", path, **more)
+
+
+def client(scene: Scene, actions: Actions | None = None) -> Client:
+    return Client(make_app(scene.model, Fanout(), Previews(scene.model), actions, {"ps.example"}))
+
+
+def test_the_page_and_all_that_it_names_are_there_and_small() -> None:
+    http = client(Scene())
+    page = http.get("/")
+    paths = [text.split('"')[0] for text in page.text.split('"/')[1:]]
+    assert "static/main.js" in paths
+    total = len(page.content)
+    for path in [*paths, *(f"static/{n}.js" for n in ("ring", "charts", "events", "format", "colours"))]:
+        answer = http.get(f"/{path}")
+        assert answer.status_code == 200, path
+        total += len(answer.content)
+        assert http.get(f"/{path}", headers={"if-none-match": answer.headers["etag"]}).status_code == 304
+    assert total < 300_000
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "<script>" not in page.text
+    assert " style=" not in page.text
+    assert " on" not in [text[:3] for text in page.text.split("<button")]
+
+
+@pytest.mark.parametrize(
+    ("host", "known"),
+    [
+        ("localhost:8321", True),
+        ("[::1]:8321", True),
+        ("10.0.0.7", True),
+        ("ps.example", True),
+        ("PS.example:80", True),
+        ("evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("", False),
+    ],
+)
+def test_only_requests_for_a_name_of_ours_are_answered(host: str, known: bool) -> None:
+    answer = client(Scene()).get("/api/snapshot", headers={"host": host})
+    assert answer.status_code == (200 if known else 421)
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_no_path_leads_out_of_the_page() -> None:
+    http = client(Scene())
+    for path in ("/static/../model.py", "/static/%2e%2e/model.py", "/static//etc/passwd", "/static/", "/model.py"):
+        assert http.get(path).status_code == 404
+
+
+def test_histories_of_single_servers() -> None:
+    scene = Scene()
+    scene.tick(3)
+    http = client(scene)
+    assert len(http.get("/api/history?server=s1").json()["push_s"]) == 4
+    assert http.get("/api/history?server=nobody").status_code == 404
+
+
+def test_previews_say_what_would_move_and_change_nothing() -> None:
+    scene = Scene(servers=3)
+    scene.tick()
+    http = client(scene)
+    before = http.get("/api/snapshot").json()["view"]
+    found = http.get("/api/preview?servers=4").json()
+    assert found["view"]["servers"] == ["s0", "s1", "s2", "s3"]
+    assert found["copies"] == sum(move["copies"] for move in found["moves"]) > 0
+    assert found["bytes"] > 0
+    found = http.get("/api/preview?drain=s1").json()
+    assert found["counts"].get("s1", {"held": 0})["held"] == 0
+    assert http.get("/api/snapshot").json()["view"] == before
+    assert scene.view is not None
+    assert draw(scene.view).items() <= before.items()
+    for query in (
+        "",
+        "?servers=0",
+        "?servers=x",
+        "?servers=%C2%B2",
+        "?servers=99999999",
+        "?drain=nobody",
+        "?drain=s1&servers=2",
+    ):
+        assert http.get(f"/api/preview{query}").status_code == 400
+
+
+def test_nothing_can_be_changed_unless_that_is_allowed_and_the_token_is_right() -> None:
+    scene = Scene()
+    body = {"act": "drain", "server": "s1"}
+    assert client(scene).post("/api/act", json=body).status_code == 403
+    store = MemoryStore("demo")
+    asyncio.run(store.put(SERVERS + "s1", scene.infos["s1"].to_json()))
+    http = client(scene, Actions("secret", lambda: store))
+    for token in ("", "Bearer ", "Bearer wrong", "Bearer sécret"):
+        headers = {"authorization": token.encode("latin-1")}
+        assert http.post("/api/act", json=body, headers=headers).status_code == 401
+    assert asyncio.run(store.get(DRAINS + "s1")) is None
+    headers = {"authorization": b"Bearer secret"}
+    assert http.post("/api/act", json=body, headers=headers).json() == {"done": "s1 drains"}
+    assert asyncio.run(store.get(DRAINS + "s1")) is not None
+    assert http.post("/api/act", json={"act": "drain", "server": "s7"}, headers=headers).status_code == 409
+    for wrong in (b"{}", b"[]", b"x", b'{"act": "rm", "server": "s1"}', b" " * 5000):
+        assert http.post("/api/act", content=wrong, headers=headers).status_code == 400
+    assert http.get("/api/act", headers=headers).status_code == 405
+
+
+def test_a_slow_viewer_loses_what_waits_and_needs_a_snapshot() -> None:
+    async def look() -> None:
+        fanout, slow, fast = Fanout(), Viewer(), Viewer()
+        fanout.viewers |= {slow, fast}
+        for viewer in (slow, fast):
+            assert await viewer.wait(1)
+            viewer.take()
+            viewer.stale = False
+        for i in range(WAITING_MAX + 1):
+            fanout.publish([("sample", i)])
+            if i == 3:
+                assert fast.take().count(b"event: sample") == 4
+        assert slow.stale
+        assert slow.take() == b""
+        assert not fast.stale
+
+    asyncio.run(look())
+
+
+def test_no_text_begins_an_event_of_its_own() -> None:
+    text = "\n\nevent: snapshot\ndata: {}\n\n\r\u2028</script>"
+    message = encode("entry", {"title": text}).decode()
+    assert message.count("\n") == 3
+    assert json.loads(message.split("data: ", 1)[1]) == {"title": text}
+
+
+def test_others_reach_it_only_where_that_is_said() -> None:
+    check_host("127.0.0.1", insecure=False)
+    check_host("0.0.0.0", insecure=True)
+    with pytest.raises(ConfigError, match="--insecure"):
+        check_host("0.0.0.0", insecure=False)

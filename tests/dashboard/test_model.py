@@ -1,0 +1,217 @@
+"""What the page is told, from what the store and the servers say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.leader import ELECTION
+from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW
+from coordinator.view import Roster, WorkerInfo
+from elasticps.dashboard.history import History
+from elasticps.dashboard.samples import SERVER_COLUMNS, percentile
+from tests.dashboard.scene import Scene, status
+
+
+def server(scene: Scene, name: str) -> dict[str, Any]:
+    return next(s for s in scene.model.snapshot(scene.now)["servers"] if s["id"] == name)
+
+
+def entries(scene: Scene, kind: str) -> list[dict[str, Any]]:
+    return [e for e in scene.model.snapshot(scene.now)["entries"] if e["kind"] == kind]
+
+
+def test_a_server_is_lost_the_others_go_on_and_it_comes_back() -> None:
+    scene = Scene(servers=3)
+    scene.tick(3)
+    assert {s["state"] for s in scene.model.snapshot(scene.now)["servers"]} == {"serving"}
+    died = scene.now
+    scene.kill("s1")
+    lost = server(scene, "s1")
+    assert lost["state"] == "lost"
+    assert "s1 lost (connection closed)" in lost["reason"]
+    assert lost["since"] == died
+    [entry] = entries(scene, "loss")
+    assert entry["t"] == died
+    assert entry["until"] is None
+    assert [name for name, _ in entry["parts"]] == ["connection broke", "view written"]
+
+    assert scene.model.urgent(scene.now) == {"s0", "s2"}
+    scene.answer("s0")
+    assert len(entries(scene, "loss")[0]["parts"]) == 2  # s2 has not adopted the view
+    scene.answer("s2")
+    scene.answer(pushes=0)
+    assert len(entries(scene, "loss")[0]["parts"]) == 3  # nobody has pushed since
+    scene.answer()
+    assert [name for name, _ in entries(scene, "loss")[0]["parts"]][2:] == ["adopted by all", "first push"]
+    assert not scene.model.urgent(scene.now)
+
+    while scene.view is not None and (scene.view.chains < 0).any():
+        scene.tick()
+        scene.plan(level=True)
+    [entry] = entries(scene, "loss")
+    assert entry["parts"][-1] == ("all replicas there", scene.now)
+    assert entry["until"] == scene.now
+    scene.register("s1", incarnation=2)
+    scene.tick()
+    assert server(scene, "s1")["state"] == "spare"
+    scene.plan()
+    assert server(scene, "s1")["state"] == "filling"
+    assert server(scene, "s1")["peak"] == server(scene, "s1")["joining"] > 0
+
+
+def test_a_drained_server_is_not_lost() -> None:
+    scene = Scene(servers=3)
+    scene.put(DRAINS + "s2", json.dumps({"incarnation": 1}).encode())
+    assert server(scene, "s2")["state"] == "draining"
+    scene.kill("s2")
+    assert not entries(scene, "loss")
+    assert [e["title"] for e in entries(scene, "drain")] == ["drain of s2 asked"]
+
+
+def test_who_does_not_answer_is_silent_until_it_does() -> None:
+    scene = Scene(servers=3)
+    scene.tick()
+    scene.model.silent(scene.now, "s0", 1, "no answer")
+    assert (server(scene, "s0")["state"], server(scene, "s0")["reason"]) == ("silent", "no answer")
+    scene.now += 4
+    scene.model.status(scene.now, "s0", 1, status("s0", 1, 1, 0))
+    assert server(scene, "s0")["state"] == "serving"
+    assert [e["title"] for e in entries(scene, "server")] == ["s0 did not answer for 4.0 s"]
+    scene.model.status(scene.now, "s0", 7, status("s0", 7, 1, 0))  # another process at its address
+    assert server(scene, "s0")["incarnation"] == 1
+
+
+def test_rates_are_of_the_time_between_two_answers_and_of_one_process() -> None:
+    scene = Scene(servers=2, replicas=1)
+    scene.tick(2)
+    sample = scene.model.snapshot(scene.now)["sample"]
+    row = dict(zip(SERVER_COLUMNS, sample["servers"]["s0"], strict=True))
+    assert (row["push_s"], row["pull_s"], row["rows_pulled_s"]) == (100, 200, 2000)
+    assert row["received_s"] == 100_000
+    assert 0 < row["push_p50"] < row["push_p99"] <= 0.01
+    scene.register("s0", incarnation=2)  # counts from 0 again
+    scene.tick()
+    row = dict(zip(SERVER_COLUMNS, scene.model.snapshot(scene.now)["sample"]["servers"]["s0"], strict=True))
+    assert row["push_s"] is None
+
+
+def test_workers_are_shown_where_they_are_furthest_behind() -> None:
+    scene = Scene(servers=2, workers=3)
+    scene.tick(5)
+    workers = scene.model.snapshot(scene.now)["sample"]["workers"]
+    clocks = [workers[i][0] for i in (1, 2, 3)]
+    assert clocks == [clocks[0], clocks[0] - 1, clocks[0] - 2]
+    assert [workers[i][1] for i in (1, 2, 3)] == [0, 1, 2]
+    assert workers[1][2] == 0.01  # a hundred steps a second
+    scene.put(ROSTER, Roster(2, (*scene.workers[:1], WorkerInfo(9, "w1", 9, "default")), "demo").encode())
+    assert [e["title"] for e in entries(scene, "worker")] == ["worker w1 came back", "worker w2 left"]
+
+
+def test_an_outage_of_the_store_lasts_until_it_answers_and_nothing_else_changes() -> None:
+    scene = Scene()
+    before = scene.model.snapshot(scene.now)
+    scene.model.store_fails(scene.now + 1, "connection refused")
+    scene.model.store_fails(scene.now + 2, "connection refused")
+    assert scene.model.snapshot(scene.now)["state"]["store_error"] == "connection refused"
+    assert scene.model.snapshot(scene.now)["state"]["store_since"] == scene.now + 1
+    assert scene.model.snapshot(scene.now)["servers"] == before["servers"]
+    scene.model.store_answers(scene.now + 5)
+    assert [(e["t"], e["until"]) for e in entries(scene, "outage")] == [(scene.now + 1, scene.now + 5)]
+    assert scene.model.snapshot(scene.now)["state"]["store_error"] == ""
+
+
+def test_leaders_and_checkpoints_are_told() -> None:
+    scene = Scene()
+    scene.model.delete(scene.now, ELECTION)
+    scene.put(ELECTION, b'{"name": "c1"}')
+    assert [e["title"] for e in entries(scene, "election")] == ["c0 leads", "no coordinator leads", "c1 leads"]
+    for cut in (0, 4, 5):
+        scene.put(NEWEST_CHECKPOINT, json.dumps({"cut": cut, "time": scene.now}).encode())
+    assert [e["title"] for e in entries(scene, "checkpoint")] == ["checkpoint 5 made"]  # 4 may be an old one
+    assert scene.model.snapshot(scene.now)["checkpoints"]["newest"]["cut"] == 5
+
+
+def test_another_cluster_under_the_name_is_another_story() -> None:
+    scene, other = Scene(servers=3), Scene(servers=2)
+    assert other.view is not None
+    object.__setattr__(other.view, "cluster", "demo@other")
+    other.view.__dict__.pop("_encoded", None)
+    scene.put(VIEW, other.view.encode())
+    assert scene.model.snapshot(scene.now)["view"]["cluster"] == "demo@other"
+    assert not entries(scene, "loss")
+
+
+def test_what_a_reset_lacks_is_gone() -> None:
+    scene = Scene(servers=3)
+    kept = [(SERVERS + n, i.to_json()) for n, i in scene.infos.items() if n != "s2"]
+    scene.model.reset(scene.now, kept)
+    assert set(scene.model.fleet.registered) == {"s0", "s1"}
+    assert scene.model.snapshot(scene.now)["state"]["leader"] == ""
+
+
+def test_news_are_told_once_and_what_did_not_change_is_not_told() -> None:
+    scene = Scene()
+    assert dict(scene.model.take_news())
+    assert scene.model.take_news() == []
+    scene.tick()
+    assert [kind for kind, _ in scene.model.take_news()] == ["sample"]
+    scene.kill("s0")
+    assert {"view", "servers", "state", "entry"} <= {kind for kind, _ in scene.model.take_news()}
+
+
+def test_nothing_grows_for_ever() -> None:
+    scene = Scene(ranges=2)
+    for i in range(3000):
+        scene.now += 1
+        scene.put(ELECTION, json.dumps({"name": f"c{i}"}).encode())
+        scene.register(f"x{i}")
+        scene.model.delete(scene.now, SERVERS + f"x{i}")
+        scene.model.tick(scene.now)
+    found = scene.model.snapshot(scene.now)
+    assert len(found["entries"]) <= 2000
+    assert len(found["history"]["time"]) <= 3600
+    assert len(found["servers"]) == 3
+
+
+KEYS = st.sampled_from(["view", "roster", "config", "election", "checkpoints/newest", "restoring", "servers/s0",
+                        "servers/<b>", "drains/s0", "tables/default/t", "rates/default/t", "other"])  # fmt: skip
+VALUES = st.one_of(st.binary(max_size=40), st.sampled_from([b"{}", b"[]", b"null", b"1", b'{"name": 3}', b'"x"']))
+
+
+@given(st.lists(st.tuples(KEYS, VALUES), max_size=20))
+def test_nonsense_in_the_store_is_left_out(puts: list[tuple[str, bytes]]) -> None:
+    scene = Scene(ranges=2)
+    for key, value in puts:
+        scene.put(key, value)
+        scene.model.delete(scene.now, key)
+    json.dumps(scene.model.snapshot(scene.now), allow_nan=False)
+    json.dumps(scene.model.take_news(), allow_nan=False)
+
+
+@given(st.integers(1, 9), st.lists(st.floats(-1e6, 1e6) | st.none(), max_size=40))
+def test_a_history_is_its_newest_samples(capacity: int, values: list[float | None]) -> None:
+    history = History(["a"], capacity)
+    for t, value in enumerate(values):
+        history.add(float(t), {"a": value})
+    newest = list(enumerate(values))[-capacity:]
+    found = history.document()
+    assert found["time"] == [t for t, _ in newest]
+    expected = [np.nan if v is None else v for _, v in newest]
+    np.testing.assert_allclose([np.nan if v is None else v for v in found["a"]], expected, rtol=1e-4, atol=1e-30)
+
+
+@given(st.lists(st.integers(0, 50), min_size=4, max_size=4), st.floats(0.01, 1.0))
+def test_percentiles_are_where_so_many_values_are_below(counts: list[int], share: float) -> None:
+    bounds = [1.0, 2.0, 4.0]
+    found = percentile(bounds, counts, share)
+    if not sum(counts):
+        assert found is None
+        return
+    assert found is not None
+    below = np.interp(found, [0.0, *bounds], np.cumsum([0, *counts[:3]]))
+    assert below >= min(share * sum(counts), sum(counts[:3])) - 1e-6
