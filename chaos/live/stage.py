@@ -152,12 +152,14 @@ class Processes:
         self._signal(name, signal.SIGTERM, wanted=False)
 
     def pause(self, name: str) -> None:
-        self._jobs[name].paused = True
-        self._signal(name, signal.SIGSTOP, wanted=True)
+        job = self._jobs[name]
+        job.paused = True
+        self._signal(name, signal.SIGSTOP, wanted=job.wanted)  # it may just have been killed
 
     def resume(self, name: str) -> None:
-        self._jobs[name].paused = False
-        self._signal(name, signal.SIGCONT, wanted=True)
+        job = self._jobs[name]
+        job.paused = False
+        self._signal(name, signal.SIGCONT, wanted=job.wanted)
 
     def beside(self, do: str, count: int, seconds: float) -> list[str]:
         """Starts processes that are no part of the cluster: hogs do nothing but compute, until they are killed; others
