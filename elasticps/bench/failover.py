@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -115,17 +115,19 @@ class Worker:
     def ask(self, request: str) -> dict[str, Any]:
         """Sends a request; its answer. Error if the worker has ended."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
+        with suppress(OSError):  # it has ended
             self._process.stdin.write(request + "\n")
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except OSError:
-            line = ""
+        answer: dict[str, Any] = self.answer()
+        return answer
+
+    def answer(self) -> Any:
+        """The next line that it writes."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
         if not line:
             raise Error(f"a worker of the benchmark ended with exit code {self._process.wait()}; its error is above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return json.loads(line)
 
     def first_after(self, t: float) -> float | None:
         """When it first got a commit later than that."""

@@ -180,7 +180,7 @@ class Trainer:
         return self.train(way, int(steps))
 
 
-def _answers() -> TextIO:
+def answers() -> TextIO:
     """Standard output, for answers alone: what libraries print from now on goes nowhere."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     with open(os.devnull, "w") as nowhere:
@@ -192,7 +192,7 @@ def main() -> None:
     """Runs the worker that the command line describes."""
     torch.set_num_threads(1)  # as many processes as workers: each has one thread that computes, in every way
     torch.set_num_interop_threads(1)
-    with _answers() as out, ExitStack() as stack:
+    with answers() as out, ExitStack() as stack:
         trainer = Trainer(json.loads(sys.argv[1]), stack)
         for line in sys.stdin:
             print(json.dumps(trainer.answer(line)), file=out, flush=True)

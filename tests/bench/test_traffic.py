@@ -1,0 +1,75 @@
+"""The slow link of `elasticps bench traffic`, and what its lines say."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from elasticps.bench.relay import BURST_S, CHUNK, Bucket, stand_in
+from elasticps.bench.traffic import _line, _Run
+from elasticps.bench.traffic_worker import FILTERS
+from elasticps.spec import SGD, TableSpec
+
+
+def test_a_link_hands_on_every_byte_and_counts_them_each_way() -> None:
+    async def scene() -> None:
+        async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(CHUNK):
+                writer.write(data * 2)
+                await writer.drain()
+            writer.close()
+
+        up, down = Bucket(), Bucket()
+        server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        link = await stand_in(f"127.0.0.1:{port}", up, down)
+        reader, writer = await asyncio.open_connection(*link.sockets[0].getsockname())
+        writer.write(b"ab" * 100_000)
+        writer.write_eof()
+        received = await reader.read()
+        assert len(received) == 400_000
+        assert set(received) == set(b"ab")
+        assert (up.bytes, down.bytes) == (200_000, 400_000)
+        writer.close()
+        for each in (link, server):
+            each.close()
+            await each.wait_closed()
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+def test_what_is_too_much_waits_for_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        slept = []
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        bucket = Bucket()
+        await bucket.take(1 << 30)
+        assert slept == []  # no limit
+        bucket.per_s = 1000.0
+        await bucket.take(1000)
+        await bucket.take(2000)
+        assert slept[0] == pytest.approx(1.0 - BURST_S)
+        assert 2.9 < slept[1] < 3.0 - BURST_S  # behind the first
+        assert bucket.bytes == (1 << 30) + 3000
+
+    asyncio.run(scene())
+
+
+def test_a_line_is_beside_the_same_seed_without_filters() -> None:
+    none = [_Run(100.0, 100.0, 0.75, {0: 10.0, 100: 1.0}), _Run(120.0, 80.0, 0.77, {0: 30.0, 100: 3.0})]
+    runs = [_Run(50.0, 30.0, 0.74, {0: 20.0, 100: 4.0}), _Run(60.0, 20.0, 0.77, {0: 10.0, 100: 8.0})]
+    line = _line("int8", runs, none)
+    assert (line.up_per_step, line.down_per_step, line.of_none) == (55, 25, 0.4)
+    assert (line.auc, line.auc_lost) == ([0.74, 0.77], 0.005)
+    assert line.samples_per_s == {0: 15.0, 100: 6.0}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_every_kind_of_filters_can_be_had(name: str) -> None:
+    push, pull = FILTERS[name]
+    TableSpec("t", 16, SGD(0.1), push=push, pull=pull)
