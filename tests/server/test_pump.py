@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
+import select
 import socket
 import struct
 from contextlib import suppress
@@ -12,6 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from elasticps.server.fast import layout as at
+from elasticps.server.fast import sockets
+from elasticps.server.fast.path import FastPath
 from elasticps.server.pump import Pump, Transport
 from elasticps.server.server import Server
 from elasticps.wire.frames import HEADER_BYTES, Kind, unpack_header
@@ -159,3 +164,14 @@ def test_an_error_of_ours_ends_one_connection_and_no_other(run: Run) -> None:
 
 def port_of(group: Group) -> int:
     return int(group.infos["a"].address.rpartition(":")[2])
+
+
+def test_looking_at_the_time_leaves_alone_to_whom_messages_go() -> None:
+    """The kernel refuses a message whose header names an address, and then all of it would have to go through Python."""
+    path = FastPath(4, 1 << 20)
+    with select.epoll() as waits:
+        path.use_epoll(waits.fileno(), sockets.MESSAGE_BYTES, sockets.EVENT_BYTES * sockets.EVENTS)
+        sockets.warm()
+        assert sockets.turn(path.h) == at.IDLE
+    address = (ctypes.c_uint8 * 16).from_address(int(path.h[at.H_MESSAGE]))
+    assert bytes(address) == bytes(16)
