@@ -167,7 +167,7 @@ def port_of(group: Group) -> int:
 
 
 def test_looking_at_the_time_leaves_alone_to_whom_messages_go() -> None:
-    """The kernel refuses a message whose header names an address, and then all of it would have to go through Python."""
+    """The kernel refuses a message whose header names an address, and then all of it would go through Python."""
     path = FastPath(4, 1 << 20)
     with select.epoll() as waits:
         path.use_epoll(waits.fileno(), sockets.MESSAGE_BYTES, sockets.EVENT_BYTES * sockets.EVENTS)
