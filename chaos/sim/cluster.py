@@ -236,19 +236,21 @@ class Cluster:
         events._set_running_loop(loop)
         stop = asyncio.Event()
         events._set_running_loop(before)
-        loop.create_task(self._lead(process, run_coordinator(
-            store, name=name, ttl_s=OFFICE_S, stop=stop, dial=dial_server(name)
-        )))  # fmt: skip
 
-    async def _lead(self, process: Process, work: object) -> None:
+        async def lead() -> None:
+            await run_coordinator(store, name=name, ttl_s=OFFICE_S, stop=stop, dial=dial_server(name))
+
+        loop.create_task(self._lead(process, lead))
+
+    async def _lead(self, process: Process, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
-            await work  # type: ignore[misc]
+            await work()
         except Exception as error:
             self._failed(process, error, "a leader ended")
 
     # --- whoever takes cuts -----------------------------------------------------------------------------------------
 
-    def start_task(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    def start_task(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """A process that does one thing."""
         process = self._process(name)
         self._loop(process).create_task(self._lead(process, work))

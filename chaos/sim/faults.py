@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-import numpy as np
-
+from chaos.sim.checks.views import left_alone
 from chaos.sim.clock import Process
 from chaos.sim.cluster import PORT, STORE_HOST, Cluster
 from chaos.sim.story import Fault
 from chaos.sim.threads import Threads
 from chaos.sim.violation import Violation
 from coordinator.view import View
-from replication.chain import Member, Ranges
+from replication.chain import Member
 from replication.effects import CaughtUp
 
 T = TypeVar("T")
 RESTART_S = 0.4  # a supervisor starts what has died again after about so long
 LOOK_S = 0.1  # until a server may be hit
 PATIENCE_S = 3.0
+HEIR_S = 1.4  # before a server is suspected that nobody but workers and leaders hears
 AT_ONCE_S = 0.05  # so soon after one is suspected the other dies
 CROWD = 60  # more than a server whose limits are small allows
 
@@ -74,6 +74,8 @@ class Faults:
             "server drains": self._server_drains,
             "level joiner cut off": self._level_joiner_cut_off,
             "server cut off": self._server_cut_off,
+            "server and worker die": self._server_and_worker_die,
+            "servers drain": self._servers_drain,
         }
 
     def begin(self, fault: Fault) -> None:
@@ -151,6 +153,32 @@ class Faults:
 
         self._server(fault, limp)
 
+    def _server_and_worker_die(self, fault: Fault) -> None:
+        """A server can pass nothing on. A worker dies of whom it has a step that nobody else has, its heir looks
+        around, and then the server dies."""
+
+        def cut(name: str) -> None:
+            self._cut([(name, other) for other in self.cluster.servers if other != name], HEIR_S)
+            wait(name, HEIR_S / 3)
+
+        def wait(name: str, left_s: float) -> None:
+            server = self.cluster.servers[name].now
+            waits = server is not None and bool((server.replica.acked < server.replica.seq).any())
+            if left_s > 0 and not self.over and not waits:
+                self.cluster.clock.after(LOOK_S / 20, wait, name, left_s - LOOK_S / 20)
+                return
+            soon_s = self._random.choice((0.0, 0.1, 0.3)) * self._random.random()
+            self.cluster.clock.after(soon_s, self._worker_restarts, fault)
+            self.cluster.clock.after(soon_s + self._random.choice((0.05, RESTART_S + 0.3)), die, name)
+
+        def die(name: str) -> None:
+            if self.over or not s_alive(self.cluster, name) or self.cluster.uncopied(without=name):
+                self._healed(name)
+            else:
+                self._die(name)
+
+        self._server(fault, cut)
+
     def _lose_workers(self, name: str) -> None:
         hosts = set(self.workers)
         for sock in [s for s in self.cluster.network.sockets if s.process.host in hosts]:
@@ -193,7 +221,7 @@ class Faults:
             def suspected(view: View) -> None:
                 nonlocal before
                 lately, before = before, view
-                left = _left_alone(lately, view, name)
+                left = left_alone(lately, view, name)
                 if len(left):
                     self.cluster.on_view = lambda view: None
                     other = view.servers[_pick(view.heads[left].tolist(), fault)].name
@@ -271,6 +299,11 @@ class Faults:
             self._note(f"{name} is asked to drain")
             self.cluster.drain(name)
 
+    def _servers_drain(self, fault: Fault) -> None:
+        """Several at once."""
+        for pick in (fault.pick, 0.0, 0.99):
+            self._server_drains(replace(fault, pick=pick))
+
     def _level_joiner_cut_off(self, fault: Fault) -> None:
         """The next joiner that is level is cut off from its tail at once; sometimes leaders are gone, too."""
 
@@ -293,7 +326,7 @@ class Faults:
             for name, leader in self.cluster.leaders.items():
                 if what < 0.35:
                     self._stall(leader, fault.for_s)
-                elif what < 0.6:
+                elif what < 0.6 and leader.alive:
                     self._kill_leader(name)
 
         self.cluster.lasting.on_level = cut
@@ -452,19 +485,6 @@ class Faults:
             self._note(f"{process} stalls for {for_s:.3f} s")
             process.stall()
             self._later(for_s, process.thaw)
-
-
-def _left_alone(before: View | None, view: View, name: str) -> Ranges:
-    """The ranges that had a server as a replica, and have a single one of the others now."""
-    if before is None:
-        return np.empty(0, np.int64)
-    old, new = before.as_chains, view.as_chains
-    found = []
-    for r in range(view.ranges):
-        was, now = old.members_of(r), new.members_of(r)
-        if len(now) == 1 and now[0] in was and now[0].name != name and name in [member.name for member in was]:
-            found.append(r)
-    return np.array(found, np.int64)
 
 
 def s_alive(cluster: Cluster, name: str) -> bool:

@@ -108,6 +108,8 @@ class Free(Worker):
     def main(self, ps: Client) -> None:
         column = self.column = self.sums.start(self.name)
         column.worker = ps.worker.id
+        if self.app.eager:  # a server that cannot pass anything on answers this, and does not know of tables
+            ps.resume()
         table = ps.table("sums", dim=COLUMNS, optimizer=Accumulate())
         fixed = ps.table("fixed", dim=FIXED_DIM, optimizer=Accumulate(), init=INIT)
         outstanding: list[Step] = []
@@ -300,9 +302,10 @@ class Sharded(Worker):
 
     def main(self, ps: Client) -> None:
         hand = self.hand = self.handed.start(ps.worker.id)
-        table = ps.table("trained", dim=COLUMNS, optimizer=Accumulate())
+        table = None if self.app.eager else ps.table("trained", dim=COLUMNS, optimizer=Accumulate())
         grads = self.handed.grads(hand)
         for shard in ps.shards(self.handed.shards, 1):
+            table = table or ps.table("trained", dim=COLUMNS, optimizer=Accumulate())
             self.handed.take(hand, shard.start, self.cluster.counted)
             self.think()
             if self.random.random() < PASSED_OVER:

@@ -94,7 +94,7 @@ class Scene:
         self.processes: dict[str, Threads] = {}
         self.faults = Faults(self.cluster, self.processes, self.restart, self.double)
         check = CutCheck(self.sums, self.rounds, self._tables)
-        self.cutter = Cutter(self.cluster, check, lambda: self.on)
+        self.cutter = Cutter(self.cluster, check, lambda: self.on, story.flavour == "calm")
         if story.kind.cuts:
             self.cluster.on_server = lambda server: check.follow(server, self.cluster.broken)
 
@@ -138,6 +138,7 @@ class Scene:
         if not process.alive or self.workers[name].done:
             return
         self.cluster.kill(process, power=False)
+        self.cutter.died_s = self.cluster.clock.now
         self.workers[name].fenced()
         self.cluster.clock.after(RESTART_S, self._start, name)
 
@@ -214,7 +215,6 @@ class Scene:
         clock.run(until, lambda: len(ended) == len(self.story.apps) or self.cluster.violation is not None)
         self._judge("" if len(ended) == len(self.story.apps) else "the auditors have not finished")
         self.cluster.views.check_end()
-        self.cutter.check_end(self.story.flavour == "calm")
         self._compare()
 
     def _compare(self) -> None:

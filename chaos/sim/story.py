@@ -12,11 +12,18 @@ from coordinator.membership import LEASE_S
 FLAVOURS = (
     "calm", "kills", "stalls", "partitions", "resets", "readers", "store", "moves", "crowds", "mixed",
     "limps", "tangles", "terms", "ghosts", "flaps", "alone", "drains", "tight", "suspicions", "levels",
-    "outcasts",
+    "outcasts", "heirs", "exodus",
 )  # fmt: skip
 ASKED_FOR = ("frozen",)  # told only when asked for: workers that stand still for longer than their leases
 TRAININGS = ("free", "bounded", "rounds", "shards", "shards in rounds")
-CALM = ("calm", "resets", "moves", "drains", "tight")  # stories in which no process and no link is slow for long
+CALM = (
+    "calm",
+    "resets",
+    "moves",
+    "drains",
+    "tight",
+    "exodus",
+)  # stories in which no process and no link is slow
 
 _USUAL: dict[str, tuple[str, ...]] = {
     "calm": ("worker restarts", "reset"),
@@ -63,6 +70,8 @@ _USUAL: dict[str, tuple[str, ...]] = {
     "drains": ("server drains", "server drains", "server drains", "server joins", "worker restarts"),
     "tight": ("server joins", "server drains", "reset", "worker restarts"),
     "levels": ("level joiner cut off", "level joiner cut off", "server joins", "server drains", "server dies"),
+    "heirs": ("server and worker die",),
+    "exodus": ("servers drain", "servers drain", "server joins"),
     "outcasts": ("server cut off", "server cut off", "server cut off", "leader stalls", "worker restarts"),
     "frozen": ("worker stalls",),
 }
@@ -71,7 +80,7 @@ _USUAL["mixed"] = tuple(sorted({what for some in _USUAL.values() for what in som
 
 _MOST = {
     "resets": 16, "readers": 12, "calm": 3, "limps": 3, "flaps": 24, "tangles": 10, "ghosts": 10, "levels": 12,
-    "frozen": 2,
+    "heirs": 3, "frozen": 2,
 }  # fmt: skip
 """Faults of a story; 7 of others."""
 _LONG_S = {
@@ -79,7 +88,7 @@ _LONG_S = {
     "frozen": (LEASE_S + 0.5, LEASE_S + 2),
 }  # fmt: skip
 """How long they last; of others of any length between an instant and more than a lease."""
-_LASTS_S = {"limps": 1.7, "terms": 1.0, "frozen": LEASE_S + 2}
+_LASTS_S = {"limps": 1.7, "heirs": 1.7, "terms": 1.0, "frozen": LEASE_S + 2}
 """So long before the end of training no more begins: it would not come to its end."""
 
 
@@ -105,7 +114,8 @@ class Fault:
 @dataclass(frozen=True)
 class App:
     """An application: kind as in TRAININGS, its workers; bound: of its staleness; large: some of its pulls are;
-    readers: threads of each worker that pull beside the one that trains; think_s: the mean between what it does."""
+    readers: threads of each worker that pull beside the one that trains; think_s: the mean between what it does; eager:
+    its workers look where they start, and what there is to train, before they make sure that there are tables."""
 
     name: str
     kind: str
@@ -115,6 +125,7 @@ class App:
     large: bool
     readers: int
     think_s: float
+    eager: bool
 
 
 @dataclass(frozen=True, order=True)
@@ -160,7 +171,7 @@ def tell(seed: int, kind: Kind = ANY) -> Story:
     """The story of a seed, of a kind."""
     random = Random(f"story {seed} {kind.flavour} {kind.training}")
     flavour = kind.flavour or FLAVOURS[seed % len(FLAVOURS)]
-    servers = random.choice((2, 3, 3, 4)) + (flavour == "drains")
+    servers = random.choice((2, 3, 3, 4)) + {"drains": 1, "exodus": 2}.get(flavour, 0)
     training_s = random.uniform(1.0, 2.5) + _LASTS_S.get(flavour, 0.0)
     weather = Weather(
         latency_s=random.choice((0.0001, 0.0003, 0.001, 0.004)),
@@ -198,6 +209,7 @@ def _app(random: Random, index: int, flavour: str, training: str) -> App:
         random.random() < 0.5,
         random.choice((0, 0, 1, 2) if flavour not in ("readers", "levels") else (1, 2, 3)),
         random.choice(_THINK_S[kind]) if flavour != "frozen" else 0.1,
+        flavour == "heirs",
     )
 
 

@@ -485,6 +485,20 @@ def test_a_full_link_to_whom_nothing_is_filled_holds_up_nobody() -> None:
     assert c.replies() == [(("t", 1), Status.COMMITTED)]
 
 
+def test_nothing_is_let_in_behind_a_cut_before_it_is_applied() -> None:
+    c = Cluster()
+    head = c.head(0)
+    c.take(head, c.replicas[head].limit_log(0))
+    c.push(head, 0, kind=OperationKind.CUT, worker=-1, token="cut")
+    c.push(head, 1)
+    c.effects.clear()
+    c.take(head, c.replicas[head].limit_log(1 << 20))
+    assert [e.operation.kind for _, e in c.effects if isinstance(e, Apply)] == [OperationKind.CUT]
+    assert c.replicas[head].unsettled
+    c.take(head, c.replicas[head].go_on())
+    assert c.effects[-1][1].operation.kind == OperationKind.PUSH
+
+
 def test_of_many_pushes_that_wait_some_are_let_in_before_the_link_is_looked_at_again() -> None:
     c, head, tail, joiner = feeding(1)
     for worker in range(2, 6):

@@ -398,7 +398,7 @@ def end_on_the_request_to_drain(patch: pytest.MonkeyPatch) -> None:
 def move_more_than_must(patch: pytest.MonkeyPatch) -> None:
     def mutant(view: Any, members: Members, config: ClusterConfig, health: Health, limits: Limits) -> Plan | None:
         decision = plan(view, members, config, health, limits)
-        if view is None or decision is None or decision.view is None or view.epoch % 2:
+        if view is None or decision is None or decision.view is None or view.epoch % 4 == 0:
             return decision
         r, to = view.epoch % view.ranges, view.epoch % len(view.servers)
         target, full = view.servers[to].member, view.as_chains.members_of(r)

@@ -1,5 +1,6 @@
 """What a chain promises: whatever was acknowledged, or shown by a tail, is in every complete copy of its range, and in
-a joiner that was reported level: each of them may be all that is left a moment later. Looks into servers."""
+a joiner that was reported level: each of them may be all that is left a moment later. And no server goes back to a view
+that it has left. Looks into servers."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ class Lasting:
         self._life = life
         self._view: View | None = None
         self._acked = np.zeros(ranges, np.int64)  # ever, by anybody
+        self._epochs: dict[Member, int] = {}
         self._levels: dict[CaughtUp, Member] = {}  # those of the view that stands, with who has reported them
 
     def on_write(self, view: View) -> None:
@@ -34,6 +36,11 @@ class Lasting:
 
     def turned(self, server: Server) -> None:
         """A server had its turn."""
+        epoch = self._epochs.get(server.member, 0)
+        if server.epoch != epoch:
+            self._epochs[server.member] = server.epoch
+            if server.epoch < epoch:
+                raise Violation("views go on", f"{server.member} goes from epoch {epoch} back to {server.epoch}")
         acked, levels = server.replica.acked, server.replica.levels()
         grown = bool(np.count_nonzero(acked > self._acked))
         if grown:

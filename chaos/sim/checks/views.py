@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from chaos.sim.violation import Violation
 from coordinator.view import View
-from replication.chain import Chains, Member, unsafe_transition
+from replication.chain import Chains, Member, Ranges, unsafe_transition
 
-LATE_S = 0.25  # a leader that is well knows so soon who drains
+LATE_S = 0.05  # a leader that is well knows so soon who drains
 MOST_COPIES = 1.25  # for each one that changes ask for; later changes undo some of what earlier ones began
 
 
@@ -71,6 +73,19 @@ class Views:
         if self._calm and self._copies > MOST_COPIES * self._ideal:
             text = f"{self._copies} copies were begun, {self._ideal:.1f} are asked for"
             raise Violation("bounded movement", text)
+
+
+def left_alone(before: View | None, view: View, name: str) -> Ranges:
+    """The ranges that had a server as a replica, and have a single one of the others now."""
+    if before is None:
+        return np.empty(0, np.int64)
+    old, new = before.as_chains, view.as_chains
+    found = []
+    for r in range(view.ranges):
+        was, now = old.members_of(r), new.members_of(r)
+        if len(now) == 1 and now[0] in was and now[0].name != name and name in [member.name for member in was]:
+            found.append(r)
+    return np.array(found, np.int64)
 
 
 def _copies(chains: Chains, r: int) -> list[Member]:
