@@ -1,6 +1,6 @@
 """What a chain promises: whatever was acknowledged, or shown by a tail, is in every complete copy of its range, and in
-a joiner that was reported level: each of them may be all that is left a moment later. And no server goes back to a view
-that it has left. Looks into servers."""
+a joiner that was reported level: each of them may be all that is left a moment later. No server goes back to a view
+that it has left, or applies what is of ranges that it has left. Looks into servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chaos.sim.checks.sums import Keys, Rows
 from chaos.sim.violation import Violation
 from coordinator.view import View
 from elasticps.server.server import Server
-from replication.chain import Member
+from replication.chain import Member, Role
 from replication.effects import CaughtUp
 
 
@@ -41,7 +41,11 @@ class Lasting:
             self._epochs[server.member] = server.epoch
             if server.epoch < epoch:
                 raise Violation("views go on", f"{server.member} goes from epoch {epoch} back to {server.epoch}")
-        acked, levels = server.replica.acked, server.replica.levels()
+        replica = server.replica
+        if np.count_nonzero(replica.seq[replica.role == Role.OUT]):
+            r = int(np.flatnonzero((replica.role == Role.OUT) & (replica.seq > 0))[0])
+            raise Violation("replicas only", f"{server.member} has steps of range {r}, and is no replica")
+        acked, levels = replica.acked, replica.levels()
         grown = bool(np.count_nonzero(acked > self._acked))
         if grown:
             np.maximum(self._acked, acked, out=self._acked)
