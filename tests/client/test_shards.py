@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any, cast
+
+import numpy as np
+import pytest
 
 from coordinator.view import WorkerInfo
 from elasticps.client.data_shards import Shards
-from elasticps.client.protocol.fan_out import Answer
+from elasticps.client.protocol.data_shards import Need, ShardClaims
+from elasticps.client.protocol.fan_out import Answer, Request
 from elasticps.client.runtime import Runtime
 from elasticps.sharding import ShardSpec
-from elasticps.wire.frames import Header, Kind
+from elasticps.wire.frames import HEADER_BYTES, Header, Kind, clocks_frame, unpack_header
 
 
 class Owner:
@@ -58,3 +63,31 @@ def test_without_the_coordination_store_shards_are_trained_all_the_same() -> Non
     owner = Owner(0, 0, 0)
     assert next(shards_of(owner)).index == 1
     assert owner.asked == 1
+
+
+def test_a_lost_worker_has_trained_a_shard_when_its_step_is_committed_and_not_before() -> None:
+    claims = ShardClaims("app", "train", ShardSpec(9, 1, 1, None), False, 5.0, lambda: 0)
+    script = claims.fetch()
+
+    def told(done: int) -> list[Answer]:
+        held = [[0, 3, 2, 0]] * (not done)
+        document = {"set": 1, "held": held, "done": done, "total": 1, "decided": [0, []]}
+        return [Answer(Header(Kind.SHARDS), json.dumps(document).encode())]
+
+    def clocks(wish: object, applied: int, committed: int) -> list[Answer]:
+        assert isinstance(wish, Request)
+        wish.questions(cast(Any, SimpleNamespace(view=SimpleNamespace(ranges=1, heads=np.zeros(1)), share_of={})))
+        one = [np.array([value], np.int64) for value in (0, applied << 16, committed << 16)]
+        frame = bytes(clocks_frame(0, 1, *one))
+        return [Answer(unpack_header(memoryview(frame), 0, len(frame)), frame[HEADER_BYTES:])]
+
+    assert next(script) is Need.ATTACH_NOTHING
+    assert isinstance(script.send([]), Request)
+    waits = script.send(clocks(script.send(told(done=0)), applied=2, committed=1))
+    assert isinstance(waits, float)
+    asks = script.send(clocks(script.send([]), applied=2, committed=2))
+    assert isinstance(asks, Request)
+    assert "shards" in asks.what
+    with pytest.raises(StopIteration) as end:
+        script.send(told(done=1))
+    assert end.value.value is False
