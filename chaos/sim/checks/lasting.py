@@ -37,10 +37,10 @@ class Lasting:
     def turned(self, server: Server) -> None:
         """A server had its turn."""
         epoch = self._epochs.get(server.member, 0)
-        if server.epoch != epoch:
-            self._epochs[server.member] = server.epoch
-            if server.epoch < epoch:
-                raise Violation("views go on", f"{server.member} goes from epoch {epoch} back to {server.epoch}")
+        if server.serving.epoch != epoch:
+            self._epochs[server.member] = server.serving.epoch
+            if server.serving.epoch < epoch:
+                raise Violation("views go on", f"{server.member} goes back from epoch {epoch} to an older one")
         replica = server.replica
         if np.count_nonzero(replica.seq[replica.role == Role.OUT]):
             r = int(np.flatnonzero((replica.role == Role.OUT) & (replica.seq > 0))[0])
