@@ -20,6 +20,7 @@ from coordinator.view import ClusterConfig, Roster, View
 
 TABLES = "tables/"
 RATES = "rates/"  # that were set for all workers: <application>/<table>
+ON_LOSS = "on-loss/"  # what becomes of a table where every replica of a range is gone: <application>/<table>
 
 
 def table_key(app: str, name: str) -> str:

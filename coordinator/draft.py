@@ -1,8 +1,8 @@
 """The chains of the next view while they are decided: the rules of `replication.chain` as steps over all ranges. Pure.
 
 Each step is one that `replication.chain.unsafe_transition` allows: members leave, a level joiner becomes the tail, a
-filling starts or is given up. The last full replica of a range is never taken away here: a range whose replicas are
-all gone keeps its chain, and waits for one of them to come back (or for a restore, which is another decision).
+filling starts or is given up. A range whose replicas are all gone keeps its chain, and waits for one of them to come
+back; unless that cannot be, and it is to begin anew, from a checkpoint (`empty`): that is for others to decide.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Loss(NamedTuple):
 class Draft:
     """Chains in the making, as indices into `members`: those of the view it starts from, then `others`.
 
-    chains int32 [P, R], joining, kept int32 [P]: as in `Chains`; leaving int32 [P]: as in `View`.
+    chains int32 [P, R], joining, kept int32 [P], anew int64 [P]: as in `Chains`; leaving int32 [P]: as in `View`.
     """
 
     def __init__(self, view: Chains, others: Iterable[Member] = (), leaving: NDArray[np.int32] | None = None) -> None:
@@ -54,6 +54,7 @@ class Draft:
         self.chains = view.chains.copy()
         self.joining = view.joining.copy()
         self.kept = view.kept.copy()
+        self.anew = view.anew.copy()
         self.leaving = np.full_like(self.joining, -1) if leaving is None else leaving.copy()
 
     @classmethod
@@ -156,6 +157,23 @@ class Draft:
             np.flatnonzero(stuck).astype(np.int64),
         )
 
+    def empty(self, rows: Ranges) -> None:
+        """Has these ranges begin anew: nobody who has them can come back."""
+        self.chains[rows] = -1
+        self._end(self._rows(rows))
+        self.anew[rows] = self.view.epoch + 1
+
+    def bring_back(self, r: int, member: int) -> None:
+        """Has a member, an index, bring back range r, which begins anew."""
+        self.joining[r], self.kept[r] = member, Kept.ANEW
+
+    def begin(self, level: Mapping[int, int]) -> int:
+        """Has those that have brought back a range be its replicas; returns in how many."""
+        ready = self._level(level) & (self.kept == Kept.ANEW)
+        self.chains = self.chains.copy()
+        self._append(ready)
+        return int(np.count_nonzero(ready))
+
     def returned(self, gone: Collection[Member], cut: Collection[Pair]) -> dict[int, int]:
         """The ranges whose kept joiner is there again and may be the tail: as if they had been reported level."""
         back = (self.kept == Kept.BEHIND) & ~self.flags(gone)[self.joining]
@@ -248,14 +266,15 @@ class Draft:
         """bool [P]: the ranges whose chain or joiner differs from the view's."""
         view = self.view
         changed: Flags = (self.chains != view.chains).any(axis=1)
-        changed |= (self.joining != view.joining) | (self.kept != view.kept)
+        changed |= (self.joining != view.joining) | (self.kept != view.kept) | (self.anew != view.anew)
         return changed
 
     def build(self, members: Sequence[Member]) -> Chains:
         """The next view's chains, over `members`, which has all owners."""
         index = self.indices(members)
         since = np.where(self.changed, self.view.epoch + 1, self.view.since)
-        return Chains(self.view.epoch + 1, tuple(members), index[self.chains], index[self.joining], since, self.kept)
+        joining = index[self.joining]
+        return Chains(self.view.epoch + 1, tuple(members), index[self.chains], joining, since, self.kept, self.anew)
 
     def indices(self, members: Sequence[Member]) -> NDArray[np.int32]:
         """int32 [members + 1]: where each member of the draft is in `members`; index -1 stays -1."""
@@ -276,6 +295,11 @@ class Draft:
         intended = (chains[rows] == self.leaving[rows, None]) & (self.leaving[rows, None] >= 0)
         who = np.where(drains.any(axis=1), np.argmax(drains, axis=1), np.argmax(intended, axis=1))
         chains[rows, who] = -1
+
+    def _rows(self, rows: Ranges) -> Flags:
+        flags = np.zeros(len(self.joining), dtype=np.bool_)
+        flags[rows] = True
+        return flags
 
     def _level(self, level: Mapping[int, int]) -> Flags:
         """What is told of the joiner that there is now; a late one is never level."""

@@ -22,6 +22,7 @@ from coordinator.errors import Fenced, LeaseLost, OtherCluster, StoreUnavailable
 from coordinator.names import check_name
 from coordinator.store import Entry, Guard, Put, Reset, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
+from replication.chain import Member
 
 log = fields.logger(__name__)
 
@@ -29,6 +30,7 @@ CONFIG, VIEW, ROSTER = "config", "view", "roster"
 RESTORING = "restoring"  # while a whole cluster comes back from a checkpoint: workers wait
 SERVERS, WORKERS = "servers/", "workers/"
 DRAINS = "drains/"
+BEGIN_ANEW = "begin-anew"  # ranges of which nobody is left, and the checkpoint from which they are brought back
 SIGNED_OFF = b"signed off"
 """A worker's last word under its key: it is not coming back, whatever becomes of the lease."""
 
@@ -467,6 +469,13 @@ def other_cluster(ours: str, found: str) -> str:
     """What to say of a store that holds another cluster than ours, or none."""
     there = f"holds cluster {found}" if found else "holds no cluster"
     return f"the store {there}, not {ours}: its data were lost, or it was made anew; see `elasticps cluster --help`"
+
+
+def begins_anew(value: bytes) -> tuple[frozenset[int], frozenset[Member]]:
+    """What is under `begin-anew`: ranges, and members that are given up."""
+    said = json.loads(value)
+    given_up = frozenset(Member(str(name), int(incarnation)) for name, incarnation in said["given_up"])
+    return frozenset(map(int, said["ranges"])), given_up
 
 
 def last_worker(value: bytes) -> int:

@@ -16,12 +16,12 @@ import numpy as np
 from coordinator import wording
 from coordinator.balance import even_out, missing, start_moves
 from coordinator.draft import Draft, Flags, Loss, Pair
-from coordinator.repair import Limits, Places, start_fills
+from coordinator.repair import Limits, Places, start_fills, start_restores
 from coordinator.ring import Node, place
 from coordinator.store import VALUE_MAX
 from coordinator.view import WORKERS_MAX, ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from coordinator.wording import names
-from replication.chain import Chains, Kept, Member, unsafe_transition
+from replication.chain import Chains, Kept, Member, Ranges, unsafe_transition
 
 _LIMITS = Limits()
 _SURELY_FITS = 4096  # workers with the longest names there are
@@ -35,12 +35,15 @@ class UnsafePlan(AssertionError):
 class Members:
     """The servers registered now, in the cluster with the identity `cluster`; names are distinct.
 
-    draining: incarnations that were asked to hand over all they hold.
+    draining: incarnations that were asked to hand over all they hold. anew: ranges that are to begin anew, from a
+    checkpoint, when nobody is left who has them and could come back; given_up: members that a person says cannot.
     """
 
     cluster: str
     servers: tuple[ServerInfo, ...]
     draining: frozenset[Member] = frozenset()
+    anew: frozenset[int] = frozenset()
+    given_up: frozenset[Member] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,7 @@ class _Step:
     known     all who may be in the next view; of them, those not lost:
     serving   who is not asked to drain
     draining  who is; last: one that was asked to, and cannot as there is nobody else
+    ended     of the lost, who cannot come back as they were; anew: ranges that may begin anew if they alone had them
     """
 
     def __init__(self, view: View, members: Members, health: Health) -> None:
@@ -191,24 +195,30 @@ class _Step:
             elif server.member in health.gone:
                 self.lost[server.member] = health.gone[server.member]
         self.silent = {m for m in health.silent if self.lost.get(m) == health.gone[m]}
+        registered = {s.member for s in members.servers}
+        self.ended = (self.lost.keys() - self.silent - registered) | (self.lost.keys() & members.given_up)
+        self.anew = members.anew
         self.draft = Draft(view.as_chains, (s.member for s in self.present.values()), view.leaving)
         self.asked = members.draining
         self.known: list[ServerInfo] = []
         self.serving: dict[Member, ServerInfo] = {}
         self.draining: frozenset[Member] = frozenset()
         self.last: Member | None = None
+        self.homeless = 0  # ranges that begin anew, and that no server can bring back
 
     def decide(self, limits: Limits) -> Plan | None:
         before = self.draft.owners
         loss = self.draft.lose(self.lost, self.health.level, self.health.cut, self.silent)
+        given_up = self._given_up(loss)
+        self.draft.empty(given_up)
         self._sort()
         if self.draft.changed.any():
-            done = wording.losses(loss, self.lost, self.health.cut)
+            done = wording.losses(loss, self.lost, self.health.cut, len(given_up))
         else:
             done = self._progress(limits)
         servers = self._listed()
         done += self._list_reasons(servers, before)
-        standing = wording.standing_part(self._standing(loss))
+        standing = wording.standing_part(self._standing(np.setdiff1d(loss.stuck, given_up)))
         if not self.draft.changed.any() and servers == self.view.servers:
             if standing == wording.standing_of(self.view.reason):
                 return Plan(None, standing) if standing else None
@@ -216,6 +226,12 @@ class _Step:
         reason = wording.whole_reason(done, standing)
         lost = tuple(m for m in loss.removed if m in self.lost)
         return Plan(self._checked(servers, reason), reason, lost)
+
+    def _given_up(self, loss: Loss) -> Ranges:
+        """The ranges that begin anew: nobody who has all that was acknowledged can come back."""
+        ended = np.array([*(m in self.ended for m in self.view.as_chains.members), True])
+        stuck = loss.stuck[ended[self.view.as_chains.copies[loss.stuck]].all(axis=1)]
+        return stuck[np.isin(stuck, list(self.anew))]
 
     def _newer(self, server: ServerInfo) -> ServerInfo | None:
         now = self.present.get(server.name)
@@ -262,6 +278,7 @@ class _Step:
         ended = self.lost.keys() - self.silent
         confirmed = draft.confirm(health.alone, ended, back)
         asked, lost = draft.fetch(self.lost, ended, health.overdue, health.cut, health.spent)
+        begun = draft.begin(health.level) if health.ripe else 0
         before, full = draft.joining.copy(), draft.lengths == draft.replicas
         if health.ripe or self._listed() != self.view.servers:
             level = {r: fill for r, fill in health.level.items() if self.view.kept[r] in (Kept.NOT, Kept.BACK)}
@@ -270,10 +287,11 @@ class _Step:
         if not any(server.member in health.pending for server in self.present.values()):
             draft.release(self.draining, self.serving)
         able = {m: _node(s) for m, s in self.serving.items() if m not in health.pending}
+        self.homeless = start_restores(draft, able, health.places)
         fills = start_fills(draft, able, limits, apart, self.draining, health.places)
-        repairs = (draft.joining >= 0) & (draft.lengths < draft.replicas)
+        repairs = (draft.joining >= 0) & (draft.lengths < draft.replicas) & (draft.lengths > 0)
         # Who has not been heard yet may be well: what it holds is no reason to move anything.
-        if not fills.later and not (health.pending & draft.owners):
+        if not fills.later and not (health.pending & draft.owners) and draft.lengths.all():
             start_moves(draft, able, self.draining, limits, apart, even=not repairs.any(), places=health.places)
         if not draft.changed.any():
             return []
@@ -281,6 +299,7 @@ class _Step:
             *wording.stalled(stopped),
             *wording.confirmed(confirmed),
             *wording.fetched(asked, lost),
+            *wording.restores(draft, begun),
             *wording.repairs(draft, int(np.count_nonzero(came & ~full)), repairs & (draft.joining != before)),
             *wording.drains(draft, self.draining),
             *wording.moves(draft, int(np.count_nonzero(came & full)), missing(draft, able, self.draining)),
@@ -302,10 +321,10 @@ class _Step:
         reasons += [f"{names(drained)} drained: it may stop"] if drained else []
         return reasons + ([f"{names(back)} came back, spare"] if back else [])
 
-    def _standing(self, loss: Loss) -> list[str]:
+    def _standing(self, stuck: Ranges) -> list[str]:
         """What cannot be done as things are: who is waited for and by how many ranges, and what servers are missing."""
         draft, reasons = self.draft, []
-        waited = self.view.as_chains.copies[loss.stuck]
+        waited = self.view.as_chains.copies[stuck]
         for member in sorted(self.lost):
             held = int((waited == draft.members.index(member)).any(axis=1).sum())
             if held and (now := self.present.get(member.name)) is not None:
@@ -315,10 +334,12 @@ class _Step:
                 )
             elif held:
                 reasons.append(f"{member.name} is gone ({self.lost[member]}): {held} ranges wait for it")
-        late = draft.joining[loss.stuck][draft.kept[loss.stuck] == Kept.LATE]
+        late = draft.joining[stuck][draft.kept[stuck] == Kept.LATE]
         for index, count in zip(*np.unique(late, return_counts=True), strict=True):
             name = draft.members[index].name
             reasons.append(f"{name} has a copy of {count} of them, without what was acknowledged since it fell silent")
+        if self.homeless:
+            reasons.append(f"{self.homeless} ranges cannot come back from a checkpoint: no server can take them")
         short = int(np.count_nonzero(draft.lengths < draft.replicas))
         if short and len(self.serving) < draft.replicas:
             reasons.append(wording.too_few(short, draft.replicas, len(self.serving)))
@@ -332,7 +353,7 @@ class _Step:
     def _checked(self, servers: tuple[ServerInfo, ...], reason: str) -> View:
         old, draft = self.view, self.draft
         chains = draft.build([s.member for s in servers])
-        problem = _unlawful(old.as_chains, chains, self.health.level)
+        problem = _unlawful(old.as_chains, chains, self.health.level, self.ended)
         if problem:
             raise UnsafePlan(f"view {chains.epoch} ({reason}) must not follow: {problem}")
         return View(
@@ -347,6 +368,7 @@ class _Step:
             reason=reason,
             leaving=draft.indices([s.member for s in servers])[draft.intended],
             kept=chains.kept,
+            anew=chains.anew,
         )
 
 
@@ -354,17 +376,18 @@ def _node(server: ServerInfo) -> Node:
     return Node(server.name, server.weight, server.zone)
 
 
-def _unlawful(old: Chains, new: Chains, level: Mapping[int, int]) -> str:
+def _unlawful(old: Chains, new: Chains, level: Mapping[int, int], ended: Collection[Member]) -> str:
     """`unsafe_transition`, asked only about the ranges that changed: it takes its time for each."""
     at = {m: i for i, m in enumerate(new.members)}
     index = np.array([*(at.get(m, -2) for m in old.members), -1])
     same: Flags = (index[old.chains] == new.chains).all(axis=1) & (index[old.joining] == new.joining)
-    rows = np.flatnonzero(~same | (old.since != new.since) | (old.kept != new.kept))
+    rows = np.flatnonzero(~same | (old.since != new.since) | (old.kept != new.kept) | (old.anew != new.anew))
 
     def only(view: Chains) -> Chains:
         chains, joining, since, kept = view.chains[rows], view.joining[rows], view.since[rows], view.kept[rows]
-        return Chains(view.epoch, view.members, chains, joining, since, kept)
+        return Chains(view.epoch, view.members, chains, joining, since, kept, view.anew[rows])
 
-    if not unsafe_transition(only(old), only(new), {i: level[r] for i, r in enumerate(rows.tolist()) if r in level}):
+    some = {i: level[r] for i, r in enumerate(rows.tolist()) if r in level}
+    if not unsafe_transition(only(old), only(new), some, ended):
         return ""
-    return unsafe_transition(old, new, level)
+    return unsafe_transition(old, new, level, ended)

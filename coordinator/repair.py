@@ -88,6 +88,25 @@ def start_fills(
     return Fills(started, later)
 
 
+def start_restores(draft: Draft, sites: Mapping[Member, Node], places: Mapping[Member, Places] = _ANY) -> int:
+    """Has servers bring back the ranges that begin anew, each server as many as evens out what all hold; returns for
+    how many nobody has memory. All at once: nobody is served there before."""
+    rows = np.flatnonzero((draft.lengths == 0) & (draft.joining < 0))
+    n = len(draft.members)
+    weight = np.array([sites[m].weight if m in sites else np.nan for m in draft.members])
+    room = np.array([places[m].repairs if m in places else len(draft.chains) for m in draft.members])
+    held = _count(draft.chains, n) + _count(draft.joining, n)
+    for done, r in enumerate(rows.tolist()):
+        able = np.flatnonzero(~np.isnan(weight) & (room > 0))
+        if able.size == 0:
+            return len(rows) - done
+        target = int(able[np.argmin((held[able] + 1) / weight[able])])
+        draft.bring_back(r, target)
+        held[target] += 1
+        room[target] -= 1
+    return 0
+
+
 class _Cluster:
     """The servers' loads, kept while fillings are added. Arrays over the draft's members."""
 

@@ -27,7 +27,7 @@ WORKERS_MAX = 1 << 16
 REASON_MAX = 1000
 WEIGHT_MAX = 64.0
 
-_MAGIC = b"EPSV\x03"
+_MAGIC = b"EPSV\x04"
 _FIXED = struct.Struct("<QIII")  # epoch, ranges, replicas, bytes of the JSON that follows
 _ROSTER_MAGIC = b"EPSR\x01"
 _BODY_MAX = 32 << 20  # more than the largest view allowed above: a small message never inflates beyond it
@@ -87,6 +87,8 @@ class View:
     kept     int32 [ranges]: a `Kept` of the joining replica: it was a full one until it fell silent, and has a complete
              copy. Acknowledgements wait for it until the one that is left is confirmed; then it is late, until it is
              there again and gets what it lacks. Left out, there is none.
+    anew     int64 [ranges]: the epoch in which all that a range had was given up, because nobody is left who has it: it
+             begins anew, from a checkpoint; 0 = never. Until somebody has brought it back it has no replica.
     """
 
     cluster: str
@@ -100,6 +102,7 @@ class View:
     reason: str
     leaving: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     kept: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    anew: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __post_init__(self) -> None:
         check_identity(self.cluster)
@@ -119,6 +122,8 @@ class View:
         object.__setattr__(self, "leaving", _frozen("leaving", leaving, np.int32, (self.ranges,)))
         kept = self.kept if self.kept.size else np.zeros(self.ranges, np.int32)
         object.__setattr__(self, "kept", _frozen("kept", kept, np.int32, (self.ranges,)))
+        anew = self.anew if self.anew.size else np.zeros(self.ranges, np.int64)
+        object.__setattr__(self, "anew", _frozen("anew", anew, np.int64, (self.ranges,)))
         self._check_arrays()
 
     def _check_arrays(self) -> None:
@@ -132,8 +137,12 @@ class View:
         if bool(((self.chains[:, 1:] >= 0) & (self.chains[:, :-1] < 0)).any()):
             raise ValueError("a view has a chain with a gap before its last replica")
         alone = (self.chains >= 0).sum(axis=1) == 1
+        if self.anew.min() < 0 or bool((self.anew > self.since).any()):
+            raise ValueError(f"a view of epoch {self.epoch} has a range that began anew, but is older than that")
+        if bool((self.kept == Kept.ANEW)[(self.chains[:, 0] >= 0) | (self.joining < 0)].any()):
+            raise ValueError("a view has a range brought back that has replicas, or by nobody")
         if (
-            self.kept.min() < 0
+            self.kept.min() < min(Kept)
             or self.kept.max() > max(Kept)
             or bool((self.kept > 0)[~alone | (self.joining < 0)].any())
         ):
@@ -160,7 +169,7 @@ class View:
     def as_chains(self) -> Chains:
         """The same as replication sees it; members have the indices of `servers`."""
         members = tuple(server.member for server in self.servers)
-        return Chains(self.epoch, members, self.chains, self.joining, self.since, self.kept)
+        return Chains(self.epoch, members, self.chains, self.joining, self.since, self.kept, self.anew)
 
     def index(self, name: str) -> int:
         """The index in `servers` of the server called `name`, -1 if it is not listed."""
@@ -177,6 +186,7 @@ class View:
             and np.array_equal(self.since, other.since)
             and np.array_equal(self.leaving, other.leaving)
             and np.array_equal(self.kept, other.kept)
+            and np.array_equal(self.anew, other.anew)
         )
 
     def __hash__(self) -> int:
@@ -202,6 +212,7 @@ class View:
                 self.leaving.astype("<i4").tobytes(),
                 self.kept.astype("<i4").tobytes(),
                 self.since.astype("<i8").tobytes(),
+                self.anew.astype("<i8").tobytes(),
             )
         )
         return _MAGIC + zlib.compress(body, 1)
@@ -216,14 +227,14 @@ class View:
         check_ranges(ranges)
         _check_count("replicas", replicas, 1, REPLICAS_MAX)
         arrays_at = _FIXED.size + meta_size
-        if len(body) != arrays_at + ranges * (4 * replicas + 4 + 4 + 4 + 8):
+        if len(body) != arrays_at + ranges * (4 * replicas + 4 + 4 + 4 + 8 + 8):
             raise ValueError(f"a view of {ranges} ranges and {replicas} replicas has {len(body)} bytes: wrong length")
         cluster, reason, servers = _meta(body[_FIXED.size : arrays_at])
         chains = np.frombuffer(body, "<i4", ranges * replicas, arrays_at)
         joining, leaving, kept = np.frombuffer(body, "<i4", 3 * ranges, arrays_at + chains.nbytes).reshape(3, ranges)
-        since = np.frombuffer(body, "<i8", ranges, arrays_at + chains.nbytes + 3 * joining.nbytes)
+        since, anew = np.frombuffer(body, "<i8", 2 * ranges, arrays_at + chains.nbytes + 12 * ranges).reshape(2, ranges)
         chains = chains.reshape(ranges, replicas)
-        view = cls(cluster, epoch, ranges, replicas, servers, chains, joining, since, reason, leaving, kept)
+        view = cls(cluster, epoch, ranges, replicas, servers, chains, joining, since, reason, leaving, kept, anew)
         view.__dict__["_encoded"] = bytes(data)
         return view
 

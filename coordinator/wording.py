@@ -14,7 +14,7 @@ from coordinator.draft import Draft, Flags, Loss
 from coordinator.repair import Places
 from coordinator.share import Counts
 from coordinator.view import REASON_MAX
-from replication.chain import Member
+from replication.chain import Kept, Member
 
 WAITING = "; waiting: "
 _NAMES_SHOWN = 5
@@ -54,8 +54,8 @@ def stalled(joiners: Collection[Member]) -> list[str]:
     return [f"{names([m.name for m in joiners])} could not be filled: given up for now"] if joiners else []
 
 
-def losses(loss: Loss, why: Mapping[Member, str], cut: Collection[tuple[Member, Member]]) -> list[str]:
-    """What deaths and cuts have done."""
+def losses(loss: Loss, why: Mapping[Member, str], cut: Collection[tuple[Member, Member]], anew: int) -> list[str]:
+    """What deaths and cuts have done; anew: so many ranges are given up."""
     reasons = []
     if lost := [m for m in loss.removed if m in why]:
         text = f"{evidence(lost, why)}: {loss.heads} ranges have a new head, {loss.restarted} fillings start again"
@@ -65,6 +65,8 @@ def losses(loss: Loss, why: Mapping[Member, str], cut: Collection[tuple[Member, 
         reasons.append(f"{names(pairs)} cannot reach each other: {loss.parted} ranges go on without the second")
     if loss.promoted:
         reasons.append(f"{loss.promoted} level replicas take their places")
+    if anew:
+        reasons.append(f"{anew} ranges begin anew: nobody is left who has them")
     if loss.kept:
         reasons.append(f"{loss.kept} ranges wait until the replica that is left is confirmed")
     return reasons
@@ -81,6 +83,13 @@ def fetched(asked: int, lost: int) -> list[str]:
     return reasons + ([f"{lost} late copies are given up"] if lost else [])
 
 
+def restores(draft: Draft, begun: int) -> list[str]:
+    """What comes back from a checkpoint: ranges that have a replica again, and those under way."""
+    coming = np.count_nonzero(draft.kept == Kept.ANEW)
+    parts = [f"{begun} ranges are brought back"] if begun else []
+    return parts + ([f"{coming} ranges come back from a checkpoint"] if coming else [])
+
+
 def repairs(draft: Draft, promoted: int, started: Flags) -> list[str]:
     """What repair does in this view: ranges that got their replica, and fillings started [ranges]."""
     if not promoted and not started.any():
@@ -89,7 +98,7 @@ def repairs(draft: Draft, promoted: int, started: Flags) -> list[str]:
     if started.any():
         to = names(sorted(draft.members[i].name for i in np.unique(draft.joining[started])))
         parts.append(f"{np.count_nonzero(started)} fillings started on {to}")
-    short, filling = draft.lengths < draft.replicas, draft.joining >= 0
+    short, filling = (draft.lengths < draft.replicas) & (draft.lengths > 0), draft.joining >= 0
     under_way, to_follow = np.count_nonzero(short & filling), np.count_nonzero(short & ~filling)
     return [f"repair: {', '.join(parts)}; {under_way} under way, {to_follow} to follow"]
 

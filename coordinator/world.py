@@ -10,6 +10,7 @@ from typing import TypeVar
 from coordinator import fields
 from coordinator.errors import Fenced
 from coordinator.membership import (
+    BEGIN_ANEW,
     CONFIG,
     DRAINS,
     LAST_WORKER,
@@ -18,6 +19,7 @@ from coordinator.membership import (
     SIGNED_OFF,
     VIEW,
     WORKERS,
+    begins_anew,
     drained_incarnation,
     last_worker,
 )
@@ -49,6 +51,7 @@ class World:
     revisions  of the view and the roster, to write against; servers and workers by their keys
     drains     the requests to drain, by their keys: of whom, and the revision of the request
     signed_off  the names of workers that have said they leave
+    anew        the ranges that are to begin anew; given_up: members that a person says cannot come back
     records     of the workers that took part last under their names: id and revision, by their keys
     """
 
@@ -67,6 +70,8 @@ class World:
         self.signed_off: set[str] = set()
         self.records: dict[str, tuple[int, int]] = {}
         self.drains: dict[str, tuple[Member, int]] = {}
+        self.anew: frozenset[int] = frozenset()
+        self.given_up: frozenset[Member] = frozenset()
         self.term = 0
         for entry in listing.entries:
             self._put(entry)
@@ -136,6 +141,8 @@ class World:
             self._put_drain(entry)
         elif key.startswith(LAST_WORKER):
             return self._put_record(entry)
+        elif key == BEGIN_ANEW:
+            self._put_anew(entry)
         else:
             return News.NOTHING
         return News.CHANGE
@@ -174,6 +181,13 @@ class World:
         else:
             self.drains[entry.key] = member, entry.revision
 
+    def _put_anew(self, entry: Entry) -> None:
+        self.anew, self.given_up = frozenset(), frozenset()
+        try:
+            self.anew, self.given_up = begins_anew(entry.value)
+        except (ValueError, TypeError, KeyError):
+            log.exception("an entry is ignored", key=entry.key)
+
     def _replaces(self, key: str) -> bool:
         """Whether the view lists another incarnation of the server under this key."""
         server = self.servers.get(key)
@@ -191,6 +205,9 @@ class World:
             else:
                 self.roster = None
             return News.CHANGE
+        if change.key == BEGIN_ANEW:
+            self.anew, self.given_up = frozenset(), frozenset()
+            return News.NOTHING
         if self.servers.pop(change.key, None) is not None:
             return News.DEATH
         if self.records.pop(change.key, None) is not None:

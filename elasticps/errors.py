@@ -82,6 +82,21 @@ class ServerFull(ServerError):
         return type(self), (str(self), self.server, self.table, self.nbytes)
 
 
+class DataLost(Definite):
+    """Every replica of some ranges was gone, and they came back from a checkpoint. Raised once for each such loss, by
+    the next operation of a client with `raise_on_loss`; the operation has not begun, and may be done as if nothing was.
+
+    loss: what is missing, as `Client.losses` has it.
+    """
+
+    def __init__(self, text: str, loss: object) -> None:
+        super().__init__(text)
+        self.loss = loss
+
+    def __reduce__(self) -> tuple[type[DataLost], tuple[str, object]]:
+        return type(self), (str(self), self.loss)
+
+
 class NotFinite(ServerError):
     """A push had a gradient with NaN or infinity for a table that takes none. It ticks without its rows at that
     server, as with every `ServerError`.

@@ -5,6 +5,8 @@ A chain is ordered by age: head first, tail last, and a view may only
  - append the joining member, once its tail has reported it level,
  - start, replace or give up a filling: set or clear `joining`,
  - leave one member of several: it goes on, and one that was removed joins with the copy that it has (`kept`),
+ - empty a chain of which nobody can come back: the range begins anew (`anew`), with a member that has brought it back
+   from a checkpoint,
 and then sets `since[r]` to its own epoch. So every survivor's log is a prefix of the logs of the survivors before it,
 which is what makes failover need nothing from the dead. `unsafe_transition` states the law as code.
 
@@ -19,7 +21,7 @@ in for nobody. When its server is there again it is asked back: then it joins as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -51,8 +53,10 @@ class Role(IntEnum):
 
 class Kept(IntEnum):
     """Whether a joining member has the copy that it had in the chain: and if it stood before or behind the one left.
-    LATE: that one acknowledges without it, and keeps for a while what it lacks. BACK: it is to get that."""
+    LATE: that one acknowledges without it, and keeps for a while what it lacks. BACK: it is to get that. ANEW: there is
+    no chain, and it brings the range back from a checkpoint."""
 
+    ANEW = -1
     NOT = 0
     BEHIND = 1
     BEFORE = 2
@@ -68,7 +72,8 @@ COMPLETE = (Kept.BEHIND, Kept.BEFORE)
 class Chains:
     """One view: chains int32 [P, R], indices into `members`, head first, -1 behind the tail; joining int32 [P];
     since int64 [P], the epoch in which the chain or the joining member of a range last changed; kept int32 [P], a
-    `Kept` of the joining member, left out: NOT."""
+    `Kept` of the joining member, left out: NOT; anew int64 [P], the epoch in which the last chain of which nobody was
+    left was emptied, left out: never."""
 
     epoch: int
     members: tuple[Member, ...]
@@ -76,16 +81,19 @@ class Chains:
     joining: NDArray[np.int32]
     since: NDArray[np.int64]
     kept: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    anew: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     tails: NDArray[np.int32] = field(init=False)
 
     def __post_init__(self) -> None:
         ranges = self.chains.shape[0]
         if not self.kept.size:
             object.__setattr__(self, "kept", np.zeros(ranges, np.int32))
+        if not self.anew.size:
+            object.__setattr__(self, "anew", np.zeros(ranges, np.int64))
         length = np.count_nonzero(self.chains >= 0, axis=1)
         last = self.chains[np.arange(ranges), np.maximum(length, 1) - 1]
         object.__setattr__(self, "tails", last)
-        for array in (self.chains, self.joining, self.since, self.kept, self.tails):
+        for array in (self.chains, self.joining, self.since, self.kept, self.anew, self.tails):
             array.setflags(write=False)
 
     @property
@@ -165,10 +173,13 @@ _FROM: Mapping[int, tuple[Kept, ...]] = {Kept.LATE: COMPLETE, Kept.BACK: (*COMPL
 """What a copy must have been before."""
 
 
-def unsafe_transition(old: Chains, new: Chains, level: Mapping[int, int]) -> str:
-    """Why `new` must not follow `old`; "" if it may. `level`: range -> fill id that its tail reported level.
+def unsafe_transition(
+    old: Chains, new: Chains, level: Mapping[int, int], ended: Collection[Member] = frozenset()
+) -> str:
+    """Why `new` must not follow `old`; "" if it may. `level`: range -> fill id that its tail, or who brings it back,
+    reported level; `ended`: members that can never come back as they were.
 
-    A chain that was empty may get any members: a range is formed, or was lost as a whole and is restored.
+    A chain that was empty may get any members when it is formed; when it begins anew, the one that has brought it back.
     """
     if new.epoch != old.epoch + 1:
         return f"epoch {new.epoch} follows {old.epoch}"
@@ -176,6 +187,13 @@ def unsafe_transition(old: Chains, new: Chains, level: Mapping[int, int]) -> str
         before, after = old.members_of(r), new.members_of(r)
         joined_before, joined_after = old.joiner_of(r), new.joiner_of(r)
         kept_before, kept_after = old.kept[r], new.kept[r]
+        if new.anew[r] != old.anew[r]:
+            copies = {old.members[i] for i in old.copies[r] if i >= 0}
+            if new.anew[r] != new.epoch or new.since[r] != new.epoch or after or joined_after is not None or not before:
+                return f"range {r}: it does not begin anew in epoch {new.anew[r]}"
+            if living := copies.difference(ended):
+                return f"range {r}: it must not begin anew as long as {_names(tuple(sorted(living)))} may come back"
+            continue
         if before == after and joined_before == joined_after and kept_before == kept_after:
             if new.since[r] != old.since[r]:
                 return f"range {r}: since moved to {new.since[r]}, but nothing changed"
@@ -184,12 +202,17 @@ def unsafe_transition(old: Chains, new: Chains, level: Mapping[int, int]) -> str
             return f"range {r}: the chain changed in epoch {new.epoch}, but since says {new.since[r]}"
         if joined_after is not None and joined_after in after:
             return f"range {r}: {joined_after} is joining and full"
+        if kept_after == Kept.ANEW and (before or after or joined_after is None or not new.anew[r]):
+            return f"range {r}: {joined_after} is to bring back what is not lost"
         if kept_after in COMPLETE and (fault := _unkept(before, after, joined_after, kept_after)):
             return f"range {r}: {fault}"
         if kept_after in _FROM and (
             kept_before not in _FROM[kept_after] or (before, joined_before) != (after, joined_after)
         ):
             return f"range {r}: {joined_after} has not kept its copy behind {_names(after)} all the time"
+        brought_back = kept_before == Kept.ANEW and after == (joined_before,) and level.get(r, -1) == old.since[r]
+        if not before and after and old.anew[r] and not brought_back:
+            return f"range {r}: nobody has brought back what {_names(after)} is to have"
         if not before:
             continue
         if not after:

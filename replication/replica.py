@@ -46,10 +46,20 @@ from numpy.typing import NDArray
 
 from replication.admission import Admission
 from replication.chain import COMPLETE, Chains, Kept, Member, Ranges, Role, place
-from replication.core import PeerError, ProtocolError, Shared, Waiter
-from replication.effects import Distrust, Effects, NeedView
+from replication.core import NO_RANGES, PeerError, ProtocolError, Shared, Waiter
+from replication.effects import Apply, CaughtUp, Distrust, Effects, NeedView
 from replication.log import Entry, Log
-from replication.messages import NOTHING, Ack, Forward, Message, Resync, Seqs, SnapshotChunk
+from replication.messages import (
+    NOTHING,
+    Ack,
+    Forward,
+    Message,
+    Operation,
+    Payload,
+    Resync,
+    Seqs,
+    SnapshotChunk,
+)  # fmt: skip
 from replication.progress import Progress
 
 _ORDERS_KEPT = 64
@@ -113,7 +123,7 @@ class Replica(Admission):
         if np.count_nonzero(promoted & ~self.filled):
             raise ProtocolError(f"{self.me}: promoted half filled in ranges {np.flatnonzero(promoted & ~self.filled)}")
         complete = np.isin(view.kept, COMPLETE)
-        mine = (view.kept != Kept.NOT) & (where.role == Role.JOINING)
+        mine = (view.kept > Kept.NOT) & (where.role == Role.JOINING)
         emptied = changed & (where.role == Role.JOINING) & ~mine
         gone = (where.role == Role.OUT) & self._holds & (view.heads >= 0)
         self.role = where.role
@@ -186,6 +196,25 @@ class Replica(Admission):
                 waiter.frame.moved.append(waiter.ranges[~mine])
             self._waiters.append(Waiter(waiter.frame, waiter.ranges[mine], waiter.seqs[mine]))
         self._check_waiters(out)
+
+    # -- what begins anew ---------------------------------------------------------------------------------------------
+
+    def bring_back(self, r: int, kind: int, payload: Payload) -> Effects:
+        """What a checkpoint has of a range that begins anew here, as operations that no log has."""
+        return [Apply(Operation(kind, -1, 0, payload, 0), np.array([r]), self.seq[[r]], None)]
+
+    def brought_back(self, r: int) -> Effects:
+        """All of it is there: the leader is told, who may make this the range's only replica."""
+        self.filled[r] = True
+        self._reported[r] = int(self._since[r])
+        self._recode()
+        return [CaughtUp(r, int(self._since[r]), self.me)]
+
+    def brings_back(self) -> Ranges:
+        """The ranges that are to be brought back here, and have not been."""
+        if self.view is None:
+            return NO_RANGES
+        return np.flatnonzero((self.role == Role.JOINING) & (self.view.kept == Kept.ANEW) & ~self.filled)
 
     # -- links ------------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,8 @@ class SnapshotTransfer(Core):
 
     def levels(self) -> list[CaughtUp]:
         """Every CAUGHT_UP that stands: state, told again to each new leader."""
-        return [CaughtUp(r, f, self._members[self._down[r]]) for r, f in sorted(self._reported.items())]
+        joiners = ((r, f, int(self._down[r])) for r, f in sorted(self._reported.items()))
+        return [CaughtUp(r, f, self._members[down] if down >= 0 else self.me) for r, f, down in joiners]
 
     def spent(self) -> list[tuple[int, int]]:
         """(range, fill) of copies that cannot have any more what was kept for them: told to leaders as `levels` are."""

@@ -146,7 +146,7 @@ class CutStateResponse(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., newest: _Optional[int] = ..., taken: _Optional[_Iterable[_Union[CutTaken, _Mapping]]] = ..., homes: _Optional[_Mapping[int, str]] = ..., writes: _Optional[bool] = ..., ranges_done: _Optional[int] = ..., files: _Optional[_Iterable[_Union[WrittenFile, _Mapping]]] = ..., failed: _Optional[str] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("act", "url", "cut", "old", "new", "whole", "serial")
+    __slots__ = ("act", "url", "cut", "old", "new", "whole", "serial", "anew", "specs", "workers", "clocks")
     class Act(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         LOOK: _ClassVar[RestoreRequest.Act]
@@ -162,6 +162,10 @@ class RestoreRequest(_message.Message):
     NEW_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     SERIAL_FIELD_NUMBER: _ClassVar[int]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
+    SPECS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    CLOCKS_FIELD_NUMBER: _ClassVar[int]
     act: RestoreRequest.Act
     url: str
     cut: int
@@ -169,21 +173,35 @@ class RestoreRequest(_message.Message):
     new: _containers.RepeatedScalarFieldContainer[int]
     whole: bool
     serial: int
-    def __init__(self, act: _Optional[_Union[RestoreRequest.Act, str]] = ..., url: _Optional[str] = ..., cut: _Optional[int] = ..., old: _Optional[_Iterable[int]] = ..., new: _Optional[_Iterable[int]] = ..., whole: _Optional[bool] = ..., serial: _Optional[int] = ...) -> None: ...
+    anew: bool
+    specs: _containers.RepeatedScalarFieldContainer[str]
+    workers: _containers.RepeatedScalarFieldContainer[int]
+    clocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, act: _Optional[_Union[RestoreRequest.Act, str]] = ..., url: _Optional[str] = ..., cut: _Optional[int] = ..., old: _Optional[_Iterable[int]] = ..., new: _Optional[_Iterable[int]] = ..., whole: _Optional[bool] = ..., serial: _Optional[int] = ..., anew: _Optional[bool] = ..., specs: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[int]] = ..., clocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RestoreResponse(_message.Message):
-    __slots__ = ("ranges", "rows", "taken", "failed", "complete")
+    __slots__ = ("ranges", "rows", "taken", "failed", "complete", "headed", "workers", "least", "told", "rounds")
     RANGES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    HEADED_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    LEAST_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
     ranges: _containers.RepeatedScalarFieldContainer[int]
     rows: int
     taken: _containers.RepeatedScalarFieldContainer[int]
     failed: str
     complete: bool
-    def __init__(self, ranges: _Optional[_Iterable[int]] = ..., rows: _Optional[int] = ..., taken: _Optional[_Iterable[int]] = ..., failed: _Optional[str] = ..., complete: _Optional[bool] = ...) -> None: ...
+    headed: int
+    workers: _containers.RepeatedScalarFieldContainer[int]
+    least: _containers.RepeatedScalarFieldContainer[int]
+    told: _containers.RepeatedScalarFieldContainer[int]
+    rounds: bool
+    def __init__(self, ranges: _Optional[_Iterable[int]] = ..., rows: _Optional[int] = ..., taken: _Optional[_Iterable[int]] = ..., failed: _Optional[str] = ..., complete: _Optional[bool] = ..., headed: _Optional[int] = ..., workers: _Optional[_Iterable[int]] = ..., least: _Optional[_Iterable[int]] = ..., told: _Optional[_Iterable[int]] = ..., rounds: _Optional[bool] = ...) -> None: ...
 
 class MarkRequest(_message.Message):
     __slots__ = ("mark",)

@@ -81,7 +81,11 @@ class _Admin(admin_pb2_grpc.AdminServicer):
         if request.act == admin_pb2.RestoreRequest.LOOK:
             return admin_pb2.RestoreResponse(**restoring.look(request.new)._asdict())
         tables = tuple(zip(request.old, request.new, strict=True))
-        found = restoring.go_on(request.serial, Wanted(request.url, request.cut, tables, request.whole))
+        floors = tuple(zip(request.workers, request.clocks, strict=True))
+        wanted = Wanted(
+            request.url, request.cut, tables, request.whole, request.anew, tuple(request.specs), floors
+        )  # fmt: skip
+        found = restoring.go_on(request.serial, wanted)
         return admin_pb2.RestoreResponse(**found._asdict())
 
     async def Marked(self, request: admin_pb2.MarkedRequest, context: Context) -> admin_pb2.MarkedResponse:  # noqa: N802

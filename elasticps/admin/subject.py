@@ -83,22 +83,32 @@ class CutSubject(Protocol):
 
 class Wanted(NamedTuple):
     """What is to be brought back from a checkpoint. tables: (id in the checkpoint, id here); whole: clocks, rounds and
-    shards too."""
+    shards too. anew: only ranges that begin anew; specs: then those of all tables, of which the checkpoint may lack
+    some, with id 0; floors: by worker, the clocks up to which steps count as done there at least."""
 
     url: str
     cut: int
     tables: tuple[tuple[int, int], ...]
     whole: bool
+    anew: bool = False
+    specs: tuple[str, ...] = ()
+    floors: tuple[tuple[int, int], ...] = ()
 
 
 class Restored(NamedTuple):
     """How far it is: ranges that are done, committed; rows since the beginning. taken: ids that cannot be had; failed:
-    why it ended, "" if it has not."""
+    why it ended, "" if it has not. headed: so many ranges are headed here; workers: those known in all of them; least:
+    beside, the least clock in them; told: beside, up to where they know all to be committed; rounds: there are some."""
 
     ranges: tuple[int, ...]
     rows: int
     taken: tuple[int, ...]
     failed: str
+    headed: int = 0
+    workers: tuple[int, ...] = ()
+    least: tuple[int, ...] = ()
+    told: tuple[int, ...] = ()
+    rounds: bool = False
 
 
 class RestoreSubject(Protocol):

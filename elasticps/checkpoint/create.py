@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from coordinator.adoption import TABLES
+from coordinator.adoption import ON_LOSS, RATES, TABLES
 from coordinator.errors import StoreUnavailable
 from coordinator.membership import LAST_WORKER, NEWEST_CHECKPOINT, RESTORING, VIEW
 from coordinator.store import Store
@@ -103,7 +103,7 @@ async def _attempt(
     if not await asyncio.to_thread(catalog.publish, storage, manifest):
         raise CheckpointError(f"{storage.url} has a checkpoint {cut.number} that somebody else has made meanwhile")
     with suppress(StoreUnavailable):  # it is made all the same
-        await store.put(NEWEST_CHECKPOINT, newest(manifest.cut, manifest.time))
+        await store.put(NEWEST_CHECKPOINT, newest(manifest.cut, manifest.time, storage.url))
     await asyncio.to_thread(catalog.clean, storage, cut.number)
     return manifest
 
@@ -177,9 +177,9 @@ def _ranges(state: CutState) -> int:
     return sum(len(one.ranges) for one in state.taken)
 
 
-def newest(cut: int, time_s: float) -> bytes:
+def newest(cut: int, time_s: float, url: str = "") -> bytes:
     """What NEWEST_CHECKPOINT has of it."""
-    return json.dumps({"cut": cut, "time": time_s}).encode()
+    return json.dumps({"cut": cut, "time": time_s, "url": url}).encode()
 
 
 async def _manifest(store: Store, cut: Cut, files: list[WrittenFile]) -> Manifest:
@@ -204,6 +204,7 @@ async def _manifest(store: Store, cut: Cut, files: list[WrittenFile]) -> Manifes
         ranges=cut.view.ranges,
         time=time.time(),
         tables=await _tables(store),
+        settings=await _settings(store),
         files=tuple(FileEntry(f.path, f.table, f.bytes, f.header, f.rows, f.blake2b, f.ranges) for f in files),
         workers=workers,
         former={id_: clock for id_, clock in verdict.clocks.items() if id_ not in named},
@@ -223,6 +224,11 @@ async def _tables(store: Store) -> dict[str, tuple[int, TableSpec]]:
             spec = TableSpec.from_json(document["spec"])
             found[entry.key.removeprefix(TABLES)] = document["id"], spec
     return found
+
+
+async def _settings(store: Store) -> dict[str, dict[str, Any]]:
+    entries = [entry for prefix in (RATES, ON_LOSS) for entry in (await store.list(prefix)).entries]
+    return {entry.key: json.loads(entry.value) for entry in entries}
 
 
 async def _view(store: Store) -> View:

@@ -60,6 +60,7 @@ class Manifest:
     left_out   of workers that were lost as the cut was taken: progress per range, by id
     closed     each application's last synchronous round
     groups     of rounds, as servers keep them; shards: the same of sets of shards
+    settings   what was set for tables beside their specs, as etcd has it, by key: `rates/…`, `on-loss/…`
     """
 
     cluster: str
@@ -75,6 +76,7 @@ class Manifest:
     closed: Mapping[str, int] = field(default_factory=dict)
     groups: tuple[Mapping[str, Any], ...] = ()
     shards: tuple[Mapping[str, Any], ...] = ()
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -185,6 +187,7 @@ def _checked(said: dict[str, Any]) -> Manifest:
         workers={name: WorkerEntry(**one) for name, one in said["workers"].items()},
         former={int(id_): clock for id_, clock in said["former"].items()}, left_out=left_out,
         closed=dict(said["closed"]), groups=tuple(said["groups"]), shards=tuple(said["shards"]),
+        settings=dict(said.get("settings", {})),  # which the first ones did not have
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from coordinator import fields
-from coordinator.adoption import TABLES
+from coordinator.adoption import ON_LOSS, RATES, TABLES
 from coordinator.errors import CoordinationError, LeaseLost, StoreUnavailable
 from coordinator.membership import CONFIG, LAST_WORKER, RESTORING, VIEW, WORKERS, new_number
 from coordinator.store import Store
@@ -149,13 +149,13 @@ async def restore(
     ClusterUnreachable when servers do not get on with it.
     """
     storage = Storage(url)
-    contents = await asyncio.to_thread(_opened, storage, cut)
-    async with _driving(store) as serial:
+    contents = await asyncio.to_thread(opened_at, storage, cut)
+    async with driving(store) as serial:
         driver = _Driver(store, contents, serial, credentials, tell)
         return await driver.run(tables, patient)
 
 
-def _opened(storage: Storage, cut: int | None) -> Contents:
+def opened_at(storage: Storage, cut: int | None) -> Contents:
     """A checkpoint all of whose files are there, as long as they were written, with their headers."""
     contents = Contents(storage, catalog.chain(storage, cut))
     for manifest in contents.chain:
@@ -170,7 +170,7 @@ def _opened(storage: Storage, cut: int | None) -> Contents:
 
 
 @asynccontextmanager
-async def _driving(store: Store) -> AsyncIterator[int]:
+async def driving(store: Store) -> AsyncIterator[int]:
     """As the only one; gives the number of this try, above those of all before it."""
     lease = await store.grant(LEASE_S)
     keeper = asyncio.create_task(_keep(store, lease))
@@ -394,6 +394,10 @@ class _Driver:
             if await self._store.compare_and_set(TABLES + name, value, expect=0) is None and not plan.whole:
                 await self._undo(plan)
                 raise ConfigError(f"somebody has made a table {name!r} meanwhile: nothing was restored")
+            for prefix in (RATES, ON_LOSS):
+                said = self._manifest.settings.get(prefix + name)
+                if said is not None and said["table"] == old:
+                    await self._store.put(prefix + name, json.dumps({**said, "table": new}).encode())
         if not plan.whole:
             return
         for entry in (await self._store.list(LAST_WORKER)).entries:

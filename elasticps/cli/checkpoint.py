@@ -9,6 +9,7 @@ import typer
 from rich.progress import DownloadColumn, MofNCompleteColumn, TextColumn
 from rich.table import Table
 
+from coordinator.loss import told as told_lines
 from elasticps.cli.bars import bar, restore_with_bar
 from elasticps.cli.local import target
 from elasticps.cli.options import Json, Name, Url, command
@@ -190,25 +191,77 @@ def merge(place: Place, cut: Cut = None) -> None:
 
 
 def restore(
-    place: Place,
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL",
+            help="Where they lie. With --ranges it may be left out: where the newest one went.",
+            show_default=False,
+        ),
+    ] = "",
     tables: Annotated[
         str, typer.Option(help="Names, with commas in between, or APPLICATION/NAME; all, and all else, if left out.")
     ] = "",
     cut: Annotated[
         int | None, typer.Option(help="Which checkpoint.  [default: the newest]", show_default=False)
     ] = None,
+    ranges: Annotated[
+        str,
+        typer.Option(
+            help="Only these ranges of a live cluster, of which every replica is gone: 3,8-11, or all-lost.",
+            show_default=False,
+        ),
+    ] = "",
+    accept_loss: Annotated[
+        bool,
+        typer.Option("--accept-loss", help="With --ranges: also those that a server may have which is only away."),
+    ] = False,
     url: Url = None,
     name: Name = None,
     as_json: Json = False,
     timeout: Timeout = 30.0,
 ) -> None:
-    """Bring a cluster back from a checkpoint, or some tables of one.
+    """Bring a cluster back from a checkpoint, or some tables of one, or ranges that are lost.
 
     All of it needs a cluster without tables and workers: workers wait until it is there, and go on where the checkpoint
     was taken. Some tables, which must not exist, come back while others are trained. The number of servers, replicas
-    and ranges may be another.
+    and ranges may be another. Ranges of which nobody is left come back while all others are trained on; what is
+    missing in them of later steps is told.
     """
+    if ranges:
+        _restore_ranges(target(url, name), place, ranges, cut, accept_loss, timeout, as_json=as_json)
+        return
+    if not place or accept_loss:
+        raise ConfigError("say where the checkpoint lies, or --ranges" if not place else "--accept-loss needs --ranges")
     restore_with_bar(target(url, name), place, cut, tables, timeout, as_json=as_json)
+
+
+def _restore_ranges(
+    cluster: str, place: str, ranges: str, cut: int | None, accept_loss: bool, timeout_s: float, *, as_json: bool
+) -> None:
+    from elasticps.checkpoint.anew import restore_ranges
+
+    def tell(text: str) -> None:
+        err.print(text, markup=False, soft_wrap=True)
+
+    chosen = None if ranges == "all-lost" else _numbers(ranges)
+    told = restore_ranges(cluster, place, chosen, cut=cut, accept_loss=accept_loss, tell=tell, timeout_s=timeout_s)
+    if as_json:
+        print_json(told)
+        return
+    for line in told_lines(told):
+        out.print(line, markup=False, soft_wrap=True)
+
+
+def _numbers(text: str) -> set[int]:
+    """3,8-11 as numbers."""
+    found: set[int] = set()
+    for each in text.split(","):
+        first, dash, last = each.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ConfigError(f"--ranges takes numbers such as 3,8-11, or all-lost, got {text!r}")
+        found.update(range(int(first), int(last if dash else first) + 1))
+    return found
 
 
 def kept(text: str) -> Keep:

@@ -214,7 +214,7 @@ async def _coordinate(
                 work.append(_restore(store, credentials))
             print_json({"ready": True, "name": name, "pid": os.getpid()})
             dial = dial_server(name, credentials)
-            duty = partial(_make_checkpoints, store, credentials, *checkpoints)
+            duty = partial(_see_to_data, store, credentials, *checkpoints)
             await first_of(run_coordinator(store, name=name, stop=stop, dial=dial, on_ill=on_ill, duty=duty), *work)
     finally:
         await store.close()
@@ -232,16 +232,17 @@ async def _restore(store: Store, credentials: Credentials | None) -> None:
     await asyncio.Event().wait()
 
 
-async def _make_checkpoints(store: Store, credentials: Credentials | None, url: str, every_s: float) -> None:
-    """While this coordinator leads."""
+async def _see_to_data(store: Store, credentials: Credentials | None, url: str, every_s: float) -> None:
+    """While this coordinator leads: checkpoints are made, and what is lost comes back from them."""
     from elasticps.checkpoint.create import by_grpc, checkpoint
     from elasticps.checkpoint.duty import Duty
+    from elasticps.checkpoint.recovery import Recovery
 
     async def take(full: bool) -> Manifest:
         async with by_grpc(credentials) as connect:
             return await checkpoint(store, url, connect, full=full)
 
-    await Duty(store, take if url else None, every_s).run()
+    await first_of(Duty(store, take if url else None, every_s).run(), Recovery(store, url, credentials).run())
 
 
 async def _create(store: Store, chosen: dict[str, Any], restore: str) -> None:

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.connect import open_store
-from coordinator.loss import find_loss
+from coordinator.loss import find_loss, told
+from coordinator.losses import held_up, losses_of
 from coordinator.membership import ROSTER, SERVERS, VIEW, list_drains
 from coordinator.store import Store
 from coordinator.url import parse
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
 
 _ASKED_AT_ONCE = 64
+_LOSSES_SHOWN = 3  # the newest
 WARN_SHARE = 0.8  # of what a server may use for new rows: from here on `status` says so
 
 
@@ -87,6 +89,7 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
     try:
         async with asyncio.timeout(timeout_s):
             view, roster, registered, drains = await _read(store)
+            losses, why = await losses_of(store), await held_up(store)
     except TimeoutError:
         raise ClusterUnreachable(
             f"etcd at {', '.join(cluster.endpoints)} did not answer within {timeout_s:g} s"
@@ -112,7 +115,8 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
         "ranges_short": _short(view) if view else 0,
         "ranges_lost": [] if loss is None else loss.lost.tolist(),
         "ranges_waiting": [] if loss is None else loss.waiting.tolist(),
-        "loss": [] if loss is None else loss.lines,
+        "loss": [] if loss is None else [*loss.lines, *([f"they are not brought back: {why}"] if why else [])],
+        "losses": losses,
         "ranges_joining": int((view.joining >= 0).sum()) if view else 0,
         "ranges_moving": int(((view.joining >= 0) & (view.chains >= 0).all(axis=1)).sum()) if view else 0,
         "balance": balance(servers, [] if before is None else before["servers"]),
@@ -218,6 +222,8 @@ def _render(found: dict[str, Any]) -> Group:
     )
     for line in found["loss"]:
         head.append(f"\n{line}", "bold red")
+    for each in found["losses"][-_LOSSES_SHOWN:]:
+        head.append(f"\n{'; '.join(told(each))}", "yellow")
     if found["ranges_short"] > len(found["ranges_lost"]) + len(found["ranges_waiting"]):
         filling = found["ranges_joining"] - found["ranges_moving"]
         head.append(f"\n{found['ranges_short']} ranges have fewer replicas; {filling} are being filled", "yellow")

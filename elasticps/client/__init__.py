@@ -2,6 +2,7 @@
 
 from elasticps.client.client import Client
 from elasticps.client.data_shards import Shard, Shards
+from elasticps.client.losses import Loss
 from elasticps.client.opening import connect
 from elasticps.client.protocol.join import Resume
 from elasticps.client.steps import OpenStep, Step
@@ -10,6 +11,7 @@ from elasticps.client.tables import DenseTensor, SparseTable, TableInfo
 __all__ = [
     "Client",
     "DenseTensor",
+    "Loss",
     "OpenStep",
     "Resume",
     "Shard",

@@ -11,6 +11,7 @@ from coordinator.view import View
 from elasticps.client.checkpoints import CheckpointRequest
 from elasticps.client.data_shards import Shards
 from elasticps.client.inputs import checked_floats
+from elasticps.client.losses import Loss
 from elasticps.client.parts import Parts
 from elasticps.client.protocol.join import Resume
 from elasticps.client.pulls import Read
@@ -27,12 +28,13 @@ class Client:
     """A worker's connection to a cluster; made by `connect`. Threads may share it."""
 
     def __init__(
-        self, registry: Registry, worker: str, consistency: Consistency, window: int, timeout: float, app: str
-    ) -> None:
+        self, registry: Registry, worker: str, consistency: Consistency, window: int, timeout: float, app: str,
+        raise_on_loss: bool = False,
+    ) -> None:  # fmt: skip
         self.consistency = consistency
         self.timeout = timeout
         self.app = app
-        self._parts = parts = Parts(registry, worker, consistency, window, timeout, app)
+        self._parts = parts = Parts(registry, worker, consistency, window, timeout, app, raise_on_loss=raise_on_loss)
         self.worker = parts.worker
         self._dispatcher, self._steps, self._tables = parts.dispatcher, parts.steps, parts.tables
 
@@ -74,29 +76,37 @@ class Client:
         finite: bool = False,
         push: Filters = (),
         pull: Filters = (),
+        on_loss: str | None = None,
+        max_lost_steps: int | None = None,
     ) -> SparseTable:
         """Opens a sparse table, creating it if it is new. `SpecError` if it exists with another spec.
 
         finite: servers refuse gradients that hold NaN or infinity (`NotFinite`) before any row of theirs changes.
         push, pull: filters that make gradients, and rows that are read, shorter on their way (docs/filters.md).
+        on_loss, max_lost_steps: as for `SparseTable.set_on_loss`; None leaves what was set before.
         """
         spec = TableSpec(name, dim, optimizer, init or Zeros(), dtype, finite=finite, push=push, pull=pull)
-        return self._tables.sparse(spec)
+        table = self._tables.sparse(spec)
+        if on_loss is not None:
+            table.set_on_loss(on_loss, max_lost_steps)
+        return table
 
     def tensor(
         self, name: str, *, init: object, optimizer: Optimizer, dtype: str = "float32", finite: bool = False,
-        push: Filters = (), pull: Filters = (),
+        push: Filters = (), pull: Filters = (), on_loss: str | None = None, max_lost_steps: int | None = None,
     ) -> DenseTensor:  # fmt: skip
         """Opens a dense tensor. `init`, float32 of any shape, gives its values if it is new, its shape in any case.
 
-        Of several workers that open it at once one fills it and the others wait. `finite`, `push`, `pull`,
-        `SpecError`: as for `table`.
+        Of several workers that open it at once one fills it and the others wait. All else as for `table`.
         """
         shape = getattr(init, "shape", None)
         shape = np.asarray(init, np.float32).shape if shape is None else tuple(shape)
         values = checked_floats(f"tensor {name!r}: init", init, shape).copy()
         spec = TableSpec.dense(name, values.shape, optimizer, dtype, finite=finite, push=push, pull=pull)
-        return self._tables.dense(spec, values)
+        tensor = self._tables.dense(spec, values)
+        if on_loss is not None:
+            tensor.set_on_loss(on_loss, max_lost_steps)
+        return tensor
 
     def tables(self) -> dict[str, TableInfo]:
         """All tables and tensors of the application, by name: their specs, and how many rows servers have of each."""
@@ -181,6 +191,12 @@ class Client:
         """
         self._dispatcher.check()
         return CheckpointRequest(self._parts.registry, full, self.timeout)
+
+    def losses(self) -> list[Loss]:
+        """What was lost in this cluster so far: ranges of which every replica was gone, that came back from a
+        checkpoint, and the steps that are missing in them; the oldest first. Raises `Timeout`."""
+        self._dispatcher.check()
+        return self._parts.losses.all(self.timeout)
 
     def flush(self, timeout: float | None = None) -> None:
         """Waits until every step pushed so far is committed. `Timeout` says whom it waited for.

@@ -70,6 +70,7 @@ class Dispatcher:
         self.routes = Routes(view)
         self.session = Session(worker.id, view.ranges, window)
         self.error: Error | None = None  # once set, nothing goes on
+        self.on_anew: Callable[[list[int], int], None] = lambda epochs, committed: None
         self.disowned = False  # this is a fork of the process that connected
         self._ask_view = ask_view
         self._refresh = ViewRefresh()
@@ -393,6 +394,9 @@ class Dispatcher:
         if view.cluster != self.cluster or view.ranges != self.routes.view.ranges:
             raise FrameError(f"a view of cluster {view.cluster!r} with {view.ranges} ranges is not this cluster's")
         log.info("worker %s follows epoch=%d reason=%r", self.worker.name, view.epoch, view.reason)
+        if anew := sorted({*view.anew[view.anew > self.routes.epoch].tolist()}):
+            self._presence.go_on(self.session.committed)
+            self.on_anew(anew, self.session.committed)
         self.routes = Routes(view)
         self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)
@@ -447,7 +451,7 @@ class Dispatcher:
             oldest = self.pushes.oldest, self.pulls.oldest, self._fan_outs.oldest
             ready = connections.ready
             self._refresh.epoch = max(self._refresh.epoch, self.pushes.needed_epoch)
-            lost = len(ready) < len(connections.peers)
+            lost = len(ready) < len(connections.peers) or self.session.headless > 0
             want = self._refresh.turn(self.runtime.monotonic(), self.routes.epoch, lost, oldest, self._heard)
             if want.ask_servers:
                 for peer in ready:

@@ -20,6 +20,7 @@ def connect(
     window: int = 4,
     timeout: float = 30.0,
     app: str = "default",
+    raise_on_loss: bool = False,
 ) -> Client:
     """Joins a cluster as a worker.
 
@@ -27,7 +28,8 @@ def connect(
     process: started again under its name, it fences its older self (default: a name of its own). `window` is how
     many steps may be outstanding before `push` waits. `timeout`, in seconds, bounds every wait that has no timeout of
     its own. `app` names one of several applications that share the servers: each has tables, rounds, bounds on
-    staleness and shards of its own, and sees nothing of the others.
+    staleness and shards of its own, and sees nothing of the others. `raise_on_loss`: the next operation raises
+    `DataLost` when ranges were lost and came back from a checkpoint; else `ps.losses()` tells.
 
         with eps.connect(url, worker="w0", app="ads") as ps:             # the classic store: push and pull
             clicks = ps.table("clicks", dim=1, optimizer=eps.Accumulate())   # or eps.Custom, an update of your own
@@ -48,4 +50,4 @@ def connect(
         raise ConfigError(f"consistency must be ASP(), SSP(staleness=k) or BSP(), got {consistency!r}")
     warm()
     name = worker or f"worker-{os.uname().nodename}-{os.getpid()}"
-    return Client(Registry.open(url, timeout, Runtime()), name, consistency, window, timeout, app)
+    return Client(Registry.open(url, timeout, Runtime()), name, consistency, window, timeout, app, raise_on_loss)

@@ -6,6 +6,7 @@ from elasticps.client.barrier import Barrier
 from elasticps.client.data_shards import ShardSets
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.join import Joining
+from elasticps.client.losses import Losses
 from elasticps.client.reads import Reads
 from elasticps.client.registry import Registry
 from elasticps.client.steps import Steps
@@ -19,8 +20,9 @@ class Parts:
     """Registered under a name, and connected to all servers, once made. closed: it has ended, or is about to."""
 
     def __init__(
-        self, registry: Registry, worker: str, consistency: Consistency, window: int, timeout_s: float, app: str
-    ) -> None:
+        self, registry: Registry, worker: str, consistency: Consistency, window: int, timeout_s: float, app: str,
+        *, raise_on_loss: bool = False,
+    ) -> None:  # fmt: skip
         self.registry = registry
         self.closed = False
         self._timeout_s = timeout_s
@@ -38,9 +40,10 @@ class Parts:
                 barrier = Barrier(dispatcher)
                 dispatcher.pushes.round = True
             opened: dict[str, Handle] = {}
-            self.steps = Steps(
-                dispatcher, Joining(dispatcher, registry, barrier, timeout_s), barrier, opened, timeout_s
-            )
+            self.losses = Losses(registry, self._runtime, self.worker.id, raises=raise_on_loss)
+            dispatcher.on_anew = self.losses.began
+            joining = Joining(dispatcher, registry, barrier, timeout_s)
+            self.steps = Steps(dispatcher, joining, barrier, opened, timeout_s, self.losses)
             self.reads = Reads(dispatcher, self.steps.before_read, consistency.bound, timeout_s, self.steps.settle_all)
             self.tables = Tables(registry, dispatcher, self.reads, opened, timeout_s)
             self.shards = ShardSets(dispatcher, self.steps, registry)

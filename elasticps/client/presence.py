@@ -18,6 +18,11 @@ class Presence:
         """Tells all servers that this worker takes part from now on, above that clock."""
         self._tell_all(JoinHeader(base))
 
+    def go_on(self, committed: int) -> None:
+        """Ranges begin anew, and lack steps that are committed: a worker that takes part goes on above these there."""
+        if not JoinHeader.of(self.header).pause:
+            self.join(committed)
+
     def pause(self) -> None:
         """Tells all servers that it holds nobody back, until it joins again."""
         self._tell_all(JoinHeader(pause=True))

@@ -191,6 +191,14 @@ class Registry:
 
         self.runtime.spawn("elasticps-view", read)
 
+    def read(self, ask: Callable[[Store], Coroutine[Any, Any, T]], timeout_s: float) -> T:
+        """Whatever `ask` reads from the store."""
+        return self.call(ask(self._store), timeout_s)
+
+    def put(self, key: str, value: bytes, timeout_s: float) -> None:
+        """Writes a key."""
+        self.call(self._store.put(key, value), timeout_s)
+
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def want_checkpoint(self, full: bool, timeout_s: float) -> str:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from elasticps.client.barrier import Barrier
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.join import Joining
+from elasticps.client.losses import Losses
 from elasticps.client.protocol.join import Resume
 from elasticps.client.protocol.session import Content
 from elasticps.client.push_batch import PackedPart, Packer, Source
@@ -116,8 +117,10 @@ class Steps:
         barrier: Barrier | None,
         tables: Mapping[str, Handle],
         timeout_s: float,
+        losses: Losses,
     ) -> None:
         self.timeout_s = timeout_s
+        self.losses = losses
         self.barrier = barrier
         self._dispatcher = dispatcher
         self._pushes = dispatcher.pushes
@@ -143,6 +146,8 @@ class Steps:
     def push(self, step: OpenStep, values: Values, rates: Rates, *, last: bool, copy: bool) -> None:
         """Sends one part of a step, the first of which begins it. Waits as long as the window is full."""
         dispatcher, session = self._dispatcher, self._session
+        if self.losses.untold:
+            self.losses.check(self.timeout_s)
         if not self._joining.active:
             dispatcher.check()
             self._joining.enter()
@@ -315,6 +320,8 @@ class Steps:
     def before_read(self) -> int:
         """Sees to it that a read may begin; returns the clock that it reads at. Who has pushed nothing yet reads what
         can be read, though it cannot take part before all can be asked where it should start."""
+        if self.losses.untold:
+            self.losses.check(self.timeout_s)
         if not self._joining.active:
             self._dispatcher.check()
             if self.barrier is None and self._session.clock == 0 and self._dispatcher.absent():

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.adoption import ON_LOSS
+from coordinator.losses import RESTORE, WAIT
 from elasticps.client import filling, listing
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.filling import NO_STEP_VALUES, fill
@@ -35,7 +38,13 @@ from replication.messages import OperationKind
 
 LOADED_BYTES = 8 << 20  # sent at once
 CHUNK, MAX_CHUNK = 65_536, 262_144  # keys of a table that are handed out at once
-SetsRate = Callable[["_Handle", float | None], None]
+
+
+class Changes(Protocol):
+    """Who changes what is set of tables for all workers."""
+
+    def set_rate(self, handle: _Handle, lr: float | None) -> None: ...
+    def set_on_loss(self, handle: _Handle, policy: str, max_lost_steps: int | None) -> None: ...
 
 
 def _with_rate(optimizer: Optimizer, lr: float) -> Optimizer:
@@ -54,9 +63,9 @@ def _warn(text: str) -> None:
 
 
 class _Handle:
-    def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec, set_rate: SetsRate) -> None:
+    def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec, changes: Changes) -> None:
         self._reads = reads
-        self._set_rate = set_rate
+        self._changes = changes
         self.spec = spec
         self.id = table_id
         self.name = spec.name
@@ -98,7 +107,16 @@ class _Handle:
             raise InputError(f"{self.name!r}: set_lr takes a number; a schedule is for ps.table(…) or push(…, lr=…)")
         if lr is not None:
             lr = float(_with_rate(self._own, lr).lr)  # type: ignore[arg-type]  # checked there
-        self._set_rate(self, lr)
+        self._changes.set_rate(self, lr)
+
+    def set_on_loss(self, policy: str, max_lost_steps: int | None = None) -> None:
+        """What becomes of ranges of which every replica is gone: "wait", for one of them or for a person, as it is
+        unless said otherwise; or "restore": they come back from the newest checkpoint while training goes on, without
+        the steps since, if all tables of the cluster say so. Never more than `max_lost_steps` of any worker.
+
+        For all workers, from now on. InputError; under BSP there is only "wait". Raises `Timeout`.
+        """
+        self._changes.set_on_loss(self, policy, max_lost_steps)
 
     def follow(self, rate: SetRate | None) -> None:
         """Somebody has set a rate; None: nobody has yet."""
@@ -141,8 +159,8 @@ class _Handle:
 class SparseTable(_Handle):
     """int64 key -> row of `dim` floats. A key never pushed has its initial value."""
 
-    def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec, set_rate: SetsRate) -> None:
-        super().__init__(reads, spec, table_id, own, set_rate)
+    def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec, changes: Changes) -> None:
+        super().__init__(reads, spec, table_id, own, changes)
         self._grads = f"table {self.name!r}: grads"
 
     def pull(
@@ -258,8 +276,8 @@ class SparseTable(_Handle):
 class DenseTensor(_Handle):
     """A float32 tensor on the servers, cut into blocks that are spread over all of them."""
 
-    def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec, set_rate: SetsRate) -> None:
-        super().__init__(reads, spec, table_id, own, set_rate)
+    def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec, changes: Changes) -> None:
+        super().__init__(reads, spec, table_id, own, changes)
         self._blocks = np.arange(spec.blocks, dtype=np.int64)
         self._size = math.prod(self.shape)
         self._grads = f"tensor {self.name!r}"
@@ -394,7 +412,7 @@ class Tables:
         found = self._find(name)
         if found.spec.shape is not None:
             raise InputError(f"{name!r} is a tensor, and has no rows to clear: load values, or drop it")
-        SparseTable(self._reads, found.spec, found.id, found.spec, self._set_rate).clear()
+        SparseTable(self._reads, found.spec, found.id, found.spec, self).clear()
 
     def drop(self, name: str) -> None:
         """Forgets a table, its name too. Raises UnknownTable."""
@@ -436,7 +454,7 @@ class Tables:
         if known is not None and known.id == registration.id:
             return known
         handle_type = SparseTable if values is None else DenseTensor
-        handle = handle_type(self._reads, registration.spec, registration.id, spec, self._set_rate)
+        handle = handle_type(self._reads, registration.spec, registration.id, spec, self)
         try:
             self._create(registration)
             if isinstance(handle, DenseTensor):
@@ -458,9 +476,26 @@ class Tables:
             if (handle := self.opened.get(name)) is not None:
                 handle.follow(self._registry.rate_of(name, handle.id))
 
-    def _set_rate(self, handle: _Handle, lr: float | None) -> None:
+    def set_rate(self, handle: _Handle, lr: float | None) -> None:
+        """For all workers; None: each one's own again."""
         self._dispatcher.check()
         self._registry.set_rate(handle.name, handle.id, lr, self._timeout_s)
+
+    def set_on_loss(self, handle: _Handle, policy: str, max_lost_steps: int | None) -> None:
+        """What becomes of lost ranges of it."""
+        given: object = max_lost_steps
+        if policy not in (WAIT, RESTORE):
+            raise InputError(f"{handle.name!r}: on_loss is {WAIT!r} or {RESTORE!r}, not {policy!r}")
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
+            raise InputError(f"{handle.name!r}: max_lost_steps is a number of steps, or None for any, not {given!r}")
+        if policy == RESTORE and self._dispatcher.pushes.round:
+            raise InputError(
+                f"{handle.name!r}: under BSP a range cannot come back alone, rounds would be other than those of one "
+                f"process: on_loss={WAIT!r}, and restore the whole checkpoint"
+            )
+        self._dispatcher.check()
+        value = json.dumps({"table": handle.id, "on_loss": policy, "max_lost_steps": max_lost_steps}).encode()
+        self._registry.put(f"{ON_LOSS}{self._app}/{handle.name}", value, self._timeout_s)
 
     def _create(self, registration: Registration) -> None:
         """Makes the table known to the heads of all ranges, which tell their successors; to absent ones later, but

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from coordinator import fields
 from coordinator.errors import StoreUnavailable
 from coordinator.leader import ELECTION
+from coordinator.losses import KNOWN, LOSSES, merged
 from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW, drained_incarnation
 from coordinator.office import first_of
 from coordinator.store import Change, Delete, Entry, Put, Reset, Store
@@ -44,6 +45,7 @@ class ClusterMetrics(Collector):
         self._roster: Roster | None = None
         self._leader = ""
         self._checkpoint: tuple[int, float] | None = None  # the newest: its number, and when it was made
+        self._losses: dict[str, bytes] = {}  # what is told of them, by key
         self._servers: dict[str, ServerInfo] = {}
         self._drains: dict[str, int] = {}
         self._counts = Counter[str]()
@@ -96,7 +98,7 @@ class ClusterMetrics(Collector):
 
     def _note(self, change: Change) -> None:
         if isinstance(change, Reset):
-            self._servers, self._drains, self._leader = {}, {}, ""
+            self._servers, self._drains, self._leader, self._losses = {}, {}, "", {}
             for entry in change.listing.entries:
                 self._put(entry)
         elif isinstance(change, Put):
@@ -116,6 +118,9 @@ class ClusterMetrics(Collector):
             elif key == NEWEST_CHECKPOINT:
                 said = json.loads(entry.value)
                 self._checkpoint = int(said["cut"]), float(said["time"])
+            elif key.startswith((LOSSES, KNOWN)):
+                merged(self._losses | {key: entry.value})
+                self._losses[key] = entry.value
             elif key.startswith(SERVERS):
                 self._servers[key.removeprefix(SERVERS)] = ServerInfo.from_json(entry.value)
             elif key.startswith(DRAINS):
@@ -169,6 +174,7 @@ class ClusterMetrics(Collector):
                 "When it was made, since 1970; if there is none yet, when they were first to be made.",
                 value=made,
             )
+        yield from self._of_losses()
         yield from self._of_servers()
         if self._view is not None:
             yield from _of_view(self._view)
@@ -178,6 +184,19 @@ class ClusterMetrics(Collector):
                 "Ranges whose every replica has lost its lease: the last one stays in the view, and they wait for it.",
                 value=waiting(self._view, registered),
             )
+
+    def _of_losses(self) -> Iterator[Metric]:
+        losses = merged(self._losses)
+        yield _counter(
+            "elasticps_cluster_ranges_begun_anew",
+            "Ranges of which nobody was left, and that came back from a checkpoint.",
+            sum(len(loss["ranges"]) for loss in losses),
+        )
+        yield GaugeMetricFamily(
+            "elasticps_cluster_lost_steps",
+            "The most steps of one worker that are missing in such ranges, of all times that it happened.",
+            value=max((one["to"] - one["have"] for loss in losses for one in loss["workers"]), default=0),
+        )
 
     def _of_servers(self) -> Iterator[Metric]:
         family = GaugeMetricFamily(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from coordinator.adoption import RATES, TABLES
+from coordinator.adoption import ON_LOSS, RATES, TABLES
 from coordinator.connect import open_store
 from coordinator.etcd import EtcdStore
 from coordinator.etcd_rights import protect as protect_etcd
+from coordinator.losses import KNOWN
 from coordinator.membership import (
     DRAINS,
     INCARNATIONS,
@@ -20,7 +21,7 @@ from elasticps.security.identity import ANY, Identity, Role
 
 WRITES = {
     Role.SERVER: (SERVERS, INCARNATIONS, DRAINS),  # a server that is to end asks to be drained
-    Role.WORKER: (WORKERS, LAST_WORKER, NUMBERS, TABLES, RATES, WANTED_CHECKPOINTS),
+    Role.WORKER: (WORKERS, LAST_WORKER, NUMBERS, TABLES, RATES, ON_LOSS, WANTED_CHECKPOINTS, KNOWN),
     Role.COORDINATOR: ("",),
     Role.OPERATOR: ("",),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -27,10 +27,12 @@ from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.restored import RestoredRows, RestoredState
 from elasticps.server.protocol.serving import Serving
 from elasticps.server.tickets import FutureTicket
+from elasticps.spec import TableSpec
 from elasticps.wire.frames import Block
 from replication.chain import Ranges
 from replication.effects import Push, Status
 from replication.messages import OperationKind
+from replication.progress import PART_BITS
 
 log = fields.logger(__name__)
 
@@ -48,9 +50,11 @@ class Restorer:
     """One server's part of it."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, memory: MemoryLimit
-    ) -> None:
+        self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, memory: MemoryLimit,
+        told: Callable[[], dict[int, int]],
+    ) -> None:  # fmt: skip
         self._loop = loop
+        self._told = told  # by worker: the clock up to which it knows its steps to be committed
         self._executor = executor
         self._serving = serving
         self._memory = memory
@@ -58,9 +62,18 @@ class Restorer:
         self._serial = 0
 
     def look(self, tables: Iterable[int]) -> Restored:
-        """Which of these ids are, or were, tables' here."""
-        store = self._executor.store
-        return Restored((), 0, tuple(id_ for id_ in tables if id_ in store.tables or id_ in store.dropped), "")
+        """Which of these ids are, or were, tables' here; and how far workers have come in the ranges headed here."""
+        store, replica = self._executor.store, self._executor.replica
+        taken = tuple(id_ for id_ in tables if id_ in store.tables or id_ in store.dropped)
+        headed, told = self._serving.headed.tolist(), self._told()
+        columns = [dict(zip(*(each.tolist() for each in replica.clocks.column(r)), strict=True)) for r in headed]
+        known = set(columns[0]).intersection(*columns[1:]) if columns else set()
+        workers = tuple(sorted(known))
+        least = tuple(min(column[worker] for column in columns) >> PART_BITS for worker in workers)
+        rounds = self._executor.rounds
+        some = any(rounds.closed_in(r) or rounds.groups_of(r) for r in headed)
+        said = tuple(told.get(worker, 0) for worker in workers)
+        return Restored((), 0, taken, "", len(headed), workers, least, said, some)
 
     def go_on(self, serial: int, wanted: Wanted) -> Restored:
         """Begins, or goes on, and says how far it is. Ends by itself when nobody has asked for UNASKED_S."""
@@ -109,6 +122,7 @@ class _Work:
         self._executor = executor
         self._serving = serving
         self._memory = memory
+        self._since: dict[int, int] = {}  # of what is brought back now: since when it is to be
         self._over = threading.Event()
         self._logging: set[asyncio.Task[None]] = set()
         self._pool = ThreadPoolExecutor(READERS, "elasticps-restore")
@@ -135,7 +149,10 @@ class _Work:
         try:
             contents = await self._loop.run_in_executor(self._pool, self._open)
             while self._loop.time() - self.asked_s < UNASKED_S:
-                mine = np.setdiff1d(self._serving.headed, np.array(sorted(self.done), np.int64))
+                if self.wanted.anew:
+                    mine = self._executor.replica.brings_back()
+                else:
+                    mine = np.setdiff1d(self._serving.headed, np.array(sorted(self.done), np.int64))
                 if len(mine):
                     try:
                         await self._bring_back(contents, mine)
@@ -155,23 +172,32 @@ class _Work:
     def _open(self) -> Contents:
         storage = Storage(self.wanted.url)
         contents = Contents(storage, catalog.chain(storage, self.wanted.cut))
-        for old, _ in self.wanted.tables:
+        for old, _ in self._read_from:
             contents.layers(old)
         return contents
+
+    @property
+    def _read_from(self) -> list[tuple[int, int]]:
+        """Tables that the checkpoint has: their ids there and here."""
+        return [(old, new) for old, new in self.wanted.tables if old]
 
     async def _bring_back(self, contents: Contents, mine: Ranges) -> None:
         """All rows of these ranges, then that they have all."""
         manifest = contents.manifest
-        specs = {new: manifest.spec(old) for old, new in self.wanted.tables}
+        specs = {new: manifest.spec(old) for old, new in self._read_from}
+        for (_, new), text in zip(self.wanted.tables, self.wanted.specs, strict=False):
+            specs[new] = TableSpec.from_json(text)
+        self._since = {r: self._since_of(r) for r in mine.tolist()}
         for new, spec in specs.items():
             self._executor.store.create(spec, new)
-        creates = [(OperationKind.CREATE, NewTable(new, spec.to_json()), mine) for new, spec in specs.items()]
-        await self._log(creates)
+        if not self.wanted.anew:
+            creates = [(OperationKind.CREATE, NewTable(new, spec.to_json()), mine) for new, spec in specs.items()]
+            await self._log(creates)
         here = np.zeros(self._serving.ranges, np.bool_)
         here[mine] = True
         reads = [
             self._loop.run_in_executor(self._pool, self._read, contents, unit, new, here)
-            for old, new in self.wanted.tables
+            for old, new in self._read_from
             for unit in contents.units(old, _overlapping(manifest.ranges, here) if old == new else lambda r: True)
         ]
         try:
@@ -182,9 +208,17 @@ class _Work:
             await asyncio.gather(*reads, return_exceptions=True)
             raise
         if self.wanted.whole:
-            states = ((r, state_of(manifest, r, self._serving.ranges)) for r in mine.tolist())
+            floors = dict(self.wanted.floors)
+            states = ((r, state_of(manifest, r, self._serving.ranges, floors)) for r in mine.tolist())
             await self._log([(OperationKind.RESTORED, state, np.array([r])) for r, state in states])
+        if self.wanted.anew:
+            for r in mine.tolist():
+                self._executor.perform(self._executor.replica.brought_back, r)
         self.done.update(mine.tolist())
+
+    def _since_of(self, r: int) -> int:
+        view = self._serving.view
+        return 0 if view is None else int(view.since[r])
 
     # --- in threads ---------------------------------------------------------------------------------------------------
 
@@ -222,7 +256,19 @@ class _Work:
             if isinstance(payload, RestoredRows):
                 nothing = np.empty((0, 0), np.float32), np.empty(0, np.float32)
                 self._memory.take([Block(payload.table, payload.keys, *nothing)])
+        if self.wanted.anew:
+            self._apply(operations)
+            return
         await _logged(self._loop, self._executor, operations)
+
+    def _apply(self, operations: Sequence[_Operation]) -> None:
+        """Nobody else has these ranges: there is no log yet."""
+        replica = self._executor.replica
+        for kind, payload, ranges in operations:
+            r = int(ranges[0])
+            if self._since_of(r) != self._since[r] or not np.count_nonzero(replica.brings_back() == r):
+                raise _Moved
+            self._executor.perform(replica.bring_back, r, kind, payload)
 
 
 _Operation = tuple[OperationKind, Any, Ranges]
@@ -284,14 +330,18 @@ def _batches(pieces: Iterable[tuple[int, RestoredRows]]) -> Iterator[list[tuple[
         yield some
 
 
-def state_of(manifest: Manifest, r: int, ranges: int) -> RestoredState:
-    """All but rows that a range of a cluster with so many ranges gets."""
+def state_of(manifest: Manifest, r: int, ranges: int, floors: Mapping[int, int] | None = None) -> RestoredState:
+    """All but rows that a range of a cluster with so many ranges gets. floors: clocks of workers, by id, that count
+    where the checkpoint has less."""
     clocks = {worker.id: worker.clock << 16 for worker in manifest.workers.values()}
     clocks |= {id_: clock << 16 for id_, clock in manifest.former.items()}
     clocks |= {id_: progress[r * manifest.ranges // ranges] for id_, progress in manifest.left_out.items()}
+    for id_, clock in (floors or {}).items():
+        clocks[id_] = max(clocks.get(id_, 0), clock << 16)
     known = sorted((id_, progress) for id_, progress in clocks.items() if progress)
     groups = [dict(one) for one in manifest.groups if hashing.group_range(one["app"], ranges) == r]
-    sets = [dict(one) for one in manifest.shards if hashing.group_range(one["app"], ranges) == r]
+    shards = sorted(manifest.shards, key=lambda one: int(one["id"]))  # so that they get the ids that they had
+    sets = [dict(one) for one in shards if hashing.group_range(one["app"], ranges) == r]
     return RestoredState(
         manifest.cut, tuple(id_ for id_, _ in known), tuple(progress for _, progress in known), dict(manifest.closed),
         groups, sets,

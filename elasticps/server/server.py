@@ -102,7 +102,7 @@ class Server:
         self._barrier = BarrierCoordinator(group, clock)
         self.leaders = Leaders(loop, serving, executor, self.links, self.snapshots, self.headroom, counts)
 
-        self.restoring = Restorer(loop, executor, serving, self.memory)
+        self.restoring = Restorer(loop, executor, serving, self.memory, self.fast.told)
         self.checkpoints = Checkpoints(
             loop, executor, serving, filing or ThreadFiling(loop), (memory.share(ASIDE_BYTES), log_budget_bytes),
             lambda: self.snapshots.busy,

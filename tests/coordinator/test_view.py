@@ -44,9 +44,11 @@ def views(draw: st.DrawFn) -> View:
             joining[r] = order[length]
     since = np.array(draw(st.lists(st.integers(1, epoch), min_size=ranges, max_size=ranges)), np.int64)
     alone = ((chains >= 0).sum(axis=1) == 1) & (joining >= 0)
-    kept = np.where(alone, draw(st.sampled_from(list(Kept))), Kept.NOT).astype(np.int32)
+    kept = np.where(alone, draw(st.sampled_from([Kept.NOT, Kept.BEHIND, Kept.BEFORE])), Kept.NOT).astype(np.int32)
+    kept[(chains[:, 0] < 0) & (joining >= 0)] = Kept.ANEW
+    anew = np.where(chains[:, 0] < 0, since, draw(st.sampled_from([0, 1])))
     reason = draw(st.text(max_size=40))
-    return View(draw(NAMES), epoch, ranges, replicas, servers, chains, joining, since, reason, kept=kept)
+    return View(draw(NAMES), epoch, ranges, replicas, servers, chains, joining, since, reason, kept=kept, anew=anew)
 
 
 def small(**changes: Any) -> View:
@@ -127,6 +129,8 @@ def test_views_are_equal_by_value() -> None:
         ({"kept": np.array([1, 0])}, "keeps a copy"),
         ({"kept": np.array([0, 5])}, "keeps a copy"),
         ({"kept": np.array([0, 1]), "joining": np.array([-1, -1])}, "keeps a copy"),
+        ({"kept": np.array([0, -1])}, "brought back that has replicas"),
+        ({"anew": np.array([0, 9])}, "began anew, but is older"),
         ({"reason": "x" * 1001}, "reason"),
         ({"reason": None}, "reason"),
     ],

@@ -45,7 +45,7 @@ def test_what_failed_is_tried_again() -> None:
 
     async def story() -> None:
         nothing: Any = Nothing()
-        restorer = Restorer(asyncio.get_running_loop(), nothing, nothing, nothing)
+        restorer = Restorer(asyncio.get_running_loop(), nothing, nothing, nothing, dict)
         wanted = Wanted(url, 1, ((7, 7),), True)
         assert "has no checkpoint 1" in (await answered(restorer, wanted)).failed
         write(Storage(url), 1, {"default/t": (7, TABLE)}, {"default/t": Change({1: row(TABLE, 1)})})

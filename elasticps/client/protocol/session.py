@@ -224,6 +224,10 @@ class Session:
         out: list[Effect] = []
         if view.epoch <= self.epoch:
             return out
+        anew = view.anew > self.epoch
+        if anew.any():  # what they had of steps that are outstanding is gone
+            for step in self._steps.values():
+                step.by_range(self._ranges)[anew] = False
         self.epoch = view.epoch
         heads: dict[Member, _Head] = {}
         for index in np.unique(view.heads[view.heads >= 0]).tolist():

@@ -38,7 +38,8 @@ class ViewRefresh:
 
     def turn(self, now: float, epoch: int, lost: bool, oldest: tuple[int, ...], heard: int) -> Want:
         """Judges, at least every SLOW_S. `epoch`: of the view that the client has. `lost`: some server of it is not
-        connected. `oldest`: the oldest unanswered request of each kind, 0 for none. `heard`: frames received ever."""
+        connected, or some range has none. `oldest`: the oldest unanswered request of each kind, 0 for none. `heard`:
+        frames received ever."""
         slow = self._slow(now, oldest)
         if not (lost or slow or self.epoch > epoch):
             self._since_s = None

@@ -1,0 +1,415 @@
+"""Ranges of which every replica is gone come back from the newest checkpoint, while all others are trained on.
+
+What is decided is under `begin-anew` in etcd: which ranges, from which checkpoint, and what is lost with them. The
+leader then empties their chains (`coordinator.planner`), has servers bring them back, and lets workers have them when
+all is there. Whoever leads goes on with it.
+
+What is lost. A range comes back with a worker's steps up to the checkpoint's. Those after it, up to the last one that
+the worker knows to be committed, are missing there, and only there. A worker that lives sends again what it does not
+know to be committed; of one that has left nobody can, so what all other ranges have of it counts as done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from coordinator.adoption import TABLES
+from coordinator.loss import find_loss, spans
+from coordinator.losses import key_of
+from coordinator.membership import (
+    BEGIN_ANEW,
+    LAST_WORKER,
+    NEWEST_CHECKPOINT,
+    ROSTER,
+    SERVERS,
+    VIEW,
+)
+from coordinator.store import Store
+from coordinator.view import Roster, ServerInfo, View
+from elasticps import background
+from elasticps.admin import admin_pb2
+from elasticps.admin.client import ask_restore
+from elasticps.checkpoint.manifest import Manifest
+from elasticps.checkpoint.restore import RESTORED, Plan, opened_at
+from elasticps.checkpoint.storage import Storage
+from elasticps.coordination import opened
+from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError, Error
+from elasticps.security import credentials_of
+from replication.chain import Member
+from replication.messages import ERASER
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from elasticps.security.credentials import Credentials
+
+ASK_S = 5.0
+_PAUSE_S = 0.1
+
+Request = admin_pb2.RestoreRequest
+
+
+class OverBudget(CheckpointError):
+    """More steps are missing than a table allows: a person has to say that they may."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Steps of a worker, after `have` and up to `to`, that ranges which begin anew lack. to: 0 if nobody knows but the
+    worker itself."""
+
+    name: str
+    id: int
+    have: int
+    to: int
+
+    @property
+    def steps(self) -> int:
+        """How many."""
+        return max(0, self.to - self.have)
+
+
+@dataclass(frozen=True)
+class Anew:
+    """Ranges that begin anew, as it stands under `begin-anew`. given_up: members that somebody says cannot come back;
+    time: when the checkpoint was made; tables: (id in the checkpoint, 0 if it has none, id here, spec) by
+    "application/name"; floors: by worker, the clock up to which its steps count as done there; error: what holds it
+    up."""
+
+    ranges: tuple[int, ...]
+    given_up: tuple[tuple[str, int], ...]
+    url: str
+    cut: int
+    time: float
+    tables: Mapping[str, tuple[int, int, str]]
+    floors: tuple[tuple[int, int], ...]
+    workers: tuple[Missing, ...]
+    error: str = ""
+
+    def to_json(self) -> bytes:
+        """As it is in etcd."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Anew:
+        """The inverse."""
+        said = json.loads(data)
+        return cls(
+            tuple(said["ranges"]), tuple((name, number) for name, number in said["given_up"]), said["url"], said["cut"],
+            said["time"], {name: (old, new, spec) for name, (old, new, spec) in said["tables"].items()},
+            tuple((worker, clock) for worker, clock in said["floors"]),
+            tuple(Missing(**one) for one in said["workers"]), said["error"],
+        )  # fmt: skip
+
+    @property
+    def steps(self) -> int:
+        """The most that is missing of any worker, as far as anybody knows but workers themselves."""
+        return max((one.steps for one in self.workers), default=0)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """How far workers have come in the ranges that are there."""
+
+    headed: int
+    least: Mapping[int, int]
+    told: Mapping[int, int]
+
+
+# --- what is to be done -----------------------------------------------------------------------------------------------
+
+
+async def prepare(
+    store: Store, ranges: Iterable[int], url: str, cut: int | None, given_up: Collection[tuple[str, int]],
+    credentials: Credentials | None,
+) -> Anew:  # fmt: skip
+    """What bringing back these ranges amounts to. url: of the checkpoints, "" for where the newest one went.
+
+    CheckpointError for what cannot be read, or is another cluster's; ConfigError where there are synchronous rounds;
+    ClusterUnreachable for servers that do not say how far workers are.
+    """
+    chosen = tuple(sorted(ranges))
+    view = await view_of(store)
+    url, restored = await _source(store, url)
+    contents = await asyncio.to_thread(opened_at, Storage(url), cut)
+    manifest = contents.manifest
+    tables = await _tables(store, manifest, view.cluster, restored)
+    registered = await registered_of(store)
+    here = {server.member for server in registered}
+    others = sorted({int(view.heads[r]) for r in range(view.ranges) if r not in set(chosen)} - {-1})
+    heads = [view.servers[i] for i in others if view.servers[i].member in here]
+    found = await _look(heads, credentials)
+    if manifest.closed or manifest.groups or found is None:
+        raise ConfigError(
+            "there are synchronous rounds (BSP): a range that goes back alone would make them other than those of one "
+            "process. Stop all workers, and restore the whole checkpoint into a new cluster"
+        )
+    floors, workers = await _missing(store, manifest, found)
+    return Anew(
+        chosen, tuple(sorted(given_up)), contents.storage.url, manifest.cut, manifest.time, tables, floors, workers
+    )  # fmt: skip
+
+
+async def _source(store: Store, url: str) -> tuple[str, Plan | None]:
+    entry, newest = await store.get(RESTORED), await store.get(NEWEST_CHECKPOINT)
+    restored = None if entry is None else Plan.from_json(entry.value)
+    noted = "" if newest is None else str(json.loads(newest.value).get("url", ""))
+    url = url or noted or ("" if restored is None else restored.url)
+    if not url:
+        raise CheckpointError(f"etcd knows of no checkpoint of cluster {store.cluster!r}: name its URL")
+    return url, restored
+
+
+async def _tables(
+    store: Store, manifest: Manifest, identity: str, restored: Plan | None
+) -> dict[str, tuple[int, int, str]]:
+    """All that are registered. Of a name that was given again the checkpoint has another table."""
+    if manifest.cluster == identity:
+        there = {id_: id_ for id_, _ in manifest.tables.values()}
+    elif restored is not None and (restored.sum, restored.cut) == (manifest.cluster, manifest.cut):
+        there = {new: old for old, new in restored.tables.values()}
+    else:
+        raise CheckpointError(f"checkpoint {manifest.cut} is one of cluster {manifest.cluster}, not of {identity}")
+    found = {}
+    for entry in (await store.list(TABLES)).entries:
+        said = json.loads(entry.value)
+        if not said.get("dropping"):
+            found[entry.key.removeprefix(TABLES)] = there.get(said["id"], 0), int(said["id"]), str(said["spec"])
+    return found
+
+
+async def _look(heads: Collection[ServerInfo], credentials: Credentials | None) -> _Found | None:
+    """What these servers know of workers; None if there are synchronous rounds."""
+    asked = (ask_restore(server.admin, ASK_S, Request(act=Request.LOOK), credentials) for server in heads)
+    answers = [answer for answer in await asyncio.gather(*asked) if answer.headed]
+    if any(answer.rounds for answer in answers):
+        return None
+    told: dict[int, int] = {}
+    least: dict[int, int] = {}
+    for n, answer in enumerate(answers):
+        clocks = dict(zip(answer.workers, answer.least, strict=True))
+        least = clocks if n == 0 else {w: min(least[w], clocks[w]) for w in least.keys() & clocks.keys()}
+        for worker, clock in zip(answer.workers, answer.told, strict=True):
+            told[worker] = max(told.get(worker, 0), clock)
+    return _Found(sum(answer.headed for answer in answers), least, told)
+
+
+async def _missing(
+    store: Store, manifest: Manifest, found: _Found
+) -> tuple[tuple[tuple[int, int], ...], tuple[Missing, ...]]:
+    """Floors, and what is missing of whom."""
+    entry = await store.get(ROSTER)
+    roster = {} if entry is None else {w.id: w.name for w in Roster.decode(entry.value).workers}
+    names = {worker.id: name for name, worker in manifest.workers.items()} | roster
+    have = {worker.id: worker.clock for worker in manifest.workers.values()} | dict(manifest.former)
+    lowest = min((worker.clock for worker in manifest.workers.values()), default=0)
+    for each in (await store.list(LAST_WORKER)).entries:
+        past = json.loads(each.value)
+        names[past["id"]] = each.key.removeprefix(LAST_WORKER)
+        have.setdefault(past["id"], past["base"])
+    floors: dict[int, int] = {}
+    for worker in sorted(found.least.keys() | roster.keys()):
+        if worker < ERASER:
+            floors[worker] = found.told.get(worker, 0) if worker in roster else found.least[worker]
+            have.setdefault(worker, min(lowest, floors[worker]))
+    known = {worker: clock or found.least.get(worker, 0) for worker, clock in floors.items()}
+    workers = [
+        Missing(names.get(worker, f"id {worker}"), worker, have[worker], to)
+        for worker, to in known.items()
+        if worker in roster or to > have[worker]
+    ]
+    return tuple((worker, clock) for worker, clock in floors.items() if clock), tuple(workers)
+
+
+async def view_of(store: Store) -> View:
+    """The view. ConfigError if there is none."""
+    entry = await store.get(VIEW)
+    if entry is None:
+        raise ConfigError(f"cluster {store.cluster!r} has no view: no server has served yet")
+    return View.decode(entry.value)
+
+
+async def registered_of(store: Store) -> tuple[ServerInfo, ...]:
+    """The servers that are registered."""
+    return tuple(ServerInfo.from_json(entry.value) for entry in (await store.list(SERVERS)).entries)
+
+
+# --- what is done -----------------------------------------------------------------------------------------------------
+
+
+class Drive:
+    """Has servers bring back what the view gives them to. rows: that they have brought back so far."""
+
+    def __init__(self, store: Store, anew: Anew, serial: int, credentials: Credentials | None) -> None:
+        self._store = store
+        self._anew = anew
+        self._serial = serial
+        self._credentials = credentials
+        self._rows: dict[str, int] = {}
+
+    @property
+    def rows(self) -> int:
+        return sum(self._rows.values())
+
+    async def run(self) -> View:
+        """Returns the view in which all that began anew have replicas again. CheckpointError, ClusterUnreachable."""
+        loop = asyncio.get_running_loop()
+        heard_s = loop.time()
+        asked: dict[Member, ServerInfo] = {}
+        anew = self._anew
+        tables = [(old, new, spec) for old, new, spec in anew.tables.values()]
+        request = Request(
+            act=Request.GO, serial=self._serial, url=anew.url, cut=anew.cut, whole=True, anew=True,
+            old=[old for old, _, _ in tables], new=[new for _, new, _ in tables],
+            specs=[spec for _, _, spec in tables],
+            workers=[worker for worker, _ in anew.floors], clocks=[clock for _, clock in anew.floors],
+        )  # fmt: skip
+        while True:
+            view = await view_of(self._store)
+            over = not (view.heads < 0).any()
+            joiners = sorted({*view.joining[view.heads < 0].tolist()} - {-1})
+            asked |= {view.servers[i].member: view.servers[i] for i in joiners}
+            for server in asked.values() if over else [view.servers[i] for i in joiners]:
+                try:
+                    answer = await ask_restore(server.admin, ASK_S, request, self._credentials)
+                except ClusterUnreachable as error:
+                    if not over and loop.time() - heard_s > 4 * ASK_S:
+                        raise ClusterUnreachable(f"ranges cannot be brought back: {error}") from error
+                    continue
+                heard_s = loop.time()
+                if answer.failed and not over:
+                    raise CheckpointError(f"server {server.name} cannot bring ranges back: {answer.failed}")
+                self._rows[f"{server.name}-{server.incarnation}"] = answer.rows
+            if over:
+                return view
+            await asyncio.sleep(_PAUSE_S)
+
+    async def end(self) -> None:
+        """No server does anything for it any more, as far as they answer."""
+        view = await view_of(self._store)
+        request = Request(act=Request.END, serial=self._serial)
+        await asyncio.gather(
+            *(ask_restore(server.admin, ASK_S, request, self._credentials) for server in view.servers),
+            return_exceptions=True,
+        )
+
+
+def record(anew: Anew, ranges: NDArray[np.int64], epoch: int, rows: int) -> dict[str, Any]:
+    """What is told of a loss, under `losses/<epoch>`."""
+    return {
+        "epoch": epoch,
+        "time": time.time(),
+        "url": anew.url,
+        "cut": anew.cut,
+        "cut_time": anew.time,
+        "ranges": ranges.tolist(),
+        "rows": rows,
+        "tables": sorted(anew.tables),
+        "lacking": sorted(name for name, (old, _, _) in anew.tables.items() if not old),
+        "workers": [asdict(one) for one in anew.workers],
+    }
+
+
+# --- a person's command -----------------------------------------------------------------------------------------------
+
+Tell = Callable[[str], None]
+
+
+def restore_ranges(
+    url: str, source: str, ranges: Collection[int] | None, *, cut: int | None = None, accept_loss: bool = False,
+    tell: Tell = lambda text: None, timeout_s: float = 30.0,
+) -> dict[str, Any]:  # fmt: skip
+    """Has these ranges of the cluster at `url` (None: all of which nobody is left) begin anew, from the checkpoint of a
+    cut (the newest) at `source` (where the newest one went); returns what is lost, as under `losses/`.
+
+    accept_loss: also those that somebody may have who is away. Returns when workers have them. ConfigError for ranges
+    that are not lost, and as `prepare`; ClusterUnreachable if the leader does not do it within `timeout_s`.
+    """
+    return background.run(_restore_ranges(url, source, ranges, cut, accept_loss, tell, timeout_s))
+
+
+async def _restore_ranges(
+    url: str, source: str, ranges: Collection[int] | None, cut: int | None, accept_loss: bool, tell: Tell,
+    timeout_s: float,
+) -> dict[str, Any]:  # fmt: skip
+    credentials = credentials_of(url)
+    async with opened(url, timeout_s) as store:
+        if (entry := await store.get(BEGIN_ANEW)) is not None:
+            anew = Anew.from_json(entry.value)
+            tell(f"{len(anew.ranges)} ranges are being brought back already")
+        else:
+            chosen, given_up = await _chosen(store, ranges, accept_loss)
+            anew = await prepare(store, chosen, source, cut, given_up, credentials)
+            if await store.compare_and_set(BEGIN_ANEW, anew.to_json(), expect=0) is None:
+                raise ConfigError("somebody else has begun to bring ranges back just now")
+        return await _wait(store, anew, tell, timeout_s)
+
+
+async def _chosen(
+    store: Store, ranges: Collection[int] | None, accept_loss: bool
+) -> tuple[list[int], set[tuple[str, int]]]:
+    """The ranges, and who is given up with them."""
+    view = await view_of(store)
+    loss = find_loss(view, await registered_of(store))
+    lost, waiting = set(loss.lost.tolist()), set(loss.waiting.tolist())
+    if ranges is None:
+        chosen = lost | waiting if accept_loss else lost
+    else:
+        chosen = set(ranges)
+    if fine := sorted(chosen - lost - waiting):
+        raise ConfigError(
+            f"range {fine[0]} of {view.ranges} "
+            + ("has a replica: nothing of it is lost" if fine[0] < view.ranges else "does not exist")
+        )
+    if (away := chosen & waiting or (not chosen and waiting)) and not accept_loss:
+        who = ", ".join(member.name for member in loss.away)
+        raise ConfigError(
+            f"ranges {spans(loss.waiting)} wait for {who}, which may have them: bring it back, and nothing is lost. "
+            f"--accept-loss gives up what it has of {len(away)} of them"
+        )
+    if not chosen:
+        raise ConfigError("no range is lost: nothing is to be brought back")
+    return sorted(chosen), {(m.name, m.incarnation) for m in loss.away} if accept_loss else set()
+
+
+async def _wait(store: Store, anew: Anew, tell: Tell, timeout_s: float) -> dict[str, Any]:
+    """Until the leader has done it; what is lost."""
+    loop = asyncio.get_running_loop()
+    moved_s, before = loop.time(), ""
+    while True:
+        view, entry = await view_of(store), await store.get(BEGIN_ANEW)
+        coming = int((view.heads < 0).sum())
+        epochs = view.anew[list(anew.ranges)]
+        if entry is None:
+            told = await store.get(key_of(int(epochs.max())))
+            if told is None:
+                raise ClusterUnreachable("the ranges came back as they were, or somebody has ended this")
+            found: dict[str, Any] = json.loads(told.value)
+            return found
+        error = Anew.from_json(entry.value).error
+        if error:
+            raise CheckpointError(f"{error}; the leader goes on trying")
+        now = f"{coming} ranges come back" if coming else "waits for the leader"
+        if now != before:
+            tell(now)
+            moved_s, before = loop.time(), now
+        if loop.time() - moved_s > timeout_s:
+            if not coming:
+                await store.delete(BEGIN_ANEW, expect=entry.revision)
+                raise ClusterUnreachable(
+                    f"the leader does not give these ranges up: somebody who has them may live, or there is no leader; "
+                    f"see `elasticps status` ({view.reason})"
+                )
+            raise ClusterUnreachable(f"{coming} ranges have not come back within {timeout_s:g} s; the leader goes on")
+        await asyncio.sleep(_PAUSE_S)
+
+
+def with_error(anew: Anew, error: Error | None) -> Anew:
+    """The same, and what holds it up."""
+    return replace(anew, error="" if error is None else str(error))

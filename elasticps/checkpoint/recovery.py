@@ -1,0 +1,166 @@
+"""What the leading coordinator does about ranges of which nobody is left: brings them back, if all tables say so.
+
+Each range has rows of every table, so they must agree: one that waits keeps the others waiting. What is above the least
+budget of theirs is for a person (`elasticps restore --ranges`), as is what nobody can count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from coordinator import fields
+from coordinator.adoption import ON_LOSS, TABLES
+from coordinator.errors import CoordinationError
+from coordinator.loss import find_loss, spans
+from coordinator.losses import HELD_UP, RESTORE, WAIT, key_of
+from coordinator.membership import BEGIN_ANEW, VIEW
+from coordinator.store import Entry, Store
+from coordinator.view import View
+from elasticps.checkpoint.anew import Anew, Drive, OverBudget, prepare, record, registered_of, view_of, with_error
+from elasticps.checkpoint.restore import driving
+from elasticps.errors import Error
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
+
+log = fields.logger(__name__)
+
+_LOOK_S = 0.5
+_AGAIN_S = 2.5  # after what came to nothing
+
+
+class Recovery:
+    """url: of checkpoints, "" for where the newest one went."""
+
+    def __init__(self, store: Store, url: str, credentials: Credentials | None) -> None:
+        self._store = store
+        self._url = url
+        self._credentials = credentials
+        self._said: str | None = None  # nothing yet: the one who led before may have
+
+    async def run(self) -> None:
+        """As long as this coordinator leads; never ends by itself."""
+        while True:
+            pause_s = _LOOK_S
+            try:
+                entry = await self._store.get(BEGIN_ANEW)
+                if entry is not None:
+                    await self._go_on(entry)
+                else:
+                    await self._judge()
+            except (Error, CoordinationError) as error:
+                await self._held_up(str(error))
+                pause_s = _AGAIN_S
+            except Exception as error:  # whoever leads goes on leading
+                log.exception("cannot bring ranges back")
+                await self._held_up(repr(error))
+                pause_s = _AGAIN_S
+            await asyncio.sleep(pause_s)
+
+    # --- the tables' policy -------------------------------------------------------------------------------------------
+
+    async def _judge(self) -> None:
+        store = self._store
+        entry = await store.get(VIEW)
+        loss = None if entry is None else find_loss(View.decode(entry.value), await registered_of(store))
+        ranges = np.empty(0, np.int64) if loss is None else np.union1d(loss.lost, loss.waiting)
+        if not ranges.size:
+            await self._held_up("")
+            return
+        policies = await policies_of(store)
+        if waiting := sorted(name for name, said in policies.items() if said["on_loss"] != RESTORE):
+            await self._held_up(f"table {waiting[0]} has on_loss={WAIT!r}" if len(waiting) < len(policies) else "")
+            return
+        anew = await prepare(store, ranges.tolist(), self._url, None, (), self._credentials)
+        check_budget(anew, policies)
+        if await store.compare_and_set(BEGIN_ANEW, anew.to_json(), expect=0) is not None:
+            log.warning("ranges are to be brought back", ranges=spans(ranges), url=anew.url, cut=anew.cut)
+
+    async def _held_up(self, why: str) -> None:
+        if why == self._said:
+            return
+        self._said = why
+        if why:
+            log.warning("ranges are not brought back", reason=why)
+        try:
+            if why:
+                await self._store.put(HELD_UP, json.dumps({"reason": why}).encode())
+            else:
+                await self._store.delete(HELD_UP)
+        except CoordinationError as error:
+            self._said = ""
+            log.info("cannot say why ranges are not brought back", error=error)
+
+    # --- what has been decided ----------------------------------------------------------------------------------------
+
+    async def _go_on(self, entry: Entry) -> None:
+        store, anew = self._store, Anew.from_json(entry.value)
+        view = await view_of(store)
+        if anew.error:  # it is tried again
+            cleared = await store.compare_and_set(BEGIN_ANEW, with_error(anew, None).to_json(), expect=entry.revision)
+            if cleared is None:
+                return
+            entry = Entry(entry.key, entry.value, cleared, entry.create_revision)
+        ranges = np.array(anew.ranges)
+        coming = view.heads[ranges] < 0
+        if not coming.any():
+            loss = find_loss(view, await registered_of(store))
+            if not np.isin(ranges, np.union1d(loss.lost, loss.waiting)).any():  # nobody gave them up
+                await store.delete(BEGIN_ANEW, expect=entry.revision)
+            return
+        try:
+            async with driving(store) as serial:
+                drive = Drive(store, anew, serial, self._credentials)
+                view = await drive.run()
+                await drive.end()
+        except Error as error:
+            await store.compare_and_set(BEGIN_ANEW, with_error(anew, error).to_json(), expect=entry.revision)
+            raise
+        began = ranges[view.anew[ranges] > 0]
+        epoch = int(view.anew[began].max())
+        told = record(anew, began, epoch, drive.rows)
+        await store.put(key_of(epoch), json.dumps(told).encode())
+        await store.delete(BEGIN_ANEW)
+        log.warning(
+            "ranges were brought back", ranges=spans(began), rows=drive.rows, url=anew.url, cut=anew.cut,
+            most_lost_steps=anew.steps,
+            workers=", ".join(f"{one.name} {one.have + 1}-{one.to}" for one in anew.workers if one.steps),
+        )  # fmt: skip
+
+
+async def policies_of(store: Store) -> dict[str, dict[str, Any]]:
+    """What becomes of each table that is registered, by "application/name"."""
+    said = {}
+    for entry in (await store.list(ON_LOSS)).entries:
+        document = json.loads(entry.value)
+        said[entry.key.removeprefix(ON_LOSS), document["table"]] = document
+    found = {}
+    for entry in (await store.list(TABLES)).entries:
+        table = json.loads(entry.value)
+        name = entry.key.removeprefix(TABLES)
+        if not table.get("dropping"):
+            found[name] = said.get((name, table["id"]), {"on_loss": WAIT, "max_lost_steps": None})
+    return found
+
+
+def check_budget(anew: Anew, policies: dict[str, dict[str, Any]]) -> None:
+    """OverBudget if more steps would be lost than some table allows, or nobody can say how many."""
+    budgets = {name: said["max_lost_steps"] for name, said in policies.items() if said["max_lost_steps"] is not None}
+    if not budgets:
+        return
+    name = min(budgets, key=lambda each: budgets[each])
+    unknown = [one.name for one in anew.workers if not one.to and one.have]
+    if unknown:
+        raise OverBudget(
+            f"no range is left, so nobody knows how many steps of worker {unknown[0]} would be lost, and table {name} "
+            f"allows {budgets[name]}: `elasticps restore --ranges` brings them back"
+        )
+    if anew.steps > budgets[name]:
+        raise OverBudget(
+            f"{anew.steps} steps would be lost, table {name} allows {budgets[name]}: `elasticps restore --ranges` "
+            "brings the ranges back all the same"
+        )

@@ -1,0 +1,192 @@
+"""A worker's session and servers' replicas, without sockets: a range is lost at any moment and begins anew from a
+checkpoint. It has all steps up to the checkpoint's, none after it that was committed before, all others once."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elasticps.client.protocol.session import Ask, Effect, Frame, Session
+from replication.chain import Chains, Kept, Member, unsafe_transition
+from replication.effects import Apply, ClocksReply, Effects, Push, Reply
+from replication.effects import Ask as AskReplica
+from replication.messages import OperationKind
+from replication.progress import PART_BITS
+from replication.replica import Replica
+
+DEAD, LIVE = Member("a", 1), Member("x", 2)
+WORKER, LOST, OTHER = 1, 0, 1
+
+
+def view(epoch: int, heads: list[int], joining: list[int], since: int, anew: int) -> Chains:
+    chains = np.array(heads, np.int32).reshape(2, 1)
+    kept = np.where((chains[:, 0] < 0) & (np.array(joining) >= 0), Kept.ANEW, Kept.NOT).astype(np.int32)
+    return Chains(
+        epoch, (DEAD, LIVE), chains, np.array(joining, np.int32), np.array([since, 1]), kept, np.array([anew, 0])
+    )
+
+
+VIEWS = (
+    view(1, [0, 1], [-1, -1], 1, 0),
+    view(2, [-1, 1], [-1, -1], 2, 2),
+    view(3, [-1, 1], [1, -1], 3, 2),
+    view(4, [1, 1], [-1, -1], 4, 2),
+)
+
+
+class Everything:
+    """That a part touches."""
+
+    def touches(self, ranges: object) -> bool:
+        return True
+
+
+class World:
+    """One worker and two servers, FIFO in both ways. bugs: what is left out."""
+
+    def __init__(self, seed: int, bugs: str) -> None:
+        self.random = random.Random(seed)
+        self.bugs = bugs
+        self.session = Session(WORKER, 2, window=4)
+        self.replicas = {member: Replica(member, 2) for member in (DEAD, LIVE)}
+        self.there: dict[Member, deque[Any]] = {member: deque() for member in self.replicas}
+        self.back: dict[Member, deque[Any]] = {member: deque() for member in self.replicas}
+        self.applied: dict[int, list[int]] = {LOST: [], OTHER: []}
+        self.bases = {DEAD: 0, LIVE: 0}
+        self.committed_before = 0
+        for replica in self.replicas.values():
+            replica.adopt_roster(1, frozenset({WORKER}))
+            replica.adopt(VIEWS[0])
+        self.do(self.session.adopt(VIEWS[0]))
+        for member in self.replicas:
+            self.do(self.session.connected(member))
+
+    def do(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Frame | Ask) and effect.head in self.there:
+                self.there[effect.head].append(effect)
+
+    def carry_out(self, member: Member, effects: Effects) -> None:
+        for effect in effects:
+            if isinstance(effect, Apply):
+                for r in effect.ranges.tolist():
+                    self.applied[r].append(effect.operation.after >> PART_BITS)
+            elif isinstance(effect, Reply | ClocksReply):
+                self.back[member].append(effect)
+
+    def serve(self, member: Member) -> None:
+        said, replica = self.there[member].popleft(), self.replicas[member]
+        if isinstance(said, int):
+            self.bases[member] = said
+        elif isinstance(said, Ask):
+            self.carry_out(member, replica.ask(AskReplica(said, WORKER, said.epoch)))
+        else:
+            push = Push(
+                said, WORKER, said.epoch, said.clock, said.part, said.last, said.ranges, None, 1, self.bases[member],
+                repeat=said.content is None, first=said.first,
+            )  # fmt: skip
+            self.carry_out(member, replica.push(push))
+
+    def answer(self, member: Member) -> None:
+        said = self.back[member].popleft()
+        if isinstance(said, ClocksReply):
+            assert isinstance(said.token, Ask)
+            out = self.session.clocks(
+                said.token.ask, said.status, said.epoch, said.ranges, said.applied, said.committed
+            )
+        else:
+            assert isinstance(said.token, Frame)
+            whole = said.committed if said.moved.size or said.token.ranges is not None else None
+            out = self.session.reply(said.token.frame, said.status, said.epoch, whole, said.moved)
+        self.do(out)
+
+    def turn(self) -> None:
+        """Something happens somewhere."""
+        can: list[Callable[[], None]] = []
+        if self.session.room:
+            can.append(lambda: self.do(self.session.push(Everything())))
+        can += [lambda m=m: self.serve(m) for m, queue in self.there.items() if queue]  # type: ignore[misc]
+        can += [lambda m=m: self.answer(m) for m, queue in self.back.items() if queue]  # type: ignore[misc]
+        if can:
+            self.random.choice(can)()
+
+    def settle(self) -> None:
+        for _ in range(400):
+            for member in self.there:
+                while self.there[member]:
+                    self.serve(member)
+                while self.back[member]:
+                    self.answer(member)
+            if not self.session.outstanding:
+                return
+        raise AssertionError(f"{self.session.outstanding} steps are never committed")
+
+    def follow(self, new: Chains) -> None:
+        """As the dispatcher does."""
+        if (new.anew > self.session.epoch).any() and self.session.epoch:
+            self.committed_before = self.session.committed
+            if self.bugs != "no base":
+                self.there[LIVE].append(self.session.committed)
+        self.do(self.session.adopt(replace(new, anew=np.zeros(2, np.int64)) if self.bugs == "marks stay" else new))
+
+    def run(self) -> None:
+        for _ in range(self.random.randrange(20)):
+            self.turn()
+        self.settle()
+        saved, told = list(self.applied[LOST]), self.session.committed
+        for _ in range(self.random.randrange(60)):
+            self.turn()
+            told = self.random.choice((told, self.session.committed))
+        del self.there[DEAD], self.replicas[DEAD]
+        for _ in range(self.random.randrange(10)):  # answers of the dead one may be on their way still
+            self.turn()
+        self.back[DEAD].clear()
+        live = self.replicas[LIVE]
+        seen = [*sorted(self.random.sample(range(1, 3), self.random.randrange(3))), 3]
+        for number in (1, 2, 3):
+            self.carry_out(LIVE, live.adopt(VIEWS[number]))
+            if number == 2:
+                assert live.brings_back().tolist() == [LOST]
+                live.bring_back(LOST, OperationKind.RESTORED, None)
+                live.clocks.set_column(LOST, np.array([WORKER]), np.array([told << PART_BITS]))
+                self.applied[LOST] = list(saved)
+                assert [level.range for level in live.levels()] == []
+                live.brought_back(LOST)
+                assert [(level.range, level.fill, level.joiner) for level in live.levels()] == [(LOST, 3, LIVE)]
+            if number in seen:
+                self.follow(VIEWS[number])
+            for _ in range(self.random.randrange(6)):
+                self.turn()
+        self.settle()
+        last = self.session.clock
+        assert self.applied[OTHER] == [*range(1, last + 1)]
+        assert self.applied[LOST] == [*saved, *range(self.committed_before + 1, last + 1)]
+
+
+def test_the_views_are_lawful() -> None:
+    for old, new in pairwise(VIEWS):
+        assert unsafe_transition(old, new, {LOST: 3}, {DEAD}) == ""
+
+
+def test_a_lost_range_has_the_checkpoint_and_all_that_was_not_committed() -> None:
+    for seed in range(300):
+        World(seed, "").run()
+
+
+@pytest.mark.parametrize("bugs", ["no base", "marks stay"])
+def test_what_is_left_out_is_found(bugs: str) -> None:
+    def fails(seed: int) -> bool:
+        try:
+            World(seed, bugs).run()
+        except AssertionError:
+            return True
+        return False
+
+    assert any(fails(seed) for seed in range(300))

@@ -1,0 +1,122 @@
+"""Ranges of which nobody is left begin anew: only when nobody can come back, and only with what was brought back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from coordinator.loss import find_loss
+from coordinator.losses import known_key, merged
+from coordinator.planner import Health, Members, Plan, plan
+from coordinator.view import ClusterConfig, ServerInfo, View
+from replication.chain import Chains, Kept, Member, unsafe_transition
+
+RANGES = 8
+CONFIG = ClusterConfig(ranges=RANGES, replicas=1)
+A, B, AGAIN = (ServerInfo(name, number, f"127.0.0.1:{number}") for name, number in (("a", 1), ("b", 2), ("a", 3)))
+ALL = frozenset(range(RANGES))
+GONE = {A.member: "refused"}
+
+
+def first() -> tuple[View, list[int]]:
+    """A view of two servers, and the ranges of the first one."""
+    decision = plan(None, Members("c", (A, B)), CONFIG)
+    assert decision is not None
+    assert decision.view is not None
+    return decision.view, np.flatnonzero(decision.view.heads == decision.view.index("a")).tolist()
+
+
+def step(
+    view: View, *servers: ServerInfo, gone: Mapping[Member, str] = GONE, silent: bool = False, given_up: bool = False,
+    anew: frozenset[int] = ALL, level: Mapping[int, int] | None = None,
+) -> Plan | None:  # fmt: skip
+    quiet = frozenset(gone) if silent else frozenset()
+    members = Members("c", servers, anew=anew, given_up=frozenset({A.member} if given_up else ()))
+    return plan(view, members, CONFIG, Health(gone=gone, silent=quiet, level=level or {}))
+
+
+def changed(decision: Plan | None) -> View:
+    assert decision is not None
+    assert decision.view is not None
+    return decision.view
+
+
+def test_a_range_begins_anew_and_is_served_when_it_has_been_brought_back() -> None:
+    view, lost = first()
+    emptied = changed(step(view, B))
+    assert (emptied.heads[lost] == -1).all()
+    assert (emptied.anew[lost] == emptied.epoch).all()
+    assert "begin anew: nobody is left" in emptied.reason
+    assert find_loss(emptied, (B,)).lines == [f"{len(lost)} ranges (0, 2, 4-5) come back from a checkpoint"]
+    filling = changed(step(emptied, B))
+    assert (filling.kept[lost] == Kept.ANEW).all()
+    assert (filling.heads[lost] == -1).all()
+    assert View.decode(filling.encode()) == filling
+    back = changed(step(filling, B, level={lost[0]: int(filling.since[lost[0]])}))
+    assert np.flatnonzero(back.heads < 0).tolist() == lost[1:]
+    assert back.anew[lost[0]] == emptied.epoch
+    assert back.heads[lost[0]] == back.index("b")
+
+
+@pytest.mark.parametrize("case", ["silent", "registered", "not asked for"])
+def test_who_may_come_back_is_not_given_up(case: str) -> None:
+    view, _ = first()
+    servers = (A, B) if case == "registered" else (B,)
+    decision = step(view, *servers, silent=case == "silent", anew=frozenset() if case == "not asked for" else ALL)
+    assert decision is not None
+    assert decision.view is None or (decision.view.heads >= 0).all()
+    if case == "silent":
+        assert (changed(step(view, B, silent=True, given_up=True)).heads < 0).any()
+
+
+def test_the_only_server_comes_back_empty_and_brings_all_back() -> None:
+    decision = plan(None, Members("c", (A,)), CONFIG)
+    assert decision is not None
+    view = changed(step(changed(decision), AGAIN, gone={}))
+    assert (view.heads < 0).all()
+    assert [server.member for server in view.servers] == [AGAIN.member]
+    view = changed(step(view, AGAIN, gone={}))
+    level = {r: int(view.since[r]) for r in range(RANGES)}
+    assert (changed(step(view, AGAIN, gone={}, level=level)).heads == 0).all()
+
+
+def test_who_brings_a_range_back_may_die_too() -> None:
+    view, lost = first()
+    c = ServerInfo("c", 4, "127.0.0.1:4")
+    filling = changed(step(changed(step(view, B, c)), B, c))
+    assert {filling.servers[i].name for i in filling.joining[lost]} == {"c"}  # which has nothing yet
+    died = changed(step(filling, B, gone=GONE | {c.member: "refused"}))
+    assert (died.heads[lost] == -1).all()
+    assert {*died.joining[lost].tolist()} == {-1}
+    assert (changed(step(died, B, gone={c.member: "refused"})).joining[lost] >= 0).all()
+
+
+def chains(epoch: int, chain: int, joining: int, since: int, kept: int = 0, anew: int = 0) -> Chains:
+    one = np.array([[chain]], np.int32), np.array([joining], np.int32), np.array([since])
+    return Chains(epoch, (A.member, B.member), *one, np.array([kept], np.int32), np.array([anew]))
+
+
+def test_the_law_of_ranges_that_begin_anew() -> None:
+    old, ended = chains(4, 0, -1, 2), {A.member}
+    emptied = chains(5, -1, -1, 5, anew=5)
+    assert unsafe_transition(old, emptied, {}, ended) == ""
+    assert "may come back" in unsafe_transition(old, emptied, {}, {B.member})
+    assert "given up" in unsafe_transition(old, replace(emptied, anew=old.anew), {}, ended)
+    assert "does not begin anew" in unsafe_transition(old, chains(5, 1, -1, 5, anew=5), {}, ended)
+    assert "not lost" in unsafe_transition(old, chains(5, 0, 1, 5, Kept.ANEW), {}, ended)
+    filling = chains(6, -1, 1, 6, Kept.ANEW, 5)
+    assert unsafe_transition(emptied, filling, {}) == ""
+    assert "nobody has brought back" in unsafe_transition(emptied, chains(6, 1, -1, 6, anew=5), {})
+    full = chains(7, 1, -1, 7, anew=5)
+    assert unsafe_transition(filling, full, {0: 6}) == ""
+    assert "nobody has brought back" in unsafe_transition(filling, full, {0: 5})
+    assert "nobody has brought back" in unsafe_transition(filling, chains(7, 0, -1, 7, anew=5), {0: 6})
+
+
+def test_a_worker_has_the_last_word_on_what_it_lost() -> None:
+    told = b'{"epoch": 7, "workers": [{"id": 3, "have": 5, "to": 8}, {"id": 4, "have": 5, "to": 6}]}'
+    (loss,) = merged({"losses/000000000007": told, known_key(7, 3): b'{"committed": 9}'})
+    assert [worker["to"] for worker in loss["workers"]] == [9, 6]
