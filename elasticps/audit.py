@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from coordinator.membership import ROSTER, VIEW, list_drains
+from coordinator.membership import ROSTER, list_drains
 from coordinator.store import Store
 from coordinator.view import Roster, ServerInfo, View
 from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import fetch_marked, take_mark
-from elasticps.coordination import opened
+from elasticps.coordination import opened, read_view
 from elasticps.errors import ClusterUnreachable
 from elasticps.security import credentials_of
 from replication.messages import ERASER
@@ -143,14 +143,14 @@ async def audit_store(store: Store, timeout_s: float, credentials: Credentials |
     """The same for a store that is open."""
     began = time.monotonic()
     deadline = began + timeout_s
-    view = await _view(store)
+    view = await read_view(store)
     told, _ = await _ask(view.servers, 0, deadline, credentials)
     promised = _newest(told.values())
     judged, lost = Judged(view.ranges), dict[str, str]()
     while True:
         asked = await list_drains(store)  # a request is taken away when it is done
         await _round(store, view, judged, deadline, credentials)
-        before, view = view, await _view(store)
+        before, view = view, await read_view(store)
         lost |= _lost(before, view, asked | await list_drains(store))
         names = await _names(store)
         workers = judged.workers(promised, names)
@@ -266,7 +266,7 @@ async def _round(store: Store, view: View, judged: Judged, deadline: float, cred
     holders = [view.servers[i] for i in np.unique(view.chains).tolist() if i >= 0]
     answers, unreachable = await _ask(holders, mark, deadline, credentials)
     found = {name: _found(answer) for name, answer in answers.items()}
-    judged.judge(view, await _view(store), found)
+    judged.judge(view, await read_view(store), found)
     for r in judged.open:
         chain = {view.servers[i].name for i in view.chains[r].tolist() if i >= 0}
         if texts := [unreachable[name] for name in sorted(chain & unreachable.keys())]:
@@ -313,13 +313,6 @@ def _newest(answers: Collection[admin_pb2.MarkedResponse]) -> dict[int, int]:
         for told in answer.told:
             promised[told.worker] = max(told.clock, promised.get(told.worker, 0))
     return promised
-
-
-async def _view(store: Store) -> View:
-    entry = await store.get(VIEW)
-    if entry is None:
-        raise ClusterUnreachable(f"cluster {store.cluster!r} has no view: no server has served yet")
-    return View.decode(entry.value)
 
 
 def _lost(before: View, after: View, drains: Mapping[str, int]) -> dict[str, str]:

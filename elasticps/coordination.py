@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from coordinator.connect import open_store
+from coordinator.membership import VIEW
 from coordinator.store import Store
-from elasticps.errors import ConfigError
+from coordinator.view import View
+from elasticps.errors import ClusterUnreachable, ConfigError, Error
 
 
 @asynccontextmanager
@@ -22,3 +24,11 @@ async def opened(url: str, timeout_s: float) -> AsyncIterator[Store]:
         yield store
     finally:
         await store.close()
+
+
+async def read_view(store: Store, error: type[Error] = ClusterUnreachable) -> View:
+    """The view of the cluster whose store this is; `error` if it has none yet."""
+    entry = await store.get(VIEW)
+    if entry is None:
+        raise error(f"cluster {store.cluster!r} has no view: no server has served yet")
+    return View.decode(entry.value)

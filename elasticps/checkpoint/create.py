@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.adoption import ON_LOSS, RATES, TABLES
 from coordinator.errors import StoreUnavailable
-from coordinator.membership import LAST_WORKER, NEWEST_CHECKPOINT, RESTORING, VIEW
+from coordinator.membership import LAST_WORKER, NEWEST_CHECKPOINT, RESTORING
 from coordinator.store import Store
-from coordinator.view import ServerInfo, View
+from coordinator.view import ServerInfo
 from elasticps import background
 from elasticps.admin.cuts import CutClient
 from elasticps.admin.subject import CutState, WrittenFile
@@ -21,7 +21,7 @@ from elasticps.checkpoint import catalog
 from elasticps.checkpoint.driver import HOLD_S, Cut, CutServer, Driver, GivenUp
 from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry
 from elasticps.checkpoint.storage import Storage
-from elasticps.coordination import opened
+from elasticps.coordination import opened, read_view
 from elasticps.errors import CheckpointError, Error
 from elasticps.security import credentials_of
 from elasticps.spec import TableSpec
@@ -95,7 +95,7 @@ async def checkpoint(
 async def _attempt(
     store: Store, storage: Storage, connect: Connect, full: bool, hold_s: float, tell: Tell
 ) -> Manifest:  # fmt: skip
-    cluster = (await _view(store)).cluster
+    cluster = (await read_view(store, CheckpointError)).cluster
     since, floor = await asyncio.to_thread(_before, storage, cluster, full)
     cut = await Driver(store, connect, hold_s).take(storage.url, since, floor=floor)
     files = await _written(store, cut, connect, tell)
@@ -127,9 +127,8 @@ async def _written(store: Store, cut: Cut, connect: Connect, tell: Tell) -> list
     writers = [_Writer(cut, server, connect(server)) for server in cut.view.servers if server.member in cut.states]
     told = 0
     while True:
-        listed = {server.member for server in (await _view(store)).servers}
-        for writer in writers:
-            await writer.ask(listed)
+        listed = {server.member for server in (await read_view(store, CheckpointError)).servers}
+        await asyncio.gather(*(writer.ask(listed) for writer in writers))
         done = sum(writer.done for writer in writers)
         tell(done - told)
         told = done
@@ -229,10 +228,3 @@ async def _tables(store: Store) -> dict[str, tuple[int, TableSpec]]:
 async def _settings(store: Store) -> dict[str, dict[str, Any]]:
     entries = [entry for prefix in (RATES, ON_LOSS) for entry in (await store.list(prefix)).entries]
     return {entry.key: json.loads(entry.value) for entry in entries}
-
-
-async def _view(store: Store) -> View:
-    entry = await store.get(VIEW)
-    if entry is None:
-        raise CheckpointError(f"cluster {store.cluster!r} has no view: no server has served yet")
-    return View.decode(entry.value)

@@ -18,11 +18,12 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from coordinator.membership import ROSTER, VIEW
+from coordinator.membership import ROSTER
 from coordinator.store import Store
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.admin.subject import CutState
 from elasticps.checkpoint.consistent import Verdict, judge, uncovered
+from elasticps.coordination import read_view
 from elasticps.errors import CheckpointError, Error
 from replication.chain import Member
 
@@ -196,10 +197,7 @@ class Driver:
             await call
 
     async def _view(self) -> View:
-        entry = await self._store.get(VIEW)
-        if entry is None:
-            raise GivenUp(f"cluster {self._store.cluster!r} has no view: no server has served yet")
-        return View.decode(entry.value)
+        return await read_view(self._store, GivenUp)
 
     async def _roster(self) -> Sequence[WorkerInfo]:
         entry = await self._store.get(ROSTER)

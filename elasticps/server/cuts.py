@@ -82,7 +82,7 @@ class Cuts:
     async def take(self, cut: int, since: int, url: str) -> bool:
         """Logs a cut in the ranges headed here that have not passed it, each once; False if their view changed, or it
         was too late: then ask again. Returns when all replicas have passed it."""
-        me, passed, tickets = self._serving.me, self._executor.cuts.number, []
+        me, passed, tickets = self._serving.me, self._executor.store.cuts.newest, []
         loop = asyncio.get_running_loop()
         mark = CutMark(cut, since, me.name, me.incarnation, url)
         headed = self._serving.headed

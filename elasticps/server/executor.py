@@ -70,7 +70,7 @@ class Executor:
         self._performing = False
         self.tell_tables: Callable[[Iterable[tuple[int, Table]]], None] = lambda new: None
         self.marks = Marks()
-        self.cuts = CutNotes(ranges)
+        self.cuts = CutNotes()
         self.cut_passed: Callable[[Ranges, Seqs, CutMark, Mapping[int, int] | None], None] = lambda *_: None
         self.rounds = Rounds(ranges)
         self.shards = Shards(ranges)
@@ -216,8 +216,7 @@ class Executor:
 
     def _restored(self, r: int, state: RestoredState) -> None:
         self.replica.clocks.set_column(r, *state.clocks())
-        if state.cut > self.cuts.number[r]:
-            self.cuts.load(r, state.cut)
+        if state.cut > self.store.cuts.newest[r]:
             self.store.begin_at(np.array([r], np.int64), state.cut)
         self.rounds.load(r, state.rounds())
         self.shards.load(state.sets(self._ranges))
@@ -251,7 +250,8 @@ class Executor:
         return [*self.store.cut_words(r), *self.rounds.words(r), *self.shards.words(r)]
 
     def _cut(self, effect: Apply, mark: CutMark) -> None:
-        chosen = self.cuts.pass_by(mark.number, effect.ranges)
+        # One that comes late, or again as two heads have logged it one after the other, changes nothing.
+        chosen = self.store.cuts.newest[effect.ranges] < mark.number
         ranges, seqs = effect.ranges[chosen], effect.seqs[chosen]
         clocks, tables = self.replica.clocks, self.store.tables
         for r, seq in zip(ranges.tolist(), seqs.tolist(), strict=True):
@@ -277,7 +277,6 @@ class Executor:
                 table.load_range(effect.range, keys, values, stamped)
         self.rounds.load(effect.range, content.rounds)
         self.shards.load(content.shards, content.rounds.more)
-        self.cuts.load(effect.range, content.cut)
 
     def _erase(self, effect: Erase) -> None:
         self.store.erase(effect.ranges)

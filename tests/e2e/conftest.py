@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -16,10 +17,35 @@ class Connect(Protocol):
     def __call__(self, worker: str = "w0", **arguments: Any) -> eps.Client: ...
 
 
+_shared = ExitStack()
+_running: list[eps.LocalCluster] = []
+
+
+def _end() -> None:
+    _running.clear()
+    _shared.close()
+
+
+@pytest.fixture(scope="session")
+def ended() -> Iterator[None]:
+    """At the latest with the session, before it looks for what was left behind."""
+    yield
+    _end()
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[eps.LocalCluster]:
-    with eps.LocalCluster(servers=3) as cluster:
-        yield cluster
+def cluster(ended: None) -> eps.LocalCluster:
+    """One for all modules here that do it no harm: starting it costs more than most of their tests."""
+    if not _running:
+        _running.append(_shared.enter_context(eps.LocalCluster(servers=3)))
+    return _running[0]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """After the last test of this folder it ends: also what does nothing takes a tenth of a core."""
+    if nextitem is None or nextitem.path.parent != Path(__file__).parent:
+        _end()
 
 
 _apps = itertools.count()

@@ -22,6 +22,7 @@ from elasticps.server.server import Server
 from elasticps.sharding import ShardSpec
 from elasticps.spec import TableSpec
 from elasticps.store import Table
+from elasticps.store.cuts import Cuts
 from elasticps.wire.frames import Block, Kind, json_frame
 from elasticps.wire.headers import HeldHeader, HoldHeader, ReleaseHeader
 from tests.server.conftest import RANGES, WORKER, Group, Run, Worker, until
@@ -110,12 +111,11 @@ def test_whoever_has_a_round_open_is_waited_for_by_the_others_of_its_application
 
 
 def test_only_the_newest_cut_is_kept_and_a_late_one_changes_nothing() -> None:
-    notes, rounds, shards = CutNotes(P), Rounds(P), Shards(P)
+    cuts, notes, rounds, shards = Cuts(P), CutNotes(), Rounds(P), Shards(P)
     column = np.array([WORKER]), np.array([3 << 16])
 
     def apply(number: int, ranges: list[int], writer: str) -> list[int]:
-        array = np.array(ranges)
-        first: list[int] = array[notes.pass_by(number, array)].tolist()
+        first: list[int] = cuts.passed(np.array(ranges), number)[0].tolist()
         for r in first:
             notes.note(CutMark(number, 0, writer, 1, ""), r, 7, column, rounds, shards, {})
         return first
@@ -129,13 +129,13 @@ def test_only_the_newest_cut_is_kept_and_a_late_one_changes_nothing() -> None:
     assert apply(1, [0, 4], "s0") == [4]  # a range that an older head has cut late
     assert {r for r, _ in notes.by(2, "s0", 1)} == {0}
     notes.erase(np.array([0]))
-    assert notes.number.tolist() == [0, 1, 1, 1, 1, 0, 0, 0]
-    notes.load(0, 2)
+    assert list(notes.by(2, "s0", 1)) == []
+    assert cuts.newest.tolist() == [2, 1, 1, 1, 1, 0, 0, 0]
     assert apply(2, [0], "s1") == []
 
 
 def test_rounds_and_shards_are_noted_where_they_are() -> None:
-    notes, rounds, shards = CutNotes(2), Rounds(2), Shards(2)
+    notes, rounds, shards = CutNotes(), Rounds(2), Shards(2)
     home = group_range("a", 2)
     rounds.enter("a", 1, [WORKER, 6])
     rounds.decide("a", 1, [WORKER, 6])
@@ -219,8 +219,8 @@ def test_a_range_that_moves_takes_its_cut_along(run: Run) -> None:
             assert await group.servers[name].subject.cuts.take(4, 0, "")
         await group.start("s3")
         group.adopt(group.make_view(lambda r: ["s0", "s1"], lambda r: "s3"))
-        joiner = group.servers["s3"].executor.cuts
-        await until(lambda: (joiner.number == 4).all())
+        joiner = group.servers["s3"].store.cuts
+        await until(lambda: (joiner.newest == 4).all())
         tail = group.servers["s1"]
         await until(lambda: len(tail.leaders._connections) == 0 and tail.replica.waiting.all())
         group.adopt(group.make_view(lambda r: ["s3", "s0"]))

@@ -15,8 +15,9 @@ from elasticps.checkpoint.driver import Driver
 from elasticps.client.protocol.hold import Hold
 from elasticps.server.cuts import Cuts
 from elasticps.server.protocol.cut import Holding
-from elasticps.server.protocol.cut_notes import CutNotes
 from elasticps.server.replica_links import ReplicaLinks
+from elasticps.store import Store
+from elasticps.store.cuts import Cuts as Passed
 from replication.effects import Send
 from replication.messages import Forward, OperationKind
 
@@ -43,16 +44,19 @@ def go_on_at_the_release_of_an_older_cut(patch: pytest.MonkeyPatch) -> None:
 
 
 def log_a_cut_again_where_it_was_asked_for_again(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: CutNotes, number: int, ranges: Any) -> Any:
-        first = self.number[ranges] < number
-        self.number[ranges[first & (ranges > 0)]] = number
-        return first
+    passed = Passed.passed
 
-    patch.setattr(CutNotes, "pass_by", mutant)
+    def mutant(self: Passed, ranges: Any, cut: int) -> Any:
+        before = self.newest[0]
+        found = passed(self, ranges, cut)
+        self.newest[0] = before
+        return found
+
+    patch.setattr(Passed, "passed", mutant)
 
 
 def forget_the_cut_of_a_range_that_moves(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CutNotes, "load", lambda self, r, number: None)
+    patch.setattr(Store, "load_cut", lambda self, r, cut, base: None)
 
 
 def note_what_was_let_in_behind_the_cut(patch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
-"""Which cuts the ranges held here have passed, and what there was as the newest one was applied. Pure.
+"""What there was in the ranges held here as the newest cut was applied. Pure.
 
 A CUT stands at one place of a range's log, so every replica notes the same. Which one a range has passed last belongs
-to the range: a head that is new does not cut it again, and whoever is filled with it is told. What was noted is this
-server's alone, and of the newest cut only.
+to its rows (`elasticps.store.cuts`): a head that is new does not cut it again, and whoever is filled with it is told.
+What was noted is this server's alone, and of the newest cut only.
 """
 
 from __future__ import annotations
@@ -47,20 +47,12 @@ class Noted(NamedTuple):
 
 
 class CutNotes:
-    """number: int64 [P], the newest cut that each range has passed, 0 for none; noted: by range, of cut `newest`."""
+    """noted: by range, of cut `newest`."""
 
-    def __init__(self, ranges: int) -> None:
-        self.number: NDArray[np.int64] = np.zeros(ranges, np.int64)
+    def __init__(self) -> None:
         self.newest = 0
         self.noted: dict[int, Noted] = {}
         self._columns: dict[Column, Column] = {}  # one object for all ranges that have the same
-
-    def pass_by(self, number: int, ranges: Ranges) -> NDArray[np.bool_]:
-        """A CUT is applied in these ranges; in which of them it is the first of its number. One that comes late, or
-        again as two heads have logged it one after the other, changes nothing."""
-        first: NDArray[np.bool_] = self.number[ranges] < number
-        self.number[ranges[first]] = number
-        return first
 
     def note(
         self, mark: CutMark, r: int, seq: int, clocks: tuple[NDArray[np.int64], Progress], rounds: Rounds,
@@ -85,13 +77,8 @@ class CutNotes:
             if noted.mark.number == number and (noted.mark.writer, noted.mark.incarnation) == (writer, incarnation):
                 yield r, noted
 
-    def load(self, r: int, number: int) -> None:
-        """A range comes here that has passed a cut."""
-        self.number[r] = max(number, self.number[r])
-
     def erase(self, ranges: Ranges) -> None:
         """Forgets everything about these ranges."""
-        self.number[ranges] = 0
         for r in ranges.tolist():
             self.noted.pop(r, None)
 
