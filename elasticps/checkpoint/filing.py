@@ -17,7 +17,8 @@ class Filing(Protocol):
     """Where a server's files of a checkpoint go."""
 
     def put(self, url: str, folder: str, path: str, table: int, file: RowFile, done: Done) -> None:
-        """Writes a file to a path below a folder of a storage; `done` is told in the loop what it was, or why not."""
+        """Writes a file to a path below a folder of a storage; `done` is told in the loop what it was, or why not, and
+        that its memory may be used again."""
 
     def close(self) -> None:
         """What has not begun is not written."""
@@ -73,5 +74,5 @@ class InlineFiling:
 def write(storage: Any, folder: str, path: str, table: int, file: RowFile) -> FileEntry:
     """Writes a file of rows; how a manifest names it."""
     encoded = file.encode()
-    storage.put(f"{folder}/{path}", encoded.data)
+    storage.put(f"{folder}/{path}", encoded.parts)
     return FileEntry.of(path, table, encoded)

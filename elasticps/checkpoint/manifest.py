@@ -34,7 +34,7 @@ class FileEntry:
     def of(cls, path: str, table: int, encoded: Encoded) -> FileEntry:
         """That of a file which is written to `path`."""
         ranges = tuple(segment.range for segment in encoded.segments)
-        return cls(path, table, len(encoded.data), len(encoded.header), encoded.rows, encoded.sum, ranges)
+        return cls(path, table, encoded.nbytes, len(encoded.header), encoded.rows, encoded.sum, ranges)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from obstore.store import LocalStore, MemoryStore, ObjectStore, from_url
 
 from elasticps.errors import CheckpointError
 
-Data = bytes | bytearray | memoryview
+Data = bytes | bytearray | memoryview | Sequence[memoryview]
+"""A file's bytes, or the parts of one."""
 _RETRIES: Any = {
     "max_retries": 8,
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
@@ -76,12 +77,15 @@ class Storage:
     def _put(self, path: str, data: Data, *, overwrite: bool) -> None:
         store = self._for_writing()
         with self._told("written", path):
+            whole = data if isinstance(data, bytes | bytearray | memoryview) else None
             if self._folder is None:
-                obstore.put(store, path, data, mode="overwrite" if overwrite else "create")
+                joined = b"".join(data) if whole is None else whole  # in memory it stays what it is
+                obstore.put(store, path, joined, mode="overwrite" if overwrite else "create")
                 return
             part = f"{path}.{uuid.uuid4().hex}.part"  # on the disk before it has its name
             try:
-                obstore.put(store, part, data, use_multipart=False)  # its parts are copied under the GIL, 7 ms each
+                there = iter(data) if whole is None else whole
+                obstore.put(store, part, there, use_multipart=False)  # else it is copied under the GIL
                 self._sync(part)
                 (os.replace if overwrite else os.link)(self._folder / part, self._folder / path)
                 self._sync(path)
@@ -157,6 +161,8 @@ class Storage:
         return self._for_writing()
 
     def _sync(self, path: str) -> None:
+        """Has a file and its folders on the disk, and the file out of memory: nobody reads it soon, and to take other
+        pages for the next one may cost the system several times as much as to copy it there."""
         if self._folder is None:
             return
         at = self._folder / path
@@ -164,6 +170,8 @@ class Storage:
             descriptor = os.open(one, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
+                if one == at and hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)
 

@@ -105,7 +105,7 @@ def merge(storage: Storage, chain: Sequence[Manifest], tell: Tell = lambda rows:
             encoded = file.encode()
             path = f"{folder_of_table(spec, id_)}/merged-{token}.{number:03d}.safetensors"
             entry = FileEntry.of(path, id_, encoded)
-            storage.put(f"{last.folder}/{entry.path}", encoded.data)
+            storage.put(f"{last.folder}/{entry.path}", encoded.parts)
             files.append(entry)
     merged = replace(last, since=0, files=tuple(files))
     storage.put(path_of(last.cut), merged.encode())

@@ -71,6 +71,9 @@ def import_(
     table: Annotated[
         list[str] | None, typer.Option(help="TABLE=TENSOR: which tensor of a file a table is; may be repeated.")
     ] = None,
+    with_slots: Annotated[
+        bool, typer.Option(help="What optimizers keep of each row, too, from an export that has it.")
+    ] = False,
     url: Url = None,
     name: Name = None,
     app: App = "default",
@@ -85,7 +88,7 @@ def import_(
 
     names = {tensor: known for known, tensor in _pairs("--table", "TABLE=TENSOR", table)}
     with connect(target(url, name), app=app, timeout=timeout) as ps, _bar("import", None) as tell:
-        loaded = load(ps, source, names=names, tell=tell)
+        loaded = load(ps, source, names=names, with_slots=with_slots, tell=tell)
     out.print(f"{source}: {len(loaded)} tables, {sum(loaded.values()):,} rows", markup=False)
 
 

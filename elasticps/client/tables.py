@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, cast
@@ -33,7 +33,7 @@ from elasticps.hashing import table_salt
 from elasticps.optimizers import Optimizer, Schedule
 from elasticps.spec import TableSpec
 from elasticps.store.codec import Codec
-from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
+from elasticps.wire.frames import HEADER_BYTES, MAX_DIM, Kind, json_frame, unpack_header
 from replication.messages import OperationKind
 
 LOADED_BYTES = 8 << 20  # sent at once
@@ -214,9 +214,10 @@ class SparseTable(_Handle):
         """The same with the rows, float32 [n, dim], as they are when they are pulled."""
         return ((keys, self.pull(keys, exact=True)) for keys in self.keys(chunk))
 
-    def load(self, keys: object, rows: object) -> None:
+    def load(self, keys: object, rows: object, *, slots: Mapping[str, object] | None = None) -> None:
         """Gives rows of `keys`, int64 [n] without repeats, the values `rows`, float32 [n, dim], past the optimizer: for
-        rows trained elsewhere. Slots (momenta, sums) begin anew. Returns when that is committed.
+        rows trained elsewhere. Slots (momenta, sums) begin anew, or are those that are given, all of them, as `slots()`
+        has them. Returns when that is committed.
 
         Nobody else should train these rows meanwhile. `InputError` for unusable arguments, `ServerFull`.
         """
@@ -224,7 +225,22 @@ class SparseTable(_Handle):
         values = checked_floats(f"table {self.name!r}: rows", rows, (len(array), self.dim))
         if len(np.unique(array)) < len(array):
             raise InputError(f"table {self.name!r}: load takes each key once")
-        step = max(1, LOADED_BYTES // (8 + 4 * self.dim))
+        if slots:
+            shapes = self.optimizer.slot_shapes(self.dim)
+            if slots.keys() != shapes.keys():
+                raise InputError(
+                    f"table {self.name!r} has slots {', '.join(shapes) or '(none)'}, not {', '.join(slots)}"
+                )
+            parts = [
+                checked_floats(f"table {self.name!r}: slot {name}", slots[name], (len(array), floats))
+                for name, floats in shapes.items()
+            ]
+            values = np.concatenate([values, *parts], axis=1)
+            if values.shape[1] > MAX_DIM:
+                raise InputError(
+                    f"table {self.name!r}: rows with slots of more than {MAX_DIM:,} floats cannot be loaded"
+                )
+        step = max(1, LOADED_BYTES // (8 + 4 * values.shape[1]))
         for at in range(0, len(array), step):
             some = slice(at, at + step)
             self._load(partial(filling.rows, self.id, self.salt, array[some], values[some]))

@@ -24,8 +24,9 @@ _BEFORE = ("embedding_bags.", "embeddings.")
 
 
 def load(
-    ps: Client, source: Path, *, names: Mapping[str, str] | None = None, tell: Tell = lambda rows: None
-) -> dict[str, int]:
+    ps: Client, source: Path, *, names: Mapping[str, str] | None = None, with_slots: bool = False,
+    tell: Tell = lambda rows: None,
+) -> dict[str, int]:  # fmt: skip
     """Loads tables and tensors from a folder that `export` wrote, or from a `.safetensors`, `.npz`, `.parquet` or
     `.pt`/`.pth` file (a state_dict; nothing but tensors is read from it), past the optimizer; returns the rows of each.
 
@@ -34,16 +35,19 @@ def load(
     tensor of that name; what the application has not is left alone. names: which tensor is which table, for others.
     An .npz or .parquet file is the table of its name, with the columns `keys` and `weight`.
 
-    Slots begin anew. Nobody should train what is loaded meanwhile. Raises ConfigError for what cannot be read,
-    UnknownTable where nothing fits, InputError for other shapes than those of the tables, Timeout.
+    Slots begin anew, or are those of an export that has them (`with_slots`). Nobody should train what is loaded
+    meanwhile. Raises ConfigError for what cannot be read, UnknownTable where nothing fits, InputError for other shapes
+    than those of the tables, Timeout.
     """
     loaded: dict[str, int] = {}
     try:
         if source.is_dir():
-            return _load_export(ps, source, tell)
+            return _load_export(ps, source, tell, with_slots)
+        if with_slots:
+            raise ConfigError(f"{source} is no export: only what `export` wrote has slots")
         parts = _table_file(source) if source.suffix in (".npz", ".parquet") else _state(source, ps, dict(names or {}))
         for name, part in parts:
-            loaded[name] = sum(_put(ps.open(name), keys, rows, tell) for keys, rows in part)
+            loaded[name] = sum(_put(ps.open(name), keys, rows, tell) for _, keys, rows in part)
     except Error:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
@@ -57,13 +61,17 @@ def load(
     return loaded
 
 
-Parts = Iterator[tuple[NDArray[np.int64], NDArray[Any]]]
+Parts = Iterator[tuple[int, NDArray[np.int64], NDArray[Any]]]
+"""First row, keys, rows."""
 
 
-def _put(handle: SparseTable | DenseTensor, keys: NDArray[np.int64], rows: NDArray[Any], tell: Tell) -> int:
+def _put(
+    handle: SparseTable | DenseTensor, keys: NDArray[np.int64], rows: NDArray[Any], tell: Tell,
+    slots: Mapping[str, NDArray[Any]] | None = None,
+) -> int:  # fmt: skip
     values = rows.astype(np.float32, copy=False)
     if isinstance(handle, SparseTable):
-        handle.load(keys, values)
+        handle.load(keys, values, slots=slots)
     else:
         handle.load(values)
     count = len(np.atleast_1d(rows))
@@ -71,7 +79,7 @@ def _put(handle: SparseTable | DenseTensor, keys: NDArray[np.int64], rows: NDArr
     return count
 
 
-def _load_export(ps: Client, source: Path, tell: Tell) -> dict[str, int]:
+def _load_export(ps: Client, source: Path, tell: Tell, with_slots: bool) -> dict[str, int]:
     manifest = json.loads((source / MANIFEST).read_text())
     if manifest.get("version") != VERSION:
         raise ConfigError(f"{source} was written by another version of elasticps: {manifest.get('version')!r}")
@@ -87,8 +95,13 @@ def _load_export(ps: Client, source: Path, tell: Tell) -> dict[str, int]:
         handle = ps.table(
             name, dim=spec.dim, optimizer=spec.optimizer, init=spec.init, dtype=spec.dtype, finite=spec.finite
         )
-        parts = _cut(columns["weight"], columns.get("keys"), said["rows"], spec.dim)
-        loaded[name] = sum(_put(handle, keys, rows, tell) for keys, rows in parts)
+        loaded[name] = 0
+        slots = list(handle.optimizer.slot_shapes(spec.dim)) if with_slots else []
+        if missing := [slot for slot in slots if slot not in columns]:
+            raise ConfigError(f"{source} has no slot {missing[0]!r} of table {name!r}: was it written with them?")
+        for at, keys, rows in _cut(columns["weight"], columns.get("keys"), said["rows"], spec.dim):
+            end = at + len(rows)
+            loaded[name] += _put(handle, keys, rows, tell, {slot: columns[slot](at, end) for slot in slots})
     return loaded
 
 
@@ -96,7 +109,7 @@ def _cut(weight: Slice, keys: Slice | None, rows: int, dim: int) -> Parts:
     step = max(1, CHUNK_BYTES // (8 + 4 * dim))
     for a in range(0, rows, step):
         b = min(a + step, rows)
-        yield np.arange(a, b) if keys is None else keys(a, b), weight(a, b)
+        yield a, np.arange(a, b) if keys is None else keys(a, b), weight(a, b)
 
 
 # --- files that are read --------------------------------------------------------------------------------------------
@@ -221,7 +234,7 @@ def _state(source: Path, ps: Client, names: dict[str, str]) -> Iterator[tuple[st
             continue
         values = read()
         if known[name].spec.shape is not None:
-            yield name, iter([(np.empty(0, np.int64), values)])
+            yield name, iter([(0, np.empty(0, np.int64), values)])
         else:
             keys = tensors[f"{base}.keys"]() if f"{base}.keys" in tensors else np.arange(len(values))
             yield name, _cut(_slice({"": values}, ""), _slice({"": keys}, ""), len(values), values.shape[-1])

@@ -29,7 +29,8 @@ log = fields.logger(__name__)
 ASIDE_BYTES = 256 << 20
 FILES_AT_ONCE = 2  # that are full, and not written yet
 PARTS_AT_ONCE = 16  # ranges have few rows, as a rule
-SLICE_BYTES = 256 << 10
+SLICE_BYTES = 512 << 10
+BUSY_SLICE_BYTES = 64 << 10  # while workers are served: they wait for a slice
 BUSY_BYTES_PER_S = 24e6  # while workers are served: with four times as much, servers were taken for dead on two cores
 SILENT_S = 10.0  # whoever takes a checkpoint asks more often
 GO_ON = 7 / 8  # pushes go on when so much of the budget is used
@@ -121,7 +122,7 @@ class Checkpoints:
     def _slice(self, scan: Scan) -> None:
         if self._scan is not scan or self._steps is None or self._exhausted:
             return
-        nbytes = 0
+        nbytes, busy = 0, self._busy()
         for _ in range(PARTS_AT_ONCE):
             before = scan.nbytes
             try:
@@ -136,11 +137,11 @@ class Checkpoints:
             if finished is not None:
                 self._put(scan, finished)
             nbytes += scan.nbytes - before
-            if nbytes >= SLICE_BYTES or self._waiting >= FILES_AT_ONCE:
+            if nbytes >= (BUSY_SLICE_BYTES if busy else SLICE_BYTES) or self._waiting >= FILES_AT_ONCE:
                 break
         self._let_go_on()
         if self._waiting < FILES_AT_ONCE:
-            self._loop.call_later(nbytes / BUSY_BYTES_PER_S if self._busy() else 0.0, self._slice, scan)
+            self._loop.call_later(nbytes / BUSY_BYTES_PER_S if busy else 0.0, self._slice, scan)
 
     def _put(self, scan: Scan, finished: Finished) -> None:
         table = self._executor.store.tables[finished.table]
@@ -155,6 +156,7 @@ class Checkpoints:
                 self._end(str(result))
                 return
             self._waiting -= 1
+            scan.written(finished.file)
             self._files.append(result)
             self.written_bytes += result.bytes
             if self._waiting == FILES_AT_ONCE - 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from elasticps.store.memory import Memory
 
 _BLOCK = 1 << 20  # bytes
 _FIRST_RECORDS = 64
-_PART_BYTES = 256 << 10  # of rows, that a writer gets at once
+_PART_BYTES = 128 << 10  # of rows, that a writer gets at once
 _PART_ROWS = 4096
 
 
@@ -54,6 +55,24 @@ class Allowance:
             self._full()
 
 
+class Listed(NamedTuple):
+    """Keys of a range, those of each part together, from starts[part] up to starts[part + 1]; see `Kept.list_range`."""
+
+    range: int
+    since: int
+    keys: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+    def keys_of(self, part: int, end: int) -> NDArray[np.int64]:
+        """Of the parts from `part` up to `end`."""
+        return self.keys[self.starts[part] : self.starts[end]]
+
+    def end(self, part: int, rows: int) -> int:
+        """Up to which part from `part` on there are about so many rows, one part at least."""
+        fitting = int(np.searchsorted(self.starts, self.starts[part] + rows, "right")) - 1
+        return max(part + 1, min(fitting, len(self.starts) - 1))
+
+
 class Kept:
     """Those of one table; its header has where they are. A range has `parts` parts, equal intervals of its hashes,
     which a writer gets one after the other, in ascending order."""
@@ -68,6 +87,7 @@ class Kept:
         largest = int(counts.max())
         bits = max(largest * self._stride // _PART_BYTES, largest // _PART_ROWS).bit_length()
         self.parts = 1 << bits
+        self.rows_at_once = max(1, min(_PART_BYTES // self._stride, _PART_ROWS))  # about, that a writer should take
         self._newest = np.zeros(len(counts) << bits, np.int64)
         self._record = stamps.RECORD + self._stride
         self._blocks: dict[int, int] = {}  # address -> bytes
@@ -112,28 +132,33 @@ class Kept:
         h[field.H_KEPT_NEXT], h[field.H_KEPT_END] = block, block + n * self._record
         h[field.H_KEPT_ROOM] += n
 
-    def keys_by_part(self, r: int) -> list[NDArray[np.int64]]:
-        """The keys of each part of range r."""
+    def list_range(self, r: int, since: int) -> Listed:
+        """Range r's keys of rows that were changed after cut `since` (0: all)."""
         keys, starts = np.empty(self._counts[r], np.int64), np.zeros(self.parts + 1, np.int64)
-        stamps.list_parts(self._header, r, keys, starts)
-        return np.split(keys, starts[1:-1])
+        stamps.list_parts(self._header, r, self._cuts.stamp(r, since) if since else 0, keys, starts)
+        return Listed(r, since, keys, starts)
 
-    def take(
-        self, r: int, part: int, keys: NDArray[np.int64], since: int, cut: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]]:
-        """Keys, rows and stamps of a part of range r as they were when cut `cut` passed, of rows that were changed
-        after cut `since` (0: all). keys: of the part, as `keys_by_part` gave them at any time since; they are written
-        over. From now on nothing is kept of this part, and of those before it."""
-        h, place = self._header, r * self.parts + part
-        words = np.empty(len(keys), np.int64)
-        n = stamps.choose(h, r, self._cuts.stamp(r, since) if since else 0, self._cuts.stamp(r, cut), keys, words)
-        m = stamps.count_kept(h, place)
-        all_keys, all_words = np.empty(n + m, np.int64), np.empty(n + m, np.int64)
-        all_keys[:n], all_words[:n] = keys[:n], words[:n]
-        stamps.list_kept(h, place, all_keys[n:], all_words[n:])
-        rows = stamps.rows_at(all_words, self._stride)
-        stamps.pass_part(h, place)
-        return all_keys, rows, stamps.stamps_in(all_words).astype(np.int32) + np.int32(self._cuts.base[r])
+    def most(self, listed: Listed, part: int, end: int) -> int:
+        """More rows than this there are not in the parts from `part` up to `end`."""
+        first = listed.range * self.parts
+        return len(listed.keys_of(part, end)) + int(stamps.count_kept(self._header, first + part, first + end))
+
+    def take(self, listed: Listed, part: int, end: int, cut: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Keys of the parts from `part` up to `end`, and words of their rows as they were when cut `cut` passed: valid
+        until anything else happens to the table. listed: the range at any time since; it is written over. From now on
+        nothing is kept of these parts, and of those before them."""
+        h, r, m = self._header, listed.range, self.most(listed, part, end)
+        keys, words, some = np.empty(m, np.int64), np.empty(m, np.int64), listed.keys_of(part, end)
+        since = self._cuts.stamp(r, listed.since) if listed.since else 0
+        n = stamps.choose(h, r, since, self._cuts.stamp(r, cut), some, words)
+        keys[:n] = some[:n]
+        m += n - len(some)
+        stamps.pass_parts(h, r * self.parts + part, r * self.parts + end, keys[n:], words[n:])
+        return keys[:m], words[:m]
+
+    def base(self, r: int) -> int:
+        """The cut from which stamps of range r count."""
+        return int(self._cuts.base[r])
 
     def stop(self) -> None:
         """Keeps nothing any more, and gives the memory back."""

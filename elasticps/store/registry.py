@@ -13,7 +13,7 @@ from numba.core.dispatcher import Dispatcher
 from elasticps.errors import SpecError
 from elasticps.kernels import compiled_once
 from elasticps.spec import Custom, Optimizer
-from elasticps.store import codec, index, intervals, stamps, updates
+from elasticps.store import codec, columns, index, intervals, stamps, updates
 
 # One signature each, in which keys and floats may be read-only and unaligned, as slices of a received frame are.
 # Anything else, like int32 keys or a strided array, is a TypeError: no call ever compiles.
@@ -49,11 +49,12 @@ _SIGNATURES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (stamps.touch, (_words, _keys, _words)),
     (stamps.set_stamps, (_words, _keys, types.Array(types.uint16, 1, "C", readonly=True, aligned=False))),
     (stamps.clear_stamps, (_words, _int)),
-    (stamps.list_parts, (_words, _int, _words, _words)),
+    (stamps.list_parts, (_words, _int, _int, _words, _words)),
     (stamps.choose, (_words, _int, _int, _int, _words, _words)),
-    (stamps.count_kept, (_words, _int)),
-    (stamps.list_kept, (_words, _int, _words, _words)),
-    (stamps.pass_part, (_words, _int)),
+    (stamps.count_kept, (_words, _int, _int)),
+    (stamps.pass_parts, (_words, _int, _int, _words, _words)),
+    (columns.write_slots, (_words, _floats2, _words)),
+    (columns.split, (_words, _words, _int, types.Array(types.int32, 1, "C"))),
     (index.gather, (_words, _keys, types.Array(types.float32, 2, "C", aligned=False), _words)),
     (codec.encode_rows, (_int,) * 6),
     (codec.decode_rows, (_int,) * 6),

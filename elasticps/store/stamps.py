@@ -128,20 +128,22 @@ def clear_stamps(h: NDArray[np.int64], r: int) -> None:
 
 
 @kernel
-def list_parts(h: NDArray[np.int64], r: int, keys: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
-    """Writes range r's keys so that those of each part stand together, from starts[part] up to starts[part + 1].
-    starts: int64 [parts + 1], zeros at first."""
+def list_parts(h: NDArray[np.int64], r: int, since: int, keys: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
+    """Writes those of range r's keys whose rows have stamp `since` or a newer one, so that those of each part stand
+    together, from starts[part] up to starts[part + 1]. starts: int64 [parts + 1], zeros at first."""
     salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_KEPT_SHIFT])
     base, capacity = segment_of(h, r)
     parts = starts.shape[0] - 1
     first, entries = r * parts, capacity + min(capacity, 32)
     for i in range(entries):
-        if load64(base + i * ENTRY + 8) != 0:
+        word = load64(base + i * ENTRY + 8)
+        if word != 0 and word >> STAMP_BIT >= since:
             starts[np.int64(hash_key(load64(base + i * ENTRY), salt) >> shift) - first + 1] += 1
     for part in range(parts):
         starts[part + 1] += starts[part]
     for i in range(entries):
-        if load64(base + i * ENTRY + 8) != 0:
+        word = load64(base + i * ENTRY + 8)
+        if word != 0 and word >> STAMP_BIT >= since:
             key = load64(base + i * ENTRY)
             part = np.int64(hash_key(key, salt) >> shift) - first
             keys[starts[part]] = key
@@ -175,35 +177,32 @@ def choose(
 
 
 @kernel
-def count_kept(h: NDArray[np.int64], part: int) -> int:
-    """Rows of a part that are kept aside."""
-    n, record = 0, load64(h[H_KEPT] + 8 * part)
-    while record != 0:
-        n += 1
-        record = load64(record)
+def count_kept(h: NDArray[np.int64], part: int, end: int) -> int:
+    """Rows of the parts from `part` up to `end` that are kept aside."""
+    n = 0
+    for each in range(part, end):
+        record = load64(h[H_KEPT] + 8 * each)
+        while record != 0:
+            n += 1
+            record = load64(record)
     return n
 
 
 @kernel
-def list_kept(h: NDArray[np.int64], part: int, keys: NDArray[np.int64], words: NDArray[np.int64]) -> None:
-    """Writes their keys, and the words of the copies."""
-    n, record = 0, load64(h[H_KEPT] + 8 * part)
-    while record != 0:
-        keys[n] = load64(record + 8)
-        words[n] = record + RECORD | load64(record + 16) << STAMP_BIT
-        n += 1
-        record = load64(record)
-
-
-@kernel
-def pass_part(h: NDArray[np.int64], part: int) -> None:
-    """A part has been written: what is kept aside of it serves the next rows."""
-    record = load64(h[H_KEPT] + 8 * part)
-    while record != 0:
-        following = load64(record)
-        store64(record, h[H_KEPT_FREE])
-        h[H_KEPT_FREE] = record
-        h[H_KEPT_ROOM] += 1
-        record = following
-    store64(h[H_KEPT] + 8 * part, 0)
-    h[H_CURSOR] = part + 1
+def pass_parts(h: NDArray[np.int64], part: int, end: int, keys: NDArray[np.int64], words: NDArray[np.int64]) -> None:
+    """Parts are being written: writes the keys of what is kept aside of them, and the words of the copies, which stay
+    what they are until the next row is kept: their memory serves that."""
+    n = 0
+    for each in range(part, end):
+        record = load64(h[H_KEPT] + 8 * each)
+        while record != 0:
+            following = load64(record)
+            keys[n] = load64(record + 8)
+            words[n] = record + RECORD | load64(record + 16) << STAMP_BIT
+            n += 1
+            store64(record, h[H_KEPT_FREE])
+            h[H_KEPT_FREE] = record
+            h[H_KEPT_ROOM] += 1
+            record = following
+        store64(h[H_KEPT] + 8 * each, 0)
+    h[H_CURSOR] = end

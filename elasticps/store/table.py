@@ -12,7 +12,7 @@ from elasticps import hashing
 from elasticps.errors import InputError
 from elasticps.spec import DTYPES, Constant, Init, TableSpec, Zeros
 from elasticps.spec import Assign as _Assign
-from elasticps.store import index, intervals, stamps
+from elasticps.store import columns, index, intervals, stamps
 from elasticps.store import native as field
 from elasticps.store.codec import Codec
 from elasticps.store.cuts import Cuts
@@ -164,14 +164,23 @@ class Table:
         return self.rows - before
 
     def put(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        """Stores values [n, dim] for keys [n]; slots begin anew. Of equal keys the last counts."""
+        """Stores values [n, dim] for keys [n]; slots begin anew, or are behind them: [n, dim + slot_floats]. Of equal
+        keys the last counts."""
         n = len(keys)
-        if values.shape != (n, self._dim):
+        if len(values) != n or values.shape[1] not in self.put_widths:
             raise InputError(f"{self._name}: {n} keys need values of {(n, self._dim)}, got {values.shape}")
         rows = self._scratch_rows(n)
         if self._find_to_change(keys, rows):
             self._insert(keys, rows, _NO_VALUES, index.LEAVE_BLANK)
-        index.overwrite(self._header, values, rows)
+        weights, slots = np.ascontiguousarray(values[:, : self._dim]), values[:, self._dim :]
+        index.overwrite(self._header, weights, rows)
+        if slots.shape[1]:
+            columns.write_slots(self._header, np.ascontiguousarray(slots), rows)
+
+    @property
+    def put_widths(self) -> tuple[int, int]:
+        """Floats of a row that `put` takes: weights, or slots too."""
+        return self._dim, self._dim + self.slot_floats
 
     def read_slots(self, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
         """Reads the slots of keys [n] into out [n, slot_floats]. Absent keys read as those of a new row."""

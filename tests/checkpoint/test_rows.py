@@ -50,11 +50,13 @@ def test_what_is_written_is_read(of: TableSpec, added: dict[int, Any], pieces: i
             some, stamps = np.array(keys, np.int64)[at::pieces], np.arange(len(keys), dtype=np.int32)[at::pieces]
             file.add(r, some, rows[at::pieces], stamps, np.array(deleted[at::pieces], np.int64), full=full)
     encoded = file.encode()
+    data = b"".join(encoded.parts)
+    assert encoded.nbytes == len(data)
     assert encoded.rows == file.rows == sum(len(keys) for keys, *_ in added.values())
     for whole in (True, False):
-        pieces_read = decode(of, encoded.data)
+        pieces_read = decode(of, data)
         if not whole:
-            reader = RowReader("f", of, encoded.header, lambda spans: [encoded.data[a : a + n] for a, n in spans])
+            reader = RowReader("f", of, encoded.header, lambda spans: [data[a : a + n] for a, n in spans])
             pieces_read = reader.read(reader.segments[::-1])[::-1]
         assert [piece.segment for piece in pieces_read] == list(encoded.segments)
         assert [piece.segment.range for piece in pieces_read] == sorted(added)
@@ -76,7 +78,7 @@ def test_other_readers_see_the_same_numbers(tmp_path: Any) -> None:
     file = RowFile(of)
     file.add(4, keys, rows, np.array([7, 8], np.uint32).view(np.int32), np.array([11], np.int64), full=False)
     encoded = file.encode()
-    there = load(bytes(encoded.data))
+    there = load(b"".join(encoded.parts))
     assert set(there) == {"keys", "weight", *of.optimizer.slot_shapes(3), "stamps", "deleted"}
     assert there["keys"].tolist() == [5, -1]
     assert there["deleted"].tolist() == [11]
@@ -84,7 +86,7 @@ def test_other_readers_see_the_same_numbers(tmp_path: Any) -> None:
     second = list(of.optimizer.slot_shapes(3))[1]
     assert there[second].tolist() == [[6, 7, 8], [15, 16, 17]]
     assert there["stamps"].tolist() == [7, 8]
-    (tmp_path / "f").write_bytes(encoded.data)
+    (tmp_path / "f").write_bytes(b"".join(encoded.parts))
     with safe_open(tmp_path / "f", "numpy") as opened:
         assert json.loads(opened.metadata()["ranges"])[0][:6] == [4, 0, 2, 0, 1, 0]
 
@@ -97,7 +99,7 @@ def test_a_byte_that_was_altered_is_found(at: int, to: int) -> None:
     for r in (0, 3):
         file.add(r, np.arange(9), some_rows(of, list(range(9)), r), np.zeros(9, np.int32), np.arange(2), full=False)
     encoded = file.encode()
-    data = bytearray(encoded.data)
+    data = bytearray(b"".join(encoded.parts))
     at = len(encoded.header) + at % (len(data) - len(encoded.header))
     data[at] ^= to
     with pytest.raises(CheckpointError, match="altered"):
@@ -108,7 +110,7 @@ def test_what_is_no_such_file_is_refused() -> None:
     of = TableSpec("t", 4, spec.Adagrad(0.1))
     file = RowFile(of)
     file.add(0, np.arange(9), some_rows(of, list(range(9)), 0), np.zeros(9, np.int32), full=True)
-    data = bytes(file.encode().data)
+    data = b"".join(file.encode().parts)
     for wrong in (b"", b"{}", data[:50], data[: len(data) - 1], b"\xff" * 100, data.replace(b'"keys"', b'"yeks"')):
         with pytest.raises(CheckpointError):
             decode(of, wrong)

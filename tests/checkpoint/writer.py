@@ -67,7 +67,7 @@ def write(
                 )  # fmt: skip
             encoded = file.encode()
             entry = FileEntry.of(f"{folder_of_table(spec, id_)}/s{number}-1.000.safetensors", id_, encoded)
-            storage.put(f"{cut:06d}/{entry.path}", encoded.data)
+            storage.put(f"{cut:06d}/{entry.path}", encoded.parts)
             entries.append(entry)
     manifest = Manifest(cluster, cut, since, ranges, time, dict(tables), tuple(entries), **more)
     assert catalog.publish(storage, manifest)

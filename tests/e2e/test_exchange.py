@@ -51,7 +51,7 @@ def test_what_goes_out_comes_in_again(connect: Connect, tmp_path: Path, kind: st
     assert written == {"bias": 1, "empty": 0, "mlp.0.weight": 30, "t": 3_000}
     assert sum(told) == 3_031
     other = connect("w1", app=f"{ps.app}-other")
-    assert load(other, tmp_path / "out") == written
+    assert load(other, tmp_path / "out", with_slots=True) == written
     assert {name: one.spec for name, one in other.tables().items()} == {n: one.spec for n, one in ps.tables().items()}
     np.testing.assert_array_equal(other.tensor("bias", init=np.float32(0.0), optimizer=eps.SGD(lr=0.1)).pull(), 3.0)
     assert bias.pull() == 3.0
@@ -59,6 +59,12 @@ def test_what_goes_out_comes_in_again(connect: Connect, tmp_path: Path, kind: st
     assert isinstance(there, eps.SparseTable)
     assert len(there) == 3_000
     np.testing.assert_array_equal(there.pull(KEYS), table.pull(KEYS))
+    assert table.slots(KEYS)["sum"].any()
+    np.testing.assert_array_equal(there.slots(KEYS)["sum"], table.slots(KEYS)["sum"])
+    table.load(KEYS, ROWS)
+    assert (table.slots(KEYS)["sum"] == table.slots([1])["sum"]).all()
+    with pytest.raises(eps.InputError, match="has slots sum, not m"):
+        table.load(KEYS, ROWS, slots={"m": ROWS})
     dense = other.tensor("mlp.0.weight", init=tensor.pull() * 0, optimizer=eps.Adam(lr=0.1))
     np.testing.assert_array_equal(dense.pull(),
                                   tensor.pull())  # fmt: skip

@@ -44,7 +44,7 @@ class Shelf:
             if self.refuses:
                 done(OSError("No space left on device"))
                 return
-            self.files[f"{folder}/{path}"] = table, bytes(encoded.data)
+            self.files[f"{folder}/{path}"] = table, b"".join(encoded.parts)
             done(FileEntry.of(path, table, encoded))
 
         self.waiting.append(write)
@@ -285,8 +285,8 @@ def written_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cursor_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ahead(kept: Kept, r: int, part: int, *arguments: Any) -> Any:
-        found = take(kept, r, part, *arguments)
+    def ahead(*arguments: Any) -> Any:
+        found, kept = take(*arguments), arguments[0]
         kept._header[H_CURSOR] += 1
         return found
 

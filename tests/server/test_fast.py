@@ -21,6 +21,7 @@ from elasticps.spec import BFloat16, Filter, Float16, Int8, Normal, TableSpec
 from elasticps.store.codec import Codec
 from elasticps.store.intervals import PLACES
 from elasticps.store.kept import Allowance
+from elasticps.store.stamps import rows_at, stamps_in
 from elasticps.wire.frames import (
     ALL_RANGES,
     ANY,
@@ -232,9 +233,10 @@ class Story:
             mine = [r for r in range(RANGES) if (name, number, r) in self.at_cut]
             for r in mine:
                 if table.kept is not None and table.kept.keeps(r):
-                    parts = table.kept.keys_by_part(r)
-                    for part, of in enumerate(parts):
-                        taken = table.kept.take(r, part, of, 0, self.cut_number)
+                    listed, parts = table.kept.list_range(r, 0), range(table.kept.parts)
+                    for part in parts:
+                        keys, words = table.kept.take(listed, part, part + 1, self.cut_number)
+                        taken = keys, rows_at(words, table.stride), stamps_in(words).astype(np.int64) + table.kept.base(r)
                         found.append((number, r, [array.tolist() for array in taken]))
                     rows: dict[int, Any] = {}
                     for *_, arrays in found[-len(parts) :]:

@@ -14,8 +14,9 @@ from elasticps import spec
 from elasticps.store import Store, Table, deletions, kept, table
 from elasticps.store.cuts import Cuts
 from elasticps.store.intervals import PLACES
-from elasticps.store.kept import Allowance
+from elasticps.store.kept import Allowance, Listed
 from elasticps.store.native import MAX_STAMP
+from elasticps.store.stamps import rows_at, stamps_in
 from tests.store.test_twin import RANGES, floats
 
 DIM = 3
@@ -118,7 +119,7 @@ class CutMachine(RuleBasedStateMachine):
         rows = {key: row for key, row in self.rows.items() if row.stamp >= since}
         parts = [(r, p) for r in range(RANGES) for p in range(self.table.kept.parts)]
         self.scan = Scan(since, self.cut, dict(self.rows), rows, {}, parts)
-        self.listed: dict[int, list[NDArray[np.int64]]] = {}
+        self.listed: dict[int, Listed] = {}
 
     def _is_full(self) -> None:
         self.full += 1
@@ -135,9 +136,10 @@ class CutMachine(RuleBasedStateMachine):
         for _ in range(min(most, len(scan.parts))):
             r, part = scan.parts.pop(0)
             if r not in self.listed:
-                self.listed[r] = writing.keys_by_part(r)
-            found, rows, stamps = writing.take(r, part, self.listed[r][part], scan.since, scan.cut)
-            self._read(found, rows, stamps, scan.found)
+                self.listed[r] = writing.list_range(r, scan.since)
+            found, words = writing.take(self.listed[r], part, part + 1, scan.cut)
+            stamps = stamps_in(words).astype(np.int32) + np.int32(writing.base(r))
+            self._read(found, rows_at(words, self.table.stride), stamps, scan.found)
         if not scan.parts:
             got, wanted = self._known(scan.found), self._known(scan.rows)
             assert wanted.items() <= got.items() <= self._known(scan.every).items()

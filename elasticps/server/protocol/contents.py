@@ -33,10 +33,12 @@ def check_block(
     if table is None:
         raise unknown_table(server, block.table)
     name, gradients = table.spec.name, kind == OperationKind.PUSH
-    dim = table.push.words if gradients else 0 if kind == OperationKind.DELETE else table.spec.dim
+    dims = (table.push.words if gradients else 0 if kind == OperationKind.DELETE else table.spec.dim,)
+    if kind == OperationKind.LOAD:
+        dims = table.put_widths
     expected = table.spec.optimizer.step_floats if gradients else 0
-    if block.grads.shape[1] != dim:
-        raise RequestError("shape", f"table {name!r} takes rows of {dim} words, these have {block.grads.shape[1]}")
+    if block.grads.shape[1] not in dims:
+        raise RequestError("shape", f"table {name!r} takes rows of {dims[0]} words, these have {block.grads.shape[1]}")
     if len(block.step_values) != expected:
         raise RequestError("shape", f"table {name!r} takes {expected} step values, not {len(block.step_values)}")
     if (

@@ -6,12 +6,13 @@ Rows come from the store as they were when the cut passed, whatever changes betw
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from mmap import mmap
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.checkpoint.rows import NO_KEYS, RowFile
+from elasticps.checkpoint.rows import NO_KEYS, Bytes, RowFile
 from elasticps.server.protocol.operations import CutMark
 from elasticps.store import Store, Table
 from elasticps.store.kept import Allowance, Kept
@@ -51,6 +52,7 @@ class Scan:
         self._store = store
         self._allowance = allowance
         self._deleted: dict[int, _Deleted] = {}
+        self._spare: list[Bytes] = []  # memory of files that are written
 
     def add(self, ranges: Ranges) -> None:
         """These pass the cut now: from here on their rows are kept aside before they change."""
@@ -74,7 +76,7 @@ class Scan:
 
     def run(self) -> Iterator[Finished | None]:
         """Goes on by a part at a time, when all ranges have passed the cut. A table that is dropped is left out. Raises
-        Lost."""
+        Lost. Two files use one memory, so the next one is not begun before the one before the last is given back."""
         tables = [(number, table) for number, table in self._store.live.items() if table.kept is not None]
         self.total = sum(table.count_range(r) for _, table in tables for r in self.ranges)
         for number, table in tables:
@@ -82,35 +84,34 @@ class Scan:
             for r in self.ranges:
                 deleted = self._deleted[number]
                 full, keys = r in deleted.whole, deleted.keys.get(r, NO_KEYS)
-                for part in self._parts(table, r, 0 if full else self.mark.since):
-                    file = file or RowFile(table.spec)
-                    before = file.nbytes
-                    file.add(r, *part, keys, full=full)
-                    self.nbytes += file.nbytes - before
-                    keys = NO_KEYS
-                    if file.nbytes >= FILE_BYTES:
+                part, listed = 0, None
+                while (kept := self._kept(table, r)) is not None:
+                    listed = listed or kept.list_range(r, 0 if full else self.mark.since)
+                    if part == kept.parts:
+                        break
+                    end = listed.end(part, kept.rows_at_once)
+                    if file is not None and file.room < kept.most(listed, part, end):
                         yield Finished(number, files, file)
                         files, file = files + 1, None
-                    else:
-                        yield None
+                        continue  # rows may have changed meanwhile
+                    file = file or RowFile(table.spec, self._memory())
+                    before = file.nbytes
+                    file.add_words(r, *kept.take(listed, part, end, self.mark.number), kept.base(r), keys, full=full)
+                    self.nbytes += file.nbytes - before
+                    self.scanned += len(listed.keys_of(part, end))
+                    part, keys = end, NO_KEYS
+                    yield None
             if file is not None and not table.dropped:
                 yield Finished(number, files, file)
             table.keep(None)
 
-    def _parts(
-        self, table: Table, r: int, since: int
-    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]]]:
-        listed: list[NDArray[np.int64]] = []
-        part = 0
-        while part == 0 or part < len(listed):
-            kept = self._kept(table, r)
-            if kept is None:
-                return
-            if part == 0:
-                listed = kept.keys_by_part(r)
-            self.scanned += len(listed[part])
-            yield kept.take(r, part, listed[part], since, self.mark.number)
-            part += 1
+    def _memory(self) -> Bytes:
+        """Where a file's rows go: taken from the system at most twice, for what it gives is slow to touch first."""
+        return self._spare.pop() if self._spare else np.frombuffer(mmap(-1, FILE_BYTES), np.uint8)
+
+    def written(self, file: RowFile) -> None:
+        """Nobody needs its memory any more."""
+        self._spare.append(file.memory)
 
     def _kept(self, table: Table, r: int) -> Kept | None:
         """None if the table was dropped."""
