@@ -17,15 +17,19 @@ from coordinator.connect import open_store
 from elasticps import background
 from elasticps.bench.memory import rss_bytes
 from elasticps.bench.sparse import fill
+from elasticps.checkpoint import catalog
+from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.create import by_grpc, checkpoint_cluster
 from elasticps.checkpoint.driver import Driver
 from elasticps.checkpoint.filing import write
+from elasticps.checkpoint.restore import restore_cluster
 from elasticps.checkpoint.rows import RowFile
 from elasticps.checkpoint.storage import Storage
 from elasticps.client import Client, SparseTable, connect
 from elasticps.local import LocalCluster
 from elasticps.server.protocol.scan import FILE_BYTES
 from elasticps.spec import Adagrad, TableSpec
+from elasticps.store import Store
 from elasticps.store.layout import RowLayout
 
 BATCH = 256
@@ -38,9 +42,17 @@ def run(
 ) -> dict[str, Any]:  # fmt: skip
     """Rows of `dim` float32 with Adagrad at two replicas, while a worker pulls and pushes batches of 256: before, and
     while a full checkpoint is written to a temporary folder; then one of 1 % changed rows. Beside that, one plain
-    process writes as much to the same folder. The cut alone is taken 20 times."""
+    process writes as much to the same folder. The cut alone is taken 20 times. At last a cluster like the first is
+    restored, and one plain process reads the same files and puts the rows into a store."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = _write(Path(folder).as_uri(), rows, dim, servers, seconds, progress)
+        return found | _read(Path(folder).as_uri(), servers, progress)
+
+
+def _write(
+    place: str, rows: int, dim: int, servers: int, seconds: float, progress: Callable[[str], None]
+) -> dict[str, Any]:
     with (
-        tempfile.TemporaryDirectory() as folder,
         LocalCluster(servers=servers, replicas=2) as cluster,
         connect(cluster.url, worker="bench", timeout=120.0) as ps,
     ):
@@ -48,7 +60,6 @@ def run(
         progress(f"filling {rows:,} rows of {dim} floats")
         keys = fill(ps, table, rows)
         pids = [server.pid for server in cluster.servers]
-        place = Path(folder).as_uri()
         progress("training")
         with _training(ps, table, keys) as work:
             before = work.during(lambda: time.sleep(seconds))
@@ -80,6 +91,27 @@ def run(
         "increment_bytes": increment.nbytes / full.nbytes, "increment_time": increment_s / full_s,
         "before": before, "while_writing": while_writing,
     }  # fmt: skip
+
+
+def _read(place: str, servers: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    """The newest checkpoint."""
+    with LocalCluster(servers=servers, replicas=2) as cluster:
+        progress("restoring it")
+        began = time.perf_counter()
+        rows = restore_cluster(cluster.url, place).rows
+        restore_s = time.perf_counter() - began
+    progress("reading it into a store")
+    began = time.perf_counter()
+    contents = Contents(Storage(place), catalog.chain(Storage(place)))
+    store = Store(contents.manifest.ranges)
+    for number, spec in contents.manifest.tables.values():
+        table = store.create(spec, number)
+        for unit in contents.units(number):
+            for piece in contents.read(unit):
+                table.load_range(piece.range, piece.keys, piece.rows)
+    bare_s = time.perf_counter() - began
+    assert store.rows == rows
+    return {"restore_s": restore_s, "restore_of_bare_store": bare_s / restore_s}
 
 
 class _Work:
@@ -162,11 +194,12 @@ def _sampling(pids: list[int], into: list[int]) -> Iterator[None]:
 def _plain_s(spec: TableSpec, nbytes: int, storage: Storage) -> float:
     """Seconds in which one process that does nothing else writes such files, of rows that it has as a block."""
     stride = RowLayout.of(spec).stride
-    n = FILE_BYTES // (stride + 12)
+    memory = np.ones(FILE_BYTES, np.uint8)
+    n = RowFile(spec, memory).room
     rows, keys, stamps = np.ones((n, stride), np.uint8), np.arange(n), np.zeros(n, np.int32)
     began = time.perf_counter()
     for number in range(-(-nbytes // FILE_BYTES)):
-        file = RowFile(spec)
+        file = RowFile(spec, memory)
         file.add(0, keys, rows, stamps, full=True)
         write(storage, "plain", f"{number:03d}.safetensors", 1, file)
     return time.perf_counter() - began

@@ -215,6 +215,8 @@ def checkpoint(
     table.add_row("of what one plain process writes", f"{found['of_plain_process']:.2f}")
     table.add_row("an increment of 1 %: bytes, of all", f"{found['increment_bytes']:.3f}")
     table.add_row("time, of all", f"{found['increment_time']:.2f}")
+    table.add_row("restored in", f"{found['restore_s']:.2f} s")
+    table.add_row("speed, of reading it into a bare store", f"{found['restore_of_bare_store']:.2f}")
     _out().print(table)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -186,8 +185,8 @@ class RowFile:
             at += self._capacity * width + -self._capacity * width % 8
         self._places = places
 
-    def encode(self) -> Encoded:
-        """The file; valid until its memory is used again."""
+    def encode(self, pause: Callable[[], None] = lambda: None) -> Encoded:
+        """The file; valid until its memory is used again. pause: called after each range."""
         segments, deleted = self._segments()
         of_rows = [place[: self.rows * width] for place, width in zip(self._places, self._widths, strict=True)]
         tensors = _tensors(self.spec, self.rows, len(deleted))
@@ -197,7 +196,7 @@ class RowFile:
             spans = zip(views, _spans(self._columns, segment), strict=True)
             sum_ = segment_sum(view[first : first + size].data for view, (first, size) in spans)
             summed.append(segment._replace(sum=sum_))
-            time.sleep(0)  # a thread that serves may have waited for the interpreter
+            pause()
         header = _header(tensors, summed)
         return Encoded((memoryview(header), *(view.data for view in views)), header, self.rows, tuple(summed))
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import threading
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +108,63 @@ def test_errors_that_stay_are_told_in_one_line(s3: FakeS3, status: int, code: st
         assert "Debug" not in str(caught.value)
     s3.trouble = lambda method, path, headers: None
     assert there.files() == [("000001/there", 1)]
+
+
+def test_credentials_that_expire_are_asked_for_again(
+    s3: FakeS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a container's platform gives them: each for a moment."""
+    given: list[str] = []
+
+    class Issuer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # its name
+            assert self.headers["authorization"] == "let me in"
+            given.append(f"KEY{len(given)}")
+            moment = (datetime.now(UTC) + timedelta(seconds=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
+            said = {"AccessKeyId": given[-1], "SecretAccessKey": "s", "Token": "t", "Expiration": moment}
+            data = json.dumps(said).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None:  # its name
+            pass
+
+    issuer = ThreadingHTTPServer(("127.0.0.1", 0), Issuer)
+    thread = threading.Thread(target=issuer.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(f"AWS_{name}")
+        (tmp_path / "token").write_text("let me in")
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{issuer.server_port}/")
+        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
+        used: list[str] = []
+
+        def newest_only(method: str, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
+            said = {name.lower(): value for name, value in headers.items()}["authorization"]
+            used.append(said.partition("Credential=")[2].partition("/")[0])
+            return None if used[-1] == given[-1] else (400, "ExpiredToken")
+
+        s3.trouble = newest_only
+        there = Storage("s3://models/run")
+        there.put("000001/x", b"1")
+        given.append("revoked")  # what was given before is not good any more
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                there.put("000001/x", b"2")
+                break
+            except CheckpointError:
+                assert time.monotonic() < deadline, f"given {given}, used {used}"
+        assert there.get("000001/x") == b"2"
+        assert used[0] == "KEY0"
+        assert used[-1] == given[-1] != "KEY0"
+    finally:
+        issuer.shutdown()
+        thread.join()
+        issuer.server_close()
 
 
 def test_a_bucket_that_is_not_there_is_said(s3: FakeS3) -> None:

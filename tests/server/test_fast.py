@@ -236,7 +236,8 @@ class Story:
                     listed, parts = table.kept.list_range(r, 0), range(table.kept.parts)
                     for part in parts:
                         keys, words = table.kept.take(listed, part, part + 1, self.cut_number)
-                        taken = keys, rows_at(words, table.stride), stamps_in(words).astype(np.int64) + table.kept.base(r)
+                        stamps = stamps_in(words).astype(np.int64) + table.kept.base(r)
+                        taken = keys, rows_at(words, table.stride), stamps
                         found.append((number, r, [array.tolist() for array in taken]))
                     rows: dict[int, Any] = {}
                     for *_, arrays in found[-len(parts) :]:
