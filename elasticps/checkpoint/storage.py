@@ -21,7 +21,7 @@ from obstore.store import LocalStore, MemoryStore, ObjectStore, from_url
 
 from elasticps.errors import CheckpointError
 
-Data = bytes | bytearray | memoryview | Sequence[memoryview]
+Data = bytes | bytearray | memoryview | tuple[memoryview, ...]
 """A file's bytes, or the parts of one."""
 _RETRIES: Any = {
     "max_retries": 8,
@@ -77,14 +77,13 @@ class Storage:
     def _put(self, path: str, data: Data, *, overwrite: bool) -> None:
         store = self._for_writing()
         with self._told("written", path):
-            whole = data if isinstance(data, bytes | bytearray | memoryview) else None
             if self._folder is None:
-                joined = b"".join(data) if whole is None else whole  # in memory it stays what it is
+                joined = b"".join(data) if isinstance(data, tuple) else data
                 obstore.put(store, path, joined, mode="overwrite" if overwrite else "create")
                 return
             part = f"{path}.{uuid.uuid4().hex}.part"  # on the disk before it has its name
             try:
-                there = iter(data) if whole is None else whole
+                there = iter(data) if isinstance(data, tuple) else data
                 obstore.put(store, part, there, use_multipart=False)  # else it is copied under the GIL
                 self._sync(part)
                 (os.replace if overwrite else os.link)(self._folder / part, self._folder / path)
