@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.client.inputs import checked_floats
 from elasticps.client.protocol.fan_out import Questions, of_heads
 from elasticps.client.protocol.routing import Routes, plan_push
 from elasticps.client.writes import Cut, Part, Write
-from elasticps.wire.frames import Buffer, Header
+from elasticps.errors import InputError
+from elasticps.wire.frames import MAX_DIM, Buffer, Header
 from elasticps.wire.headers import EraseHeader, InitHeader
 from replication.chain import Member
 from replication.messages import OperationKind
@@ -36,6 +38,20 @@ def rows(table: int, salt: np.uint64, keys: NDArray[np.int64], values: NDArray[n
     """Distinct keys int64 [n] of a table and their rows float32 [n, dim]."""
     plan = plan_push(keys, salt, routes)
     return Write(table, GivenRows(keys[plan.order], values[plan.order]), plan.offsets, NO_STEP_VALUES)
+
+
+def with_slots(
+    name: str, values: NDArray[np.float32], slots: Mapping[str, object], shapes: Mapping[str, int]
+) -> NDArray[np.float32]:
+    """Rows float32 [n, dim] with all their slots behind them; shapes: how many floats each has. Raises InputError."""
+    table = f"table {name!r}"
+    if slots.keys() != shapes.keys():
+        raise InputError(f"{table} has slots {', '.join(shapes) or '(none)'}, not {', '.join(slots)}")
+    parts = [checked_floats(f"{table}: slot {slot}", slots[slot], (len(values), n)) for slot, n in shapes.items()]
+    joined = np.concatenate([values, *parts], axis=1)
+    if joined.shape[1] > MAX_DIM:
+        raise InputError(f"{table}: rows with slots of more than {MAX_DIM:,} floats cannot be loaded")
+    return joined
 
 
 def fill(write: Callable[[Routes], Write], worker: int, *, replace: bool) -> Questions:

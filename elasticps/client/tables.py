@@ -33,7 +33,7 @@ from elasticps.hashing import table_salt
 from elasticps.optimizers import Optimizer, Schedule
 from elasticps.spec import TableSpec
 from elasticps.store.codec import Codec
-from elasticps.wire.frames import HEADER_BYTES, MAX_DIM, Kind, json_frame, unpack_header
+from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
 from replication.messages import OperationKind
 
 LOADED_BYTES = 8 << 20  # sent at once
@@ -226,20 +226,7 @@ class SparseTable(_Handle):
         if len(np.unique(array)) < len(array):
             raise InputError(f"table {self.name!r}: load takes each key once")
         if slots:
-            shapes = self.optimizer.slot_shapes(self.dim)
-            if slots.keys() != shapes.keys():
-                raise InputError(
-                    f"table {self.name!r} has slots {', '.join(shapes) or '(none)'}, not {', '.join(slots)}"
-                )
-            parts = [
-                checked_floats(f"table {self.name!r}: slot {name}", slots[name], (len(array), floats))
-                for name, floats in shapes.items()
-            ]
-            values = np.concatenate([values, *parts], axis=1)
-            if values.shape[1] > MAX_DIM:
-                raise InputError(
-                    f"table {self.name!r}: rows with slots of more than {MAX_DIM:,} floats cannot be loaded"
-                )
+            values = filling.with_slots(self.name, values, slots, self.optimizer.slot_shapes(self.dim))
         step = max(1, LOADED_BYTES // (8 + 4 * values.shape[1]))
         for at in range(0, len(array), step):
             some = slice(at, at + step)

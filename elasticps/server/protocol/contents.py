@@ -33,7 +33,7 @@ def check_block(
     if table is None:
         raise unknown_table(server, block.table)
     name, gradients = table.spec.name, kind == OperationKind.PUSH
-    dims = (table.push.words if gradients else 0 if kind == OperationKind.DELETE else table.spec.dim,)
+    dims: tuple[int, ...] = (table.push.words if gradients else 0 if kind == OperationKind.DELETE else table.spec.dim,)
     if kind == OperationKind.LOAD:
         dims = table.put_widths
     expected = table.spec.optimizer.step_floats if gradients else 0
