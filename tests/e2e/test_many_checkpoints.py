@@ -31,7 +31,7 @@ class Expected:
     def at(self, manifest: Manifest) -> np.ndarray:
         for trainer in self._trainers.all:
             entry = manifest.workers[trainer.ps.worker.name]
-            steps = entry.clock - trainer.ps._open.session.base
+            steps = entry.clock - trainer.ps._dispatcher.session.base
             assert steps > self._steps[trainer.seed], "a checkpoint has steps that the one before has not"
             for number in range(self._steps[trainer.seed] + 1, steps + 1):
                 self._sums.values += self._sums.of(trainer.seed, number)
