@@ -26,7 +26,7 @@ from numba import config, njit
 from numba.core import event
 from numba.core.caching import CacheImpl, NullCache, _CacheLocator
 
-__all__ = ["compiled_once", "njit", "sources_of"]
+__all__ = ["compiled", "compiled_once", "njit", "sources_of"]
 
 log = logging.getLogger(__name__)
 
@@ -75,17 +75,28 @@ def compiled_once(file: str) -> Iterator[None]:
     """Around the first use of the kernels of a module, by its `__file__`: of several processes that start on a machine
     that has not compiled them yet one does it, and the others wait for it."""
     path = Path(file).resolve()
-    folder = _first_writable(path)
-    done = None if folder is None else folder / f"{path.stem}-{_stamp(path)[:16]}.compiled"
-    if folder is None or done is None or done.exists():
+    done = _mark(path)
+    if done is None or done.exists():
         yield
         return
-    with (folder / f"{path.stem}.lock").open("w") as lock:
+    with (done.parent / f"{path.stem}.lock").open("w") as lock:
         flock(lock, LOCK_EX)
         yield
-        for old in folder.glob(f"{path.stem}-*.compiled"):
+        for old in done.parent.glob(f"{path.stem}-*.compiled"):
             old.unlink(missing_ok=True)
         done.touch()
+
+
+def compiled(file: str) -> bool:
+    """Whether another process could not spare this one the compiling of a module's kernels: it has been done, or there
+    is nowhere to keep them."""
+    done = _mark(Path(file).resolve())
+    return done is None or done.exists()
+
+
+def _mark(path: Path) -> Path | None:
+    folder = _first_writable(path)
+    return None if folder is None else folder / f"{path.stem}-{_stamp(path)[:16]}.compiled"
 
 
 class Locator(_CacheLocator):

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from coordinator.view import ClusterConfig, ServerInfo
 from elasticps import store as table_store
 from elasticps.admin.service import start_admin
 from elasticps.errors import ConfigError
+from elasticps.kernels import compiled
 from elasticps.memory import find_limit, make_reader
 from elasticps.security import credentials_of
 from elasticps.security.identity import Role
@@ -33,6 +35,7 @@ from elasticps.server.lives import Build, Identity, Surroundings, live, plain, r
 from elasticps.server.names import wait_for_name
 from elasticps.server.protocol.headroom import Memory
 from elasticps.server.server import Server
+from elasticps.store import registry
 
 log = fields.logger(__name__)
 
@@ -88,6 +91,7 @@ async def serve(
     host_found = found_under(host, advertise, endpoints)
     for plugin in plugins:
         load_plugin(plugin)
+    _warm_elsewhere()
     warm()
     gc.collect()
     gc.freeze()  # kernels and modules stay: no collection need look at them again
@@ -149,6 +153,14 @@ def warm() -> None:
     table_store.warm()
     fast_path.warm()
     sockets.warm()
+
+
+def _warm_elsewhere() -> None:
+    """Has a process that ends compile what the cache lacks: a compiler keeps some 400 MB, which would count as this
+    server's for as long as it runs, and leave no room for rows under a small limit."""
+    if not all(compiled(str(module.__file__)) for module in (registry, fast_path, sockets)):
+        command = [sys.executable, "-c", f"from {__name__} import warm; warm()"]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
 
 
 def _say_ready(me: ServerInfo) -> None:
