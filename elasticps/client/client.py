@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import TracebackType
-
-import numpy as np
 
 from coordinator.view import View
 from elasticps.client.checkpoints import CheckpointRequest
 from elasticps.client.data_shards import Shards
-from elasticps.client.inputs import checked_floats
 from elasticps.client.losses import Loss
 from elasticps.client.parts import Parts
 from elasticps.client.protocol.join import Resume
@@ -66,19 +64,10 @@ class Client:
         return self._dispatcher.session.committed
 
     def table(
-        self,
-        name: str,
-        *,
-        dim: int,
-        optimizer: Optimizer,
-        init: Init | None = None,
-        dtype: str = "float32",
-        finite: bool = False,
-        push: Filters = (),
-        pull: Filters = (),
-        on_loss: str | None = None,
+        self, name: str, *, dim: int, optimizer: Optimizer, init: Init | None = None, dtype: str = "float32",
+        finite: bool = False, push: Filters = (), pull: Filters = (), on_loss: str | None = None,
         max_lost_steps: int | None = None,
-    ) -> SparseTable:
+    ) -> SparseTable:  # fmt: skip
         """Opens a sparse table, creating it if it is new. `SpecError` if it exists with another spec.
 
         finite: servers refuse gradients that hold NaN or infinity (`NotFinite`) before any row of theirs changes.
@@ -86,10 +75,7 @@ class Client:
         on_loss, max_lost_steps: as for `SparseTable.set_on_loss`; None leaves what was set before.
         """
         spec = TableSpec(name, dim, optimizer, init or Zeros(), dtype, finite=finite, push=push, pull=pull)
-        table = self._tables.sparse(spec)
-        if on_loss is not None:
-            table.set_on_loss(on_loss, max_lost_steps)
-        return table
+        return self._tables.sparse(spec, on_loss, max_lost_steps)
 
     def tensor(
         self, name: str, *, init: object, optimizer: Optimizer, dtype: str = "float32", finite: bool = False,
@@ -99,14 +85,8 @@ class Client:
 
         Of several workers that open it at once one fills it and the others wait. All else as for `table`.
         """
-        shape = getattr(init, "shape", None)
-        shape = np.asarray(init, np.float32).shape if shape is None else tuple(shape)
-        values = checked_floats(f"tensor {name!r}: init", init, shape).copy()
-        spec = TableSpec.dense(name, values.shape, optimizer, dtype, finite=finite, push=push, pull=pull)
-        tensor = self._tables.dense(spec, values)
-        if on_loss is not None:
-            tensor.set_on_loss(on_loss, max_lost_steps)
-        return tensor
+        spec = partial(TableSpec.dense, name, optimizer=optimizer, dtype=dtype, finite=finite, push=push, pull=pull)
+        return self._tables.dense(init, spec, on_loss, max_lost_steps)
 
     def tables(self) -> dict[str, TableInfo]:
         """All tables and tensors of the application, by name: their specs, and how many rows servers have of each."""
@@ -161,14 +141,9 @@ class Client:
         return self._steps.enter()
 
     def shards(
-        self,
-        num_samples: int,
-        shard_size: int,
-        epochs: int = 1,
-        *,
-        name: str = "train",
+        self, num_samples: int, shard_size: int, epochs: int = 1, *, name: str = "train",
         shuffle_seed: int | None = None,
-    ) -> Shards:
+    ) -> Shards:  # fmt: skip
         """Hands out samples 0 … `num_samples` - 1, `epochs` times, to all workers of the application that iterate over
         the shards of this `name`; each shard is what one step trains.
 

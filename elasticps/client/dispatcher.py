@@ -90,9 +90,8 @@ class Dispatcher:
         self.pushes = Pushes(self.session, worker.id, numbers[PUSH], send, self._fenced)
         self.pulls = Pulls(self.routes, worker.id, send, self.connections.stop_receiving)
         self._fan_outs = FanOuts(numbers[FAN_OUT], send)
-        self.holding = Holding(
-            runtime, self.lock, self.session, self.connections, lambda: self._hurt or self._fan_outs.writing
-        )
+        busy = lambda: self._hurt or self._fan_outs.writing  # noqa: E731
+        self.holding = Holding(runtime, self.lock, self.session, self.connections, busy)
         self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)
         _all.add(self)

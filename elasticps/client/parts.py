@@ -7,10 +7,11 @@ from elasticps.client.data_shards import ShardSets
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.join import Joining
 from elasticps.client.losses import Losses
+from elasticps.client.opened import Tables
 from elasticps.client.reads import Reads
 from elasticps.client.registry import Registry
 from elasticps.client.steps import Steps
-from elasticps.client.tables import Handle, Tables
+from elasticps.client.tables import Handle
 from elasticps.spec import BSP, Consistency
 
 LEAVE_S = 5.0  # for what is outstanding when a client is closed

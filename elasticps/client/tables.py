@@ -1,39 +1,32 @@
-"""Tables and tensors as a training loop holds them, and how they are opened."""
+"""Tables and tensors as a training loop holds them."""
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.adoption import ON_LOSS
-from coordinator.losses import RESTORE, WAIT
 from elasticps.client import filling, listing
-from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.filling import NO_STEP_VALUES, fill
 from elasticps.client.filtering import Feedback, PushFilter
 from elasticps.client.inputs import checked_floats, checked_keys, checked_out, checked_read
-from elasticps.client.protocol.fan_out import of_heads
 from elasticps.client.protocol.routing import PushPlan, Routes, plan_push
 from elasticps.client.pulls import CodedRead, DenseRead, Read, SparseRead
 from elasticps.client.push_batch import Source
 from elasticps.client.rates import SetRate
 from elasticps.client.reads import Reads
-from elasticps.client.registry import Registration, Registry
 from elasticps.client.writes import LentRows, Write, check_size
-from elasticps.errors import InputError, ServerError, SpecError, UnknownTable
+from elasticps.errors import InputError
 from elasticps.hashing import table_salt
 from elasticps.optimizers import Optimizer, Schedule
 from elasticps.spec import TableSpec
 from elasticps.store.codec import Codec
-from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
 from replication.messages import OperationKind
 
 LOADED_BYTES = 8 << 20  # sent at once
@@ -43,8 +36,8 @@ CHUNK, MAX_CHUNK = 65_536, 262_144  # keys of a table that are handed out at onc
 class Changes(Protocol):
     """Who changes what is set of tables for all workers."""
 
-    def set_rate(self, handle: _Handle, lr: float | None) -> None: ...
-    def set_on_loss(self, handle: _Handle, policy: str, max_lost_steps: int | None) -> None: ...
+    def set_rate(self, table: str, number: int, lr: float | None) -> None: ...
+    def set_on_loss(self, table: str, number: int, policy: str, max_lost_steps: int | None) -> None: ...
 
 
 def _with_rate(optimizer: Optimizer, lr: float) -> Optimizer:
@@ -107,7 +100,7 @@ class _Handle:
             raise InputError(f"{self.name!r}: set_lr takes a number; a schedule is for ps.table(…) or push(…, lr=…)")
         if lr is not None:
             lr = float(_with_rate(self._own, lr).lr)  # type: ignore[arg-type]  # checked there
-        self._changes.set_rate(self, lr)
+        self._changes.set_rate(self.name, self.id, lr)
 
     def set_on_loss(self, policy: str, max_lost_steps: int | None = None) -> None:
         """What becomes of ranges of which every replica is gone: "wait", for one of them or for a person, as it is
@@ -116,7 +109,7 @@ class _Handle:
 
         For all workers, from now on. InputError; under BSP there is only "wait". Raises `Timeout`.
         """
-        self._changes.set_on_loss(self, policy, max_lost_steps)
+        self._changes.set_on_loss(self.name, self.id, policy, max_lost_steps)
 
     def follow(self, rate: SetRate | None) -> None:
         """Somebody has set a rate; None: nobody has yet."""
@@ -359,166 +352,3 @@ class TableInfo:
     spec: TableSpec
     rows: int
     lr: float | None = None
-
-
-class Tables:
-    """Opens tables and tensors; `opened` has them by name."""
-
-    def __init__(
-        self, registry: Registry, dispatcher: Dispatcher, reads: Reads, opened: dict[str, Handle], timeout_s: float
-    ) -> None:
-        self.opened = opened
-        self._registry = registry
-        self._dispatcher = dispatcher
-        self._reads = reads
-        self._timeout_s = timeout_s
-
-    def sparse(self, spec: TableSpec) -> SparseTable:
-        """Opens a sparse table, creating it if it is new."""
-        return cast(SparseTable, self._brought(spec, None))
-
-    def dense(self, spec: TableSpec, values: NDArray[np.float32]) -> DenseTensor:
-        """Opens a tensor; one that is new has these values."""
-        return cast(DenseTensor, self._brought(spec, values))
-
-    def _brought(self, spec: TableSpec, values: NDArray[np.float32] | None) -> Handle:
-        """Opens what the caller describes, with the rate that the caller wants."""
-        known = self.opened.get(spec.name)
-        handle = self._open(spec, values)
-        if handle is known:
-            handle.open_again(spec.optimizer)
-        handle.opened()
-        return handle
-
-    def known(self) -> dict[str, TableInfo]:
-        """All of the application, by name."""
-        found = self._registry.tables(self._app, self._timeout_s)
-        rates = {name: self._registry.rate_of(name, one.id) for name, one in found.items()}
-        return {
-            name: TableInfo(one.id, one.spec, self._rows(one.id), getattr(rates[name], "lr", None))
-            for name, one in found.items()
-        }
-
-    def _rows(self, table: int) -> int:
-        try:
-            return listing.count(self._reads.ask, table, self._reads.routes.view.ranges)
-        except UnknownTable:  # it is being made just now, or dropped
-            return 0
-
-    def open(self, name: str) -> Handle:
-        """A table or tensor that there is, as it was made. Raises UnknownTable."""
-        spec = self._find(name).spec
-        return self._open(spec, None if spec.shape is None else np.zeros(spec.shape, np.float32))
-
-    def clear(self, name: str) -> None:
-        """Forgets the rows of a sparse table. Raises UnknownTable; InputError for a tensor."""
-        found = self._find(name)
-        if found.spec.shape is not None:
-            raise InputError(f"{name!r} is a tensor, and has no rows to clear: load values, or drop it")
-        SparseTable(self._reads, found.spec, found.id, found.spec, self).clear()
-
-    def drop(self, name: str) -> None:
-        """Forgets a table, its name too. Raises UnknownTable."""
-        self._drop(self._find(name))
-
-    def _find(self, name: str) -> Registration:
-        self._dispatcher.check()
-        found = self._registry.tables(self._app, self._timeout_s).get(name)
-        if found is None:
-            raise UnknownTable(f"application {self._app!r} has no table {name!r}")
-        return found
-
-    def _drop(self, registration: Registration) -> None:
-        """In three steps, so that whoever is stopped in between leaves it to the next one who looks: the registry says
-        so, all servers do it, the registry forgets the name."""
-        name, worker = registration.spec.name, self._dispatcher.worker.id
-        with self._dispatcher.lock:
-            if (handle := self.opened.get(name)) is not None and handle.id == registration.id:
-                del self.opened[name]
-        marked = self._registry.begin_drop(self._app, registration, self._timeout_s)
-        if marked is not None:
-            questions = filling.erase(registration.id, OperationKind.DROP, worker)
-            self._dispatcher.ask_all(questions, self._timeout_s, f"dropping table {name!r}", writes=True)
-            self._registry.end_drop(self._app, marked, self._timeout_s)
-
-    @property
-    def _app(self) -> str:
-        return self._dispatcher.worker.app
-
-    def _open(self, spec: TableSpec, values: NDArray[np.float32] | None) -> Handle:
-        self._dispatcher.check()
-        worker, known = self._dispatcher.worker, self.opened.get(spec.name)
-
-        def register() -> Registration:
-            return self._registry.open_table(worker.app, spec, worker.id, values is None, self._timeout_s)
-
-        while (registration := register()).dropping:
-            self._drop(registration)
-        if known is not None and known.id == registration.id:
-            return known
-        handle_type = SparseTable if values is None else DenseTensor
-        handle = handle_type(self._reads, registration.spec, registration.id, spec, self)
-        try:
-            self._create(registration)
-            if isinstance(handle, DenseTensor):
-                self._fill(handle, registration, values)
-        except (SpecError, UnknownTable, InputError, ServerError):
-            if registration.made:  # the servers do not take it, and nobody else may have it
-                self._drop(registration)
-            raise
-        with self._dispatcher.lock:
-            before = self.opened.get(spec.name)
-            if before is None or before.id != handle.id:
-                self.opened[spec.name] = handle
-                handle.follow(self._registry.rate_of(spec.name, handle.id))
-            return self.opened[spec.name]
-
-    def hear(self, name: str) -> None:
-        """A rate was set; in the control loop."""
-        with self._dispatcher.lock:
-            if (handle := self.opened.get(name)) is not None:
-                handle.follow(self._registry.rate_of(name, handle.id))
-
-    def set_rate(self, handle: _Handle, lr: float | None) -> None:
-        """For all workers; None: each one's own again."""
-        self._dispatcher.check()
-        self._registry.set_rate(handle.name, handle.id, lr, self._timeout_s)
-
-    def set_on_loss(self, handle: _Handle, policy: str, max_lost_steps: int | None) -> None:
-        """What becomes of lost ranges of it."""
-        given: object = max_lost_steps
-        if policy not in (WAIT, RESTORE):
-            raise InputError(f"{handle.name!r}: on_loss is {WAIT!r} or {RESTORE!r}, not {policy!r}")
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
-            raise InputError(f"{handle.name!r}: max_lost_steps is a number of steps, or None for any, not {given!r}")
-        if policy == RESTORE and self._dispatcher.pushes.round:
-            raise InputError(
-                f"{handle.name!r}: under BSP a range cannot come back alone, rounds would be other than those of one "
-                f"process: on_loss={WAIT!r}, and restore the whole checkpoint"
-            )
-        self._dispatcher.check()
-        value = json.dumps({"table": handle.id, "on_loss": policy, "max_lost_steps": max_lost_steps}).encode()
-        self._registry.put(f"{ON_LOSS}{self._app}/{handle.name}", value, self._timeout_s)
-
-    def _create(self, registration: Registration) -> None:
-        """Makes the table known to the heads of all ranges, which tell their successors; to absent ones later, but
-        before anything is pushed there."""
-        document = {"id": registration.id, "spec": registration.spec.to_json()}
-        frame = json_frame(Kind.CREATE, document)
-        header, body = unpack_header(frame), frame[HEADER_BYTES:]
-        what = f"creating table {registration.spec.name!r}"
-        self._dispatcher.ask_all(of_heads(header, body), self._timeout_s, what, of_absent=False)
-
-    def _fill(self, tensor: DenseTensor, registration: Registration, values: object) -> None:
-        """Stores initial values where there are none; a no-op on a tensor that is ready."""
-        if registration.ready:
-            return
-        worker = self._dispatcher.worker
-        mine = registration.creator == worker.id
-        if not mine and self._registry.wait_ready(worker.app, tensor.name, registration.creator, self._timeout_s):
-            return
-        check_size([tensor.lent(values, self._dispatcher.routes, NO_STEP_VALUES)])
-
-        questions = fill(lambda routes: tensor.lent(values, routes, NO_STEP_VALUES), worker.id, replace=False)
-        self._dispatcher.ask_all(questions, self._timeout_s, f"filling tensor {tensor.name!r}", writes=True)
-        self._registry.mark_ready(worker.app, registration, self._timeout_s)

@@ -78,7 +78,6 @@ class Server:
         self._loop = loop
         self.removed: asyncio.Future[None] = loop.create_future()
         self._linger = linger or Linger(loop)
-
         self.headroom = Headroom(me.name, memory)
         log_budget_bytes = memory.share(log_budget_bytes)
         self.fast = FastPath(ranges, log_budget_bytes)
