@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from coordinator.view import View
-from elasticps.server import connection, pulls, server
+from elasticps.server import connection, news, pulls
 from elasticps.server.connection import Connection
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.chunks import Chunks
@@ -211,4 +211,4 @@ def let_a_view_that_comes_late_count_again(patch: pytest.MonkeyPatch) -> None:
 
     follow = Server.adopt
     patch.setattr(Server, "adopt", adopt)
-    patch.setattr(server, "read_view", lambda header, body, above: read_view(header, body, 0))
+    patch.setattr(news, "read_view", lambda header, body, above: read_view(header, body, 0))
