@@ -20,6 +20,7 @@ from elasticps.store import Table, deletions, index, kept
 from elasticps.store.intervals import PLACES
 from elasticps.store.kept import Kept
 from elasticps.store.native import H_CURSOR, H_STALE
+from replication.chain import Role
 from replication.effects import Push
 from replication.messages import OperationKind
 from tests.server.conftest import RANGES
@@ -119,6 +120,16 @@ class CheckpointStory(Story):
         self.wires.settle()
         self.at_cuts[self.cut_number] = since, rows
         self.poll()
+
+    def check_replicas(self) -> None:
+        """The stamps of their rows, too."""
+        super().check_replicas()
+        for r in range(RANGES):
+            found: dict[int, Any] = {}
+            for server in map(self.wires.servers.__getitem__, self.chains[r]):
+                if server.replica.role[r] == Role.FULL:
+                    stamps = {n: _stamps(table, r) for n, table in server.store.live.items()}
+                    assert found.setdefault(int(server.replica.seq[r]), stamps) == stamps
 
     def poll(self) -> None:
         for server in self.wires.servers.values():
@@ -295,6 +306,12 @@ def cursor_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_deletions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deletions.Deletions, "note", lambda *_: None)
+
+
+def _stamps(table: Table, r: int) -> tuple[int, list[tuple[int, int]]]:
+    keys, _, stamps = dump_stamped(table, r, 0, PLACES)
+    base = table.kept.base(r) if table.kept is not None and len(keys) else 0
+    return base, sorted(zip(keys.tolist(), stamps.tolist(), strict=True))
 
 
 def moved_without_stamps(monkeypatch: pytest.MonkeyPatch) -> None:

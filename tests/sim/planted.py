@@ -23,7 +23,7 @@ STORIES = 50
 
 # What has to go wrong for a bug to show, in what kind of training, and a story of that kind that finds it.
 PLANTED: dict[Patch, tuple[str, str, int]] = {
-    chain.skip_the_duplicate_check: ("flaps", "free", 1),
+    chain.skip_the_duplicate_check: ("levels", "free", 3),
     chain.acknowledge_a_duplicate_before_the_tail_has_it: ("limps", "free", 6),
     chain.acknowledge_before_the_tail: ("limps", "free", 0),
     chain.report_level_before_acknowledgements_wait: ("moves", "free", 1),
