@@ -30,7 +30,7 @@ async def cut_now(kind: type[Driver], store: Store, **more: Any) -> tuple[Cut, D
     """A cut, and what took it."""
     async with by_grpc(None) as connect:
         driver = kind(store, connect, **more)
-        return await driver.take("", attempts=20), driver
+        return await driver.take("memory://cuts", attempts=20), driver
 
 
 class Looking(Driver):
