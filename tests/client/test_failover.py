@@ -165,13 +165,14 @@ def test_with_no_server_left_the_view_comes_from_the_store(cluster: Cluster) -> 
     assert ps.view.epoch == 2
 
 
-def test_servers_are_asked_who_has_ranges_that_nobody_had(cluster: Cluster) -> None:
+def test_servers_are_asked_who_has_ranges_that_nobody_had(cluster: Cluster, eventually: Eventually) -> None:
     """They begin anew, and nobody may have told a worker that was not connected just then."""
     ps = cluster.connect()
     table = cluster.table(ps)
     ps.resume()
     cluster.b.value = 4.0
     cluster.b.tell(chains([cluster.b.info], [[-1], [-1]], epoch=2))
+    eventually(lambda: ps.view.epoch == 2)
     read = table.pull_async(KEYS)
     cluster.b.view = chains([cluster.b.info], [[0]], epoch=3)
     assert set(read.result().ravel().tolist()) == {4.0}
