@@ -103,6 +103,7 @@ class Connection(asyncio.BufferedProtocol):
         self._heard_s = loop.time()
         self._turn_bytes = 0  # handled since the loop last had its turn
         self._resting = False
+        self._left = False  # something that has come is looked at when more is read
         self.tickets: set[object] = set()  # pushes from here that wait to be admitted
 
     # --- asyncio ------------------------------------------------------------------------------------------------
@@ -228,11 +229,13 @@ class Connection(asyncio.BufferedProtocol):
     def wait_for(self, ticket: object) -> None:
         """Reads nothing more until this push, and every other that waits, has been admitted."""
         self.tickets.add(ticket)
+        self._choose_path()
         self.transport.pause_reading()
 
     def admitted(self, ticket: object) -> None:
         """It has been."""
         self.tickets.discard(ticket)
+        self._choose_path()
         self._read_on()
 
     def frame(self, header: Header, body: Body, answered: int) -> None:
@@ -260,6 +263,10 @@ class Connection(asyncio.BufferedProtocol):
         except RequestError as error:
             self._herald.refuse(self, header.request, error)
 
+    def leave(self) -> None:
+        """What has come stays as it is until more is read."""
+        self._left = True
+
     def rest(self) -> None:
         """Others have their turn: libuv reads a socket up to 32 times in a row, and timers wait."""
         if not self._resting and self.known and not self.transport.is_closing():
@@ -275,6 +282,7 @@ class Connection(asyncio.BufferedProtocol):
         """Handles what was received and left, then reads on."""
         if self.slot < 0 or self.transport.is_closing():
             return
+        self._left = False
         self._receive(0)
         self._read_on()
 
@@ -296,15 +304,22 @@ class Connection(asyncio.BufferedProtocol):
                 self._handle(*self._held.popleft())
         except FrameError as error:
             self.refuse(error)
-        except Exception:  # as where bytes come in: this connection ends, and nobody whose turn it is beside it
-            log.exception("a connection failed", peer=self.peer, worker=self.worker_name)
-            self.transport.abort()
+        except Exception as error:
+            self.fail(error)
         self._go_on_reading()
+
+    def fail(self, error: Exception) -> None:
+        """An exception that is none of the peer's doing: as where bytes come in this connection ends, so that its peer
+        asks again, and nobody whose turn it is beside it."""
+        self._loop.call_exception_handler({"message": f"a connection failed, to {self.peer}", "exception": error})
+        self.transport.abort()
 
     def _read_on(self) -> None:
         waits = self.holding or self.tickets or self._resting or self._full or (self.worker and self._paused)
         if not waits and not self.transport.is_closing():
             self.transport.resume_reading()
+            if self._left:
+                self.rest()
 
     @property
     def identity(self) -> Identity | None:
@@ -323,13 +338,22 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.abort()
 
     def notice_end(self) -> None:
-        """Drops a connection that is not read from and whose peer has gone: nobody else would notice."""
-        sock = self.transport.get_extra_info("socket")
-        if self.transport.is_closing() or sock is None or self.transport.is_reading():
+        """Drops a connection that is not read from and whose peer has gone: nobody else would notice. One that closes
+        is not, until what is queued has left: that may be never, too."""
+        if self.transport.is_reading():
             return
-        if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _ENDED:
+        if self._peer_has_gone():
             log.info("worker gone", peer=self.peer, worker=self.worker_name)
             self.transport.abort()
+        elif self.transport.is_closing() and self._timer is None:
+            self._timer = self._loop.call_later(STALLED_TIMEOUT_S, self._stalled)
+
+    def _peer_has_gone(self) -> bool:
+        sock = self.transport.get_extra_info("socket")
+        try:
+            return sock is not None and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _ENDED
+        except OSError:  # it is closed here
+            return False
 
     def refuse(self, error: FrameError | NotAuthorised) -> None:
         """Tells the peer why and closes: a stream that is wrong once cannot be trusted again."""
@@ -394,9 +418,11 @@ class Connection(asyncio.BufferedProtocol):
             self._read_on()
 
     def _choose_path(self) -> None:
-        """Compiled code would not know that a frame is held, and would overtake an answer that waits."""
+        """Compiled code would not know that a frame is held, and would overtake an answer that waits. While nothing
+        more is read, no frame is made larger than it came: what waits takes as much memory as was received."""
         if self.slot >= 0:
             self._set(at.C_SLOW, self.holding or bool(self._answers))
+            self._set(at.C_FULL, self.holding or bool(self.tickets) or self._full)
 
     # --- timers -------------------------------------------------------------------------------------------------
 
@@ -406,6 +432,7 @@ class Connection(asyncio.BufferedProtocol):
             self._timer = None
 
     def _no_hello(self) -> None:
+        self._timer = None
         if not self.known:
             self.refuse(FrameError(f"no hello within {HELLO_TIMEOUT_S:.0f} s"))
 

@@ -13,7 +13,7 @@ from elasticps.client.protocol.routing import Routes, plan_push
 from elasticps.hashing import table_salt
 from elasticps.optimizers import SGD
 from elasticps.server.connection import LINK_HIGH_BYTES
-from elasticps.server.fast.layout import H_ENABLED
+from elasticps.server.fast.layout import H_ENABLED, H_PULLS
 from elasticps.server.server import Server
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import ALL_RANGES, HEADER_BYTES, LAST, Header, Kind, block_head, json_frame
@@ -41,10 +41,10 @@ async def greet(group: Group, name: str) -> socket.socket:
     return sock
 
 
-def pulls(count: int) -> bytes:
-    keys = np.arange(KEYS, dtype=np.int64).tobytes()
+def pulls(count: int, keys: int = KEYS) -> bytes:
+    body = np.arange(keys, dtype=np.int64).tobytes()
     return b"".join(
-        Header(Kind.PULL, body=len(keys), request=10 + i, epoch=1, table=WIDE, items=KEYS, worker=WORKER).pack() + keys
+        Header(Kind.PULL, body=len(body), request=10 + i, epoch=1, table=WIDE, items=keys, worker=WORKER).pack() + body
         for i in range(count)
     )
 
@@ -92,6 +92,42 @@ def test_a_peer_that_goes_while_nothing_is_read_from_it_is_noticed(run: Run) -> 
             return not server.handshake.connections
 
         await until(gone)
+        sock.close()
+
+    run(story)
+
+
+async def closing(group: Group, goes: bool) -> tuple[Server, socket.socket]:
+    """A connection that a server closes once its peer has read what is queued, which is too little for a pause."""
+    server = await group.start("a")
+    group.adopt(group.make_view(lambda r: ["a"]))
+    sock = await greet(group, "a")
+    loop, asked = asyncio.get_running_loop(), pulls(1, keys=20)
+    while not waiting_bytes(server):
+        counted = server.fast.counter(H_PULLS)
+        await loop.sock_sendall(sock, asked)
+        await until(lambda: server.fast.counter(H_PULLS) > counted)  # noqa: B023
+    (connection,) = server.handshake.connections
+    assert connection.transport.is_reading()
+    if goes:
+        sock.shutdown(socket.SHUT_WR)
+    else:
+        await loop.sock_sendall(sock, b"x" * HEADER_BYTES)
+    await until(connection.transport.is_closing)
+    assert server.handshake.connections
+    return server, sock
+
+
+@pytest.mark.parametrize("goes", [True, False])
+def test_a_connection_closes_even_if_its_peer_does_not_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch, goes: bool
+) -> None:
+    async def story(group: Group) -> None:
+        server, sock = await closing(group, goes)
+        if not goes:
+            monkeypatch.setattr("elasticps.server.connection.STALLED_TIMEOUT_S", 0.01)
+        server.tick()
+        await until(lambda: not server.handshake.connections)
         sock.close()
 
     run(story)
