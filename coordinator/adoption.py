@@ -28,6 +28,23 @@ def table_key(app: str, name: str) -> str:
     return f"{TABLES}{app}/{name}"
 
 
+@dataclass(frozen=True)
+class TableEntry:
+    """A table as the store has it. name: "application/name"; spec: as JSON."""
+
+    name: str
+    id: int
+    spec: str
+
+
+def table_of(key: str, value: bytes) -> TableEntry | None:
+    """What the store says of a table; None: it is about to go. ValueError, KeyError, TypeError for what is not one."""
+    document = json.loads(value)
+    if document.get("dropping"):
+        return None
+    return TableEntry(key.removeprefix(TABLES), int(document["id"]), str(document["spec"]))
+
+
 class CannotAdopt(CoordinationError):
     """What servers and the store say does not fit together; the text says what to do."""
 

@@ -161,6 +161,7 @@ class _Term:
         self._grace = Grace(asyncio.get_running_loop().time())
         self._identity: str | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._paced_by: Health | None = None  # as of the last plan, levels left out, if what is level waits
         self._roster_timer: asyncio.TimerHandle | None = None
         self._view: View | None = None
         self._said = ""
@@ -204,10 +205,14 @@ class _Term:
         await first_of(self._write(world), world.follow(self._store, changed))
 
     def _heard(self, death: bool) -> None:
-        """News from the lines. When all that is being filled is level there is nothing more to gather."""
+        """News from the lines. When all that is being filled is level there is nothing more to gather; as long as
+        what is level waits for more of it, that there is more is no reason to plan."""
         urgent = death
         if not urgent and self._lines is not None and self._view is not None:
-            urgent = self._pace.complete(self._lines.health(), self._view)
+            health = self._lines.health()
+            urgent = self._pace.complete(health, self._view)
+            if not urgent and self._paced_by == dataclasses.replace(health, level={}):
+                return
         self._alarm.ring(urgent)
 
     def _look_at(self, world: World) -> None:
@@ -307,6 +312,7 @@ class _Term:
         left_s = 0.0 if world.view is None else self._pace.wait(health, world.view, loop.time())
         if self._timer is not None:
             self._timer.cancel()
+        self._paced_by = None if left_s <= 0 else dataclasses.replace(health, level={})
         if left_s <= 0:
             return health
         self._timer = loop.call_later(left_s, self._alarm.ring, True)

@@ -12,7 +12,7 @@ from coordinator.planner import Health
 from coordinator.view import View
 from replication.chain import Kept
 
-PATIENCE_S = 0.25
+PATIENCE_S = 1.0
 
 
 class Pace:

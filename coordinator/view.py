@@ -220,23 +220,7 @@ class View:
     @classmethod
     def decode(cls, data: bytes) -> View:
         """The inverse of `encode`. ValueError says what is wrong with bytes that are no valid view."""
-        body = _inflate("view", _MAGIC, data)
-        if len(body) < _FIXED.size:
-            raise ValueError(f"not a view: only {len(body)} bytes")
-        epoch, ranges, replicas, meta_size = _FIXED.unpack_from(body)
-        check_ranges(ranges)
-        _check_count("replicas", replicas, 1, REPLICAS_MAX)
-        arrays_at = _FIXED.size + meta_size
-        if len(body) != arrays_at + ranges * (4 * replicas + 4 + 4 + 4 + 8 + 8):
-            raise ValueError(f"a view of {ranges} ranges and {replicas} replicas has {len(body)} bytes: wrong length")
-        cluster, reason, servers = _meta(body[_FIXED.size : arrays_at])
-        chains = np.frombuffer(body, "<i4", ranges * replicas, arrays_at)
-        joining, leaving, kept = np.frombuffer(body, "<i4", 3 * ranges, arrays_at + chains.nbytes).reshape(3, ranges)
-        since, anew = np.frombuffer(body, "<i8", 2 * ranges, arrays_at + chains.nbytes + 12 * ranges).reshape(2, ranges)
-        chains = chains.reshape(ranges, replicas)
-        view = cls(cluster, epoch, ranges, replicas, servers, chains, joining, since, reason, leaving, kept, anew)
-        view.__dict__["_encoded"] = bytes(data)
-        return view
+        return _view(bytes(data))
 
 
 @dataclass(frozen=True)
@@ -428,3 +412,25 @@ def _meta(data: bytes) -> tuple[str, str, tuple[ServerInfo, ...]]:
 def _server(*row: Any) -> ServerInfo:
     """One view after the other lists mostly the same servers, and to check one costs more than to read it."""
     return ServerInfo(*row)
+
+
+@lru_cache(maxsize=4)
+def _view(data: bytes) -> View:
+    """The same view comes from the leader, from the store and from peers: it is read once."""
+    body = _inflate("view", _MAGIC, data)
+    if len(body) < _FIXED.size:
+        raise ValueError(f"not a view: only {len(body)} bytes")
+    epoch, ranges, replicas, meta_size = _FIXED.unpack_from(body)
+    check_ranges(ranges)
+    _check_count("replicas", replicas, 1, REPLICAS_MAX)
+    arrays_at = _FIXED.size + meta_size
+    if len(body) != arrays_at + ranges * (4 * replicas + 4 + 4 + 4 + 8 + 8):
+        raise ValueError(f"a view of {ranges} ranges and {replicas} replicas has {len(body)} bytes: wrong length")
+    cluster, reason, servers = _meta(body[_FIXED.size : arrays_at])
+    chains = np.frombuffer(body, "<i4", ranges * replicas, arrays_at)
+    joining, leaving, kept = np.frombuffer(body, "<i4", 3 * ranges, arrays_at + chains.nbytes).reshape(3, ranges)
+    since, anew = np.frombuffer(body, "<i8", 2 * ranges, arrays_at + chains.nbytes + 12 * ranges).reshape(2, ranges)
+    chains = chains.reshape(ranges, replicas)
+    view = View(cluster, epoch, ranges, replicas, servers, chains, joining, since, reason, leaving, kept, anew)
+    view.__dict__["_encoded"] = data
+    return view

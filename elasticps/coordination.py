@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from coordinator.adoption import TABLES, TableEntry, table_of
 from coordinator.connect import open_store
 from coordinator.membership import VIEW
 from coordinator.store import Store
@@ -32,3 +33,9 @@ async def read_view(store: Store, error: type[Error] = ClusterUnreachable) -> Vi
     if entry is None:
         raise error(f"cluster {store.cluster!r} has no view: no server has served yet")
     return View.decode(entry.value)
+
+
+async def read_tables(store: Store) -> list[TableEntry]:
+    """The tables that are registered, without those that are about to go."""
+    found = (table_of(entry.key, entry.value) for entry in (await store.list(TABLES)).entries)
+    return [table for table in found if table is not None]

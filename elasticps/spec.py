@@ -16,7 +16,19 @@ from typing import Any, ClassVar
 
 from elasticps import filters
 from elasticps.errors import SpecError
-from elasticps.filters import BFloat16, Filter, Float16, Int8
+from elasticps.filters import (
+    BFloat16,
+    CustomFilter,
+    Filter,
+    Float16,
+    Int8,
+    KeyDeltas,
+    KeysOnce,
+    RandomK,
+    Threshold,
+    TopK,
+    Zstd,
+)
 from elasticps.optimizers import (
     FLOAT32_LIMIT,
     FTRL,
@@ -55,17 +67,24 @@ __all__ = [
     "Consistency",
     "Constant",
     "Custom",
+    "CustomFilter",
     "Filter",
     "Float16",
     "Init",
     "Int8",
+    "KeyDeltas",
+    "KeysOnce",
     "Normal",
     "Optimizer",
+    "RandomK",
     "RowAdagrad",
     "Schedule",
     "TableSpec",
+    "Threshold",
+    "TopK",
     "Uniform",
     "Zeros",
+    "Zstd",
     "dense_block",
 ]
 
@@ -260,7 +279,7 @@ class TableSpec(Checked):
             raise SpecError(f"{where}finite must be True or False, got {self.finite!r}")
         self._set(dim=integer(self.dim, f"{where}dim", 1, MAX_DIM))
         for which in ("push", "pull"):
-            self._set(**{which: filters.checked(getattr(self, which), f"{where}{which}", self.dim)})
+            self._set(**{which: filters.checked(getattr(self, which), f"{where}{which}", self.dim, which == "pull")})
         if self.shape is None:
             return
         self._set(shape=tuple(integer(n, f"{where}shape", 0, 2**40) for n in self.shape))

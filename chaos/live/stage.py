@@ -257,7 +257,8 @@ class LocalStage(Processes):
         host, (port, admin) = self.network.join(name), free_ports(2)
         public = self.network.publish(name, host, port).rpartition(":")[0]
         self._admin[name] = self.network.publish(name, host, admin)
-        options = ["--host", host, "--port", str(port), "--admin-port", str(admin)]
+        # They time requests, as all do that serve metrics: what is tried is what runs.
+        options = ["--host", host, "--port", str(port), "--admin-port", str(admin), "--measure"]
         options += ["--advertise", public] if public != host else []
         options += ["--memory-limit", self.plan.memory] if self.plan.memory else []
         self._add(name, "server", lambda: self._elasticps("server", name, options), dict(os.environ))

@@ -7,6 +7,7 @@ import traceback
 from asyncio import events
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -28,6 +29,7 @@ from elasticps.checkpoint.filing import InlineFiling
 from elasticps.checkpoint.storage import Storage
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
+from elasticps.metrics.timing import Meter, TimedServer
 from elasticps.monitor import dial_server
 from elasticps.server.linger import Linger
 from elasticps.server.lives import Identity, Surroundings, live
@@ -75,13 +77,17 @@ class ServerProcess:
 class Cluster:
     """Everything that runs, and the first promise that was broken."""
 
-    def __init__(self, seed: int, weather: Weather, config: ClusterConfig, calm: bool = False) -> None:
+    def __init__(
+        self, seed: int, weather: Weather, config: ClusterConfig, calm: bool = False, admin: bool = False
+    ) -> None:
+        """admin: servers say where they can be asked: views are longer then, and stories others."""
         self.clock = Clock(seed)
         self.network = Network(self.clock, weather)
         self.servers: dict[str, ServerProcess] = {}
         self.leaders: dict[str, Process] = {}
         self.violation: Violation | None = None
         self.over = False
+        self._admin = admin
         self._loops: list[Loop] = []
         self._threads: list[Threads] = []
         self._numbers: dict[str, int] = {}
@@ -186,8 +192,9 @@ class Cluster:
 
         store = self.store.client(name, STORE_TIMEOUT_S)
         around = Surroundings(store, self.config, listener, _build, show)  # type: ignore[arg-type]
+        identity = Identity(name, f"{name}:{PORT}", f"{name}:{PORT + 1}" if self._admin else "")
         try:
-            await live(around, Identity(name, f"{name}:{PORT}"), found.stop, found.leave, wait_s=1e9,
+            await live(around, identity, found.stop, found.leave, wait_s=1e9,
                        drain_timeout_s=DRAIN_TIMEOUT_S)  # fmt: skip
         except Exception as error:
             self._failed(found.process, error, "a server ended")
@@ -372,7 +379,9 @@ class Cluster:
 
 
 def _build(session: ServerSession, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop) -> Server:
-    return Server(
+    """Every other server is measured, as all are that serve metrics: that is another shell around the same core."""
+    measured = int(session.info.name[1:]) % 2
+    return (partial(TimedServer, Meter(loop.time, sample=1)) if measured else Server)(
         session.info, cluster, ranges, loop, log_budget_bytes=LOG_BUDGET_BYTES, clock=loop.time, linger=Still(),
         filing=InlineFiling(loop, Storage("memory://sim")),
     )  # fmt: skip

@@ -13,7 +13,9 @@ from chaos.sim.cluster import STORE_TIMEOUT_S, Cluster
 from chaos.sim.violation import Violation
 from coordinator.errors import StoreUnavailable
 from coordinator.view import ServerInfo
-from elasticps.admin.subject import CutState, CutSubject
+from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
+from elasticps.admin.service import Admin
+from elasticps.admin.subject import CutState, Subject
 from elasticps.checkpoint.driver import Driver, GivenUp, Inconsistent
 from elasticps.errors import ClusterUnreachable
 
@@ -36,26 +38,30 @@ class Afar:
         self._random = random
 
     async def hold(self, cut: int, hold_s: float) -> bool:
-        return await self._call(lambda cuts: _now(cuts.hold(cut, hold_s)))
+        return await self._call(lambda server: _now(server.cuts.hold(cut, hold_s)))
 
     async def held(self, cut: int) -> Mapping[int, int]:
-        return await self._call(lambda cuts: _now(cuts.held(cut)))
+        return await self._call(lambda server: _now(server.cuts.held(cut)))
 
     async def release(self, cut: int) -> None:
-        async def release(cuts: CutSubject) -> None:
-            cuts.release(cut)
+        async def release(server: Subject) -> None:
+            server.cuts.release(cut)
 
         await self._call(release)
 
     async def take(self, cut: int, since: int, url: str) -> bool:
         if self._random.random() < SLOW:
             await asyncio.sleep(self._random.uniform(*SLOW_S))
-        return await self._call(lambda cuts: cuts.take(cut, since, url))
+        return await self._call(lambda server: server.cuts.take(cut, since, url))
 
     async def state(self, cut: int) -> CutState:
-        return await self._call(lambda cuts: _now(cuts.state(cut)))
+        return await self._call(lambda server: _now(server.cuts.state(cut)))
 
-    async def _call(self, call: Callable[[CutSubject], Coroutine[Any, Any, T]]) -> T:
+    async def restore(self, request: RestoreRequest) -> RestoreResponse:
+        """Its part of bringing back what was lost."""
+        return await self._call(lambda server: Admin(lambda: server, None).Restore(request, None))  # type: ignore[arg-type]
+
+    async def _call(self, call: Callable[[Subject], Coroutine[Any, Any, T]]) -> T:
         clock, here = self._cluster.clock, asyncio.get_running_loop()
         answer: asyncio.Future[T] = here.create_future()
         found = self._cluster.servers.get(self._info.name)
@@ -64,7 +70,7 @@ class Afar:
         def arrived() -> None:
             if self._cluster.over:
                 return
-            task = found.loop.create_task(call(server.subject.cuts))  # type: ignore[union-attr]
+            task = found.loop.create_task(call(server.subject))  # type: ignore[union-attr]
             task.add_done_callback(done)
 
         def done(task: asyncio.Task[T]) -> None:

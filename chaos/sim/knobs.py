@@ -34,13 +34,20 @@ TIGHT: dict[str, int] = {
     "elasticps.server.connection.MAX_LINK_BODY_BYTES": TIGHT_BODY_BYTES + 12 * MOST_RANGES + 64,
 }
 """Of frames. What workers send has to fit: see `Free`."""
+SHORT: dict[str, int] = {
+    "elasticps.client.short_keys.LIST_KEYS": 150,
+    "elasticps.client.short_keys.MOST_KEYS": 70,
+    "elasticps.client.short_keys.LEAST_KEYS": 2,
+}
+"""Of the lists of keys that workers have servers keep: their memory is used again all the time."""
 
 
 @contextmanager
-def turned(small: bool, tight: bool) -> Iterator[None]:
+def turned(small: bool, tight: bool, short: bool) -> Iterator[None]:
     """Makes them small."""
+    wanted = (SMALL if small else {}) | (TIGHT if tight else {}) | (SHORT if short else {})
     with ExitStack() as stack:
-        for path, value in ((SMALL if small else {}) | (TIGHT if tight else {})).items():
+        for path, value in wanted.items():
             module, _, name = path.rpartition(".")
             stack.enter_context(patch.object(importlib.import_module(module), name, value))
         yield

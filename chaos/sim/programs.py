@@ -14,12 +14,13 @@ from chaos.sim.checks.shards import Hand, Handed, key_of
 from chaos.sim.checks.sums import COLUMNS, KEYS, Asked, Column, Keys, Rows, Sums, check_same
 from chaos.sim.cluster import Cluster
 from chaos.sim.knobs import TIGHT_ROWS
-from chaos.sim.story import App
+from chaos.sim.story import App, Story
 from chaos.sim.threads import Threads
 from elasticps.client.client import Client
 from elasticps.client.steps import Step
 from elasticps.client.tables import SparseTable
 from elasticps.errors import Closed
+from elasticps.filters import KeyDeltas, KeysOnce, Zstd
 from elasticps.hashing import key_ranges, range_shift
 from elasticps.optimizers import Accumulate
 from elasticps.spec import ASP, BSP, SSP, Consistency, Normal
@@ -36,6 +37,7 @@ PASSED_OVER = 0.1  # of the shards
 SLOW_START_S = (1.2, 2.0)
 SHARDS_BEFORE_A_PAUSE = 3
 PAUSE_S = 0.02
+SHORT_PUSH, SHORT_PULL = (KeysOnce(), KeyDeltas(), Zstd()), (KeysOnce(), KeyDeltas())
 STEPS_OF_OTHERS = 10  # some of them followed by a pull
 
 
@@ -43,6 +45,13 @@ class Training(Protocol):
     """What programs know of the story. on: steps are still begun."""
 
     on: bool
+    story: Story
+
+
+def sums_table(ps: Client, name: str, short: bool) -> SparseTable:
+    """A table of sums."""
+    push, pull = (SHORT_PUSH, SHORT_PULL) if short else ((), ())
+    return ps.table(name, dim=COLUMNS, optimizer=Accumulate(), push=push, pull=pull)
 
 
 class Worker:
@@ -90,7 +99,11 @@ class Worker:
         return self.cluster.clock.now
 
     def some_keys(self, most: int = KEYS) -> NDArray[np.int64]:
+        """Where lists of keys are kept, often one of a few."""
         keys = self.random.sample(range(KEYS), self.random.randint(1, most))
+        if self.training.story.short and keys[0] % 3:
+            first = 12 * (keys[0] % 8)
+            keys = [(first + i) % KEYS for i in range(KEYS // 2)]
         return np.array(keys, np.int64)
 
 
@@ -110,7 +123,7 @@ class Free(Worker):
         column.worker = ps.worker.id
         if self.app.eager:  # a server that cannot pass anything on answers this, and does not know of tables
             ps.resume()
-        table = ps.table("sums", dim=COLUMNS, optimizer=Accumulate())
+        table = sums_table(ps, "sums", self.training.story.short)
         fixed = ps.table("fixed", dim=FIXED_DIM, optimizer=Accumulate(), init=INIT)
         outstanding: list[Step] = []
         found = ps.resume()
@@ -269,7 +282,7 @@ class Synchronous(Worker):
 
     def main(self, ps: Client) -> None:
         column = self.rounds.start(ps.worker.id)
-        table = ps.table("means", dim=COLUMNS, optimizer=Accumulate())
+        table = sums_table(ps, "means", self.training.story.short)
         keys = np.arange(KEYS)
         grads = self.rounds.grads(column, keys)
         begun = 0  # the newest step
@@ -302,10 +315,10 @@ class Sharded(Worker):
 
     def main(self, ps: Client) -> None:
         hand = self.hand = self.handed.start(ps.worker.id)
-        table = None if self.app.eager else ps.table("trained", dim=COLUMNS, optimizer=Accumulate())
+        table = None if self.app.eager else sums_table(ps, "trained", self.training.story.short)
         grads = self.handed.grads(hand)
         for shard in ps.shards(self.handed.shards, 1):
-            table = table or ps.table("trained", dim=COLUMNS, optimizer=Accumulate())
+            table = table or sums_table(ps, "trained", self.training.story.short)
             self.handed.take(hand, shard.start, self.cluster.counted)
             self.think()
             if self.random.random() < PASSED_OVER:

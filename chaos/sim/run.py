@@ -18,18 +18,20 @@ import numpy as np
 from chaos.sim.checks.cuts import CutCheck
 from chaos.sim.checks.rounds import Rounds
 from chaos.sim.checks.shards import Handed
-from chaos.sim.checks.sums import COLUMNS, KEYS, Sums
+from chaos.sim.checks.sums import KEYS, Sums
 from chaos.sim.cluster import Cluster
 from chaos.sim.cuts import Cutter
 from chaos.sim.faults import RESTART_S, Faults
+from chaos.sim.keeper import ask_restore
 from chaos.sim.knobs import turned
-from chaos.sim.programs import Free, Sharded, Synchronous, Worker
+from chaos.sim.programs import Free, Sharded, Synchronous, Worker, sums_table
 from chaos.sim.story import ANY, App, Kind, Story, tell
 from chaos.sim.threads import Threads
 from chaos.sim.violation import Violation
 from coordinator.view import ClusterConfig
 from elasticps import store as table_store
-from elasticps.optimizers import Accumulate
+from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
+from elasticps.checkpoint import anew
 from elasticps.server.protocol.audit import digest
 from elasticps.server.protocol.operations import AuditMark
 from elasticps.server.replica_links import ReplicaLinks
@@ -75,7 +77,7 @@ class Result:
         kind = self.kind
         flavour = f" --flavour {kind.flavour}" * bool(kind.flavour)
         training = f" --training {kind.training!r}" * bool(kind.training)
-        return f"{flavour}{training}{' --cuts' * kind.cuts} --seed {self.seed}"
+        return f"{flavour}{training}{' --cuts' * kind.cuts}{' --short' * kind.short} --seed {self.seed}"
 
 
 class Scene:
@@ -199,13 +201,13 @@ class Scene:
             def look(threads: Threads, app: App = app) -> None:
                 with self.cluster.connect(threads, f"{app.name}-auditor", ASP(), 1, app.name) as ps:
                     if app.name in self.sums:
-                        table = ps.table("sums", dim=COLUMNS, optimizer=Accumulate())
+                        table = sums_table(ps, "sums", self.story.short)
                         rows = table.pull(np.arange(KEYS))
                         server = next(s.now for s in self.cluster.servers.values() if s.now is not None)
                         ranges = server.store.tables[table.id].ranges_of(np.arange(KEYS))
                         self.sums[app.name].check_end(rows, ranges)
                     elif app.name in self.handed:
-                        trained = ps.table("trained", dim=COLUMNS, optimizer=Accumulate()).pull(np.arange(KEYS))
+                        trained = sums_table(ps, "trained", self.story.short).pull(np.arange(KEYS))
                         self.handed[app.name].check_end(trained)
                 ended.append(app.name)
 
@@ -235,7 +237,7 @@ class Scene:
 def run(seed: int, kind: Kind = ANY, trace: bool = False) -> Result:
     """Plays the story of a seed to its end."""
     story = tell(seed, kind)
-    with virtual() as machine, turned(story.small, story.tight), _tidy():
+    with virtual() as machine, turned(story.small, story.tight, story.short), _tidy():
         return _play(story, trace, machine)
 
 
@@ -310,6 +312,12 @@ class Machine:
         assert self.cluster is not None
         self.cluster.exited(code)
 
+    async def ask_restore(
+        self, address: str, timeout_s: float, request: RestoreRequest, credentials: None = None
+    ) -> RestoreResponse:
+        assert self.cluster is not None
+        return await ask_restore(self.cluster, address, request)
+
     def distrust(self, effect: Distrust) -> None:
         """In place of a method of links: no peer of a correct server is wrong."""
         assert self.cluster is not None
@@ -326,6 +334,7 @@ def virtual() -> Iterator[Machine]:
         for name in ("monotonic", "thread_time", "time"):
             stack.enter_context(patch.object(time, name, machine.now))
         stack.enter_context(patch.object(os, "_exit", machine.exit))
+        stack.enter_context(patch.object(anew, "ask_restore", machine.ask_restore))
         stack.enter_context(patch.object(ReplicaLinks, "distrust", machine.distrust))
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)

@@ -131,11 +131,12 @@ class App:
 @dataclass(frozen=True, order=True)
 class Kind:
     """What stories have in common: what goes wrong in them, and how they train; "": as chance has it. cuts: consistent
-    cuts are taken meanwhile."""
+    cuts are taken meanwhile. short: workers shorten what they send."""
 
     flavour: str = ""
     training: str = ""
     cuts: bool = False
+    short: bool = False
 
 
 ANY = Kind()
@@ -160,6 +161,11 @@ class Story:
     @property
     def calm(self) -> bool:
         return self.flavour in CALM
+
+    @property
+    def short(self) -> bool:
+        """Whether keys go once or as differences, and pushes compressed."""
+        return self.kind.short
 
     @property
     def tight(self) -> bool:

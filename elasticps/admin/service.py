@@ -34,7 +34,7 @@ _MAX_CALLS_AT_ONCE = 64
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-class _Admin(admin_pb2_grpc.AdminServicer):
+class Admin(admin_pb2_grpc.AdminServicer):
     """The names of the methods are the protocol's."""
 
     def __init__(self, subject: Callable[[], Subject | None], credentials: Credentials | None) -> None:
@@ -195,7 +195,7 @@ async def start_admin(
     server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS_AT_ONCE)
     health_servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    admin_pb2_grpc.add_AdminServicer_to_server(_Admin(subject, credentials), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(Admin(subject, credentials), server)
     name = f"[{host}]" if ":" in host else host
     try:
         if credentials is None:

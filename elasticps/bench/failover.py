@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.connect import open_store
-from coordinator.membership import VIEW
 from coordinator.view import View
 from elasticps import background
 from elasticps.admin import fetch_status
@@ -24,6 +22,7 @@ from elasticps.audit import audit
 from elasticps.bench.pusher import COUNTED, DIM, HEAVY
 from elasticps.bench.sparse import fill
 from elasticps.client import connect
+from elasticps.coordination import opened, read_view
 from elasticps.errors import Error, Timeout
 from elasticps.local import LocalCluster
 from elasticps.local.story import Failover, adoption, failover
@@ -251,13 +250,8 @@ def _steady(workers: Sequence[Worker]) -> None:
 
 def _view(cluster: LocalCluster) -> View:
     async def read() -> View:
-        store = await open_store(cluster.operator_url, timeout_s=10.0)
-        try:
-            entry = await store.get(VIEW)
-        finally:
-            await store.close()
-        assert entry is not None
-        return View.decode(entry.value)
+        async with opened(cluster.operator_url, 10.0) as store:
+            return await read_view(store)
 
     return background.run(read())
 

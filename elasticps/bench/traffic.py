@@ -1,7 +1,8 @@
 """What filters save: bytes of a training step, its speed over slow links, and what they do to the model.
 
-One worker trains DLRM on clicks that are made up, through a relay that counts bytes and holds them back as a link of
-so many Mbit/s would. Each kind of filter has tables of its own, and begins from the same seed.
+One worker trains DLRM on clicks that are made up, or a small network on handwritten digits, through a relay that counts
+bytes and holds them back as a link of so many Mbit/s would. Each kind of filter has tables of its own, and begins from
+the same seed.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from typing import Any
 from elasticps.bench.failover import Worker
 from elasticps.local import LocalCluster
 
-FILTERS = ("none", "bfloat16", "int8")
+FILTERS = {
+    "dlrm": ("none", "bfloat16", "float16", "int8", "int8+once", "int8+keys"),
+    "digits": ("none", "top_k", "top_k+int8", "random_k+int8", "threshold+top_k", "threshold+zstd"),
+}
+"""By model; the digits' network pulls without filters."""
 MBIT = (1000, 100)
-SCORED = 40  # batches
 LEAST_STEPS = 4
 
 
@@ -26,19 +30,24 @@ LEAST_STEPS = 4
 class Line:
     """What one kind of filter came to, over all seeds.
 
+    model                        "dlrm" or "digits"
     up_per_step, down_per_step   bytes that left the worker, and came to it, of which
-    of_none                      all together are this part of what they are without filters
-    auc                          of each seed, on samples that were not trained
-    auc_lost                     the mean of what that is below the AUC without filters, of the same seed
+    of_none, up_of_none          all together, and those that left, are this part of what they are without filters
+    keys_of_none                 the bytes of a table's keys are this part, in pulls and pushes
+    score                        of each seed, on samples that were not trained: AUC, or the part that is recognised
+    lost                         the mean of what that is below the score without filters, of the same seed
     samples_per_s                by the link's Mbit/s, 0 for one without a limit: the median of the seeds
     """
 
+    model: str
     filters: str
     up_per_step: float
     down_per_step: float
     of_none: float
-    auc: list[float]
-    auc_lost: float
+    up_of_none: float
+    keys_of_none: float
+    score: list[float]
+    lost: float
     samples_per_s: dict[int, float]
 
     def to_dict(self) -> dict[str, object]:
@@ -50,13 +59,14 @@ class Line:
 class _Run:
     up: float
     down: float
-    auc: float
+    score: float
     speeds: dict[int, float]
+    keys: tuple[int, int] = (0, 0)  # bytes sent, and without filters
 
 
 def run(
     *,
-    filters: Sequence[str] = FILTERS,
+    filters: Sequence[str] = (),
     mbit: Sequence[int] = MBIT,
     seeds: int = 5,
     steps: int = 1000,
@@ -64,58 +74,61 @@ def run(
     servers: int = 2,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Line]:
-    """Yields a line for each of `filters`, first that without any. Each trains `steps` steps with each seed, then some
-    more over each link."""
-    names = ["none", *(name for name in filters if name != "none")]
+    """Yields a line for each of `filters` (none given: for all) of each model, first that without any. Each trains
+    `steps` steps with each seed, then some more over each link."""
     with LocalCluster(servers=servers, replicas=1) as cluster:
-        found = {
-            name: [_trained(cluster, name, seed, steps, batch, mbit, progress) for seed in range(1, seeds + 1)]
-            for name in names
-        }
-    none = found["none"]
-    for name in names:
-        yield _line(name, found[name], none)
+        for model, known in FILTERS.items():
+            names = [name for name in known[1:] if not filters or name in filters]
+            if not names:
+                continue
+            none: list[_Run] = []
+            for name in ("none", *names):
+                job = {"model": model, "filters": name, "batch": batch}
+                runs = [_trained(cluster, job | {"seed": n}, steps, mbit, progress) for n in range(1, seeds + 1)]
+                none = none or runs
+                yield _line(model, name, runs, none)
 
 
-def _line(name: str, runs: Sequence[_Run], none: Sequence[_Run]) -> Line:
+def _line(model: str, name: str, runs: Sequence[_Run], none: Sequence[_Run]) -> Line:
     up, down = (statistics.mean(getattr(each, way) for each in runs) for way in ("up", "down"))
-    whole = statistics.mean(each.up + each.down for each in none)
-    lost = statistics.mean(before.auc - each.auc for before, each in zip(none, runs, strict=True))
+    whole, whole_up = (statistics.mean(each.up + all_of_it * each.down for each in none) for all_of_it in (1, 0))
+    lost = statistics.mean(before.score - each.score for before, each in zip(none, runs, strict=True))
+    sent, without = (sum(each.keys[i] for each in runs) for i in (0, 1))
     speeds = {mbit: statistics.median(each.speeds[mbit] for each in runs) for mbit in runs[0].speeds}
     return Line(
-        name, round(up), round(down), round((up + down) / whole, 4), [round(each.auc, 5) for each in runs],
-        round(lost, 5), {mbit: round(speed, 1) for mbit, speed in speeds.items()},
+        model, name, round(up), round(down), round((up + down) / whole, 4), round(up / whole_up, 4),
+        round(sent / without, 4) if without else 1.0, [round(each.score, 5) for each in runs], round(lost, 5),
+        {mbit: round(speed, 1) for mbit, speed in speeds.items()},
     )  # fmt: skip
 
 
 def _trained(
     cluster: LocalCluster,
-    name: str,
-    seed: int,
+    job: dict[str, Any],
     steps: int,
-    batch: int,
     mbit: Sequence[int],
     progress: Callable[[str], None],
 ) -> _Run:
+    model, name, seed, batch = (job[each] for each in ("model", "filters", "seed", "batch"))
     addresses = [server.address for server in cluster.servers]
     with ExitStack() as stack:
         relay = stack.enter_context(_process("elasticps.bench.relay", *addresses))
         ports = dict(zip(addresses, relay.answer(), strict=True))
-        job = {"url": cluster.url, "ports": ports, "app": f"{name}{seed}", "seed": seed, "batch": batch}
-        worker = stack.enter_context(_process("elasticps.bench.traffic_worker", json.dumps(job | {"filters": name})))
-        progress(f"{name}: seed {seed}")
+        reached = {"url": cluster.url, "ports": ports, "app": f"{model}-{name.replace('+', '-')}-{seed}"}
+        worker = stack.enter_context(_process("elasticps.bench.traffic_worker", json.dumps(job | reached)))
+        progress(f"{model}, {name}: seed {seed}")
         worker.ask(f"train {LEAST_STEPS}")  # tables are made, connections open
         before = relay.ask("count")
         took_s = worker.ask(f"train {steps}")["seconds"]
         after = relay.ask("count")
         up, down = ((after[way] - before[way]) / steps for way in ("up", "down"))
-        auc = worker.ask(f"score {SCORED}")["auc"]
+        scored = worker.ask("score")
         speeds = {0: batch * steps / took_s}
         for each in mbit:
             relay.ask(f"limit {each}")
             some = max(LEAST_STEPS, min(steps, int(each * 1e6 / 8 / (up + down))))  # a second or two
             speeds[each] = batch * some / worker.ask(f"train {some}")["seconds"]
-        return _Run(up, down, auc, speeds)
+        return _Run(up, down, scored["score"], speeds, scored["keys"])
 
 
 @contextmanager

@@ -1,10 +1,11 @@
 """One worker of `elasticps bench traffic`: `python -m elasticps.bench.traffic_worker JOB`, with the job as JSON.
 
-{"url": …, "ports": {"HOST:PORT": 4711, …}, "app": …, "seed": 1, "batch": 256, "filters": "int8"}: servers are reached
-through `ports` of this machine. A line on standard input asks for something, a line of JSON on standard output answers:
+{"url": …, "ports": {"HOST:PORT": 4711, …}, "app": …, "seed": 1, "batch": 256, "model": "dlrm", "filters": "int8"}:
+servers are reached through `ports` of this machine. A line on standard input asks for something, a line of JSON on
+standard output answers:
 
     train STEPS    trains so many steps: {"seconds"} until all is committed
-    score BATCHES  on batches that are not trained: {"auc"}
+    score          on what is not trained: {"score", "keys": [bytes sent, bytes without filters]}
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import torch
 from torch.nn import functional
 
 import elasticps as eps
+from elasticps.bench import digits
 from elasticps.bench.criteo import Source
 from elasticps.bench.dlrm import DIM, DLRM
 from elasticps.bench.trainer import DENSE_LR, ROWS_LR, ROWS_STD, answers
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime, Stream
+from elasticps.client.short_keys import Saved
 from elasticps.client.warm import warm
 from elasticps.demo.data import auc
 from elasticps.spec import Filter
@@ -33,11 +36,21 @@ from elasticps.torch import Embedding, Optimizer
 
 TIMEOUT_S = 120.0
 HELD_OUT = 1 << 20  # the number of the first batch that is only scored
+SCORED = 40  # batches
+Inputs = tuple[torch.Tensor, ...]
+KEYS: list[Filter] = [eps.KeysOnce(), eps.KeyDeltas()]
 FILTERS: dict[str, tuple[Sequence[Filter], Sequence[Filter]]] = {
     "none": ((), ()),
     "bfloat16": ([eps.BFloat16()], [eps.BFloat16()]),
     "float16": ([eps.Float16()], [eps.Float16()]),
     "int8": ([eps.Int8()], [eps.Int8()]),
+    "int8+keys": ([eps.Int8(), *KEYS], [eps.Int8(), *KEYS]),
+    "int8+once": ([eps.Int8(), eps.KeysOnce()], [eps.Int8(), eps.KeysOnce()]),
+    "top_k": ([eps.TopK(0.01)], ()),
+    "top_k+int8": ([eps.TopK(0.01), eps.Int8()], ()),
+    "random_k+int8": ([eps.RandomK(0.01), eps.Int8()], ()),
+    "threshold+zstd": ([eps.Threshold(2e-3), eps.BFloat16(), eps.Zstd()], ()),
+    "threshold+top_k": ([eps.Threshold(1e-3), eps.TopK(0.01)], ()),
 }
 """For pushes and for pulls, by name."""
 
@@ -52,50 +65,97 @@ class ThroughPorts(Runtime):
         return super().connect("127.0.0.1", self._ports[f"{host}:{port}"], attempt)
 
 
+class Clicks:
+    """DLRM on clicks that are made up."""
+
+    def __init__(self, ps: Client, seed: int, batch: int, push: Sequence[Filter], pull: Sequence[Filter]) -> None:
+        init = eps.Normal(std=ROWS_STD, seed=seed)
+        rows = Embedding(ps, "categories", DIM, optimizer=eps.Adagrad(lr=ROWS_LR), init=init, push=push, pull=pull)
+        self.model = DLRM(rows)
+        self.optimizer = Optimizer(ps, self.model, eps.Adam(lr=DENSE_LR), push=push, pull=pull)
+        self._source, self._batch, self._next, self._rows = Source(seed), batch, 0, rows
+
+    @property
+    def keys(self) -> Saved:
+        return self._rows.table.key_bytes
+
+    def inputs(self) -> Inputs:
+        self._next += 1
+        return self._made(self._next)
+
+    def loss(self, numbers: torch.Tensor, categories: torch.Tensor, clicked: torch.Tensor) -> torch.Tensor:
+        return functional.binary_cross_entropy_with_logits(self.model(numbers, categories), clicked)
+
+    def score(self) -> float:
+        """The area under the curve."""
+        scores, labels = [], []
+        for number in range(SCORED):
+            numbers, categories, clicked = self._made(HELD_OUT + number)
+            scores.append(self.model(numbers, categories).numpy())
+            labels.append(clicked.numpy())
+        return auc(np.concatenate(scores), np.concatenate(labels))
+
+    def _made(self, number: int) -> Inputs:
+        made = self._source.batch(number, self._batch)
+        return torch.from_numpy(made.numbers), torch.from_numpy(made.categories), torch.from_numpy(made.clicked)
+
+
+class Images:
+    """Handwritten digits, whose weights are all dense."""
+
+    keys = Saved(0, 0)
+
+    def __init__(self, ps: Client, seed: int, batch: int, push: Sequence[Filter], pull: Sequence[Filter]) -> None:
+        self.model = digits.network()
+        self.optimizer = Optimizer(ps, self.model, eps.SGD(lr=digits.LR), push=push, pull=pull)
+        self._digits, self._batch = digits.Digits(seed), batch
+
+    def inputs(self) -> Inputs:
+        return self._digits.batch(self._batch)
+
+    def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.model(images), labels)
+
+    def score(self) -> float:
+        """The part that is recognised."""
+        found = self.model(self._digits.held_out).argmax(dim=1)
+        return float((found == self._digits.answers).float().mean())
+
+
+MODELS: dict[str, type[Clicks | Images]] = {"dlrm": Clicks, "digits": Images}
+
+
 class Training:
-    """DLRM on clicks that are made up, every weight at the servers."""
+    """One of the models, every weight at the servers."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         warm()
         seed, runtime = int(job["seed"]), ThroughPorts(job["ports"])
         registry = Registry.open(job["url"], TIMEOUT_S, runtime)
         self.ps = Client(registry, job["app"], eps.ASP(), 4, TIMEOUT_S, job["app"])
-        push, pull = FILTERS[job["filters"]]
         torch.manual_seed(seed)
-        init = eps.Normal(std=ROWS_STD, seed=seed)
-        rows = Embedding(self.ps, "categories", DIM, optimizer=eps.Adagrad(lr=ROWS_LR), init=init, push=push, pull=pull)
-        self._model = DLRM(rows)
-        self._optimizer = Optimizer(self.ps, self._model, eps.Adam(lr=DENSE_LR), push=push, pull=pull)
-        self._source, self._batch, self._next = Source(seed), int(job["batch"]), 0
+        self._trained = MODELS[job["model"]](self.ps, seed, int(job["batch"]), *FILTERS[job["filters"]])
 
     def train(self, steps: int) -> dict[str, object]:
         """Trains, and tells how long that took."""
-        batches = [self._inputs(self._next + number) for number in range(steps)]
-        self._next += steps
-        self._model.train()
+        trained = self._trained
+        batches = [trained.inputs() for _ in range(steps)]
+        trained.model.train()
         began = time.monotonic()
-        for numbers, categories, clicked in batches:
-            self._optimizer.zero_grad()
-            functional.binary_cross_entropy_with_logits(self._model(numbers, categories), clicked).backward()
-            self._optimizer.step()
+        for inputs in batches:
+            trained.optimizer.zero_grad()
+            trained.loss(*inputs).backward()
+            trained.optimizer.step()
         self.ps.flush()
         return {"seconds": time.monotonic() - began}
 
-    def score(self, batches: int) -> dict[str, object]:
-        """How well the model tells clicks from others."""
-        self._optimizer.refresh()
-        self._model.eval()
-        scores, labels = [], []
+    def score(self, _: int) -> dict[str, object]:
+        """How good the model is on what was not trained, and what keys have taken."""
+        self._trained.optimizer.refresh()
+        self._trained.model.eval()
+        keys = self._trained.keys
         with torch.no_grad():
-            for number in range(batches):
-                numbers, categories, clicked = self._inputs(HELD_OUT + number)
-                scores.append(self._model(numbers, categories).numpy())
-                labels.append(clicked.numpy())
-        return {"auc": auc(np.concatenate(scores), np.concatenate(labels))}
-
-    def _inputs(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        made = self._source.batch(number, self._batch)
-        return torch.from_numpy(made.numbers), torch.from_numpy(made.categories), torch.from_numpy(made.clicked)
+            return {"score": self._trained.score(), "keys": [keys.sent, keys.whole]}
 
 
 def main() -> None:
@@ -106,7 +166,7 @@ def main() -> None:
         for line in sys.stdin:
             word, _, count = line.strip().partition(" ")
             does = {"train": training.train, "score": training.score}[word]
-            print(json.dumps(does(int(count))), file=out, flush=True)
+            print(json.dumps(does(int(count or 0))), file=out, flush=True)
         training.ps.close()
 
 

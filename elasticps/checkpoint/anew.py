@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from coordinator.adoption import TABLES
 from coordinator.loss import find_loss, spans
 from coordinator.losses import key_of
 from coordinator.membership import (
@@ -27,7 +26,6 @@ from coordinator.membership import (
     NEWEST_CHECKPOINT,
     ROSTER,
     SERVERS,
-    VIEW,
 )
 from coordinator.store import Store
 from coordinator.view import Roster, ServerInfo, View
@@ -37,7 +35,7 @@ from elasticps.admin.client import ask_restore
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.restore import RESTORED, Plan, opened_at
 from elasticps.checkpoint.storage import Storage
-from elasticps.coordination import opened
+from elasticps.coordination import opened, read_tables, read_view
 from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError, Error
 from elasticps.security import credentials_of
 from replication.chain import Member
@@ -135,7 +133,7 @@ async def prepare(
     ClusterUnreachable for servers that do not say how far workers are.
     """
     chosen = tuple(sorted(ranges))
-    view = await view_of(store)
+    view = await read_view(store, ConfigError)
     url, restored = await _source(store, url)
     contents = await asyncio.to_thread(opened_at, Storage(url), cut)
     manifest = contents.manifest
@@ -176,12 +174,7 @@ async def _tables(
         there = {new: old for old, new in restored.tables.values()}
     else:
         raise CheckpointError(f"checkpoint {manifest.cut} is one of cluster {manifest.cluster}, not of {identity}")
-    found = {}
-    for entry in (await store.list(TABLES)).entries:
-        said = json.loads(entry.value)
-        if not said.get("dropping"):
-            found[entry.key.removeprefix(TABLES)] = there.get(said["id"], 0), int(said["id"]), str(said["spec"])
-    return found
+    return {table.name: (there.get(table.id, 0), table.id, table.spec) for table in await read_tables(store)}
 
 
 async def _look(heads: Collection[ServerInfo], credentials: Credentials | None) -> _Found | None:
@@ -227,14 +220,6 @@ async def _missing(
     return tuple((worker, clock) for worker, clock in floors.items() if clock), tuple(workers)
 
 
-async def view_of(store: Store) -> View:
-    """The view. ConfigError if there is none."""
-    entry = await store.get(VIEW)
-    if entry is None:
-        raise ConfigError(f"cluster {store.cluster!r} has no view: no server has served yet")
-    return View.decode(entry.value)
-
-
 async def registered_of(store: Store) -> tuple[ServerInfo, ...]:
     """The servers that are registered."""
     return tuple(ServerInfo.from_json(entry.value) for entry in (await store.list(SERVERS)).entries)
@@ -271,7 +256,7 @@ class Drive:
             workers=[worker for worker, _ in anew.floors], clocks=[clock for _, clock in anew.floors],
         )  # fmt: skip
         while True:
-            view = await view_of(self._store)
+            view = await read_view(self._store)
             over = not (view.heads < 0).any()
             joiners = sorted({*view.joining[view.heads < 0].tolist()} - {-1})
             asked |= {view.servers[i].member: view.servers[i] for i in joiners}
@@ -292,7 +277,7 @@ class Drive:
 
     async def end(self) -> None:
         """No server does anything for it any more, as far as they answer."""
-        view = await view_of(self._store)
+        view = await read_view(self._store)
         request = Request(act=Request.END, serial=self._serial)
         await asyncio.gather(
             *(ask_restore(server.admin, ASK_S, request, self._credentials) for server in view.servers),
@@ -338,24 +323,34 @@ async def _restore_ranges(
     url: str, source: str, ranges: Collection[int] | None, cut: int | None, accept_loss: bool, tell: Tell,
     timeout_s: float,
 ) -> dict[str, Any]:  # fmt: skip
-    credentials = credentials_of(url)
     async with opened(url, timeout_s) as store:
-        if (entry := await store.get(BEGIN_ANEW)) is not None:
-            anew = Anew.from_json(entry.value)
-            tell(f"{len(anew.ranges)} ranges are being brought back already")
-        else:
-            chosen, given_up = await _chosen(store, ranges, accept_loss)
-            anew = await prepare(store, chosen, source, cut, given_up, credentials)
-            if await store.compare_and_set(BEGIN_ANEW, anew.to_json(), expect=0) is None:
-                raise ConfigError("somebody else has begun to bring ranges back just now")
-        return await _wait(store, anew, tell, timeout_s)
+        return await bring_back(
+            store, source, ranges, cut=cut, accept_loss=accept_loss, credentials=credentials_of(url), tell=tell,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+
+
+async def bring_back(
+    store: Store, source: str, ranges: Collection[int] | None, *, cut: int | None = None, accept_loss: bool = False,
+    credentials: Credentials | None = None, tell: Tell = lambda text: None, timeout_s: float = 30.0,
+) -> dict[str, Any]:  # fmt: skip
+    """`restore_ranges` of the cluster whose store this is."""
+    if (entry := await store.get(BEGIN_ANEW)) is not None:
+        anew = Anew.from_json(entry.value)
+        tell(f"{len(anew.ranges)} ranges are being brought back already")
+    else:
+        chosen, given_up = await _chosen(store, ranges, accept_loss)
+        anew = await prepare(store, chosen, source, cut, given_up, credentials)
+        if await store.compare_and_set(BEGIN_ANEW, anew.to_json(), expect=0) is None:
+            raise ConfigError("somebody else has begun to bring ranges back just now")
+    return await _wait(store, anew, tell, timeout_s)
 
 
 async def _chosen(
     store: Store, ranges: Collection[int] | None, accept_loss: bool
 ) -> tuple[list[int], set[tuple[str, int]]]:
     """The ranges, and who is given up with them."""
-    view = await view_of(store)
+    view = await read_view(store, ConfigError)
     loss = find_loss(view, await registered_of(store))
     lost, waiting = set(loss.lost.tolist()), set(loss.waiting.tolist())
     if ranges is None:
@@ -383,7 +378,7 @@ async def _wait(store: Store, anew: Anew, tell: Tell, timeout_s: float) -> dict[
     loop = asyncio.get_running_loop()
     moved_s, before = loop.time(), ""
     while True:
-        view, entry = await view_of(store), await store.get(BEGIN_ANEW)
+        view, entry = await read_view(store), await store.get(BEGIN_ANEW)
         coming = int((view.heads < 0).sum())
         epochs = view.anew[list(anew.ranges)]
         if entry is None:

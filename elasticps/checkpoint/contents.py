@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from elasticps.checkpoint.manifest import FileEntry, Manifest
 from elasticps.checkpoint.rows import Bytes, Keys, Piece, RowReader, Stamps, checksum
-from elasticps.checkpoint.storage import Storage
+from elasticps.checkpoint.storage import Storage, Take, new_memory
 from elasticps.errors import CheckpointError
 from elasticps.spec import TableSpec
 from elasticps.store.layout import RowLayout
@@ -106,9 +106,9 @@ class Contents:
         if some:
             yield Unit(table, tuple(some), int(rows[some].sum()), int(nbytes[some].sum()))
 
-    def read(self, unit: Unit) -> Iterator[Rows]:
+    def read(self, unit: Unit, take: Take = new_memory) -> Iterator[Rows]:
         """Its rows, each once; the ranges in no order. What is in memory is a file's part of the unit, and the keys of
-        increments. Raises CheckpointError."""
+        increments; rows and keys lie where `take` says. Raises CheckpointError."""
         layers = self.layers(unit.table)
         hidden: dict[int, list[Keys]] = {r: [] for r in unit.ranges}
         for layer in layers:
@@ -116,7 +116,7 @@ class Contents:
             seen: dict[int, list[Keys]] = {r: [] for r in hidden}
             for file in layer.files:
                 segments = [s for s in file.segments if s.range in hidden and (s.rows or s.deleted)]
-                for piece in file.read(segments) if segments else ():
+                for piece in file.read(segments, take) if segments else ():
                     r = piece.segment.range
                     seen[r] += [piece.keys, piece.deleted]
                     yield _visible(piece, hidden[r])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -29,19 +29,31 @@ _AGAIN_S = 5.0  # after one that came to nothing
 
 Take = Callable[[bool], Awaitable[Manifest]]
 """Takes a checkpoint, a full one if asked."""
+Tidy = Callable[[Manifest], Coroutine[Any, Any, None]]
+"""What is done beside, when one was made."""
 
 
 class Duty:
     """every_s: between two checkpoints, 0: only when asked; take: None if this coordinator knows no place for them."""
 
-    def __init__(self, store: Store, take: Take | None, every_s: float) -> None:
+    def __init__(self, store: Store, take: Take | None, every_s: float, tidy: Tidy | None = None) -> None:
         self._store = store
         self._take = take
         self._every_s = every_s
+        self._tidy = tidy
+        self._tidying: asyncio.Task[None] | None = None
         self._answered: dict[str, float] = {}  # answers, and since when they are known
 
     async def run(self) -> None:
         """As long as this coordinator leads; never ends by itself."""
+        try:
+            await self._run()
+        finally:
+            if self._tidying is not None:
+                self._tidying.cancel()
+                await asyncio.gather(self._tidying, return_exceptions=True)
+
+    async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         due_s = loop.time() + self._every_s
         with suppress(CoordinationError):  # or nobody would ever hear that not even the first one came about
@@ -84,6 +96,8 @@ class Duty:
             manifest = await self._take(any(said["full"] for _, said in wanted))
             answer = {"cut": manifest.cut}
             log.info("checkpoint", cut=manifest.cut, since=manifest.since, rows=manifest.rows, nbytes=manifest.nbytes)
+            if self._tidy is not None and (self._tidying is None or self._tidying.done()):
+                self._tidying = asyncio.create_task(self._tidy(manifest))
         except (Error, CoordinationError) as error:
             log.warning("no checkpoint", error=error)
             answer = {"error": str(error)}

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coordinator import fields
-from coordinator.adoption import ON_LOSS, TABLES
+from coordinator.adoption import ON_LOSS
 from coordinator.errors import CoordinationError
 from coordinator.loss import find_loss, spans
 from coordinator.losses import HELD_UP, RESTORE, WAIT, key_of
 from coordinator.membership import BEGIN_ANEW, VIEW
 from coordinator.store import Entry, Store
 from coordinator.view import View
-from elasticps.checkpoint.anew import Anew, Drive, OverBudget, prepare, record, registered_of, view_of, with_error
+from elasticps.checkpoint.anew import Anew, Drive, OverBudget, prepare, record, registered_of, with_error
 from elasticps.checkpoint.restore import driving
+from elasticps.coordination import read_tables, read_view
 from elasticps.errors import Error
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Recovery:
 
     async def _go_on(self, entry: Entry) -> None:
         store, anew = self._store, Anew.from_json(entry.value)
-        view = await view_of(store)
+        view = await read_view(store)
         if anew.error:  # it is tried again
             cleared = await store.compare_and_set(BEGIN_ANEW, with_error(anew, None).to_json(), expect=entry.revision)
             if cleared is None:
@@ -138,13 +139,8 @@ async def policies_of(store: Store) -> dict[str, dict[str, Any]]:
     for entry in (await store.list(ON_LOSS)).entries:
         document = json.loads(entry.value)
         said[entry.key.removeprefix(ON_LOSS), document["table"]] = document
-    found = {}
-    for entry in (await store.list(TABLES)).entries:
-        table = json.loads(entry.value)
-        name = entry.key.removeprefix(TABLES)
-        if not table.get("dropping"):
-            found[name] = said.get((name, table["id"]), {"on_loss": WAIT, "max_lost_steps": None})
-    return found
+    unsaid = {"on_loss": WAIT, "max_lost_steps": None}
+    return {table.name: said.get((table.name, table.id), unsaid) for table in await read_tables(store)}
 
 
 def check_budget(anew: Anew, policies: dict[str, dict[str, Any]]) -> None:

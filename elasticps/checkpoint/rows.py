@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
+from elasticps.checkpoint.storage import Take, new_memory
 from elasticps.errors import CheckpointError
 from elasticps.spec import TableSpec
 from elasticps.store.columns import split
@@ -266,10 +267,10 @@ class RowReader:
     """Reads segments of one file, as many bytes as they have."""
 
     def __init__(
-        self, name: str, spec: TableSpec, header: bytes, fetch: Callable[[list[tuple[int, int]]], Sequence[Any]]
+        self, name: str, spec: TableSpec, header: bytes, fetch: Callable[[list[tuple[int, int]], Take], Sequence[Any]]
     ) -> None:
-        """header: the file's first bytes, as many as its manifest says. fetch: reads several of (first byte, bytes).
-        Raises CheckpointError for what is no such file, or one of another table."""
+        """header: the file's first bytes, as many as its manifest says. fetch: reads several of (first byte, bytes),
+        into memory that it may take. Raises CheckpointError for what is no such file, or one of another table."""
         self._name, self._spec, self._fetch = name, spec, fetch
         self._columns = columns(spec)
         self._layout = RowLayout.of(spec)
@@ -278,20 +279,23 @@ class RowReader:
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error, RecursionError) as error:
             raise CheckpointError(f"{name} is no file of table {spec.name!r}, or was altered: {error!r}") from error
 
-    def read(self, segments: Sequence[Segment]) -> list[Piece]:
-        """Segments of the file. Raises CheckpointError if one is another than was written."""
+    def read(self, segments: Sequence[Segment], take: Take = new_memory) -> list[Piece]:
+        """Segments of the file, in memory from `take`. Raises CheckpointError if one is another than was written."""
         spans = [
             (at + first, size)
             for segment in segments
             for at, (first, size) in zip(self._at, _spans(self._columns, segment), strict=True)
         ]
-        parts = iter([np.frombuffer(part, np.uint8) for part in self._fetch(spans)])
-        return [self._piece(segment, list(islice(parts, len(self._at)))) for segment in segments]
+        parts = iter([np.frombuffer(part, np.uint8) for part in self._fetch(spans, take)])
+        return [self._piece(segment, list(islice(parts, len(self._at))), take) for segment in segments]
 
-    def _piece(self, segment: Segment, parts: list[Bytes]) -> Piece:
+    def _piece(self, segment: Segment, parts: list[Bytes], take: Take) -> Piece:
         if segment_sum(part.data for part in parts) != segment.sum:
             raise CheckpointError(f"{self._name} was altered: range {segment.range} has another sum than was written")
-        rows = np.zeros((segment.rows, self._layout.stride), np.uint8)
+        stride = self._layout.stride
+        rows = take(segment.rows * stride).reshape(segment.rows, stride)
+        if sum(column.nbytes for column in self._columns) < stride:  # zeros between columns, or behind them
+            rows[:] = 0
         for column, part in zip(self._columns, parts[1:-2], strict=True):
             rows[:, column.at : column.at + column.nbytes] = part.reshape(segment.rows, column.nbytes)
         keys, stamps, deleted = parts[0].view(np.int64), parts[-2].view(np.int32), parts[-1].view(np.int64)
@@ -305,7 +309,7 @@ def decode(spec: TableSpec, data: bytes | memoryview, name: str = "a file") -> l
     if not 8 < size <= len(view):
         raise CheckpointError(f"{name} is no file of table {spec.name!r}, or was cut off")
 
-    def fetch(spans: list[tuple[int, int]]) -> list[memoryview]:
+    def fetch(spans: list[tuple[int, int]], take: Take) -> list[memoryview]:
         parts = [view[first : first + nbytes] for first, nbytes in spans]
         if any(len(part) != nbytes for part, (_, nbytes) in zip(parts, spans, strict=True)):
             raise CheckpointError(f"{name} was cut off")

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import numpy as np
 import obstore
+from numpy.typing import NDArray
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import LocalStore, MemoryStore, ObjectStore, from_url
 
@@ -23,6 +25,8 @@ from elasticps.errors import CheckpointError
 
 Data = bytes | bytearray | memoryview | tuple[memoryview, ...]
 """A file's bytes, or the parts of one."""
+Take = Callable[[int], NDArray[np.uint8]]
+"""Gives memory of so many bytes to read into."""
 _RETRIES: Any = {
     "max_retries": 8,
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
@@ -33,6 +37,11 @@ _DENIED = (PermissionDeniedError, UnauthenticatedError, PermissionError)
 _NOT_ALLOWED = ("401 Unauthorized", "403 Forbidden", "AccessDenied", "ExpiredToken", "InvalidAccessKeyId")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _memory: dict[str, MemoryStore] = {}  # by name: all that this process has
+
+
+def new_memory(size: int) -> NDArray[np.uint8]:
+    """For those who keep what they read."""
+    return np.empty(size, np.uint8)
 
 
 class NotThere(CheckpointError):
@@ -48,6 +57,10 @@ class Storage:
         Regions, endpoints and credentials are taken from the environment, as each provider's own tools do (AWS_REGION,
         AWS_ENDPOINT_URL, …); options are obstore's, for those that come otherwise. Touches nothing yet.
         """
+        if not url.strip():
+            raise CheckpointError(
+                "the place of checkpoints is empty: name a folder, or a URL such as s3://bucket/prefix"
+            )
         self.url = url.rstrip("/") if "://" in url else Path(url).absolute().as_uri()
         self._folder: Path | None = None
         self._store: ObjectStore | None = None
@@ -85,9 +98,12 @@ class Storage:
             try:
                 there = iter(data) if isinstance(data, tuple) else data
                 obstore.put(store, part, there, use_multipart=False)  # else it is copied under the GIL
-                self._sync(part)
+                self._sync(self._folder / part)
                 (os.replace if overwrite else os.link)(self._folder / part, self._folder / path)
-                self._sync(path)
+                for folder in (self._folder / path).parents:
+                    self._sync(folder)
+                    if folder == self._folder.parent:
+                        break
             finally:
                 (self._folder / part).unlink(missing_ok=True)
 
@@ -109,11 +125,15 @@ class Storage:
         """`length` bytes of a file from byte `start` on. Raises NotThere, CheckpointError if it ends before."""
         return bytes(self.get_ranges(path, [(start, length)])[0])
 
-    def get_ranges(self, path: str, parts: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Several of (start, length), at once; those close to each other with one request."""
+    def get_ranges(self, path: str, parts: Sequence[tuple[int, int]], take: Take = new_memory) -> list[memoryview]:
+        """Several of (start, length), at once; those close to each other with one request. take: where what lies in a
+        folder is read to; what comes over a network has memory of its own."""
         wanted = [part for part in parts if part[1]]
         found: Iterator[memoryview] = iter(())
-        if wanted:
+        if wanted and self._folder is not None:
+            with self._told("read", path):
+                found = iter(_read(self._folder / path, wanted, take))
+        elif wanted:
             with self._told("read", path):
                 starts, lengths = [start for start, _ in wanted], [length for _, length in wanted]
                 read = obstore.get_ranges(self._for_reading(path), path, starts=starts, lengths=lengths)
@@ -159,20 +179,17 @@ class Storage:
             raise FileNotFoundError(path)
         return self._for_writing()
 
-    def _sync(self, path: str) -> None:
-        """Has a file and its folders on the disk, and the file out of memory: nobody reads it soon, and to take other
-        pages for the next one may cost the system several times as much as to copy it there."""
-        if self._folder is None:
-            return
-        at = self._folder / path
-        for one in (at, *(folder for folder in at.parents if folder.is_relative_to(self._folder.parent))):
-            descriptor = os.open(one, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-                if one == at and hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+    @staticmethod
+    def _sync(at: Path) -> None:
+        """Has a file's bytes, or a folder's entries, on the disk, and out of memory: nobody reads them soon, and to
+        take other pages for the next file may cost the system several times as much as to copy it there."""
+        descriptor = os.open(at, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
     @contextmanager
     def _told(self, done: str, path: str = "") -> Iterator[None]:
@@ -191,6 +208,19 @@ class Storage:
             if isinstance(error, _DENIED) or any(name in text for name in _NOT_ALLOWED):
                 text += "; look at the credentials in the environment, and at what they may do there"
             raise CheckpointError(f"{where} cannot be {done}: {text}") from error
+
+
+def _read(path: Path, parts: Sequence[tuple[int, int]], take: Take) -> list[memoryview]:
+    """(start, length) of a file; less where it ends before."""
+    out = []
+    with path.open("rb", buffering=0) as file:
+        for start, length in parts:
+            file.seek(start)
+            data, got = take(length).data, 0
+            while got < length and (n := file.readinto(data[got:])):
+                got += n
+            out.append(data[:got])
+    return out
 
 
 def _first(error: Exception) -> str:

@@ -23,6 +23,7 @@ from coordinator.store import Store
 from coordinator.url import parse
 from coordinator.view import ClusterConfig
 from elasticps import logs
+from elasticps.cli.checkpoint import kept
 from elasticps.cli.options import RequiredUrl, seconds
 from elasticps.cli.output import print_json
 from elasticps.errors import ConfigError
@@ -151,6 +152,14 @@ def coordinator(
     checkpoint_every: Annotated[
         str, typer.Option(help="Make one so often while it leads: 30s, 5m, 2h.", show_default=False)
     ] = "",
+    checkpoint_keep: Annotated[
+        str,
+        typer.Option(
+            help="Which are kept there, such as last=3,hourly=24,daily=7; what those build on stays, too.  "
+            "[default: all]",
+            show_default=False,
+        ),
+    ] = "",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd at the start.")] = 30.0,
     host: Annotated[str, typer.Option(help="Address that metrics are served at.")] = "127.0.0.1",
     metrics_port: MetricsPort = 0,
@@ -164,9 +173,12 @@ def coordinator(
     logs.configure(log_level, log_format=log_format, cluster=_cluster(url), process=name)
     chosen = {"ranges": ranges, "replicas": replicas, "min_servers": min_servers}
     given = {key: value for key, value in chosen.items() if value is not None}
-    if checkpoint_every and not checkpoint_url:
-        raise ConfigError("--checkpoint-every needs --checkpoint-url: where they go")
-    checkpoints = checkpoint_url, seconds(checkpoint_every) if checkpoint_every else 0.0
+    if (checkpoint_every or checkpoint_keep) and not checkpoint_url:
+        option = "--checkpoint-every" if checkpoint_every else "--checkpoint-keep"
+        raise ConfigError(f"{option} needs --checkpoint-url: where they go")
+    if checkpoint_keep:
+        kept(checkpoint_keep)
+    checkpoints = checkpoint_url, seconds(checkpoint_every) if checkpoint_every else 0.0, checkpoint_keep
     uvloop.run(_coordinate(url, name, given, timeout, (host, metrics_port), restore, checkpoints))
 
 
@@ -179,7 +191,7 @@ def _cluster(url: str) -> str:
 
 async def _coordinate(
     url: str, name: str, chosen: dict[str, int], timeout_s: float, metrics_at: tuple[str, int], restore: str = "",
-    checkpoints: tuple[str, float] = ("", 0.0),
+    checkpoints: tuple[str, float, str] = ("", 0.0, ""),
 ) -> None:  # fmt: skip
     from elasticps.monitor import dial_server  # brings in the data plane's wire: only this command needs it
 
@@ -232,17 +244,19 @@ async def _restore(store: Store, credentials: Credentials | None) -> None:
     await asyncio.Event().wait()
 
 
-async def _see_to_data(store: Store, credentials: Credentials | None, url: str, every_s: float) -> None:
-    """While this coordinator leads: checkpoints are made, and what is lost comes back from them."""
+async def _see_to_data(store: Store, credentials: Credentials | None, url: str, every_s: float, keep: str) -> None:
+    """While this coordinator leads: checkpoints are made and tidied, and what is lost comes back from them."""
     from elasticps.checkpoint.create import by_grpc, checkpoint
     from elasticps.checkpoint.duty import Duty
     from elasticps.checkpoint.recovery import Recovery
+    from elasticps.checkpoint.tidying import Tidier
 
     async def take(full: bool) -> Manifest:
         async with by_grpc(credentials) as connect:
             return await checkpoint(store, url, connect, full=full)
 
-    await first_of(Duty(store, take if url else None, every_s).run(), Recovery(store, url, credentials).run())
+    duty = Duty(store, take if url else None, every_s, Tidier(url, keep).tidy)
+    await first_of(duty.run(), Recovery(store, url, credentials).run())
 
 
 async def _create(store: Store, chosen: dict[str, Any], restore: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from coordinator.view import ServerInfo
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.runtime import Lock, Runtime
+from elasticps.client.short_keys import ShortKeys
 from elasticps.client.transport import Driver, Link, OnFrame, Sink, Usual
 from elasticps.errors import LeftOut, NotFinite, ServerError, ServerFull, SpecError, Timeout, UnknownTable
 from elasticps.wire.frames import Buffer
@@ -35,6 +36,7 @@ class Peer:
     hello_at_s: float = 0.0
     down_since_s: float | None = None
     trouble: str = "not connected yet"
+    keys: ShortKeys = field(default_factory=ShortKeys)
     empty_as: int = 0  # the incarnation that answers in its place, without its rows
 
 
@@ -99,6 +101,11 @@ class Connections:
         except OSError:  # whoever reads the link learns of it there, and begins again
             self._driver.nudge()
 
+    def keys_of(self, member: Member) -> ShortKeys | None:
+        """Who shortens the keys of frames for a server that can be reached now."""
+        peer = self.peers.get(member)
+        return peer.keys if peer is not None and peer.link.ready else None
+
     def welcomed(self, link: Link, document: dict[str, object]) -> bool:
         """A server has answered our hello. False if it is not wanted any more; raises if it is not the one we think."""
         peer = self.peers.get(link.member)
@@ -109,6 +116,7 @@ class Connections:
             peer.empty_as = incarnation if isinstance(incarnation, int) else 0
             raise ConnectionResetError(f"it was started again (incarnation {incarnation}) and has lost its ranges")
         link.ready, peer.retry_in_s, peer.down_since_s, peer.trouble = True, RETRY_FIRST_S, None, ""
+        peer.keys.connected()
         return True
 
     def broken(self, link: Link, error: Exception) -> bool:

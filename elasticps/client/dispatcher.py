@@ -87,8 +87,8 @@ class Dispatcher:
         self._presence = Presence(self.connections)
         send = self.connections.send
         numbers = {owner: itertools.count(OWNERS + owner, OWNERS) for owner in (PUSH, FAN_OUT)}
-        self.pushes = Pushes(self.session, worker.id, numbers[PUSH], send, self._fenced)
-        self.pulls = Pulls(self.routes, worker.id, send, self.connections.stop_receiving)
+        self.pushes = Pushes(self.session, worker.id, numbers[PUSH], send, self._fenced, self.connections.keys_of)
+        self.pulls = Pulls(self.routes, worker.id, send, self.connections.stop_receiving, self.connections.keys_of)
         self._fan_outs = FanOuts(numbers[FAN_OUT], send)
         busy = lambda: self._hurt or self._fan_outs.writing  # noqa: E731
         self.holding = Holding(runtime, self.lock, self.session, self.connections, busy)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.push_batch import Source
+from elasticps.filters import Keys
 from elasticps.hashing import mix64
 from elasticps.kernels import njit
 from elasticps.spec import TableSpec
@@ -38,6 +39,7 @@ class PushFilter:
         self.codec = Codec(spec.push, spec.dim)
         self.codec.decode(self.codec.encode(np.zeros((1, spec.dim), np.float32)))  # no step waits for a compiler
         self._rest: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None  # of what has not left yet
+        self._in_order = self._shape is None and any(isinstance(each, Keys) for each in spec.push)
         self._kept: Kept | KeptBlocks | None = None
         if self.codec.feedback:
             self._kept = KeptBlocks(self._shape) if self._shape else Kept(KEPT_BYTES // (4 * spec.dim + 8), spec.dim)
@@ -50,15 +52,29 @@ class PushFilter:
     def encode(
         self, keys: NDArray[np.int64], grads: NDArray[np.float32]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """What is sent for these gradients, those of equal keys summed."""
+        """What is sent for these gradients, those of equal keys summed; in the order of keys, if these are to be made
+        shorter."""
+        keys, coded = self._encode(keys, grads)
+        if self._in_order:
+            order = np.argsort(keys)
+            keys, coded = keys[order], coded[order]
+        return keys, coded
+
+    def _encode(
+        self, keys: NDArray[np.int64], grads: NDArray[np.float32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         keys, grads = _summed(keys, grads)
-        if self._kept is None:
+        if self._kept is None and not self.codec.sifts:
             return keys, self.codec.encode(grads)
-        whole = self._kept.add(keys, grads)
+        whole = grads if self._kept is None else self._kept.add(keys, grads)
         coded = self.codec.encode(whole)
-        whole -= self.codec.decode(coded)
-        whole[~np.isfinite(whole).all(axis=1)] = 0.0
-        self._rest = keys, whole
+        arrives = self.codec.decode(coded)
+        if self._kept is not None:
+            whole -= arrives
+            whole[~np.isfinite(whole).all(axis=1)] = 0.0
+            self._rest = keys, whole
+        if self.codec.sifts and not (sent := arrives.any(axis=1)).all():
+            return keys[sent], coded[sent]
         return keys, coded
 
     def source(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from elasticps.client.protocol.fan_out import Send
 from elasticps.client.protocol.routing import Readers, Routes, place_rows, plan_pull
 from elasticps.client.pull_batch import OWNERS, P_FIELDS, PULL, SMALL_BYTES, Landing, cut_pull
+from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.errors import Error
 from elasticps.store.codec import Codec
 from elasticps.wire.frames import ANY, CODED, HEADER_BYTES, LAST, SLOTS, Buffer, FrameError, Header
@@ -139,6 +140,7 @@ class Read(ABC):
         self.any_replica = any_replica
         self.slots = slots
         self.coded = coded
+        self.short: Short | None = None
         self.parts: dict[int, ReadPart] = {}  # by request, those still unanswered
         self.error: Exception | None = None
         self.clock = self.wait_ms = 0  # as in the PULL header
@@ -208,17 +210,21 @@ class CodedRead(SparseRead):
 
     def __init__(
         self, finish: Finish, table_id: int, salt: np.uint64, codec: Codec, name: str, keys: NDArray[np.int64],
-        out: NDArray[np.float32], any_replica: bool,
+        out: NDArray[np.float32], any_replica: bool, where: NDArray[np.int64] | None = None, short: Short | None = None,
     ) -> None:  # fmt: skip
         coded = np.empty((len(keys), codec.words), np.float32)
         super().__init__(finish, table_id, salt, codec.words, name, keys, coded, any_replica, coded=True)
         self._codec = codec
         self._out = out
+        self._where = where  # which of the rows each of `out` is; None: they are the same
+        self.short = short
         self._decoded = False
 
     def result(self, timeout: float | None = None) -> NDArray[np.float32]:
         if not self._decoded:
             rows = self._codec.decode(super().result(timeout))
+            if self._where is not None:
+                rows = rows[self._where]
             self._out.reshape(-1)[:] = rows.reshape(-1)[: self._out.size]
             self._decoded = True
         return self._out
@@ -245,12 +251,16 @@ class Pulls:
     sockets calls. `send` takes frames for a server; `abandon(member, request)` hears that an answer is
     no longer wanted, before its memory is."""
 
-    def __init__(self, routes: Routes, worker: int, send: Send, abandon: Callable[[Member, int], None]) -> None:
+    def __init__(
+        self, routes: Routes, worker: int, send: Send, abandon: Callable[[Member, int], None],
+        keys_of: Callable[[Member], ShortKeys | None] = lambda member: None,
+    ) -> None:  # fmt: skip
         self.landing = Landing()
         self._routes = routes
         self._worker = worker
         self._send = send
         self._abandon = abandon
+        self._keys_of = keys_of
         self._parts: dict[int, ReadPart] = {}
         self._next = OWNERS + PULL  # request
         self._pool = Pool(KEPT_BYTES)
@@ -309,7 +319,11 @@ class Pulls:
                 if 4 * dim * (high - low) > small:
                     target = read.target(positions, only)
                 at = 8 * word
-                frames.setdefault(member, []).append(data[at : at + HEADER_BYTES + 8 * (high - low)])
+                frame = data[at : at + HEADER_BYTES + 8 * (high - low)]
+                shorter: Sequence[Buffer] = (frame,)
+                if read.short is not None and (keys_of := self._keys_of(member)) is not None:
+                    shorter = keys_of.pull(frame, read.short)
+                frames.setdefault(member, []).extend(shorter)
             part = ReadPart(read, member, positions, high - low, target, request, routes.epoch)
             self._parts[request] = read.parts[request] = part
             request += OWNERS

@@ -328,6 +328,11 @@ class PackedPart:
             self._packer.fill(self, self._done, stop)
             self._done = stop
 
+    @property
+    def nbytes(self) -> int:
+        """Of its frames."""
+        return len(self.memory)
+
     def touches(self, ranges: Ranges) -> bool:
         """Whether it may have a row in any of these ranges."""
         ranks = self.routes.rank_of[ranges]

@@ -13,6 +13,7 @@ import numpy as np
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.protocol.session import Ask, Committed, Effect, Frame, NeedView, Session
 from elasticps.client.push_batch import PackedPart
+from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.client.writes import Cut, Part, named_ranges
 from elasticps.wire.frames import HEADER_BYTES, Buffer
 from elasticps.wire.headers import GetClocksHeader, PushHeader, Shard
@@ -55,8 +56,9 @@ class Pushes:
     """Steps of one worker. `send` takes frames for a server, `on_fenced` hears that the cluster has dropped us."""
 
     def __init__(
-        self, session: Session, worker: int, requests: Iterator[int], send: Send, on_fenced: Callable[[], None]
-    ) -> None:
+        self, session: Session, worker: int, requests: Iterator[int], send: Send, on_fenced: Callable[[], None],
+        keys_of: Callable[[Member], ShortKeys | None] = lambda member: None,
+    ) -> None:  # fmt: skip
         self.session = session
         self.failures: dict[int, Exception] = {}  # by clock: steps that a server refused, until somebody was told
         self.needed_epoch = 0  # somebody spoke of it
@@ -67,6 +69,8 @@ class Pushes:
         self._requests = requests
         self._send = send
         self._on_fenced = on_fenced
+        self._keys_of = keys_of
+        self.short: dict[int, Short] = {}  # tables whose keys are to be made shorter
         self._states: dict[int, StepState] = {}
         self._sent: dict[int, _Sent] = {}  # by request
         self._asks: dict[int, Ask] = {}  # by request
@@ -236,7 +240,8 @@ class Pushes:
                 self._send(frame.head, [header.pack(), *cut.buffers])
             else:
                 header.pack_into(cut.frame)
-                self._send(frame.head, [cut.frame])
+                keys = self._keys_of(frame.head) if self.short else None
+                self._send(frame.head, [cut.frame] if keys is None else keys.push(cut.frame, header, self.short))
 
     def _cuts(self, frame: Frame) -> Iterable[Cut]:
         content = frame.content

@@ -12,6 +12,7 @@ from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.protocol.fan_out import Answer, Questions
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.pulls import Read
+from elasticps.client.short_keys import Short
 from elasticps.errors import Timeout
 
 AnyRead = TypeVar("AnyRead", bound=Read)
@@ -70,6 +71,10 @@ class Reads:
             self._settle()
             self._deletions += 1
             self.ask(questions(self._deletions), what, writes=True)
+
+    def shorten(self, table: int, short: Short) -> None:
+        """The keys of pushes to a table are to be made shorter."""
+        self._dispatcher.pushes.short[table] = short
 
     @property
     def routes(self) -> Routes:

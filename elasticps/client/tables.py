@@ -21,6 +21,7 @@ from elasticps.client.pulls import CodedRead, DenseRead, Read, SparseRead
 from elasticps.client.push_batch import Source
 from elasticps.client.rates import SetRate
 from elasticps.client.reads import Reads
+from elasticps.client.short_keys import Saved, Short
 from elasticps.client.writes import LentRows, Write, check_size
 from elasticps.errors import InputError
 from elasticps.hashing import table_salt
@@ -68,13 +69,21 @@ class _Handle:
         self._own = own.optimizer  # the caller's: a schedule is no part of the registered spec
         self.optimizer = self._own  # with the rate that was set, if one was
         self.rate_set: SetRate | None = None
-        self._push = PushFilter(spec) if spec.push else None
-        self._pull = Codec(spec.pull, spec.dim)
+        self._pull, push = Codec(spec.pull, spec.dim), Codec(spec.push, spec.dim)
+        self._push = PushFilter(spec) if push.code else None
+        self._short = Short.of(spec.push)
+        if self._short is not None:
+            reads.shorten(table_id, self._short)
 
     @property
     def feedback(self) -> Feedback:
         """What filters have dropped of this client's gradients, and is kept to be pushed with the next ones."""
         return Feedback(0, 0) if self._push is None else self._push.feedback
+
+    @property
+    def zstd_bytes(self) -> Saved:
+        """What pushes that `Zstd` was tried on take, uncompressed and as they were sent."""
+        return Saved(0, 0) if self._short is None else self._short.bodies
 
     @property
     def lends(self) -> bool:
@@ -139,8 +148,12 @@ class _Handle:
         lr = None if self.rate_set is None else self.rate_set.lr
         self.optimizer = self._own if lr is None else _with_rate(self._own, lr)
 
-    def _coded(self, keys: NDArray[np.int64], out: NDArray[np.float32], any_replica: bool) -> CodedRead:
-        return CodedRead(self._reads.finish, self.id, self.salt, self._pull, self.name, keys, out, any_replica)
+    def _coded(
+        self, keys: NDArray[np.int64], out: NDArray[np.float32], any_replica: bool,
+        where: NDArray[np.int64] | None = None, short: Short | None = None,
+    ) -> CodedRead:  # fmt: skip
+        finish, name = self._reads.finish, self.name
+        return CodedRead(finish, self.id, self.salt, self._pull, name, keys, out, any_replica, where, short)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of cluster {self._reads.cluster!r}>"
@@ -155,6 +168,15 @@ class SparseTable(_Handle):
     def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec, changes: Changes) -> None:
         super().__init__(reads, spec, table_id, own, changes)
         self._grads = f"table {self.name!r}: grads"
+        self._short_pull = Short.of(spec.pull)
+        if self._short is not None and self._short.shortens_keys:
+            self._push = self._push or PushFilter(spec)
+
+    @property
+    def key_bytes(self) -> Saved:
+        """What this client's keys of tables with filters for them take, without those and with them."""
+        both = [short.keys for short in (self._short, self._short_pull) if short is not None]
+        return Saved(sum(keys.whole for keys in both), sum(keys.sent for keys in both))
 
     def pull(
         self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False
@@ -180,9 +202,20 @@ class SparseTable(_Handle):
         shape = (len(array), self.dim)
         rows = np.empty(shape, np.float32) if out is None else checked_out(f"table {self.name!r}", out, shape)
         private = array if isinstance(keys, list | tuple) else array.copy()  # asked for again when servers change
-        if self.spec.pull and not exact:
+        if self._short_pull is not None and not exact:
+            private, where = self._in_order(private)
+            return self._coded(private, rows, read == "any", where, self._short_pull)
+        if self._pull.code and not exact:
             return self._coded(private, rows, read == "any")
         return SparseRead(self._reads.finish, self.id, self.salt, self.dim, self.name, private, rows, read == "any")
+
+    def _in_order(self, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Each key once, in the order in which a push of them has them; and where each is found there."""
+        distinct, which = np.unique(keys, return_inverse=True)
+        order = plan_push(distinct, self.salt, self._reads.routes).order
+        where = np.empty(len(order), np.int64)
+        where[order] = np.arange(len(order))
+        return distinct[order], where[which]
 
     def __len__(self) -> int:
         """Rows that the servers have."""
@@ -303,7 +336,7 @@ class DenseTensor(_Handle):
             out = np.empty(self.shape, np.float32)
         else:
             checked_out(f"tensor {self.name!r}", out, self.shape)
-        if self.spec.pull and not exact:
+        if self._pull.code and not exact:
             return self._coded(self._blocks, out, read == "any")
         dim, any_replica = self.spec.dim, read == "any"
         return DenseRead(self._reads.finish, self.id, self.salt, dim, self.name, self._blocks, out, any_replica)
@@ -324,7 +357,7 @@ class DenseTensor(_Handle):
     @property
     def lends(self) -> bool:
         """Whether what is pushed can be sent from the caller's memory."""
-        return self._push is None
+        return self._push is None and self._short is None
 
     def lent(self, value: object, routes: Routes, step_values: NDArray[np.float32]) -> Write:
         """The same from the caller's memory: a gradient, or initial values."""

@@ -105,6 +105,11 @@ class Part:
         self.writes = writes
         self._routes = routes
 
+    @property
+    def nbytes(self) -> int:
+        """Of its rows."""
+        return sum(int(write.offsets[-1]) * write.row_bytes for write in self.writes)
+
     def touches(self, ranges: Ranges) -> bool:
         """Whether it has a row in any of these ranges."""
         ranks = self._routes.rank_of[ranges]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from coordinator.adoption import RATES, TABLES
+from coordinator.adoption import RATES, TABLES, table_of
 
 TABLES_MAX = 1000  # shown
 
@@ -22,12 +22,11 @@ class Tables:
     def put(self, key: str, value: bytes) -> bool:
         """Whether the key is about tables."""
         if key.startswith(TABLES):
-            document = json.loads(value)
-            if document.get("dropping"):
+            if (table := table_of(key, value)) is None:
                 self._known.pop(key, None)
                 return True
-            spec = json.loads(document["spec"])
-            self._known[key] = {"id": int(document["id"]), "app": key.split("/")[1], **_shape(spec)}
+            app = table.name.partition("/")[0]
+            self._known[key] = {"id": table.id, "app": app, **_shape(json.loads(table.spec))}
         elif key.startswith(RATES):
             document = json.loads(value)
             self._rates[key] = int(document["table"]), document["lr"]

@@ -82,8 +82,11 @@ class Children:
             self._events.put(Event(name, "exit", time.time(), {"code": code}))
 
     def kill(self, name: str) -> None:
-        """kill -9; returns when the child is gone and everything that it told is in the queue."""
-        process = self._running[name]
+        """kill -9; returns when the child is gone and everything that it told is in the queue. One that has ended by
+        itself is gone already."""
+        process = self._running.get(name)
+        if process is None:
+            return
         self._killed.add(process.pid)
         process.kill()
         self._close(name)

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from coordinator import membership
-from coordinator.adoption import RATES, TABLES
+from coordinator.adoption import RATES
 from coordinator.connect import open_store
 from coordinator.forecast import forecast
 from coordinator.planner import Members
 from coordinator.view import ClusterConfig, ServerInfo, View
 from elasticps import background
 from elasticps.admin import fetch_status
+from elasticps.coordination import read_tables
 from elasticps.errors import ClusterUnreachable, ConfigError, Error, Timeout
 from elasticps.security import credentials_of
 
@@ -128,15 +129,12 @@ class Following:
         """The application and the spec of each table, as plain values, by the table's id; lr_set: a rate that was set
         for all workers."""
         found = {}
-        for entry in self._run(self._store.list(TABLES)).entries:
-            document = json.loads(entry.value)
-            if document.get("dropping"):
-                continue
-            found[document["id"]] = {"app": entry.key.split("/")[1], **json.loads(document["spec"]), "lr_set": None}
+        for table in self._run(read_tables(self._store)):
+            found[table.id] = {"app": table.name.partition("/")[0], **json.loads(table.spec), "lr_set": None}
         for entry in self._run(self._store.list(RATES)).entries:
             document = json.loads(entry.value)
-            if (table := found.get(document["table"])) is not None:
-                table["lr_set"] = document["lr"]
+            if (one := found.get(document["table"])) is not None:
+                one["lr_set"] = document["lr"]
         return found
 
     def statuses(self) -> dict[str, dict[str, Any]]:

@@ -195,7 +195,7 @@ class ClusterMetrics(Collector):
         yield GaugeMetricFamily(
             "elasticps_cluster_lost_steps",
             "The most steps of one worker that are missing in such ranges, of all times that it happened.",
-            value=max((one["to"] - one["have"] for loss in losses for one in loss["workers"]), default=0),
+            value=max((max(0, one["to"] - one["have"]) for loss in losses for one in loss["workers"]), default=0),
         )
 
     def _of_servers(self) -> Iterator[Metric]:

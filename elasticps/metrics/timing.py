@@ -31,7 +31,7 @@ from elasticps.server.fast.path import FastPath
 from elasticps.server.server import Server
 from elasticps.wire.frames import LAST, Buffer, Header, Kind
 
-SAMPLE = 16  # one frame in so many is timed; a power of two
+SAMPLE = 16  # one frame in so many is timed
 MAX_WAITED_FOR = 64  # timed requests of one connection that have no answer yet
 TIMED = {Kind.PUSH: "push", Kind.PULL: "pull", Kind.FORWARD: "forward"}
 COMPILED = {"push": H_PUSHES, "pull": H_PULLS, "forward": H_FORWARDS}
@@ -73,11 +73,12 @@ class Histogram:
 class Meter:
     """What is measured over all lives of a server process, by kind of frame ("push", "pull", "forward").
 
-    Bytes are counted of every frame; the histograms hold the sampled ones.
+    Bytes are counted of every frame; the histograms hold the sampled ones, one in `sample`, a power of two.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, sample: int = SAMPLE) -> None:
         self.clock = clock
+        self._sample = sample
         self._buffers = 0
         self._received: dict[str, list[Callable[[], int]]] = {kind: [] for kind in TIMED.values()}
         self.handling = {kind: Histogram() for kind in TIMED.values()}
@@ -91,7 +92,7 @@ class Meter:
     @property
     def busy_s(self) -> float:
         """About how long the loop has been busy with frames: the sampled ones stand for the others."""
-        return SAMPLE * sum(histogram.total for histogram in self.handling.values())
+        return self._sample * sum(histogram.total for histogram in self.handling.values())
 
     def counts_by_time(self) -> tuple[Sequence[float], dict[str, Sequence[int]]]:
         """Bounds in seconds; by kind, how many sampled requests took a time between them until their answer."""
@@ -101,9 +102,9 @@ class Meter:
         """What has been received: its usual frames are handled in compiled code. Of one in SAMPLE the time is told, in
         equal parts, for each of them; pushes are sampled there."""
         began = self.clock()
-        path.stamp(int(began * 1e9), SAMPLE)
+        path.stamp(int(began * 1e9), self._sample)
         self._buffers += 1
-        if self._buffers % SAMPLE:
+        if self._buffers % self._sample:
             handle()
         else:
             self._time(path, handle, began)
@@ -137,7 +138,7 @@ class Meter:
             nonlocal frames, nbytes
             frames += 1
             nbytes += len(body)
-            if frames % SAMPLE:
+            if frames % self._sample:
                 handler(connection, header, body)
                 return
             began = clock()
@@ -200,7 +201,8 @@ class TimedConnection(Connection):
     def _watched(self, chunks: Iterator[list[Buffer]]) -> Iterator[list[Buffer]]:
         for chunk in chunks:
             yield chunk
-            self._answered(chunk[0])
+            if chunk:  # an empty one: what comes next must not be shown yet
+                self._answered(chunk[0])
 
     def _answered(self, frame: Buffer) -> None:
         kind, flags, request = _LAYOUT.unpack_from(frame)

@@ -24,6 +24,7 @@ from replication.effects import CaughtUp
 
 log = fields.logger(__name__)
 
+LEVELS_S = 0.02  # ranges that are level within this time are told together: each report makes the leader plan
 ALONE_S = 0.1  # who is left of a range beside a copy that is kept lives for so long before it may acknowledge alone
 
 
@@ -56,6 +57,7 @@ class Leaders:
         self._term = 0  # the newest that has spoken
         self._spoken: Connection | None = None  # where it has, as long as that lasts
         self._spoken_at = loop.time()  # and when last, or when that ended
+        self._to_tell = False  # a level joiner, soon
         self.alone = 0
 
     def adopt(self, view: View) -> None:
@@ -105,12 +107,15 @@ class Leaders:
 
     def tell(self) -> None:
         """Sends a report to every one."""
+        self._to_tell = False
         if self._connections:
             frame = self.report()
             for connection in self._connections:
                 connection.send(frame)
 
     def caught_up(self, effect: CaughtUp) -> None:
-        """A joiner has all: leaders are told at once."""
+        """A joiner has all: leaders are told soon."""
         log.debug("caught up", range=effect.range, fill=effect.fill, joiner=effect.joiner)
-        self._loop.call_soon(self.tell)
+        if not self._to_tell:
+            self._to_tell = True
+            self._loop.call_later(LEVELS_S, self.tell)

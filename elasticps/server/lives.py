@@ -7,14 +7,13 @@ Knows no signals and opens no socket, so that the simulator runs exactly this.
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from coordinator import fields
-from coordinator.adoption import TABLES
+from coordinator.adoption import TABLES, table_of
 from coordinator.errors import CoordinationError, StoreUnavailable
 from coordinator.membership import (
     ROSTER,
@@ -249,11 +248,10 @@ async def _tables(store: Store) -> dict[int, Entry]:
     found = {}
     for entry in (await store.list(TABLES)).entries:
         with suppress(ValueError, KeyError, TypeError):
-            document = json.loads(entry.value)
-            if document.get("dropping"):
+            if (table := table_of(entry.key, entry.value)) is None:
                 continue
             spec = None
             with suppress(SpecError):  # a plug-in that is not here
-                spec = TableSpec.from_json(document["spec"])
-            found[document["id"]] = Entry(entry.key.removeprefix(TABLES).rpartition("/")[0], spec)
+                spec = TableSpec.from_json(table.spec)
+            found[table.id] = Entry(table.name.rpartition("/")[0], spec)
     return found

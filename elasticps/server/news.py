@@ -15,14 +15,20 @@ from elasticps.wire.frames import Header, Kind
 from elasticps.wire.views import read_view
 from replication.effects import NeedRoster, NeedView
 
+COMES_S = 0.03  # a view that others have is told by the leader and by the store; all hear of it within this, mostly
+
 
 class News:
     """behind: set when something is lacking; whoever runs this server then gets it. adopt: takes a view; ask_peers: has
     all peers send theirs, set by whoever has the links."""
 
-    def __init__(self, executor: Executor, serving: Serving, adopt: Callable[[View], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, adopt: Callable[[View], None]
+    ) -> None:
         self.behind = asyncio.Event()
         self.ask_peers: Callable[[], None] = lambda: None
+        self._loop = loop
+        self._waits = False  # for a newer view, to come by itself
         self._serving = serving
         self._adopt = adopt
         self.handlers: dict[int, Handler] = {Kind.VIEW: self._by_server}
@@ -33,9 +39,16 @@ class News:
         self.behind.set()
 
     def need_view(self) -> None:
-        """Somebody speaks of a newer view."""
-        self.behind.set()
-        self.ask_peers()
+        """Somebody speaks of a newer view: it is asked for if it does not come by itself."""
+        if not self._waits:
+            self._waits = True
+            self._loop.call_later(COMES_S, self._ask, self._serving.epoch)
+
+    def _ask(self, epoch: int) -> None:
+        self._waits = False
+        if self._serving.epoch == epoch:
+            self.behind.set()
+            self.ask_peers()
 
     def _by_server(self, connection: Connection, header: Header, body: Body) -> None:
         """Counts only where nobody has to prove that they lead; else it is a hint that there is a newer one."""

@@ -131,12 +131,18 @@ class Pulls:
             connections = list(self._unshown)
             self._unshown.clear()
             for connection in connections:
-                connection.go_on()
+                try:
+                    connection.go_on()
+                except Exception as failure:
+                    connection.fail(failure)
         for read, error in self._delay.judge(self._serving.tail_since, self._serving.full_since):
-            if error is None:
-                self._answer(read)
-            else:
-                self._herald.refuse(read.connection, read.header.request, error)
+            try:
+                if error is None:
+                    self._answer(read)
+                else:
+                    self._herald.refuse(read.connection, read.header.request, error)
+            except Exception as failure:
+                read.connection.fail(failure)
 
     def forget(self, connection: Connection) -> None:
         """Nobody waits for its answers any more."""

@@ -124,9 +124,8 @@ class Pump:
                 transport.ended(self.path.counter(at.H_INFO))
             else:
                 connection.unusual(reason)
-        except Exception as error:  # as a loop does it: the connection ends, others go on
-            self.loop.call_exception_handler({"message": "a connection failed", "exception": error})
-            transport.end(error)
+        except Exception as error:  # as a loop does it
+            connection.fail(error)
 
 
 class Listener:

@@ -1,4 +1,5 @@
-"""Links to the other replicas: one per neighbour in the view, dialled by the member whose name sorts first.
+"""Links to the other replicas: one to each that shares a range with us in the view: who does not stand beside us may
+do so in the next one. Dialled by the member whose name sorts first.
 
 The dialler numbers its links, and the higher number is the link that counts: what comes on any other is not heard.
 """
@@ -9,6 +10,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
+
+import numpy as np
 
 from coordinator import fields
 from coordinator.view import ServerInfo, View
@@ -26,7 +29,7 @@ from elasticps.server.pump import Streams
 from elasticps.store import Table
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind, json_frame
 from elasticps.wire.headers import GetViewHeader
-from replication.chain import Member, place
+from replication.chain import Member
 from replication.core import NO_RANGES
 from replication.effects import Distrust, Send
 from replication.messages import Forward, Operation, OperationKind
@@ -87,13 +90,13 @@ class ReplicaLinks:
         )
 
     def adopt(self, view: View) -> None:
-        """Follows a view: neighbours get a link, former ones lose theirs."""
+        """Follows a view: who has ranges that are here gets a link, former ones lose theirs."""
         self._epoch = view.epoch
         self._refused.clear()
-        chains = view.as_chains
-        where = place(chains, self._me)
-        indices = {*where.up.tolist(), *where.down.tolist()} - {-1}
-        self._wanted = {chains.members[i]: view.servers[i] for i in sorted(indices)}
+        members, everyone = view.as_chains.members, np.column_stack((view.chains, view.joining))
+        me = view.as_chains.index(self._me)
+        indices = np.unique(everyone[(everyone == me).any(axis=1)]).tolist()
+        self._wanted = {members[i]: view.servers[i] for i in indices if i not in (me, -1)}
         now = self._loop.time()
         for member in [m for m in self._links if m not in self._wanted]:
             self._drop(member)

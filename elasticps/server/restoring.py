@@ -4,9 +4,8 @@ a time. What has been begun may be begun again, by whoever heads a range then: i
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ from elasticps.admin.subject import Restored, Wanted
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents, Rows, Unit
 from elasticps.checkpoint.manifest import Manifest
-from elasticps.checkpoint.storage import Storage
-from elasticps.errors import Error, ServerError
+from elasticps.checkpoint.storage import Storage, Take, new_memory
+from elasticps.errors import Error
 from elasticps.server.executor import Executor
 from elasticps.server.memory_limit import MemoryLimit
 from elasticps.server.protocol.operations import Dropped, NewTable
@@ -29,6 +28,7 @@ from elasticps.server.protocol.serving import Serving
 from elasticps.server.tickets import FutureTicket
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import Block
+from elasticps.wire.pool import Pool
 from replication.chain import Ranges
 from replication.effects import Push, Status
 from replication.messages import OperationKind
@@ -37,7 +37,8 @@ from replication.progress import PART_BITS
 log = fields.logger(__name__)
 
 READERS = 4  # units that are read at once
-PIECE_BYTES = 256 << 10  # of an operation: applying one stops a server for a fraction of a millisecond
+KEPT_BYTES = 32 << 20  # memory that each of them uses again
+PIECE_BYTES = 512 << 10  # of an operation: half as many cost less, and applying one must not stop a server for long
 UNASKED_S = 30.0  # whoever restores has gone
 _LOOK_S = 0.05
 
@@ -123,27 +124,20 @@ class _Work:
         self._serving = serving
         self._memory = memory
         self._since: dict[int, int] = {}  # of what is brought back now: since when it is to be
-        self._over = threading.Event()
-        self._logging: set[asyncio.Task[None]] = set()
+        self.over = False  # it has failed, or nobody had asked for too long
         self._pool = ThreadPoolExecutor(READERS, "elasticps-restore")
         self._task = loop.create_task(self._run())
 
-    @property
-    def over(self) -> bool:
-        """It has failed, or nobody had asked for too long."""
-        return self._over.is_set()
-
     def stop(self) -> None:
         """Whatever is being read comes to nothing."""
-        self._over.set()
-        for task in (self._task, *self._logging):
-            task.cancel()
+        self.over = True
+        self._task.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def end(self) -> None:
         """The same; returns when nothing of it is logged any more."""
         self.stop()
-        await asyncio.gather(self._task, *self._logging, return_exceptions=True)
+        await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
         try:
@@ -166,7 +160,7 @@ class _Work:
             self.failed = repr(error)
             log.exception("cannot restore", url=self.wanted.url)
         finally:
-            self._over.set()
+            self.over = True
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _open(self) -> Contents:
@@ -195,17 +189,18 @@ class _Work:
             await self._log(creates)
         here = np.zeros(self._serving.ranges, np.bool_)
         here[mine] = True
-        reads = [
-            self._loop.run_in_executor(self._pool, self._read, contents, unit, new, here)
+        units = (
+            (new, unit)
             for old, new in self._read_from
             for unit in contents.units(old, _overlapping(manifest.ranges, here) if old == new else lambda r: True)
-        ]
+        )
+        readers = [self._loop.create_task(self._read(contents, units, here)) for _ in range(READERS)]
         try:
-            await asyncio.gather(*reads)
+            await asyncio.gather(*readers)
         except BaseException:
-            for read in reads:
-                read.cancel()
-            await asyncio.gather(*reads, return_exceptions=True)
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
             raise
         if self.wanted.whole:
             floors = dict(self.wanted.floors)
@@ -220,38 +215,16 @@ class _Work:
         view = self._serving.view
         return 0 if view is None else int(view.since[r])
 
-    # --- in threads ---------------------------------------------------------------------------------------------------
-
-    def _read(self, contents: Contents, unit: Unit, table: int, here: NDArray[np.bool_]) -> None:
-        for rows in contents.read(unit):
-            for pieces in _batches(cut_up(rows, table, here)):
-                self._wait(self._log([(OperationKind.RESTORE, piece, np.array([r])) for r, piece in pieces]))
-                self.rows += sum(len(piece.keys) for _, piece in pieces)
-            if self._over.is_set():
-                raise ServerError("the server ends")
-
-    def _wait(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """In the loop; not for longer than that goes on."""
-        if self._over.is_set():
-            coroutine.close()
-            raise ServerError("the server ends")
-        future: Future[None] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        while not self._over.is_set():
-            try:
-                return future.result(_LOOK_S)
-            except TimeoutError:
-                if future.done():
-                    raise
-        future.cancel()
-        raise ServerError("the server ends")
+    async def _read(self, contents: Contents, units: Iterator[tuple[int, Unit]], here: NDArray[np.bool_]) -> None:
+        """One unit after the other, as long as there are any: read in a thread, logged by the loop."""
+        take = Pool(KEPT_BYTES, KEPT_BYTES // 2).take  # by one thread at a time
+        for table, unit in units:
+            batches = (each for rows in contents.read(unit, take) for each in _batches(cut_up(rows, table, here, take)))
+            while (some := await self._loop.run_in_executor(self._pool, next, batches, None)) is not None:
+                await self._log([(OperationKind.RESTORE, piece, np.array([r])) for r, piece in some])
+                self.rows += sum(len(piece.keys) for _, piece in some)
 
     async def _log(self, operations: Sequence[_Operation]) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        if self._over.is_set():
-            raise ServerError("the server ends")
-        self._logging.add(task)
-        task.add_done_callback(self._logging.discard)
         for _, payload, _ in operations:
             if isinstance(payload, RestoredRows):
                 nothing = np.empty((0, 0), np.float32), np.empty(0, np.float32)
@@ -303,19 +276,28 @@ def _overlapping(ranges: int, here: NDArray[np.bool_]) -> Callable[[int], bool]:
     return set(found).__contains__
 
 
-def cut_up(rows: Rows, table: int, here: NDArray[np.bool_]) -> Iterator[tuple[int, RestoredRows]]:
-    """What of these rows lies in ranges that are here, bool [P], by range, in pieces of PIECE_BYTES."""
+def cut_up(
+    rows: Rows, table: int, here: NDArray[np.bool_], take: Take = new_memory
+) -> Iterator[tuple[int, RestoredRows]]:
+    """What of these rows lies in ranges that are here, bool [P], by range, in pieces of PIECE_BYTES. Rows that are all
+    of one range are not copied, others into memory that `take` gives."""
     where = np.empty(len(rows.keys), np.int32)
     hashing.key_ranges(rows.keys, hashing.table_salt(table), hashing.range_shift(len(here)), where)
+    stride = rows.rows.shape[1]
+    step = max(1, PIECE_BYTES // (8 + stride))
+    if len(where) and (where == where[0]).all():  # the usual one: a cluster with as many ranges
+        for at in range(0, len(where) if here[where[0]] else 0, step):
+            yield int(where[0]), RestoredRows(table, rows.keys[at : at + step], rows.rows[at : at + step])
+        return
     chosen = np.flatnonzero(here[where])
     chosen = chosen[np.argsort(where[chosen], kind="stable")]
-    step = max(1, PIECE_BYTES // (8 + rows.rows.shape[1]))
     ranges, starts = np.unique(where[chosen], return_index=True)
     ends = np.append(starts[1:], len(chosen))
     for r, start, end in zip(ranges.tolist(), starts.tolist(), ends.tolist(), strict=False):
         for at in range(start, end, step):
             some = chosen[at : min(at + step, end)]
-            yield r, RestoredRows(table, rows.keys[some], rows.rows[some])
+            copy = take(len(some) * stride).reshape(len(some), stride)
+            yield r, RestoredRows(table, rows.keys[some], np.take(rows.rows, some, 0, copy, "clip"))
 
 
 def _batches(pieces: Iterable[tuple[int, RestoredRows]]) -> Iterator[list[tuple[int, RestoredRows]]]:

@@ -86,7 +86,7 @@ class Server:
         self.store, self.replica = executor.store, executor.replica
         self.serving = serving = Serving(self.member, ranges, self.replica)
         self.herald = herald = Herald(loop.call_soon)
-        self.news = news = News(executor, serving, self.adopt)
+        self.news = news = News(loop, executor, serving, self.adopt)
         self.held = held = HeldFrames(serving, herald, clock, news.need_view, news.need)
         self.streams = loop if gate.credentials is not None else streams(loop, self.fast, self._linger)
         self.links = ReplicaLinks(cluster, ranges, executor, loop, self.streams, self.connection, gate, news)

@@ -34,13 +34,22 @@ STALLED_S = 10.0  # a joiner that has got no further for so long is given up
 
 @dataclass
 class _Cut:
-    """A snapshot in progress: the next piece begins at place `low`, the range ends at `end`."""
+    """A snapshot in progress, by the order in which they began: the next piece begins at place `low`, the range ends at
+    `end`."""
 
+    number: int
     peer: Member
     serial: int
     low: int
     end: int
     step: int
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Whose piece is next: one range after another, for each step also goes to the joiners of those that have
+        begun; but last pieces after all others, so that ranges are level at about the same time, and one view serves
+        for all."""
+        return self.low + self.step >= self.end, self.number
 
 
 class _Progress:
@@ -76,7 +85,10 @@ class SnapshotSender:
         self._progress: dict[int, _Progress] = {}
         self._looked_s = 0.0
         self._cuts: dict[int, _Cut] = {}
-        self._late: list[tuple[int, int]] = []  # range and serial of cuts that wait for room on a full link
+        self._begun = 0
+        self._ready: set[int] = set()  # ranges whose next piece may be cut
+        self._late: set[int] = set()  # ranges that wait for room on a full link
+        self._timer: asyncio.TimerHandle | None = None
         self._free_s = 0.0  # loop time at which the next piece may be cut
         self.sent_bytes = 0
 
@@ -91,28 +103,34 @@ class SnapshotSender:
 
     def start(self, effect: SnapshotRange) -> None:
         """A snapshot of a range begins; an earlier one of the range is void."""
-        peer, r, serial = effect.peer, effect.range, effect.serial
+        peer, r = effect.peer, effect.range
         size = sum(table.count_range(r) * (table.stride + 8) for table in self._tables.values())
         step = -(-self._width // max(1, -(-size // PIECE_BYTES)))
-        self._cuts[r] = _Cut(peer, serial, r * self._width, (r + 1) * self._width, step)
+        self._begun += 1
+        self._cuts[r] = _Cut(self._begun, peer, effect.serial, r * self._width, (r + 1) * self._width, step)
         filling = self._serving.joiner(r)
         if filling is not None and (r not in self._progress or self._progress[r].filling != filling):
             self._progress[r] = _Progress(filling)
-        self._schedule(r, serial)
+        self._get_ready(r)
 
     def next(self, effect: NextChunk) -> None:
         """The chunk before is in place."""
-        r, serial = effect.range, effect.serial
-        cut, progress = self._cuts.get(r), self._progress.get(r)
-        if cut is not None and cut.serial == serial and progress is not None and cut.low > progress.best:
+        r, progress = effect.range, self._progress.get(effect.range)
+        cut = self._cuts.get(r)
+        if cut is None or cut.serial != effect.serial:
+            return
+        if progress is not None and cut.low > progress.best:
             progress.best, progress.waits_s = cut.low, None
-        self._schedule(r, serial)
+        self._get_ready(r)
 
     def make_way(self, peer: Member) -> None:
         """The link to a peer has room again, before any push takes it: else pushes would, each time."""
-        late, self._late = self._late, []
-        for r, serial in late:
-            self._piece(r, serial)
+        late, self._late = self._late, set()
+        for r in sorted(late):
+            if self._loop.time() >= self._free_s and self._may_go(r):
+                self._piece(r)
+            elif r not in self._late:
+                self._get_ready(r)
 
     def stalled(self) -> set[Member]:
         """Joiners that have got no further with some range for STALLED_S. A link that comes and goes, because the
@@ -129,26 +147,40 @@ class SnapshotSender:
                 found.add(progress.filling[0])
         return found
 
-    def _schedule(self, r: int, serial: int) -> None:
-        self._loop.call_at(max(self._free_s, self._loop.time()), self._piece, r, serial)
+    def _get_ready(self, r: int) -> None:
+        self._late.discard(r)
+        self._ready.add(r)
+        self._wake(0.0)
 
-    def _piece(self, r: int, serial: int) -> None:
-        cut = self._cuts.get(r)
-        if cut is None or cut.serial != serial:
-            return
-        now, began = self._loop.time(), time.thread_time()
-        if now < self._free_s:  # another range's piece was faster
-            self._loop.call_at(self._free_s, self._piece, r, serial)
-            return
-        progress = self._progress.get(r)
+    def _wake(self, in_s: float) -> None:
+        if self._ready and self._timer is None:
+            self._timer = self._loop.call_at(max(self._free_s, self._loop.time() + in_s), self._turn)
+
+    def _turn(self) -> None:
+        """Cuts the piece whose turn it is."""
+        self._timer, retry_s = None, 0.0
+        if self._loop.time() >= self._free_s:
+            r = next(filter(self._may_go, sorted(self._ready, key=lambda r: self._cuts[r].rank)), None)
+            if r is None:
+                retry_s = RETRY_S
+            else:
+                self._ready.discard(r)
+                self._piece(r)
+        self._wake(retry_s)
+
+    def _may_go(self, r: int) -> bool:
+        """Whether the link to its joiner takes the next piece of a range; it is late if that will tell when it does."""
+        peer, progress = self._cuts[r].peer, self._progress.get(r)
         if progress is not None and progress.waits_s is None:
-            progress.waits_s = now
-        if self._links.full(cut.peer):
-            self._late.append((r, serial))
-            return
-        if self._links.backlog(cut.peer) > BACKLOG_BYTES:
-            self._loop.call_later(RETRY_S, self._piece, r, serial)
-            return
+            progress.waits_s = self._loop.time()
+        if self._links.full(peer):
+            self._ready.discard(r)
+            self._late.add(r)
+            return False
+        return self._links.backlog(peer) <= BACKLOG_BYTES
+
+    def _piece(self, r: int) -> None:
+        cut, now, began = self._cuts[r], self._loop.time(), time.thread_time()
         first = cut.low == r * self._width
         while True:
             upto = min(cut.low + cut.step, cut.end)
@@ -169,8 +201,8 @@ class SnapshotSender:
         self.sent_bytes += size
         *contents, end = pack(content, MOST_BYTES)
         for part in contents:  # of one instant: on the link nothing comes in between
-            self._executor.perform(self._executor.replica.piece, r, serial, upto, False, part)
-        self._executor.perform(self._executor.replica.piece, r, serial, upto, last, end)
+            self._executor.perform(self._executor.replica.piece, r, cut.serial, upto, False, part)
+        self._executor.perform(self._executor.replica.piece, r, cut.serial, upto, last, end)
         if self.busy:
             pause_s = max((time.thread_time() - began) / BUSY_SHARE, size / BUSY_BYTES_PER_S)
             self._free_s = now + min(pause_s, LONGEST_PAUSE_S)

@@ -13,7 +13,7 @@ from numba.core.dispatcher import Dispatcher
 from elasticps.errors import SpecError
 from elasticps.kernels import compiled_once
 from elasticps.spec import Custom, Optimizer
-from elasticps.store import codec, columns, index, intervals, stamps, updates
+from elasticps.store import codec, columns, index, intervals, sparse, stamps, updates
 
 # One signature each, in which keys and floats may be read-only and unaligned, as slices of a received frame are.
 # Anything else, like int32 keys or a strided array, is a TypeError: no call ever compiles.
@@ -58,6 +58,8 @@ _SIGNATURES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (index.gather, (_words, _keys, types.Array(types.float32, 2, "C", aligned=False), _words)),
     (codec.encode_rows, (_int,) * 6),
     (codec.decode_rows, (_int,) * 6),
+    (sparse.spread_rows, (_int,) * 7),
+    (sparse.draw_rows, (_int,) * 8),
 )
 Update = Callable[..., int]
 _BUILT_IN: dict[str, Any] = {

@@ -79,6 +79,8 @@ REPLACE = 64  # INIT: rows that there are take the values too, and their slots b
 ANY = 8  # PULL: any full replica may answer, with values that may not be committed yet
 SLOTS = 128  # PULL: the rows' slots instead of their weights
 CODED = 256  # PULL: the rows as the table's filters for pulls make them
+SHORT = 512  # PULL, PUSH: some keys are left out, or stand as differences, see `keys`
+PACKED = 1024  # PUSH: the body is compressed, see `packed`
 
 _KINDS = frozenset(int(k) for k in Kind)
 _HEADER = struct.Struct("<IBBHQQQQIHHIIII")

@@ -18,15 +18,17 @@ STEP_BYTES = 128 << 10
 
 
 class Pool:
-    """Arrays to receive into; `kept_bytes` bounds what is kept for later, not what is in use. Not thread-safe."""
+    """Arrays to receive into; `kept_bytes` bounds what is kept for later, not what is in use, and larger ones than
+    `largest_bytes` are not kept. Not thread-safe."""
 
-    def __init__(self, kept_bytes: int) -> None:
+    def __init__(self, kept_bytes: int, largest_bytes: int = LARGEST_BYTES) -> None:
         self._left = kept_bytes
+        self._largest = largest_bytes
         self._arrays: list[Bytes] = []
 
     def take(self, size: int) -> Bytes:
         """uint8 [size], free for as long as a reference to it or to a slice of it exists."""
-        if size > LARGEST_BYTES:
+        if size > self._largest:
             return np.empty(size, np.uint8)
         arrays = self._arrays
         for i in range(len(arrays)):

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from elasticps.bench import traffic
 from elasticps.bench.relay import BURST_S, CHUNK, Bucket, stand_in
 from elasticps.bench.traffic import _line, _Run
 from elasticps.bench.traffic_worker import FILTERS
@@ -62,14 +63,16 @@ def test_what_is_too_much_waits_for_its_tokens(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_line_is_beside_the_same_seed_without_filters() -> None:
     none = [_Run(100.0, 100.0, 0.75, {0: 10.0, 100: 1.0}), _Run(120.0, 80.0, 0.77, {0: 30.0, 100: 3.0})]
-    runs = [_Run(50.0, 30.0, 0.74, {0: 20.0, 100: 4.0}), _Run(60.0, 20.0, 0.77, {0: 10.0, 100: 8.0})]
-    line = _line("int8", runs, none)
+    runs = [_Run(50.0, 30.0, 0.74, {0: 20.0, 100: 4.0}, (1, 4)), _Run(60.0, 20.0, 0.77, {0: 10.0, 100: 8.0}, (3, 4))]
+    line = _line("dlrm", "int8", runs, none)
     assert (line.up_per_step, line.down_per_step, line.of_none) == (55, 25, 0.4)
-    assert (line.auc, line.auc_lost) == ([0.74, 0.77], 0.005)
+    assert (line.up_of_none, line.keys_of_none) == (0.5, 0.5)
+    assert (line.score, line.lost) == ([0.74, 0.77], 0.005)
+    assert _line("dlrm", "none", none, none).keys_of_none == 1
     assert line.samples_per_s == {0: 15.0, 100: 6.0}
 
 
-@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("name", sorted({name for names in traffic.FILTERS.values() for name in names}))
 def test_every_kind_of_filters_can_be_had(name: str) -> None:
     push, pull = FILTERS[name]
     TableSpec("t", 16, SGD(0.1), push=push, pull=pull)

@@ -67,8 +67,10 @@ class Fake:
         if cut not in [number for number, _ in self.taken]:
             return CutState(1, 1, self.taken[-1][0] if self.taken else 0, (), {}, None)
         self.polls -= self.polls > 0
-        file = WrittenFile(f"t/s{self.index}-1.000.safetensors", 100, 8, 3, "ab" * 16, 4, self.ranges)
-        writing = Writing(0 if self.polls else 2, () if self.polls else (file,), self.failed)
+        files = [WrittenFile(f"t/s{self.index}-1.000.safetensors", 100, 8, 3, "ab" * 16, 4, self.ranges)]
+        if self.index:  # a table that was made as the cut passed: some ranges had it, and no rows
+            files.append(files[0]._replace(path="late/s1-1.000.safetensors", rows=0, table=8))
+        writing = Writing(0 if self.polls else 2, () if self.polls else files, self.failed)
         ranges = self.ranges[: 1 if self.lost and self.polls < 2 else None]
         home = {"groups": [{"app": "a"}], "shards": []}
         return CutState(1, 1, cut, [CutTaken(ranges, self.clocks, {})], {self.index: home}, writing)
@@ -91,6 +93,7 @@ class Scene:
         table = {"id": 4, "spec": spec.to_json(), "creator": 1, "ready": True}
         await self.store.put("tables/default/t", json.dumps(table).encode())
         await self.store.put("tables/default/u", json.dumps(table | {"id": 9, "dropping": True}).encode())
+        await self.store.put("tables/default/late", json.dumps(table | {"id": 8}).encode())
         for name, id_ in (("w", ONE), ("gone", GONE), ("late", 99)):
             past = {"id": id_, "base": 1, "trained": 2, "steps": 3}
             await self.store.put(f"last-worker/{name}", json.dumps(past).encode())

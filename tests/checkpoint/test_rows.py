@@ -56,8 +56,8 @@ def test_what_is_written_is_read(of: TableSpec, added: dict[int, Any], pieces: i
     for whole in (True, False):
         pieces_read = decode(of, data)
         if not whole:
-            reader = RowReader("f", of, encoded.header, lambda spans: [data[a : a + n] for a, n in spans])
-            pieces_read = reader.read(reader.segments[::-1])[::-1]
+            reader = RowReader("f", of, encoded.header, lambda spans, take: [data[a : a + n] for a, n in spans])
+            pieces_read = reader.read(reader.segments[::-1], lambda size: np.full(size, 7, np.uint8))[::-1]
         assert [piece.segment for piece in pieces_read] == list(encoded.segments)
         assert [piece.segment.range for piece in pieces_read] == sorted(added)
         for piece in pieces_read:

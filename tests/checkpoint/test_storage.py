@@ -79,6 +79,9 @@ def test_unusable_places_are_refused_in_words(tmp_path: Path) -> None:
         Storage("ftp://x/y")
     with pytest.raises(CheckpointError, match="three slashes"):
         Storage("file://data/checkpoints")
+    for nowhere in ("", "  "):
+        with pytest.raises(CheckpointError, match="place of checkpoints is empty: name a folder, or a URL"):
+            Storage(nowhere)
 
 
 def test_a_full_disk_is_said_and_leaves_no_half_file(tmp_path: Path) -> None:

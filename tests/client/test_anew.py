@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elasticps.client.protocol.session import Ask, Effect, Frame, Session
+from elasticps.client.protocol.session import ASKED_BYTES, Ask, Effect, Frame, Session
 from replication.chain import Chains, Kept, Member, unsafe_transition
 from replication.effects import Apply, ClocksReply, Effects, Push, Reply
 from replication.effects import Ask as AskReplica
@@ -42,7 +42,10 @@ VIEWS = (
 
 
 class Everything:
-    """That a part touches."""
+    """That a part touches. nbytes: by which the session chooses whether to ask a new head, or to send again at once."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
 
     def touches(self, ranges: object) -> bool:
         return True
@@ -52,7 +55,7 @@ class World:
     """One worker and two servers, FIFO in both ways. bugs: what is left out."""
 
     def __init__(self, seed: int, bugs: str) -> None:
-        self.random = random.Random(seed)
+        self.seed, self.random = seed, random.Random(seed)
         self.bugs = bugs
         self.session = Session(WORKER, 2, window=4)
         self.replicas = {member: Replica(member, 2) for member in (DEAD, LIVE)}
@@ -111,7 +114,7 @@ class World:
         """Something happens somewhere."""
         can: list[Callable[[], None]] = []
         if self.session.room:
-            can.append(lambda: self.do(self.session.push(Everything())))
+            can.append(lambda: self.do(self.session.push(Everything(self.seed % 2 * ASKED_BYTES))))
         can += [lambda m=m: self.serve(m) for m, queue in self.there.items() if queue]  # type: ignore[misc]
         can += [lambda m=m: self.answer(m) for m, queue in self.back.items() if queue]  # type: ignore[misc]
         if can:

@@ -12,6 +12,7 @@ import pytest
 
 import elasticps as eps
 from coordinator.view import ServerInfo, View
+from elasticps.client.protocol.session import ASKED_BYTES
 from elasticps.client.transport import Link
 from elasticps.hashing import hash_key, range_shift, table_salt
 from elasticps.spec import Consistency
@@ -86,7 +87,8 @@ def test_only_the_acknowledgement_is_asked_for_where_the_step_is_applied(cluster
     ps = cluster.connect()
     ps.push({}).result()
     cluster.a.silent.add(Kind.PUSH)
-    step = ps.push({cluster.table(ps): (KEYS, ONES)})
+    keys = np.arange(ASKED_BYTES // 8)
+    step = ps.push({cluster.table(ps): (keys, np.ones((len(keys), DIM), np.float32))})
     cluster.b.applied, cluster.b.committed = 2 << 16, 1 << 16
     cluster.a.kill()
     cluster.b.tell(cluster.after)

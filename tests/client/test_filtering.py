@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from elasticps.client import filtering
 from elasticps.client.filtering import Feedback, Kept, PushFilter
-from elasticps.filters import BFloat16, Filter, Float16, Int8
+from elasticps.filters import BFloat16, Filter, Float16, Int8, RandomK, Threshold, TopK
 from elasticps.spec import SGD, TableSpec
 from elasticps.store.codec import Codec
 
@@ -26,7 +26,12 @@ def rows(random: np.random.Generator, n: int) -> Floats:
     return random.normal(size=(n, DIM)).astype(np.float32)
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([[Int8()], [BFloat16(feedback=True)], [Float16(feedback=True)]]))
+FILTERS: list[list[Filter]] = [
+    [Int8()], [BFloat16(feedback=True)], [Float16(feedback=True)], [TopK(0.3), Int8()], [RandomK(0.3)],
+]  # fmt: skip
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(FILTERS))
 @settings(max_examples=30)
 def test_nothing_is_lost_but_what_is_still_kept(seed: int, filters: list[Filter]) -> None:
     """A twin: a dictionary, and the codec alone. The sums of what was given and of what was sent differ by it."""
@@ -64,6 +69,23 @@ def test_what_was_not_sent_has_dropped_nothing() -> None:
     push.sent()
     _, later = push.encode(keys, grads)
     assert later.tobytes() != again.tobytes()
+
+
+def test_rows_below_a_threshold_stay_until_they_have_grown() -> None:
+    push, keys = PushFilter(spec([Threshold(1.0)])), np.arange(2)
+    sums = np.zeros((2, DIM), np.float32)
+    sent = []
+    for _ in range(8):
+        found, coded = push.encode(keys, np.array([[0.25, 0.5, 0], [0, 0, 0.125]], np.float32))
+        push.sent()
+        sums[found] += push.codec.decode(coded)
+        sent.append(found.tolist())
+    assert sent == [[], [0], [], [0], [], [0], [], [0, 1]]
+    assert sums.tolist() == [[2, 4, 0], [0, 0, 1]]
+    push = PushFilter(spec([Threshold(1.0, feedback=False)]))
+    found, coded = push.encode(keys, np.array([[0.5, 0.5, 0.5], [0.5, 2, -3]], np.float32))
+    assert found.tolist() == [1]
+    assert push.codec.decode(coded).tolist() == [[0, 2, -3]]
 
 
 def test_without_feedback_nothing_is_kept() -> None:

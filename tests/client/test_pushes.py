@@ -119,7 +119,7 @@ def test_one_stale_piece_makes_the_whole_frame_be_asked_about() -> None:
 
 def test_what_moved_is_sent_to_its_new_head_under_the_new_view() -> None:
     wire = Wire()
-    step = wire.push()
+    step = wire.push(rows=2000, dim=64)  # too much to send it again before it is known what is lacking
     a, b = (h for _, h in wire.take())
     ranges = headed(BEFORE, A)
     wire.pushes.partly(a.request, 2, ranges[:3], ranges[3:])
@@ -137,6 +137,19 @@ def test_what_moved_is_sent_to_its_new_head_under_the_new_view() -> None:
     ((to, again),) = wire.take()
     assert (to, again.flags, again.items) == (B, LAST | REPEAT, 0)
     assert not done(step)
+    wire.pushes.ok(again.request)
+    assert done(step)
+
+
+def test_what_moved_is_sent_at_once_where_it_is_little() -> None:
+    wire = Wire()
+    step = wire.push()
+    _, b = (h for _, h in wire.take())
+    wire.pushes.ok(b.request)
+    wire.pushes.disconnected(A)
+    wire.pushes.adopt(AFTER)
+    ((to, again),) = wire.take()
+    assert (to, again.epoch, again.clock, again.flags) == (B, 2, 1, LAST), "only what A had: it is named"
     wire.pushes.ok(again.request)
     assert done(step)
 

@@ -69,6 +69,14 @@ def test_a_child_that_we_kill_is_no_failure_and_may_start_again(children: Childr
         assert wait(children, "exit").values == {"code": 0}
 
 
+def test_a_child_that_has_ended_by_itself_is_gone_already(children: Children) -> None:
+    with children:
+        children.start("a", {"code": "pass"})
+        wait(children, "exit")
+        children.kill("a")
+        assert children.next_event(timeout_s=0.01) is None
+
+
 def test_leaving_ends_children_that_would_go_on(children: Children) -> None:
     started = time.monotonic()
     with children:

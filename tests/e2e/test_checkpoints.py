@@ -3,6 +3,9 @@ the sum of each worker's steps up to its clock, whatever number of increments it
 
 from __future__ import annotations
 
+import itertools
+import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.create import checkpoint_cluster
 from elasticps.checkpoint.manifest import Manifest
+from elasticps.checkpoint.restore import restore_cluster
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError
 from elasticps.local import LocalCluster
@@ -21,6 +25,7 @@ from tests.e2e.oracle import DIM, KEYS, OWN_KEYS, SHAPE, Ledger, Trainers, check
 
 APP = "saved"
 SEEDS = (1, 2)
+NUMBERS = itertools.count()
 
 
 def values_of(storage: Storage, cut: int) -> NDArray[np.float64]:
@@ -97,3 +102,97 @@ def test_a_place_that_takes_no_files_is_told_and_training_goes_on(cluster: eps.L
             checkpoint_cluster(cluster.url, place, full=True)
         ps.push({table: (keys, ones)}).result()
         assert (table.pull(keys) == 2).all()
+
+
+def push(ps: eps.Client, table: eps.SparseTable, value: float = 1) -> None:
+    ps.push({table: (np.arange(100), np.full((100, 2), value, np.float32))}).result()
+
+
+def test_a_disk_that_is_full_is_told_and_training_goes_on(cluster: eps.LocalCluster, tmp_path: Path) -> None:
+    """Of one server: it may write no file of more than a few bytes."""
+    place = tmp_path.as_uri()
+    pid = cluster.servers[0].pid
+    limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    with eps.connect(cluster.url, worker="w", app="full", timeout=60) as ps:
+        table = ps.table("full", dim=2, optimizer=eps.Accumulate())
+        push(ps, table)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            with pytest.raises(CheckpointError, match=r"server s\d.* has given up: .*File too large"):
+                checkpoint_cluster(cluster.url, place)
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+        assert catalog.look(Storage(place)).manifests == {}
+        push(ps, table)
+        manifest = checkpoint_cluster(cluster.url, place)
+        assert [*catalog.look(Storage(place)).manifests] == catalog.cuts_of(Storage(place)) == [manifest.cut]
+        assert (table.pull(np.arange(100)) == 2).all()
+
+
+def truncated(data: bytes) -> bytes:
+    return data[:-7]
+
+
+def altered(data: bytes) -> bytes:
+    return data[:-50] + bytes([data[-50] ^ 1]) + data[-49:]
+
+
+def newer(data: bytes) -> bytes:
+    return data.replace(b'"version": 1', b'"version": 2')
+
+
+def foreign(data: bytes) -> bytes:
+    return b"PK\3\4 no checkpoint at all"
+
+
+@pytest.mark.parametrize(
+    ("damage", "of", "says"),
+    [
+        (truncated, "gone-*/*.safetensors", r"cannot be restored: .* has \d+ bytes, not"),
+        (altered, "gone-*/*.safetensors", "was altered: range"),
+        (truncated, "manifest.json", "is no manifest of a checkpoint, or was cut off"),
+        (altered, "manifest.json", "was altered|is no manifest"),
+        (newer, "manifest.json", "was written by a newer elasticps: this one reads version 1"),
+        (foreign, "manifest.json", "is no manifest of a checkpoint, or was cut off"),
+        (None, "gone-*/*.safetensors", r"cannot be restored: .* is missing"),
+    ],
+)
+def test_what_is_damaged_is_refused_and_training_goes_on(
+    cluster: eps.LocalCluster, tmp_path: Path, damage: Callable[[bytes], bytes] | None, of: str, says: str
+) -> None:
+    place, app = tmp_path.as_uri(), f"damaged{next(NUMBERS)}"
+    with eps.connect(cluster.url, worker="w", app=app, timeout=60) as ps:
+        table, beside = (ps.table(name, dim=2, optimizer=eps.Accumulate()) for name in ("gone", "beside"))
+        push(ps, table)
+        manifest = checkpoint_cluster(cluster.url, place, full=True)
+        ps.drop_table("gone")
+        victim = max((tmp_path / manifest.folder).glob(of), key=lambda one: one.stat().st_size)
+        if damage is None:
+            victim.unlink()
+        else:
+            victim.write_bytes(damage(victim.read_bytes()))
+        with pytest.raises(CheckpointError, match=says):
+            restore_cluster(cluster.url, place, tables=[f"{app}/gone"])
+        assert [*ps.tables()] == ["beside"]
+        push(ps, beside)
+        assert (beside.pull(np.arange(100)) == 1).all()
+
+
+def test_learning_rates_that_were_set_come_back(cluster: eps.LocalCluster, tmp_path: Path) -> None:
+    place = tmp_path.as_uri()
+    with eps.connect(cluster.url, worker="w", app="rates", timeout=60) as ps:
+        table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0))
+        push(ps, table)
+        table.set_lr(0.25)
+        checkpoint_cluster(cluster.url, place)
+        ps.drop_table("t")
+        restore_cluster(cluster.url, place, tables=["rates/t"])
+        again = ps.open("t")
+        assert isinstance(again, eps.SparseTable)
+        push(ps, again)
+        assert (again.pull(np.arange(100)) == -1.25).all()
+    with eps.connect(cluster.url, worker="other", app="rates", timeout=60) as ps:
+        again = ps.open("t")
+        assert isinstance(again, eps.SparseTable)
+        push(ps, again)
+        assert (again.pull(np.arange(100)) == -1.5).all()

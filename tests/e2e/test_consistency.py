@@ -191,7 +191,9 @@ def test_pushes_of_all_workers_are_aggregated(connect: Connect) -> None:
 
 
 PLUGIN = """
-from elasticps.store import register_optimizer
+import numpy as np
+
+from elasticps.store import register_filter, register_optimizer
 
 def largest(w, s, g, v, c):
     for d in range(w.shape[0]):
@@ -199,10 +201,21 @@ def largest(w, s, g, v, c):
             w[d] = g[d]
 
 register_optimizer("largest", largest)
+
+def to_steps(x, words, c):
+    for j in range(x.shape[0]):
+        words[j] = np.uint32(np.int64(x[j] / c[0]) & 0xFFFFFFFF)
+
+def from_steps(words, x, c):
+    for j in range(x.shape[0]):
+        x[j] = np.float32(np.int32(words[j])) * c[0]
+
+register_filter("steps", to_steps, from_steps)
 """
 
 
-def test_an_update_can_be_the_users_own(tmp_path: Path) -> None:
+def test_an_update_and_a_filter_can_be_the_users_own(tmp_path: Path) -> None:
+    exec(PLUGIN, {})  # the worker has the filter, too
     (tmp_path / "my_updates.py").write_text(PLUGIN)
     environment = {"PYTHONPATH": str(tmp_path)}
     with (
@@ -213,6 +226,12 @@ def test_an_update_can_be_the_users_own(tmp_path: Path) -> None:
         for value in (3.0, 7.0, 5.0):
             ps.push({table: ([1, 2], np.array([[value], [-value]], np.float32))}).result()
         assert table.pull([1, 2])[:, 0].tolist() == [7.0, 0.0]
+        steps = [eps.CustomFilter("steps", bits=32, constant_values=(0.5,), feedback=True)]
+        table = ps.table("sums", dim=2, optimizer=eps.Accumulate(), push=steps, pull=steps)
+        for _ in range(3):
+            ps.push({table: ([1, 2], np.array([[0.75, -0.75], [4, 0.25]], np.float32))})
+        ps.flush()
+        assert table.pull([2, 1]).tolist() == [[12, 0.5], [2, -2]]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,9 @@ def read(table: Table, keys: np.ndarray) -> np.ndarray:
         ([eps.Int8()], [eps.BFloat16()]),
         ([eps.BFloat16()], [eps.Int8()]),
         ([eps.Float16(feedback=True)], [eps.Float16()]),
+        ([eps.TopK(0.1), eps.Int8()], [eps.BFloat16()]),
+        ([eps.RandomK(0.2), eps.BFloat16()], [eps.Int8()]),
+        ([eps.Threshold(0.5), eps.TopK(0.4)], [eps.Int8()]),
     ],
     ids=lambda filters: filters[0].kind,
 )
@@ -63,7 +66,8 @@ def test_servers_hold_what_was_sent_and_show_it_as_asked(
             whole = given + rest[of] if codec.feedback else given
             sent = codec.decode(codec.encode(whole))
             rest[of] = whole - sent
-            twin.apply(of, sent, optimizer.step_values(step))
+            goes = sent.any(axis=1) if codec.sifts else np.ones(len(of), np.bool_)
+            twin.apply(of[goes], sent[goes], optimizer.step_values(step))
     ps.flush()
     exact = read(twins[0], KEYS), read(twins[1], blocks).reshape(-1)[: tensor.spec.size].reshape(SHAPE)
     assert rows.pull(KEYS, exact=True).tobytes() == exact[0].tobytes()

@@ -14,11 +14,23 @@ from elasticps.local import LocalCluster
 from replication.chain import Kept
 from tests.e2e.oracle import Sums, Trainers, Watcher, check_sums, wait_for
 
+SEEDS = 1, 2
+APP = "suspected"
+
+
+def check_all_is_there(cluster: LocalCluster, trainers: Trainers) -> None:
+    trainers.finish()
+    ledgers = [trainer.ledger for trainer in trainers.all]
+    assert all(ledger.begun == ledger.acknowledged for ledger in ledgers)
+    with eps.connect(cluster.url, worker="reader", app=APP) as ps:
+        check_sums(Sums(SEEDS).read(ps), ledgers)
+    assert audit(cluster.url, 30.0).clean
+
 
 @pytest.mark.slow
 def test_who_was_frozen_and_left_out_goes_on_when_the_other_is_killed() -> None:
     with LocalCluster("suspected", servers=2, replicas=2, ranges=32) as cluster:
-        watcher, trainers = Watcher(cluster.url), Trainers(cluster.url, seeds=(1, 2), app="suspected")
+        watcher, trainers = Watcher(cluster.url), Trainers(cluster.url, SEEDS, app=APP)
         try:
             trainers.progress()
             before, dies = cluster.server("s1").incarnation, cluster.server("s0").pid
@@ -38,12 +50,7 @@ def test_who_was_frozen_and_left_out_goes_on_when_the_other_is_killed() -> None:
             assert cluster.server("s1").incarnation == before, "with the copy that it had"
             cluster.start_server("s0")
             watcher.wait(lambda view: bool((view.chains >= 0).all()), "s0 is filled")
-            trainers.finish()
-            ledgers = [trainer.ledger for trainer in trainers.all]
-            assert all(ledger.begun == ledger.acknowledged for ledger in ledgers)
-            with eps.connect(cluster.url, worker="reader", app="suspected") as ps:
-                check_sums(Sums([1, 2]).read(ps), ledgers)
-            assert audit(cluster.url, 30.0).clean
+            check_all_is_there(cluster, trainers)
         finally:
             trainers.close()
             watcher.close()
@@ -52,7 +59,7 @@ def test_who_was_frozen_and_left_out_goes_on_when_the_other_is_killed() -> None:
 @pytest.mark.slow
 def test_who_was_frozen_until_the_other_went_on_alone_is_back_with_the_copies_that_it_had() -> None:
     with LocalCluster("late", servers=2, replicas=2, ranges=32) as cluster:
-        watcher, trainers = Watcher(cluster.url), Trainers(cluster.url, seeds=(1, 2), app="late")
+        watcher, trainers = Watcher(cluster.url), Trainers(cluster.url, SEEDS, app=APP)
         try:
             trainers.progress()
             before = [(server.name, server.incarnation) for server in cluster.servers]
@@ -70,12 +77,7 @@ def test_who_was_frozen_until_the_other_went_on_alone_is_back_with_the_copies_th
             watcher.wait(lambda view: view.epoch > late[0].epoch and bool((view.chains >= 0).all()), "s1 is back")
             assert [(server.name, server.incarnation) for server in cluster.servers] == before
             assert "have their second copy again, which gets what it lacks" in cluster.log("c0")
-            trainers.finish()
-            ledgers = [trainer.ledger for trainer in trainers.all]
-            assert all(ledger.begun == ledger.acknowledged for ledger in ledgers)
-            with eps.connect(cluster.url, worker="reader", app="late") as ps:
-                check_sums(Sums([1, 2]).read(ps), ledgers)
-            assert audit(cluster.url, 30.0).clean
+            check_all_is_there(cluster, trainers)
         finally:
             trainers.close()
             watcher.close()

@@ -122,7 +122,7 @@ def test_rows_begin_with_values_of_the_users_own(connect: Connect) -> None:
     """As docs/custom.md says."""
     blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "custom.md").read_text(), re.S)
     table = connect().table("t", dim=4, optimizer=eps.SGD(lr=0.1))
-    exec(blocks[2], {"table": table, "np": np})
+    exec(blocks[4], {"table": table, "np": np})
     assert len(table) == 10_000
     rows = table.pull(np.arange(10_000))
     assert np.abs(rows).max() == np.float32(0.04)

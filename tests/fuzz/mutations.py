@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from elasticps.wire.frames import HEADER_BYTES, Kind
+from elasticps.wire.frames import HEADER_BYTES, PACKED, SHORT, Kind
+from elasticps.wire.keys import DELTA, KEEP, KNOWN, LIST_KEYS, says
 
 FIELDS = (
     (0, "<I", 2), (4, "<B", 2), (5, "<B", 6), (6, "<H", 12), (8, "<Q", 6), (16, "<Q", 2), (24, "<Q", 12),
@@ -18,9 +19,9 @@ FIELDS = (
 """Where a field of the header lies, how it is packed, and how often it is the one."""
 _WHICH = [(at, form) for at, form, often in FIELDS for _ in range(often)]
 NUMBERS = (
-    0, 1, 2, 3, 7, 8, 15, 16, 17, 64, 255, 1 << 15, (1 << 16) - 1, 1 << 16, 1 << 20, (1 << 31) - 1, 1 << 31,
-    (1 << 32) - 1, 1 << 32, (1 << 46) - 1, 1 << 46, 1 << 62, (1 << 62) + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1,
-    (1 << 64) - 2,
+    0, 1, 2, 3, 7, 8, 15, 16, 17, 64, 255, 512, 1024, 1536, 1 << 15, (1 << 16) - 1, 1 << 16, 1 << 20, (1 << 31) - 1,
+    1 << 31, (1 << 32) - 1, 1 << 32, (1 << 46) - 1, 1 << 46, 1 << 62, (1 << 62) + 1, (1 << 63) - 1, 1 << 63,
+    (1 << 64) - 1, (1 << 64) - 2,
 )  # fmt: skip
 _FLOATS = (float("nan"), float("inf"), -float("inf"), 3e38, 1e-45, -0.0, 1.0)
 _KINDS = [int(kind) for kind in Kind]
@@ -70,6 +71,26 @@ def _length(random: Random, frame: bytearray, others: Sequence[bytes]) -> bytear
     del frame[HEADER_BYTES + size :]
     frame += bytes(HEADER_BYTES + size - len(frame))
     struct.pack_into("<Q", frame, 8, size)
+    return frame
+
+
+def _flag(random: Random, frame: bytearray, others: Sequence[bytes]) -> bytearray:
+    """Says that keys are left out, or that it is compressed."""
+    (flags,) = struct.unpack_from("<H", frame, 6)
+    struct.pack_into("<H", frame, 6, flags ^ random.choice((SHORT, PACKED)))
+    return frame
+
+
+def _names_a_list(random: Random, frame: bytearray, others: Sequence[bytes]) -> bytearray:
+    """Where the word stands before the keys of a pull, or of a push's first block, or somewhere."""
+    (flags,) = struct.unpack_from("<H", frame, 6)
+    struct.pack_into("<H", frame, 6, flags | SHORT)
+    at = HEADER_BYTES + 8 * random.choice((0, 2, 4, 5, 6, random.randrange(40)))
+    if at + 8 <= len(frame):
+        how = random.choice((KEEP, KNOWN, DELTA, KEEP | DELTA, KNOWN | DELTA, KEEP | KNOWN, 0, 255))
+        place = random.choice((0, 0, 7, random.randrange(LIST_KEYS), LIST_KEYS - 1, LIST_KEYS, (1 << 24) - 1))
+        coded = random.choice((0, 1, 8, random.randrange(1 << 12), 1 << 20, (1 << 32) - 1))
+        struct.pack_into("<Q", frame, at, says(how, place, coded))
     return frame
 
 
@@ -147,5 +168,5 @@ def _changed(random: Random, value: Any) -> Any:
 Way = Callable[[Random, bytearray, Sequence[bytes]], bytearray]
 _WAYS: tuple[Way, ...] = (
     _field, _field, _field, _field, _word, _word, _word, _length, _cut, _bits, _other, _body_of_another,
-    _document, _document,
+    _document, _document, _names_a_list, _flag,
 )  # fmt: skip

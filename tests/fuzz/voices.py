@@ -11,6 +11,7 @@ import numpy as np
 
 from coordinator.view import View
 from elasticps.client.protocol.routing import Routes, plan_push
+from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.hashing import table_salt
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import (
@@ -18,14 +19,18 @@ from elasticps.wire.frames import (
     ANY,
     HEADER_BYTES,
     LAST,
+    PACKED,
     REPEAT,
     ROUND,
+    SHORT,
     Header,
     Kind,
     block_head,
     grads_padding,
     json_frame,
+    unpack_header,
 )
+from elasticps.wire.packed import pack
 from elasticps.wire.views import view_frame
 from replication.messages import ERASER, OperationKind
 from tests.fuzz.core import APPS, CLUSTER, HOSTILE, ME, NOBODY, OWN, PEER, Core
@@ -60,6 +65,7 @@ class Voices:
             self._kinds[role] = [found[kind] for kind in sorted(found) for _ in range(_OFTEN.get(Kind(kind), 1))]
         self._strange = [frame for role in ROLES for frames in self._kinds[role] for frame in frames[:4]]
         self._links = 0
+        self._lists = ShortKeys()
 
     # --- first words ------------------------------------------------------------------------------------------------
 
@@ -101,10 +107,26 @@ class Voices:
                     struct.pack_into("<Q", frame, 32, random.choice((0, 0, clock - 1, clock)))
             elif kind in (Kind.FORWARD, Kind.ACK, Kind.RESYNC, Kind.SNAPSHOT_CHUNK, Kind.CHUNK_ACK):
                 self._fit(frame, kind, ahead)
+            if role == WORKER and kind in (Kind.PUSH, Kind.PULL) and random.random() < 0.3:
+                frame = self._shorter(frame)
             frame = self._perhaps_wrong(frame, wrong)
             if not self._takes_over(frame):
                 said.append(frame)
         return said
+
+    def _shorter(self, frame: bytearray) -> bytearray:
+        """As filters make it, or with lists that somebody else has sent; or a great deal in few bytes."""
+        random, header = self._random, unpack_header(frame)
+        if header.flags & (SHORT | PACKED):
+            return frame
+        if header.kind == Kind.PUSH and random.random() < 0.1:
+            packed = pack([bytes(frame[HEADER_BYTES:]), bytes(random.choice((8, 1 << 16, 1 << 20)))])
+            return bytearray(header._replace(flags=header.flags | PACKED, body=len(packed)).pack() + packed)
+        lists = random.choice((self._lists, ShortKeys()))
+        short = Short(random.random() < 0.5, random.random() < 0.5, random.random() < 0.5)
+        if header.kind == Kind.PULL:
+            return bytearray(b"".join(lists.pull(memoryview(bytes(frame)), short)))
+        return bytearray(b"".join(lists.push(memoryview(bytes(frame)), header, dict.fromkeys(self._tables, short))))
 
     def _perhaps_wrong(self, frame: bytearray, wrong: float) -> bytearray:
         while self._random.random() < wrong:

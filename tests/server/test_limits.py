@@ -21,6 +21,7 @@ from elasticps.wire.frames import (
     MAX_CONTROL_BYTES,
     MAX_LINK_BODY_BYTES,
     MAX_RANGES,
+    PACKED,
     ROUND,
     Block,
     Header,
@@ -29,6 +30,7 @@ from elasticps.wire.frames import (
     json_body,
     json_frame,
 )
+from elasticps.wire.packed import pack
 from replication.messages import Forward, Operation, OperationKind
 from replication.progress import MAX_PARTS
 from tests.server.conftest import TABLE, WORKER, Group, Run, Worker
@@ -59,7 +61,7 @@ def a_push_of_exactly(limit: int, routes: Routes) -> bytes:
     return body
 
 
-@pytest.mark.parametrize("flags", [0, ROUND], ids=["plain", "round"])
+@pytest.mark.parametrize("flags", [0, ROUND, PACKED], ids=["plain", "round", "packed"])
 def test_a_push_of_exactly_the_limit_goes_along_the_chain(run: Run, flags: int) -> None:
     async def test(group: Group) -> None:
         for name in ("a", "b"):
@@ -71,7 +73,7 @@ def test_a_push_of_exactly_the_limit_goes_along_the_chain(run: Run, flags: int) 
         body = a_push_of_exactly(MAX_BODY_BYTES, Routes(group.view))
         assert len(body) == MAX_BODY_BYTES
         header = Header(Kind.PUSH, LAST | ALL_RANGES | flags, epoch=1, clock=1, worker=WORKER, items=count(body))
-        answer, document = await asyncio.wait_for(worker.ask(header, body), 60)
+        answer, document = await asyncio.wait_for(worker.ask(header, pack([body]) if flags & PACKED else body), 60)
         assert answer.kind == Kind.OK, json_body(document)
         assert group.servers["b"].replica.seq.min() > 0
         answer, _ = await asyncio.wait_for(worker.push(group.view, "a", 2, [1, 2, 3], 1.0), 60)

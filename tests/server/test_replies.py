@@ -8,7 +8,7 @@ import numpy as np
 
 from elasticps.server.protocol.replies import RequestTicket
 from elasticps.server.protocol.request_error import RequestError
-from elasticps.wire.frames import HEADER_BYTES, Buffer, Kind, json_body, unpack_header
+from elasticps.wire.frames import HEADER_BYTES, Buffer, Kind, json_body, json_frame, unpack_header
 from replication.effects import Reply, Status
 
 
@@ -21,6 +21,9 @@ class Connection:
     def send(self, frame: Buffer) -> None:
         self.sent.append(bytes(frame))
 
+    def tell_view(self) -> None:
+        self.sent.append(json_frame(Kind.VIEW, {}))
+
 
 def test_a_refused_push_whose_range_moves_is_told_of_both() -> None:
     connection = Connection()
@@ -28,7 +31,7 @@ def test_a_refused_push_whose_range_moves_is_told_of_both() -> None:
     two = np.arange(2)
     ticket.reply(Reply(ticket, Status.COMMITTED, 2, two, two + 2))
     headers = [unpack_header(frame) for frame in connection.sent]
-    assert [(h.kind, h.request) for h in headers] == [(Kind.ERROR, 5), (Kind.PARTLY, 5)]
+    assert [(h.kind, h.request) for h in headers] == [(Kind.ERROR, 5), (Kind.PARTLY, 5), (Kind.VIEW, 0)]
     assert json_body(connection.sent[0][HEADER_BYTES:]) == {
         "code": "shape",
         "message": "the push has dim 3",

@@ -13,7 +13,7 @@ from elasticps.admin.subject import Restored, Wanted
 from elasticps.checkpoint.contents import Rows
 from elasticps.checkpoint.manifest import Manifest, WorkerEntry
 from elasticps.checkpoint.storage import Storage
-from elasticps.server.restoring import Restorer, cut_up, state_of
+from elasticps.server.restoring import PIECE_BYTES, Restorer, cut_up, state_of
 from elasticps.spec import TableSpec
 from tests.checkpoint.writer import Change, ranges_of, row, write
 
@@ -70,6 +70,20 @@ def test_rows_are_cut_by_the_ranges_that_are_here() -> None:
         assert set(where[piece.keys]) == {r}
         assert piece.rows.tobytes() == rows[piece.keys].tobytes()
     assert list(cut_up(Rows(0, keys, rows, np.zeros(1000, np.int32)), 7, np.zeros(8, np.bool_))) == []
+
+
+def test_rows_of_one_range_are_not_copied() -> None:
+    keys = np.arange(100_000)
+    keys = keys[ranges_of(7, keys.tolist(), 8) == 3]
+    rows = np.arange(len(keys) * 64, dtype=np.uint32).astype(np.uint8).reshape(len(keys), 64)
+    here = np.arange(8) == 3
+    found = list(cut_up(Rows(3, keys, rows, np.zeros(len(keys), np.int32)), 7, here))
+    assert len(found) > 1
+    assert {r for r, _ in found} == {3}
+    assert all(np.shares_memory(piece.rows, rows) and piece.nbytes <= PIECE_BYTES for _, piece in found)
+    assert np.concatenate([piece.keys for _, piece in found]).tolist() == keys.tolist()
+    assert np.concatenate([piece.rows for _, piece in found]).tobytes() == rows.tobytes()
+    assert list(cut_up(Rows(3, keys, rows, np.zeros(len(keys), np.int32)), 7, ~here)) == []
 
 
 def test_a_range_gets_the_clocks_of_the_one_that_it_was() -> None:

@@ -35,11 +35,12 @@ class Loop:
     def time(self) -> float:
         return self.now
 
-    def call_at(self, at: float, call: Callable[..., None], *arguments: Any) -> None:
+    def call_at(self, at: float, call: Callable[..., None], *arguments: Any) -> object:
         self.calls.append((at, lambda: call(*arguments)))
+        return self.calls[-1]
 
-    def call_later(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
-        self.call_at(self.now + delay_s, call, *arguments)
+    def call_later(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> object:
+        return self.call_at(self.now + delay_s, call, *arguments)
 
 
 class Tail:
@@ -102,6 +103,20 @@ def test_the_last_piece_counts_as_well_until_the_joiner_has_all() -> None:
     tail.run(1)
     tail.filling = None
     assert not tail.run(STALLED_S + 1)
+
+
+def test_one_range_is_sent_after_another_but_last_pieces_after_all_others() -> None:
+    tail = Tail()
+    for r in range(P):
+        tail.snapshots.start(SnapshotRange(B, r, 3, r))
+    while sum(last for _, last in tail.delivered) < P:
+        tail.run(0.1)
+        serial, _ = tail.delivered[-1]
+        tail.snapshots.next(NextChunk(B, serial, serial))
+    *others, first, second = tail.delivered
+    assert (first, second) == ((0, True), (1, True))
+    assert others == sorted(others)
+    assert {serial for serial, _ in others} == {0, 1}
 
 
 def test_one_that_reads_nothing_is_told_of() -> None:

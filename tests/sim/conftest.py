@@ -25,9 +25,9 @@ def cluster() -> Iterator[Cluster]:
         found.end()
 
 
-def wait_for(cluster: Cluster, what: Callable[[], bool]) -> None:
+def wait_for(cluster: Cluster, what: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
     """Lets time pass until it is so."""
-    until = cluster.clock.now + PATIENCE_S
+    until = cluster.clock.now + patience_s
     while not what():
         assert cluster.clock.now < until
         cluster.clock.run(cluster.clock.now + 0.01)

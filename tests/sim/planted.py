@@ -16,6 +16,7 @@ from tests.sim import planted_cuts as cuts
 from tests.sim import planted_kept as kept
 from tests.sim import planted_rounds as rounds
 from tests.sim import planted_shell as shell
+from tests.sim import planted_short as short
 from tests.sim.planting import Patch
 
 STORIES = 50
@@ -115,6 +116,7 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     shell.let_a_frame_between_replicas_be_no_larger_than_a_worker_s: ("tight", "free", 5),
     shell.reply_before_the_log_holds_the_entry: ("limps", "free", 0),
     shell.serve_pulls_of_any_epoch: ("moves", "free", 0),
+    shell.look_at_an_answer_that_must_wait: ("levels", "free", 0),
     shell.let_a_worker_that_has_left_hold_others_back: ("ghosts", "bounded", 0),
     shell.let_a_view_that_comes_late_count_again: ("tangles", "free", 4),
     cuts.hold_before_the_last_step_is_committed: ("partitions", "free", 2),
@@ -128,6 +130,9 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     cuts.wait_for_no_workers: ("partitions", "free", 4),
     cuts.judge_but_one_range: ("calm", "free", 0),
     cuts.take_a_worker_that_was_left_out_for_whole: ("ghosts", "free", 0),
+    short.name_lists_that_went_with_a_connection: ("flaps", "free", 0),
+    short.name_lists_that_others_were_written_over: ("calm", "free", 0),
+    short.keep_lists_of_all_connections_in_one_place: ("calm", "free", 0),
     cuts.take_an_open_round_for_a_closed_one: ("calm", "rounds", 0),
     cuts.tell_nobody_that_a_round_has_begun: ("calm", "rounds", 1),
 }
@@ -162,7 +167,7 @@ ALONE: dict[Patch, tuple[str, str]] = {
 def kind_of(plant: Patch) -> Kind:
     """Of the stories that have to find it."""
     flavour, training, _ = PLANTED[plant]
-    return Kind(flavour, training, cuts=plant.__module__ == cuts.__name__)
+    return Kind(flavour, training, plant.__module__ == cuts.__name__, plant.__module__ == short.__name__)
 
 
 def find(plant: Patch, stories: int = STORIES) -> Result | None:

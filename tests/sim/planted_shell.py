@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from coordinator.view import View
+from elasticps.metrics.timing import TimedConnection
 from elasticps.server import connection, news, pulls
 from elasticps.server.connection import Connection
 from elasticps.server.fast import layout as at
@@ -63,6 +64,15 @@ def receive_over_what_the_log_keeps(patch: pytest.MonkeyPatch) -> None:
 
     handle = FastPath.received
     patch.setattr(FastPath, "received", received)
+
+
+def look_at_an_answer_that_must_wait(patch: pytest.MonkeyPatch) -> None:
+    def watched(self: TimedConnection, chunks: Any) -> Any:
+        for chunk in chunks:
+            yield chunk
+            self._answered(chunk[0])
+
+    patch.setattr(TimedConnection, "_watched", watched)
 
 
 # --- what is compiled beside Python ---------------------------------------------------------------------------------

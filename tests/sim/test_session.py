@@ -5,7 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elasticps.client.protocol.session import Ask, Committed, Effect, Fenced, Frame, NeedView, Session, resume
+from elasticps.client.protocol.session import (
+    ASKED_BYTES,
+    Ask,
+    Committed,
+    Effect,
+    Fenced,
+    Frame,
+    NeedView,
+    Session,
+    resume,
+)
 from replication.chain import Chains, Member, Ranges
 from replication.effects import Status
 from replication.progress import MAX_PARTS
@@ -27,8 +37,9 @@ def _connected(window: int = 3) -> tuple[Session, Chains]:
 class Rows:
     """A part that has rows in some ranges."""
 
-    def __init__(self, *having: int) -> None:
+    def __init__(self, *having: int, nbytes: int = ASKED_BYTES) -> None:
         self.having = having
+        self.nbytes = nbytes
 
     def touches(self, ranges: Ranges) -> bool:
         return bool(np.isin(ranges, self.having).any())
@@ -166,6 +177,28 @@ def test_a_new_head_is_asked_first_and_then_gets_what_it_lacks_in_clock_order() 
     assert [e for e in effects if isinstance(e, Committed)] == [Committed(1)]
     assert _frames(list(effects)) == [(B, 2, 0, True), (B, 3, 0, False)]
     assert session.clocks(ask.ask, Status.COMMITTED, 2, ranges, applied, applied) == []
+
+
+def test_a_new_head_is_sent_what_little_may_be_lacking_at_once() -> None:
+    session, view = _connected()
+    first, _ = session.push(Rows(*range(P), nbytes=1))
+    assert isinstance(first, Frame)
+    assert _committed(session, view, first) == []
+    session.push(Rows(*range(P), nbytes=1), last=False)
+    decision = plan_failover(view, {A}, {})
+    assert decision is not None
+    session.disconnected(A)
+    effects = session.adopt(decision.chains)
+    assert _frames(list(effects)) == [(B, 1, 0, False), (B, 2, 0, False)]
+    step, part = (e for e in effects if isinstance(e, Frame))
+    assert step.ranges is not None
+    assert sorted(step.ranges.tolist()) == sorted(view.headed_by(view.index(B)).tolist()), "A had committed the others"
+    assert part.ranges is None
+    (last,) = session.push(Rows(nbytes=1))
+    assert isinstance(last, Frame)
+    assert (last.clock, last.first, last.part) == (2, 1, 1)
+    assert session.reply(step.frame, Status.COMMITTED, 2, None, NONE) == [Committed(1)]
+    assert session.reply(last.frame, Status.COMMITTED, 2, None, NONE) == [Committed(2)]
 
 
 def test_a_head_that_has_forgotten_a_committed_step_is_not_sent_it_again() -> None:

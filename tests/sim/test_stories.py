@@ -12,7 +12,7 @@ from chaos.sim.run import run
 from chaos.sim.story import ANY, FLAVOURS, TRAININGS, tell
 from tests.sim.planted import PLANTED, kind_of
 
-ORDINARY = 76
+ORDINARY = 40
 STORIES = [(ANY, seed) for seed in range(ORDINARY)]
 STORIES += sorted({(kind_of(plant), seed) for plant, (*_, seed) in PLANTED.items()})
 """Those that find bugs must keep every promise where there is none."""
@@ -33,7 +33,7 @@ def test_the_stories_have_all_flavours_and_all_kinds_of_training() -> None:
     assert {app.kind for story in stories for app in story.apps} == set(TRAININGS)
 
 
-@pytest.mark.parametrize("seed", [1, 12])
+@pytest.mark.parametrize("seed", [12])
 def test_a_seed_gives_the_same_trace_in_every_process(seed: int) -> None:
     program = f"from chaos.sim.run import run; print(*run({seed}, trace=True).trace, sep='\\n')"
     traces = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from elasticps.errors import SpecError
-from elasticps.filters import GROUP, KINDS, BFloat16, Filter, Float16, Int8
+from elasticps.filters import GROUP, BFloat16, Filter, Float16, Int8, RandomK, Threshold, TopK
 from elasticps.spec import SGD, TableSpec
-from elasticps.store.codec import BFLOAT16, FLOAT16, INT8, NONE, PYTHON, Codec
+from elasticps.store.codec import BFLOAT16, FLOAT16, INT8, NONE, Codec, decode_rows
 
 Floats = NDArray[np.float32]
 WRONG: Any = "wrong"
@@ -104,7 +105,64 @@ def test_what_is_coded_stays_the_same_when_it_is_coded_again(rows: Floats, filte
     assert np.allclose(through(filters, once), once, rtol=1e-6, atol=0)
 
 
-@given(rows_of(usual), st.sampled_from([[BFloat16()], [Float16()], [Int8()]]))
+@given(rows_of(usual), st.sampled_from([0.01, 0.3, 1.0]), st.sampled_from([[], [Int8()], [BFloat16()]]))
+def test_top_k_keeps_the_largest_of_each_row_and_what_follows_codes_those(
+    rows: Floats, fraction: float, more: list[Filter]
+) -> None:
+    found, k = through([TopK(fraction), *more], rows), max(1, math.ceil(fraction * rows.shape[1]))
+    for row, got in zip(rows, found, strict=True):
+        large = sorted(np.abs(row).tolist(), reverse=True)
+        chosen = np.flatnonzero(got)
+        assert len(chosen) <= k
+        if not more:
+            assert (got[chosen] == row[chosen]).all()
+            assert sorted(np.abs(got).tolist(), reverse=True)[:k] == large[:k]
+        else:
+            assert np.abs(got[chosen] - row[chosen]).max(initial=0) <= large[0] / 200
+
+
+@pytest.mark.parametrize("dim", [1, 10, 777])
+def test_random_k_draws_each_float_as_often_and_the_sum_is_right_on_average(dim: int) -> None:
+    rows = np.random.default_rng(2).uniform(1, 2, (4000, dim)).astype(np.float32)
+    found, k = through([RandomK(0.1, seed=5)], rows), max(1, math.ceil(0.1 * dim))
+    chosen = found != 0
+    assert (found[chosen] == rows[chosen]).all()
+    assert (chosen.sum(axis=1) == k).all()
+    assert np.abs(chosen.mean(axis=0) * dim / k - 1).max() < 0.5
+    assert (through([RandomK(0.1, seed=5)], rows) == found).all()
+    scaled = through([RandomK(0.1, feedback=False)], rows)
+    assert scaled.mean() == pytest.approx(rows.mean(), rel=0.02)
+    if dim > 1:
+        assert (through([RandomK(0.1, seed=6)], rows) != found).any()
+
+
+@given(rows_of(usual), st.sampled_from([0.0, 1.0, 50.0]))
+def test_a_threshold_leaves_out_what_is_below(rows: Floats, value: float) -> None:
+    assert same(through([Threshold(value)], rows), np.where(np.abs(rows) >= value, rows, np.float32(0)))
+
+
+@pytest.mark.parametrize("filters", [[TopK(0.2)], [RandomK(0.2)], [Threshold(2), TopK(0.2), BFloat16()]])
+def test_sparse_filters_hand_on_that_a_row_is_not_finite(filters: list[Filter]) -> None:
+    found = through(filters, np.array([[1, np.nan, 3, 4, 5], [1, 2, 3, -np.inf, 5], [1, 2, 3, 4, 5]], np.float32))
+    assert np.isfinite(found).all(axis=1).tolist() == [False, False, True]
+
+
+LISTS = [[TopK(0.3)], [TopK(0.6), Int8()], [RandomK(0.4)], [RandomK(0.4), Float16()], [Threshold(1), TopK(0.5), Int8()]]
+
+
+@given(st.binary(min_size=8 * 4, max_size=8 * 4), st.sampled_from([*LISTS, [Int8()], [Threshold(1)], [TopK(1)]]))
+def test_whatever_was_sent_can_be_decoded_and_the_compiled_path_does_the_same(sent: bytes, filters: Any) -> None:
+    dim = 8 if Threshold(1) in filters[:1] else 5
+    codec = Codec(filters, dim)
+    assert codec.words <= 8
+    coded = np.frombuffer(sent, np.float32)[: 8 // codec.words * codec.words].reshape(-1, codec.words).copy()
+    found, compiled = codec.decode(coded), np.full((len(coded), dim), np.float32(7))
+    decode_rows(codec.code, coded.ctypes.data, len(coded), dim, compiled.ctypes.data, codec.words)
+    assert found.shape == (len(coded), dim)
+    assert same(found, compiled)
+
+
+@given(rows_of(usual), st.sampled_from([[BFloat16()], [Float16()], [Int8()], *LISTS]))
 def test_rows_are_coded_each_by_itself(rows: Floats, filters: list[Filter]) -> None:
     codec = Codec(filters, rows.shape[1])
     whole = codec.encode(rows)
@@ -123,12 +181,21 @@ def test_without_filters_nothing_is_copied() -> None:
 
 @pytest.mark.parametrize(
     ("filters", "dim", "words", "code"),
-    [([BFloat16()], 5, 3, BFLOAT16), ([Float16()], 4, 2, FLOAT16), ([Int8()], 257, 2 + 65, INT8)],
+    [
+        ([BFloat16()], 5, 3, BFLOAT16),
+        ([Float16()], 4, 2, FLOAT16),
+        ([Int8()], 257, 2 + 65, INT8),
+        ([TopK(0.01)], 500, 3 + 5, None),
+        ([TopK(0.01), Int8()], 500, 3 + 1 + 2, None),
+        ([RandomK(0.01), Int8()], 500, 1 + 1 + 2, None),
+        ([Threshold(0.1), TopK(0.01)], 500, 3 + 5, None),
+        ([TopK(0.07)], 100, 4 + 7, None),
+    ],
 )
-def test_what_a_row_takes(filters: list[Filter], dim: int, words: int, code: int) -> None:
+def test_what_a_row_takes(filters: list[Filter], dim: int, words: int, code: int | None) -> None:
     codec = Codec(filters, dim)
-    assert (codec.words, codec.code) == (words, code)
-    assert code != PYTHON
+    assert codec.words == words
+    assert codec.code > INT8 if code is None else codec.code == code
 
 
 # --- in a table's spec ------------------------------------------------------------------------------------------------
@@ -168,10 +235,32 @@ def test_what_cannot_follow_each_other_is_refused(filters: Any, words: str) -> N
         TableSpec("t", 4, SGD(0.1), pull=filters)
 
 
-@pytest.mark.parametrize("kind", list(KINDS.values()))
-def test_feedback_is_yes_or_no(kind: Any) -> None:
-    with pytest.raises(SpecError, match="feedback must be True or False"):
-        kind(feedback=WRONG)
+def test_what_only_suits_gradients_is_refused_for_rows_that_are_read() -> None:
+    with pytest.raises(SpecError, match=r"pull: TopK.* is for pushes"):
+        TableSpec("t", 4, SGD(0.1), pull=[TopK(0.1)])
+    with pytest.raises(SpecError, match="leaves nothing for TopK"):
+        TableSpec("t", 4, SGD(0.1), push=[Int8(), TopK(0.1)])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Int8(feedback=WRONG), "feedback must be True or False"),
+        (lambda: BFloat16(feedback=WRONG), "feedback must be True or False"),
+        (lambda: Float16(feedback=WRONG), "feedback must be True or False"),
+        (lambda: TopK(0.5, feedback=WRONG), "feedback must be True or False"),
+        (lambda: Threshold(0.5, feedback=WRONG), "feedback must be True or False"),
+        (lambda: TopK(0), "above 0 and at most 1"),
+        (lambda: RandomK(1.5), "above 0 and at most 1"),
+        (lambda: RandomK(0.5, seed=-1), "RandomK.seed must be from 0"),
+        (lambda: TopK(math.nan), "TopK.fraction"),
+        (lambda: Threshold(-1), "Threshold.value"),
+        (lambda: TopK(WRONG), "must be a number"),
+    ],
+)
+def test_what_a_filter_is_made_of_is_checked(make: Callable[[], Filter], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        make()
 
 
 def test_a_filter_that_is_not_known_here_is_refused_by_name() -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from elasticps import spec
+from elasticps.errors import SpecError
 from elasticps.spec import TableSpec
-from elasticps.store import Table
+from elasticps.store import Table, register_filter
+from elasticps.store.codec import Codec
 
 PAGE = Path(__file__).parents[2] / "docs" / "custom.md"
 KEYS, DIM = np.arange(8), 5
@@ -40,6 +42,37 @@ class Lion(torch.optim.Optimizer):
 def _registered() -> None:
     module = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[0]
     exec(compile(module, "my_optimizers.py", "exec"), {})
+
+
+def test_the_pages_filter_sends_a_bit_of_each_float() -> None:
+    module = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[2]
+    exec(compile(module, "my_filters.py", "exec"), {})
+    signs = spec.CustomFilter("signs", bits=1, row_words=1, feedback=True)
+    rows = np.random.default_rng(1).normal(size=(6, 70)).astype(np.float32)
+    for codec, left in ((Codec([signs], 70), 70), (Codec([spec.TopK(0.5), signs], 70), 35)):
+        found = codec.decode(codec.encode(rows))
+        kept = np.where(found != 0, rows, np.float32(0))
+        assert ((found != 0).sum(axis=1) == left).all()
+        assert (np.sign(found) == np.sign(kept)).all()
+        assert np.allclose(np.abs(found).max(axis=1), np.abs(kept).sum(axis=1) / (found != 0).sum(axis=1))
+    assert Codec([signs], 64).words == 3
+
+
+def test_a_filter_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"no filter is registered as 'unheard'.*register_filter"):
+        Table(TableSpec("t", DIM, spec.SGD(0.1), push=[spec.CustomFilter("unheard", bits=1)]), 3, 8)
+    with pytest.raises(SpecError, match="does not compile"):
+        register_filter("broken", lambda x, words, c: x.nothing, lambda words, x, c: None)
+    register_filter("mine", _nothing, _nothing)
+    register_filter("mine", _nothing, _nothing)
+    with pytest.raises(SpecError, match="another filter is already registered as 'mine'"):
+        register_filter("mine", _nothing, lambda words, x, c: None)
+    with pytest.raises(SpecError, match="bits or row_words"):
+        spec.CustomFilter("mine")
+
+
+def _nothing(source: Any, target: Any, c: Any) -> None:
+    pass
 
 
 @pytest.mark.usefixtures("_registered")

@@ -31,6 +31,7 @@ class Lasting:
     def on_write(self, view: View) -> None:
         """A view was written."""
         self._view = view
+        self._acked[view.anew == view.epoch] = 0  # nobody is left who has it
         self._levels = {level: tail for level, tail in self._levels.items() if view.since[level.range] == level.fill}
         self._check_acknowledged()
 

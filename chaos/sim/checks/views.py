@@ -48,7 +48,8 @@ class Views:
             raise Violation("views", f"epoch {view.epoch} follows epoch {before.epoch}")
         new, old = view.as_chains, before.as_chains
         # Whether joiners were level when they were promoted is for `Lasting` to see.
-        if unlawful := unsafe_transition(old, new, dict(enumerate(old.since.tolist()))):
+        ended = {member for member in old.members if not self._alive(member)}
+        if unlawful := unsafe_transition(old, new, dict(enumerate(old.since.tolist())), ended):
             raise Violation("the law of chains", f"epoch {new.epoch}: {unlawful}")
         for r in range(new.ranges):
             if new.since[r] != new.epoch:

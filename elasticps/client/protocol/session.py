@@ -8,7 +8,9 @@ by a reply or by an answer to Ask that names it committed (applied is not enough
 new, was cut off, or refused a frame is asked for the worker's clocks first, and gets everything outstanding that it
 lacks in clock order before any new step. Frames in flight to such a head are forgotten: what they named under the old
 view may not be what it heads now. What comes twice is recognised by its clock; what is sent again is byte for byte the
-first send, because contents belong to the session and never change.
+first send, because contents belong to the session and never change. So a view may also have everything outstanding sent
+again to its new heads at once, in clock order, where it is so little that the question would take longer: they lack
+nothing before it, for that is committed, which all replicas have. Not where ranges begin anew.
 """
 
 from __future__ import annotations
@@ -23,9 +25,15 @@ from replication.chain import Chains, Member, Ranges
 from replication.effects import Status
 from replication.progress import MAX_PARTS, PART_BITS, Progress, after_part, touched_clock
 
+ASKED_BYTES = 256 << 10  # with so much outstanding a new head is asked what it has
+
 
 class Content(Protocol):
     """What a part of a step carries; the shell cuts it per head. It must not change once it is pushed."""
+
+    @property
+    def nbytes(self) -> int:
+        """About so many are sent for all heads."""
 
     def touches(self, ranges: Ranges) -> bool:
         """Whether it holds anything for these ranges. It may say yes where it does not, never the reverse."""
@@ -246,8 +254,12 @@ class Session:
         for member, head in before.items():
             if heads.get(member) is not head:
                 self._forget(member)
+        contents = (part for step in self._steps.values() for part in step.parts)
+        again = not anew.any() and sum(part.nbytes for part in contents) < ASKED_BYTES
         for member, head in heads.items():
-            if not head.ready:
+            if again and not head.ready and member in self._connected:
+                self._send_again(member, head, out)
+            elif not head.ready:
                 self._begin(member, head, out)
         return out
 
@@ -301,6 +313,15 @@ class Session:
         self._number += 1
         head.ask = self._number
         out.append(Ask(member, head.ask, self.epoch))
+
+    def _send_again(self, member: Member, head: _Head, out: list[Effect]) -> None:
+        """Sends a head all that is outstanding, but for what is known to be committed."""
+        for clock, step in self._steps.items():
+            lacks = head.order[~step.by_range(self._ranges)[head.order]]
+            ranges = None if lacks.shape[0] == head.order.shape[0] else lacks
+            for part in range(len(step.parts) if lacks.shape[0] else 0):
+                self._send(member, clock, part, part, ranges, step.parts[part], out)
+        head.ready, head.part = True, self.parts
 
     # -- answers ----------------------------------------------------------------------------------------------------
 

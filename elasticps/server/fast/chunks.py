@@ -7,10 +7,12 @@ gives anything back.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections import deque
 
 import numpy as np
+from numpy.typing import NDArray
 
 from elasticps.wire.pool import UNUSED, Bytes
 
@@ -83,3 +85,10 @@ def size_for(needed: int) -> int:
 
 
 _NONE: Bytes = np.empty(0, np.uint8)
+
+
+def int64_at(address: int, n: int) -> NDArray[np.int64]:
+    """int64 [n] at an address."""
+    if not n:
+        return np.empty(0, np.int64)
+    return np.ctypeslib.as_array((ctypes.c_int64 * n).from_address(address))

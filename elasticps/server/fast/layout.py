@@ -17,6 +17,12 @@ PAUSED = 5  # the peer reads nothing: neither do we
 ROOM = 6  # the connection's chunk cannot hold the frame that has begun: H_INFO bytes are needed
 TURN = 8  # H_TURN bytes were handled: others have their turn
 KEEP = 12  # H_SIZE rows of the table of block H_INFO may have to be kept aside: there must be room
+LISTS = 13  # a connection needs memory for lists of keys
+PACKED_BODY = 15  # the frame at the front has to be unpacked
+UNREADABLE = 14  # what stands for keys in the frame at the front
+WIDER = 16  # as ROOM, for a frame that is larger than it came
+LEFT = 17  # the same, and nothing more is read of the connection: it stays as it came
+
 GROW = 7  # the arena, the segments or the scratch rows are too small: H_INFO says which, H_SIZE how much
 
 # What `sockets.turn` ends with besides.
@@ -167,8 +173,10 @@ T_REPORTED = 32  # it has been reported level
     C_FD,  # -1: only Python receives and sends
     C_QUEUED,  # Python has bytes that go first
     C_HEARD,  # nanoseconds of the monotonic clock, when bytes came last
+    C_FULL,  # nothing more is read
+    C_LISTS,  # int64 [LIST_KEYS]: keys that the worker has had kept, 0 as long as there are none
     CONNECTION,
-) = range(22)
+) = range(24)
 ROLE_OTHER, ROLE_WORKER, ROLE_PEER = 0, 1, 2
 
 # Of a frame in the log.

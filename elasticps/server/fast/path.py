@@ -6,7 +6,6 @@ store, the roster and the connections.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -15,41 +14,29 @@ from numpy.typing import NDArray
 
 from elasticps.server import fatal
 from elasticps.server.fast import layout as at
-from elasticps.server.fast.chunks import Chunks, size_for
+from elasticps.server.fast.chunks import Chunks, int64_at, size_for
 from elasticps.server.fast.outbox import Outbox
 from elasticps.server.fast.receive import consume, warm
+from elasticps.server.fast.receiver import Receiver
 from elasticps.server.fast.rows import UPDATES
 from elasticps.server.fast.shared import Shared
 from elasticps.server.fast.young import YoungEntries, YoungLog
 from elasticps.server.protocol import reads
-from elasticps.server.protocol.asker import Asker
 from elasticps.server.protocol.operations import positions_of
 from elasticps.store import Store
-from elasticps.wire.frames import HEADER_BYTES, Header, unpack_header
+from elasticps.wire.frames import HEADER_BYTES, FrameError, unpack_header
+from elasticps.wire.keys import LIST_KEYS
+from elasticps.wire.packed import unpack_first
 from elasticps.wire.pool import Bytes
 from replication.chain import Member, Ranges
 from replication.replica import Replica
 
 KEPT_SHARE = 4  # of what the log may have: received chunks that are kept for the next bytes
 TURN_BYTES = 1 << 20  # of one connection, then others have their turn: about a millisecond
-
-
 FIRST_CONNECTIONS = 64
 SEGMENTS = 12288
 ROWS = 1 << 14
 BIG = np.iinfo(np.int64).max
-
-
-class Receiver(Asker, Protocol):
-    """A connection, as far as its bytes are concerned. slot: where the path has it."""
-
-    slot: int
-
-    def frame(self, header: Header, body: Bytes, answered: int) -> None:
-        """One frame that is not usual. `answered`: of a pull, the rows that have been sent."""
-
-    def rest(self) -> None:
-        """Others have their turn."""
 
 
 class Observer(Protocol):
@@ -74,6 +61,7 @@ class FastPath:
         self.h, self._fields = shared.h, shared.fields
         self.chunks = Chunks(budget_bytes // KEPT_SHARE)
         self._slots: list[Receiver | None] = []
+        self._lists: dict[int, NDArray[np.int64]] = {}  # of keys, by connection
         self._changed = self._served = 0
         self.turn_bytes = TURN_BYTES
         self.observer: Observer | None = None
@@ -339,6 +327,7 @@ class FastPath:
         row = self.connections[slot]
         row[at.C_SERIAL] += 1
         row[at.C_ROLE], row[at.C_PEER] = at.ROLE_OTHER, -1
+        self._lists.pop(slot, None)
         self.chunks.give_up(int(row[at.C_CHUNK]))
         self._slots[slot] = None
 
@@ -360,11 +349,24 @@ class FastPath:
         if not self.chunks.pinned(old) and row[at.C_PINNED]:
             row[at.C_PINNED] = 0  # no longer: then it may do
             return
-        chunk = self.chunks.take(size_for(max(needed, end - start)))
-        self.chunks.arrays[chunk][: end - start] = self.chunks.arrays[old][start:end]
+        self._take_chunk(slot, [self.chunks.arrays[old][start:end]], needed)
+
+    def _take_chunk(self, slot: int, pieces: list[Bytes], needed: int = 0) -> None:
+        """Another chunk for a connection, with these bytes at its front."""
+        old, size = int(self.connections[slot, at.C_CHUNK]), sum(map(len, pieces))
+        chunk = self.chunks.take(size_for(max(needed, size)))
+        np.concatenate(pieces, out=self.chunks.arrays[chunk][:size])
         self._attach(slot, chunk)
-        self.connections[slot, at.C_END] = end - start
+        self.connections[slot, at.C_END] = size
         self.chunks.give_up(old)
+
+    def _unpack(self, slot: int) -> None:
+        """The frame at the front is to be as it was before it was packed."""
+        row = self.connections[slot]
+        received = self.chunks.arrays[row[at.C_CHUNK]][row[at.C_START] : row[at.C_END]]
+        pieces = unpack_first(received, int(row[at.C_LIMIT]))
+        self._fields[at.H_INFO] = sum(map(len, pieces))
+        self._take_chunk(slot, pieces)
 
     # --- frames -----------------------------------------------------------------------------------------------------
 
@@ -382,6 +384,7 @@ class FastPath:
     def go_on(self, connection: Receiver, reason: int) -> None:
         """Does what the compiled code stopped for, until nothing more can be done for a connection."""
         h, f, slot = self.h, self._fields, connection.slot
+        made = 0  # bytes of frames that are larger than they came: they take time as if they had come so
         while True:
             if f[at.H_SEGMENT_COUNT]:
                 self._outbox.flush()
@@ -391,6 +394,11 @@ class FastPath:
                 break
             if not self._act(reason, connection) or self._slots[slot] is not connection:
                 break
+            if reason in (at.PACKED_BODY, at.WIDER):
+                made += f[at.H_INFO]
+                if made > self.turn_bytes:
+                    connection.rest()
+                    break
             reason = consume(h, slot, 0)
 
     def left_over(self, reason: int) -> Receiver | None:
@@ -420,8 +428,15 @@ class FastPath:
             return self._slow_frame(connection)
         if reason == at.FLUSH:
             f[at.H_ARENA_USED] = 0  # it has been
-        elif reason == at.ROOM:
+        elif reason in (at.ROOM, at.WIDER):
             self._replace_chunk(connection.slot, f[at.H_INFO])
+        elif reason == at.LISTS:
+            lists = self._lists[connection.slot] = np.zeros(LIST_KEYS, np.int64)  # the system gives what is used of it
+            self.connections[connection.slot, at.C_LISTS] = lists.ctypes.data
+        elif reason == at.PACKED_BODY:
+            self._unpack(connection.slot)
+        elif reason == at.UNREADABLE:
+            raise FrameError("a frame has keys that cannot be read")
         elif reason == at.ROWS_MISSING:
             self._make_rows(f[at.H_INFO])
         elif reason == at.KEEP:
@@ -431,10 +446,15 @@ class FastPath:
         elif reason == at.TURN:
             connection.rest()
             return False
+        elif reason == at.LEFT:
+            connection.leave()
+            return False
         elif reason == at.PAUSED:
             return False  # `received` is called again when the peer reads on
-        else:
-            self._raise_what_is_wrong(connection.slot)
+        else:  # the bytes at the front are no frame, which raises
+            row = self.connections[connection.slot]
+            unpack_header(self.chunks.arrays[row[at.C_CHUNK]].data, int(row[at.C_START]), int(row[at.C_LIMIT]))
+            raise AssertionError("a frame that only the compiled path took for none")
         return True
 
     def _slow_frame(self, connection: Receiver) -> bool:
@@ -456,20 +476,13 @@ class FastPath:
             self.connections[connection.slot, at.C_PINNED] = 1
         return True
 
-    def _raise_what_is_wrong(self, slot: int) -> None:
-        """FrameError: the bytes at the front are no frame."""
-        row = self.connections[slot]
-        array = self.chunks.arrays[row[at.C_CHUNK]]
-        unpack_header(array.data, int(row[at.C_START]), int(row[at.C_LIMIT]))
-        raise AssertionError("a frame that only the compiled path took for none")
-
     def _make_rows(self, block: int) -> None:
         """Makes the rows of a block, for which there was no memory."""
         b = self._blocks[block]
         table = self.store.live[int(b[at.B_TABLE])]
         first, n = int(b[at.B_FIRST]), int(b[at.B_ROWS])
         try:
-            self.room -= table.make_rows(_at_address(int(b[at.B_KEYS_AT]), n), self._rows[first : first + n])
+            self.room -= table.make_rows(int64_at(int(b[at.B_KEYS_AT]), n), self._rows[first : first + n])
         except Exception as error:  # some are made, and of a push that the others may have
             fatal.end(self.replica.me, error)
 
@@ -490,9 +503,3 @@ class FastPath:
 
 
 _NOTHING: Bytes = np.empty(0, np.uint8)
-
-
-def _at_address(address: int, n: int) -> NDArray[np.int64]:
-    if not n:
-        return np.empty(0, np.int64)
-    return np.ctypeslib.as_array((ctypes.c_int64 * n).from_address(address))

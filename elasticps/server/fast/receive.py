@@ -16,6 +16,7 @@ from elasticps.server.fast.layout import (
     C_BYTES,
     C_CHUNK,
     C_END,
+    C_FULL,
     C_LIMIT,
     C_PAUSED,
     C_PINNED,
@@ -31,6 +32,8 @@ from elasticps.server.fast.layout import (
     H_INFO,
     H_REFS,
     H_TURN,
+    LEFT,
+    PACKED_BODY,
     PAUSED,
     READ_ROOM_BYTES,
     ROLE_PEER,
@@ -39,11 +42,12 @@ from elasticps.server.fast.layout import (
     SLOW,
     TURN,
 )
-from elasticps.server.fast.memory import load8, load64, move, words
+from elasticps.server.fast.memory import load8, load16, load64, move, words
 from elasticps.server.fast.operations import acknowledgement, forward, push
 from elasticps.server.fast.reads import pull
+from elasticps.server.fast.short_keys import write_out
 from elasticps.store.native import kernel
-from elasticps.wire.frames import Kind
+from elasticps.wire.frames import PACKED, SHORT, Kind
 
 PUSH, PULL, FORWARD, ACK = int(Kind.PUSH), int(Kind.PULL), int(Kind.FORWARD), int(Kind.ACK)
 MAGIC_BITS = (1 << 40) - 1
@@ -102,6 +106,17 @@ def _consume(h, c, received):
         role = conn[C_ROLE]
         if conn[C_PAUSED] and role == ROLE_WORKER:
             return PAUSED
+        if load16(at + 6) & (SHORT | PACKED) and role == ROLE_WORKER:
+            kind = load8(at + 5)
+            if conn[C_FULL]:
+                return LEFT
+            if kind == PUSH and load16(at + 6) & PACKED:
+                return PACKED_BODY
+            if load16(at + 6) & SHORT and kind in (PUSH, PULL):
+                reason = write_out(h, conn, at)
+                if reason:
+                    return reason
+                body = load64(at + 8)
         if h[H_ARENA_USED] > ARENA_HIGH_BYTES:
             return FLUSH
         if handled > h[H_TURN]:

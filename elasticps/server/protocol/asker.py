@@ -36,6 +36,9 @@ class Asker(Protocol):
     def go_on(self) -> None:
         """Asks the answers that had to wait whether they still have to."""
 
+    def fail(self, error: Exception) -> None:
+        """Ends this connection because of an exception that is none of the peer's doing."""
+
     def tell_view(self) -> None:
         """Sends the view, once per connection and epoch."""
 

@@ -29,6 +29,7 @@ class RequestTicket:
             if self.refusal is not None:  # where the ranges are now, nobody knows of it
                 self._tell(self.refusal.document | {"partly": True}, reply.epoch)
             self.connection.send(partly_frame(self.request, reply.epoch, reply.committed, reply.moved))
+            self.connection.tell_view()
         elif self.refusal is not None:
             self._tell(self.refusal.document, reply.epoch)
         else:

@@ -84,7 +84,7 @@ class Scan:
             for r in self.ranges:
                 deleted = self._deleted[number]
                 full, keys = r in deleted.whole, deleted.keys.get(r, NO_KEYS)
-                part, listed = 0, None
+                part, listed, before_range = 0, None, self.scanned
                 while (kept := self._kept(table, r)) is not None:
                     listed = listed or kept.list_range(r, 0 if full else self.mark.since)
                     if part == kept.parts:
@@ -101,6 +101,7 @@ class Scan:
                     self.scanned += len(listed.keys_of(part, end))
                     part, keys = end, NO_KEYS
                     yield None
+                self.scanned = before_range + table.count_range(r)  # rows that are older than an increment, too
             if file is not None and not table.dropped:
                 yield Finished(number, files, file)
             table.keep(None)

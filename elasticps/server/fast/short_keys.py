@@ -1,0 +1,203 @@
+"""Keys that a worker has shortened, written out where they lie: what comes after knows whole frames only.
+
+The word that stands before them says how (`elasticps.wire.keys`). Lists that are named by their place lie in memory of
+the connection, which the worker alone divides: it ends with the connection, and no name outlives it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from elasticps.server.fast.frames import HEADER
+from elasticps.server.fast.layout import (
+    BLOCK,
+    BLOCKS,
+    C_ADDRESS,
+    C_BYTES,
+    C_END,
+    C_LIMIT,
+    C_LISTS,
+    C_START,
+    DONE,
+    H_BLOCKS,
+    H_INFO,
+    LISTS,
+    UNREADABLE,
+    WIDER,
+)
+from elasticps.server.fast.memory import load8, load16, load32, load64, move, store64
+from elasticps.store.native import kernel
+from elasticps.wire.frames import ALL_RANGES, MAX_DIM, SHORT, Kind
+from elasticps.wire.keys import DELTA, KEEP, KNOWN, LIST_KEYS
+
+PULL = int(Kind.PULL)
+B_AT, B_SAID, B_KEYS_BYTES, B_STOP, B_N = range(5)  # of a block, in the memory of `read_blocks`
+
+
+@kernel
+def keys_bytes(said, n):
+    """What n keys take on the wire; -1 if that cannot be."""
+    how, place, coded = said & 0xFF, said >> 8 & 0xFFFFFF, said >> 32 & 0xFFFFFFFF
+    if how & (KEEP | KNOWN) and place + n > LIST_KEYS:
+        return -1
+    if how == KNOWN:
+        return 0
+    if how == KEEP:
+        return 8 * n
+    if how & ~KEEP == DELTA and coded <= 8 * n:
+        return (coded + 7) & ~7
+    return -1
+
+
+@kernel
+def write_keys(lists, said, source, n, target):
+    """Writes n keys to `target`, at or below which they stand at `source`; False if they cannot be read."""
+    how, coded = said & 0xFF, said >> 32 & 0xFFFFFFFF
+    if how == KNOWN:
+        move(target, lists + 8 * (said >> 8 & 0xFFFFFF), 8 * n)
+        return True
+    if how & DELTA == 0:
+        move(target, source, 8 * n)
+        return True
+    end = target + 8 * n
+    at = end - coded  # none takes more than 8 bytes, so what is written never overtakes what is read
+    move(at, source, coded)
+    key = np.uint64(0)
+    for i in range(n):
+        value, shift = np.uint64(0), 0
+        more = True
+        while more:
+            if at == end or shift > 49:
+                return False
+            byte = load8(at)
+            value |= np.uint64(byte & 127) << np.uint64(shift)
+            more = byte > 127
+            shift += 7
+            at += 1
+        if end - at > 8 * (n - i - 1):
+            return False
+        key += (value >> np.uint64(1)) ^ (np.uint64(0) - (value & np.uint64(1)))
+        store64(target + 8 * i, np.int64(key))
+    return at == end
+
+
+@kernel
+def keep_keys(lists, said, keys, n):
+    """Notes them, if the worker says so."""
+    if said & KEEP:
+        move(lists + 8 * (said >> 8 & 0xFFFFFF), keys, 8 * n)
+
+
+@kernel
+def write_out(h, conn, at):
+    """Writes out the keys of the frame at the front, which is whole."""
+    body = load64(at + 8)
+    if conn[C_LISTS] == 0:
+        return LISTS
+    if load8(at + 5) == PULL:
+        reason = write_out_pull(h, conn, at, body)
+    else:
+        reason = write_out_push(h, conn, at, body)
+    if reason == DONE:
+        store64(at, load64(at) & ~(SHORT << 48))
+    return reason
+
+
+@kernel
+def grow(h, conn, at, body, more):
+    """Sees that there is room for a frame's body to grow."""
+    if body + more > conn[C_LIMIT]:
+        return UNREADABLE
+    if conn[C_END] + more > conn[C_BYTES]:
+        h[H_INFO] = conn[C_END] - conn[C_START] + more
+        return WIDER
+    return DONE
+
+
+@kernel
+def move_rest(conn, at, more):
+    """Moves what comes behind address `at`."""
+    move(at + more, at, conn[C_ADDRESS] + conn[C_END] - at)
+    conn[C_END] += more
+
+
+@kernel
+def write_out_pull(h, conn, at, body):
+    n, keys, end = load32(at + 52), at + HEADER, at + HEADER + body
+    if body < 8:
+        return UNREADABLE
+    said = load64(keys)
+    size = keys_bytes(said, n)
+    if size < 0 or 8 + size != body:
+        return UNREADABLE
+    more = 8 * n - body
+    reason = grow(h, conn, at, body, more)
+    if reason:
+        return reason
+    if more > 0:
+        move_rest(conn, end, more)
+    if not write_keys(conn[C_LISTS], said, keys + 8, n, keys):
+        return UNREADABLE
+    if more < 0:
+        move_rest(conn, end, more)
+    keep_keys(conn[C_LISTS], said, keys, n)
+    store64(at + 8, 8 * n)
+    return DONE
+
+
+@kernel
+def write_out_push(h, conn, at, body):
+    """Each block moves as far as those before it have grown, the last one first."""
+    blocks, p, end = load32(at + 52), at + HEADER, at + HEADER + body
+    if blocks > BLOCKS:
+        return UNREADABLE
+    if load16(at + 6) & ALL_RANGES == 0:
+        if body < 8 or load64(p) < 0 or load64(p) > body:
+            return UNREADABLE
+        p += (8 + 4 * load64(p) + 7) & ~7
+    more = 0
+    b = h[H_BLOCKS]
+    for _ in range(blocks):
+        if p + 24 > end:
+            return UNREADABLE
+        n, dim, said = load32(p + 4), load32(p + 8), load64(p + 16)
+        keys = p + 24 + ((4 * load16(p + 12) + 7) & ~7)
+        size = keys_bytes(said, n) if said else 8 * n
+        if size < 0 or dim > MAX_DIM:
+            return UNREADABLE
+        stop = (keys + size + 4 * n * dim + 7) & ~7
+        if stop > end:
+            return UNREADABLE
+        store64(b + 8 * B_AT, p)
+        store64(b + 8 * B_SAID, said)
+        store64(b + 8 * B_KEYS_BYTES, size)
+        store64(b + 8 * B_STOP, stop)
+        more += 8 * n - size
+        p = stop
+        b += 8 * BLOCK
+    if p != end:
+        return UNREADABLE
+    reason = grow(h, conn, at, body, more)
+    if reason:
+        return reason
+    move_rest(conn, end, more)
+    left = more
+    for _ in range(blocks):
+        b -= 8 * BLOCK
+        p, said, size, stop = load64(b), load64(b + 8 * B_SAID), load64(b + 8 * B_KEYS_BYTES), load64(b + 8 * B_STOP)
+        n, keys = load32(p + 4), p + 24 + ((4 * load16(p + 12) + 7) & ~7)
+        move(keys + size + left, keys + size, stop - keys - size)
+        left -= 8 * n - size
+        if said == 0:
+            move(keys + left, keys, 8 * n)
+        elif not write_keys(conn[C_LISTS], said, keys, n, keys + left):
+            return UNREADABLE
+        move(p + left, p, keys - p)
+        store64(p + left + 16, 0)
+        store64(b + 8 * B_AT, p + left)
+    for _ in range(blocks):
+        p, said = load64(b), load64(b + 8 * B_SAID)
+        keep_keys(conn[C_LISTS], said, p + 24 + ((4 * load16(p + 12) + 7) & ~7), load32(p + 4))
+        b += 8 * BLOCK
+    store64(at + 8, body + more)
+    return DONE

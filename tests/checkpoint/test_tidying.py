@@ -1,0 +1,58 @@
+"""A place of checkpoints is kept in order by whoever leads, while more are made."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from coordinator.memory import MemoryStore
+from elasticps import spec
+from elasticps.checkpoint import catalog, tidying, upkeep
+from elasticps.checkpoint.duty import Duty
+from elasticps.checkpoint.manifest import Manifest
+from elasticps.checkpoint.storage import Storage
+from elasticps.checkpoint.tidying import Tidier
+from elasticps.spec import TableSpec
+from tests.checkpoint.writer import Change, row, write
+from tests.server.conftest import until
+
+TABLE = TableSpec("t", 3, spec.Adagrad(0.1))
+
+
+def made(storage: Storage, cut: int) -> Manifest:
+    change = Change({key: row(TABLE, 10 * cut + key) for key in range(cut)})
+    return write(storage, cut, {"default/t": (7, TABLE)}, {"default/t": change}, since=cut - 1, time=float(cut))
+
+
+def test_a_chain_that_is_long_is_merged_and_what_is_not_kept_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tidying, "MERGE_AFTER", 2)
+    storage = Storage(str(tmp_path))
+    tidier = Tidier(storage.url, "last=1")
+
+    async def take(full: bool) -> Manifest:
+        taken.append(1 + len(taken))
+        await until(lambda: len(kept) == taken[-1] - 1, 60)
+        return made(storage, taken[-1])
+
+    async def tidy(manifest: Manifest) -> None:
+        await tidier.tidy(manifest)
+        kept.append([(cut, one.since) for cut, one in catalog.look(storage).manifests.items()])
+
+    taken: list[int] = []
+    kept: list[list[tuple[int, int]]] = []
+
+    async def main() -> None:
+        duty = asyncio.create_task(Duty(MemoryStore(), take, 0.01, tidy).run())
+        await until(lambda: len(kept) >= 3, 60)
+        duty.cancel()
+        await asyncio.gather(duty, return_exceptions=True)
+
+    asyncio.run(main())
+    assert kept[:3] == [[(1, 0)], [(1, 0), (2, 1)], [(3, 0)]]
+    merged = catalog.read(storage, 3)
+    assert upkeep.verify(storage, merged) == []
+    assert merged.rows == 3
