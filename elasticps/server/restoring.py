@@ -37,7 +37,7 @@ from replication.progress import PART_BITS
 log = fields.logger(__name__)
 
 READERS = 4  # units that are read at once
-KEPT_BYTES = 32 << 20  # memory that each of them uses again
+KEPT_BYTES = READERS * 32 << 20  # memory that they use again
 PIECE_BYTES = 512 << 10  # of an operation: half as many cost less, and applying one must not stop a server for long
 UNASKED_S = 30.0  # whoever restores has gone
 _LOOK_S = 0.05
@@ -52,9 +52,10 @@ class Restorer:
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, memory: MemoryLimit,
-        told: Callable[[], dict[int, int]],
+        told: Callable[[], dict[int, int]], kept_bytes: int = KEPT_BYTES,
     ) -> None:  # fmt: skip
         self._loop = loop
+        self._kept_bytes = kept_bytes
         self._told = told  # by worker: the clock up to which it knows its steps to be committed
         self._executor = executor
         self._serving = serving
@@ -83,7 +84,8 @@ class Restorer:
         self._serial = serial
         if self._work is None or self._work.wanted != wanted:
             self.close()  # of another one, whose rows nobody waits for any more
-            self._work = _Work(self._loop, self._executor, self._serving, self._memory, wanted)
+            kept = self._kept_bytes // READERS
+            self._work = _Work(self._loop, self._executor, self._serving, self._memory, wanted, kept)
         work = self._work
         work.asked_s = self._loop.time()
         if work.over:  # told once: who asks again wants it tried again
@@ -112,8 +114,10 @@ class Restorer:
 
 class _Work:
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, memory: MemoryLimit, wanted: Wanted
+        self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, memory: MemoryLimit,
+        wanted: Wanted, kept_bytes: int,
     ) -> None:  # fmt: skip
+        self._kept_bytes = kept_bytes  # by each reader
         self.wanted = wanted
         self.done: set[int] = set()
         self.rows = 0
@@ -217,7 +221,7 @@ class _Work:
 
     async def _read(self, contents: Contents, units: Iterator[tuple[int, Unit]], here: NDArray[np.bool_]) -> None:
         """One unit after the other, as long as there are any: read in a thread, logged by the loop."""
-        take = Pool(KEPT_BYTES, KEPT_BYTES // 2).take  # by one thread at a time
+        take = Pool(self._kept_bytes, self._kept_bytes // 2).take  # by one thread at a time
         for table, unit in units:
             batches = (each for rows in contents.read(unit, take) for each in _batches(cut_up(rows, table, here, take)))
             while (some := await self._loop.run_in_executor(self._pool, next, batches, None)) is not None:

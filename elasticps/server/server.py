@@ -40,7 +40,7 @@ from elasticps.server.pulls import Pulls
 from elasticps.server.pump import Pump, streams
 from elasticps.server.pushes import Pushes
 from elasticps.server.replica_links import ReplicaLinks
-from elasticps.server.restoring import Restorer
+from elasticps.server.restoring import KEPT_BYTES, Restorer
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.server.standstill import Standstill
 from elasticps.server.subject import Subject
@@ -101,7 +101,7 @@ class Server:
         self._barrier = BarrierCoordinator(group, clock)
         self.leaders = Leaders(loop, serving, executor, self.links, self.snapshots, self.headroom, counts)
 
-        self.restoring = Restorer(loop, executor, serving, self.memory, self.fast.told)
+        self.restoring = Restorer(loop, executor, serving, self.memory, self.fast.told, memory.share(KEPT_BYTES))
         self.checkpoints = Checkpoints(
             loop, executor, serving, filing or ThreadFiling(loop), (memory.share(ASIDE_BYTES), log_budget_bytes),
             lambda: self.snapshots.busy,

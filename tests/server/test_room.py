@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from elasticps.memory import Reading, rows_mark
+from elasticps.memory import Reading, fill_mark, rows_mark
 from elasticps.optimizers import Accumulate
 from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.protocol.headroom import Memory
@@ -42,6 +42,11 @@ async def chain(group: Group, names: str) -> dict[str, Gauge]:
     group.adopt(group.make_view(lambda r: list(names)))
     await until(lambda: all(not server.links.suspects() for server in group.servers.values()))
     return gauges
+
+
+def test_buffers_fit_above_the_upper_mark() -> None:
+    """The log, as much of it again that TLS has made for a successor which does not read, and what is kept aside."""
+    assert fill_mark(LIMIT) + 3 * Memory(LIMIT).share(LIMIT) <= LIMIT
 
 
 def look(group: Group) -> None:
