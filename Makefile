@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 CODE := $(patsubst %/__init__.py,%,$(wildcard */__init__.py)) tests examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all soak lint docs format bench proto hashes clean distclean
+.PHONY: help setup demo test test-all soak lint docs format bench dist proto hashes clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,10 @@ proto: $(READY) ## Generate the gRPC stubs again
 # For Python 3.12, as the image has it; a release's hashes are those of all its files, for other processors too.
 HASHES = echo setuptools | $(BIN)/uv pip compile -q --generate-hashes --no-header --no-annotate -c constraints.txt \
 	--python-version 3.12 --python-platform x86_64-unknown-linux-gnu pyproject.toml -
+
+dist: $(READY) ## Build the wheel and the source distribution into dist/
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
 
 hashes: $(READY) ## Write down again what images install, with hashes, after constraints.txt has changed
 	$(PIP) install -c constraints.txt uv

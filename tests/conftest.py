@@ -25,6 +25,8 @@ _FIXED = settings.get_profile("fixed")
 settings.register_profile("random", _FIXED, derandomize=False, max_examples=1000, print_blob=True)
 settings.load_profile("fixed")
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile two hundred modules
+
 _MARK = "ELASTICPS_TEST_RUN"
 
 
