@@ -26,7 +26,7 @@ from replication.chain import Member, Role, place
 
 _MOST, _LEAST = 1 << 62, 1 << 46  # of a neighbour's numbers, so that a server's share of them fits an int64
 MAX_NAME = 255
-BUFFER_SHARE = 32  # of its limit a server gives at most such a part to each buffer: all of them fit above the upper mark
+BUFFER_SHARE = 32  # of its limit a server gives at most such a part to each buffer: all fit above the upper mark
 REUSABLE_SHARE = 64  # of its limit: so much of what dropped rows have left counts as room; only their table can use it
 SPARE_SHARE = 0.05  # of the limit: so much is left to others in the same group, or on the same machine
 
