@@ -54,6 +54,11 @@ class Timeout(Indefinite, TimeoutError):
     """An operation did not finish in time; the text names who was waited for."""
 
 
+class GroupLost(Indefinite):
+    """Ranks of an `elasticps.torch.LocalGroup` cannot go on together: one has ended, is silent, or does something else
+    than the others. Start all of them again: they go on where the group's last committed step was."""
+
+
 class Closed(Definite):
     """The client was closed, or fenced by a newer incarnation of the same worker."""
 

@@ -18,6 +18,7 @@ ELSEWHERE = {
     "README.md",  # what follows the first script needs data of its own
     "custom.md",  # tests/store/test_custom.py
     "filters.md",  # tests/e2e/test_filters.py
+    "groups.md",  # tests/torch/group
     "machines.md",  # needs machines
     "torch.md",  # tests/torch
 }

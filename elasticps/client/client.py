@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from types import TracebackType
 
+import numpy as np
+from numpy.typing import NDArray
+
 from coordinator.view import View
 from elasticps.client.checkpoints import CheckpointRequest
 from elasticps.client.data_shards import Shards
@@ -118,9 +121,13 @@ class Client:
         """
         return self._steps.whole(values, lr, copy=copy)
 
-    def pull_many(self, tensors: Iterable[DenseTensor]) -> list[Read]:
-        """Asks for several tensors now, each server once; the `result()` of each read, in their order, waits for it."""
-        reads = [tensor.prepare(None, "tail") for tensor in tensors]
+    def pull_many(
+        self, tensors: Iterable[DenseTensor], outs: Iterable[NDArray[np.float32]] | None = None
+    ) -> list[Read]:
+        """Asks for several tensors now, each server once; the `result()` of each read, in their order, waits for it.
+        Into `outs`, as many arrays, if given."""
+        pairs = ((tensor, None) for tensor in tensors) if outs is None else zip(tensors, outs, strict=True)
+        reads = [tensor.prepare(out, "tail") for tensor, out in pairs]
         self._parts.reads.start_all(reads)
         return reads
 

@@ -9,6 +9,8 @@
 
 `ShardedDataset` and `ShardSampler` hand out the data: workers may come and go, and each sample is trained.
 
+`LocalGroup` makes one worker of the processes that torchrun starts on a machine: one push leaves it for all of them.
+
 A model's `state_dict()` has its dense weights; `full_state_dict(model)` has the rows of its tables too. `save(model,
 file)` writes that to a file, `load(model, file)` gives it back to the servers.
 
@@ -20,12 +22,15 @@ from __future__ import annotations
 
 from elasticps.torch.data import ShardedDataset, ShardSampler
 from elasticps.torch.embedding import Embedding, EmbeddingBag
+from elasticps.torch.group import GroupClient, LocalGroup
 from elasticps.torch.optimizer import Optimizer
 from elasticps.torch.state import full_state_dict, load, load_full_state_dict, save
 
 __all__ = [
     "Embedding",
     "EmbeddingBag",
+    "GroupClient",
+    "LocalGroup",
     "Optimizer",
     "ShardSampler",
     "ShardedDataset",

@@ -27,6 +27,7 @@ from elasticps.sharding import checked_spec
 
 if TYPE_CHECKING:
     from elasticps.client import Client, Shard
+    from elasticps.torch.group import GroupClient
 
 _ALONE = (
     "shards are handed out to the process that trains them: use a DataLoader with num_workers=0, not {count} (a shard "
@@ -45,7 +46,13 @@ class _Sharded:
     """How to cut; each iteration goes on with what is left."""
 
     def __init__(
-        self, ps: Client, num_samples: int, shard_size: int, epochs: int, name: str, shuffle_seed: int | None
+        self,
+        ps: Client | GroupClient,
+        num_samples: int,
+        shard_size: int,
+        epochs: int,
+        name: str,
+        shuffle_seed: int | None,
     ) -> None:
         self.spec = checked_spec(num_samples, shard_size, epochs, shuffle_seed)
         self.name = name
@@ -80,7 +87,7 @@ class ShardedDataset(_Sharded, IterableDataset[Any]):
 
     def __init__(
         self,
-        ps: Client,
+        ps: Client | GroupClient,
         num_samples: int,
         shard_size: int,
         epochs: int = 1,
@@ -114,7 +121,7 @@ class ShardSampler(_Sharded, Sampler[list[int]]):
 
     def __init__(
         self,
-        ps: Client,
+        ps: Client | GroupClient,
         num_samples: int,
         shard_size: int,
         epochs: int = 1,

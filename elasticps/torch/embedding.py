@@ -22,10 +22,13 @@ from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Filter, Init, Normal
 from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.distinct import distinct
+from elasticps.torch.group.client import GroupClient
 
 if TYPE_CHECKING:
     from elasticps.client import Client, SparseTable
-    from elasticps.client.pulls import SparseRead
+    from elasticps.client.pulls import Read
+    from elasticps.torch.group import GroupTable
+    from elasticps.torch.group.reads import GroupRead
 
 INCOMPLETE = (
     "state_dict() has not the rows of tables, which are at the servers: elasticps.torch.full_state_dict(model) has "
@@ -45,7 +48,7 @@ class _Lookup:
     keys: NDArray[np.int64]  # distinct, without the padding id
     positions: Tensor  # shape of ids: index into keys; len(keys) stands for the padding id
     rows: NDArray[np.float32]  # [keys (+ 1 of zeros if padded), dim], once the rows are there
-    future: SparseRead | None  # None: no key, nothing to pull
+    future: Read | GroupRead | None  # None: no key, nothing to pull
 
     @property
     def padded(self) -> bool:
@@ -95,7 +98,7 @@ class Rows(nn.Module):
 
     def __init__(
         self,
-        ps: Client,
+        ps: Client | GroupClient,
         name: str,
         dim: int,
         *,
@@ -124,7 +127,7 @@ class Rows(nn.Module):
         self.trains = nn.Parameter(torch.empty(0))
         if init is None:  # torch's own default; the name as seed, because equal seeds start with equal rows
             init = Normal(std=1.0, seed=zlib.crc32(name.encode()))
-        self.table: SparseTable = ps.table(
+        self.table: SparseTable | GroupTable = ps.table(
             name, dim=dim, optimizer=optimizer, init=init, dtype=dtype, push=push, pull=pull
         )
         self.optimizer = optimizer
@@ -132,6 +135,7 @@ class Rows(nn.Module):
         self.padding_idx = padding_idx
         self.num_embeddings = num_embeddings
         self.max_norm = None
+        self._together = isinstance(ps, GroupClient)  # what one rank pulls, all do, if it is nothing
         self._lock = threading.Lock()  # backward passes on CUDA run in torch's own threads
         self._ahead: deque[tuple[Tensor, Tensor, _Lookup]] = deque(maxlen=MAX_PREFETCHED)  # ids, as they were
         self.uses: weakref.WeakSet[_Use] = weakref.WeakSet()
@@ -198,7 +202,7 @@ class Rows(nn.Module):
             raise InputError(f"ids of table {self.table.name!r} must be from 0 to {self.num_embeddings - 1}")
         rows = np.empty((len(keys) + padded, self.dim), np.float32)
         rows[len(keys) :] = 0.0
-        future = self.table.pull_async(keys, rows[: len(keys)]) if len(keys) else None
+        future = self.table.pull_async(keys, rows[: len(keys)]) if len(keys) or self._together else None
         positions = torch.from_numpy(where).view(ids.shape).to(ids.device)
         return _Lookup(keys, positions, rows, future)
 
@@ -221,7 +225,7 @@ class Rows(nn.Module):
             lookup.future.result()
         rows = torch.from_numpy(lookup.rows).to(ids.device)
         trained = self.training and self.trains.requires_grad
-        if lookup.future is not None and trained and torch.is_grad_enabled():
+        if len(lookup.keys) and trained and torch.is_grad_enabled():
             use = _Use(weakref.ref(self), lookup.keys)
             rows.requires_grad_().register_post_accumulate_grad_hook(use)
             self.uses.add(use)
@@ -296,7 +300,7 @@ class EmbeddingBag(Rows):
 
     def __init__(
         self,
-        ps: Client,
+        ps: Client | GroupClient,
         name: str,
         dim: int,
         mode: str = "mean",

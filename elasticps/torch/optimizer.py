@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import warnings
 import weakref
@@ -17,6 +18,7 @@ from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Filter
 from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.embedding import nobody, refuse_torchs
+from elasticps.torch.group.client import GroupClient
 from elasticps.torch.parameters import (
     Dense,
     Groups,
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
     from elasticps.client import Client, DenseTensor, OpenStep, SparseTable, Step
     from elasticps.client.pulls import Read
     from elasticps.client.rates import SetRate
+    from elasticps.torch.group import GroupStep, GroupTable, GroupTensor
+    from elasticps.torch.group.reads import WeightsRead
+
+    Target = DenseTensor | SparseTable | GroupTensor | GroupTable
 
 _AGAIN = (
     "{what} got a second gradient in one step, but its first has left for the servers. To add up the gradients of "
@@ -77,7 +83,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        ps: Client,
+        ps: Client | GroupClient,
         model: nn.Module,
         optimizer: ServerOptimizer | Callable[[str, nn.Parameter], ServerOptimizer] | None = None,
         *,
@@ -93,13 +99,15 @@ class Optimizer(torch.optim.Optimizer):
         if any(isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel) for module in model.modules()):
             raise ConfigError("workers of elasticps need no (Distributed)DataParallel: take the module inside of it")
         self._ps, self._model = ps, model
-        self._overlap, self._pipeline, self._bucket_limit = overlap, pipeline, bucket_bytes
+        self._overlap, self._pipeline = overlap, pipeline
+        # Of a group nothing leaves before all ranks have all of their gradients: a rank may die until then.
+        self._bucket_limit = sys.maxsize if isinstance(ps, GroupClient) else bucket_bytes
         self._replace_others()
 
         groups: Groups = {}
         self._dense = dense_of(ps, model, optimizer, prefix, groups, push=push, pull=pull)
         self._sparse = tables_of(model, groups)
-        self._targets: list[tuple[DenseTensor | SparseTable, int]] = [  # and their groups' indices
+        self._targets: list[tuple[Target, int]] = [  # and their groups' indices
             *((dense.tensor, dense.group) for dense in self._dense),
             *((sparse.table, sparse.group) for sparse in self._sparse),
         ]
@@ -115,11 +123,11 @@ class Optimizer(torch.optim.Optimizer):
         self._lock = threading.RLock()
         self._open: OpenStep | None = None
         self._rates: list[float] = []  # of the groups, as the open step has them
-        self._bucket: dict[DenseTensor | SparseTable, Any] = {}
+        self._bucket: dict[Any, Any] = {}  # by target
         self._bucket_bytes = 0
         self._held = 0
-        self._arriving: list[tuple[Dense, Read]] = []
-        self.last_step: Step | None = None
+        self._arriving: list[tuple[Dense, Read | WeightsRead]] = []
+        self.last_step: Step | GroupStep | None = None
         self._hooks = [*self._watch_gradients(), *self._watch_forwards()]
         Optimizer._live.add(self)
         if model in Optimizer.loaded:
@@ -257,7 +265,7 @@ class Optimizer(torch.optim.Optimizer):
             value = taken[0], taken[1].float().cpu().numpy()
             self._send(sparse.table, value, value[0].nbytes + value[1].nbytes)
 
-    def _send(self, target: DenseTensor | SparseTable, value: object, nbytes: int) -> None:
+    def _send(self, target: Target, value: object, nbytes: int) -> None:
         self._bucket[target] = value
         self._bucket_bytes += nbytes
         if self._bucket_bytes >= self._bucket_limit:
@@ -267,11 +275,12 @@ class Optimizer(torch.optim.Optimizer):
         if self._open is None:
             self._take_rates()
             self._rates = [float(group["lr"]) for group in self.param_groups]
+            assert not isinstance(self._ps, GroupClient)  # its bucket is never full
             self._open = self._ps.step(lr=self._step_rates())
         self._open.push(self._bucket)
         self._bucket, self._bucket_bytes = {}, 0
 
-    def _end_step(self) -> Step:
+    def _end_step(self) -> Step | GroupStep:
         if self._open is None:  # all of it fits one part
             self._take_rates()
             return self._ps.push(self._bucket, lr=self._step_rates())
@@ -436,6 +445,8 @@ class Optimizer(torch.optim.Optimizer):
         rows, each row once. Returns their norm as it was. ConfigError with `overlap`, as gradients have left then."""
         if self._overlap:
             raise ConfigError("gradients leave before they can be clipped: build the Optimizer with overlap=False")
+        if isinstance(self._ps, GroupClient):
+            raise ConfigError("gradients of a group are added up when they leave, and no rank knows their norm before")
         trained = (dense.parameter for dense in self._dense if dense.parameter.requires_grad)
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         for sparse in self._sparse:
@@ -464,8 +475,9 @@ class Optimizer(torch.optim.Optimizer):
         self.refresh()
         Optimizer.loaded.discard(self._model)
 
-    def _pull(self, wanted: list[Dense]) -> list[tuple[Dense, Read]]:
-        return list(zip(wanted, self._ps.pull_many([dense.tensor for dense in wanted]), strict=True))
+    def _pull(self, wanted: list[Dense]) -> list[tuple[Dense, Read | WeightsRead]]:
+        tensors: list[Any] = [dense.tensor for dense in wanted]
+        return list(zip(wanted, self._ps.pull_many(tensors), strict=True))
 
     def _ask(self) -> None:
         self._arriving = self._pull([dense for dense in self._dense if dense.parameter.requires_grad])
@@ -477,7 +489,7 @@ class Optimizer(torch.optim.Optimizer):
             self._check_edits()
             self._take(self._arriving)
 
-    def _take(self, arriving: list[tuple[Dense, Read]]) -> None:
+    def _take(self, arriving: list[tuple[Dense, Read | WeightsRead]]) -> None:
         self._arriving = []
         for dense, future in arriving:
             dense.take(torch.from_numpy(future.result()))

@@ -19,6 +19,7 @@ from elasticps.torch.embedding import Gradient, Rows, refuse_torchs
 
 if TYPE_CHECKING:
     from elasticps.client import Client, DenseTensor, SparseTable
+    from elasticps.torch.group import GroupClient, GroupTable, GroupTensor
 
 Groups = dict[object, dict[str, Any]]
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -32,7 +33,7 @@ class Dense:
 
     name: str
     parameter: nn.Parameter
-    tensor: DenseTensor
+    tensor: DenseTensor | GroupTensor
     group: int  # index
     left: tuple[int, int] | None = None  # address and version of the gradient that has left in this step
     _taken: Tensor | None = None  # the servers' values, as the parameter took them last
@@ -60,7 +61,7 @@ class Dense:
 class Sparse:
     """One table, with every module of the model that reads it."""
 
-    table: SparseTable
+    table: SparseTable | GroupTable
     modules: list[Rows]
     group: int  # index
     left: bool = False
@@ -90,7 +91,7 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def dense_of(
-    ps: Client,
+    ps: Client | GroupClient,
     model: nn.Module,
     optimizer: ServerOptimizer | Callable[[str, nn.Parameter], ServerOptimizer] | None,
     prefix: str,

@@ -106,7 +106,7 @@ class SparseTable:
         for key in keys.tolist():
             self.target.weights.pop(key, None)
 
-    def pull_async(self, keys: NDArray[np.int64], out: Floats) -> Done:
+    def pull_async(self, keys: NDArray[np.int64], out: Floats, read: str = "tail", exact: bool = False) -> Done:
         out[...] = self.pull(keys)
         return Done(out)
 
@@ -202,8 +202,11 @@ class FakeClient:
         self.filters[name] = filters
         return DenseTensor(target, init.shape)
 
-    def pull_many(self, tensors: list[DenseTensor]) -> list[Done]:
-        return [tensor.pull_async() for tensor in tensors]
+    def pull_many(self, tensors: list[DenseTensor], outs: list[Floats] | None = None) -> list[Done]:
+        pulled = [tensor.pull_async() for tensor in tensors]
+        for read, out in zip(pulled, outs or (), strict=outs is not None):
+            out[...] = read.value
+        return pulled
 
     def step(self, lr: Mapping[Any, float] | None = None) -> OpenStep:
         self.clock += 1
@@ -214,6 +217,13 @@ class FakeClient:
         if grads:
             step.push(grads)
         return step.commit()
+
+    @property
+    def committed(self) -> int:
+        return self.clock
+
+    def close(self) -> None:
+        """Nothing to close."""
 
     @property
     def parts(self) -> list[list[str]]:

@@ -1,0 +1,291 @@
+"""The client of a group of ranks: one worker of the cluster, with one name and one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from elasticps.client.protocol.join import Resume
+from elasticps.errors import ConfigError, InputError
+from elasticps.spec import Filter, Init, Optimizer, TableSpec, Zeros
+from elasticps.torch.group.layout import CHUNK
+from elasticps.torch.group.links import NOTHING, Links, Words
+from elasticps.torch.group.reads import Slots, WeightsRead, ask_weights
+from elasticps.torch.group.shards import GroupShards
+from elasticps.torch.group.step import Step as Summing
+from elasticps.torch.group.tables import GroupTable, GroupTensor, Handle
+
+if TYPE_CHECKING:
+    from elasticps.client import Client, Step
+    from elasticps.client.pulls import Read
+
+Filters = Sequence[Filter]
+Rates = float | Mapping[Handle, float] | None
+
+
+class GroupStep:
+    """One tick of the group's clock on its way to the servers."""
+
+    def __init__(self, ps: GroupClient, clock: int, step: Step | None) -> None:
+        self.clock = clock
+        self._ps, self._step = ps, step
+
+    def done(self) -> bool:
+        """Whether the step is known to be committed here: at rank 0 as a client's step, elsewhere by `ps.committed`."""
+        return self._ps.committed >= self.clock if self._step is None else self._step.done()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Waits until the step is committed, as a client's step; every rank calls it."""
+
+        def result() -> None:
+            assert self._step is not None
+            self._step.result(timeout)
+
+        self._ps.together("result of a step", result)
+
+
+class GroupClient:
+    """What the ranks of a group have in the place of a client; made by `LocalGroup.connect`.
+
+    Every rank makes the same calls in the same order, each with its own keys and gradients: `push` sums what all of
+    them have and is one step, pulls ask for each row once. What differs is an error, `GroupLost`, at all ranks.
+    `client` is the real one, at rank 0, and None elsewhere; `alone` is for what rank 0 does by itself. Not for several
+    threads.
+    """
+
+    def __init__(self, links: Links, client: Client | None, mean: bool, chunk: int = CHUNK) -> None:
+        self.links = links
+        self.client = client
+        self.slots = Slots(links)
+        self.is_alone = False
+        self.clock = self.committed = 0  # as this rank has heard last
+        self._mean, self._chunk = mean, chunk
+        self._handles: list[Handle] = []
+        self._named: dict[str, Handle] = {}
+        self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"steps: {self.clock}"
+        return f"<GroupClient at rank {self.rank} of {self.size}: {state}>"
+
+    @property
+    def rank(self) -> int:
+        """This process among those of the group, from 0 on."""
+        return self.links.rank
+
+    @property
+    def size(self) -> int:
+        """How many processes are in the group."""
+        return self.links.size
+
+    # -- tables
+
+    def table(
+        self, name: str, *, dim: int, optimizer: Optimizer, init: Init | None = None, dtype: str = "float32",
+        finite: bool = False, push: Filters = (), pull: Filters = (), **options: Any,
+    ) -> GroupTable:  # fmt: skip
+        """Opens a sparse table, as `Client.table`."""
+        TableSpec(name, dim, optimizer, init or Zeros(), dtype, finite=finite, push=push, pull=pull)  # or raises
+
+        def opened(client: Client) -> Any:
+            return client.table(
+                name, dim=dim, optimizer=optimizer, init=init, dtype=dtype, finite=finite, push=push, pull=pull,
+                **options,
+            )  # fmt: skip
+
+        def made(number: int, real: Any) -> Handle:
+            return GroupTable(self, name, number, optimizer, dim, real)
+
+        handle = self._opened(f"table {name!r} of {dim} floats", name, opened, made)
+        assert isinstance(handle, GroupTable)
+        return handle
+
+    def tensor(
+        self, name: str, *, init: object, optimizer: Optimizer, dtype: str = "float32", finite: bool = False,
+        push: Filters = (), pull: Filters = (), **options: Any,
+    ) -> GroupTensor:  # fmt: skip
+        """Opens a dense tensor, as `Client.tensor`; if it is new it has the values that rank 0 gives."""
+        shape = np.asarray(init, np.float32).shape
+
+        def opened(client: Client) -> Any:
+            return client.tensor(
+                name, init=init, optimizer=optimizer, dtype=dtype, finite=finite, push=push, pull=pull, **options
+            )
+
+        def made(number: int, real: Any) -> Handle:
+            return GroupTensor(self, name, number, optimizer, shape, real)
+
+        handle = self._opened(f"tensor {name!r} of shape {shape}", name, opened, made)
+        assert isinstance(handle, GroupTensor)
+        return handle
+
+    def _opened(
+        self, what: str, name: str, opened: Callable[[Client], Any], made: Callable[[int, Any], Handle]
+    ) -> Handle:
+        real, known = None, self._named.get(name)
+
+        def at_rank_0(client: Client) -> list[int]:
+            nonlocal real
+            real = opened(client)
+            return [known is None or known.real is not real]
+
+        is_new = bool(self._asked(what, at_rank_0)[0])
+        if known is not None and not is_new:
+            return known
+        handle = self._named[name] = made(len(self._handles), real)
+        self._handles.append(handle)
+        return handle
+
+    # -- steps and pulls
+
+    def push(self, values: Mapping[Any, object], *, lr: Rates = None) -> GroupStep:
+        """One step of all ranks: sums what they give, {table: (keys, grads), tensor: grad} as for `Client.push`, in
+        the order of the ranks, and pushes the sums. A rank may leave out what it has no gradient of. `lr` counts at
+        rank 0. InputError before anybody hears of it."""
+        self._refuse_alone("push")
+        for handle in values:
+            if self._named.get(getattr(handle, "name", "")) is not handle:
+                raise InputError(f"push takes the tables and tensors of this group as keys, got {handle!r}")
+        number, sums = Summing(self.links, self._handles, self._mean, self._chunk).sums(values)
+        step, words = None, NOTHING
+        with self.links.leading(number):
+            if self.client is not None:
+                rates: Any = {h.real: rate for h, rate in lr.items()} if isinstance(lr, Mapping) else lr
+                real: dict[Any, Any] = {handle.real: summed for handle, summed in sums.items()}
+                step = self.client.push(real, lr=rates)
+                words = self._clocks()
+            self._hear(self.links.answer(number, words))
+        return GroupStep(self, self.clock, step)
+
+    def pull_many(self, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | Read]:
+        """Asks for several tensors, as `Client.pull_many` and as every rank does. What their `result()` gives is memory
+        that all ranks see, and stays as it is: copy what is to be changed."""
+        client, wanted = self.client, list(tensors)
+        if client is not None and self.is_alone:
+            return client.pull_many([self._real(each) for each in wanted])
+
+        def pull(outs: list[Any]) -> Sequence[Read]:
+            assert client is not None
+            return client.pull_many([self._real(each) for each in wanted], outs)
+
+        numbers = np.array([each.number for each in wanted], np.int64)
+        shapes = [each.shape for each in wanted]
+        reads: list[WeightsRead] = ask_weights(
+            self.links, self.slots, shapes, numbers, None if client is None else pull
+        )
+        return reads
+
+    @staticmethod
+    def _real(tensor: GroupTensor) -> Any:
+        assert tensor.real is not None
+        return tensor.real
+
+    def shards(
+        self, num_samples: int, shard_size: int, epochs: int = 1, *, name: str = "train",
+        shuffle_seed: int | None = None,
+    ) -> GroupShards:  # fmt: skip
+        """As `Client.shards`: a shard is what one step of the group trains, and each rank gets its part of it.
+        InputError if a shard would leave a rank without any sample."""
+        size, last = self.size, num_samples % shard_size if shard_size > 0 else 0
+        if 0 < shard_size < size or 0 < last < size:
+            raise InputError(
+                f"shards of {shard_size} of {num_samples} samples, the last one of {last or shard_size}, leave some of "
+                f"{size} ranks without any: choose another shard_size"
+            )
+        real: list[Any] = [None]
+
+        def opened() -> None:
+            assert self.client is not None
+            real[0] = self.client.shards(num_samples, shard_size, epochs, name=name, shuffle_seed=shuffle_seed)
+
+        self.together(f"shards {name!r}", opened)
+        return GroupShards(self.links, real[0])
+
+    # -- the worker
+
+    def resume(self) -> Resume:
+        """As `Client.resume`, the same at every rank."""
+
+        def resumed(client: Client) -> list[int]:
+            at = client.resume()
+            return [at.clock, at.trained, at.begun, at.steps, at.predecessor]
+
+        clock, trained, begun, steps, predecessor = self._asked("resume", resumed).tolist()
+        self.clock = clock
+        return Resume(clock, trained, begun, steps, bool(predecessor))
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Waits until every step pushed so far is committed, as `Client.flush`; every rank calls it."""
+
+        def flushed(client: Client) -> Words:
+            client.flush(timeout)
+            return self._clocks()
+
+        self._hear(self._asked("flush", flushed))
+
+    def together(self, operation: str, does: Callable[[], None]) -> None:
+        """Rank 0 does something for all, who wait for it, and raise what it raises."""
+
+        def done(_: Client) -> Words:
+            does()
+            return NOTHING
+
+        self._asked(operation, done)
+
+    def _asked(self, operation: str, does: Callable[[Client], Any]) -> Words:
+        if self.client is not None and self.is_alone:
+            return np.array(does(self.client), np.int64)
+        number, _ = self.links.ask(operation)
+        with self.links.leading(number):
+            words = NOTHING if self.client is None else np.array(does(self.client), np.int64)
+            return self.links.answer(number, words)
+
+    def _clocks(self) -> Words:
+        assert self.client is not None
+        return np.array([self.client.clock, self.client.committed], np.int64)
+
+    def _hear(self, words: Words) -> None:
+        self.clock, self.committed = words.tolist()
+
+    @contextmanager
+    def alone(self) -> Iterator[Client]:
+        """At rank 0: what is pulled, loaded or deleted inside goes to the servers at once and has no part of the other
+        ranks, who wait with their next call. For evaluation, `elasticps.torch.save` and `load`. ConfigError elsewhere,
+        and for a push inside."""
+        if self.client is None:
+            raise ConfigError(f"alone() is for rank 0, which has the client, and this is rank {self.rank}")
+        before, self.is_alone = self.is_alone, True
+        try:
+            yield self.client
+        finally:
+            self.is_alone = before
+
+    def _refuse_alone(self, what: str) -> None:
+        if self.is_alone:
+            raise ConfigError(f"a {what} is one of all ranks: not inside alone()")
+
+    def close(self) -> None:
+        """Leaves the group, and at rank 0 the cluster, as `Client.close`. The other ranks get `GroupLost` if they go
+        on."""
+        if self._closed:
+            return
+        self._closed = True
+        self.links.close()
+        if self.client is not None:
+            self.client.close()
+
+    def __enter__(self) -> GroupClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None and not self._closed:
+                self.flush()
+        finally:
+            self.close()

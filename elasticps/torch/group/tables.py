@@ -1,0 +1,162 @@
+"""Tables and tensors as the ranks of a group hold them: each rank's calls are one with those of all the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.client.inputs import checked_floats, checked_keys, checked_out
+from elasticps.errors import ConfigError, InputError
+from elasticps.spec import Optimizer
+from elasticps.torch.group.layout import Target
+from elasticps.torch.group.reads import GroupRead, WeightsRead, ask_rows
+
+if TYPE_CHECKING:
+    from elasticps.client import DenseTensor, SparseTable
+    from elasticps.client.pulls import Read
+    from elasticps.client.rates import SetRate
+    from elasticps.torch.group.client import GroupClient
+
+Floats = NDArray[np.float32]
+Real = TypeVar("Real", "SparseTable", "DenseTensor")
+
+
+class _Handle(Generic[Real]):
+    """number: among those of the group, in the order in which they were opened. real: the client's, at rank 0."""
+
+    real: Real | None
+
+    def __init__(self, ps: GroupClient, name: str, number: int, optimizer: Optimizer, real: Real | None) -> None:
+        self.name = name
+        self.number = number
+        self.real = real
+        self._ps = ps
+        self._optimizer = optimizer
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """As the client has it; elsewhere than at rank 0 as it was opened."""
+        return self._optimizer if self.real is None else self.real.optimizer
+
+    @property
+    def rate_set(self) -> SetRate | None:
+        """What `set_lr` gave all workers; only rank 0, whose rates count, hears of it."""
+        return None if self.real is None else self.real.rate_set
+
+    def set_lr(self, lr: float | None) -> None:
+        """As the client's; every rank calls it."""
+        self._ps.together(f"set_lr of {self.name!r}", lambda: self._here("").set_lr(lr))
+
+    def load(self, *values: object, **options: Any) -> None:
+        """As the client's, with what rank 0 gives; every rank calls it."""
+
+        def loaded() -> None:
+            self._here("").load(*values, **options)
+
+        self._ps.together(f"load of {self.name!r}", loaded)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} at rank {self._ps.rank} of {self._ps.size}>"
+
+    def _here(self, what: str) -> Real:
+        if self.real is None:
+            self._refuse(what)
+        return self.real
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ConfigError(f"{what} of {self.name!r}: rank 0 alone has the client; do it there, `with ps.alone():`")
+
+
+class GroupTable(_Handle["SparseTable"]):
+    """A sparse table; made by `GroupClient.table`."""
+
+    def __init__(
+        self, ps: GroupClient, name: str, number: int, optimizer: Optimizer, dim: int, real: SparseTable | None
+    ) -> None:
+        super().__init__(ps, name, number, optimizer, real)
+        self.dim = dim
+        self.target = Target(0, dim)
+
+    def pull_async(
+        self, keys: object, out: Floats | None = None, *, read: str = "tail", exact: bool = False
+    ) -> GroupRead | Read:
+        """Asks for rows of `keys`, int64 [n], as every rank does for its own; each key is pulled once for all."""
+        real, mine = self.real, checked_keys(self.name, keys)
+        rows = np.empty((len(mine), self.dim), np.float32)
+        if out is not None:
+            rows = checked_out(f"table {self.name!r}", out, rows.shape)
+        if real is not None and self._ps.is_alone:
+            return real.pull_async(mine, rows, read=read, exact=exact)
+
+        def pull(union: NDArray[np.int64], into: Floats) -> Read:
+            assert real is not None
+            return real.pull_async(union, into, read=read, exact=exact)
+
+        operation = f"pull of {self.name!r} {read}{' exact' * exact}"
+        links, slots = self._ps.links, self._ps.slots
+        return ask_rows(links, slots, operation, mine, self.dim, rows, None if real is None else pull)
+
+    def pull(self, keys: object, out: Floats | None = None, *, read: str = "tail", exact: bool = False) -> Floats:
+        """The same at once: float32 [n, dim] in the order of the keys."""
+        return self.pull_async(keys, out, read=read, exact=exact).result()
+
+    def checked(self, value: object) -> tuple[NDArray[np.int64], Floats]:
+        """A gradient: keys int64 [n] and float32 [n, dim]. InputError for anything else."""
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise InputError(f"table {self.name!r}: push a pair (keys, grads), got {type(value).__name__}")
+        keys = checked_keys(self.name, value[0])
+        return keys, checked_floats(f"table {self.name!r}: grads", value[1], (len(keys), self.dim))
+
+    def delete(self, keys: object) -> None:
+        """As the client's, of the keys that rank 0 gives; every rank calls it."""
+        self._ps.together(f"delete of {self.name!r}", lambda: self._here("delete").delete(keys))
+
+    def clear(self) -> None:
+        """As the client's; every rank calls it."""
+        self._ps.together(f"clear of {self.name!r}", lambda: self._here("clear").clear())
+
+    def keys(self, **options: int) -> Iterator[NDArray[np.int64]]:
+        """As the client's, at rank 0. ConfigError elsewhere."""
+        return self._here("keys()").keys(**options)
+
+    def items(self, **options: int) -> Iterator[tuple[NDArray[np.int64], Floats]]:
+        """As the client's, at rank 0. ConfigError elsewhere."""
+        return self._here("items()").items(**options)
+
+    def __len__(self) -> int:
+        return len(self._here("len()"))
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class GroupTensor(_Handle["DenseTensor"]):
+    """A dense tensor; made by `GroupClient.tensor`."""
+
+    def __init__(
+        self, ps: GroupClient, name: str, number: int, optimizer: Optimizer, shape: tuple[int, ...],
+        real: DenseTensor | None,
+    ) -> None:  # fmt: skip
+        super().__init__(ps, name, number, optimizer, real)
+        self.shape = shape
+        self.target = Target(math.prod(shape), 0)
+
+    def pull_async(self) -> WeightsRead | Read:
+        """Asks for the tensor, as every rank does. What `result()` gives is memory that all ranks see: copy what is to
+        be changed."""
+        return self._ps.pull_many([self])[0]
+
+    def pull(self) -> Floats:
+        """The same at once, in memory of its own."""
+        return self.pull_async().result().copy()
+
+    def checked(self, value: object) -> Floats:
+        """A gradient, flat. InputError for anything but float32 of the tensor's shape."""
+        return checked_floats(f"tensor {self.name!r}", value, self.shape).reshape(-1)
+
+
+Handle = GroupTable | GroupTensor

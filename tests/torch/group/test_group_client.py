@@ -1,0 +1,278 @@
+"""Ranks in threads, with real sockets and memory between them, beside one worker that does the same alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import elasticps as eps
+from elasticps.torch import Embedding, EmbeddingBag, GroupClient, Optimizer
+from elasticps.torch.group.links import Links
+from tests.torch.fake_ps import FakeClient
+from tests.torch.group.ranks import clients, linked, together
+
+STEPS = 4
+BATCH = 6
+
+
+def model_of(ps: Any) -> nn.Sequential:
+    bags = EmbeddingBag(
+        ps, "words", 4, "sum", optimizer=eps.Adagrad(lr=0.1), init=eps.Normal(std=0.1, seed=1), padding_idx=0
+    )
+    model = nn.Sequential(bags, nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():  # threads share torch's generator
+            parameter.copy_(torch.linspace(-0.5, 0.7, parameter.numel()).view_as(parameter))
+    return model
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of some batches rank 1 has nothing but padding."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    ids = torch.randint(0, 9, (BATCH, 3), generator=generator)
+    return (ids * 0 if rank == 1 and step == 2 else ids), torch.randn(BATCH, 1, generator=generator)
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    ids, wanted = batch(step, rank)
+    return nn.functional.mse_loss(model(ids), wanted)
+
+
+def alone(ranks: int) -> FakeClient:
+    """One worker that adds up the gradients of what the ranks have, in their order."""
+    ps: Any = FakeClient()
+    model = model_of(ps)
+    optimizer = Optimizer(ps, model, eps.Adam(lr=0.05), overlap=False)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with optimizer.accumulate():
+            for rank in range(ranks):
+                loss_of(model, step, rank).backward()
+        optimizer.step()
+    return ps  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"), [({}, 1), ({}, 2), ({"pipeline": True}, 3), ({"overlap": False, "pipeline": True}, 2)]
+)
+def test_training_is_bit_for_bit_that_of_one_worker(options: dict[str, Any], ranks: int) -> None:
+    shared = FakeClient()
+
+    def train(ps: GroupClient) -> dict[str, torch.Tensor]:
+        model = model_of(ps)
+        optimizer = Optimizer(ps, model, eps.Adam(lr=0.05), **options)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, step, ps.rank).backward()
+            optimizer.step()
+        optimizer.refresh()
+        assert ps.clock == STEPS
+        assert optimizer.last_step is not None
+        assert optimizer.last_step.clock == STEPS
+        return {name: value.clone() for name, value in model[1].state_dict().items()}
+
+    with clients(shared, ranks, chunk=7) as group:
+        states = together(train, group)
+    expected = alone(ranks)
+    assert shared.targets.keys() == expected.targets.keys()
+    for name, target in expected.targets.items():
+        mine = shared.targets[name]
+        assert mine.weights.keys() == target.weights.keys()
+        for key, row in target.weights.items():
+            np.testing.assert_array_equal(mine.weights[key], row)
+            for slot, values in target.slots[key].items():
+                np.testing.assert_array_equal(mine.slots[key][slot], values)
+    for state in states:
+        for name, value in state.items():
+            np.testing.assert_array_equal(value.numpy(), shared.weight(f"model.1.{name}"))
+
+
+def test_each_key_is_pulled_once_for_all_ranks() -> None:
+    shared = FakeClient()
+    keys = [[5, 7], [7], [], [9, 5, 11]]
+
+    def pull(ps: GroupClient) -> np.ndarray[Any, Any]:
+        table = ps.table("rows", dim=3, optimizer=eps.SGD(lr=1.0), init=eps.Normal(std=1.0, seed=2))
+        return table.pull(np.array(keys[ps.rank], np.int64))
+
+    with clients(shared, 4) as group:
+        found = together(pull, group)
+    assert shared.tables["rows"].pulls == [[5, 7, 9, 11]]
+    for mine, rows in zip(keys, found, strict=True):
+        assert rows.shape == (len(mine), 3)
+        for key, row in zip(mine, rows, strict=True):
+            np.testing.assert_array_equal(row, shared.tables["rows"].row(key))
+
+
+def test_what_is_asked_for_ahead_may_be_taken_in_any_order_or_not_at_all() -> None:
+    shared = FakeClient()
+
+    def look(ps: GroupClient) -> None:
+        table = ps.table("rows", dim=2, optimizer=eps.SGD(lr=1.0), init=eps.Normal(std=1.0, seed=2))
+        for turn in range(6):
+            reads = [table.pull_async(np.arange(n + ps.rank) + 10 * turn) for n in range(1, 5)]
+            for n in (4, 2, 1):
+                rows = reads[n - 1].result()
+                wanted = [shared.tables["rows"].row(key) for key in range(10 * turn, 10 * turn + n + ps.rank)]
+                np.testing.assert_array_equal(rows, np.array(wanted))
+            del reads
+        assert ps.slots._made <= 9, "memory is used again"
+
+    with clients(shared, 3) as group:
+        together(look, group)
+
+
+def test_weights_that_somebody_looks_at_stay_what_they_are() -> None:
+    shared = FakeClient()
+
+    def look(ps: GroupClient) -> None:
+        tensor = ps.tensor("w", init=np.arange(6, dtype=np.float32), optimizer=eps.SGD(lr=1.0))
+        seen = []
+        for turn in range(5):
+            seen.append(ps.pull_many([tensor])[0].result())
+            ps.push({tensor: np.ones(6, np.float32)})
+            for before, values in enumerate(seen):
+                np.testing.assert_array_equal(values, np.arange(6) - 2 * before)
+            if turn == 3:
+                seen[:] = []
+                break
+        for _ in range(9):
+            ps.pull_many([tensor])[0].result()
+        assert ps.slots._made <= 6, "memory is used again"
+
+    with clients(shared, 2) as group:
+        together(look, group)
+
+
+def test_a_rank_may_have_no_gradient_and_the_mean_is_of_all() -> None:
+    shared = FakeClient()
+
+    def push(ps: GroupClient) -> None:
+        tensor = ps.tensor("w", init=np.zeros(3, np.float32), optimizer=eps.SGD(lr=1.0))
+        table = ps.table("rows", dim=1, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
+        ones = np.full(3, ps.rank + 1, np.float32)
+        rows = np.array([4, 4]), np.ones((2, 1), np.float32)
+        values: list[dict[Any, Any]] = [{tensor: ones}, {}, {tensor: ones, table: rows}]
+        ps.push(values[ps.rank])
+        ps.push({})
+
+    with clients(shared, 3, mean=True) as group:
+        together(push, group)
+    np.testing.assert_array_equal(shared.weight("w"), np.full(3, -4 / np.float32(3), np.float32))
+    np.testing.assert_array_equal(shared.targets["rows"].weights[4], -np.float32(2) / np.float32(3))
+    assert shared.clock == 2
+
+
+def failing(does: Callable[[GroupClient], object], error: type[Exception], match: str, **options: Any) -> None:
+    """All ranks get this error."""
+
+    def run(ps: GroupClient) -> None:
+        with pytest.raises(error, match=match):
+            does(ps)
+
+    with clients(FakeClient(), 3, **options) as group:
+        together(run, group)
+
+
+def test_ranks_that_do_different_things_are_told_which() -> None:
+    def differ(ps: GroupClient) -> None:
+        table = ps.table("rows" if ps.rank < 2 else "others", dim=2, optimizer=eps.SGD(lr=1.0))
+        table.pull([1])
+
+    failing(differ, eps.GroupLost, "rank 0 does \"table 'rows'.*while rank 2 does \"table 'others'")
+
+
+def test_what_rank_0_raises_all_raise_and_may_go_on() -> None:
+    def refuse(ps: GroupClient) -> None:
+        def full() -> None:
+            raise eps.ServerError("no room")
+
+        with pytest.raises(eps.ServerError, match="no room"):
+            ps.together("something", full)
+        tensor = ps.tensor("w", init=np.zeros(2, np.float32), optimizer=eps.SGD(lr=1.0))
+        ps.push({tensor: np.ones(2, np.float32)})
+        np.testing.assert_array_equal(tensor.pull(), [-3, -3])
+        ps.together("something", lambda: [][1])
+
+    failing(refuse, (eps.GroupLost, IndexError), "index")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_a_rank_that_ends_ends_the_group(dead: int) -> None:
+    def end(ps: GroupClient) -> None:
+        tensor = ps.tensor("w", init=np.zeros(2, np.float32), optimizer=eps.SGD(lr=1.0))
+        if ps.rank == dead:
+            ps.close()
+        for _ in range(2):  # whoever goes on is told again
+            with pytest.raises(eps.GroupLost, match=f"rank {dead} of the group has ended|closed at this rank"):
+                ps.push({tensor: np.ones(2, np.float32)})
+
+    with clients(FakeClient(), 3) as group:
+        together(end, group)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with linked(3, timeout_s=0.05) as links:
+
+        def ask(each: Links) -> None:
+            if each.rank != 1:
+                with pytest.raises(
+                    eps.GroupLost, match=r"rank 1 of the group did not come to 'sum' within|silent|answer"
+                ):
+                    each.answer(each.ask("sum")[0])
+
+        together(ask, links)
+
+
+def test_rank_0_looks_by_itself() -> None:
+    shared = FakeClient()
+
+    def look(ps: GroupClient) -> None:
+        layer = Embedding(ps, "rows", 2, optimizer=eps.SGD(lr=1.0), init=eps.Normal(std=1.0, seed=2))
+        if ps.rank:
+            with pytest.raises(eps.ConfigError, match="rank 0"), ps.alone():
+                pass
+            with pytest.raises(eps.ConfigError, match=r"keys\(\) of 'rows'"):
+                layer.table.keys()
+        else:
+            with ps.alone(), torch.no_grad():
+                assert layer(torch.tensor([3, 4])).shape == (2, 2)
+                with pytest.raises(eps.ConfigError, match="alone"):
+                    ps.push({})
+        assert layer(torch.tensor([ps.rank])).shape == (1, 2)
+
+    with clients(shared, 2) as group:
+        together(look, group)
+    assert shared.tables["rows"].pulls == [[3, 4], [0, 1]]
+
+
+def test_bad_input_is_refused_before_anybody_hears_of_it() -> None:
+    def wrong(ps: GroupClient) -> None:
+        table = ps.table("rows", dim=2, optimizer=eps.SGD(lr=1.0))
+        tensor = ps.tensor("w", init=np.zeros(2, np.float32), optimizer=eps.SGD(lr=1.0))
+        ones = np.ones(2, np.float32)
+        values: list[Any] = [
+            {tensor: np.ones(2)}, {tensor: np.ones(3, np.float32)}, {table: ones}, {"w": ones},
+            {table: ([1, 2], np.ones((1, 2), np.float32))}, {table: ([0.5], np.ones((1, 2), np.float32))},
+        ]  # fmt: skip
+        for each in values:
+            with pytest.raises(eps.InputError):
+                ps.push(each)
+        with pytest.raises(eps.InputError):
+            table.pull([0.5])
+        with pytest.raises(eps.InputError, match="3 ranks"):
+            ps.shards(10, 9)
+        model = nn.Linear(2, 1)
+        optimizer = Optimizer(ps, model, eps.SGD(lr=1.0), overlap=False)
+        with pytest.raises(eps.ConfigError, match="group"):
+            optimizer.clip_grad_norm_(1.0)
+        ps.push({tensor: ones})
+        np.testing.assert_array_equal(tensor.pull(), [-3, -3])
+
+    with clients(FakeClient(), 3) as group:
+        together(wrong, group)
