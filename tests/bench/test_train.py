@@ -32,6 +32,7 @@ def test_every_way_trains_and_is_counted() -> None:
         assert set(line.server_cpu_us_per_sample) == ({"s0"} if line.way == "servers" else set())
 
 
+@pytest.mark.slow  # the next one goes the same way
 def test_a_worker_that_fails_ends_all_of_them(capfd: pytest.CaptureFixture[str]) -> None:
     job = {"model": "deepfm", "batch": 10_000_000, "rank": 0, "workers": 1, "groups": [], "urls": {}, "meeting": ""}
     team = train._Team([job, job])

@@ -201,6 +201,7 @@ def test_a_cluster_that_begins_with_a_checkpoint(state_folder: Path, tmp_path: P
         run("down", "--name", "again")
 
 
+@pytest.mark.slow  # `tests/e2e/test_restore.py` does it without commands
 def test_a_coordinator_brings_a_new_cluster_back_and_leaves_an_old_one_alone(
     etcd_url: NewUrl, tmp_path: Path, eventually: Eventually
 ) -> None:

@@ -102,6 +102,7 @@ def _example(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow  # likewise
 def test_the_digits_are_learnt() -> None:
     last = _example("digits_cnn.py", "--epochs", "3").splitlines()[-1]
     assert float(last.removeprefix("test accuracy ").removesuffix("%")) > 90

@@ -98,7 +98,7 @@ class Trainer(threading.Thread):
             raise self.error
 
 
-@pytest.mark.parametrize("staleness", [0, 3])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 3])  # stories have both
 def test_bounded_delay_is_never_broken(staleness: int) -> None:
     """Workers are slow, come, leave and are killed, and a server dies."""
     with eps.LocalCluster(servers=3, replicas=2) as cluster:

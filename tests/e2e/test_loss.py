@@ -51,7 +51,10 @@ def state(url: str) -> dict[str, Any]:
     return background.run(look(url, 5.0))
 
 
-@pytest.mark.parametrize(("servers", "replicas", "dead"), [(2, 1, ("s1",)), (3, 2, ("s1", "s2"))])
+@pytest.mark.parametrize(
+    ("servers", "replicas", "dead"),
+    [pytest.param(2, 1, ("s1",), marks=pytest.mark.slow), (3, 2, ("s1", "s2"))],
+)
 def test_a_person_brings_lost_ranges_back(
     local_cluster: NewCluster, eventually: Eventually, tmp_path: Path, servers: int, replicas: int, dead: tuple[str]
 ) -> None:

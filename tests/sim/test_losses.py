@@ -182,7 +182,7 @@ def scene(seed: int, on_loss: str, budget: int | None = None) -> Iterator[Scene]
         cluster.end()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_what_is_lost_comes_back_by_itself(seed: int) -> None:
     with scene(seed, "restore") as story:
         story.train()
