@@ -24,6 +24,10 @@ def dashboard(
     checkpoints: Annotated[
         str, typer.Option(metavar="URL", help="Where checkpoints are kept, to list them.", show_default=False)
     ] = "",
+    prometheus: Annotated[
+        str,
+        typer.Option(metavar="URL", help="What scrapes the cluster: charts begin an hour back.", show_default=False),
+    ] = "",
     allow_host: Annotated[
         list[str] | None,
         typer.Option(help="A name that browsers know this host by, such as that of a proxy. May be given again."),
@@ -47,7 +51,8 @@ def dashboard(
     where = target(url, name)
     token = make_token(where) if allow_actions else ""
     page = Dashboard(
-        where, host=host, port=port, checkpoints=checkpoints, allow_host=allow_host or (), token=token
+        where, host=host, port=port, checkpoints=checkpoints, prometheus=prometheus, allow_host=allow_host or (),
+        token=token,
     )  # fmt: skip
     if token:
         err.print(f"token for actions: {token}", markup=False)

@@ -30,8 +30,13 @@ class Viewer:
         if not self.stale:
             self._waiting.append(message)
             if len(self._waiting) > WAITING_MAX:
-                self._waiting.clear()
-                self.stale = True
+                self.renew()
+        self._news.set()
+
+    def renew(self) -> None:
+        """What it has counts no longer."""
+        self._waiting.clear()
+        self.stale = True
         self._news.set()
 
     async def wait(self, timeout_s: float) -> bool:
@@ -63,3 +68,8 @@ class Fanout:
             message = encode(kind, content)
             for viewer in self.viewers:
                 viewer.put(message)
+
+    def renew(self) -> None:
+        """All get a fresh snapshot."""
+        for viewer in self.viewers:
+            viewer.renew()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 SAMPLES = 3600
 SERVERS_MAX = 256  # of which each has a history of its own: about 60 MB
@@ -31,11 +32,28 @@ class History:
         self._values[at] = [np.nan if value is None else value for value in values]
         self._count += 1
 
+    def add_before(self, samples: Mapping[float, Mapping[str, float | None]]) -> None:
+        """Notes what was before the oldest sample, by its time."""
+        times, values = self._ordered()
+        first = times[0] if len(times) else np.inf
+        room = len(self._times) - len(times)
+        older = [time for time in sorted(samples) if time < first]
+        older = older[len(older) - room :] if len(older) > room else older
+        self._count = 0
+        for time in older:
+            self.add(time, samples[time])
+        at = slice(self._count, self._count + len(times))
+        self._times[at], self._values[at] = times, values
+        self._count += len(times)
+
+    def _ordered(self) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
+        order = (np.arange(len(self)) + max(0, self._count - len(self._times))) % len(self._times)
+        return self._times[order], self._values[order]
+
     def document(self) -> dict[str, Any]:
         """Times and columns, oldest first, as plain values; None where nothing was measured."""
-        order = (np.arange(len(self)) + max(0, self._count - len(self._times))) % len(self._times)
-        document: dict[str, Any] = {"time": [round(t, 3) for t in self._times[order].tolist()]}
+        times, values = self._ordered()
+        document: dict[str, Any] = {"time": [round(t, 3) for t in times.tolist()]}
         for i, column in enumerate(self._columns):
-            values = self._values[order, i].tolist()
-            document[column] = [None if v != v else float(f"{v:.5g}") for v in values]
+            document[column] = [None if v != v else float(f"{v:.5g}") for v in values[:, i].tolist()]
         return document

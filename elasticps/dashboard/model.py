@@ -26,6 +26,7 @@ from coordinator.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps.dashboard import ring
 from elasticps.dashboard.fleet import Fleet
 from elasticps.dashboard.history import History
+from elasticps.dashboard.past import Past
 from elasticps.dashboard.samples import CLUSTER_COLUMNS, SERVER_COLUMNS, Samples
 from elasticps.dashboard.tables import Tables
 from elasticps.dashboard.timeline import Entry, Recoveries, Timeline, names
@@ -246,6 +247,10 @@ class Model:
         if found != self._checkpoints:
             self._checkpoints = found
             self._change("checkpoints")
+
+    def remember(self, past: Past) -> None:
+        """What was before this began; whoever looks on gets it with the next snapshot."""
+        self._samples.remember(past.cluster, past.servers)
 
     def urgent(self, now: float) -> set[str]:
         """Servers whose next answer tells when the cluster went on after a loss."""

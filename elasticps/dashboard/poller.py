@@ -22,8 +22,10 @@ from coordinator.store import Change, Delete, Put, Reset, Store
 from coordinator.url import parse
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.admin.client import open_channel
+from elasticps.dashboard.fanout import Fanout
 from elasticps.dashboard.model import Model
-from elasticps.errors import CheckpointError, ConfigError
+from elasticps.dashboard.past import read_past
+from elasticps.errors import CheckpointError, ConfigError, Error
 from elasticps.security import credentials_of
 
 if TYPE_CHECKING:
@@ -46,13 +48,14 @@ _TABLE = ("id", "rows_headed", "rows", "bytes")
 
 
 class Poller:
-    """Feeds `model`, and calls `tell` when it may have news. checkpoints: the URL where they are, "" if unknown."""
+    """Feeds `model`, and tells viewers its news. checkpoints, prometheus: URLs of them, "" if unknown."""
 
-    def __init__(self, url: str, model: Model, tell: Callable[[], None], checkpoints: str = "") -> None:
+    def __init__(self, url: str, model: Model, fanout: Fanout, checkpoints: str = "", prometheus: str = "") -> None:
         self._url = url
         self._model = model
-        self._tell = tell
+        self._fanout = fanout
         self._checkpoints = checkpoints
+        self._prometheus = prometheus
         self._credentials = credentials_of(url)
         self._peers: dict[tuple[str, int], _Peer] = {}
         self._limit = asyncio.Semaphore(ASKED_AT_ONCE)
@@ -64,6 +67,8 @@ class Poller:
         works = [self._follow(), self._poll(), self._watch_closely(), self._look_at_tables()]
         if self._checkpoints:
             works.append(self._look_at_checkpoints(self._checkpoints))
+        if self._prometheus:
+            works.append(self._look_back(self._prometheus))
         try:
             async with asyncio.TaskGroup() as group:
                 for work in works:
@@ -73,6 +78,9 @@ class Poller:
                 await peer.close()
             if self.store is not None:
                 await self.store.close()
+
+    def _tell(self) -> None:
+        self._fanout.publish(self._model.take_news())
 
     # --- the store --------------------------------------------------------------------------------------------------
 
@@ -200,6 +208,13 @@ class Poller:
         except (grpc.aio.AioRpcError, grpc.aio.UsageError):
             return None
         return [{name: getattr(table, name) for name in _TABLE} for table in answer.tables]
+
+    async def _look_back(self, prometheus: str) -> None:
+        try:
+            self._model.remember(await asyncio.to_thread(read_past, prometheus, self._model.name, time.time()))
+        except Error as error:
+            log.warning("the last hour is not known", reason=error)
+        self._fanout.renew()
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

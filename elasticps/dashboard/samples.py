@@ -39,6 +39,14 @@ class Samples:
         self._before: dict[str, tuple[float, Mapping[str, Any]]] = {}
         self._active: dict[str, tuple[float, Mapping[str, Any]]] = {}
         self._active_before: dict[str, tuple[float, Mapping[str, Any]]] = {}
+        self._past: dict[str, Mapping[float, Sample]] = {}
+
+    def remember(self, cluster: Mapping[float, Sample], servers: Mapping[str, Mapping[float, Sample]]) -> None:
+        """What was before the first sample, by time: of everything together, and of each server."""
+        self.cluster.add_before(cluster)
+        for name, history in self.servers.items():
+            history.add_before(servers.get(name, {}))
+        self._past = {name: past for name, past in servers.items() if name not in self.servers}
 
     def activity(self, now: float, name: str, answer: Mapping[str, Any]) -> None:
         """What passes through a server."""
@@ -57,7 +65,10 @@ class Samples:
         self.cluster.add(now, whole)
         for name, row in rows.items():
             if name in self.servers or len(self.servers) < SERVERS_MAX:
-                self.servers.setdefault(name, History(SERVER_COLUMNS, self._capacity)).add(now, row)
+                if name not in self.servers:
+                    self.servers[name] = History(SERVER_COLUMNS, self._capacity)
+                    self.servers[name].add_before(self._past.pop(name, {}))
+                self.servers[name].add(now, row)
         for name in self.servers.keys() - servers.keys():
             del self.servers[name]
         for known in (self._before, self._active, self._active_before):

@@ -19,6 +19,7 @@ from elasticps.dashboard.actions import Actions
 from elasticps.dashboard.app import VIEWERS_MAX, make_app
 from elasticps.dashboard.fanout import Fanout
 from elasticps.dashboard.model import Model
+from elasticps.dashboard.past import check_prometheus
 from elasticps.dashboard.poller import Poller, check_url
 from elasticps.dashboard.preview import Previews
 from elasticps.errors import ConfigError
@@ -39,6 +40,7 @@ class Dashboard:
     """Of the cluster at `url`, served at `host` and `port` (0: any free one) between `start` and `stop`.
 
     checkpoints   where they are kept, "" if that is not known
+    prometheus    URL of the Prometheus that scrapes the cluster, for the hour before; "": there is none
     allow_host    names under which browsers may ask for it, besides addresses and localhost
     token         with it servers may be drained from the page; "": nothing may be changed
 
@@ -46,10 +48,11 @@ class Dashboard:
     """
 
     def __init__(
-        self, url: str, *, host: str = "127.0.0.1", port: int, checkpoints: str = "",
+        self, url: str, *, host: str = "127.0.0.1", port: int, checkpoints: str = "", prometheus: str = "",
         allow_host: Collection[str] = (), token: str = "",
     ) -> None:  # fmt: skip
         self._checkpoints = checkpoints
+        self._prometheus = check_prometheus(prometheus)
         self._hosts = frozenset(name.lower() for name in allow_host)
         self._token = token
         self._name = check_url(url)
@@ -79,7 +82,7 @@ class Dashboard:
         ]
 
     def _polled(self, url: str) -> Poller:
-        return Poller(url, self._model, lambda: self._fanout.publish(self._model.take_news()), self._checkpoints)
+        return Poller(url, self._model, self._fanout, self._checkpoints, self._prometheus)
 
     async def wait(self) -> None:
         """Until it ends, which is an error; its cause is raised."""

@@ -16,6 +16,7 @@ from coordinator.membership import NEWEST_CHECKPOINT, VIEW, ServerSession
 from coordinator.store import Entry, Store
 from coordinator.view import ServerInfo, View, WorkerInfo
 from elasticps.checkpoint.create import newest
+from elasticps.dashboard.past import questions
 from elasticps.metrics.client import ClientMetrics
 from elasticps.metrics.cluster import STATES, ClusterMetrics
 from elasticps.metrics.server import ServerMetrics
@@ -25,8 +26,8 @@ from tests.deploy.manifests import DEPLOY, ROOT, named
 FOREIGN = {  # of the process itself, of kubelets, and of kube-state-metrics
     "process_resident_memory_bytes",
 }
-SCRAPED = {"namespace", "pod", "container", "resource", "le"}  # labels that Prometheus, or those, add
-VALUES = {"state": set(STATES), "role": {"head", "held", "joining"}, "kind": {"push", "pull", "forward"},
+SCRAPED = {"namespace", "pod", "container", "resource", "le", "instance"}  # labels that Prometheus, or those, add
+VALUES = {"state": set(STATES), "role": {"head", "held", "joining"}, "kind": {"push", "pull", "forward"}, "cluster": {"prod"},
           "replicas": {str(n) for n in range(17)}}  # fmt: skip
 
 
@@ -86,6 +87,8 @@ def queries() -> Iterator[tuple[str, str]]:
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", ()):
             yield f"{panel['title']} {target['refId']}", target["expr"].replace("$namespace", "elasticps")
+    for (column, each), query in questions("prod").items():
+        yield f"the page's {column}{' of a server' * each}", query
     yield "adapter, series", adapter()["seriesQuery"]
     query = adapter()["metricsQuery"].replace("<<.Series>>", adapter()["seriesQuery"].partition("{")[0])
     yield "adapter, value", query.replace("<<.LabelMatchers>>", 'pod="x"').replace("<<.GroupBy>>", "pod")
