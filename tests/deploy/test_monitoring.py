@@ -27,8 +27,8 @@ FOREIGN = {  # of the process itself, of kubelets, and of kube-state-metrics
     "process_resident_memory_bytes",
 }
 SCRAPED = {"namespace", "pod", "container", "resource", "le", "instance"}  # labels that Prometheus, or those, add
-VALUES = {"state": set(STATES), "role": {"head", "held", "joining"}, "kind": {"push", "pull", "forward"}, "cluster": {"prod"},
-          "replicas": {str(n) for n in range(17)}}  # fmt: skip
+VALUES = {"state": set(STATES), "role": {"head", "held", "joining"}, "kind": {"push", "pull", "forward"},
+          "cluster": {"prod"}, "replicas": {str(n) for n in range(17)}}  # fmt: skip
 
 
 class Session:
