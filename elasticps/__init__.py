@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from elasticps.caching import Cache
 from elasticps.errors import (
     Closed,
     ClusterUnreachable,
@@ -53,6 +54,7 @@ from elasticps.spec import (
 
 if TYPE_CHECKING:
     from elasticps.client import (
+        CacheUse,
         Client,
         DenseTensor,
         Loss,
@@ -81,6 +83,8 @@ __all__ = [
     "AdamW",
     "Assign",
     "BFloat16",
+    "Cache",
+    "CacheUse",
     "Client",
     "Closed",
     "ClusterUnreachable",

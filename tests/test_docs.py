@@ -17,6 +17,7 @@ RUN = {"README.md": 1, "start.md": None}  # how many blocks, from the first on; 
 ELSEWHERE = {
     "README.md",  # what follows the first script needs data of its own
     "custom.md",  # tests/store/test_custom.py
+    "caches.md",  # tests/e2e/test_caches.py
     "filters.md",  # tests/e2e/test_filters.py
     "groups.md",  # tests/torch/group
     "machines.md",  # needs machines

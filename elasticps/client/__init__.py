@@ -1,5 +1,6 @@
 """The worker's side: routing, sessions, connections."""
 
+from elasticps.client.cache_use import CacheUse
 from elasticps.client.client import Client
 from elasticps.client.data_shards import Shard, Shards
 from elasticps.client.losses import Loss
@@ -9,6 +10,7 @@ from elasticps.client.steps import OpenStep, Step
 from elasticps.client.tables import DenseTensor, SparseTable, TableInfo
 
 __all__ = [
+    "CacheUse",
     "Client",
     "DenseTensor",
     "Loss",

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.view import View
+from elasticps.caching import Cache
+from elasticps.client.cache_use import CacheUse
 from elasticps.client.checkpoints import CheckpointRequest
 from elasticps.client.data_shards import Shards
 from elasticps.client.losses import Loss
@@ -69,16 +71,18 @@ class Client:
     def table(
         self, name: str, *, dim: int, optimizer: Optimizer, init: Init | None = None, dtype: str = "float32",
         finite: bool = False, push: Filters = (), pull: Filters = (), on_loss: str | None = None,
-        max_lost_steps: int | None = None,
+        max_lost_steps: int | None = None, cache: Cache | None = None,
     ) -> SparseTable:  # fmt: skip
         """Opens a sparse table, creating it if it is new. `SpecError` if it exists with another spec.
 
         finite: servers refuse gradients that hold NaN or infinity (`NotFinite`) before any row of theirs changes.
         push, pull: filters that make gradients, and rows that are read, shorter on their way (docs/filters.md).
         on_loss, max_lost_steps: as for `SparseTable.set_on_loss`; None leaves what was set before.
+        cache: rows that this worker keeps, `eps.Cache(rows=…, staleness=…)` (docs/caches.md); None leaves what there
+        is. It is no part of the table: other workers have their own, or none.
         """
         spec = TableSpec(name, dim, optimizer, init or Zeros(), dtype, finite=finite, push=push, pull=pull)
-        return self._tables.sparse(spec, on_loss, max_lost_steps)
+        return self._tables.sparse(spec, on_loss, max_lost_steps, cache)
 
     def tensor(
         self, name: str, *, init: object, optimizer: Optimizer, dtype: str = "float32", finite: bool = False,
@@ -94,6 +98,11 @@ class Client:
     def tables(self) -> dict[str, TableInfo]:
         """All tables and tensors of the application, by name: their specs, and how many rows servers have of each."""
         return self._tables.known()
+
+    def caches(self) -> dict[str, CacheUse]:
+        """What caches have done, by the names of the tables that have one here."""
+        tables = [table for table in list(self._tables.opened.values()) if isinstance(table, SparseTable)]
+        return {table.name: table.cached for table in tables if table.cache is not None}
 
     def open(self, name: str) -> SparseTable | DenseTensor:
         """A table or tensor of the application, as it was made. Raises `UnknownTable` if there is none of that name."""

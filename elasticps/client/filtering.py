@@ -63,7 +63,7 @@ class PushFilter:
     def _encode(
         self, keys: NDArray[np.int64], grads: NDArray[np.float32]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        keys, grads = _summed(keys, grads)
+        keys, grads = summed(keys, grads)
         if self._kept is None and not self.codec.sifts:
             return keys, self.codec.encode(grads)
         whole = grads if self._kept is None else self._kept.add(keys, grads)
@@ -95,7 +95,7 @@ class PushFilter:
             self._rest = None
 
 
-def _summed(keys: NDArray[np.int64], grads: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def summed(keys: NDArray[np.int64], grads: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     distinct, first, where = np.unique(keys, return_index=True, return_inverse=True)
     if len(distinct) == len(keys):
         return keys, grads

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from coordinator.adoption import ON_LOSS
 from coordinator.losses import RESTORE, WAIT
+from elasticps.caching import Cache
 from elasticps.client import filling, listing
+from elasticps.client.cache_use import check_cache
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.filling import NO_STEP_VALUES, fill
 from elasticps.client.inputs import checked_floats
@@ -38,9 +40,16 @@ class Tables:
         self._reads = reads
         self._timeout_s = timeout_s
 
-    def sparse(self, spec: TableSpec, on_loss: str | None, max_lost_steps: int | None) -> SparseTable:
+    def sparse(
+        self, spec: TableSpec, on_loss: str | None, max_lost_steps: int | None, cache: Cache | None
+    ) -> SparseTable:
         """Opens a sparse table, creating it if it is new."""
-        return cast(SparseTable, self._brought(spec, None, on_loss, max_lost_steps))
+        if cache is not None:
+            check_cache(spec.name, cache, self._reads)
+        table = cast(SparseTable, self._brought(spec, None, on_loss, max_lost_steps))
+        if cache is not None:
+            table.keep(cache)
+        return table
 
     def dense(self, init: object, spec: Callable[[tuple[int, ...]], TableSpec], on_loss: str | None,
               max_lost_steps: int | None) -> DenseTensor:  # fmt: skip
@@ -89,6 +98,8 @@ class Tables:
         if found.spec.shape is not None:
             raise InputError(f"{name!r} is a tensor, and has no rows to clear: load values, or drop it")
         SparseTable(self._reads, found.spec, found.id, found.spec, self).clear()
+        if (handle := self.opened.get(name)) is not None:
+            handle.forget()
 
     def drop(self, name: str) -> None:
         """Forgets a table, its name too. Raises UnknownTable."""
@@ -108,6 +119,7 @@ class Tables:
         with self._dispatcher.lock:
             if (handle := self.opened.get(name)) is not None and handle.id == registration.id:
                 del self.opened[name]
+                handle.forget()
         marked = self._registry.begin_drop(self._app, registration, self._timeout_s)
         if marked is not None:
             questions = filling.erase(registration.id, OperationKind.DROP, worker)

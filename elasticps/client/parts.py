@@ -28,6 +28,7 @@ class Parts:
         self.closed = False
         self._timeout_s = timeout_s
         self._runtime = registry.runtime
+        self._opened: dict[str, Handle] = {}
         self._dispatcher: Dispatcher | None = None
         try:
             deadline_s = self._runtime.monotonic() + timeout_s
@@ -40,9 +41,10 @@ class Parts:
             if isinstance(consistency, BSP):
                 barrier = Barrier(dispatcher)
                 dispatcher.pushes.round = True
-            opened: dict[str, Handle] = {}
+            opened = self._opened
             self.losses = Losses(registry, self._runtime, self.worker.id, raises=raise_on_loss)
-            dispatcher.on_anew = self.losses.began
+            dispatcher.on_anew = self._began_anew
+            dispatcher.pushes.on_refused = self._forget
             joining = Joining(dispatcher, registry, barrier, timeout_s)
             self.steps = Steps(dispatcher, joining, barrier, opened, timeout_s, self.losses)
             self.reads = Reads(dispatcher, self.steps.before_read, consistency.bound, timeout_s, self.steps.settle_all)
@@ -78,6 +80,15 @@ class Parts:
                 self.shards.leave(leave_s)
             dispatcher.close()
         self.registry.close()
+
+    def _began_anew(self, epochs: list[int], committed: int) -> None:
+        self._forget()
+        self.losses.began(epochs, committed)
+
+    def _forget(self) -> None:
+        """Servers have not what this worker would expect: rows that it keeps may be wrong."""
+        for handle in list(self._opened.values()):
+            handle.forget()
 
     def _lost(self, reason: str) -> None:
         if self._dispatcher is not None and not self.closed:

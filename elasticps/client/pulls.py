@@ -15,7 +15,7 @@ from elasticps.client.pull_batch import OWNERS, P_FIELDS, PULL, SMALL_BYTES, Lan
 from elasticps.client.short_keys import Short, ShortKeys
 from elasticps.errors import Error
 from elasticps.store.codec import Codec
-from elasticps.wire.frames import ANY, CODED, HEADER_BYTES, LAST, SLOTS, Buffer, FrameError, Header
+from elasticps.wire.frames import ANY, CODED, DIGESTS, HEADER_BYTES, LAST, SLOTS, Buffer, FrameError, Header
 from elasticps.wire.headers import PullHeader, RowsHeader
 from elasticps.wire.pool import Pool
 from replication.chain import Member
@@ -116,7 +116,7 @@ class ReadPart:
         read = self.read
         header = PullHeader(
             self.request, epoch, read.clock, worker, read.table_id, self.count, read.bound, read.wait_ms,
-            read.any_replica, read.slots, read.coded,
+            read.any_replica, read.slots, read.coded, read.digests,
         )  # fmt: skip
         return [header.header().pack(), self.keys.data.cast("B")]
 
@@ -131,6 +131,7 @@ class Read(ABC):
     def __init__(
         self, finish: Finish, table_id: int, salt: np.uint64, dim: int, name: str, keys: NDArray[np.int64],
         value: NDArray[np.float32], any_replica: bool, slots: bool = False, coded: bool = False,
+        digests: bool = False,
     ) -> None:  # fmt: skip
         self._finish = finish
         self.table_id = table_id
@@ -140,6 +141,7 @@ class Read(ABC):
         self.any_replica = any_replica
         self.slots = slots
         self.coded = coded
+        self.digests = digests
         self.short: Short | None = None
         self.parts: dict[int, ReadPart] = {}  # by request, those still unanswered
         self.error: Exception | None = None
@@ -299,7 +301,7 @@ class Pulls:
         order = _ALL if only else np.empty(n, np.int64)
         memory = self._pool.take(8 * n + HEADER_BYTES * (len(members) + 1))
         cuts = np.empty((len(members) + 1, P_FIELDS), np.int64)
-        flags = read.any_replica * ANY | read.slots * SLOTS | read.coded * CODED
+        flags = read.any_replica * ANY | read.slots * SLOTS | read.coded * CODED | read.digests * DIGESTS
         small = SMALL_BYTES if n == len(read.keys) else 0
         count = cut_pull(
             keys, read.salt, routes.shift, readers.of, readers.only, order, cuts, memory, self.landing.slots, read.flat,

@@ -64,6 +64,7 @@ class Pushes:
         self.needed_epoch = 0  # somebody spoke of it
         self.shards: dict[int, tuple[int, int]] = {}  # by clock: (set, shard) that a step trains
         self.round = False  # whether each step is a share of a synchronous round
+        self.on_refused: Callable[[], None] = lambda: None
         self.routes: Routes
         self._worker = worker
         self._requests = requests
@@ -177,6 +178,7 @@ class Pushes:
         if sent is None:
             return False
         sent.state.error = sent.state.error or error
+        self.on_refused()
         return self.ok(request) if answered else True
 
     def not_done(self, request: int, status: Status, epoch: int) -> bool:

@@ -12,6 +12,7 @@ from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.protocol.fan_out import Answer, Questions
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.pulls import Read
+from elasticps.client.runtime import Lock
 from elasticps.client.short_keys import Short
 from elasticps.errors import Timeout
 
@@ -38,10 +39,35 @@ class Reads:
         self._deleting = dispatcher.runtime.lock()
         self._deletions = 0
 
-    def start(self, read: AnyRead) -> AnyRead:
-        """Asks for what is to be read."""
+    @property
+    def bound(self) -> int | None:
+        """Of the delay, None for none."""
+        return self._bound
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether workers train in synchronous rounds."""
+        return self._dispatcher.pushes.round
+
+    @property
+    def begun(self) -> int:
+        """The newest step that has begun, be it open."""
+        return self._dispatcher.session.clock
+
+    def clock(self) -> int:
+        """That at which a read that begins now would read. Raises what has ended the client, if anything has."""
+        self._dispatcher.check()
+        return self._prepare()
+
+    def lock(self) -> Lock:
+        """A new one, which a thread must not take twice."""
+        return self._dispatcher.runtime.lock()
+
+    def start(self, read: AnyRead, kept: int = 0) -> AnyRead:
+        """Asks for what is to be read. kept: of the delay, how many steps of it are for those that rows are kept."""
         read.clock = self._prepare()
-        self._dispatcher.start_reads((read,), self._bound, self._wait_ms)
+        bound = None if self._bound is None else self._bound - kept
+        self._dispatcher.start_reads((read,), bound, self._wait_ms)
         return read
 
     def start_all(self, reads: Sequence[Read]) -> None:

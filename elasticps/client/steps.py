@@ -190,6 +190,8 @@ class Steps:
                 handle.sent()
         except BaseException:
             self._dispatcher.hurt()
+            for handle in values:
+                handle.forget()
             raise
         finally:
             if begins is not None and session.clock == clock:

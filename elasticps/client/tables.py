@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -12,7 +13,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.caching import Cache
 from elasticps.client import filling, listing
+from elasticps.client.cache_use import NOT_USED, CacheUse, check_cache
 from elasticps.client.filling import NO_STEP_VALUES, fill
 from elasticps.client.filtering import Feedback, PushFilter
 from elasticps.client.inputs import checked_floats, checked_keys, checked_out, checked_read
@@ -21,9 +24,10 @@ from elasticps.client.pulls import CodedRead, DenseRead, Read, SparseRead
 from elasticps.client.push_batch import Source
 from elasticps.client.rates import SetRate
 from elasticps.client.reads import Reads
+from elasticps.client.row_cache import CachedRead, RowCache
 from elasticps.client.short_keys import Saved, Short
 from elasticps.client.writes import LentRows, Write, check_size
-from elasticps.errors import InputError
+from elasticps.errors import ConfigError, InputError
 from elasticps.hashing import table_salt
 from elasticps.optimizers import Optimizer, Schedule
 from elasticps.spec import TableSpec
@@ -94,6 +98,9 @@ class _Handle:
         """What `source` gave last is outstanding."""
         if self._push is not None:
             self._push.sent()
+
+    def forget(self) -> None:
+        """What is kept of rows may be wrong from now on."""
 
     def set_lr(self, lr: float | None) -> None:
         """Another learning rate for all workers of the application: for this one's next step, for others' within
@@ -169,6 +176,8 @@ class SparseTable(_Handle):
         super().__init__(reads, spec, table_id, own, changes)
         self._grads = f"table {self.name!r}: grads"
         self._short_pull = Short.of(spec.pull)
+        self._cache: RowCache | None = None
+        self._source: Source | None = None  # given last, of a table whose rows are kept
         if self._short is not None and self._short.shortens_keys:
             self._push = self._push or PushFilter(spec)
 
@@ -178,21 +187,61 @@ class SparseTable(_Handle):
         both = [short.keys for short in (self._short, self._short_pull) if short is not None]
         return Saved(sum(keys.whole for keys in both), sum(keys.sent for keys in both))
 
+    def keep(self, cache: Cache) -> None:
+        """From now on rows that were pulled are kept, and shown again. Another one takes the place of the first.
+
+        ConfigError under BSP, and where rows would be older than SSP allows.
+        """
+        if self._cache is None or self._cache.options != cache:
+            check_cache(self.name, cache, self._reads)
+            self._cache = RowCache(cache, self.spec, self.id, self._reads, self._rows)
+
+    @property
+    def cached(self) -> CacheUse:
+        """What a `Cache` of this client's has done for the table."""
+        return NOT_USED if self._cache is None else self._cache.use
+
+    @property
+    def cache(self) -> Cache | None:
+        """That which the table was opened with here, if it was."""
+        return None if self._cache is None else self._cache.options
+
+    def fetch(self, keys: object, ahead: int = 1) -> None:
+        """Asks now for what of the rows of `keys`, int64 [n], will not be in the table's `Cache`, or be too old, when
+        this worker has made `ahead` more steps. Returns at once; later pulls find them. ConfigError without a cache."""
+        if self._cache is None:
+            raise ConfigError(f"table {self.name!r} keeps no rows: open it with cache=Cache(rows=…, staleness=…)")
+        self._cache.fetch(checked_keys(self.name, keys).copy(), ahead)
+
     def pull(
         self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False
     ) -> NDArray[np.float32]:
         """Rows of `keys`, int64 [n], as float32 [n, dim] in the order of the keys; into `out` if given.
 
         `read="tail"` gives committed values. `read="any"` spreads the load over all replicas, and may show values that
-        are not committed yet; one's own pushes are always seen. exact: past the table's filters. Raises `InputError`
-        for unusable arguments, `Timeout` when servers do not answer in time.
+        are not committed yet; one's own pushes are always seen. exact: past the table's filters, and its cache. Raises
+        `InputError` for unusable arguments, `Timeout` when servers do not answer in time.
         """
+        if self._cache is not None and not exact:
+            return self._kept(self._cache, keys, out, read).result()
         return self._reads.pulled(self._prepare(keys, out, read, exact))
+
+    def _kept(self, cache: RowCache, keys: object, out: NDArray[np.float32] | None, read: str) -> CachedRead:
+        checked_read(self.name, read)
+        array = checked_keys(self.name, keys)
+        shape = (len(array), self.dim)
+        rows = np.empty(shape, np.float32) if out is None else checked_out(f"table {self.name!r}", out, shape)
+        return cache.start(array.copy(), rows, read == "any")
+
+    def _rows(self, keys: NDArray[np.int64], any_replica: bool) -> SparseRead:
+        return self._prepare(keys, None, "any" if any_replica else "tail", exact=False)
 
     def pull_async(
         self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False
-    ) -> SparseRead:
+    ) -> SparseRead | CachedRead:
         """Asks for rows now; `result()` of what is returned waits for them."""
+        if self._cache is not None and not exact:
+            return self._kept(self._cache, keys, out, read)
         return self._reads.start(self._prepare(keys, out, read, exact))
 
     def _prepare(self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool) -> SparseRead:
@@ -254,9 +303,10 @@ class SparseTable(_Handle):
         if slots:
             values = filling.with_slots(self.name, values, slots, self.optimizer.slot_shapes(self.dim))
         step = max(1, LOADED_BYTES // (8 + 4 * values.shape[1]))
-        for at in range(0, len(array), step):
-            some = slice(at, at + step)
-            self._load(partial(filling.rows, self.id, self.salt, array[some], values[some]))
+        with self._forgotten():
+            for at in range(0, len(array), step):
+                some = slice(at, at + step)
+                self._load(partial(filling.rows, self.id, self.salt, array[some], values[some]))
 
     def slots(self, keys: object) -> dict[str, NDArray[np.float32]]:
         """What the optimizer keeps of rows: by name, float32 [n, floats of a row], in the order of the keys. A key
@@ -281,15 +331,25 @@ class SparseTable(_Handle):
         array = np.unique(checked_keys(self.name, keys))
         nothing = np.empty((len(array), 0), np.float32)
         step = max(1, LOADED_BYTES // 8)
-        for at in range(0, len(array), step):
-            write = partial(filling.rows, self.id, self.salt, array[at : at + step], nothing[at : at + step])
-            worker = self._reads.worker.id
-            self._reads.delete(partial(filling.delete, write, worker), f"deleting rows of {self.name!r}")
+        with self._forgotten():
+            for at in range(0, len(array), step):
+                write = partial(filling.rows, self.id, self.salt, array[at : at + step], nothing[at : at + step])
+                worker = self._reads.worker.id
+                self._reads.delete(partial(filling.delete, write, worker), f"deleting rows of {self.name!r}")
 
     def clear(self) -> None:
         """Forgets all rows, as `delete` does those of some keys. Workers may go on pushing meanwhile."""
         questions = partial(filling.erase, self.id, OperationKind.CLEAR, self._reads.worker.id)
-        self._reads.delete(questions, f"clearing {self.name!r}")
+        with self._forgotten():
+            self._reads.delete(questions, f"clearing {self.name!r}")
+
+    @contextmanager
+    def _forgotten(self) -> Iterator[None]:
+        """Servers change rows past this client's steps: afterwards none is kept that was pulled before."""
+        try:
+            yield
+        finally:
+            self.forget()
 
     def source(self, value: object, step_values: NDArray[np.float32]) -> Source:
         """What pushing `value`, a pair (keys int64 [n], grads float32 [n, dim]), sends."""
@@ -298,8 +358,22 @@ class SparseTable(_Handle):
         keys = checked_keys(self.name, value[0])
         grads = checked_floats(self._grads, value[1], (len(keys), self.dim))
         if self._push is None:
-            return Source(self.id, self._signed_salt, self.dim, -1, keys, grads, step_values)
-        return self._push.source(self.id, self._signed_salt, keys, grads, step_values)
+            source = Source(self.id, self._signed_salt, self.dim, -1, keys, grads, step_values)
+        else:
+            source = self._push.source(self.id, self._signed_salt, keys, grads, step_values)
+        if self._cache is not None:
+            self._source = source
+        return source
+
+    def sent(self) -> None:
+        super().sent()
+        source, self._source = self._source, None
+        if self._cache is not None and source is not None:
+            self._cache.pushed(source)
+
+    def forget(self) -> None:
+        if self._cache is not None:
+            self._cache.clear()
 
 
 class DenseTensor(_Handle):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from coordinator.view import View, WorkerInfo
+
+if TYPE_CHECKING:
+    from elasticps.client.cache_use import CacheUse
 
 
 class Subject(Protocol):
@@ -22,6 +25,7 @@ class Subject(Protocol):
     def cluster(self) -> str: ...
     @property
     def view(self) -> View: ...
+    def caches(self) -> Mapping[str, CacheUse]: ...
     @property
     def clock(self) -> int: ...
     @property
@@ -49,6 +53,33 @@ class ClientMetrics(Collector):
             "elasticps_worker_outstanding_steps", "Steps pushed and not committed.", value=clock - committed
         )
         yield GaugeMetricFamily("elasticps_worker_epoch", "The newest view that it knows.", value=ps.view.epoch)
+        yield from _of_caches(ps.caches())
+
+
+def _of_caches(uses: Mapping[str, CacheUse]) -> Iterator[Metric]:
+    rows = GaugeMetricFamily("elasticps_worker_cache_rows", "Rows of a table that are kept.", labels=["table"])
+    wanted = CounterMetricFamily(
+        "elasticps_worker_cache_pulls",
+        "Rows that pulls wanted: hit, shown without asking; unchanged, as a server said; pulled.",
+        labels=["table", "outcome"],
+    )
+    oldest = GaugeMetricFamily(
+        "elasticps_worker_cache_oldest_steps", "The greatest age of a row that was shown without asking.",
+        labels=["table"],
+    )  # fmt: skip
+    received = CounterMetricFamily(
+        "elasticps_worker_cache_bytes", "Received of rows, slots and digests; whole: without a cache.",
+        labels=["table", "kind"],
+    )  # fmt: skip
+    for table, use in uses.items():
+        rows.add_metric([table], use.rows)
+        oldest.add_metric([table], use.oldest)
+        pulled = use.asked - use.hits - use.unchanged
+        for outcome, count in (("hit", use.hits), ("unchanged", use.unchanged), ("pulled", pulled)):
+            wanted.add_metric([table, outcome], count)
+        for kind, count in (("received", use.nbytes), ("whole", use.whole_bytes)):
+            received.add_metric([table, kind], count)
+    yield from (rows, wanted, oldest, received)
 
 
 def serve_client(ps: Subject, port: int, host: str = "127.0.0.1") -> Callable[[], None]:

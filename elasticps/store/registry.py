@@ -13,7 +13,7 @@ from numba.core.dispatcher import Dispatcher
 from elasticps.errors import SpecError
 from elasticps.kernels import compiled_once
 from elasticps.spec import Custom, Optimizer
-from elasticps.store import codec, columns, index, intervals, sparse, stamps, updates
+from elasticps.store import codec, columns, index, intervals, row_digests, sparse, stamps, updates
 
 # One signature each, in which keys and floats may be read-only and unaligned, as slices of a received frame are.
 # Anything else, like int32 keys or a strided array, is a TypeError: no call ever compiles.
@@ -56,6 +56,7 @@ _SIGNATURES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (columns.write_slots, (_words, _floats2, _words)),
     (columns.split, (_words, _words, _int, types.Array(types.int32, 1, "C"))),
     (index.gather, (_words, _keys, types.Array(types.float32, 2, "C", aligned=False), _words)),
+    (row_digests.digest_rows, (types.Array(types.uint32, 2, "C", readonly=True), types.Array(types.uint64, 1, "C"))),
     (codec.encode_rows, (_int,) * 6),
     (codec.decode_rows, (_int,) * 6),
     (sparse.spread_rows, (_int,) * 7),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import elasticps.spec
+from elasticps.caching import Cache
 from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Filter, Init, Normal
 from elasticps.spec import Optimizer as ServerOptimizer
@@ -27,6 +28,7 @@ from elasticps.torch.group.client import GroupClient
 if TYPE_CHECKING:
     from elasticps.client import Client, SparseTable
     from elasticps.client.pulls import Read
+    from elasticps.client.row_cache import CachedRead
     from elasticps.torch.group import GroupTable
     from elasticps.torch.group.reads import GroupRead
 
@@ -48,7 +50,7 @@ class _Lookup:
     keys: NDArray[np.int64]  # distinct, without the padding id
     positions: Tensor  # shape of ids: index into keys; len(keys) stands for the padding id
     rows: NDArray[np.float32]  # [keys (+ 1 of zeros if padded), dim], once the rows are there
-    future: Read | GroupRead | None  # None: no key, nothing to pull
+    future: Read | CachedRead | GroupRead | None  # None: no key, nothing to pull
 
     @property
     def padded(self) -> bool:
@@ -110,6 +112,7 @@ class Rows(nn.Module):
         max_norm: float | None = None,
         push: Sequence[Filter] = (),
         pull: Sequence[Filter] = (),
+        cache: Cache | None = None,
     ) -> None:
         super().__init__()
         refuse_torchs(optimizer)
@@ -128,7 +131,7 @@ class Rows(nn.Module):
         if init is None:  # torch's own default; the name as seed, because equal seeds start with equal rows
             init = Normal(std=1.0, seed=zlib.crc32(name.encode()))
         self.table: SparseTable | GroupTable = ps.table(
-            name, dim=dim, optimizer=optimizer, init=init, dtype=dtype, push=push, pull=pull
+            name, dim=dim, optimizer=optimizer, init=init, dtype=dtype, push=push, pull=pull, cache=cache
         )
         self.optimizer = optimizer
         self.dim = dim
@@ -280,9 +283,9 @@ class Embedding(Rows):
     """`torch.nn.Embedding` over a table of the servers: ids are any int64, and a row exists when it is first trained.
 
     `optimizer` updates the rows at the servers, `init` gives the values of rows never trained (default: torch's normal
-    distribution), `dtype` is the servers' storage type, `push` and `pull` are the table's
-    filters. An id equal to `padding_idx` gives zeros and is not trained. With `num_embeddings` ids are 0 … n - 1 only,
-    as torch has them, and `full_state_dict` has a row for each.
+    distribution), `dtype` is the servers' storage type, `push` and `pull` are the table's filters, `cache` says which
+    rows this worker keeps (docs/caches.md). An id equal to `padding_idx` gives zeros and is not trained. With
+    `num_embeddings` ids are 0 … n - 1 only, as torch has them, and `full_state_dict` has a row for each.
     Rows are trained by passes in training mode; after `eval()` or `requires_grad_(False)`, of the layer or a model
     around it, and under `torch.no_grad()` they are only pulled.
     Train it with `elasticps.torch.Optimizer`. The output is on the device of the ids.
@@ -314,12 +317,13 @@ class EmbeddingBag(Rows):
         include_last_offset: bool = False,
         push: Sequence[Filter] = (),
         pull: Sequence[Filter] = (),
+        cache: Cache | None = None,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ConfigError(f"EmbeddingBag's mode must be 'sum', 'mean' or 'max', got {mode!r}")
         super().__init__(
             ps, name, dim, optimizer=optimizer, init=init, dtype=dtype, padding_idx=padding_idx,
-            num_embeddings=num_embeddings, max_norm=max_norm, push=push, pull=pull,
+            num_embeddings=num_embeddings, max_norm=max_norm, push=push, pull=pull, cache=cache,
         )  # fmt: skip
         self.mode = mode
         self.include_last_offset = include_last_offset

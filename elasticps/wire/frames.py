@@ -81,6 +81,7 @@ SLOTS = 128  # PULL: the rows' slots instead of their weights
 CODED = 256  # PULL: the rows as the table's filters for pulls make them
 SHORT = 512  # PULL, PUSH: some keys are left out, or stand as differences, see `keys`
 PACKED = 1024  # PUSH: the body is compressed, see `packed`
+DIGESTS = 2048  # PULL: what the rows hash to, instead of them
 
 _KINDS = frozenset(int(k) for k in Kind)
 _HEADER = struct.Struct("<IBBHQQQQIHHIIII")

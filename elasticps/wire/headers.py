@@ -111,7 +111,8 @@ class EraseHeader(NamedTuple):
 class PullHeader(NamedTuple):
     """PULL: the rows of `keys` keys of a table, by a worker at `clock`. bound: of the delay, None for none; wait_ms:
     how long the server may let it wait, 0 for as long as usual. anywhere: any full replica may answer. slots: what the
-    optimizer keeps of the rows, instead of their weights. coded: as the table's filters make them."""
+    optimizer keeps of the rows, instead of their weights. coded: as the table's filters make them. digests: what their
+    weights hash to, instead of them."""
 
     request: int
     epoch: int
@@ -124,11 +125,12 @@ class PullHeader(NamedTuple):
     anywhere: bool = False
     slots: bool = False
     coded: bool = False
+    digests: bool = False
 
     def header(self) -> Header:
         """The 64 bytes' fields; the body is the keys."""
         return Header(
-            Kind.PULL, self.anywhere * ANY | self.slots * SLOTS | self.coded * frames.CODED, 8 * self.keys,
+            Kind.PULL, self._flags, 8 * self.keys,
             self.request, self.epoch, self.clock, self.worker, table=self.table, items=self.keys,
             bound=0 if self.bound is None else self.bound + 1, wait_ms=self.wait_ms,
         )  # fmt: skip
@@ -141,8 +143,12 @@ class PullHeader(NamedTuple):
         bound = h.bound - 1 if h.bound else None
         return cls(
             h.request, h.epoch, h.clock, h.worker, h.table, h.items, bound, h.wait_ms, bool(h.flags & ANY),
-            bool(h.flags & SLOTS), bool(h.flags & frames.CODED),
+            bool(h.flags & SLOTS), bool(h.flags & frames.CODED), bool(h.flags & frames.DIGESTS),
         )  # fmt: skip
+
+    @property
+    def _flags(self) -> int:
+        return self.anywhere * ANY | self.slots * SLOTS | self.coded * frames.CODED | self.digests * frames.DIGESTS
 
 
 class ListKeysHeader(NamedTuple):

@@ -16,6 +16,7 @@ from coordinator.membership import NEWEST_CHECKPOINT, VIEW, ServerSession
 from coordinator.store import Entry, Store
 from coordinator.view import ServerInfo, View, WorkerInfo
 from elasticps.checkpoint.create import newest
+from elasticps.client.cache_use import CacheUse
 from elasticps.dashboard.past import questions
 from elasticps.metrics.client import ClientMetrics
 from elasticps.metrics.cluster import STATES, ClusterMetrics
@@ -44,6 +45,9 @@ class Client:
 
     def __init__(self, view: View) -> None:
         self.view = view
+
+    def caches(self) -> dict[str, CacheUse]:
+        return {"t": CacheUse(3, 0, 10, 4, 2, 1, 100, 200)}
 
 
 async def families() -> list[Any]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from elasticps.optimizers import SGD
 from elasticps.spec import Normal, TableSpec
 from elasticps.store import initial_rows
+from elasticps.store.row_digests import digests
 from elasticps.wire.frames import HEADER_BYTES, LAST, Header, Kind, json_frame, unpack_header
 from elasticps.wire.headers import ListKeysHeader, PullHeader
 from tests.server.conftest import TABLE, Group, Run, Worker
@@ -77,6 +78,28 @@ def test_keys_are_listed_by_their_tail_and_by_nobody_else(run: Run) -> None:
         with pytest.raises(asyncio.IncompleteReadError):
             await worker.ask(ListKeysHeader(TABLE, view.ranges, 0, 10, epoch=view.epoch).header())
         assert "there is no range 16" in worker.refused
+
+    run(story)
+
+
+def test_digests_are_those_of_the_rows_that_a_pull_shows(run: Run) -> None:
+    async def story(group: Group) -> None:
+        await group.start("a")
+        view = group.make_view(lambda r: ["a"])
+        group.adopt(view)
+        worker = await group.connect("a")
+        keys = np.arange(9)
+        await worker.push(view, "a", 1, keys[3:].tolist(), 2.5)
+        answers = []
+        for digests_ in (False, True):
+            ask = PullHeader(0, view.epoch, 1, 0, TABLE, len(keys), digests=digests_).header()
+            header, body = await asyncio.wait_for(worker.ask(ask, keys.tobytes()), 10)
+            assert (header.kind, header.items) == (Kind.ROWS, len(keys))
+            answers.append(body)
+        rows = np.frombuffer(answers[0], np.float32, count=len(keys) * 3).reshape(len(keys), 3)
+        assert rows[:, 0].tolist() == [0.0] * 3 + [2.5] * 6
+        assert np.frombuffer(answers[1], np.uint64).tolist() == digests(rows).tolist()
+        assert len({*digests(rows).tolist()}) == 2
 
     run(story)
 

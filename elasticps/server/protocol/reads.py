@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from elasticps.server.protocol.asker import Asker
 from elasticps.server.protocol.serving import Serving
 from elasticps.store import Table
+from elasticps.store.row_digests import WORDS, digests
 from elasticps.wire.frames import Buffer, Kind, json_frame
 from elasticps.wire.headers import PullHeader, RowsHeader
 from replication.replica import Replica
@@ -34,6 +35,8 @@ class Read(NamedTuple):
         """Of one row of the answer, or words that take as much."""
         if self.header.slots:
             return self.table.slot_floats
+        if self.header.digests:
+            return WORDS
         return self.table.pull.words if self.header.coded else self.table.spec.dim
 
 
@@ -124,6 +127,10 @@ def _chunk(read: Read, keys: NDArray[np.int64], out: NDArray[np.float32], offset
         rows = np.empty((len(keys), read.table.spec.dim), np.float32)
         read.table.gather(keys, rows)
         out[:] = read.table.pull.encode(rows)
+    elif read.header.digests:
+        rows = np.empty((len(keys), read.table.spec.dim), np.float32)
+        read.table.gather(keys, rows)
+        out.view(np.uint64)[:, 0] = digests(rows)
     else:
         read.table.gather(keys, out)
     padding = out.nbytes & 7

@@ -1,0 +1,318 @@
+"""Which keys a worker's cache has a place for, what it knows of the row there, and who gives way: least recently used.
+
+A place is a number below `rows`; the rows themselves lie elsewhere, by place. Flat arrays and compiled loops: a batch
+has thousands of keys. `tests/client/test_places.py` holds it against a dictionary.
+
+A row is as of a clock: that of the pull which brought it, which all steps of its own worker up to there are in. What
+that worker has pushed since was applied to it here. A row on its way is dropped on arrival if its worker has pushed to
+its key meanwhile, for nobody knows whether that is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.hashing import mix64
+from elasticps.kernels import njit
+
+Ints = NDArray[np.int64]
+
+kernel = cast(Callable[[Any], Any], njit(nogil=True, cache=True))
+
+# A place, int64 [FIELDS].
+(
+    KEY,
+    NEXT,  # of its hash, plus 1; 0: none
+    OLDER,  # the place used before it, plus 1
+    NEWER,
+    TURN,  # the batch that used it last
+    AS_OF,  # the clock of its row, plus 1; 0: there is no row
+    ASKED,  # number of the batch that asks for the row; 0: none does
+    CHECKED,  # 1: that asks only whether it is still the same
+    SLOTS,  # 1: what the optimizer keeps of the row is here, too
+    SLOTS_ASKED,  # number of the batch that asks for that
+    WANTED,  # at which clock the row was wanted last, plus 1; 0: not yet
+    FIELDS,
+) = range(12)
+# Of all, int64 [ENDS].
+(OLDEST, NEWEST, USED, GIVEN_UP, ENDS) = range(5)
+OFTEN = 3  # wanted so many times while a row may be shown
+
+
+class State(IntEnum):
+    """What a batch finds for one of its keys."""
+
+    HIT = 0  # a row that is young enough
+    OLD = 1  # one that is not: this batch asks whether it is still the same
+    ABSENT = 2  # none: this batch asks for it
+    COMING = 3  # an earlier batch asks for it
+    NO_PLACE = 4  # none, and nowhere to keep it
+
+
+class Places:
+    """At most `rows` keys. Of slots=False, an optimizer that keeps nothing of a row, slots are always here."""
+
+    def __init__(self, rows: int, *, slots: bool) -> None:
+        self.rows = rows
+        self._fields = np.zeros((rows, FIELDS), np.int64)
+        self._heads = np.zeros(1 << max(1, (rows - 1).bit_length()), np.int64)
+        self._ends = np.zeros(ENDS, np.int64)
+        self._turn = 0
+        self._slots = slots
+
+    @property
+    def used(self) -> int:
+        """Keys that have a place."""
+        return int(self._ends[USED])
+
+    @property
+    def given_up(self) -> int:
+        """Keys that gave way to others so far."""
+        return int(self._ends[GIVEN_UP])
+
+    def find(self, keys: Ints) -> tuple[Ints, bool]:
+        """The place of each of a batch's keys int64 [n], from now on those used last; new keys get that of the key that
+        was used least recently, but none of this batch: -1 where there is none. And whether keys repeat."""
+        self._turn += 1
+        where = np.empty(len(keys), np.int64)
+        repeats = _find(keys, self._turn, where, self._heads, self._fields, self._ends)
+        return where, bool(repeats)
+
+    def look(self, keys: Ints) -> Ints:
+        """The places of keys, -1 for none; who gives way next stays the same."""
+        where = np.empty(len(keys), np.int64)
+        _look(keys, where, self._heads, self._fields)
+        return where
+
+    def judge(
+        self, where: Ints, number: int, clock: int, staleness: int, *, take: bool = False
+    ) -> tuple[Ints, NDArray[np.bool_], int]:
+        """The `State` of each place int64 [n] for a batch that reads at `clock`, where rows may be `staleness` steps
+        old, none at all with 0; which of them are wanted that often that what is asked for once will be shown several
+        times; and the greatest age of those that are hit. What is OLD or ABSENT is asked for by batch `number` from now
+        on. take: also what an earlier one asks for."""
+        states, often = np.empty(len(where), np.int64), np.zeros(len(where), np.bool_)
+        oldest = _judge(where, states, often, number, clock, staleness, take, self._fields)
+        return states, often, int(oldest)
+
+    def asker(self, place: int) -> int:
+        """Number of the batch that asks for a row; 0: none does."""
+        return int(self._fields[place, ASKED])
+
+    def young(self, where: Ints, clock: int, staleness: int) -> NDArray[np.bool_]:
+        """Which places int64 [n], -1 for none, have rows that may be shown at `clock`. With staleness 0: those as of
+        that clock."""
+        as_of = np.where(where >= 0, self._fields[where, AS_OF], 0)
+        return (as_of > 0) & (clock - as_of + 1 <= staleness)
+
+    def known(self, where: Ints) -> NDArray[np.bool_]:
+        """Which places hold a row, however old."""
+        return cast(NDArray[np.bool_], (where >= 0) & (self._fields[where, AS_OF] > 0))
+
+    def slots_known(self, where: Ints) -> NDArray[np.bool_]:
+        """Of which places, -1 for none, the row's slots are here."""
+        return cast(NDArray[np.bool_], (where >= 0) & (self._fields[where, SLOTS] > 0))
+
+    def asked_by(self, where: Ints, number: int) -> NDArray[np.bool_]:
+        """Which places' rows batch `number` asks for, and nobody else."""
+        return cast(NDArray[np.bool_], (where >= 0) & (self._fields[where, ASKED] == number))
+
+    def check(self, where: Ints) -> None:
+        """The rows of these places, which were found OLD, are to be compared only."""
+        self._fields[where, CHECKED] = 1
+
+    def arrived(self, where: Ints, number: int, clock: int, slots: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """The rows that batch `number` asked for are there, as of `clock`: which of them to keep. slots: of which those
+        are known."""
+        keep = self.asked_by(where, number)
+        at = where[keep]
+        self._fields[at, AS_OF] = clock + 1
+        self._fields[at, ASKED] = self._fields[at, CHECKED] = self._fields[at, SLOTS_ASKED] = 0
+        self._fields[at, SLOTS] = slots[keep]
+        return keep
+
+    def compared(self, where: Ints, number: int, clock: int, same: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Of the rows that batch `number` had checked: those that are the same are as of `clock`; which they are, and
+        are still here. All others are asked for by that batch now, those that nobody else asks for."""
+        mine = self.asked_by(where, number)
+        kept, gone = where[mine & same], where[mine & ~same]
+        self._fields[kept, AS_OF] = clock + 1
+        self._fields[kept, ASKED] = 0
+        self._fields[gone, AS_OF] = self._fields[gone, SLOTS] = self._fields[gone, SLOTS_ASKED] = 0
+        self._fields[where[mine], CHECKED] = 0
+        return mine & same
+
+    def ask_slots(self, where: Ints, number: int) -> NDArray[np.bool_]:
+        """Batch `number` is to ask for the slots of rows: which of these places have a row without, that nobody asks
+        for."""
+        fields = self._fields[where]
+        wanted = (where >= 0) & (fields[:, AS_OF] > 0) & (fields[:, SLOTS] == 0) & (fields[:, SLOTS_ASKED] == 0)
+        self._fields[where[wanted], SLOTS_ASKED] = number
+        return cast(NDArray[np.bool_], wanted)
+
+    def slots_arrived(self, where: Ints, number: int) -> NDArray[np.bool_]:
+        """They are there: for which places they are still wanted."""
+        wanted = (where >= 0) & (self._fields[where, SLOTS_ASKED] == number)
+        self._fields[where[wanted], SLOTS] = 1
+        self._fields[where[wanted], SLOTS_ASKED] = 0
+        return cast(NDArray[np.bool_], wanted)
+
+    def pushed(self, keys: Ints, *, applies: bool) -> Ints:
+        """This worker pushes to keys int64 [n], each once: the places of those rows that can follow, if it applies what
+        it pushes, -1 for all others; their rows are dropped."""
+        where = np.empty(len(keys), np.int64)
+        _pushed(keys, where, applies, self._slots, self._heads, self._fields)
+        return where
+
+    def drop(self, keys: Ints) -> None:
+        """There are no rows of keys any more, and none on their way."""
+        where = self.look(keys)
+        self._drop(where[where >= 0])
+
+    def clear(self) -> None:
+        """The same of all."""
+        self._drop(np.arange(self.used))
+
+    def _drop(self, where: Ints) -> None:
+        self._fields[where, AS_OF : SLOTS_ASKED + 1] = 0
+
+    def abandon(self, where: Ints, number: int) -> None:
+        """Nobody waits for what batch `number` asked for."""
+        at = where[where >= 0]
+        for field in (ASKED, SLOTS_ASKED):
+            self._fields[at[self._fields[at, field] == number], field] = 0
+
+
+@kernel
+def _bucket(key, heads):  # type: ignore[no-untyped-def]
+    return np.int64(mix64(np.uint64(key)) & np.uint64(heads.shape[0] - 1))
+
+
+@kernel
+def _place(key, heads, fields):  # type: ignore[no-untyped-def]
+    """The place of a key, -1 for none."""
+    p = heads[_bucket(key, heads)] - 1
+    while p >= 0 and fields[p, KEY] != key:
+        p = fields[p, NEXT] - 1
+    return p
+
+
+@kernel
+def _find(keys, turn, where, heads, fields, ends):  # type: ignore[no-untyped-def]
+    repeats = 0
+    for i in range(keys.shape[0]):
+        p = _place(keys[i], heads, fields)
+        if p < 0:
+            p = _take(keys[i], turn, heads, fields, ends)
+        elif fields[p, TURN] == turn:
+            repeats += 1
+        if p >= 0:
+            fields[p, TURN] = turn
+            _use(p, fields, ends)
+        where[i] = p
+    return repeats
+
+
+@kernel
+def _take(key, turn, heads, fields, ends):  # type: ignore[no-untyped-def]
+    """A place for a new key: a free one, else that of the key used least recently; -1 if this batch has all."""
+    if ends[USED] < fields.shape[0]:
+        p = ends[USED]
+        ends[USED] += 1
+    else:
+        p = ends[OLDEST] - 1
+        if fields[p, TURN] == turn:
+            return -1
+        bucket = _bucket(fields[p, KEY], heads)
+        if heads[bucket] == p + 1:
+            heads[bucket] = fields[p, NEXT]
+        else:
+            q = heads[bucket] - 1
+            while fields[q, NEXT] != p + 1:
+                q = fields[q, NEXT] - 1
+            fields[q, NEXT] = fields[p, NEXT]
+        _unlink(p, fields, ends)
+        fields[p] = 0
+        ends[GIVEN_UP] += 1
+    bucket = _bucket(key, heads)
+    fields[p, KEY], fields[p, NEXT] = key, heads[bucket]
+    heads[bucket] = p + 1
+    return p
+
+
+@kernel
+def _unlink(p, fields, ends):  # type: ignore[no-untyped-def]
+    older, newer = fields[p, OLDER], fields[p, NEWER]
+    if older:
+        fields[older - 1, NEWER] = newer
+    elif ends[OLDEST] == p + 1:
+        ends[OLDEST] = newer
+    if newer:
+        fields[newer - 1, OLDER] = older
+    elif ends[NEWEST] == p + 1:
+        ends[NEWEST] = older
+    fields[p, OLDER] = fields[p, NEWER] = 0
+
+
+@kernel
+def _use(p, fields, ends):  # type: ignore[no-untyped-def]
+    """A place is the one used last."""
+    if ends[NEWEST] == p + 1:
+        return
+    _unlink(p, fields, ends)
+    fields[p, OLDER] = ends[NEWEST]
+    if ends[NEWEST]:
+        fields[ends[NEWEST] - 1, NEWER] = p + 1
+    ends[NEWEST] = p + 1
+    if not ends[OLDEST]:
+        ends[OLDEST] = p + 1
+
+
+@kernel
+def _look(keys, where, heads, fields):  # type: ignore[no-untyped-def]
+    for i in range(keys.shape[0]):
+        where[i] = _place(keys[i], heads, fields)
+
+
+@kernel
+def _judge(where, states, often, number, clock, staleness, take, fields):  # type: ignore[no-untyped-def]
+    oldest = 0
+    for i in range(where.shape[0]):
+        p = where[i]
+        if p < 0:
+            states[i] = 4
+            continue
+        often[i] = fields[p, WANTED] and clock - fields[p, WANTED] + 1 <= max(1, staleness // OFTEN)
+        fields[p, WANTED] = clock + 1
+        age = clock - fields[p, AS_OF] + 1
+        if fields[p, AS_OF] and staleness > 0 and age <= staleness:
+            states[i] = 0
+            oldest = max(oldest, age)
+        elif fields[p, ASKED] and not take:
+            states[i] = 3
+        else:
+            states[i] = 1 if fields[p, AS_OF] else 2
+            fields[p, ASKED] = number
+            fields[p, CHECKED] = 0
+    return oldest
+
+
+@kernel
+def _pushed(keys, where, applies, has_slots, heads, fields):  # type: ignore[no-untyped-def]
+    for i in range(keys.shape[0]):
+        p = _place(keys[i], heads, fields)
+        where[i] = -1
+        if p < 0:
+            continue
+        if applies and fields[p, AS_OF] and (fields[p, SLOTS] or not has_slots):
+            where[i] = p
+        else:
+            fields[p, AS_OF] = fields[p, SLOTS] = fields[p, SLOTS_ASKED] = 0
+            fields[p, CHECKED] = 0
+        if not fields[p, CHECKED]:
+            fields[p, ASKED] = 0

@@ -1,0 +1,437 @@
+"""Rows of a table that a worker keeps: shown again while they are young, compared with the servers' when they are not.
+
+What the worker pushes is applied to them by the servers' own kernels, so that it sees its own steps at once. For that
+it needs what the optimizer keeps of a row: known of one that was never trained, asked for of one that is wanted often.
+`protocol/places.py` says which rows there are; a store's table has their values, by place.
+
+Two locks: `_lock` for what is kept, which a push takes as well, with the dispatcher's; and one of each batch, for who
+asks the servers, which a push never takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.caching import Cache
+from elasticps.client.batches import NOTHING, Batch, Flags, Keys, Rows, Slots, Where
+from elasticps.client.cache_use import CacheUse, Counts
+from elasticps.client.filtering import summed
+from elasticps.client.protocol.places import Places, State
+from elasticps.client.pulls import SparseRead
+from elasticps.client.push_batch import Source
+from elasticps.client.reads import Reads
+from elasticps.errors import Error, SpecError
+from elasticps.hashing import table_salt
+from elasticps.spec import Assign, TableSpec
+from elasticps.store import Table
+from elasticps.store.codec import Codec
+from elasticps.store.row_digests import WORDS, digests
+
+MOST_BATCHES = 256  # on their way
+CHANGED_OFTEN = 0.5  # so many of those that were old had changed: rows are asked for instead of their digests
+FORGETS = 0.9
+
+
+class RowCache:
+    """Of one table. prepare(keys, any_replica): a read of rows that nobody was asked for yet."""
+
+    def __init__(
+        self, options: Cache, spec: TableSpec, table_id: int, reads: Reads, prepare: Callable[[Keys, bool], SparseRead]
+    ) -> None:
+        self.options = options
+        self._reads = reads
+        self._prepare = prepare
+        self._name, self._id, self._salt = spec.name, table_id, table_salt(table_id)
+        self._dim = spec.dim
+        self._lock = reads.lock()
+        plain = replace(spec, push=(), pull=(), finite=False)
+        bare = replace(plain, optimizer=Assign())
+        try:
+            self._table, self.applies = Table(plain, table_id, 2), True
+        except SpecError:  # an optimizer that is not registered here: what is pushed is pulled again
+            self._table, self.applies = Table(bare, table_id, 2), False
+        self._initial = Table(bare, table_id, 2)  # stays empty
+        self._slot_floats = self._table.slot_floats
+        self._push = Codec(spec.push, spec.dim)
+        self._compares = not Codec(spec.pull, spec.dim).code  # a rounded row has another digest
+        self.places = Places(options.rows, slots=self._slot_floats > 0)
+        self._batches: dict[int, Batch] = {}
+        self._slots: list[Slots] = []
+        self._number = 0
+        self._changed = 0.0  # the part of old rows that was, of late
+        self._counts = Counts()
+
+    @property
+    def use(self) -> CacheUse:
+        """What it has done."""
+        with self._lock:
+            return CacheUse(self.places.used, self.places.given_up, **vars(self._counts))
+
+    # --- asking ---------------------------------------------------------------------------------------------------
+
+    def start(self, keys: Keys, out: Rows, any_replica: bool) -> CachedRead:
+        """Asks for what of keys [n] is not here; `result()` of what is returned fills out float32 [n, dim]."""
+        clock = self._reads.clock()
+        self.settle(ask=True)
+        with self._guarded():
+            inverse, values = None, out
+            where, repeats = self.places.find(keys)
+            if repeats:
+                keys, inverse = np.unique(keys, return_inverse=True)
+                where, _ = self.places.find(keys)
+                values = np.empty((len(keys), self._dim), np.float32)
+            batch = self._looked(keys, where, values, any_replica, clock)
+        self._ask(batch)
+        return CachedRead(self, batch, clock, out, inverse)
+
+    def fetch(self, keys: Keys, ahead: int) -> None:
+        """Asks for what of keys [n] will not be here, or too old, when this worker has made `ahead` more steps. Nobody
+        waits for it; what goes wrong is left to whoever pulls."""
+        clock = self._reads.clock()
+        self.settle(ask=True)
+        with self._guarded():
+            where, repeats = self.places.find(keys)
+            if repeats:
+                keys = np.unique(keys)
+                where, _ = self.places.find(keys)
+            batch = self._looked(keys, where, None, False, clock + ahead)
+        self._ask(batch)
+
+    def pull_left(self, batch: Batch, left: Where, timeout: float | None) -> None:
+        """Asks for rows of the keys at indices `left`, whoever else does, and waits."""
+        assert batch.values is not None
+        clock, keys = self._reads.clock(), batch.keys[left]
+        values = np.empty((len(left), self._dim), np.float32)
+        with self._guarded():
+            again = self._looked(keys, self.places.find(keys)[0], values, batch.any_replica, clock, take=True)
+        self._ask(again)
+        self.finish(again, timeout)
+        batch.values[left] = values
+
+    def _looked(
+        self, keys: Keys, where: Where, values: Rows | None, any_replica: bool, clock: int, *, take: bool = False
+    ) -> Batch:
+        """clock: at which rows are to be young enough. take: asks also for what others ask for."""
+        k, counts, pulls = self.options.staleness, self._counts, values is not None
+        self._number += 1
+        states, often, oldest = self.places.judge(where, self._number, clock, k, take=take or not k)
+        old, coming = np.flatnonzero(states == State.OLD), np.flatnonzero(states == State.COMING)
+        asked = (states == State.ABSENT) | (pulls & (states == State.NO_PLACE))
+        if not (compares := self._compares and self._changed < CHANGED_OFTEN):
+            asked |= states == State.OLD
+        batch = Batch(
+            self._number, keys, where, values, any_replica, self._reads.begun, self._reads.lock(),
+            often & (self._slot_floats > 0),
+            np.flatnonzero(asked), old if compares else NOTHING, coming,
+            tuple({self.places.asker(place) for place in where[coming].tolist()}),
+        )  # fmt: skip
+        if len(batch.compared):
+            self.places.check(where[old])
+            batch.digests = digests(self._rows_at(where[old]))
+        if pulls:
+            hits = np.flatnonzero(states == State.HIT)
+            self._show(batch, hits)
+            counts.hits += len(hits)
+            counts.oldest = max(counts.oldest, oldest)
+            if not take:
+                counts.asked += len(keys)
+                counts.whole_bytes += 4 * self._dim * len(keys)
+        if len(batch.asked) or len(batch.compared):
+            self._batches[batch.number] = batch
+        else:
+            batch.over = True
+        return batch
+
+    def _ask(self, batch: Batch) -> None:
+        if batch.over:
+            return
+        try:
+            with batch.lock:
+                self._send(batch)
+        except BaseException:
+            self._abandon(batch)
+            raise
+        if len(self._batches) > MOST_BATCHES:
+            self.finish(next(iter(list(self._batches.values()))), None)
+
+    def _send(self, batch: Batch) -> None:
+        """Asks for what it names; under its lock."""
+        if len(batch.asked):
+            batch.rows = self._prepare(batch.keys[batch.asked], batch.any_replica)
+        if len(batch.compared):
+            out = np.empty((len(batch.compared), WORDS), np.float32)
+            batch.check = self._read(batch.keys[batch.compared], out, batch.any_replica, digests=True)
+        if len(whole := batch.asked[batch.whole[batch.asked]]):
+            slots = np.empty((len(whole), self._slot_floats), np.float32)
+            batch.slots = self._read(batch.keys[whole], slots, batch.any_replica, slots=True)
+        for read in batch.reads:
+            self._reads.start(read, self.options.staleness)
+        batch.left = True
+
+    def _read(self, keys: Keys, out: Rows, any_replica: bool, **of: bool) -> SparseRead:
+        return SparseRead(
+            self._reads.finish, self._id, self._salt, out.shape[1], self._name, keys, out, any_replica, **of
+        )
+
+    # --- answers --------------------------------------------------------------------------------------------------
+
+    def finish(self, batch: Batch, timeout: float | None) -> None:
+        """Waits for what a batch asks for, and keeps it."""
+        try:
+            while not batch.over:
+                with batch.lock:
+                    for read in batch.reads:
+                        read.result(timeout)
+                    with self._guarded():
+                        self._keep(batch)
+                    self._go_on(batch)
+        except BaseException:
+            self._abandon(batch)
+            raise
+        if self._slots:  # at once: whoever waits for a pull pushes to its rows soon
+            self._settle_slots(ask=True)
+
+    def settle(self, *, ask: bool) -> None:
+        """Keeps what has come. ask: and asks for what that shows to be lacking; not while a push waits."""
+        for batch in [batch for batch in list(self._batches.values()) if batch.come]:
+            try:
+                with self._guarded():
+                    self._keep(batch)
+                if ask and batch.lock.acquire(blocking=False):
+                    try:
+                        self._go_on(batch)
+                    finally:
+                        batch.lock.release()
+            except Error:  # nobody waits for it
+                self._abandon(batch)
+        if self._slots:
+            self._settle_slots(ask=ask)
+
+    def _keep(self, batch: Batch) -> None:
+        """Puts what has come where it belongs, once."""
+        if not batch.come:
+            return
+        rows, check = batch.rows, batch.check
+        if rows is not None:
+            self._counts.nbytes += 4 * rows.dim * len(rows.keys)
+            slots = np.empty((0, self._slot_floats), np.float32) if batch.slots is None else batch.slots.result(0)
+            self._counts.nbytes += slots.nbytes
+            self._take(batch, rows.result(0), slots, rows.clock)
+        if check is not None:
+            self._counts.nbytes += 4 * WORDS * len(check.keys)
+            self._compare(batch, check.result(0).view(np.uint64)[:, 0], check.clock)
+        batch.rows = batch.slots = batch.check = None
+        batch.left = False
+
+    def _take(self, batch: Batch, rows: Rows, slots: Rows, clock: int) -> None:
+        """Rows [n, dim] have come of the keys that were asked for, and slots of some; with own steps up to `clock`."""
+        if batch.values is not None:
+            batch.values[batch.asked] = rows
+        keys, where = batch.keys[batch.asked], batch.where[batch.asked]
+        if clock < batch.upto:  # a step was open: a part of it may be in them, or not
+            self.places.abandon(where, batch.number)
+            return
+        known, same = self.places.known(where), np.zeros(len(where), np.bool_)
+        known &= self.places.asked_by(where, batch.number)
+        if known.any():
+            same[known] = _equal(self._rows_at(where[known]), rows[known])
+            self._tell(int(np.count_nonzero(same)), int(np.count_nonzero(known)))
+        whole, has = batch.whole[batch.asked], self._slots_known(keys, rows, where, same)
+        keep = self.places.arrived(where, batch.number, clock, has | whole)
+        if (put := keep & ~same & ~whole).any():
+            self._table.put(where[put], rows[put])
+        if (put := keep & whole).any():
+            self._table.put(where[put], np.concatenate([rows[put], slots[keep[whole]]], axis=1))
+        if batch.values is None and (lack := keep & ~has & ~whole).any():
+            self._want_slots(keys[lack], where[lack])
+
+    def _slots_known(self, keys: Keys, rows: Rows, where: Where, same: Flags) -> Flags:
+        """Of which rows slots are known: of those that were never trained, and those that are what they were."""
+        if not self._slot_floats:
+            return np.full(len(keys), True)
+        initial = np.empty((len(keys), self._dim), np.float32)
+        self._initial.gather(keys, initial)
+        return _equal(initial, rows) | (same & self.places.slots_known(where))
+
+    def _compare(self, batch: Batch, said: NDArray[np.uint64], clock: int) -> None:
+        """Digests [n] have come of rows that were too old."""
+        where = batch.where[batch.compared]
+        mine = self.places.asked_by(where, batch.number)
+        same = mine & (said == batch.digests)
+        rest = np.flatnonzero(mine & ~same)
+        same[rest] = said[rest] == digests(self._rows_at(where[rest]))  # with own pushes that it had not when it asked
+        self._tell(int(np.count_nonzero(same)), int(np.count_nonzero(mine)))
+        self.places.compared(where, batch.number, clock, same)
+        if batch.values is not None:
+            self._show(batch, batch.compared[same])
+            self._counts.unchanged += int(np.count_nonzero(same))
+        batch.wanted = batch.compared[~same & (mine | (batch.values is not None))]
+
+    def _tell(self, same: int, total: int) -> None:
+        if total:
+            self._changed = FORGETS * self._changed + (1 - FORGETS) * (1 - same / total)
+
+    def _go_on(self, batch: Batch) -> None:
+        """Asks for what has changed, or ends; under its lock."""
+        if batch.left or batch.over:
+            return
+        if len(batch.wanted):
+            batch.asked, batch.compared, batch.wanted = batch.wanted, NOTHING, NOTHING
+            batch.upto = self._reads.begun
+            batch.whole[:] = self._slot_floats > 0
+            self._send(batch)
+            return
+        batch.over = True
+        self._batches.pop(batch.number, None)
+
+    def _abandon(self, batch: Batch) -> None:
+        with self._lock:
+            batch.over = True
+            self._batches.pop(batch.number, None)
+            self.places.abandon(batch.where, batch.number)
+
+    def other(self, number: int) -> Batch | None:
+        """A batch that is not over."""
+        return self._batches.get(number)
+
+    def show_coming(self, batch: Batch, clock: int) -> Where:
+        """Shows what others have brought for it, if that may be shown at `clock`; indices of those keys that lack."""
+        with self._guarded():
+            where = self.places.look(batch.keys[batch.coming])
+            young = self.places.young(where, clock, self.options.staleness)
+            batch.where[batch.coming] = where
+            self._show(batch, batch.coming[young])
+        return batch.coming[~young]
+
+    def _show(self, batch: Batch, some: Where) -> None:
+        """Rows of the keys at these indices are what is kept."""
+        assert batch.values is not None
+        if len(some) == len(batch.keys):
+            self._table.gather(batch.where, batch.values)
+        elif len(some):
+            batch.values[some] = self._rows_at(batch.where[some])
+
+    def _rows_at(self, where: Where) -> Rows:
+        rows = np.empty((len(where), self._dim), np.float32)
+        self._table.gather(where, rows)
+        return rows
+
+    # --- slots ----------------------------------------------------------------------------------------------------
+
+    def _want_slots(self, keys: Keys, where: Where) -> None:
+        """Somebody is to ask for the slots of rows that are kept now."""
+        self._number += 1
+        self.places.ask_slots(where, self._number)
+        out = np.empty((len(keys), self._slot_floats), np.float32)
+        self._slots.append(Slots(self._number, where, self._read(keys, out, False, slots=True)))
+
+    def _settle_slots(self, *, ask: bool) -> None:
+        """Slots: keeps what has come; asks for what lacks."""
+        with self._guarded():
+            for each in [each for each in self._slots if each.asked and each.read.done()]:
+                self._slots.remove(each)
+                if each.read.error is not None:
+                    self.places.abandon(each.where, each.number)
+                    continue
+                slots = each.read.result(0)
+                self._counts.nbytes += slots.nbytes
+                keep = self.places.slots_arrived(each.where, each.number)
+                if keep.any():
+                    where = each.where[keep]
+                    self._table.put(where, np.concatenate([self._rows_at(where), slots[keep]], axis=1))
+            lacking = [each for each in self._slots if ask and not each.asked]
+            for each in lacking:
+                each.asked = True
+        for each in lacking:
+            try:
+                self._reads.start(each.read, self.options.staleness)
+            except BaseException:
+                self.clear()
+                raise
+
+    # --- what this worker changes -----------------------------------------------------------------------------------
+
+    def pushed(self, source: Source) -> None:
+        """It has pushed gradients: rows that are kept follow. No server is asked here."""
+        self.settle(ask=False)
+        keys, grads = source.keys, source.grads
+        if self._push.code:
+            grads = self._push.decode(grads)
+        keys, grads = summed(keys, grads)
+        with self._guarded():
+            where = self.places.pushed(keys, applies=self.applies)
+            if (some := where >= 0).all():
+                self._table.apply(where, grads, source.step_values)
+            elif some.any():
+                self._table.apply(where[some], np.ascontiguousarray(grads[some]), source.step_values)
+
+    def drop(self, keys: Keys) -> None:
+        """Rows of keys [n] are not what they were."""
+        with self._guarded():
+            self.places.drop(keys)
+
+    def clear(self) -> None:
+        """No row is: nothing is shown that was pulled before, or was asked for."""
+        with self._lock:
+            self.places.clear()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """What is kept, for oneself. An exception in the middle, of a signal handler perhaps, leaves nothing of it."""
+        with self._lock:
+            try:
+                yield
+            except Error:  # of a read, before anything was changed
+                raise
+            except BaseException:
+                self.places.clear()
+                raise
+
+
+class CachedRead:
+    """A pull of rows that may be here. `result` gives the array asked for: float32 [n, dim], rows in the order of the
+    keys."""
+
+    def __init__(self, cache: RowCache, batch: Batch, clock: int, out: Rows, inverse: Where | None) -> None:
+        self._cache = cache
+        self._batch = batch
+        self._clock = clock
+        self._out = out
+        self._inverse = inverse
+        self._over = False
+
+    def done(self) -> bool:
+        """Whether `result` would return, or raise, at once; it may still have to ask for rows that have changed."""
+        cache, batch = self._cache, self._batch
+        others = (cache.other(number) for number in batch.others)
+        return self._over or all(each is None or each.over or each.come for each in (batch, *others))
+
+    def result(self, timeout: float | None = None) -> Rows:
+        """Waits for the rows; `Timeout` after `timeout` seconds (default: the client's) without an answer."""
+        if self._over:
+            return self._out
+        cache, batch = self._cache, self._batch
+        cache.finish(batch, timeout)
+        if len(batch.coming):
+            for number in batch.others:
+                if (other := cache.other(number)) is not None:
+                    with suppress(Error):  # whoever waits for that is told
+                        cache.finish(other, timeout)
+            if len(left := cache.show_coming(batch, self._clock)):
+                cache.pull_left(batch, left, timeout)
+        if self._inverse is not None:
+            assert batch.values is not None
+            self._out[:] = batch.values[self._inverse]
+        self._over = True
+        return self._out
+
+
+def _equal(one: Rows, other: Rows) -> Flags:
+    """Which rows are the same, bit for bit."""
+    return cast(Flags, (one.view(np.int32) == other.view(np.int32)).all(axis=1))
