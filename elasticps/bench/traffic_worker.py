@@ -29,6 +29,7 @@ from elasticps.client.client import Client
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime, Stream
 from elasticps.client.short_keys import Saved
+from elasticps.client.tables import SparseTable
 from elasticps.client.warm import warm
 from elasticps.demo.data import auc
 from elasticps.spec import Filter
@@ -77,6 +78,7 @@ class Clicks:
 
     @property
     def keys(self) -> Saved:
+        assert isinstance(self._rows.table, SparseTable)
         return self._rows.table.key_bytes
 
     def inputs(self) -> Inputs:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from elasticps.client.pulls import SparseRead
 from elasticps.client.runtime import Lock
+from elasticps.errors import Error
 
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
@@ -47,6 +48,7 @@ class Batch:
     check: SparseRead | None = None
     left: bool = False  # what it asks for is on its way
     over: bool = False
+    error: Error | None = None
 
     @property
     def come(self) -> bool:

@@ -194,6 +194,8 @@ class RowCache:
         except BaseException:
             self._abandon(batch)
             raise
+        if batch.error is not None:
+            raise batch.error
         if self._slots:  # at once: whoever waits for a pull pushes to its rows soon
             self._settle_slots(ask=True)
 
@@ -208,7 +210,8 @@ class RowCache:
                         self._go_on(batch)
                     finally:
                         batch.lock.release()
-            except Error:  # nobody waits for it
+            except Error as error:  # for whoever waits for it, if anybody does
+                batch.error = error
                 self._abandon(batch)
         if self._slots:
             self._settle_slots(ask=ask)
@@ -407,10 +410,11 @@ class CachedRead:
         self._over = False
 
     def done(self) -> bool:
-        """Whether `result` would return, or raise, at once; it may still have to ask for rows that have changed."""
+        """Whether `result` would return, or raise, at once; unless others have brought rows that it cannot show."""
         cache, batch = self._cache, self._batch
-        others = (cache.other(number) for number in batch.others)
-        return self._over or all(each is None or each.over or each.come for each in (batch, *others))
+        if not self._over:
+            cache.settle(ask=True)
+        return self._over or (batch.over and all(cache.other(number) is None for number in batch.others))
 
     def result(self, timeout: float | None = None) -> Rows:
         """Waits for the rows; `Timeout` after `timeout` seconds (default: the client's) without an answer."""

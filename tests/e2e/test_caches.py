@@ -40,7 +40,7 @@ def floats(random: np.random.Generator, n: int) -> np.ndarray:
     ids=lambda value: getattr(value, "kind", None),
 )
 def test_a_worker_alone_sees_what_servers_have(
-    connect: Connect, optimizer: Optimizer, dtype: str, push: Sequence[Filter]
+    connect: Connect, eventually: Eventually, optimizer: Optimizer, dtype: str, push: Sequence[Filter]
 ) -> None:
     """To the bit, whatever it pushes, and though its keys do not all fit."""
     ps, random = connect(), np.random.default_rng(1)
@@ -51,6 +51,7 @@ def test_a_worker_alone_sees_what_servers_have(
     for step in range(60):
         keys = some(random, repeats=bool(step % 2))
         read = table.pull_async(keys)
+        eventually(read.done)
         shown = read.result() if step % 3 else table.pull(keys, out=np.empty((len(keys), DIM), np.float32))
         assert shown.tobytes() == table.pull(keys, exact=True).tobytes()
         pushed = some(random, repeats=bool(step % 5 == 0))

@@ -131,7 +131,7 @@ class GroupRead:
 
 def ask_rows(
     links: Links, slots: Slots, operation: str, keys: NDArray[np.int64], dim: int, out: Floats,
-    pull: Callable[[NDArray[np.int64], Floats], Read] | None,
+    pull: Callable[[NDArray[np.int64], Floats], Pending] | None,
 ) -> GroupRead:  # fmt: skip
     """Asks for the rows of `keys`, int64 [n], into `out`; at rank 0 `pull` asks the servers for those of all ranks."""
     number, said = links.ask(operation, keys)

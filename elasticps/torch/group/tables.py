@@ -13,12 +13,13 @@ from elasticps.client.inputs import checked_floats, checked_keys, checked_out
 from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Optimizer
 from elasticps.torch.group.layout import Target
-from elasticps.torch.group.reads import GroupRead, WeightsRead, ask_rows
+from elasticps.torch.group.reads import GroupRead, Pending, WeightsRead, ask_rows
 
 if TYPE_CHECKING:
     from elasticps.client import DenseTensor, SparseTable
     from elasticps.client.pulls import Read
     from elasticps.client.rates import SetRate
+    from elasticps.client.row_cache import CachedRead
     from elasticps.torch.group.client import GroupClient
 
 Floats = NDArray[np.float32]
@@ -83,7 +84,7 @@ class GroupTable(_Handle["SparseTable"]):
 
     def pull_async(
         self, keys: object, out: Floats | None = None, *, read: str = "tail", exact: bool = False
-    ) -> GroupRead | Read:
+    ) -> GroupRead | Read | CachedRead:
         """Asks for rows of `keys`, int64 [n], as every rank does for its own; each key is pulled once for all."""
         real, mine = self.real, checked_keys(self.name, keys)
         rows = np.empty((len(mine), self.dim), np.float32)
@@ -92,7 +93,7 @@ class GroupTable(_Handle["SparseTable"]):
         if real is not None and self._ps.is_alone:
             return real.pull_async(mine, rows, read=read, exact=exact)
 
-        def pull(union: NDArray[np.int64], into: Floats) -> Read:
+        def pull(union: NDArray[np.int64], into: Floats) -> Pending:
             assert real is not None
             return real.pull_async(union, into, read=read, exact=exact)
 
