@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from elasticps.errors import SpecError
-from elasticps.optimizers import Checked, integer, number, numbers, text
+from elasticps.optimizers import FTRL, Checked, Custom, Optimizer, integer, number, numbers, text
 
 MAX_FILTERS = 6
 GROUP = 256  # floats that share a scale
@@ -189,6 +189,56 @@ class Threshold(Sparse):
         return 0
 
 
+@dataclass(frozen=True)
+class KKT(Sparse):
+    """Of models with L1 regularisation, most of whose weights are zero: a float of a gradient is left out if its weight
+    was zero when this worker pulled it last and the float is no larger than `l1 - slack`, for it would leave the weight
+    at zero (Li et al., OSDI 2014, section 5.1). A row of which nothing is left is not sent, and not updated. For FTRL,
+    whose `l1` it takes unless given one, and custom optimizers with one. It comes first; rows that this worker has not
+    pulled since it pushed them are sent whole.
+
+    What is left out may be wrong. With feedback, which adds it to the weight's next gradient, it is late: as long as
+    a weight is zero, FTRL's z lacks up to `l1 - slack` of each worker (under BSP, which averages, of all together), so
+    the weight may stay at zero when |z| without the filter would be above l1 by as much, or leave zero when it would be
+    below by as much; then all that was kept is sent. FTRL's n gets the square of what is sent at once, not the sum of
+    the squares, so a weight that leaves zero has another rate. Without feedback it is lost: right for gradients over
+    all of the data and a proximal optimizer, where with slack 0 nothing changes; with minibatches a weight stays at
+    zero until one gradient alone is above the bound. The larger the slack, the less is left out; with `l1`, nothing.
+    """
+
+    kind: ClassVar[str] = "kkt"
+    slack: float = 0.0
+    l1: float | None = None
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._set(slack=number(self.slack, "KKT.slack"))
+        if self.l1 is not None:
+            self._set(l1=number(self.l1, "KKT.l1"))
+            self._below(self.l1)
+
+    def _below(self, l1: float) -> float:
+        if self.slack > l1:
+            raise SpecError(f"KKT.slack must be at most l1, {l1}, got {self.slack!r}")
+        return l1 - self.slack
+
+    def bound(self, optimizer: Optimizer) -> float:
+        """Up to which magnitude gradients are left out. SpecError if the optimizer has no l1."""
+        if not isinstance(optimizer, FTRL | Custom):
+            raise SpecError(f"KKT is for FTRL, and custom optimizers with L1, not for {type(optimizer).__name__}")
+        l1 = self.l1 if self.l1 is not None else getattr(optimizer, "l1", None)
+        if l1 is None:
+            raise SpecError("KKT for a custom optimizer needs l1=…")
+        return self._below(l1)
+
+    def left(self, dim: int) -> int:
+        return dim
+
+    def words(self, dim: int) -> int:
+        return 0
+
+
 class Around(Filter):
     """Leaves rows alone, and changes how they are sent."""
 
@@ -228,7 +278,7 @@ class Zstd(Around):
 
 KINDS: dict[str, type[Filter]] = {
     cls.kind: cls
-    for cls in (BFloat16, Float16, Int8, TopK, RandomK, Threshold, KeysOnce, KeyDeltas, Zstd, CustomFilter)
+    for cls in (BFloat16, Float16, Int8, TopK, RandomK, Threshold, KKT, KeysOnce, KeyDeltas, Zstd, CustomFilter)
 }
 
 
@@ -245,6 +295,8 @@ def checked(filters: object, where: str, dim: int, pulls: bool) -> tuple[Filter,
             raise SpecError(f"{where} must be a list of filters, such as elasticps.BFloat16(), got {each!r}")
         if pulls and not each.for_pulls:
             raise SpecError(f"{where}: {each} is for pushes only")
+        if isinstance(each, KKT) and not all(isinstance(one, Around) for one in found):
+            raise SpecError(f"{where}: {each} looks at the gradient's own floats, and has to come first")
         if len(found) == MAX_FILTERS:
             raise SpecError(f"{where} has at most {MAX_FILTERS} filters")
         if found and not dim and not isinstance(each, Around):

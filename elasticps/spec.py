@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from elasticps import filters
 from elasticps.errors import SpecError
 from elasticps.filters import (
+    KKT,
     BFloat16,
     CustomFilter,
     Filter,
@@ -54,6 +55,7 @@ __all__ = [
     "BSP",
     "DTYPES",
     "FTRL",
+    "KKT",
     "MAX_BLOCK",
     "MAX_DIM",
     "SGD",
@@ -280,6 +282,9 @@ class TableSpec(Checked):
         self._set(dim=integer(self.dim, f"{where}dim", 1, MAX_DIM))
         for which in ("push", "pull"):
             self._set(**{which: filters.checked(getattr(self, which), f"{where}{which}", self.dim, which == "pull")})
+        for each in self.push:
+            if isinstance(each, KKT):
+                each.bound(self.optimizer)
         if self.shape is None:
             return
         self._set(shape=tuple(integer(n, f"{where}shape", 0, 2**40) for n in self.shape))

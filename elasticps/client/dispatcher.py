@@ -328,7 +328,7 @@ class Dispatcher:
                 self.pushes.clocks(request, header.epoch, *read_clocks(header, body))
             elif kind == Kind.PARTLY:
                 self._stall(request, owner, header.epoch)
-            elif kind in (Kind.OK, Kind.CLOCKS, Kind.BARRIER_DECISION, Kind.SHARDS, Kind.KEYS):
+            elif kind in (Kind.OK, Kind.CLOCKS, Kind.BARRIER_DECISION, Kind.SHARDS, Kind.KEYS, Kind.REDUCED):
                 self._fan_outs.answered(header, body.tobytes())
             elif kind == Kind.ERROR:
                 self._on_error(link, header, json_body(body.data))

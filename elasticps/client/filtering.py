@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,18 +30,33 @@ class Feedback(NamedTuple):
     lost: int
 
 
+class Screen(Protocol):
+    """What leaves floats of gradients out because of the weights that they are for (`elasticps.client.screening`)."""
+
+    @property
+    def feedback(self) -> bool:
+        """Whether what it leaves out is kept."""
+
+    def screen(self, keys: NDArray[np.int64], grads: NDArray[np.float32]) -> NDArray[np.float32]:
+        """What is left of gradients [n, dim] of keys [n], each once."""
+
+    def sent(self) -> None:
+        """That is outstanding."""
+
+
 class PushFilter:
     """What one client pushes to a table with filters. keys int64 [n], gradients float32 [n, dim] -> distinct keys, and
     words [n, words]. What is sent again is sent as it was, so this runs once for each gradient."""
 
-    def __init__(self, spec: TableSpec) -> None:
+    def __init__(self, spec: TableSpec, screen: Screen | None = None) -> None:
+        self._screen = screen
         self._shape = (spec.blocks, spec.dim) if spec.shape is not None else None
         self.codec = Codec(spec.push, spec.dim)
         self.codec.decode(self.codec.encode(np.zeros((1, spec.dim), np.float32)))  # no step waits for a compiler
         self._rest: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None  # of what has not left yet
         self._in_order = self._shape is None and any(isinstance(each, Keys) for each in spec.push)
         self._kept: Kept | KeptBlocks | None = None
-        if self.codec.feedback:
+        if self.codec.feedback or (screen is not None and screen.feedback):
             self._kept = KeptBlocks(self._shape) if self._shape else Kept(KEPT_BYTES // (4 * spec.dim + 8), spec.dim)
 
     @property
@@ -64,9 +79,11 @@ class PushFilter:
         self, keys: NDArray[np.int64], grads: NDArray[np.float32]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         keys, grads = summed(keys, grads)
-        if self._kept is None and not self.codec.sifts:
+        if self._kept is None and self._screen is None and not self.codec.sifts:
             return keys, self.codec.encode(grads)
         whole = grads if self._kept is None else self._kept.add(keys, grads)
+        if self._screen is not None:
+            return self._screened(keys, whole, self._screen)
         coded = self.codec.encode(whole)
         arrives = self.codec.decode(coded)
         if self._kept is not None:
@@ -76,6 +93,22 @@ class PushFilter:
         if self.codec.sifts and not (sent := arrives.any(axis=1)).all():
             return keys[sent], coded[sent]
         return keys, coded
+
+    def _screened(
+        self, keys: NDArray[np.int64], whole: NDArray[np.float32], screen: Screen
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        left = screen.screen(keys, whole)
+        coded = self.codec.encode(left)
+        arrives = self.codec.decode(coded)
+        if self._kept is not None:
+            rest = np.zeros_like(whole)
+            for dropped, keeps in ((whole - left, screen.feedback), (left - arrives, self.codec.feedback)):
+                if keeps:
+                    rest += dropped
+            rest[~np.isfinite(rest).all(axis=1)] = 0.0
+            self._rest = keys, rest
+        sent = arrives.any(axis=1)
+        return keys[sent], coded[sent]
 
     def source(
         self, table: int, salt: int, keys: NDArray[np.int64], grads: NDArray[np.float32], values: NDArray[np.float32]
@@ -93,6 +126,8 @@ class PushFilter:
         if self._kept is not None and self._rest is not None:
             self._kept.keep(*self._rest)
             self._rest = None
+        if self._screen is not None:
+            self._screen.sent()
 
 
 def summed(keys: NDArray[np.int64], grads: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

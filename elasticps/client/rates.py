@@ -12,11 +12,12 @@ import json
 import logging
 from collections.abc import Callable, MutableMapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import NamedTuple
 
 from coordinator.adoption import RATES
 from coordinator.store import Entry, Put, Reset, Store
-from elasticps.optimizers import number
+from elasticps.optimizers import Optimizer, Schedule, number
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,18 @@ class SetRate(NamedTuple):
     table: int  # its id
     lr: float | None
     revision: int
+
+
+def with_rate(optimizer: Optimizer, lr: float) -> Optimizer:
+    """The optimizer with another rate."""
+    return replace(optimizer, lr=lr)  # type: ignore[type-var]  # all of them are dataclasses
+
+
+def same_rate(one: object, other: object) -> bool:
+    """Schedules are equal if their function is the same object."""
+    if isinstance(one, Schedule) and isinstance(other, Schedule):
+        return one.function is other.function
+    return one == other
 
 
 class SetRates:

@@ -98,6 +98,11 @@ class Reads:
             self._deletions += 1
             self.ask(questions(self._deletions), what, writes=True)
 
+    def settle(self) -> None:
+        """Waits until whatever was pushed is committed, and begins to take part, as with the first pull."""
+        self._prepare()
+        self._settle()
+
     def shorten(self, table: int, short: Short) -> None:
         """The keys of pushes to a table are to be made shorter."""
         self._dispatcher.pushes.short[table] = short

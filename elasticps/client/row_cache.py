@@ -399,7 +399,9 @@ class RowCache:
 
 class CachedRead:
     """A pull of rows that may be here. `result` gives the array asked for: float32 [n, dim], rows in the order of the
-    keys."""
+    keys. saw: is told of them, too."""
+
+    saw: Callable[[Rows], None] | None = None
 
     def __init__(self, cache: RowCache, batch: Batch, clock: int, out: Rows, inverse: Where | None) -> None:
         self._cache = cache
@@ -433,6 +435,8 @@ class CachedRead:
             assert batch.values is not None
             self._out[:] = batch.values[self._inverse]
         self._over = True
+        if self.saw is not None:
+            self.saw(self._out)
         return self._out
 
 

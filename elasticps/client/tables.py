@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -22,9 +22,11 @@ from elasticps.client.inputs import checked_floats, checked_keys, checked_out, c
 from elasticps.client.protocol.routing import PushPlan, Routes, plan_push
 from elasticps.client.pulls import CodedRead, DenseRead, Read, SparseRead
 from elasticps.client.push_batch import Source
-from elasticps.client.rates import SetRate
+from elasticps.client.rates import SetRate, same_rate, with_rate
 from elasticps.client.reads import Reads
+from elasticps.client.reducing import Reduced
 from elasticps.client.row_cache import CachedRead, RowCache
+from elasticps.client.screening import NotedCodedRead, NotedDenseRead, NotedRead, Screened, screen_of
 from elasticps.client.short_keys import Saved, Short
 from elasticps.client.writes import LentRows, Write, check_size
 from elasticps.errors import ConfigError, InputError
@@ -45,22 +47,11 @@ class Changes(Protocol):
     def set_on_loss(self, table: str, number: int, policy: str, max_lost_steps: int | None) -> None: ...
 
 
-def _with_rate(optimizer: Optimizer, lr: float) -> Optimizer:
-    return replace(optimizer, lr=lr)  # type: ignore[type-var]  # all of them are dataclasses
-
-
-def _same_rate(one: object, other: object) -> bool:
-    """Schedules are equal if their function is the same object."""
-    if isinstance(one, Schedule) and isinstance(other, Schedule):
-        return one.function is other.function
-    return one == other
-
-
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=6)  # whoever calls Client.table or Client.tensor
 
 
-class _Handle:
+class _Handle(Reduced):
     def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec, changes: Changes) -> None:
         self._reads = reads
         self._changes = changes
@@ -74,7 +65,8 @@ class _Handle:
         self.optimizer = self._own  # with the rate that was set, if one was
         self.rate_set: SetRate | None = None
         self._pull, push = Codec(spec.pull, spec.dim), Codec(spec.push, spec.dim)
-        self._push = PushFilter(spec) if push.code else None
+        self._screen = screen_of(spec, reads.lock)
+        self._push = PushFilter(spec, self._screen) if push.code or self._screen else None
         self._short = Short.of(spec.push)
         if self._short is not None:
             reads.shorten(table_id, self._short)
@@ -83,6 +75,11 @@ class _Handle:
     def feedback(self) -> Feedback:
         """What filters have dropped of this client's gradients, and is kept to be pushed with the next ones."""
         return Feedback(0, 0) if self._push is None else self._push.feedback
+
+    @property
+    def screened(self) -> Screened:
+        """What a `KKT` filter has left out of this client's gradients."""
+        return Screened(0, 0) if self._screen is None else self._screen.counts
 
     @property
     def zstd_bytes(self) -> Saved:
@@ -115,7 +112,7 @@ class _Handle:
         if callable(given) or isinstance(given, Schedule):
             raise InputError(f"{self.name!r}: set_lr takes a number; a schedule is for ps.table(…) or push(…, lr=…)")
         if lr is not None:
-            lr = float(_with_rate(self._own, lr).lr)  # type: ignore[arg-type]  # checked there
+            lr = float(with_rate(self._own, lr).lr)  # type: ignore[arg-type]  # checked there
         self._changes.set_rate(self.name, self.id, lr)
 
     def set_on_loss(self, policy: str, max_lost_steps: int | None = None) -> None:
@@ -136,7 +133,7 @@ class _Handle:
     def open_again(self, own: Optimizer) -> None:
         """The caller brings another rate, maybe: it counts for all that use the table on this client."""
         before, now = getattr(self._own, "lr", None), getattr(own, "lr", None)
-        if not _same_rate(before, now):
+        if not same_rate(before, now):
             _warn(
                 f"table {self.name!r} is open here with learning rate {before}: from now on {now}, for all who use it"
             )
@@ -153,14 +150,15 @@ class _Handle:
 
     def _choose(self) -> None:
         lr = None if self.rate_set is None else self.rate_set.lr
-        self.optimizer = self._own if lr is None else _with_rate(self._own, lr)
+        self.optimizer = self._own if lr is None else with_rate(self._own, lr)
 
     def _coded(
         self, keys: NDArray[np.int64], out: NDArray[np.float32], any_replica: bool,
         where: NDArray[np.int64] | None = None, short: Short | None = None,
     ) -> CodedRead:  # fmt: skip
+        kind = CodedRead if self._screen is None else NotedCodedRead
         finish, name = self._reads.finish, self.name
-        return CodedRead(finish, self.id, self.salt, self._pull, name, keys, out, any_replica, where, short)
+        return kind(finish, self.id, self.salt, self._pull, name, keys, out, any_replica, where, short)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of cluster {self._reads.cluster!r}>"
@@ -231,7 +229,10 @@ class SparseTable(_Handle):
         array = checked_keys(self.name, keys)
         shape = (len(array), self.dim)
         rows = np.empty(shape, np.float32) if out is None else checked_out(f"table {self.name!r}", out, shape)
-        return cache.start(array.copy(), rows, read == "any")
+        asked = cache.start(array := array.copy(), rows, read == "any")
+        if self._screen is not None:
+            asked.saw = partial(self._screen.saw, array)
+        return asked
 
     def _rows(self, keys: NDArray[np.int64], any_replica: bool) -> SparseRead:
         return self._prepare(keys, None, "any" if any_replica else "tail", exact=False)
@@ -252,11 +253,18 @@ class SparseTable(_Handle):
         rows = np.empty(shape, np.float32) if out is None else checked_out(f"table {self.name!r}", out, shape)
         private = array if isinstance(keys, list | tuple) else array.copy()  # asked for again when servers change
         if self._short_pull is not None and not exact:
-            private, where = self._in_order(private)
-            return self._coded(private, rows, read == "any", where, self._short_pull)
+            ordered, where = self._in_order(private)
+            return self._noted(private, self._coded(ordered, rows, read == "any", where, self._short_pull))
         if self._pull.code and not exact:
-            return self._coded(private, rows, read == "any")
-        return SparseRead(self._reads.finish, self.id, self.salt, self.dim, self.name, private, rows, read == "any")
+            return self._noted(private, self._coded(private, rows, read == "any"))
+        kind = SparseRead if self._screen is None else NotedRead
+        finish, name = self._reads.finish, self.name
+        return self._noted(private, kind(finish, self.id, self.salt, self.dim, name, private, rows, read == "any"))
+
+    def _noted(self, keys: NDArray[np.int64], read: SparseRead) -> SparseRead:
+        if isinstance(read, NotedRead | NotedCodedRead) and self._screen is not None:
+            read.saw = partial(self._screen.saw, keys)
+        return read
 
     def _in_order(self, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Each key once, in the order in which a push of them has them; and where each is found there."""
@@ -268,6 +276,9 @@ class SparseTable(_Handle):
 
     def __len__(self) -> int:
         """Rows that the servers have."""
+        return self._count()
+
+    def _count(self) -> int:
         return listing.count(self._reads.ask, self.id, self._reads.routes.view.ranges)
 
     def __bool__(self) -> bool:
@@ -403,6 +414,22 @@ class DenseTensor(_Handle):
         """Asks for the tensor now; `result()` of what is returned waits for it."""
         return self._reads.start(self.prepare(out, read, exact))
 
+    def take(self, where: object, *, read: str = "tail", exact: bool = False) -> NDArray[np.float32]:
+        """The floats at places `where`, int64 [n], of the flat tensor: float32 [n]. Only blocks that have one are sent,
+        of at most 16,384 floats each. `read`, `exact` and errors as for `SparseTable.pull`."""
+        checked_read(self.name, read)
+        places = checked_keys(self.name, where)
+        if len(places) and not 0 <= places.min() <= places.max() < self._size:
+            raise InputError(f"tensor {self.name!r} has {self._size} floats, none at {places.min()} or {places.max()}")
+        dim, any_replica = self.spec.dim, read == "any"
+        blocks, which = np.unique(places // dim, return_inverse=True)
+        rows = np.empty((len(blocks), dim), np.float32)
+        asked = SparseRead(self._reads.finish, self.id, self.salt, dim, self.name, blocks, rows, any_replica)
+        if self._pull.code and not exact:
+            asked = self._coded(blocks, rows, any_replica)
+        self._reads.pulled(asked)
+        return rows[which, places % dim]
+
     def prepare(self, out: NDArray[np.float32] | None, read: str, exact: bool = False) -> Read:
         """A read that nobody has been asked for yet."""
         checked_read(self.name, read)
@@ -411,9 +438,18 @@ class DenseTensor(_Handle):
         else:
             checked_out(f"tensor {self.name!r}", out, self.shape)
         if self._pull.code and not exact:
-            return self._coded(self._blocks, out, read == "any")
-        dim, any_replica = self.spec.dim, read == "any"
-        return DenseRead(self._reads.finish, self.id, self.salt, dim, self.name, self._blocks, out, any_replica)
+            return self._noted(self._coded(self._blocks, out, read == "any"))
+        dim, any_replica, name = self.spec.dim, read == "any", self.name
+        kind = DenseRead if self._screen is None else NotedDenseRead
+        return self._noted(kind(self._reads.finish, self.id, self.salt, dim, name, self._blocks, out, any_replica))
+
+    def _noted(self, read: Read) -> Read:
+        if isinstance(read, NotedDenseRead | NotedCodedRead) and self._screen is not None:
+            read.saw = self._screen.saw_tensor
+        return read
+
+    def _count(self) -> int:
+        return self._size
 
     def load(self, values: object) -> None:
         """Gives the tensor values, float32 of its shape, past the optimizer; as `SparseTable.load`."""

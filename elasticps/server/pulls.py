@@ -13,7 +13,7 @@ from elasticps.server.protocol.bounded_delay import BoundedDelay
 from elasticps.server.protocol.contents import unknown_table
 from elasticps.server.protocol.held_frames import HeldFrames
 from elasticps.server.protocol.herald import Herald
-from elasticps.server.protocol.reads import Judge, Read, answer
+from elasticps.server.protocol.reads import Judge, Read, answer, shown_when
 from elasticps.server.protocol.registered import Registered
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.serving import Serving
@@ -93,6 +93,10 @@ class Pulls:
             header.request, self._serving.epoch, asked.range, place, len(keys), table.count_range(asked.range)
         )
         connection.send_all([answer.header().pack(), keys.data.cast("B")] if len(keys) else [answer.header().pack()])
+
+    def shown_when(self, asker: Asker, r: int) -> Callable[[], bool]:
+        """Tells when what is read now of range r, at its tail, may be shown; whoever asked is told to ask again."""
+        return shown_when(self._replica, np.array([r]), asker, self._unshown)
 
     def _stale(self, epoch: int) -> RequestError:
         ours = self._serving.epoch

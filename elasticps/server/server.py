@@ -39,6 +39,7 @@ from elasticps.server.protocol.serving import Serving
 from elasticps.server.pulls import Pulls
 from elasticps.server.pump import Pump, streams
 from elasticps.server.pushes import Pushes
+from elasticps.server.reductions import Reductions
 from elasticps.server.replica_links import ReplicaLinks
 from elasticps.server.restoring import KEPT_BYTES, Restorer
 from elasticps.server.snapshots import SnapshotSender
@@ -95,6 +96,7 @@ class Server:
         self.delay = BoundedDelay(ranges, self.replica.clocks, clock)
         self.registered = Registered(self.store, news.need)
         self.pulls = Pulls(serving, held, herald, self.delay, self.store, self.registered, self.replica, counts, served)
+        self.reductions = reductions = Reductions(loop, serving, held, herald, self.store, self.registered, self.pulls)
         self.memory = MemoryLimit(self.headroom, self.store, self.fast, self.links, me.name)
         self.pushes = Pushes(serving, held, herald, executor, self.memory, self.registered, counts, served)
         group = GroupLog(serving, held, herald, self.replica, executor.rounds, executor.shards, executor.perform)
@@ -110,9 +112,10 @@ class Server:
 
         handlers = {
             **self.pushes.handlers, **self.pulls.handlers, **self._barrier.handlers, **ShardDispenser(group).handlers,
-            **cuts.handlers, **held.handlers,
+            **cuts.handlers, **held.handlers, **reductions.handlers,
         }  # fmt: skip
-        self.worker = Role(handlers, self.pulls.forget, self.pushes.forget, rest=self.pulls.rest)
+        forgotten = self.pulls.forget, self.pushes.forget, reductions.forget
+        self.worker = Role(handlers, *forgotten, rest=self.pulls.rest)
         handlers = {**self.links.handlers, **self.memory.handlers, **held.handlers, **news.handlers}
         self.peer = Role(handlers, self.links.lost)
         self.handshake = Handshake(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from elasticps.store.reductions import register_reduction
 from elasticps.store.registry import register_optimizer, warm
 from elasticps.store.store import Store
 from elasticps.store.table import Table, initial_rows
 from elasticps.store.user_filters import register_filter
 
-__all__ = ["Store", "Table", "initial_rows", "register_filter", "register_optimizer", "warm"]
+__all__ = ["Store", "Table", "initial_rows", "register_filter", "register_optimizer", "register_reduction", "warm"]

@@ -12,7 +12,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.filters import GROUP, Around, BFloat16, CustomFilter, Filter, Float16, Int8, RandomK, Threshold, TopK
+from elasticps.filters import (
+    GROUP,
+    KKT,
+    Around,
+    BFloat16,
+    CustomFilter,
+    Filter,
+    Float16,
+    Int8,
+    RandomK,
+    Threshold,
+    TopK,
+)
 from elasticps.store.native import carray, copy, float32_from_bits, kernel, load64, pointer
 from elasticps.store.sparse import RANDOM_K, THRESHOLD, TOP_K, draw_rows, largest, spread, spread_rows
 from elasticps.store.user_filters import user_filter
@@ -181,12 +193,14 @@ class _Stage(NamedTuple):
 class Codec:
     """Filters one after another, for rows of `dim` floats; SpecError if one is not known here.
 
+    Those that leave rows alone, and KKT, which only their worker knows of, do nothing here.
+
     words: of a row on the wire; code: of the compiled path; feedback: whether what they drop of a gradient is kept;
     sifts: whether a gradient that is zero then is not sent."""
 
     def __init__(self, filters: Sequence[Filter], dim: int) -> None:
         self.dim = left = dim
-        filters = [each for each in filters if not isinstance(each, Around)]
+        filters = [each for each in filters if not isinstance(each, Around | KKT)]
         self.feedback = any(each.feedback for each in filters)
         self.sifts = any(isinstance(each, Threshold) for each in filters)
         self._stages: list[_Stage] = []

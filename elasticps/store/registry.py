@@ -13,7 +13,7 @@ from numba.core.dispatcher import Dispatcher
 from elasticps.errors import SpecError
 from elasticps.kernels import compiled_once
 from elasticps.spec import Custom, Optimizer
-from elasticps.store import codec, columns, index, intervals, row_digests, sparse, stamps, updates
+from elasticps.store import codec, columns, index, intervals, reductions, row_digests, sparse, stamps, updates
 
 # One signature each, in which keys and floats may be read-only and unaligned, as slices of a received frame are.
 # Anything else, like int32 keys or a strided array, is a TypeError: no call ever compiles.
@@ -112,6 +112,7 @@ def warm() -> None:
         load_kernels()
         for kernel in _BUILT_IN.values():
             _load(kernel, _UPDATE)
+        reductions.load()
 
 
 def register_optimizer(name: str, update: Callable[..., None], *, slots: int = 0, row_slots: int = 0) -> None:

@@ -30,8 +30,8 @@ Buffer = memoryview | bytes | bytearray
 
 
 class Kind(IntEnum):
-    """Frame kinds: requests of workers below 16, what replicas say to each other from 16 on, what workers say unasked
-    from 32 on, answers and what servers say unasked from 64 on."""
+    """Frame kinds: requests of workers below 16 and from 48 on, what replicas say to each other from 16 on, what
+    workers say unasked from 32 on, answers and what servers say unasked from 64 on."""
 
     HELLO = 1
     CREATE = 2
@@ -55,6 +55,7 @@ class Kind(IntEnum):
     CHUNK_ACK = 20
     ROOM = 21
     HELD = 32
+    REDUCE = 48
     WELCOME = 64
     OK = 65
     ROWS = 66
@@ -68,6 +69,7 @@ class Kind(IntEnum):
     KEYS = 74
     HOLD = 75
     RELEASE = 76
+    REDUCED = 77
 
 
 LAST = 1  # PUSH: the step's last part, it ticks the clock. ROWS: the answer's last chunk. JOIN, HELD: see headers

@@ -31,6 +31,7 @@ from elasticps.server.server import Server
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import HEADER_BYTES, LAST, Header, Kind, block_head, json_frame, unpack_header
+from elasticps.wire.reducing import ReduceHeader, function_body
 from replication.chain import Role
 from tests.fuzz.corpus import RANGES
 from tests.server.wires import Clock, FakeTransport, Quiet
@@ -240,6 +241,7 @@ class Core:
             "pieces": replica._pieces or replica._bounds,
             "pulls parked": len(server.delay),
             "pulls unshown": server.pulls._unshown,
+            "ranges to be reduced": server.reductions.waiting,
             "cuts": server.snapshots._cuts,
             "chunks in use": int(np.count_nonzero(fast.chunks.refs)),
             "lists of keys": [slot for slot in fast._lists if slot != self.honest.wire.connection.slot],
@@ -271,6 +273,7 @@ class Honest:
         ranges = core.server.store.tables[TABLE].ranges_of(keys)
         inside = np.flatnonzero(ranges < OWN)[:KEYS]
         self._keys = keys[inside][np.argsort(ranges[inside], kind="stable")]
+        self._ranges = core.server.store.tables[TABLE].ranges_of(self._keys)
         self._model = np.zeros((len(self._keys), DIM), np.float32)
         self.work()
 
@@ -291,6 +294,13 @@ class Honest:
         rows = np.frombuffer(self._ask(header, body, Kind.ROWS), np.float32).reshape(-1, DIM)
         if not np.array_equal(rows, self._model):
             raise Broken(f"the honest worker reads {rows[rows != self._model]} for {self._model[rows != self._model]}")
+        r = random.randrange(OWN)
+        body = function_body("sum", ())
+        header = ReduceHeader(TABLE, r, epoch=epoch).header(len(body))
+        found = np.frombuffer(self._ask(header, body, Kind.REDUCED), np.float64)
+        total = self._model[self._ranges == r].astype(np.float64).sum()  # whole numbers, so in any order
+        if found.sum() != total:
+            raise Broken(f"the honest worker is told a sum of {found} for {total}")
 
     def _ask(self, header: Header, body: bytes, kind: Kind) -> bytes:
         wire = self.wire

@@ -31,6 +31,7 @@ from elasticps.wire.frames import (
     unpack_header,
 )
 from elasticps.wire.packed import pack
+from elasticps.wire.reducing import ReduceHeader, function_body
 from elasticps.wire.views import view_frame
 from replication.messages import ERASER, OperationKind
 from tests.fuzz.core import APPS, CLUSTER, HOSTILE, ME, NOBODY, OWN, PEER, Core
@@ -214,8 +215,14 @@ class Voices:
         ]  # fmt: skip
         return {
             Kind.PUSH: pushes, Kind.PULL: pulls, Kind.CREATE: creates, Kind.INIT: inits, Kind.ERASE: erases,
-            Kind.HELD: held,
+            Kind.HELD: held, Kind.REDUCE: [self._reduce() for _ in range(8)],
         }  # fmt: skip
+
+    def _reduce(self) -> bytes:
+        random = self._random
+        body = function_body(random.choice(("l2", "max", "nonzero", "sum", "unheard")), random.choice(((), (), (0.5,))))
+        table, r = random.choice(sorted(self._tables)), random.randrange(RANGES)
+        return ReduceHeader(table, r, 4, self._core.server.serving.epoch).header(len(body)).pack() + body
 
     def _erase(self, kind: int) -> bytes:
         random, epoch = self._random, self._core.server.serving.epoch

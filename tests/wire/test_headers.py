@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps.wire import headers
+from elasticps.wire import headers, reducing
 from elasticps.wire.frames import MAGIC, VERSION, FrameError, Header, Kind, unpack_header
 from elasticps.wire.headers import (
     BarrierArriveHeader,
@@ -36,6 +36,7 @@ from elasticps.wire.headers import (
     Shard,
     SnapshotChunkHeader,
 )
+from elasticps.wire.reducing import ReducedHeader, ReduceHeader, function_body, read_function
 
 # kind, flags, body, request, epoch, clock, worker, first, part, table, items, bound, wait_ms
 GOLDEN: list[tuple[Any, int, tuple[int, ...]]] = [
@@ -61,6 +62,8 @@ GOLDEN: list[tuple[Any, int, tuple[int, ...]]] = [
     (EraseHeader(5, 11, 0, 13, 3), 0, (15, 3, 0, 0, 5, 0, 11, 0, 13, 3, 0, 0, 0)),
     (ListKeysHeader(3, 4, 1 << 60, 9, 7, 5), -1, (14, 0, 0, 7, 5, 1 << 60, 4, 0, 0, 3, 9, 0, 0)),
     (KeysHeader(7, 5, 4, 1 << 60, 9, 90), -1, (74, 0, 72, 7, 5, 1 << 60, 4, 0, 0, 0, 9, 90, 0)),
+    (ReduceHeader(3, 4, 7, 5), 40, (48, 0, 40, 7, 5, 0, 4, 0, 0, 3, 0, 0, 0)),
+    (ReducedHeader(7, 5, 4, 90, 9), -1, (77, 0, 72, 7, 5, 90, 4, 0, 0, 0, 9, 0, 0)),
     (GetClocksHeader(11, 7, 5), -1, (7, 0, 0, 7, 5, 0, 11, 0, 0, 0, 0, 0, 0)),
     (GetViewHeader(5), -1, (8, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0)),
     (BarrierJoinHeader(11, 4), -1, (9, 0, 0, 0, 0, 0, 11, 0, 0, 4, 0, 0, 0)),
@@ -139,5 +142,31 @@ def test_a_pull_whose_keys_are_not_its_body_is_refused() -> None:
 
 
 def test_every_class_of_headers_is_tested_here() -> None:
-    known = {name for name in vars(headers) if name.endswith("Header") and name != "Header"}
+    kinds = {**vars(headers), **vars(reducing)}
+    known = {name for name in kinds if name.endswith("Header") and name != "Header"}
     assert known == {type(one).__name__ for one, _, _ in GOLDEN}
+
+
+@given(
+    st.text(st.characters(codec="utf-8"), max_size=200),
+    st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=9),
+)
+def test_the_name_of_a_function_and_its_constants_come_back(name: str, constants: list[float]) -> None:
+    body = function_body(name, constants)
+    assert len(body) % 8 == 0
+    assert read_function(body) == (name, tuple(constants))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[]", b"{}", b'{"name":"l2"}', b'{"name":7,"constants":[]}', b'{"name":"l2","constants":{}}',
+        b'{"name":"l2","constants":[true]}', b'{"name":"l2","constants":["1"]}', b'{"name":"l2","constants":[NaN]}',
+        b'{"name":"l2","constants":[Infinity]}', b'{"name":"l2","constants":[1e999]}',
+        b'{"name":"l2","constants":[' + b"9" * 400 + b"]}", b'{"name":"l2","constants":[' + b"1," * 256 + b"1]}",
+        b'{"name":"' + b"x" * 201 + b'","constants":[]}', b'{"name":"\\ud800","constants":[]}',
+    ],
+)  # fmt: skip
+def test_what_names_no_function_is_refused(body: bytes) -> None:
+    with pytest.raises(FrameError):
+        read_function(body)

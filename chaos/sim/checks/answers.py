@@ -9,7 +9,7 @@ from chaos.sim.violation import Violation
 from elasticps.wire.frames import HEADER_BYTES, LAST, MAGIC, Kind
 
 _START = struct.Struct("<IxBHQQ")  # magic, kind, flags, bytes of the body, request
-_FIRST_OF_REPLICAS, _FIRST_ANSWER = 16, 64
+_FIRST_OF_REPLICAS, _FIRST_LATER, _FIRST_ANSWER = 16, 48, 64
 
 
 class _Stream:
@@ -51,7 +51,7 @@ class Answers:
         magic, kind, flags, body, request = _START.unpack_from(head)
         if magic != MAGIC:
             raise Violation("frames", f"{source} sends {target} what is no frame")
-        if request and kind < _FIRST_OF_REPLICAS:
+        if request and (kind < _FIRST_OF_REPLICAS or _FIRST_LATER <= kind < _FIRST_ANSWER):
             self._asked.setdefault(source, set()).add(request)
         elif request and kind >= _FIRST_ANSWER:
             asked = self._asked.get(target, set())

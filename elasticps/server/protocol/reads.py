@@ -68,18 +68,26 @@ class Judge:
         """Tells when values of `keys` gathered at this instant may be shown."""
         if not self.guarded():
             return _at_once
-        acked, seq = self._replica.acked, self._replica.seq
         ranges = np.unique(self._read.table.ranges_of(keys))
-        ranges = ranges[self._replica.waiting[ranges] & (acked[ranges] < seq[ranges])]
-        seen = seq[ranges]
+        return shown_when(self._replica, ranges, self._read.connection, self._unshown)
 
-        def shown() -> bool:
-            if not np.count_nonzero(self._replica.acked[ranges] < seen):
-                return True
-            self._unshown[self._read.connection] = None
-            return False
 
-        return shown
+def shown_when(
+    replica: Replica, ranges: NDArray[np.int64], asker: Asker, unshown: dict[Asker, None]
+) -> Callable[[], bool]:
+    """Tells when values in these ranges that were read at this instant, at their tail, may be shown."""
+    if not replica.guarded:
+        return _at_once
+    ranges = ranges[replica.waiting[ranges] & (replica.acked[ranges] < replica.seq[ranges])]
+    seen = replica.seq[ranges]
+
+    def shown() -> bool:
+        if not np.count_nonzero(replica.acked[ranges] < seen):
+            return True
+        unshown[asker] = None
+        return False
+
+    return shown
 
 
 def answer(read: Read, judge: Judge, done: int = 0) -> None:

@@ -1,0 +1,108 @@
+"""A worker's side of the KKT filter: which weights were zero when it pulled them last, and what of a gradient leaves
+them at zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.client.filtering import Kept, KeptBlocks
+from elasticps.client.pulls import CodedRead, DenseRead, Read, SparseRead
+from elasticps.client.runtime import Lock
+from elasticps.filters import KKT
+from elasticps.spec import TableSpec
+
+KEPT_BYTES = 64 << 20
+"""Of a sparse table's rows. Memory is taken as rows come; a key that gave way to others is sent whole."""
+
+Keys = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+class Screened(NamedTuple):
+    """Floats of gradients that a `KKT` has seen, zeros not counted, and how many of them it left out."""
+
+    floats: int
+    dropped: int
+
+
+def screen_of(spec: TableSpec, lock: Callable[[], Lock]) -> Screen | None:
+    """That of a table's KKT filter, None without one."""
+    return next((Screen(spec, each, lock()) for each in spec.push if isinstance(each, KKT)), None)
+
+
+class Screen:
+    """Of one table or tensor. `saw` may be told by any thread."""
+
+    def __init__(self, spec: TableSpec, kkt: KKT, lock: Lock) -> None:
+        self.feedback = kkt.feedback
+        self.counts = Screened(0, 0)
+        self._bound = np.float32(kkt.bound(spec.optimizer))
+        self._lock = lock
+        self._dim = spec.dim
+        self._blocks = (0 if spec.shape is None else spec.blocks, spec.dim)
+        self._zero: Kept | KeptBlocks
+        if spec.shape is None:
+            self._zero = Kept(KEPT_BYTES // (4 * spec.dim + 8), spec.dim)
+        else:
+            self._zero = KeptBlocks(self._blocks)
+        self._last: tuple[Keys, Screened] | None = None  # what leaves next, or does not
+
+    def saw(self, keys: Keys, rows: Floats) -> None:
+        """Rows float32 [n, dim] of keys [n] have been pulled."""
+        zero = (rows == 0).astype(np.float32)
+        with self._lock:
+            self._zero.keep(keys, zero)
+
+    def screen(self, keys: Keys, grads: Floats) -> Floats:
+        """Gradients [n, dim] of keys [n], each once, without those floats that leave their weight at zero: a copy."""
+        with self._lock:
+            zero = self._zero.add(keys, np.zeros_like(grads)) != 0
+        small = (np.abs(grads) <= self._bound) & zero  # what is not finite is not small
+        left = np.where(small, np.float32(0), grads)
+        given, remain = int(np.count_nonzero(grads)), int(np.count_nonzero(left))
+        sent = left.any(axis=1)
+        self._last = keys[sent], Screened(self.counts.floats + given, self.counts.dropped + given - remain)
+        return left
+
+    def sent(self) -> None:
+        """What was screened last is outstanding: of its rows nobody knows the weights before they are pulled again."""
+        if self._last is not None:
+            keys, self.counts = self._last
+            self._last = None
+            with self._lock:
+                self._zero.keep(keys, np.zeros((len(keys), self._dim), np.float32))
+
+    def saw_tensor(self, values: Floats) -> None:
+        """A whole tensor has been pulled."""
+        assert isinstance(self._zero, KeptBlocks)
+        blocks = np.zeros(self._blocks, np.float32)
+        blocks.reshape(-1)[: values.size] = values.reshape(-1)
+        self.saw(np.arange(len(blocks)), blocks)
+
+
+class _Noted(Read):
+    """A read whose rows are noted when they have come."""
+
+    saw: Callable[[Floats], None] | None = None  # of parts of a tensor nobody is told
+
+    def result(self, timeout: float | None = None) -> Floats:
+        rows = super().result(timeout)
+        if self.saw is not None:
+            self.saw(rows)
+        return rows
+
+
+class NotedRead(_Noted, SparseRead):
+    """Of rows."""
+
+
+class NotedCodedRead(_Noted, CodedRead):
+    """Of rows or blocks that come through filters."""
+
+
+class NotedDenseRead(_Noted, DenseRead):
+    """Of a tensor."""
