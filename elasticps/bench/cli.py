@@ -235,8 +235,8 @@ def traffic(
     batch: Annotated[int, typer.Option(min=1, help="Samples in each step.")] = 256,
     as_json: Json = False,
 ) -> None:
-    """What filters save: bytes of a step of DLRM, and of a small network on handwritten digits, samples/s over slow
-    links, and AUC or accuracy beside that without filters."""
+    """What filters and a cache save: bytes of a step of DLRM, and of a small network on handwritten digits, samples/s
+    over slow links, and AUC or accuracy beside that without them."""
     from elasticps.bench import traffic as bench
 
     lines = list(bench.run(filters=filters or (), mbit=mbit or bench.MBIT, seeds=seeds, steps=steps,
@@ -247,14 +247,39 @@ def traffic(
     table = Table(title=f"traffic: {batch:,} samples a step, {seeds} seed(s)")
     links = list(lines[0].samples_per_s)
     speeds = [f"samples/s at {link} Mbit/s" if link else "samples/s" for link in links]
-    for name in ("model", "filters", "KB up", "KB down", "of none", "up", "keys", *speeds, "score", "lost"):
+    shown = "KB up", "KB down", "of none", "up", "keys", "rows", "oldest"
+    for name in ("model", "filters", *shown, *speeds, "score", "lost"):
         table.add_column(name, justify="left" if name in ("model", "filters") else "right")
     for each in lines:
         kilobytes = f"{each.up_per_step / 1e3:.1f}", f"{each.down_per_step / 1e3:.1f}", f"{each.of_none:.3f}"
         rates = (f"{each.samples_per_s[link]:,.0f}" for link in links)
-        parts = f"{each.up_of_none:.3f}", f"{each.keys_of_none:.3f}"
+        shares = f"{each.up_of_none:.3f}", f"{each.keys_of_none:.3f}", f"{each.rows_of_none:.3f}", str(each.oldest)
         scores = f"{sum(each.score) / len(each.score):.4f}", f"{each.lost:+.4f}"
-        table.add_row(each.model, each.filters, *kilobytes, *parts, *rates, *scores)
+        table.add_row(each.model, each.filters, *kilobytes, *shares, *rates, *scores)
+    _out().print(table)
+
+
+@app.command()
+def ahead(
+    delay: Annotated[float, typer.Option(min=0, help="Milliseconds that each byte takes, each way.")] = 5.0,
+    batches: Annotated[int, typer.Option(min=1, max=64, help="How many are looked at ahead.")] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Samples in each step.")] = 2048,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each turn.")] = 60,
+    turns: Annotated[int, typer.Option(min=1, help="How often each is measured.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """What looking ahead saves on a link with a delay: samples/s of DLRM, beside rows that never leave the worker."""
+    from elasticps.bench import ahead as bench
+
+    lines = bench.run(delay_ms=delay, ahead=batches, batch=batch, steps=steps, turns=turns, progress=_progress)
+    if as_json:
+        typer.echo(json.dumps([each.to_dict() for each in lines], indent=2))
+        return
+    table = Table(title=f"ahead: {batch:,} samples a step, {delay:g} ms each way, {batches} batches ahead")
+    for name in ("rows", "samples/s", "of local"):
+        table.add_column(name, justify="left" if name == "rows" else "right")
+    for each in lines:
+        table.add_row(each.rows, f"{each.samples_per_s:,.0f}", f"{each.of_local:.2f}")
     _out().print(table)
 
 

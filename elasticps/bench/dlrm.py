@@ -6,6 +6,7 @@ Naumov, Mudigere, Shi et al., "Deep Learning Recommendation Model for Personaliz
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,9 @@ BOTTOM, TOP = (64, DIM), (64, 32)
 
 
 class DLRM(nn.Module):
-    """`rows`: ids [n, categories] -> [n, categories, DIM]."""
+    """`rows`: ids [n, categories] -> [n, categories, DIM]; a module, or not one of the model's."""
 
-    def __init__(self, rows: nn.Module) -> None:
+    def __init__(self, rows: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.rows = rows
         vectors = CATEGORIES + 1

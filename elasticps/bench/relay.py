@@ -2,6 +2,7 @@
 
 It prints the ports at which it stands in for them, as JSON. A line on standard input asks, a line of JSON answers:
 
+    delay MS      every byte takes so long from now on, in each direction
     limit MBIT    so much leaves it each second in each direction from now on, all connections together; 0: any amount
     count         {"up", "down"}: bytes towards the servers, and from them, so far
 """
@@ -16,14 +17,16 @@ import uvloop
 
 CHUNK = 64 << 10
 BURST_S = 0.002  # what may leave at once
+ON_THE_LINE = 1024  # chunks
 
 
 class Bucket:
-    """Tokens of one direction. bytes: how many have passed."""
+    """Tokens of one direction. bytes: how many have passed; delay_s: how long each takes."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self.per_s = 0.0
+        self.delay_s = 0.0
         self._free_s = 0.0
 
     async def take(self, nbytes: int) -> None:
@@ -39,13 +42,31 @@ class Bucket:
 
 async def pass_on(bucket: Bucket, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
     """Until the source ends, in order or not."""
-    try:
-        while data := await source.read(CHUNK):
-            await bucket.take(len(data))
+    loop, line = asyncio.get_running_loop(), asyncio.Queue[tuple[float, bytes]](ON_THE_LINE)
+
+    async def arrive() -> None:
+        while True:
+            due, data = await line.get()
+            if (wait := due - loop.time()) > 0:
+                await asyncio.sleep(wait)
+            if not data:
+                sink.write_eof()
+                return
             sink.write(data)
             await sink.drain()
-        sink.write_eof()
-    except OSError:
+
+    async def leave() -> None:
+        data = b"-"
+        while data:
+            data = await source.read(CHUNK)
+            await bucket.take(len(data))
+            await line.put((loop.time() + bucket.delay_s, data))
+
+    try:
+        async with asyncio.TaskGroup() as both:
+            both.create_task(arrive())
+            both.create_task(leave())
+    except* OSError:
         sink.close()
 
 
@@ -77,6 +98,8 @@ async def main(addresses: list[str]) -> None:
         word, _, rest = line.strip().partition(" ")
         if word == "limit":
             up.per_s = down.per_s = float(rest) * 1e6 / 8
+        elif word == "delay":
+            up.delay_s = down.delay_s = float(rest) / 1e3
         print(json.dumps({"up": up.bytes, "down": down.bytes}), flush=True)
 
 

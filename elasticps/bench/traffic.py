@@ -18,7 +18,7 @@ from elasticps.bench.failover import Worker
 from elasticps.local import LocalCluster
 
 FILTERS = {
-    "dlrm": ("none", "bfloat16", "float16", "int8", "int8+once", "int8+keys"),
+    "dlrm": ("none", "bfloat16", "float16", "int8", "int8+once", "int8+keys", "cache", "cache+int8+keys"),
     "digits": ("none", "top_k", "top_k+int8", "random_k+int8", "threshold+top_k", "threshold+zstd"),
 }
 """By model; the digits' network pulls without filters."""
@@ -34,6 +34,8 @@ class Line:
     up_per_step, down_per_step   bytes that left the worker, and came to it, of which
     of_none, up_of_none          all together, and those that left, are this part of what they are without filters
     keys_of_none                 the bytes of a table's keys are this part, in pulls and pushes
+    rows_of_none                 of those that a cache received for rows, with slots and digests
+    oldest                       the greatest age, in steps, of a row that it showed
     score                        of each seed, on samples that were not trained: AUC, or the part that is recognised
     lost                         the mean of what that is below the score without filters, of the same seed
     samples_per_s                by the link's Mbit/s, 0 for one without a limit: the median of the seeds
@@ -46,6 +48,8 @@ class Line:
     of_none: float
     up_of_none: float
     keys_of_none: float
+    rows_of_none: float
+    oldest: int
     score: list[float]
     lost: float
     samples_per_s: dict[int, float]
@@ -62,6 +66,8 @@ class _Run:
     score: float
     speeds: dict[int, float]
     keys: tuple[int, int] = (0, 0)  # bytes sent, and without filters
+    rows: tuple[int, int] = (0, 0)  # the same of what a cache received
+    oldest: int = 0
 
 
 def run(
@@ -93,13 +99,19 @@ def _line(model: str, name: str, runs: Sequence[_Run], none: Sequence[_Run]) -> 
     up, down = (statistics.mean(getattr(each, way) for each in runs) for way in ("up", "down"))
     whole, whole_up = (statistics.mean(each.up + all_of_it * each.down for each in none) for all_of_it in (1, 0))
     lost = statistics.mean(before.score - each.score for before, each in zip(none, runs, strict=True))
-    sent, without = (sum(each.keys[i] for each in runs) for i in (0, 1))
+    keys, rows = (_part([getattr(each, what) for each in runs]) for what in ("keys", "rows"))
     speeds = {mbit: statistics.median(each.speeds[mbit] for each in runs) for mbit in runs[0].speeds}
     return Line(
         model, name, round(up), round(down), round((up + down) / whole, 4), round(up / whole_up, 4),
-        round(sent / without, 4) if without else 1.0, [round(each.score, 5) for each in runs], round(lost, 5),
+        keys, rows, max(each.oldest for each in runs), [round(each.score, 5) for each in runs], round(lost, 5),
         {mbit: round(speed, 1) for mbit, speed in speeds.items()},
     )  # fmt: skip
+
+
+def _part(pairs: Sequence[tuple[int, int]]) -> float:
+    """The sum of the first of that of the second."""
+    whole = sum(pair[1] for pair in pairs)
+    return round(sum(pair[0] for pair in pairs) / whole, 4) if whole else 1.0
 
 
 def _trained(
@@ -112,10 +124,10 @@ def _trained(
     model, name, seed, batch = (job[each] for each in ("model", "filters", "seed", "batch"))
     addresses = [server.address for server in cluster.servers]
     with ExitStack() as stack:
-        relay = stack.enter_context(_process("elasticps.bench.relay", *addresses))
+        relay = stack.enter_context(process("elasticps.bench.relay", *addresses))
         ports = dict(zip(addresses, relay.answer(), strict=True))
         reached = {"url": cluster.url, "ports": ports, "app": f"{model}-{name.replace('+', '-')}-{seed}"}
-        worker = stack.enter_context(_process("elasticps.bench.traffic_worker", json.dumps(job | reached)))
+        worker = stack.enter_context(process("elasticps.bench.traffic_worker", json.dumps(job | reached)))
         progress(f"{model}, {name}: seed {seed}")
         worker.ask(f"train {LEAST_STEPS}")  # tables are made, connections open
         before = relay.ask("count")
@@ -128,11 +140,11 @@ def _trained(
             relay.ask(f"limit {each}")
             some = max(LEAST_STEPS, min(steps, int(each * 1e6 / 8 / (up + down))))  # a second or two
             speeds[each] = batch * some / worker.ask(f"train {some}")["seconds"]
-        return _Run(up, down, scored["score"], speeds, scored["keys"])
+        return _Run(up, down, scored["score"], speeds, *(scored[each] for each in ("keys", "rows", "oldest")))
 
 
 @contextmanager
-def _process(module: str, *arguments: str) -> Iterator[Any]:
+def process(module: str, *arguments: str) -> Iterator[Any]:
     worker = Worker(module, *arguments)
     try:
         yield worker

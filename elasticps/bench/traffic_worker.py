@@ -1,11 +1,13 @@
 """One worker of `elasticps bench traffic`: `python -m elasticps.bench.traffic_worker JOB`, with the job as JSON.
 
 {"url": …, "ports": {"HOST:PORT": 4711, …}, "app": …, "seed": 1, "batch": 256, "model": "dlrm", "filters": "int8"}:
-servers are reached through `ports` of this machine. A line on standard input asks for something, a line of JSON on
-standard output answers:
+servers are reached through `ports` of this machine. "rows", of DLRM: "pulled" as they are wanted (if nothing is said),
+"ahead": `ahead` batches before, or "local": kept and trained in this process, without servers. A line on standard input
+asks for something, a line of JSON on standard output answers:
 
     train STEPS    trains so many steps: {"seconds"} until all is committed
-    score          on what is not trained: {"score", "keys": [bytes sent, bytes without filters]}
+    score          on what is not trained: {"score", "keys": [bytes sent, bytes without filters], "rows": [bytes of rows
+                   received, bytes without a cache], "oldest": steps}, without what that takes
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from elasticps.bench import digits
 from elasticps.bench.criteo import Source
 from elasticps.bench.dlrm import DIM, DLRM
 from elasticps.bench.trainer import DENSE_LR, ROWS_LR, ROWS_STD, answers
+from elasticps.client.cache_use import NOT_USED, CacheUse
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime, Stream
@@ -33,7 +36,7 @@ from elasticps.client.tables import SparseTable
 from elasticps.client.warm import warm
 from elasticps.demo.data import auc
 from elasticps.spec import Filter
-from elasticps.torch import Embedding, Optimizer
+from elasticps.torch import Embedding, Optimizer, prefetch
 
 TIMEOUT_S = 120.0
 HELD_OUT = 1 << 20  # the number of the first batch that is only scored
@@ -52,8 +55,11 @@ FILTERS: dict[str, tuple[Sequence[Filter], Sequence[Filter]]] = {
     "random_k+int8": ([eps.RandomK(0.01), eps.Int8()], ()),
     "threshold+zstd": ([eps.Threshold(2e-3), eps.BFloat16(), eps.Zstd()], ()),
     "threshold+top_k": ([eps.Threshold(1e-3), eps.TopK(0.01)], ()),
+    "cache": ((), ()),
+    "cache+int8+keys": ([eps.Int8(), *KEYS], ()),
 }
 """For pushes and for pulls, by name."""
+CACHE = eps.Cache(rows=1 << 20, staleness=8)  # where the name says so
 
 
 class ThroughPorts(Runtime):
@@ -66,20 +72,59 @@ class ThroughPorts(Runtime):
         return super().connect("127.0.0.1", self._ports[f"{host}:{port}"], attempt)
 
 
-class Clicks:
-    """DLRM on clicks that are made up."""
+class LocalRows:
+    """Rows of this process, trained by torch. No module, so that nobody takes them for dense weights."""
 
-    def __init__(self, ps: Client, seed: int, batch: int, push: Sequence[Filter], pull: Sequence[Filter]) -> None:
-        init = eps.Normal(std=ROWS_STD, seed=seed)
-        rows = Embedding(ps, "categories", DIM, optimizer=eps.Adagrad(lr=ROWS_LR), init=init, push=push, pull=pull)
-        self.model = DLRM(rows)
+    def __init__(self, values: int) -> None:
+        self._rows = torch.nn.Embedding(values, DIM, sparse=True)
+        torch.nn.init.normal_(self._rows.weight, std=ROWS_STD)
+        self._optimizer = torch.optim.Adagrad(self._rows.parameters(), lr=ROWS_LR)
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self._rows(ids)
+        return rows
+
+    def step(self) -> None:
+        """Trains them."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class Clicks:
+    """DLRM on clicks that are made up. rows: "pulled", "ahead" or "local"."""
+
+    def __init__(self, ps: Client, seed: int, batch: int, name: str, rows: str, ahead: int) -> None:
+        (push, pull), cache = FILTERS[name], CACHE if name.startswith("cache") else None
+        self._source, self._batch, self._next = Source(seed), batch, 0
+        self._ahead = ahead if rows == "ahead" else 0
+        self._local = LocalRows(self._source.values) if rows == "local" else None
+        if self._local is None:
+            init = eps.Normal(std=ROWS_STD, seed=seed)
+            layer = Embedding(
+                ps, "categories", DIM, optimizer=eps.Adagrad(lr=ROWS_LR), init=init, push=push, pull=pull, cache=cache
+            )
+            assert isinstance(layer.table, SparseTable)
+            self._table = layer.table
+        self.model = DLRM(self._local or layer)
         self.optimizer = Optimizer(ps, self.model, eps.Adam(lr=DENSE_LR), push=push, pull=pull)
-        self._source, self._batch, self._next, self._rows = Source(seed), batch, 0, rows
 
     @property
     def keys(self) -> Saved:
-        assert isinstance(self._rows.table, SparseTable)
-        return self._rows.table.key_bytes
+        return Saved(0, 0) if self._local else self._table.key_bytes
+
+    @property
+    def cached(self) -> CacheUse:
+        return NOT_USED if self._local else self._table.cached
+
+    def in_order(self, batches: list[Inputs]) -> Iterable[Inputs]:
+        """As they are trained."""
+        return prefetch(batches, self.model, self._ahead) if self._ahead else batches
+
+    def step(self) -> None:
+        """Ends one."""
+        self.optimizer.step()
+        if self._local:
+            self._local.step()
 
     def inputs(self) -> Inputs:
         self._next += 1
@@ -105,12 +150,21 @@ class Clicks:
 class Images:
     """Handwritten digits, whose weights are all dense."""
 
-    keys = Saved(0, 0)
+    keys, cached = Saved(0, 0), NOT_USED
 
-    def __init__(self, ps: Client, seed: int, batch: int, push: Sequence[Filter], pull: Sequence[Filter]) -> None:
+    def __init__(self, ps: Client, seed: int, batch: int, name: str, rows: str, ahead: int) -> None:
+        push, pull = FILTERS[name]
         self.model = digits.network()
         self.optimizer = Optimizer(ps, self.model, eps.SGD(lr=digits.LR), push=push, pull=pull)
         self._digits, self._batch = digits.Digits(seed), batch
+
+    def in_order(self, batches: list[Inputs]) -> Iterable[Inputs]:
+        """As they are trained."""
+        return batches
+
+    def step(self) -> None:
+        """Ends one."""
+        self.optimizer.step()
 
     def inputs(self) -> Inputs:
         return self._digits.batch(self._batch)
@@ -136,7 +190,8 @@ class Training:
         registry = Registry.open(job["url"], TIMEOUT_S, runtime)
         self.ps = Client(registry, job["app"], eps.ASP(), 4, TIMEOUT_S, job["app"])
         torch.manual_seed(seed)
-        self._trained = MODELS[job["model"]](self.ps, seed, int(job["batch"]), *FILTERS[job["filters"]])
+        rows, ahead = job.get("rows", "pulled"), int(job.get("ahead", 0))
+        self._trained = MODELS[job["model"]](self.ps, seed, int(job["batch"]), job["filters"], rows, ahead)
 
     def train(self, steps: int) -> dict[str, object]:
         """Trains, and tells how long that took."""
@@ -144,20 +199,24 @@ class Training:
         batches = [trained.inputs() for _ in range(steps)]
         trained.model.train()
         began = time.monotonic()
-        for inputs in batches:
+        for inputs in trained.in_order(batches):
             trained.optimizer.zero_grad()
             trained.loss(*inputs).backward()
-            trained.optimizer.step()
+            trained.step()
         self.ps.flush()
         return {"seconds": time.monotonic() - began}
 
     def score(self, _: int) -> dict[str, object]:
         """How good the model is on what was not trained, and what keys have taken."""
-        self._trained.optimizer.refresh()
-        self._trained.model.eval()
-        keys = self._trained.keys
+        trained = self._trained
+        trained.optimizer.refresh()
+        trained.model.eval()
+        keys, use = trained.keys, trained.cached
         with torch.no_grad():
-            return {"score": self._trained.score(), "keys": [keys.sent, keys.whole]}
+            return {
+                "score": trained.score(), "keys": [keys.sent, keys.whole], "rows": [use.nbytes, use.whole_bytes],
+                "oldest": trained.cached.oldest,
+            }  # fmt: skip
 
 
 def main() -> None:

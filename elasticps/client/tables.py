@@ -174,6 +174,7 @@ class SparseTable(_Handle):
         super().__init__(reads, spec, table_id, own, changes)
         self._grads = f"table {self.name!r}: grads"
         self._short_pull = Short.of(spec.pull)
+        self.changes = 0  # how often this client has changed rows past its steps
         self._cache: RowCache | None = None
         self._source: Source | None = None  # given last, of a table whose rows are kept
         if self._short is not None and self._short.shortens_keys:
@@ -185,12 +186,15 @@ class SparseTable(_Handle):
         both = [short.keys for short in (self._short, self._short_pull) if short is not None]
         return Saved(sum(keys.whole for keys in both), sum(keys.sent for keys in both))
 
-    def keep(self, cache: Cache) -> None:
-        """From now on rows that were pulled are kept, and shown again. Another one takes the place of the first.
+    def keep(self, cache: Cache | None) -> None:
+        """From now on rows that were pulled are kept, and shown again; None: no more. Another cache takes the place of
+        the first, whose rows are forgotten.
 
         ConfigError under BSP, and where rows would be older than SSP allows.
         """
-        if self._cache is None or self._cache.options != cache:
+        if cache is None:
+            self._cache = None
+        elif self._cache is None or self._cache.options != cache:
             check_cache(self.name, cache, self._reads)
             self._cache = RowCache(cache, self.spec, self.id, self._reads, self._rows)
 
@@ -360,6 +364,7 @@ class SparseTable(_Handle):
         try:
             yield
         finally:
+            self.changes += 1
             self.forget()
 
     def source(self, value: object, step_values: NDArray[np.float32]) -> Source:

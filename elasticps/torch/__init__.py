@@ -9,6 +9,8 @@
 
 `ShardedDataset` and `ShardSampler` hand out the data: workers may come and go, and each sample is trained.
 
+`prefetch(loader, model, ahead=n)` asks for the rows of the next batches while one is trained.
+
 `LocalGroup` makes one worker of the processes that torchrun starts on a machine: one push leaves it for all of them.
 
 A model's `state_dict()` has its dense weights; `full_state_dict(model)` has the rows of its tables too. `save(model,
@@ -20,6 +22,7 @@ workers' data differ much; evaluation in one worker uses that worker's own.
 
 from __future__ import annotations
 
+from elasticps.torch.ahead import Ahead, prefetch
 from elasticps.torch.data import ShardedDataset, ShardSampler
 from elasticps.torch.embedding import Embedding, EmbeddingBag
 from elasticps.torch.group import GroupClient, LocalGroup
@@ -27,6 +30,7 @@ from elasticps.torch.optimizer import Optimizer
 from elasticps.torch.state import full_state_dict, load, load_full_state_dict, save
 
 __all__ = [
+    "Ahead",
     "Embedding",
     "EmbeddingBag",
     "GroupClient",
@@ -37,5 +41,6 @@ __all__ = [
     "full_state_dict",
     "load",
     "load_full_state_dict",
+    "prefetch",
     "save",
 ]

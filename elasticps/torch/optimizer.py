@@ -481,6 +481,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _ask(self) -> None:
         self._arriving = self._pull([dense for dense in self._dense if dense.parameter.requires_grad])
+        for sparse in self._sparse:
+            for module in sparse.modules:
+                module.ask_expected()
         if not self._pipeline:
             self._take(self._arriving)
 

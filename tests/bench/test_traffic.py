@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from elasticps.bench import traffic
-from elasticps.bench.relay import BURST_S, CHUNK, Bucket, stand_in
+from elasticps.bench.relay import BURST_S, CHUNK, Bucket, pass_on, stand_in
 from elasticps.bench.traffic import _line, _Run
 from elasticps.bench.traffic_worker import FILTERS
 from elasticps.spec import SGD, TableSpec
@@ -40,6 +40,45 @@ def test_a_link_hands_on_every_byte_and_counts_them_each_way() -> None:
     asyncio.run(asyncio.wait_for(scene(), 30))
 
 
+def test_a_link_with_a_delay_holds_each_piece_from_when_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        now, slept, sleep = 0.0, [], asyncio.sleep
+
+        async def wait(seconds: float) -> None:
+            nonlocal now
+            slept.append(seconds)
+            now += seconds
+            await sleep(0)
+
+        monkeypatch.setattr(asyncio, "sleep", wait)
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now, raising=False)
+        got: list[bytes] = []
+
+        class Sink:
+            def write(self, data: bytes) -> None:
+                got.append(data)
+
+            def write_eof(self) -> None:
+                got.append(b"end")
+
+            async def drain(self) -> None: ...
+
+        bucket, source = Bucket(), asyncio.StreamReader()
+        bucket.delay_s = 5.0
+        source.feed_data(b"one")
+        passing = asyncio.create_task(pass_on(bucket, source, Sink()))  # type: ignore[arg-type]
+        while not slept:
+            await sleep(0)
+        source.feed_data(b"two")
+        source.feed_eof()
+        await passing
+        assert got == [b"one", b"two", b"end"]
+        assert slept[0] == 5.0
+        assert sum(slept) == 10.0  # what came later waits as long
+
+    asyncio.run(scene())
+
+
 def test_what_is_too_much_waits_for_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         slept = []
@@ -63,10 +102,13 @@ def test_what_is_too_much_waits_for_its_tokens(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_line_is_beside_the_same_seed_without_filters() -> None:
     none = [_Run(100.0, 100.0, 0.75, {0: 10.0, 100: 1.0}), _Run(120.0, 80.0, 0.77, {0: 30.0, 100: 3.0})]
-    runs = [_Run(50.0, 30.0, 0.74, {0: 20.0, 100: 4.0}, (1, 4)), _Run(60.0, 20.0, 0.77, {0: 10.0, 100: 8.0}, (3, 4))]
+    runs = [
+        _Run(50.0, 30.0, 0.74, {0: 20.0, 100: 4.0}, (1, 4), (1, 8), 3),
+        _Run(60.0, 20.0, 0.77, {0: 10.0, 100: 8.0}, (3, 4), (5, 8), 2),
+    ]
     line = _line("dlrm", "int8", runs, none)
     assert (line.up_per_step, line.down_per_step, line.of_none) == (55, 25, 0.4)
-    assert (line.up_of_none, line.keys_of_none) == (0.5, 0.5)
+    assert (line.up_of_none, line.keys_of_none, line.rows_of_none, line.oldest) == (0.5, 0.5, 0.375, 3)
     assert (line.score, line.lost) == ([0.74, 0.77], 0.005)
     assert _line("dlrm", "none", none, none).keys_of_none == 1
     assert line.samples_per_s == {0: 15.0, 100: 6.0}

@@ -1,0 +1,204 @@
+"""Looking ahead: what is asked for when, and that results stay what they are."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import elasticps as eps
+from elasticps.errors import ConfigError, InputError
+from elasticps.torch import Embedding, EmbeddingBag, Optimizer, ShardedDataset, prefetch
+
+BATCHES, SIZE = 12, 6
+Connect = Callable[..., eps.Client]
+
+
+class Model(nn.Module):
+    """Two layers, of which one sees a batch's ids as they are, and another padding."""
+
+    def __init__(self, ps: Any, **options: Any) -> None:
+        super().__init__()
+        rows = eps.Adagrad(lr=0.1)
+        init = eps.Normal(std=0.5, seed=1)
+        self.users = Embedding(ps, "users", 4, optimizer=rows, init=init, **options)
+        self.words = EmbeddingBag(ps, "words", 4, optimizer=rows, init=init, padding_idx=0, **options)
+        self.top = nn.Linear(8, 1)
+
+    def forward(self, users: Tensor, words: Tensor) -> Tensor:
+        out: Tensor = self.top(torch.cat([self.users(users), self.words(words)], dim=1))
+        return out
+
+
+def batches(seed: int = 0) -> list[dict[str, Any]]:
+    random = torch.Generator().manual_seed(seed)
+
+    def ids(*shape: int) -> Tensor:
+        return torch.randint(0, 9, shape, generator=random)
+
+    return [{"ids": (ids(SIZE), ids(SIZE, 3)), "label": torch.rand(SIZE, 1, generator=random)} for _ in range(BATCHES)]
+
+
+def train(ps: Any, loader: Any, model: Model) -> dict[str, Tensor]:
+    optimizer = Optimizer(ps, model, eps.SGD(lr=0.1))
+    for batch in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(*batch["ids"]), batch["label"]).backward()
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def both(batch: dict[str, Any], model: Model) -> Any:
+    return {model.users: batch["ids"][0], model.words: batch["ids"][1]}
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_rows_of_the_next_batch_are_asked_for_once_as_a_step_ends(ps: Any, told: bool) -> None:
+    """As under BSP: in between nothing changes that a pull would show."""
+    torch.manual_seed(3)
+    data, model = batches(), Model(ps)
+    ids = (lambda batch: both(batch, model)) if told else None
+    asked: list[tuple[int, int]] = []
+    train(ps, watched(prefetch(data, model, ahead=2, ids=ids), ps, asked), model)
+    table = ps.tables["users"]
+    expected = [list(dict.fromkeys(batch["ids"][0].tolist())) for batch in data]
+    assert table.pulls == expected
+    early = 1 if told else 2  # before that nobody knew
+    assert [count for _, count in asked] == [*range(early), *(at + 1 for at in range(early, BATCHES))]
+
+
+def watched(loader: Any, ps: Any, asked: list[tuple[int, int]]) -> Iterator[Any]:
+    """Notes how many pulls of users there were as each batch comes."""
+    for at, batch in enumerate(loader):
+        asked.append((at, len(ps.tables["users"].pulls)))
+        yield batch
+
+
+def test_rows_that_somebody_has_changed_are_asked_for_again(ps: Any) -> None:
+    torch.manual_seed(3)
+    data, model = batches(), Model(ps)
+    optimizer = Optimizer(ps, model, eps.SGD(lr=0.1))
+    for batch in prefetch(data, model, ids=lambda batch: both(batch, model)):
+        ps.push({})  # another step
+        out = model(*batch["ids"])
+        row = ps.tables["users"].row(int(batch["ids"][0][0]))
+        assert model.users(batch["ids"][0][:1]).detach().numpy().tobytes() == row.tobytes()
+        out.sum().backward()
+        optimizer.step()
+
+
+def test_what_cannot_be_looked_at_ahead_is_refused(ps: Any) -> None:
+    model = Model(ps)
+    for ahead in (0, 65, True, 1.5):
+        with pytest.raises(ConfigError, match="ahead"):
+            prefetch([], model, ahead=ahead)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no elasticps embedding"):
+        prefetch([], nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match="shard"):
+        prefetch(DataLoader(ShardedDataset(ps, 10, 2), batch_size=None), model)
+    loader = iter(prefetch(batches(), model))
+    ids, words = next(loader)["ids"]
+    model(ids + 1, words)
+    with pytest.raises(ConfigError, match=r"ids=lambda"):
+        next(loader)
+    with pytest.raises(ConfigError, match=r"pairs of them"):
+        list(prefetch(batches(), model, ids=lambda batch: {"users": batch["ids"][0]}))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="int64"):
+        list(prefetch(batches(), model, ids=lambda batch: [(model.users, batch["label"])]))
+    assert len(prefetch(batches(), model)) == BATCHES
+    assert list(prefetch([], model)) == []
+
+
+_apps = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with eps.LocalCluster(servers=2) as cluster:
+        yield cluster.url
+
+
+@pytest.fixture
+def connect(url: str) -> Iterator[Connect]:
+    clients: list[eps.Client] = []
+
+    def new(app: str, worker: str = "w0", **options: Any) -> eps.Client:
+        clients.append(eps.connect(url, worker=worker, app=app, **options))
+        return clients[-1]
+
+    yield new
+    for client in clients:
+        client.close()
+
+
+def rows(ps: eps.Client, name: str) -> Tensor:
+    table = ps.open(name)
+    assert isinstance(table, eps.SparseTable)
+    return torch.from_numpy(table.pull(np.arange(9), exact=True))
+
+
+def rounds(connect: Connect, app: str, ahead: int) -> list[dict[str, Tensor]]:
+    """Two workers, each with its own batches; ahead: 0 for a plain loop."""
+    found: dict[int, dict[str, Tensor]] = {}
+    failed: list[BaseException] = []
+    clients = [connect(app, f"w{i}", consistency=eps.BSP()) for i in range(2)]
+    models = []
+    for client in clients:
+        torch.manual_seed(5)
+        models.append(Model(client))
+
+    def work(i: int) -> None:
+        try:
+            clients[i].resume()
+            ready.wait(30)
+            data: Any = batches(seed=i)
+            found[i] = train(clients[i], prefetch(data, models[i], ahead) if ahead else data, models[i])
+            found[i] |= {name: rows(clients[i], name) for name in ("users", "words")}
+            clients[i].close()
+        except BaseException as error:
+            failed.append(error)
+
+    ready = threading.Barrier(2)
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    return [found[0], found[1]]
+
+
+def test_rounds_come_out_the_same_to_the_bit(connect: Connect) -> None:
+    plain, ahead = rounds(connect, "plain", 0), rounds(connect, "ahead", 3)
+    for one, other in zip(plain, ahead, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert value.numpy().tobytes() == other[name].numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("cache", [None, eps.Cache(rows=7, staleness=5), eps.Cache(rows=100, staleness=0)])
+def test_a_worker_alone_gets_what_it_would_get_without(connect: Connect, cache: eps.Cache | None) -> None:
+    """Also where not all keys of a batch fit into the cache."""
+    found = []
+    for name in ("plain", "ahead"):
+        app = f"{name}{next(_apps)}"
+        ps = connect(app)
+        torch.manual_seed(5)
+        model = Model(ps) if name == "plain" else Model(ps, cache=cache)
+        data: Any = batches()
+        found.append(train(ps, data if name == "plain" else prefetch(data, model, ahead=3), model))
+        found[-1] |= {"users": rows(ps, "users")}
+        table = model.users.table
+        assert isinstance(table, eps.SparseTable)
+        use = table.cached
+        assert table.cache == (cache if name == "ahead" else None)
+        assert use.oldest <= (cache.staleness if cache else 6)
+    for name, value in found[0].items():
+        assert value.numpy().tobytes() == found[1][name].numpy().tobytes(), name
