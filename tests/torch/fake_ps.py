@@ -187,8 +187,9 @@ class FakeClient:
     clock: int = 0
 
     def table(
-        self, name: str, dim: int, optimizer: Optimizer, init: Init, dtype: str = "float32", **filters: Any
-    ) -> SparseTable:
+        self, name: str, dim: int, optimizer: Optimizer, init: Init, dtype: str = "float32", cache: object = None,
+        **filters: Any,
+    ) -> SparseTable:  # fmt: skip
         target = self.targets.setdefault(name, Target(name, optimizer))
         assert target.spec == optimizer
         self.filters[name] = filters

@@ -98,7 +98,7 @@ def test_what_cannot_be_looked_at_ahead_is_refused(ps: Any) -> None:
     model = Model(ps)
     for ahead in (0, 65, True, 1.5):
         with pytest.raises(ConfigError, match="ahead"):
-            prefetch([], model, ahead=ahead)  # type: ignore[arg-type]
+            prefetch([], model, ahead=ahead)  # type: ignore[arg-type, return-value]
     with pytest.raises(ConfigError, match="no elasticps embedding"):
         prefetch([], nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="shard"):
