@@ -199,8 +199,8 @@ class KKT(Sparse):
 
     What is left out may be wrong. With feedback, which adds it to the weight's next gradient, it is late: as long as
     a weight is zero, FTRL's z lacks up to `l1 - slack` of each worker (under BSP, which averages, of all together), so
-    the weight may stay at zero when |z| without the filter would be above l1 by as much, or leave zero when it would be
-    below by as much; then all that was kept is sent. FTRL's n gets the square of what is sent at once, not the sum of
+    the weight may stay at zero when z without the filter would be beyond l1 by as much, or leave zero when it would be
+    within by as much; then all that was kept is sent. FTRL's n gets the square of what is sent at once, not the sum of
     the squares, so a weight that leaves zero has another rate. Without feedback it is lost: right for gradients over
     all of the data and a proximal optimizer, where with slack 0 nothing changes; with minibatches a weight stays at
     zero until one gradient alone is above the bound. The larger the slack, the less is left out; with `l1`, nothing.
