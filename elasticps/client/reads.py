@@ -99,9 +99,11 @@ class Reads:
             self.ask(questions(self._deletions), what, writes=True)
 
     def settle(self) -> None:
-        """Waits until whatever was pushed is committed, and begins to take part, as with the first pull."""
-        self._prepare()
-        self._settle()
+        """Waits until what a pull would see of this worker's own steps is committed: all but one that is still open."""
+        clock, dispatcher = self._prepare(), self._dispatcher
+        done = lambda: dispatcher.session.committed >= clock or dispatcher.error is not None  # noqa: E731
+        dispatcher.wait(done, self._timeout_s, "a step")
+        dispatcher.check()
 
     def shorten(self, table: int, short: Short) -> None:
         """The keys of pushes to a table are to be made shorter."""

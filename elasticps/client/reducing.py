@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -66,20 +67,20 @@ def _checked(name: object, constants: Sequence[object]) -> tuple[str, tuple[floa
     """InputError unless this can be asked for; SpecError unless the function is known here."""
     if not isinstance(name, str):
         raise InputError(f"reduce takes a name, such as 'l2', or that of a registered function, got {name!r}")
-    found = []
-    for each in constants:
-        if (
-            isinstance(each, bool)
-            or not isinstance(each, int | float | np.integer | np.floating)
-            or not math.isfinite(each)
-        ):
-            raise InputError(f"reduce({name!r}): constants are finite numbers, got {each!r}")
-        found.append(float(each))
+    found = [_finite(name, each) for each in constants]
     if name != COUNT:
         reduction(name, found)
     elif found:
         raise InputError(f"reduce({COUNT!r}) takes no constants")
     return name, tuple(found)
+
+
+def _finite(name: str, value: object) -> float:
+    if isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            if math.isfinite(found := float(value)):
+                return found
+    raise InputError(f"reduce({name!r}): constants are finite numbers, got {value!r:.100}")
 
 
 def _reduce(ask: Ask, table: int, ranges: int, name: str, constants: Sequence[float]) -> float | Floats:

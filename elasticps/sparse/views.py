@@ -168,7 +168,8 @@ class Vector(_View):
 
     def norm(self, order: float = 2) -> float:
         """Of order 1, 2 or inf, computed by the servers from the entries that they have."""
-        if order not in _NORMS:
+        given: object = order
+        if not isinstance(given, int | float) or given not in _NORMS:
             raise InputError(f"{self.name!r}: norms are of order 1, 2 or inf, got {order!r}")
         return float(self.handle.reduce(_NORMS[order]))
 

@@ -60,8 +60,9 @@ def test_what_cannot_be_reduced_is_refused(connect: Connect) -> None:
     for wrong in (3, None, b"l2"):
         with pytest.raises(eps.InputError, match="reduce takes a name"):
             table.reduce(wrong)  # type: ignore[call-overload]
-    with pytest.raises(eps.InputError, match="finite numbers"):
-        table.reduce("l2", math.nan)
+    for unusable in (math.nan, 10**400, True, "1", 1j):
+        with pytest.raises(eps.InputError, match="finite numbers"):
+            table.reduce("l2", unusable)  # type: ignore[arg-type]
     with pytest.raises(eps.InputError, match="takes no constants"):
         table.reduce("count", 1.0)
     register_reduction("only here", no_rows, no_merge)
@@ -93,6 +94,21 @@ def test_several_threads_reduce_beside_pushes(connect: Connect) -> None:
         assert len(mine) == 4
         assert mine == sorted(mine)
     assert table.reduce("sum") == 2_000 * 21
+
+
+@pytest.mark.parametrize("consistency", [eps.ASP(), eps.SSP(staleness=0), eps.BSP()], ids=lambda c: c.kind)
+def test_ones_own_steps_count_but_for_one_that_is_open(connect: Connect, consistency: Any) -> None:
+    ps = connect(consistency=consistency)
+    table = ps.table("t", dim=1, optimizer=eps.Accumulate())
+    assert table.reduce("sum") == 0
+    keys, ones = np.arange(300), np.ones((300, 1), np.float32)
+    for step in range(1, 4):
+        ps.push({table: (keys, ones)})
+        assert table.reduce("sum") == 300 * step
+    with ps.step() as open_step:
+        open_step.push({table: (keys, ones)})
+        assert 900 <= table.reduce("sum") <= 1_200
+    assert table.reduce("sum") == 1_200
 
 
 PLUGIN = """

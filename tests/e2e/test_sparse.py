@@ -153,6 +153,7 @@ def test_what_is_no_view_is_refused(connect: Connect) -> None:
         (lambda: v[:5], "needs a start and a stop"),
         (lambda: v[0 : 2**40], "pull at most"),
         (lambda: v.norm(3), "order 1, 2 or inf"),
+        (lambda: v.norm([1]), "order 1, 2 or inf"),  # type: ignore[arg-type]
         (lambda: v.dot(np.eye(2)), "dot takes a vector"),
         (lambda: v.dot(scipy_sparse.csr_array(np.eye(2))), "use matrix @ vector"),
         (lambda: u.dot(np.ones(5)), "'t' has 6 rows, the other vector has 5"),
