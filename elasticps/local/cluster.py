@@ -24,6 +24,7 @@ from elasticps.local.etcd import EtcdPlan
 from elasticps.local.following import Following
 from elasticps.local.process import Process, stop_all
 from elasticps.local.scaling import SERVERS_MAX
+from elasticps.local.zygote import Zygote
 from elasticps.memory import parse_size
 from elasticps.security.identity import Role
 
@@ -122,6 +123,7 @@ class LocalCluster:
         self._owned = True  # by this process, until a detached cluster has started
         self._folder: Path | None = None
         self._keeper: subprocess.Popen[bytes] | None = None
+        self._zygote: Zygote | None = None
         self._etcd_plan: EtcdPlan | None = None
         self._etcd: Process | None = None
         self._processes: dict[str, Process] = {}
@@ -152,6 +154,9 @@ class LocalCluster:
             self._folder = self._make_folder()
             if not self._detach:
                 self._start_keeper()
+            if Zygote.possible():
+                self._zygote = Zygote(self._folder / "zygote.log", {**os.environ, **self._environment})
+                self._watch(self._zygote.pid, keeper.started_at(self._zygote.pid) or "")
             self._first_etcd(deadline)
             background.run(forming.create(self.operator_url, self.config, deadline))
             self._progress("etcd is there; starting the coordinator and the servers")
@@ -186,6 +191,7 @@ class LocalCluster:
         keeper.end_all([(p.pid, p.moment) for p in self._others()], grace_s=_GRACE_S)
         if self._etcd is not None:
             stop_all([self._etcd], grace_s=_GRACE_S)
+        self._end_zygote()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._keeper is not None and self._keeper.stdin is not None:
@@ -408,15 +414,24 @@ class LocalCluster:
         more = [*options, *(self._server_options if role == "server" else self._log_options)]
         url = certificates.url_of(self.operator_url, self.directory, Role(role), name)
         command = scaling.server_command(role, url, name, more)
-        process = Process.start(name, role, command, self.directory, {**os.environ, **self._environment})
+        environment = {**os.environ, **self._environment}
+        process = Process.start(name, role, command, self.directory, environment, self._zygote)
         with self._lock:
             self._processes[name], self._options[name] = process, options
             self._watched(process)
         return process
 
-    def _watched(self, process: Process) -> None:
+    def _watch(self, pid: int, moment: str) -> None:
         if self._keeper is not None and self._keeper.stdin is not None:
-            self._keeper.stdin.write(f"{process.pid} {process.moment}\n".encode())
+            self._keeper.stdin.write(f"{pid} {moment}\n".encode())
+
+    def _end_zygote(self) -> None:
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote = None
+
+    def _watched(self, process: Process) -> None:
+        self._watch(process.pid, process.moment)
         self._started.add((process.pid, process.moment))
         self._record()
 

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from elasticps.errors import Error, Timeout
 from elasticps.local import keeper
+from elasticps.local.zygote import Forked, Zygote
 
 _LOG_TAIL_BYTES = 2000
 _ERROR = re.compile(r"^error: (.+)\Z", re.MULTILINE)  # what a command prints last
@@ -28,7 +30,7 @@ class Process:
     role: str  # "etcd", "coordinator" or "server"
     log: Path
     output: Path
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | Forked
     moment: str
     ready: dict[str, Any] = field(default_factory=dict)  # the newest line that it printed when it was ready
     started: float = field(default_factory=time.monotonic)
@@ -37,10 +39,16 @@ class Process:
 
     @classmethod
     def start(
-        cls, name: str, role: str, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
-    ) -> Process:
-        """Runs `command` with its standard error appended to `<name>.log` and its output in `<name>.out`."""
+        cls, name: str, role: str, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None,
+        zygote: Zygote | None = None,
+    ) -> Process:  # fmt: skip
+        """Runs `command` with its standard error appended to `<name>.log` and its output in `<name>.out`. zygote: what
+        forks it, if it is a command of ours."""
         log, output = folder / f"{name}.log", folder / f"{name}.out"
+        if zygote is not None:
+            with suppress(OSError):  # it has ended: then as without
+                forked = zygote.start(command, output, log, environment or os.environ)
+                return cls(name, role, log, output, forked, keeper.started_at(forked.pid) or "")
         with log.open("ab") as errors, output.open("wb") as out:
             popen = subprocess.Popen(
                 command,

@@ -155,10 +155,15 @@ def warm() -> None:
     sockets.warm()
 
 
+def is_warm() -> bool:
+    """Whether the cache has all kernels of a server."""
+    return all(compiled(str(module.__file__)) for module in (registry, fast_path, sockets))
+
+
 def _warm_elsewhere() -> None:
     """Has a process that ends compile what the cache lacks: a compiler keeps some 400 MB, which would count as this
     server's for as long as it runs, and leave no room for rows under a small limit."""
-    if not all(compiled(str(module.__file__)) for module in (registry, fast_path, sockets)):
+    if not is_warm():
         command = [sys.executable, "-c", f"from {__name__} import warm; warm()"]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
 

@@ -1,0 +1,125 @@
+"""Processes that are forked from one that has imported everything: they are as those are that start by themselves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elasticps.local.process import Process
+from elasticps.local.zygote import OURS, Forked, Zygote
+from tests.conftest import NewCluster
+
+Eventually = Callable[[Callable[[], bool]], None]
+
+pytestmark = pytest.mark.skipif(not Zygote.possible(), reason="this system has no pidfd")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("zygote")
+
+
+@pytest.fixture(scope="module")
+def zygote(folder: Path) -> Iterator[Zygote]:
+    made = Zygote(folder / "zygote.log", os.environ)
+    yield made
+    made.close()
+    assert (folder / "zygote.log").read_text() == ""
+
+
+def run(zygote: Zygote, folder: Path, name: str, *arguments: str, **environment: str) -> Forked:
+    whole = {**os.environ, **environment}
+    return zygote.start([*OURS, *arguments], folder / f"{name}.out", folder / f"{name}.log", whole)
+
+
+def test_it_does_what_the_command_does_and_says_how_it_ended(zygote: Zygote, folder: Path) -> None:
+    (folder / "a.log").write_text("before\n")
+    first = run(zygote, folder, "a", "--version")
+    second = run(zygote, folder, "b", "server", "--url", "nowhere", "--name", "s0")
+    third = run(zygote, folder, "c", "status", ELASTICPS_URL="etcd://127.0.0.1:1/elsewhere")
+    plain = [
+        subprocess.run([*OURS, *more], capture_output=True, text=True, env={**os.environ, **env})
+        for more, env in (
+            (["--version"], {}),
+            (["server", "--url", "nowhere", "--name", "s0"], {}),
+            (["status"], {"ELASTICPS_URL": "etcd://127.0.0.1:1/elsewhere"}),
+        )
+    ]
+    assert [each.wait(60) for each in (first, second, third)] == [each.returncode for each in plain]
+    assert len({each.returncode for each in plain}) == 3
+    assert (folder / "a.out").read_text() == plain[0].stdout
+    assert (folder / "a.log").read_text() == "before\n"
+    for name, each in zip("bc", plain[1:], strict=True):
+        assert re.sub(r"[\d.]+ s", "", (folder / f"{name}.log").read_text()) == re.sub(r"[\d.]+ s", "", each.stderr)
+    assert first.poll() == 0
+    first.kill()  # it has ended: nobody else is meant
+
+
+def test_it_is_signalled_and_waited_for(zygote: Zygote, folder: Path) -> None:
+    waits = ["server", "--url", "etcd://127.0.0.1:1/nobody", "--name", "a-long-name-of-a-server", "--wait", "600"]
+    forked = run(zygote, folder, "d", *waits)
+    assert forked.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        forked.wait(0.01)
+    process = psutil.Process(forked.pid)
+    assert process.ppid() == zygote.pid
+    assert os.getsid(forked.pid) == forked.pid
+    forked.send_signal(signal.SIGSTOP)
+    assert forked.poll() is None
+    forked.send_signal(signal.SIGCONT)
+    forked.kill()
+    assert forked.wait(60) == forked.poll() == -signal.SIGKILL
+    assert not psutil.pid_exists(forked.pid)
+
+
+def test_its_descriptors_are_its_own(zygote: Zygote, folder: Path, eventually: Eventually) -> None:
+    """None of the zygote's: a socket that others hold open would never tell that its owner has gone."""
+    waits = ["server", "--url", "etcd://127.0.0.1:1/nobody", "--name", "s1", "--wait", "600"]
+    before, forked = run(zygote, folder, "e", *waits), run(zygote, folder, "f", *waits)
+
+    def open_ones(pid: int) -> dict[str, str]:
+        return {n: os.readlink(f"/proc/{pid}/fd/{n}") for n in os.listdir(f"/proc/{pid}/fd")}
+
+    wanted = {"0": "/dev/null", "1": str(folder / "f.out"), "2": str(folder / "f.log")}
+    eventually(lambda: open_ones(forked.pid).items() >= wanted.items())
+    theirs = {link for link in open_ones(zygote.pid).values() if link.startswith("socket:")}
+    assert len(theirs) == 1
+    assert theirs.isdisjoint(open_ones(forked.pid).values())
+    for each in (before, forked):
+        each.kill()
+        each.wait(60)
+
+
+def test_without_a_zygote_they_start_as_ever(folder: Path) -> None:
+    made = Zygote(folder / "other.log", os.environ)
+    forked = run(made, folder, "g", "server", "--url", "etcd://127.0.0.1:1/nobody", "--name", "s2", "--wait", "600")
+    os.kill(made.pid, signal.SIGKILL)
+    process = Process.start("h", "server", [*OURS, "--version"], folder, zygote=made)
+    assert process.popen.wait(60) == 0
+    assert process.output.read_text().startswith("elasticps")
+    assert forked.poll() is None  # it lives on
+    forked.kill()
+    assert forked.wait(60) < 0
+    made.close()
+
+
+def test_the_servers_of_a_cluster_are_forked(local_cluster: NewCluster) -> None:
+    cluster = local_cluster(servers=2)
+    parents = {psutil.Process(server.pid).ppid() for server in cluster.servers}
+    assert len(parents) == 1
+    assert parents != {os.getpid()}
+    (parent,) = parents
+    assert [psutil.Process(server.pid).name() for server in cluster.servers] == ["elasticps s0", "elasticps s1"]
+    os.kill(parent, signal.SIGKILL)  # whoever does that: the cluster goes on, and still grows
+    assert all(server.running for server in cluster.servers)
+    assert cluster.start_server("late").running
+    cluster.kill("s0")
+    assert not cluster.ended()  # it was asked for
+    assert psutil.Process(cluster.server("late").pid).ppid() == os.getpid()
