@@ -382,12 +382,14 @@ class SparseTable(_Handle):
         return source
 
     def sent(self) -> None:
+        """What `source` gave last is outstanding."""
         super().sent()
         source, self._source = self._source, None
         if self._cache is not None and source is not None:
             self._cache.pushed(source)
 
     def forget(self) -> None:
+        """What is kept of rows may be wrong from now on."""
         if self._cache is not None:
             self._cache.clear()
 

@@ -121,6 +121,40 @@ def test_a_range_that_leaves_is_asked_for_elsewhere_and_who_goes_is_forgotten(
     run(story)
 
 
+def test_nothing_is_told_that_a_level_joiner_may_lack(run: Run) -> None:
+    """It may be the next tail: as with pulls."""
+
+    async def story(group: Group) -> None:
+        for name in "ab":
+            await group.start(name)
+        view = group.make_view(lambda r: ["a", "b"])
+        group.adopt(view)
+        head, tail = await group.connect("a"), await group.connect("b")
+        await asyncio.wait_for(head.push(view, "a", 1, KEYS.tolist(), 1.0), 10)
+        await group.start("c")
+        view = group.make_view(lambda r: ["a", "b"], lambda r: "c")
+        group.adopt(view)
+        server = group.servers["b"]
+        await until(lambda: len(server.replica.levels()) == view.ranges)
+        group.stop("c")
+        pushed = head.push(view, "a", 2, KEYS.tolist(), 1.0)
+        await until(lambda: (server.replica.seq > server.replica.acked).any())
+        r = int(np.flatnonzero(server.replica.seq > server.replica.acked)[0])
+        told = ask(tail, view.epoch, r, "sum")
+        await until(lambda: server.pulls._unshown)
+        assert not server.reductions.waiting
+        assert not told.done()
+        group.adopt(view := group.make_view(lambda r: ["a", "b"]))
+        assert (await asyncio.wait_for(pushed, 10))[0].kind == Kind.OK
+        header, body = await asyncio.wait_for(told, 10)
+        if header.kind == Kind.ERROR:  # the view was told first
+            assert json_body(body)["code"] == "stale-view"
+            header, body = await asyncio.wait_for(ask(tail, view.epoch, r, "sum"), 10)
+        assert np.frombuffer(body, np.float64).tolist() == [2.0 * DIM * header.clock]
+
+    run(story)
+
+
 def fails(keys: Any, w: Any, s: Any, c: Any) -> None:
     if w[0, 0] > c[0]:
         raise ValueError("too large")
