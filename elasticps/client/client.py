@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 
@@ -17,14 +17,17 @@ from elasticps.client.data_shards import Shards
 from elasticps.client.losses import Loss
 from elasticps.client.parts import Parts
 from elasticps.client.protocol.join import Resume
-from elasticps.client.pulls import Read
+from elasticps.client.pull_tables import TablesPull
+from elasticps.client.pulls import ArrayRead
 from elasticps.client.registry import Registry
 from elasticps.client.steps import OpenStep, Rates, Step, Values
 from elasticps.client.tables import DenseTensor, SparseTable, TableInfo
+from elasticps.errors import InputError
 from elasticps.sharding import checked_spec
 from elasticps.spec import Consistency, Filter, Init, Optimizer, TableSpec, Zeros
 
 Filters = Sequence[Filter]
+Rows = NDArray[np.float32]
 
 
 class Client:
@@ -130,9 +133,36 @@ class Client:
         """
         return self._steps.whole(values, lr, copy=copy)
 
+    def pull(
+        self, keys: Mapping[SparseTable, object], *, read: str = "tail", exact: bool = False
+    ) -> dict[SparseTable, Rows]:
+        """Rows of several tables, {table: keys int64 [n]}: of each float32 [n, dim] in the order of its keys. One frame
+        asks each server for all of them. `read`, `exact` and what is raised as for `SparseTable.pull`.
+        """
+        tables = self._checked_tables(keys)
+        return self._parts.reads.pulled_tables(tables, [t.begin(keys[t], None, read, exact) for t in tables])
+
+    def pull_async(
+        self, keys: Mapping[SparseTable, object], out: Mapping[SparseTable, Rows] | None = None, *,
+        read: str = "tail", exact: bool = False,
+    ) -> TablesPull:  # fmt: skip
+        """Asks for rows of several tables now, for those of `out` into that; `result()` of what is returned waits for
+        them and gives what `pull` does."""
+        tables = self._checked_tables(keys)
+        places: Mapping[SparseTable, Rows] = {} if out is None else out
+        reads = [table.begin(keys[table], places.get(table), read, exact) for table in tables]
+        return self._parts.reads.start_tables(tables, reads)
+
+    def _checked_tables(self, keys: Mapping[SparseTable, object]) -> list[SparseTable]:
+        opened = self._tables.opened
+        for table in keys:
+            if opened.get(getattr(table, "name", "")) is not table or table.spec.shape is not None:
+                raise InputError(f"pull takes the tables of this client as keys, got {table!r}")
+        return list(keys)
+
     def pull_many(
         self, tensors: Iterable[DenseTensor], outs: Iterable[NDArray[np.float32]] | None = None
-    ) -> list[Read]:
+    ) -> list[ArrayRead]:
         """Asks for several tensors now, each server once; the `result()` of each read, in their order, waits for it.
         Into `outs`, as many arrays, if given."""
         pairs = ((tensor, None) for tensor in tensors) if outs is None else zip(tensors, outs, strict=True)

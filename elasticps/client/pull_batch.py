@@ -16,7 +16,7 @@ from elasticps.hashing import hash_key
 from elasticps.kernels import njit
 from elasticps.store.native import carray, copy, pointer
 from elasticps.wire.assembler import STAGING_BYTES
-from elasticps.wire.frames import HEADER_BYTES, LAST, MAGIC, VERSION, Kind
+from elasticps.wire.frames import BLOCK_BYTES, HEADER_BYTES, LAST, MAGIC, VERSION, Kind
 
 SMALL_BYTES = STAGING_BYTES // 2  # of the rows of a part that is received into the staging buffer, and copied
 OWNERS, PUSH, PULL, FAN_OUT = 4, 1, 2, 3  # the rest of a request's number by OWNERS says whose it is
@@ -31,14 +31,20 @@ WORDS = HEADER_BYTES // 8
     L_FLOATS,
     L_ORDER,  # address of int64 [count]: which row of those each of the answer's is; 0: the same
     L_COUNT,
-    L_DIM,
+    L_DIM,  # 0: of several tables
+    L_TABLES,  # their address, int64 [tables + 1, T_FIELDS]
     L_FIELDS,
-) = range(7)
-# A part of a pull, int64 [P_FIELDS]: the reader's index, -1 for nobody; its first word; its keys in `order`.
-(P_SERVER, P_AT, P_LOW, P_HIGH, P_FIELDS) = range(5)
+) = range(8)
+# A part of a pull, int64 [P_FIELDS]: the reader's index, -1 for nobody; its first word; its keys in `order`; the bytes
+# of its body, and the floats of the answer.
+(P_SERVER, P_AT, P_LOW, P_HIGH, P_BODY, P_FLOATS, P_FIELDS) = range(7)
+# One table of a pull of several, int64 [T_FIELDS]: which of the pull's rows its first one is, words of a row, the
+# address of float32 [rows, words], salt, id. Behind the last one a row that has only T_FIRST, the number of all rows.
+(T_FIRST, T_WORDS, T_ROWS, T_SALT, T_ID, T_FIELDS) = range(6)
 
 _PREFIX = MAGIC | VERSION << 32
 _OK, _ROWS, _PULL = int(Kind.OK), int(Kind.ROWS), int(Kind.PULL)
+_BLOCK_WORDS = BLOCK_BYTES // 8
 
 # With the interpreter's lock: they take a few microseconds, and to get it back may take five milliseconds.
 kernel = cast(Callable[[Any], Any], njit(cache=True, error_model="numpy"))
@@ -80,6 +86,7 @@ def cut_pull(  # type: ignore[no-untyped-def]
             continue
         parts[count, P_SERVER], parts[count, P_AT] = r - 1, at
         parts[count, P_LOW], parts[count, P_HIGH] = low, high
+        parts[count, P_BODY], parts[count, P_FLOATS] = 8 * (high - low), dim * (high - low)
         count += 1
         words[at] = _PREFIX | _PULL << 40 | flags << 48
         words[at + 1] = 8 * (high - low)
@@ -99,6 +106,85 @@ def cut_pull(  # type: ignore[no-untyped-def]
             slot[L_ROWS], slot[L_FLOATS] = rows.ctypes.data, rows.shape[0]
             slot[L_ORDER] = 0 if only >= 0 else order.ctypes.data + 8 * low
             slot[L_COUNT], slot[L_DIM] = high - low, dim
+        request += OWNERS
+    return count
+
+
+@kernel
+def cut_tables(  # type: ignore[no-untyped-def]
+    keys, tables, shift, reader_of, only, order, parts, memory, slots, small,
+    request, flags, epoch, clock, worker, bound, wait_ms,
+):  # fmt: skip
+    """The same for several tables, `keys` of one after another; `order` is by server, and then as they are."""
+    words, ints = memory.view(np.int64), memory.view(np.uint32)
+    n, servers = keys.shape[0], parts.shape[0] - 1
+    parts[:, P_LOW] = 0
+    if only >= 0:
+        parts[only + 1, P_HIGH] = n
+    else:
+        readers = np.empty(n, np.int32)
+        s = np.uint64(shift)
+        parts[:, P_HIGH] = 0
+        for t in range(tables.shape[0] - 1):
+            salt = np.uint64(tables[t, T_SALT])
+            for i in range(tables[t, T_FIRST], tables[t + 1, T_FIRST]):
+                reader = reader_of[hash_key(keys[i], salt) >> s] + 1
+                readers[i] = reader
+                parts[reader, P_HIGH] += 1
+        at = 0
+        for r in range(servers + 1):
+            parts[r, P_LOW] = at
+            at += parts[r, P_HIGH]
+            parts[r, P_HIGH] = parts[r, P_LOW]
+        for i in range(n):
+            r = readers[i]
+            order[parts[r, P_HIGH]] = i
+            parts[r, P_HIGH] += 1
+    count = at = 0
+    for r in range(servers + 1):
+        low, high = parts[r, P_LOW], parts[r, P_HIGH]
+        if low == high or (only >= 0 and r != only + 1):
+            continue
+        first, blocks, floats = at, 0, 0
+        at += WORDS
+        j, t = low, 0
+        while j < high:
+            row = j if only >= 0 else order[j]
+            while row >= tables[t + 1, T_FIRST]:
+                t += 1
+            block = at
+            at += _BLOCK_WORDS
+            while row < tables[t + 1, T_FIRST]:
+                words[at] = keys[row]
+                at += 1
+                j += 1
+                if j == high:
+                    break
+                row = j if only >= 0 else order[j]
+            rows = at - block - _BLOCK_WORDS
+            ints[2 * block], ints[2 * block + 1] = tables[t, T_ID], rows
+            words[block + 1] = words[block + 2] = 0
+            blocks += 1
+            floats += rows * tables[t, T_WORDS]
+        body = 8 * (at - first - WORDS)
+        parts[count, P_SERVER], parts[count, P_AT] = r - 1, first
+        parts[count, P_LOW], parts[count, P_HIGH] = low, high
+        parts[count, P_BODY], parts[count, P_FLOATS] = body, floats
+        count += 1
+        words[first] = _PREFIX | _PULL << 40 | flags << 48
+        words[first + 1] = body
+        words[first + 2] = request
+        words[first + 3] = epoch
+        words[first + 4] = clock
+        words[first + 5] = worker
+        words[first + 6] = blocks << 32
+        words[first + 7] = bound | wait_ms << 32
+        slot = slots[slot_of(request)]
+        if r and 4 * floats <= small and slot[L_REQUEST] == 0:
+            slot[L_REQUEST] = request
+            slot[L_ROWS] = slot[L_FLOATS] = slot[L_DIM] = 0
+            slot[L_ORDER] = 0 if only >= 0 else order.ctypes.data + 8 * low
+            slot[L_COUNT], slot[L_TABLES] = high - low, tables.ctypes.data
         request += OWNERS
     return count
 
@@ -130,10 +216,16 @@ def take_answers(staging, start, end, slots, answered):  # type: ignore[no-untyp
         if kind != _ROWS or slot[L_REQUEST] != request:
             break
         offset, rows, dim = words[at + 4], words[at + 6] >> 32 & 0xFFFFFFFF, slot[L_DIM]
-        data = 4 * dim * rows
-        if not 0 <= offset <= slot[L_COUNT] - rows or body != data + (data & 7) or start + HEADER_BYTES + body > end:
+        if not 0 <= offset <= slot[L_COUNT] - rows or start + HEADER_BYTES + body > end:
             break
-        _place(staging.ctypes.data + start + HEADER_BYTES, slot, offset, rows)
+        data = 4 * dim * rows if dim else _place_several(0, slot, offset, rows)
+        if body != data + (data & 7):
+            break
+        source = staging.ctypes.data + start + HEADER_BYTES
+        if dim:
+            _place(source, slot, offset, rows)
+        else:
+            _place_several(source, slot, offset, rows)
         if first >> 48 & LAST:
             slot[L_REQUEST] = 0
             answered[count] = request
@@ -155,6 +247,29 @@ def _place(source, slot, offset, rows):  # type: ignore[no-untyped-def]
         first = order[j] * dim
         copy(target + 4 * first, source, 4 * min(dim, end - first))
         source += 4 * dim
+
+
+@kernel
+def _place_several(source, slot, offset, rows):  # type: ignore[no-untyped-def]
+    """Copies rows of several tables from an address (0: does not) to where they belong; returns their bytes."""
+    count = slot[L_COUNT]
+    order = carray(pointer(slot[L_ORDER]), (count if slot[L_ORDER] else 0,), np.int64)
+    return place_several(source, order, carray(pointer(slot[L_TABLES]), (1 << 20, T_FIELDS), np.int64), offset, rows)
+
+
+@kernel
+def place_several(source, order, tables, offset, rows):  # type: ignore[no-untyped-def]
+    """The same for rows `offset` and on, of those that `order` says; of all if it is empty."""
+    begin, t = source, 0
+    for j in range(offset, offset + rows):
+        row = order[j] if order.shape[0] else j
+        while row >= tables[t + 1, T_FIRST]:
+            t += 1
+        size = 4 * tables[t, T_WORDS]
+        if begin:
+            copy(tables[t, T_ROWS] + size * (row - tables[t, T_FIRST]), source, size)
+        source += size
+    return source - begin
 
 
 class Landing:

@@ -99,30 +99,23 @@ class ReadPart:
     def place(self, header: Header, body: NDArray[np.uint8]) -> None:
         """Puts the rows of a small answer where they belong."""
         said, data = self._checked(header)
-        rows, end = body[:data].view(np.float32).reshape(said.rows, self.read.dim), said.offset + said.rows
+        rows, end = body[:data].view(np.float32), said.offset + said.rows
         where = np.arange(said.offset, end) if self.positions is None else self.positions[said.offset : end]
         self.read.place(rows, where)
 
     def _checked(self, header: Header) -> tuple[RowsHeader, int]:
         said = RowsHeader.of(header)
-        data = said.rows * self.read.dim * 4
-        if said.offset + said.rows > self.count or header.body != data + (data & 7):
+        fits = said.offset + said.rows <= self.count
+        data = 4 * self.read.floats(self.positions, said.offset, said.rows) if fits else 0
+        if not fits or header.body != data + (data & 7):
             raise FrameError(f"an answer of {said.rows} rows in {header.body} bytes does not fit the pull of "
                              f"{self.count} rows")  # fmt: skip
         return said, data
 
-    def frame(self, epoch: int, worker: int) -> list[bytes | memoryview]:
-        """The PULL frame."""
-        read = self.read
-        header = PullHeader(
-            self.request, epoch, read.clock, worker, read.table_id, self.count, read.bound, read.wait_ms,
-            read.any_replica, read.slots, read.coded, read.digests,
-        )  # fmt: skip
-        return [header.header().pack(), self.keys.data.cast("B")]
-
 
 class Read(ABC):
-    """A pull in flight. `result` gives the array asked for: float32, rows in the order of the keys.
+    """A pull in flight, of one table unless said otherwise. `result` gives the array asked for: float32, rows in the
+    order of the keys.
 
     What is asked again, because the server that was to answer is no longer the one, lands in arrays of its own and is
     copied at the end: whatever the first one still sends cannot overwrite it.
@@ -156,13 +149,50 @@ class Read(ABC):
         """Whether `result` would return, or raise, at once."""
         return not self.parts or self.error is not None
 
-    def result(self, timeout: float | None = None) -> NDArray[np.float32]:
+    def wait(self, timeout: float | None = None) -> None:
         """Waits for the rows; `Timeout` after `timeout` seconds (default: the client's)."""
         self._finish(self, timeout)
         for rows, positions in self._pieces:
             self.place(rows, positions)
         self._pieces = []
-        return self.value
+
+    def frame_bytes(self, keys: int, servers: int) -> int:
+        """Memory for its frames, to so many servers."""
+        return 8 * keys + HEADER_BYTES * (servers + 1)
+
+    def cut(
+        self, keys: NDArray[np.int64], routes: Routes, readers: Readers, order: NDArray[np.int64],
+        cuts: NDArray[np.int64], memory: NDArray[np.uint8], slots: NDArray[np.int64], small: int, request: int,
+        worker: int,
+    ) -> int:  # fmt: skip
+        """Writes its frames; see `cut_pull`."""
+        flags = self.any_replica * ANY | self.slots * SLOTS | self.coded * CODED | self.digests * DIGESTS
+        count: int = cut_pull(
+            keys, self.salt, routes.shift, readers.of, readers.only, order, cuts, memory, slots, self.flat, self.dim,
+            small, request, flags, routes.epoch, self.clock, worker, self.table_id,
+            0 if self.bound is None else self.bound + 1, self.wait_ms,
+        )  # fmt: skip
+        return count
+
+    def shortened(self, keys_of: ShortKeys, frame: memoryview) -> Sequence[Buffer]:
+        """A frame with shorter keys."""
+        return (frame,) if self.short is None else keys_of.pull(frame, self.short)
+
+    def frame(self, part: ReadPart, epoch: int, worker: int) -> list[Buffer]:
+        """The frame of a part."""
+        header = PullHeader(
+            part.request, epoch, self.clock, worker, self.table_id, part.count, self.bound, self.wait_ms,
+            self.any_replica, self.slots, self.coded, self.digests,
+        )  # fmt: skip
+        return [header.header().pack(), part.keys.data.cast("B")]
+
+    def floats(self, positions: Positions, offset: int, count: int) -> int:
+        """Of `count` rows from the one on that has number `offset` of those at `positions`."""
+        return count * self.dim
+
+    def plan(self, part: ReadPart, routes: Routes, readers: Readers) -> list[tuple[int, NDArray[np.int64]]]:
+        """Who answers for a part's keys, as `plan_pull` says it."""
+        return plan_pull(part.keys, self.salt, routes, readers)
 
     @abstractmethod
     def target(self, positions: Positions, run: bool) -> Target:
@@ -172,13 +202,13 @@ class Read(ABC):
         """Whether another server than the one asked is to answer a part under this view."""
         if readers.only >= 0:
             return routes.members[readers.only] != part.member
-        groups = plan_pull(part.keys, self.salt, routes, readers)
+        groups = self.plan(part, routes, readers)
         return len(groups) > 1 or _member(routes, groups[0][0]) != part.member
 
     def plan_again(self, part: ReadPart, routes: Routes, readers: Readers) -> list[ReadPart]:
         """What takes the place of a part, asked of those who answer under this view."""
         parts = []
-        for server, mine in plan_pull(part.keys, self.salt, routes, readers):
+        for server, mine in self.plan(part, routes, readers):
             positions = mine if part.positions is None else part.positions[mine]
             parts.append(ReadPart(self, _member(routes, server), positions, len(mine), self.private(positions)))
         return parts
@@ -186,15 +216,28 @@ class Read(ABC):
     def private(self, positions: NDArray[np.int64]) -> Target:
         """An array of its own for the rows at these positions."""
         rows = np.empty((len(positions), self.dim), np.float32)
-        self._pieces.append((rows, positions))
+        self._pieces.append((rows.reshape(-1), positions))
         return RowsTarget(rows)
 
     @abstractmethod
     def place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
-        """Copies rows float32 [n, dim] to their positions, int64 [n], in the order of the keys."""
+        """Copies n rows, float32 one after another, to their positions, int64 [n], in the order of the keys."""
 
 
-class SparseRead(Read):
+class ArrayRead(Read):
+    """A pull of one array."""
+
+    def result(self, timeout: float | None = None) -> NDArray[np.float32]:
+        """Waits for it; `Timeout` after `timeout` seconds (default: the client's)."""
+        self.wait(timeout)
+        return self.arrived()
+
+    def arrived(self) -> NDArray[np.float32]:
+        """It, when all of it has come."""
+        return self.value
+
+
+class SparseRead(ArrayRead):
     """Rows of a sparse table: keys int64 [n] -> value float32 [n, dim]."""
 
     def target(self, positions: Positions, run: bool) -> Target:
@@ -203,7 +246,7 @@ class SparseRead(Read):
         return RowsTarget(self.value[positions[0] : positions[-1] + 1]) if run else self.private(positions)
 
     def place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
-        place_rows(rows, positions, self.value)
+        place_rows(rows.reshape(-1, self.dim), positions, self.value)
 
 
 class CodedRead(SparseRead):
@@ -222,9 +265,9 @@ class CodedRead(SparseRead):
         self.short = short
         self._decoded = False
 
-    def result(self, timeout: float | None = None) -> NDArray[np.float32]:
+    def arrived(self) -> NDArray[np.float32]:
         if not self._decoded:
-            rows = self._codec.decode(super().result(timeout))
+            rows = self._codec.decode(self.value)
             if self._where is not None:
                 rows = rows[self._where]
             self._out.reshape(-1)[:] = rows.reshape(-1)[: self._out.size]
@@ -232,14 +275,14 @@ class CodedRead(SparseRead):
         return self._out
 
 
-class DenseRead(Read):
+class DenseRead(ArrayRead):
     """A whole dense tensor, float32 of its shape; the keys are its blocks."""
 
     def target(self, positions: Positions, run: bool) -> Target:
         return BlocksTarget(self.flat, self.keys if positions is None else positions, self.dim)
 
     def place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
-        for row, block in zip(rows, positions.tolist(), strict=True):
+        for row, block in zip(rows.reshape(-1, self.dim), positions.tolist(), strict=True):
             here = self.flat[block * self.dim : (block + 1) * self.dim]
             here[:] = row[: len(here)]
 
@@ -296,20 +339,16 @@ class Pulls:
         """Cuts the part of a read that begins with key number `first` by server, and lays the frames out."""
         routes, members = self._routes, self._routes.members
         readers = self._readers(read) if read.any_replica else routes.tails
-        n, only, request, dim = len(keys), readers.only >= 0, self._next, read.dim
+        n, only, request = len(keys), readers.only >= 0, self._next
         self._next += OWNERS * (len(members) + 1)
         order = _ALL if only else np.empty(n, np.int64)
-        memory = self._pool.take(8 * n + HEADER_BYTES * (len(members) + 1))
+        memory = self._pool.take(read.frame_bytes(n, len(members)))
         cuts = np.empty((len(members) + 1, P_FIELDS), np.int64)
-        flags = read.any_replica * ANY | read.slots * SLOTS | read.coded * CODED | read.digests * DIGESTS
         small = SMALL_BYTES if n == len(read.keys) else 0
-        count = cut_pull(
-            keys, read.salt, routes.shift, readers.of, readers.only, order, cuts, memory, self.landing.slots, read.flat,
-            dim, small, request, flags, routes.epoch, read.clock, self._worker, read.table_id,
-            0 if read.bound is None else read.bound + 1, read.wait_ms,
-        )  # fmt: skip
+        slots, worker = self.landing.slots, self._worker
+        count = read.cut(keys, routes, readers, order, cuts, memory, slots, small, request, worker)
         data = memory.data
-        for server, word, low, high in cuts[:count].tolist():
+        for server, word, low, high, body, floats in cuts[:count].tolist():
             if only:
                 positions = None if small else np.arange(first, first + n)
             else:
@@ -318,13 +357,13 @@ class Pulls:
             member = target = None
             if server >= 0:
                 member = members[server]
-                if 4 * dim * (high - low) > small:
+                if 4 * floats > small:
                     target = read.target(positions, only)
                 at = 8 * word
-                frame = data[at : at + HEADER_BYTES + 8 * (high - low)]
+                frame = data[at : at + HEADER_BYTES + body]
                 shorter: Sequence[Buffer] = (frame,)
                 if read.short is not None and (keys_of := self._keys_of(member)) is not None:
-                    shorter = keys_of.pull(frame, read.short)
+                    shorter = read.shortened(keys_of, frame)
                 frames.setdefault(member, []).extend(shorter)
             part = ReadPart(read, member, positions, high - low, target, request, routes.epoch)
             self._parts[request] = read.parts[request] = part
@@ -420,7 +459,7 @@ class Pulls:
         for part in parts:
             part.epoch = self._routes.epoch
             if part.member is not None:
-                frames.setdefault(part.member, []).extend(part.frame(self._routes.epoch, self._worker))
+                frames.setdefault(part.member, []).extend(part.read.frame(part, part.epoch, self._worker))
         for member, buffers in frames.items():
             self._send(member, buffers)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +11,15 @@ from numpy.typing import NDArray
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.protocol.fan_out import Answer, Questions
 from elasticps.client.protocol.routing import Routes
-from elasticps.client.pulls import Read
+from elasticps.client.pull_tables import TablesPull, together
+from elasticps.client.pulls import ArrayRead, Read, SparseRead
 from elasticps.client.runtime import Lock
 from elasticps.client.short_keys import Short
 from elasticps.errors import Timeout
+
+if TYPE_CHECKING:
+    from elasticps.client.row_cache import CachedRead
+    from elasticps.client.tables import SparseTable
 
 AnyRead = TypeVar("AnyRead", bound=Read)
 BOUND_GRACE_S = 1.0
@@ -77,13 +82,32 @@ class Reads:
             read.clock = clock
         self._dispatcher.start_reads(reads, self._bound, self._wait_ms)
 
-    def pulled(self, read: Read) -> NDArray[np.float32]:
+    def pulled(self, read: ArrayRead) -> NDArray[np.float32]:
         """Asks for what is to be read, and what came; if that ends with an exception, be it between two lines of ours,
         its memory is the caller's alone from now on."""
         try:
             return self.start(read).result()
         except BaseException:
             self._dispatcher.forget_read(read, Timeout("nobody waits for it"))
+            raise
+
+    def start_tables(self, tables: Sequence[SparseTable], reads: Sequence[SparseRead | CachedRead]) -> TablesPull:
+        """Asks for rows of several tables, each server once."""
+        groups = together(self.finish, reads)
+        self.start_all(groups)
+        return TablesPull(tables, reads, groups)
+
+    def pulled_tables(
+        self, tables: Sequence[SparseTable], reads: Sequence[SparseRead | CachedRead]
+    ) -> dict[SparseTable, NDArray[np.float32]]:
+        """The same, and what came; as `pulled`."""
+        groups = together(self.finish, reads)
+        try:
+            self.start_all(groups)
+            return TablesPull(tables, reads, groups).result()
+        except BaseException:
+            for group in groups:
+                self._dispatcher.forget_read(group, Timeout("nobody waits for it"))
             raise
 
     def ask(self, questions: Questions, what: str, writes: bool = False) -> list[Answer]:

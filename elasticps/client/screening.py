@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.filtering import Kept, KeptBlocks
-from elasticps.client.pulls import CodedRead, DenseRead, Read, SparseRead
+from elasticps.client.pulls import ArrayRead, CodedRead, DenseRead, SparseRead
 from elasticps.client.runtime import Lock
 from elasticps.filters import KKT
 from elasticps.spec import TableSpec
@@ -84,13 +84,13 @@ class Screen:
         self.saw(np.arange(len(blocks)), blocks)
 
 
-class _Noted(Read):
+class _Noted(ArrayRead):
     """A read whose rows are noted when they have come."""
 
     saw: Callable[[Floats], None] | None = None  # of parts of a tensor nobody is told
 
-    def result(self, timeout: float | None = None) -> Floats:
-        rows = super().result(timeout)
+    def arrived(self) -> Floats:
+        rows = super().arrived()
         if self.saw is not None:
             self.saw(rows)
         return rows

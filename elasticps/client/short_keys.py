@@ -19,7 +19,17 @@ from xxhash import xxh3_128_digest
 
 from elasticps.filters import Filter, KeyDeltas, KeysOnce, Zstd
 from elasticps.kernels import njit
-from elasticps.wire.frames import ALL_RANGES, BLOCK_BYTES, HEADER_BYTES, PACKED, SHORT, Buffer, Header, unpack_header
+from elasticps.wire.frames import (
+    ALL_RANGES,
+    BLOCK_BYTES,
+    HEADER_BYTES,
+    PACKED,
+    SHORT,
+    Buffer,
+    Header,
+    Kind,
+    unpack_header,
+)
 from elasticps.wire.keys import DELTA, KEEP, KNOWN, LIST_KEYS, says
 from elasticps.wire.packed import pack
 
@@ -133,7 +143,23 @@ class ShortKeys:
 
     def push(self, frame: memoryview, header: Header, tables: dict[int, Short]) -> list[Buffer]:
         """A PUSH frame with this header, of whose blocks those of `tables` are made shorter."""
-        blocks = list(_blocks(frame, header, tables)) if header.items <= MOST_BLOCKS else []
+        blocks = _blocks(frame, header, tables)
+        header, buffers = self._shortened(frame, header, blocks, tables)
+        zstd = next((tables[table] for _, _, _, table in blocks if tables[table].zstd), None)
+        if zstd is not None and (packed := zstd.pack(buffers)) is not None:
+            return [header._replace(flags=header.flags | PACKED, body=len(packed)).pack(), packed]
+        return [header.pack(), *buffers] if header.flags & SHORT else [frame]
+
+    def pull_tables(self, frame: memoryview, tables: dict[int, Short]) -> list[Buffer]:
+        """A PULL frame of several tables, of which `tables` are made shorter."""
+        header = unpack_header(frame)
+        header, buffers = self._shortened(frame, header, _blocks(frame, header, tables), tables)
+        return [header.pack(), *buffers] if header.flags & SHORT else [frame]
+
+    def _shortened(
+        self, frame: memoryview, header: Header, blocks: list[tuple[int, int, int, int]], tables: dict[int, Short]
+    ) -> tuple[Header, list[Buffer]]:
+        """Header and body of a frame, with the keys of these blocks as short as they get."""
         found = [block for block in blocks if block[2] >= LEAST_KEYS and tables[block[3]].shortens_keys]
         said = self._said([(frame[keys : keys + 8 * rows], tables[table]) for _, keys, rows, table in found])
         buffers, at, saved = list[Buffer](), HEADER_BYTES, 0
@@ -145,10 +171,7 @@ class ShortKeys:
         if buffers:
             header = header._replace(flags=header.flags | SHORT, body=header.body - saved)
         buffers.append(frame[at:])
-        zstd = next((tables[table] for _, _, _, table in blocks if tables[table].zstd), None)
-        if zstd is not None and (packed := zstd.pack(buffers)) is not None:
-            return [header._replace(flags=header.flags | PACKED, body=len(packed)).pack(), packed]
-        return [header.pack(), *buffers] if header.flags & SHORT else [frame]
+        return header, buffers
 
     def _said(self, lists: list[tuple[memoryview, Short]]) -> list[tuple[int, Buffer]]:
         """Of each list of a frame the word before it, 0 for none, and what stands for it. What is kept of a frame is
@@ -170,10 +193,15 @@ class ShortKeys:
         return said
 
 
-def _blocks(frame: memoryview, header: Header, tables: dict[int, Short]) -> Iterator[tuple[int, int, int, int]]:
-    """Where blocks of `tables` begin in a PUSH frame, where their keys do, how many they are, and the table."""
+def _blocks(frame: memoryview, header: Header, tables: dict[int, Short]) -> list[tuple[int, int, int, int]]:
+    """Where blocks of `tables` begin in a frame, where their keys do, how many they are, and the table; none of a frame
+    of too many blocks."""
+    return list(_found(frame, header, tables)) if header.items <= MOST_BLOCKS else []
+
+
+def _found(frame: memoryview, header: Header, tables: dict[int, Short]) -> Iterator[tuple[int, int, int, int]]:
     at = HEADER_BYTES
-    if not header.flags & ALL_RANGES:
+    if header.kind != Kind.PULL and not header.flags & ALL_RANGES:
         at += (8 + 4 * int(_WORD.unpack_from(frame, at)[0]) + 7) & ~7
     for _ in range(header.items):
         table, rows, dim, values, _, _ = _BLOCK.unpack_from(frame, at)

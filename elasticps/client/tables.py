@@ -20,7 +20,7 @@ from elasticps.client.filling import NO_STEP_VALUES, fill
 from elasticps.client.filtering import Feedback, PushFilter
 from elasticps.client.inputs import checked_floats, checked_keys, checked_out, checked_read
 from elasticps.client.protocol.routing import PushPlan, Routes, plan_push
-from elasticps.client.pulls import CodedRead, DenseRead, Read, SparseRead
+from elasticps.client.pulls import ArrayRead, CodedRead, DenseRead, SparseRead
 from elasticps.client.push_batch import Source
 from elasticps.client.rates import SetRate, same_rate, with_rate
 from elasticps.client.reads import Reads
@@ -226,7 +226,7 @@ class SparseTable(_Handle):
         """
         if self._cache is not None and not exact:
             return self._kept(self._cache, keys, out, read).result()
-        return self._reads.pulled(self._prepare(keys, out, read, exact))
+        return self._reads.pulled(self.prepare(keys, out, read, exact))
 
     def _kept(self, cache: RowCache, keys: object, out: NDArray[np.float32] | None, read: str) -> CachedRead:
         checked_read(self.name, read)
@@ -239,17 +239,26 @@ class SparseTable(_Handle):
         return asked
 
     def _rows(self, keys: NDArray[np.int64], any_replica: bool) -> SparseRead:
-        return self._prepare(keys, None, "any" if any_replica else "tail", exact=False)
+        return self.prepare(keys, None, "any" if any_replica else "tail")
 
     def pull_async(
         self, keys: object, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False
     ) -> SparseRead | CachedRead:
         """Asks for rows now; `result()` of what is returned waits for them."""
+        begun = self.begin(keys, out, read, exact)
+        return self._reads.start(begun) if isinstance(begun, SparseRead) else begun
+
+    def begin(
+        self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool
+    ) -> SparseRead | CachedRead:  # fmt: skip
+        """A read that nobody has been asked for yet; of a table with a `Cache` one that has begun."""
         if self._cache is not None and not exact:
             return self._kept(self._cache, keys, out, read)
-        return self._reads.start(self._prepare(keys, out, read, exact))
+        return self.prepare(keys, out, read, exact)
 
-    def _prepare(self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool) -> SparseRead:
+    def prepare(
+        self, keys: object, out: NDArray[np.float32] | None = None, read: str = "tail", exact: bool = False
+    ) -> SparseRead:
         """A read that nobody has been asked for yet."""
         checked_read(self.name, read)
         array = checked_keys(self.name, keys)
@@ -417,7 +426,9 @@ class DenseTensor(_Handle):
         errors as for `SparseTable.pull`."""
         return self._reads.pulled(self.prepare(out, read, exact))
 
-    def pull_async(self, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False) -> Read:
+    def pull_async(
+        self, out: NDArray[np.float32] | None = None, *, read: str = "tail", exact: bool = False
+    ) -> ArrayRead:
         """Asks for the tensor now; `result()` of what is returned waits for it."""
         return self._reads.start(self.prepare(out, read, exact))
 
@@ -437,7 +448,7 @@ class DenseTensor(_Handle):
         self._reads.pulled(asked)
         return rows[which, places % dim]
 
-    def prepare(self, out: NDArray[np.float32] | None, read: str, exact: bool = False) -> Read:
+    def prepare(self, out: NDArray[np.float32] | None, read: str, exact: bool = False) -> ArrayRead:
         """A read that nobody has been asked for yet."""
         checked_read(self.name, read)
         if out is None:
@@ -450,7 +461,7 @@ class DenseTensor(_Handle):
         kind = DenseRead if self._screen is None else NotedDenseRead
         return self._noted(kind(self._reads.finish, self.id, self.salt, dim, name, self._blocks, out, any_replica))
 
-    def _noted(self, read: Read) -> Read:
+    def _noted(self, read: ArrayRead) -> ArrayRead:
         if isinstance(read, NotedDenseRead | NotedCodedRead) and self._screen is not None:
             read.saw = self._screen.saw_tensor
         return read

@@ -9,6 +9,7 @@ import numpy as np
 from coordinator.view import ServerInfo, View
 from elasticps.client.protocol.routing import Routes, place_rows, plan_pull, plan_push
 from elasticps.client.pull_batch import ANSWERS, take_answers
+from elasticps.client.pull_tables import TablesRead
 from elasticps.client.pulls import Pulls, SparseRead
 from elasticps.client.push_batch import Packer, Source
 from elasticps.hashing import table_salt
@@ -36,7 +37,10 @@ def warm() -> None:
         plan = plan_push(keys, salt, routes)
 
         pulls = Pulls(routes, 1, lambda member, buffers: None, lambda member, request: None)
-        pulls.start([SparseRead(lambda read, timeout: None, 1, salt, _DIM, "t", keys, rows, False)], None, 0)
+        reads = [SparseRead(lambda read, timeout: None, 1, salt, _DIM, "t", keys, rows, False) for _ in range(3)]
+        pulls.start([several := TablesRead(reads[0]._finish, reads[1:]), reads[0]], None, 0)
+        several.floats(None, 0, len(keys))
+        pulls.adopt(routes)
         take_answers(np.zeros(STAGING_BYTES, np.uint8), 0, 0, pulls.landing.slots, np.empty(ANSWERS, np.int64))
         plan_pull(keys, salt, routes, routes.tails)
         place_rows(rows, plan.order, rows)

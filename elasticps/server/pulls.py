@@ -13,12 +13,12 @@ from elasticps.server.protocol.bounded_delay import BoundedDelay
 from elasticps.server.protocol.contents import unknown_table
 from elasticps.server.protocol.held_frames import HeldFrames
 from elasticps.server.protocol.herald import Herald
-from elasticps.server.protocol.reads import Judge, Read, answer, shown_when
+from elasticps.server.protocol.reads import Judge, Read, Wanted, answer, shown_when
 from elasticps.server.protocol.registered import Registered
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.serving import Serving
 from elasticps.store import Store, Table
-from elasticps.wire.frames import FrameError, Header, Kind
+from elasticps.wire.frames import FrameError, Header, Kind, read_tables
 from elasticps.wire.headers import JoinHeader, KeysHeader, ListKeysHeader, OkHeader, PullHeader
 from replication.progress import MAX_CLOCK
 from replication.replica import Replica
@@ -69,7 +69,7 @@ class Pulls:
             raise self._stale(asked.epoch)
         read = self._read(connection, asked, body)
         self._counts["pulls"] += 1
-        self._counts["rows_pulled"] += asked.keys
+        self._counts["rows_pulled"] += read.rows
         self._served()
         if (asked.bound is not None or asked.clock) and self._delay.behind(read):
             self._delay.park(read)
@@ -108,7 +108,10 @@ class Pulls:
         self._answer(self._read(connection, PullHeader.of(header), body), done)
 
     def _read(self, connection: Connection, asked: PullHeader, body: Body) -> Read:
-        return Read(connection, asked, self._table(connection, asked.table), body.view(np.int64), 0.0)
+        if asked.blocks is None:
+            return Read(connection, asked, [Wanted(self._table(connection, asked.table), body.view(np.int64))])
+        named = read_tables(asked.blocks, body)
+        return Read(connection, asked, [Wanted(self._table(connection, table), keys) for table, keys in named])
 
     def _table(self, connection: Connection, number: int) -> Table:
         self._registered.permit(number, connection.app)
@@ -118,8 +121,8 @@ class Pulls:
         return table
 
     def _answer(self, read: Read, done: int = 0) -> None:
-        if read.table.dropped:  # while it waited
-            refusal = unknown_table(self._serving.me.name, read.header.table)
+        if (dropped := read.dropped()) is not None:  # while it waited
+            refusal = unknown_table(self._serving.me.name, dropped.table.table_id)
             self._herald.refuse(read.connection, read.header.request, refusal)
             return
         answer(read, Judge(read, self._serving, self._replica, self._unshown), done)

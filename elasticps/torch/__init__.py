@@ -7,6 +7,8 @@
         loss(model(ids), label).backward()   # gradients of a layer leave while the backward pass still runs
         optimizer.step()                     # ends the step: one tick of this worker's clock
 
+`EmbeddingBagCollection` and `EmbeddingCollection` are layers over several tables: one pull and one push a step for all.
+
 `ShardedDataset` and `ShardSampler` hand out the data: workers may come and go, and each sample is trained.
 
 `prefetch(loader, model, ahead=n)` asks for the rows of the next batches while one is trained.
@@ -23,9 +25,11 @@ workers' data differ much; evaluation in one worker uses that worker's own.
 from __future__ import annotations
 
 from elasticps.torch.ahead import Ahead, prefetch
+from elasticps.torch.collection import EmbeddingBagCollection, EmbeddingCollection, TableConfig
 from elasticps.torch.data import ShardedDataset, ShardSampler
 from elasticps.torch.embedding import Embedding, EmbeddingBag
 from elasticps.torch.group import GroupClient, LocalGroup
+from elasticps.torch.jagged import Jagged, JaggedTensor, KeyedTensor
 from elasticps.torch.optimizer import Optimizer
 from elasticps.torch.state import full_state_dict, load, load_full_state_dict, save
 
@@ -33,11 +37,17 @@ __all__ = [
     "Ahead",
     "Embedding",
     "EmbeddingBag",
+    "EmbeddingBagCollection",
+    "EmbeddingCollection",
     "GroupClient",
+    "Jagged",
+    "JaggedTensor",
+    "KeyedTensor",
     "LocalGroup",
     "Optimizer",
     "ShardSampler",
     "ShardedDataset",
+    "TableConfig",
     "full_state_dict",
     "load",
     "load_full_state_dict",

@@ -51,5 +51,57 @@ def _fill(ids: Any, padding: int, pads: bool, keys: Any, positions: Any, slots: 
     return found, padded
 
 
+def distinct_tables(
+    ids: NDArray[np.int64], segments: NDArray[np.int64], tables: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The same for several tables: (keys, positions, ends) of ids int64 [n]. segments int64 [m, 3]: the table that
+    ids[start:stop] belong to, start and stop, by table.
+
+    keys: int64, each once in each table, those of one table after another; ends int64 [tables + 1]: where a table's
+    keys begin, and how many there are; positions int64: of the ids of all segments, segment by segment, which of `keys`
+    each is.
+    """
+    sizes = segments[:, 2] - segments[:, 1]
+    keys, positions = np.empty(total := int(sizes.sum()), np.int64), np.empty(total, np.int64)
+    slots, ends = np.empty(1 << (2 * total).bit_length(), np.int32), np.empty(tables + 1, np.int64)
+    _find_tables(ids, segments, keys, positions, slots, ends)
+    return keys[: ends[-1]], positions, ends
+
+
+def _fill_tables(ids: Any, segments: Any, keys: Any, positions: Any, slots: Any, ends: Any) -> None:
+    ends[0] = 0
+    s = out = 0
+    found = np.int64(0)
+    for table in range(ends.shape[0] - 1):
+        stop, size = s, 0
+        while stop < segments.shape[0] and segments[stop, 0] == table:
+            size += segments[stop, 2] - segments[stop, 1]
+            stop += 1
+        room = 2
+        while room < 2 * size:
+            room *= 2
+        slots[:room] = -1
+        mask = np.uint64(room - 1)
+        for each in range(s, stop):
+            for i in range(segments[each, 1], segments[each, 2]):
+                key = ids[i]
+                at = mix64(np.uint64(key)) & mask
+                number = np.int64(slots[at])
+                while number >= 0 and keys[number] != key:
+                    at = (at + np.uint64(1)) & mask
+                    number = np.int64(slots[at])
+                if number < 0:
+                    number = found
+                    slots[at] = np.int32(found)
+                    keys[found] = key
+                    found += 1
+                positions[out] = number
+                out += 1
+        s = stop
+        ends[table + 1] = found
+
+
 _SIGNATURE = "(int64[::1], int64, boolean, int64[::1], int64[::1], int32[::1])"
 _find: Any = njit(_SIGNATURE, nogil=True, cache=True)(_fill)
+_SIGNATURE_TABLES = "(int64[::1], int64[:, ::1], int64[::1], int64[::1], int32[::1], int64[::1])"
+_find_tables: Any = njit(_SIGNATURE_TABLES, nogil=True, cache=True)(_fill_tables)

@@ -27,7 +27,7 @@ from elasticps.torch.group.client import GroupClient
 
 if TYPE_CHECKING:
     from elasticps.client import Client, SparseTable
-    from elasticps.client.pulls import Read
+    from elasticps.client.pulls import ArrayRead
     from elasticps.client.row_cache import CachedRead
     from elasticps.torch.group import GroupTable
     from elasticps.torch.group.reads import GroupRead
@@ -52,7 +52,7 @@ class _Lookup:
     keys: NDArray[np.int64]  # distinct, without the padding id
     positions: Tensor  # shape of ids: index into keys; len(keys) stands for the padding id
     rows: NDArray[np.float32]  # [keys (+ 1 of zeros if padded), dim], once the rows are there
-    future: Read | CachedRead | GroupRead | None  # None: no key, nothing to pull
+    future: ArrayRead | CachedRead | GroupRead | None  # None: no key, nothing to pull
 
     @property
     def padded(self) -> bool:

@@ -84,6 +84,7 @@ CODED = 256  # PULL: the rows as the table's filters for pulls make them
 SHORT = 512  # PULL, PUSH: some keys are left out, or stand as differences, see `keys`
 PACKED = 1024  # PUSH: the body is compressed, see `packed`
 DIGESTS = 2048  # PULL: what the rows hash to, instead of them
+TABLES = 4096  # PULL: of several tables, in blocks as a PUSH has them, of keys alone
 
 _KINDS = frozenset(int(k) for k in Kind)
 _HEADER = struct.Struct("<IBBHQQQQIHHIIII")
@@ -310,3 +311,17 @@ def read_blocks(count: int, body: NDArray[np.uint8], at: int, limit: int = MAX_B
     if at != size:
         raise FrameError(f"a push body of {size} bytes has {size - at} bytes left over")
     return blocks
+
+
+def table_block(table: int, keys: int) -> bytes:
+    """What stands before the keys of one table in a PULL of several."""
+    return _BLOCK.pack(table, keys, 0, 0, 0, 0)
+
+
+def read_tables(count: int, body: NDArray[np.uint8]) -> list[tuple[int, NDArray[np.int64]]]:
+    """The tables that a PULL of several names, and keys int64 [n] of each, as views. Raises `FrameError` if these do
+    not fill the body, or more than keys is there."""
+    blocks = read_blocks(count, body, 0)
+    if any(block.grads.shape[1] or len(block.step_values) for block in blocks):
+        raise FrameError("a pull has keys, and nothing else")
+    return [(block.table, block.keys) for block in blocks]

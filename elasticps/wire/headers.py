@@ -112,7 +112,7 @@ class PullHeader(NamedTuple):
     """PULL: the rows of `keys` keys of a table, by a worker at `clock`. bound: of the delay, None for none; wait_ms:
     how long the server may let it wait, 0 for as long as usual. anywhere: any full replica may answer. slots: what the
     optimizer keeps of the rows, instead of their weights. coded: as the table's filters make them. digests: what their
-    weights hash to, instead of them."""
+    weights hash to, instead of them. blocks: of several tables, so many; each says how many keys it has."""
 
     request: int
     epoch: int
@@ -126,29 +126,33 @@ class PullHeader(NamedTuple):
     slots: bool = False
     coded: bool = False
     digests: bool = False
+    blocks: int | None = None
 
-    def header(self) -> Header:
-        """The 64 bytes' fields; the body is the keys."""
+    def header(self, body_bytes: int | None = None) -> Header:
+        """The 64 bytes' fields; the body is the keys, or `body_bytes` of blocks."""
         return Header(
-            Kind.PULL, self._flags, 8 * self.keys,
-            self.request, self.epoch, self.clock, self.worker, table=self.table, items=self.keys,
+            Kind.PULL, self._flags, 8 * self.keys if body_bytes is None else body_bytes, self.request, self.epoch,
+            self.clock, self.worker, table=self.table, items=self.keys if self.blocks is None else self.blocks,
             bound=0 if self.bound is None else self.bound + 1, wait_ms=self.wait_ms,
         )  # fmt: skip
 
     @classmethod
     def of(cls, h: Header) -> PullHeader:
         """The inverse of `header`. Raises `FrameError` if the body is not as long as the keys are."""
-        if h.body != 8 * h.items:
+        several = bool(h.flags & frames.TABLES)
+        if not several and h.body != 8 * h.items:
             raise FrameError(f"a pull of {h.items} keys has a body of {h.body} bytes")
-        bound = h.bound - 1 if h.bound else None
+        bound, keys = h.bound - 1 if h.bound else None, 0 if several else h.items
         return cls(
-            h.request, h.epoch, h.clock, h.worker, h.table, h.items, bound, h.wait_ms, bool(h.flags & ANY),
+            h.request, h.epoch, h.clock, h.worker, h.table, keys, bound, h.wait_ms, bool(h.flags & ANY),
             bool(h.flags & SLOTS), bool(h.flags & frames.CODED), bool(h.flags & frames.DIGESTS),
+            h.items if several else None,
         )  # fmt: skip
 
     @property
     def _flags(self) -> int:
-        return self.anywhere * ANY | self.slots * SLOTS | self.coded * frames.CODED | self.digests * frames.DIGESTS
+        of = self.slots * SLOTS | self.coded * frames.CODED | self.digests * frames.DIGESTS
+        return self.anywhere * ANY | of | (self.blocks is not None) * frames.TABLES
 
 
 class ListKeysHeader(NamedTuple):

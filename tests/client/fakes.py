@@ -15,8 +15,10 @@ from elasticps.client.registry import Registration
 from elasticps.client.runtime import Runtime
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import (
+    BLOCK_BYTES,
     HEADER_BYTES,
     LAST,
+    TABLES,
     Header,
     Kind,
     bytes_frame,
@@ -96,6 +98,8 @@ class FakeServer:
                 header = unpack_header(_exactly(sock, HEADER_BYTES))
                 _exactly(sock, header.body)
                 self.frames.append(header)
+                if header.kind == Kind.PULL and header.flags & TABLES:
+                    header = header._replace(items=(header.body - BLOCK_BYTES * header.items) // 8)
                 if header.kind not in self.silent:
                     for data in self._answers(header):
                         sock.sendall(data)

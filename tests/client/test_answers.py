@@ -13,11 +13,14 @@ from numpy.typing import NDArray
 from coordinator.view import WorkerInfo
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.pull_batch import OWNERS, PULL, PUSH, SLOTS, SMALL_BYTES
-from elasticps.client.pulls import DenseRead, Read, SparseRead
+from elasticps.client.pull_tables import TablesRead
+from elasticps.client.pulls import CodedRead, DenseRead, Read, SparseRead
 from elasticps.client.push_batch import Packer
 from elasticps.client.pushes import StepState
 from elasticps.client.runtime import Runtime
 from elasticps.hashing import table_salt
+from elasticps.spec import BFloat16
+from elasticps.store.codec import Codec
 from elasticps.wire.assembler import Assembler
 from elasticps.wire.frames import LAST, MAX_BODY_BYTES, FrameError, Header, Kind
 from elasticps.wire.pool import Pool
@@ -37,7 +40,7 @@ class Twin:
             Runtime(), "c", worker, view(chains, servers=SERVERS[:servers]), WINDOW, lambda on_view: None
         )
         self.states: list[StepState] = []
-        self.reads: list[Read] = []
+        self.reads: list[SparseRead | DenseRead | TablesRead] = []
         self.broken: list[str] = []
         self._packer = Packer(Pool(0))
         self._streams = []
@@ -64,7 +67,19 @@ class Twin:
         blocks = np.arange(-(-size // dim))
         self._start(DenseRead(self._done, 2, table_salt(2), dim, "d", blocks, np.zeros(size, np.float32), False))
 
-    def _start(self, read: Read) -> None:
+    def read_tables(self, keys: list[NDArray[np.int64]], dims: list[int], coded: bool) -> None:
+        reads: list[SparseRead] = []
+        for number, (some, dim) in enumerate(zip(keys, dims, strict=True), 3):
+            out, codec = np.zeros((len(some), dim), np.float32), Codec([BFloat16()], dim)
+            if coded and number % 2:
+                salt, name = table_salt(number), str(number)
+                reads.append(CodedRead(self._done, number, salt, codec, name, some, out, False))
+                reads[-1].value[:] = 0.0
+            else:
+                reads.append(SparseRead(self._done, number, table_salt(number), dim, str(number), some, out, False))
+        self._start(TablesRead(self._done, reads))
+
+    def _start(self, read: SparseRead | DenseRead | TablesRead) -> None:
         self.reads.append(read)
         self.dispatcher.start_reads([read], None, 0)
 
@@ -85,11 +100,18 @@ class Twin:
 
     def state(self) -> list[object]:
         session, pulls = self.dispatcher.session, self.dispatcher.pulls
-        values = [(read.result() if read.done() else read.value).tobytes() for read in self.reads]
         return [
-            values, sorted(pulls._parts), [sorted(read.parts) for read in self.reads], session.committed,
+            [[rows.tobytes() for rows in shown(read)] for read in self.reads], sorted(pulls._parts),
+            [sorted(read.parts) for read in self.reads], session.committed,
             sorted(session._frames), [state.done for state in self.states], self.broken,
         ]  # fmt: skip
+
+
+def shown(read: SparseRead | DenseRead | TablesRead) -> list[NDArray[np.float32]]:
+    """What has come, or is where it belongs already."""
+    if isinstance(read, TablesRead):
+        return read.result() if read.done() else [one.value for one in read.reads]
+    return [read.result() if read.done() else read.value]
 
 
 def answers_of(rng: np.random.Generator, twin: Twin) -> list[bytes]:
@@ -100,10 +122,11 @@ def answers_of(rng: np.random.Generator, twin: Twin) -> list[bytes]:
         found[dispatcher.routes.index_of[sent.frame.head]].append([Header(Kind.OK, request=request, epoch=1).pack()])
     for request, part in dispatcher.pulls._parts.items():
         assert part.member is not None
-        answer, dim, at = list[bytes](), part.read.dim, 0
+        answer, at = list[bytes](), 0
         while at < part.count:
             n = int(rng.integers(1, part.count - at + 1))
-            data = rng.integers(0, 256, 4 * n * dim, np.uint8).tobytes() + bytes(4 * (n * dim % 2))
+            floats = part.read.floats(part.positions, at, n)
+            data = rng.integers(0, 256, 4 * floats, np.uint8).tobytes() + bytes(4 * (floats % 2))
             wrong = 1 << 20 if rng.random() < 0.01 else 0
             last = LAST if at + n == part.count else 0
             answer.append(Header(Kind.ROWS, last, len(data), request, 1, at + wrong, items=n).pack() + data)
@@ -138,8 +161,11 @@ def test_compiled_and_python_take_the_same_from_the_same_bytes(seed: int, server
                 for twin in twins:
                     if kind < 0.3 and twin.dispatcher.session.room:
                         twin.push()
-                    elif kind < 0.8:
+                    elif kind < 0.6:
                         twin.read(keys.copy(), dim)
+                    elif kind < 0.8:
+                        lists = np.split(keys, sorted({len(keys) // 3, len(keys) // 2}))
+                        twin.read_tables(lists, [dim, 5, 2, 9][: len(lists)], kind < 0.7)
                     else:
                         twin.read_dense(size, dim)
             assert twins[0].state() == twins[1].state()

@@ -16,7 +16,7 @@ from elasticps.client.protocol.session import ASKED_BYTES
 from elasticps.client.transport import Link
 from elasticps.hashing import hash_key, range_shift, table_salt
 from elasticps.spec import Consistency
-from elasticps.wire.frames import ANY, LAST, REPEAT, Kind
+from elasticps.wire.frames import ANY, BLOCK_BYTES, LAST, REPEAT, TABLES, Kind
 from tests.client.fakes import DIM, FakeRegistry, FakeServer
 
 RANGES = 8
@@ -130,6 +130,57 @@ def test_a_pull_that_is_told_its_view_is_old_is_planned_again(cluster: Cluster) 
     cluster.a.view = cluster.b.view = chains([cluster.a.info, cluster.b.info], [[1], [0]], epoch=2)
     assert set(table.pull(KEYS).ravel().tolist()) == {3.0}
     assert ps.view.epoch == 2
+
+
+def test_pulls_of_several_tables_are_asked_again_of_the_new_tail(cluster: Cluster) -> None:
+    ps = cluster.connect()
+    tables = [ps.table(f"t{i}", dim=DIM, optimizer=eps.Accumulate()) for i in range(3)]
+    cluster.a.silent.add(Kind.PULL)
+    cluster.a.value, cluster.b.value = 3.0, 5.0
+    read = ps.pull_async({table: KEYS[: 10 * i + 1] for i, table in enumerate(tables)})
+    assert not read.done()
+    cluster.b.tell(cluster.after)
+    rows = read.result()
+    assert [len(rows[table]) for table in tables] == [1, 11, 21]
+    assert all(set(rows[table].ravel().tolist()) == {5.0} for table in tables)
+    again = [h for h in cluster.b.got(Kind.PULL) if h.flags & TABLES]
+    assert len(again) == 2  # its own part, and a's
+    assert sum(h.body - BLOCK_BYTES * h.items for h in again) == 8 * 33
+
+
+def test_pulls_of_several_tables_that_are_told_their_view_is_old_are_planned_again(cluster: Cluster) -> None:
+    ps = cluster.connect()
+    tables = [ps.table(f"t{i}", dim=DIM, optimizer=eps.Accumulate()) for i in range(3)]
+    cluster.a.value = cluster.b.value = 3.0
+    cluster.a.view = cluster.b.view = chains([cluster.a.info, cluster.b.info], [[1], [0]], epoch=2)
+    rows = ps.pull(dict.fromkeys(tables, KEYS))
+    assert all(set(rows[table].ravel().tolist()) == {3.0} and rows[table].shape == (40, DIM) for table in tables)
+    assert ps.view.epoch == 2
+
+
+def test_late_bytes_of_an_old_answer_of_several_tables_do_not_overwrite_a_new_one(
+    cluster: Cluster, eventually: Eventually
+) -> None:
+    ps = cluster.connect()
+    tables, many = [ps.table(f"t{i}", dim=DIM, optimizer=eps.Accumulate()) for i in range(2)], np.arange(100_000)
+    out = {table: np.full((len(many), DIM), np.nan, np.float32) for table in tables}
+    both = [cluster.a.info, cluster.b.info]
+    cluster.a.tell(chains(both, [[0]], epoch=2))  # one server has all: rows come where they belong
+    eventually(lambda: ps.view.epoch == 2)
+    cluster.a.value, cluster.b.value = -1.0, 2.0
+    cluster.a.half.set()
+    read = ps.pull_async(dict.fromkeys(tables, many), out)
+    eventually(lambda: bool((out[tables[0]] == -1.0).any()))
+    cluster.b.tell(chains(both, [[1]], epoch=3))
+    rows = read.result()
+    assert all(set(rows[table].ravel().tolist()) == {2.0} for table in tables)
+    cluster.a.half.clear()
+    cluster.a.go.set()
+    cluster.a.view = chains(both, [[0]], epoch=4)
+    cluster.b.tell(cluster.a.view)
+    eventually(lambda: ps.view.epoch == 4)
+    assert set(tables[0].pull(KEYS).ravel().tolist()) == {-1.0}  # behind those bytes
+    assert all(set(out[table].ravel().tolist()) == {2.0} for table in tables)
 
 
 def test_late_bytes_of_an_old_answer_do_not_overwrite_a_new_one(cluster: Cluster, eventually: Eventually) -> None:

@@ -17,17 +17,22 @@ from elasticps.spec import TableSpec
 from elasticps.wire.frames import (
     ALL_RANGES,
     ANY,
+    CODED,
     HEADER_BYTES,
     LAST,
     PACKED,
     REPEAT,
     ROUND,
     SHORT,
+    TABLES,
+    FrameError,
     Header,
     Kind,
     block_head,
     grads_padding,
     json_frame,
+    read_tables,
+    table_block,
     unpack_header,
 )
 from elasticps.wire.packed import pack
@@ -125,8 +130,16 @@ class Voices:
             return bytearray(header._replace(flags=header.flags | PACKED, body=len(packed)).pack() + packed)
         lists = random.choice((self._lists, ShortKeys()))
         short = Short(random.random() < 0.5, random.random() < 0.5, random.random() < 0.5)
-        if header.kind == Kind.PULL:
+        if header.kind == Kind.PULL and not header.flags & TABLES:
             return bytearray(b"".join(lists.pull(memoryview(bytes(frame)), short)))
+        if header.kind == Kind.PULL:
+            body = frame[HEADER_BYTES:]
+            try:
+                read_tables(header.items, np.frombuffer(body, np.uint8))
+            except FrameError:  # it says what cannot be
+                return frame
+            shorts = dict.fromkeys(self._tables, short)
+            return bytearray(b"".join(lists.pull_tables(memoryview(bytes(frame)), shorts)))
         return bytearray(b"".join(lists.push(memoryview(bytes(frame)), header, dict.fromkeys(self._tables, short))))
 
     def _perhaps_wrong(self, frame: bytearray, wrong: float) -> bytearray:
@@ -198,6 +211,7 @@ class Voices:
                    bound=random.choice((0, 0, 1, 2)), wait_ms=random.choice((0, 5, 2000))).pack() + k.tobytes()
             for k in keys for number in self._tables
         ]  # fmt: skip
+        pulls += [self._pull_tables(random.choice(keys)) for _ in range(6)]
         creates = [
             json_frame(Kind.CREATE, {"id": number, "spec": spec.to_json()}, request=8, epoch=epoch)
             for number, spec in self._tables.items()
@@ -223,6 +237,19 @@ class Voices:
         body = function_body(random.choice(("l2", "max", "nonzero", "sum", "unheard")), random.choice(((), (), (0.5,))))
         table, r = random.choice(sorted(self._tables)), random.randrange(RANGES)
         return ReduceHeader(table, r, 4, self._core.server.serving.epoch).header(len(body)).pack() + body
+
+    def _pull_tables(self, keys: np.ndarray) -> bytes:
+        """Of several tables, with a block or two that say too much now and then."""
+        random = self._random
+        numbers = random.choices([*self._tables, 77], [4] * len(self._tables) + [1], k=random.choice((1, 2, 5, 300)))
+        body = b"".join(table_block(number, len(keys)) + keys.tobytes() for number in numbers)
+        if random.random() < 0.2:
+            body = self._push()[HEADER_BYTES:]  # gradients, too
+        header = Header(
+            Kind.PULL, TABLES | random.choice((0, ANY, CODED)), len(body), 9, self._core.server.serving.epoch,
+            items=len(numbers), wait_ms=random.choice((0, 5)),
+        )  # fmt: skip
+        return header.pack() + body
 
     def _erase(self, kind: int) -> bytes:
         random, epoch = self._random, self._core.server.serving.epoch

@@ -103,7 +103,7 @@ class BoundedDelayTwin:
         if len(self._parked) >= MAX_PARKED:
             raise RequestError("busy", f"this server already has {MAX_PARKED} pulls waiting; try again later")
         wait_s = read.header.wait_ms / 1e3 or DEFAULT_WAIT_S
-        self._parked.append(read._replace(keys=read.keys.copy(), deadline_s=self._clock() + wait_s))
+        self._parked.append(read._replace(deadline_s=self._clock() + wait_s))
 
     def forget(self, connection: Asker) -> None:
         """Nobody waits for these answers any more."""
@@ -130,5 +130,5 @@ class BoundedDelayTwin:
 
 
 def _too_long(read: Read, behind: list[str]) -> RequestError:
-    text = f"a pull of table {read.table.spec.name!r} at clock {read.header.clock} waited too long for worker "
+    text = f"a pull of table {read.tables} at clock {read.header.clock} waited too long for worker "
     return RequestError("behind", text + ", ".join(sorted(behind)), behind=sorted(behind))

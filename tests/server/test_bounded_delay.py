@@ -9,7 +9,7 @@ import numpy as np
 
 from coordinator.view import WorkerInfo
 from elasticps.server.protocol.bounded_delay import GRACE_S, BoundedDelay
-from elasticps.server.protocol.reads import Read
+from elasticps.server.protocol.reads import Read, Wanted
 from elasticps.wire.headers import PullHeader
 from replication.progress import Clocks
 
@@ -41,7 +41,7 @@ class Scene:
         asker: Any = SimpleNamespace(worker=1, worker_name="asker", app="a", base=0)
         header = PullHeader(0, 0, clock, 1, 0, 0, bound, int(wait_s * 1e3))
         table: Any = SimpleNamespace(spec=SimpleNamespace(name="t"))
-        return Read(asker, header, table, np.empty(0, np.int64), 0.0)
+        return Read(asker, header, [Wanted(table, np.empty(0, np.int64))])
 
 
 def a_scene() -> Scene:

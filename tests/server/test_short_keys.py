@@ -21,10 +21,12 @@ from elasticps.wire.frames import (
     MAX_BODY_BYTES,
     PACKED,
     SHORT,
+    TABLES,
     FrameError,
     Header,
     Kind,
     block_head,
+    table_block,
     unpack_header,
 )
 from elasticps.wire.keys import DELTA, KEEP, KNOWN, LIST_KEYS, says
@@ -64,6 +66,11 @@ class Receiver:
 
 def pull_of(keys: Keys) -> bytes:
     return Header(Kind.PULL, 0, 8 * len(keys), 5, 6, 7, 8, table=9, items=len(keys)).pack() + keys.tobytes()
+
+
+def pull_tables_of(blocks: Sequence[tuple[int, Keys]]) -> bytes:
+    body = b"".join(table_block(table, len(keys)) + keys.tobytes() for table, keys in blocks)
+    return Header(Kind.PULL, TABLES, len(body), 5, 6, 7, 8, items=len(blocks)).pack() + body
 
 
 def push_of(blocks: Sequence[tuple[int, Keys, int, int]], ranges: int) -> tuple[Header, bytes]:
@@ -119,6 +126,24 @@ def test_pushes_are_what_they_were(
     for number in asked:
         header, frame = push_of(known[number % len(known)], ranges)
         shorter = sent(worker.push(memoryview(frame), header, {1: short, 2: short}))
+        assert len(shorter) <= len(frame)
+        if unpack_header(shorter).flags & SHORT:
+            assert server.write_out(shorter) == at.DONE
+            assert server.content == frame + BEHIND
+        else:
+            assert shorter == frame
+
+
+@settings(max_examples=60)
+@given(st.lists(blocks, min_size=1, max_size=4), shorts, st.lists(st.integers(0, 3), max_size=8))
+def test_pulls_of_several_tables_are_what_they_were(
+    known: list[list[tuple[int, Keys, int, int]]], short: Short, asked: list[int]
+) -> None:
+    """Tables 1 and 2 ask for it, table 3 does not."""
+    worker, server = ShortKeys(), Receiver()
+    for number in asked:
+        frame = pull_tables_of([(table, keys) for table, keys, _, _ in known[number % len(known)]])
+        shorter = sent(worker.pull_tables(memoryview(frame), {1: short, 2: short}))
         assert len(shorter) <= len(frame)
         if unpack_header(shorter).flags & SHORT:
             assert server.write_out(shorter) == at.DONE
@@ -253,6 +278,9 @@ def wrong_pull(said: int, n: int, body: bytes) -> bytes:
         wrong_pull(says(DELTA, 0, 8), 1, b"\x81" * 8),  # without an end
         wrong_pull(says(DELTA, 0, 16), 2, b"\x81" * 8 + b"\1" * 8),  # 9 bytes
         wrong_pull(says(KNOWN), MAX_BODY_BYTES // 8 + 1, b""),
+        Header(Kind.PULL, SHORT | TABLES, 16, items=1).pack() + bytes(16),
+        Header(Kind.PULL, SHORT | TABLES, 24, items=0).pack() + bytes(24),
+        Header(Kind.PULL, SHORT | TABLES, 24, items=at.BLOCKS + 1).pack() + bytes(24),
         Header(Kind.PUSH, SHORT | ALL_RANGES, 16, items=1).pack() + bytes(16),
         Header(Kind.PUSH, SHORT | ALL_RANGES, 24, items=0).pack() + bytes(24),
         Header(Kind.PUSH, SHORT | ALL_RANGES, 24, items=at.BLOCKS + 1).pack() + bytes(24),

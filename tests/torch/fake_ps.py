@@ -185,6 +185,7 @@ class FakeClient:
     filters: dict[str, dict[str, Any]] = field(default_factory=dict)
     log: list[list[str] | int] = field(default_factory=list)
     clock: int = 0
+    pulled: list[list[str]] = field(default_factory=list)  # names of the tables of each pull of several
 
     def table(
         self, name: str, dim: int, optimizer: Optimizer, init: Init, dtype: str = "float32", cache: object = None,
@@ -208,6 +209,12 @@ class FakeClient:
         for read, out in zip(pulled, outs or (), strict=outs is not None):
             out[...] = read.value
         return pulled
+
+    def pull_async(
+        self, keys: Mapping[SparseTable, NDArray[np.int64]], out: Mapping[SparseTable, Floats], **_: Any
+    ) -> Done:
+        self.pulled.append([table.name for table in keys])
+        return Done({table: table.pull(some, out[table]) for table, some in keys.items() if len(some)})
 
     def step(self, lr: Mapping[Any, float] | None = None) -> OpenStep:
         self.clock += 1

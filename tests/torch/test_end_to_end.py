@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,20 @@ import torch
 from torch import nn
 
 import elasticps as eps
-from elasticps.torch import Embedding, EmbeddingBag, Optimizer, full_state_dict, load, save
+from elasticps.torch import (
+    Embedding,
+    EmbeddingBag,
+    EmbeddingBagCollection,
+    Jagged,
+    Optimizer,
+    TableConfig,
+    full_state_dict,
+    load,
+    save,
+)
+from elasticps.wire.frames import TABLES as TABLES_FLAG
+from elasticps.wire.frames import Kind
+from tests.e2e.test_pull_tables import frames
 
 Connect = Callable[..., eps.Client]
 
@@ -235,3 +249,85 @@ def test_a_rate_that_is_set_for_all_workers_is_that_of_the_group(connect: Connec
     with pytest.warns(UserWarning, match=r"not the 1\.0 that it is opened with"):
         again = Embedding(late, "users", 1, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
     assert Optimizer(late, again).param_groups[0]["lr"] == 0.25
+
+
+TABLES = 26
+NAMES = [f"c{i}" for i in range(TABLES)]
+
+
+class Clicks(nn.Module):
+    """As DLRM has them: a vector for each of many features, and layers on top."""
+
+    def __init__(self, ps: eps.Client, **options: Any) -> None:
+        super().__init__()
+        tables = [TableConfig(name, 8, init=eps.Normal(std=0.1, seed=i)) for i, name in enumerate(NAMES)]
+        self.rows = EmbeddingBagCollection(ps, tables, optimizer=eps.Adagrad(lr=0.1), **options)
+        self.top = nn.Linear(8 * TABLES, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.top(self.rows(Jagged.columns(NAMES, ids)).values())
+        return logits
+
+
+def test_a_step_of_many_tables_is_one_pull_and_two_pushes(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    ps = connect()
+    model = Clicks(ps)
+    everything = np.arange(100)
+
+    def rows(name: str) -> torch.Tensor:
+        table = ps.open(name)
+        assert isinstance(table, eps.SparseTable)
+        return torch.from_numpy(table.pull(everything))
+
+    twin = {name: nn.Embedding(100, 8, _weight=rows(name)) for name in NAMES}
+    optimizer = Optimizer(ps, model, eps.SGD(lr=0.1))
+    top = nn.Linear(8 * TABLES, 1)
+    top.load_state_dict(model.top.state_dict())
+    plain = [
+        torch.optim.Adagrad([table.weight for table in twin.values()], lr=0.1),
+        torch.optim.SGD(top.parameters(), lr=0.1),
+    ]
+    sent = frames(monkeypatch, Kind.PULL, Kind.PUSH)
+    for _ in range(3):
+        ids = torch.randint(0, 100, (64, TABLES))
+        target = (ids.sum(dim=1) % 2).float()[:, None]
+        sent.clear()
+        loss = nn.functional.mse_loss(model(ids), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ps.flush()
+        kinds = Counter((name, header.kind, header.flags & TABLES_FLAG) for name, header in sent)
+        assert all(count <= (1 if kind == Kind.PULL and several else 2) for (_, kind, several), count in kinds.items())
+        assert sum(several > 0 for _, _, several in kinds.elements()) == 2  # servers
+        vectors = torch.cat([table(ids[:, i]) for i, table in enumerate(twin.values())], dim=1)
+        expected = nn.functional.mse_loss(top(vectors), target)
+        torch.testing.assert_close(loss, expected)
+        expected.backward()
+        for each in plain:
+            each.step()
+            each.zero_grad()
+    for name, table in twin.items():
+        torch.testing.assert_close(rows(name), table.weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_collection_with_filters_is_saved_and_loaded(connect: Connect, tmp_path: Path) -> None:
+    ps = connect()
+    model = Clicks(ps, push=[eps.Int8(), eps.KeysOnce()], pull=[eps.BFloat16(), eps.KeysOnce()])
+    optimizer = Optimizer(ps, model, eps.SGD(lr=0.1))
+    ids = torch.randint(0, 100, (64, TABLES))
+    losses = []
+    for _ in range(20):
+        loss = nn.functional.mse_loss(model(ids), (ids.sum(dim=1) % 2).float()[:, None])
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0] / 2
+    state = full_state_dict(model)
+    assert state["rows.embedding_bags.c3.keys"].tolist() == sorted(set(ids[:, 3].tolist()))
+    save(model, tmp_path / "model.pt")
+    for name in NAMES:
+        ps.clear_table(name)
+    load(model, tmp_path / "model.pt")
+    again = full_state_dict(model)
+    assert all(torch.equal(again[name], value) for name, value in state.items())

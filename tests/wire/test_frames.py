@@ -22,6 +22,8 @@ from elasticps.wire.frames import (
     json_body,
     json_frame,
     read_push,
+    read_tables,
+    table_block,
     unpack_header,
 )
 
@@ -123,3 +125,23 @@ def test_no_body_makes_the_decoder_do_anything_but_refuse(body: bytes, count: in
 def test_json_bodies_are_objects_or_refused(body: bytes) -> None:
     with contextlib.suppress(FrameError):
         assert isinstance(json_body(body), dict)
+
+
+GOLDEN_TABLES = bytes.fromhex(
+    "03000000" "02000000" "00000000" "0000" "0000" "0000000000000000"  # table 3, 2 keys
+    "ffffffffffffffff" "0500000000000000"
+    "04000000" "00000000" "00000000" "0000" "0000" "0000000000000000"  # table 4, none
+)  # fmt: skip
+
+
+def test_a_pull_of_several_tables_has_keys_and_nothing_else() -> None:
+    keys = np.array([-1, 5])
+    assert table_block(3, 2) + keys.tobytes() + table_block(4, 0) == GOLDEN_TABLES
+    body = np.frombuffer(GOLDEN_TABLES, np.uint8)
+    assert [(table, found.tolist()) for table, found in read_tables(2, body)] == [(3, [-1, 5]), (4, [])]
+    for count, wrong in (
+        (1, GOLDEN_TABLES), (3, GOLDEN_TABLES), (1, GOLDEN_BLOCK), (4097, GOLDEN_TABLES), (2, GOLDEN_TABLES[:-8]),
+        (1, block_head(3, 0, 0, np.ones(2, np.float32))), (1, block_head(3, 1 << 31, 0, np.empty(0, np.float32))),
+    ):  # fmt: skip
+        with pytest.raises(FrameError):
+            read_tables(count, np.frombuffer(wrong, np.uint8))

@@ -53,6 +53,7 @@ GOLDEN: list[tuple[Any, int, tuple[int, ...]]] = [
     (PullHeader(7, 5, 9, 11, 3, 4, slots=True), -1, (5, 128, 32, 7, 5, 9, 11, 0, 0, 3, 4, 0, 0)),
     (PullHeader(7, 5, 9, 11, 3, 4, coded=True), -1, (5, 256, 32, 7, 5, 9, 11, 0, 0, 3, 4, 0, 0)),
     (PullHeader(7, 5, 9, 11, 3, 4, digests=True), -1, (5, 2048, 32, 7, 5, 9, 11, 0, 0, 3, 4, 0, 0)),
+    (PullHeader(7, 5, 9, 11, 0, 0, blocks=2), 64, (5, 4096, 64, 7, 5, 9, 11, 0, 0, 0, 2, 0, 0)),
     (JoinHeader(), -1, (6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)),
     (JoinHeader(41), -1, (6, 1, 0, 0, 0, 41, 0, 0, 0, 0, 0, 0, 0)),
     (JoinHeader(0), -1, (6, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)),
@@ -133,6 +134,14 @@ pulls = st.tuples(
 def test_any_pull_comes_back(fields: tuple[Any, ...]) -> None:
     pull = PullHeader(*fields)
     assert PullHeader.of(unpack_header(pull.header().pack())) == pull
+
+
+@given(u62, u62, u62, u32, st.integers(0, 4096), st.integers(0, 1 << 20), st.booleans())
+def test_any_pull_of_several_tables_comes_back(
+    request_: int, epoch: int, clock: int, worker: int, blocks: int, words: int, coded: bool
+) -> None:
+    pull = PullHeader(request_, epoch, clock, worker, 0, 0, coded=coded, blocks=blocks)
+    assert PullHeader.of(unpack_header(pull.header(8 * words).pack())) == pull
 
 
 def test_a_pull_whose_keys_are_not_its_body_is_refused() -> None:

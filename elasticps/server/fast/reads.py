@@ -9,6 +9,13 @@ import numpy as np
 from elasticps.hashing import hash_key as _hash_key
 from elasticps.server.fast.frames import HEADER, ROWS, allot, find_table, put_header, queue
 from elasticps.server.fast.layout import (
+    B_CODE,
+    B_DIM,
+    B_HEADER,
+    B_KEYS_AT,
+    B_ROWS,
+    BLOCK,
+    BLOCKS,
     C_ANSWERED,
     C_APP,
     C_BASE,
@@ -21,6 +28,7 @@ from elasticps.server.fast.layout import (
     GROW_ROWS,
     H_ACKED,
     H_ARENA,
+    H_BLOCKS,
     H_CHUNK,
     H_CLOCKS,
     H_CONNECTIONS,
@@ -49,12 +57,12 @@ from elasticps.server.fast.layout import (
     TABLE_PULL,
     TABLE_PULL_WORDS,
 )
-from elasticps.server.fast.memory import load16, load32, load64, matrix, store32, words
+from elasticps.server.fast.memory import load16, load32, load64, matrix, store32, store64, words
 from elasticps.server.fast.operations import room, worker_row
 from elasticps.store import index
 from elasticps.store.codec import encode_rows
 from elasticps.store.native import H_DIM, H_SALT, H_SHIFT, HEADER_SIZE, kernel
-from elasticps.wire.frames import ANY, CODED, LAST
+from elasticps.wire.frames import ANY, CODED, LAST, TABLES
 from replication.progress import PART_BITS
 
 hash_key: Any = _hash_key
@@ -75,15 +83,90 @@ def reached(h, worker, base, address, count):
 
 
 @kernel
-def unshown(h, table, keys, n):
+def unshown(h, blocks):
     """Whether a key's range has operations that its joiner, the next tail, may lack."""
-    salt, shift = np.uint64(table[H_SALT]), np.uint64(table[H_SHIFT])
     flags, seq, acked = words(h[H_FLAGS], h[H_RANGES]), words(h[H_SEQ], h[H_RANGES]), words(h[H_ACKED], h[H_RANGES])
-    for i in range(n):
-        r = np.int64(hash_key(load64(keys + 8 * i), salt) >> shift)
-        if flags[r] & T_COUNTED and acked[r] < seq[r]:
-            return True
+    b = h[H_BLOCKS]
+    for _ in range(blocks):
+        header, n, keys = load64(b + 8 * B_HEADER), load64(b + 8 * B_ROWS), load64(b + 8 * B_KEYS_AT)
+        salt, shift = np.uint64(load64(header + 8 * H_SALT)), np.uint64(load64(header + 8 * H_SHIFT))
+        for i in range(n):
+            r = np.int64(hash_key(load64(keys + 8 * i), salt) >> shift)
+            if flags[r] & T_COUNTED and acked[r] < seq[r]:
+                return True
+        b += 8 * BLOCK
     return False
+
+
+@kernel
+def note_wanted(h, b, number, app, coded, n, keys):
+    """Notes n keys of a table at an address; SLOW if it is not one that compiled code reads for this application."""
+    entry = find_table(h, number, app)
+    if entry == 0:
+        return SLOW
+    header = load64(entry + 8 * TABLE_HEADER)
+    code, width = 0, load64(header + 8 * H_DIM)
+    if coded:
+        code, width = load64(entry + 8 * TABLE_PULL), load64(entry + 8 * TABLE_PULL_WORDS)
+    if code < 0:
+        return SLOW
+    store64(b + 8 * B_HEADER, header)
+    store64(b + 8 * B_ROWS, n)
+    store64(b + 8 * B_DIM, width)
+    store64(b + 8 * B_CODE, code)
+    store64(b + 8 * B_KEYS_AT, keys)
+    return DONE
+
+
+@kernel
+def note_tables(h, count, at, end, app, coded):
+    """Notes the blocks of a pull of several tables; SLOW if there is anything else between the addresses."""
+    if count > BLOCKS:
+        return SLOW
+    b = h[H_BLOCKS]
+    for _ in range(count):
+        if at + 24 > end:
+            return SLOW
+        n, keys = load32(at + 4), at + 24
+        if (
+            load32(at + 8)
+            or load16(at + 12)
+            or keys + 8 * n > end
+            or note_wanted(h, b, load32(at), app, coded, n, keys)
+        ):
+            return SLOW
+        b += 8 * BLOCK
+        at = keys + 8 * n
+    return DONE if at == end else SLOW
+
+
+@kernel
+def next_rows(h, block, done, left):
+    """How many rows of a block, behind `done` of them, a frame takes that has `left` bytes free; one if it is empty."""
+    b = h[H_BLOCKS] + 8 * BLOCK * block
+    fits = max(left, 0) // (4 * load64(b + 8 * B_DIM))
+    if left == h[H_CHUNK]:
+        fits = max(fits, 1)
+    return min(load64(b + 8 * B_ROWS) - done, fits)
+
+
+@kernel
+def measure(h, blocks, done):
+    """Rows, and bytes of them, of the answer's next frame, of which `done` rows have left."""
+    rows = size = 0
+    b = h[H_BLOCKS]
+    for i in range(blocks):
+        n = load64(b + 8 * B_ROWS)
+        skip = min(done, n)
+        done -= skip
+        if skip < n:
+            k = next_rows(h, i, skip, h[H_CHUNK] - size)
+            rows += k
+            size += 4 * k * load64(b + 8 * B_DIM)
+            if skip + k < n:
+                break
+        b += 8 * BLOCK
+    return rows, size
 
 
 @kernel
@@ -101,6 +184,23 @@ def show(h, table, code, keys, n, target, width):
 
 
 @kernel
+def show_rows(h, blocks, done, k, target):
+    """Writes the `k` rows of the noted blocks that come behind `done` others."""
+    b = h[H_BLOCKS]
+    for _ in range(blocks):
+        n, width = load64(b + 8 * B_ROWS), load64(b + 8 * B_DIM)
+        skip = min(done, n)
+        done -= skip
+        some = min(k, n - skip)
+        if some:
+            table = words(load64(b + 8 * B_HEADER), HEADER_SIZE)
+            show(h, table, load64(b + 8 * B_CODE), load64(b + 8 * B_KEYS_AT) + 8 * skip, some, target, width)
+            target += 4 * width * some
+            k -= some
+        b += 8 * BLOCK
+
+
+@kernel
 def pull(h, c, at):
     """A worker's pull, or what is left of it."""
     flags, body, request, epoch, clock = (
@@ -112,12 +212,9 @@ def pull(h, c, at):
     )
     number, n, bound = load32(at + 48), load32(at + 52), load32(at + 56)
     conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
-    if flags & ~(ANY | CODED) or bound or 8 * n != body or epoch > h[H_EPOCH] or load32(at + 40) != conn[C_WORKER]:
+    if flags & ~(ANY | CODED | TABLES) or bound or epoch > h[H_EPOCH] or load32(at + 40) != conn[C_WORKER]:
         return SLOW
     if epoch < (h[H_FULL_SINCE] if flags & ANY else h[H_TAIL_SINCE]):
-        return SLOW
-    entry = find_table(h, number, conn[C_APP])
-    if entry == 0:
         return SLOW
     if clock and conn[C_ANSWERED] == 0:
         if flags & ANY:
@@ -126,17 +223,21 @@ def pull(h, c, at):
             have = reached(h, conn[C_WORKER], conn[C_BASE], h[H_TAILED], h[H_TAILED_COUNT])
         if have < clock:
             return SLOW
-    table = words(load64(entry + 8 * TABLE_HEADER), HEADER_SIZE)
-    if h[H_GUARDED] and flags & ANY == 0 and unshown(h, table, at + HEADER, n):
-        return SLOW
-    code, width = 0, table[H_DIM]
-    if flags & CODED:
-        code, width = load64(entry + 8 * TABLE_PULL), load64(entry + 8 * TABLE_PULL_WORDS)
-        if code < 0:
+    blocks, coded = 1, flags & CODED
+    if flags & TABLES:
+        blocks = n
+        if note_tables(h, n, at + HEADER, at + HEADER + body, conn[C_APP], coded):
             return SLOW
+        n = 0
+        for i in range(blocks):
+            n += load64(h[H_BLOCKS] + 8 * (BLOCK * i + B_ROWS))
+    elif 8 * n != body or note_wanted(h, h[H_BLOCKS], number, conn[C_APP], coded, n, at + HEADER):
+        return SLOW
+    if h[H_GUARDED] and flags & ANY == 0 and unshown(h, blocks):
+        return SLOW
     done = conn[C_ANSWERED]
-    k = min(n - done, max(h[H_CHUNK] // (4 * width), 1))
-    size = (4 * k * width + 7) & ~7
+    k, data = measure(h, blocks, done)
+    size = (data + 7) & ~7
     reason = room(h, HEADER + size, 1)
     if reason:
         return reason
@@ -147,8 +248,8 @@ def pull(h, c, at):
     to = h[H_ARENA] + offset
     last = done + k == n
     put_header(to, ROWS, LAST if last else 0, size, request, epoch, done, 0, 0, 0, k, 0, 0)
-    show(h, table, code, at + HEADER + 8 * done, k, to + HEADER, width)
-    if size > 4 * k * width:
+    show_rows(h, blocks, done, k, to + HEADER)
+    if size > data:
         store32(to + HEADER + size - 4, 0)
     queue(h, c, -1, offset, HEADER + size)
     if not last:

@@ -27,7 +27,7 @@ from elasticps.server.fast.layout import (
 )
 from elasticps.server.fast.memory import load8, load16, load32, load64, move, store64
 from elasticps.store.native import kernel
-from elasticps.wire.frames import ALL_RANGES, MAX_DIM, SHORT, Kind
+from elasticps.wire.frames import ALL_RANGES, MAX_DIM, SHORT, TABLES, Kind
 from elasticps.wire.keys import DELTA, KEEP, KNOWN, LIST_KEYS
 
 PULL = int(Kind.PULL)
@@ -94,10 +94,10 @@ def write_out(h, conn, at):
     body = load64(at + 8)
     if conn[C_LISTS] == 0:
         return LISTS
-    if load8(at + 5) == PULL:
+    if load8(at + 5) == PULL and load16(at + 6) & TABLES == 0:
         reason = write_out_pull(h, conn, at, body)
     else:
-        reason = write_out_push(h, conn, at, body)
+        reason = write_out_blocks(h, conn, at, body)
     if reason == DONE:
         store64(at, load64(at) & ~(SHORT << 48))
     return reason
@@ -146,12 +146,13 @@ def write_out_pull(h, conn, at, body):
 
 
 @kernel
-def write_out_push(h, conn, at, body):
-    """Each block moves as far as those before it have grown, the last one first."""
+def write_out_blocks(h, conn, at, body):
+    """Of a push, or a pull of several tables. Each block moves as far as those before it have grown, the last one
+    first."""
     blocks, p, end = load32(at + 52), at + HEADER, at + HEADER + body
     if blocks > BLOCKS:
         return UNREADABLE
-    if load16(at + 6) & ALL_RANGES == 0:
+    if load8(at + 5) != PULL and load16(at + 6) & ALL_RANGES == 0:
         if body < 8 or load64(p) < 0 or load64(p) > body:
             return UNREADABLE
         p += (8 + 4 * load64(p) + 7) & ~7

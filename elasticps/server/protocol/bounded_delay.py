@@ -193,7 +193,7 @@ class BoundedDelay:
         if len(self._parked) >= MAX_PARKED:
             raise RequestError("busy", f"this server already has {MAX_PARKED} pulls waiting; try again later")
         wait_s = read.header.wait_ms / 1e3 or DEFAULT_WAIT_S
-        read = read._replace(keys=read.keys.copy(), deadline_s=self._clock() + wait_s)
+        read = read.kept()._replace(deadline_s=self._clock() + wait_s)
         self._count += 1
         self._parked[self._count] = read
         self._of_asker.setdefault(id(read.connection), set()).add(self._count)
@@ -315,5 +315,5 @@ def _floor(read: Read) -> int:
 
 
 def _too_long(read: Read, behind: list[str]) -> RequestError:
-    text = f"a pull of table {read.table.spec.name!r} at clock {read.header.clock} waited too long for worker "
+    text = f"a pull of table {read.tables} at clock {read.header.clock} waited too long for worker "
     return RequestError("behind", text + ", ".join(behind), behind=behind)

@@ -9,19 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from elasticps.client.inputs import checked_keys, checked_out
 from elasticps.client.protocol.join import Resume
 from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Filter, Init, Optimizer, TableSpec, Zeros
 from elasticps.torch.group.layout import CHUNK
 from elasticps.torch.group.links import NOTHING, Links, Words
-from elasticps.torch.group.reads import Slots, WeightsRead, ask_weights
+from elasticps.torch.group.reads import Floats, Slots, WeightsRead, ask_weights
+from elasticps.torch.group.several import GroupTablesRead, ask_tables
 from elasticps.torch.group.shards import GroupShards
 from elasticps.torch.group.step import Step as Summing
 from elasticps.torch.group.tables import GroupTable, GroupTensor, Handle
 
 if TYPE_CHECKING:
     from elasticps.client import Client, Step
-    from elasticps.client.pulls import Read
+    from elasticps.client.pull_tables import TablesPull
+    from elasticps.client.pulls import ArrayRead
 
 Filters = Sequence[Filter]
 Rates = float | Mapping[Handle, float] | None
@@ -161,14 +164,44 @@ class GroupClient:
             self._hear(self.links.answer(number, words))
         return GroupStep(self, self.clock, step)
 
-    def pull_many(self, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | Read]:
+    def pull_async(
+        self, keys: Mapping[GroupTable, object], out: Mapping[GroupTable, Floats] | None = None, *,
+        read: str = "tail", exact: bool = False,
+    ) -> GroupTablesRead[GroupTable] | TablesPull:  # fmt: skip
+        """Asks for rows of several tables, as `Client.pull_async`, and as every rank does for its own keys of the same
+        tables; each row is pulled once for all."""
+        client, mine = self.client, {table: checked_keys(table.name, some) for table, some in keys.items()}
+        outs = {table: np.empty((len(some), table.dim), np.float32) for table, some in mine.items()}
+        for table, rows in (out or {}).items():
+            outs[table] = checked_out(f"table {table.name!r}", rows, outs[table].shape)
+        if client is not None and self.is_alone:
+            places: Any = {table.real: rows for table, rows in outs.items()}
+            return client.pull_async({self._real(t): some for t, some in mine.items()}, places, read=read, exact=exact)
+
+        def pull(tables: Sequence[GroupTable], unions: list[Words], rows: list[Floats]) -> TablesPull:
+            assert client is not None
+            real = [self._real(table) for table in tables]
+            asked, into = dict(zip(real, unions, strict=True)), dict(zip(real, rows, strict=True))
+            return client.pull_async(asked, into, read=read, exact=exact)
+
+        operation = f"pull of {len(mine)} tables {read}{' exact' * exact}"
+        return ask_tables(self.links, self.slots, operation, mine, outs, None if client is None else pull)
+
+    def pull(
+        self, keys: Mapping[GroupTable, object], *, read: str = "tail", exact: bool = False
+    ) -> Mapping[Any, Floats]:
+        """The same at once: of each table float32 [n, dim] in the order of its keys."""
+        found = self.pull_async(keys, read=read, exact=exact).result()
+        return dict(zip(keys, found.values(), strict=True))
+
+    def pull_many(self, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | ArrayRead]:
         """Asks for several tensors, as `Client.pull_many` and as every rank does. What their `result()` gives is memory
         that all ranks see, and stays as it is: copy what is to be changed."""
         client, wanted = self.client, list(tensors)
         if client is not None and self.is_alone:
             return client.pull_many([self._real(each) for each in wanted])
 
-        def pull(outs: list[Any]) -> Sequence[Read]:
+        def pull(outs: list[Any]) -> Sequence[ArrayRead]:
             assert client is not None
             return client.pull_many([self._real(each) for each in wanted], outs)
 
@@ -180,9 +213,9 @@ class GroupClient:
         return reads
 
     @staticmethod
-    def _real(tensor: GroupTensor) -> Any:
-        assert tensor.real is not None
-        return tensor.real
+    def _real(handle: Handle) -> Any:
+        assert handle.real is not None
+        return handle.real
 
     def shards(
         self, num_samples: int, shard_size: int, epochs: int = 1, *, name: str = "train",

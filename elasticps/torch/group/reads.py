@@ -13,7 +13,7 @@ from elasticps.torch.group.links import NOTHING, Links, Words
 from elasticps.torch.group.memory import Held
 
 if TYPE_CHECKING:
-    from elasticps.client.pulls import Read
+    from elasticps.client.pulls import ArrayRead
 
 Floats = NDArray[np.float32]
 _LINE = 64
@@ -23,7 +23,7 @@ class Pending(Protocol):
     """What rank 0 waits for."""
 
     def done(self) -> bool: ...
-    def result(self, timeout: float | None = None) -> Floats: ...
+    def result(self, timeout: float | None = None) -> object: ...
 
 
 class Slots:
@@ -174,7 +174,7 @@ class WeightsRead:
 
 def ask_weights(
     links: Links, slots: Slots, shapes: Sequence[tuple[int, ...]], numbers: Words,
-    pull: Callable[[list[Floats]], Sequence[Read]] | None,
+    pull: Callable[[list[Floats]], Sequence[ArrayRead]] | None,
 ) -> list[WeightsRead]:  # fmt: skip
     """Asks for tensors of these shapes and numbers; at rank 0 `pull` asks the servers for them, into given arrays."""
     number, said = links.ask(f"pull of {len(shapes)} tensors", numbers)

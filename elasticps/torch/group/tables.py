@@ -17,7 +17,7 @@ from elasticps.torch.group.reads import GroupRead, Pending, WeightsRead, ask_row
 
 if TYPE_CHECKING:
     from elasticps.client import DenseTensor, SparseTable
-    from elasticps.client.pulls import Read
+    from elasticps.client.pulls import ArrayRead
     from elasticps.client.rates import SetRate
     from elasticps.client.row_cache import CachedRead
     from elasticps.torch.group.client import GroupClient
@@ -84,7 +84,7 @@ class GroupTable(_Handle["SparseTable"]):
 
     def pull_async(
         self, keys: object, out: Floats | None = None, *, read: str = "tail", exact: bool = False
-    ) -> GroupRead | Read | CachedRead:
+    ) -> GroupRead | ArrayRead | CachedRead:
         """Asks for rows of `keys`, int64 [n], as every rank does for its own; each key is pulled once for all."""
         real, mine = self.real, checked_keys(self.name, keys)
         rows = np.empty((len(mine), self.dim), np.float32)
@@ -146,7 +146,7 @@ class GroupTensor(_Handle["DenseTensor"]):
         self.shape = shape
         self.target = Target(math.prod(shape), 0)
 
-    def pull_async(self) -> WeightsRead | Read:
+    def pull_async(self) -> WeightsRead | ArrayRead:
         """Asks for the tensor, as every rank does. What `result()` gives is memory that all ranks see: copy what is to
         be changed."""
         return self._ps.pull_many([self])[0]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import elasticps as eps
-from elasticps.torch import Embedding, EmbeddingBag, GroupClient, Optimizer
+from elasticps.torch import Embedding, EmbeddingBag, EmbeddingBagCollection, GroupClient, Optimizer, TableConfig
 from elasticps.torch.group.links import Links
 from tests.torch.fake_ps import FakeClient
 from tests.torch.group.ranks import clients, linked, together
@@ -29,6 +29,25 @@ def model_of(ps: Any) -> nn.Sequential:
         for parameter in model.parameters():  # threads share torch's generator
             parameter.copy_(torch.linspace(-0.5, 0.7, parameter.numel()).view_as(parameter))
     return model
+
+
+class Several(nn.Module):
+    """Two tables in one layer, of which one has no ids in some batches of one rank."""
+
+    def __init__(self, ps: Any) -> None:
+        super().__init__()
+        tables = [TableConfig("words", 4, ["word", "other"]), TableConfig("users", 2)]
+        self.rows = EmbeddingBagCollection(ps, tables, optimizer=eps.Adagrad(lr=0.1))
+        self.top = nn.Linear(10, 1)
+        with torch.no_grad():
+            self.top.weight.copy_(torch.linspace(-0.5, 0.7, 10)[None])
+            self.top.bias.zero_()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        users = (torch.empty(0, dtype=torch.int64), torch.zeros(len(ids), dtype=torch.int64))
+        given = {"word": ids[:, 0], "other": ids[:, 1:], "users": ids[:, 2] if int(ids.sum()) else users}
+        found: torch.Tensor = self.top(self.rows(given).values())
+        return found
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,6 +74,46 @@ def alone(ranks: int) -> FakeClient:
                 loss_of(model, step, rank).backward()
         optimizer.step()
     return ps  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_collection_trains_bit_for_bit_as_at_one_worker(ranks: int) -> None:
+    shared, single = FakeClient(), FakeClient()
+
+    def train(ps: GroupClient) -> None:
+        model = Several(ps)
+        optimizer = Optimizer(ps, model, eps.Adam(lr=0.05))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, step, ps.rank).backward()
+            optimizer.step()
+
+    with clients(shared, ranks) as group:
+        together(train, group)
+    model = Several(single)
+    one: Any = single
+    optimizer = Optimizer(one, model, eps.Adam(lr=0.05), overlap=False)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with optimizer.accumulate():
+            for rank in range(ranks):
+                loss_of(model, step, rank).backward()
+        optimizer.step()
+    assert len(shared.pulled) == STEPS
+    for name, target in single.targets.items():
+        assert set(target.weights) == set(shared.targets[name].weights)
+        for key, row in target.weights.items():
+            np.testing.assert_array_equal(shared.targets[name].weights[key], row)
+
+
+def test_ranks_that_pull_other_tables_end_the_group() -> None:
+    def pull(ps: GroupClient) -> None:
+        tables = [ps.table(name, dim=2, optimizer=eps.SGD(lr=0.1), init=eps.Constant(1.0)) for name in "ab"]
+        assert ps.pull({tables[0]: [1, 2], tables[1]: [ps.rank]})[tables[0]].tolist() == [[1.0, 1.0]] * 2
+        ps.pull({tables[ps.rank]: [1]})
+
+    with clients(FakeClient(), 2) as group, pytest.raises(eps.GroupLost, match="not of the same tables"):
+        together(pull, group)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,201 @@
+"""Rows of several tables in one pull: one frame for each server that answers for some of them.
+
+Keys, and rows of the answer, are numbered one table after another; a server answers those that it has in that order.
+Else it is a pull like others: each part of it is asked again by itself when servers change.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from elasticps.client.protocol.routing import Readers, Routes
+from elasticps.client.pull_batch import (
+    T_FIRST,
+    T_SALT,
+    T_WORDS,
+    cut_tables,
+    place_several,
+)
+from elasticps.client.pulls import PULL_FRAME_KEYS, Finish, Positions, Read, ReadPart, SparseRead, Target
+from elasticps.client.push_batch import address
+from elasticps.client.short_keys import MOST_BLOCKS, ShortKeys
+from elasticps.hashing import hash_key
+from elasticps.wire.frames import ANY, BLOCK_BYTES, CODED, HEADER_BYTES, TABLES, Buffer, table_block
+from elasticps.wire.headers import PullHeader
+
+if TYPE_CHECKING:
+    from elasticps.client.row_cache import CachedRead
+    from elasticps.client.tables import SparseTable
+
+_NOTHING = np.empty(0, np.float32)
+_ALL = np.empty(0, np.int64)
+
+
+@njit(nogil=True, cache=True)
+def _readers_of(keys, tables, shift, reader_of, positions):  # type: ignore[no-untyped-def]
+    """Who answers for the keys at some positions, int32 [n]."""
+    readers, s, t = np.empty(len(positions), np.int32), np.uint64(shift), 0
+    for i in range(len(positions)):
+        while positions[i] >= tables[t + 1, T_FIRST]:
+            t += 1
+        readers[i] = reader_of[hash_key(keys[positions[i]], np.uint64(tables[t, T_SALT])) >> s]
+    return readers
+
+
+class TablesRead(Read):
+    """Rows of several tables, of each as one of `reads` has it prepared; nobody is asked for these themselves."""
+
+    def __init__(self, finish: Finish, reads: Sequence[SparseRead]) -> None:
+        first = reads[0]
+        name, coded = ", ".join([read.name for read in reads]), any(read.coded for read in reads)
+        keys = np.concatenate([read.keys for read in reads])
+        super().__init__(finish, 0, np.uint64(0), 0, name, keys, _NOTHING, first.any_replica, coded=coded)
+        self.reads = reads
+        ends = list(itertools.accumulate([len(read.keys) for read in reads], initial=0))
+        rows = [
+            (ends[i], read.dim, address(read.flat), int(read.salt.view(np.int64)), read.table_id)
+            for i, read in enumerate(reads)
+        ]
+        self._tables = np.array([*rows, (ends[-1], 0, 0, 0, 0)], np.int64)
+        self.short = next((read.short for read in reads if read.short is not None), None)
+
+    def result(self, timeout: float | None = None) -> list[NDArray[np.float32]]:
+        """Waits for all rows, and gives those of each read; `Timeout` after `timeout` seconds (default: the
+        client's)."""
+        self.wait(timeout)
+        return [read.arrived() for read in self.reads]
+
+    def frame_bytes(self, keys: int, servers: int) -> int:
+        return 8 * keys + (HEADER_BYTES + BLOCK_BYTES * len(self.reads)) * (servers + 1)
+
+    def cut(
+        self, keys: NDArray[np.int64], routes: Routes, readers: Readers, order: NDArray[np.int64],
+        cuts: NDArray[np.int64], memory: NDArray[np.uint8], slots: NDArray[np.int64], small: int, request: int,
+        worker: int,
+    ) -> int:  # fmt: skip
+        flags = TABLES | self.any_replica * ANY | self.coded * CODED
+        count: int = cut_tables(
+            keys, self._tables, routes.shift, readers.of, readers.only, order, cuts, memory, slots, small, request,
+            flags, routes.epoch, self.clock, worker, 0 if self.bound is None else self.bound + 1, self.wait_ms,
+        )  # fmt: skip
+        return count
+
+    def shortened(self, keys_of: ShortKeys, frame: memoryview) -> Sequence[Buffer]:
+        return keys_of.pull_tables(frame, {read.table_id: read.short for read in self.reads if read.short is not None})
+
+    def frame(self, part: ReadPart, epoch: int, worker: int) -> list[Buffer]:
+        keys, buffers, blocks = part.keys, list[Buffer](), 0
+        for number, (low, high) in enumerate(itertools.pairwise(self._edges(part.positions))):
+            if low < high:
+                buffers += [table_block(self.reads[number].table_id, high - low), keys[low:high].data.cast("B")]
+                blocks += 1
+        header = PullHeader(
+            part.request, epoch, self.clock, worker, 0, 0, self.bound, self.wait_ms, self.any_replica,
+            coded=self.coded, blocks=blocks,
+        )  # fmt: skip
+        return [header.header(sum(map(len, buffers))).pack(), *buffers]
+
+    def _edges(self, positions: Positions) -> list[int]:
+        """Which of the rows at some positions is the first of each table; and how many they are."""
+        firsts = self._tables[:, T_FIRST]
+        edges: list[int] = (firsts if positions is None else np.searchsorted(positions, firsts)).tolist()
+        return edges
+
+    def floats(self, positions: Positions, offset: int, count: int) -> int:
+        found = place_several(0, _ALL if positions is None else positions, self._tables, offset, count)
+        return int(found) // 4
+
+    def plan(self, part: ReadPart, routes: Routes, readers: Readers) -> list[tuple[int, NDArray[np.int64]]]:
+        positions = np.arange(len(self.keys)) if part.positions is None else part.positions
+        of = _readers_of(self.keys, self._tables, routes.shift, readers.of, positions)
+        return [(server, np.flatnonzero(of == server)) for server in np.unique(of).tolist()]
+
+    def target(self, positions: Positions, run: bool) -> Target:
+        return _Whole(self) if positions is None else self.private(positions)
+
+    def private(self, positions: NDArray[np.int64]) -> Target:
+        words = np.repeat(self._tables[:-1, T_WORDS], np.diff(self._edges(positions)))
+        ends = np.concatenate([[0], np.cumsum(words)])
+        rows = np.empty(int(ends[-1]), np.float32)
+        self._pieces.append((rows, positions))
+        return _Private(rows, ends)
+
+    def place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
+        place_several(address(rows), positions, self._tables, 0, len(positions))
+
+
+class TablesPull:
+    """A pull of several tables in flight: `reads`, one for each of `tables`; those of tables that keep no rows are
+    asked for by way of `groups`."""
+
+    def __init__(
+        self, tables: Sequence[SparseTable], reads: Sequence[SparseRead | CachedRead],
+        groups: Sequence[TablesRead | SparseRead],
+    ) -> None:  # fmt: skip
+        self._tables = tables
+        self._reads = reads
+        self._groups = groups
+
+    def done(self) -> bool:
+        """Whether `result` would return, or raise, at once."""
+        kept = [read for read in self._reads if not isinstance(read, SparseRead)]
+        return all(read.done() for read in [*self._groups, *kept])
+
+    def result(self, timeout: float | None = None) -> dict[SparseTable, NDArray[np.float32]]:
+        """Waits for the rows, float32 [n, dim] of each table, in the order of its keys; `Timeout` after `timeout`
+        seconds (default: the client's) for each server's part."""
+        for group in self._groups:
+            group.wait(timeout)
+        return {
+            table: read.arrived() if isinstance(read, SparseRead) else read.result(timeout)
+            for table, read in zip(self._tables, self._reads, strict=True)
+        }
+
+
+def together(finish: Finish, reads: Sequence[SparseRead | CachedRead]) -> list[TablesRead | SparseRead]:
+    """What asks for these reads in as few frames as it takes: of more than MOST_BLOCKS tables, or PULL_FRAME_KEYS keys,
+    several; those of tables that keep rows see to that themselves."""
+    groups, group, keys = list[TablesRead | SparseRead](), list[SparseRead](), 0
+    for read in [*(read for read in reads if isinstance(read, SparseRead)), None]:
+        n = 0 if read is None else len(read.keys)
+        if group and (read is None or len(group) == MOST_BLOCKS or keys + n > PULL_FRAME_KEYS):
+            groups.append(TablesRead(finish, group) if len(group) > 1 else group[0])
+            group, keys = [], 0
+        if read is not None:
+            group.append(read)
+            keys += n
+    return groups
+
+
+class _Whole:
+    """All rows, of one server: where they belong."""
+
+    def __init__(self, read: TablesRead) -> None:
+        self._read = read
+
+    def views(self, offset: int, count: int) -> list[memoryview]:
+        views, first = [], 0
+        for read in self._read.reads:
+            low, high = max(offset - first, 0), min(offset + count - first, len(read.keys))
+            if low < high:
+                views.append(read.flat[low * read.dim : high * read.dim].data.cast("B"))
+            first += len(read.keys)
+        return views
+
+
+class _Private:
+    """Rows one after another, and where each of them ends."""
+
+    def __init__(self, rows: NDArray[np.float32], ends: NDArray[np.int64]) -> None:
+        self._rows = rows
+        self._ends = ends
+
+    def views(self, offset: int, count: int) -> list[memoryview]:
+        part = self._rows[self._ends[offset] : self._ends[offset + count]]
+        return [part.data.cast("B")] if count else []
