@@ -12,6 +12,7 @@ import pytest
 
 import elasticps as eps
 from tests.e2e.conftest import Connect
+from tests.e2e.test_push_pull import cut_connection
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "l1_logreg.py"
 FEATURES, EPOCHS, L1 = 1_000, 4, 16.0
@@ -61,3 +62,37 @@ def test_ftrl_with_a_kkt_filter_finds_what_a_proximal_method_finds(connect: Conn
     floats, dropped = table.screened
     assert plain.screened == (0, 0)
     assert dropped > 0.7 * floats
+
+
+def test_weights_are_those_of_a_twin_to_the_bit(connect: Connect) -> None:
+    """FTRL (McMahan et al., Algorithm 1) and the filter in numpy, one worker, through lost connections."""
+    n, l1, slack, beta, inverse = 300, np.float32(1), 0.25, np.float32(1), np.float32(2)
+    ps, random = connect(), np.random.default_rng(5)
+    table = ps.table("t", dim=1, optimizer=eps.FTRL(lr=0.5, l1=1.0), push=[eps.KKT(slack)])
+    w, z, squares, kept = (np.zeros(n, np.float32) for _ in range(4))
+    zero = np.zeros(n, np.bool_)  # when it was pulled last, and nothing was sent since
+    for step in range(1, 121):
+        keys = random.choice(n, 60, replace=False)
+        if step % 17 == 0:
+            cut_connection(ps, random)
+        found = table.pull(keys)[:, 0]
+        assert (found == w[keys]).all()
+        zero[keys] = found == 0
+        grads = random.normal(scale=0.3, size=60).astype(np.float32)
+        ps.push({table: (keys, grads[:, None])})
+        total = grads + kept[keys]
+        small = zero[keys] & (abs(total) <= np.float32(1 - slack))
+        kept[keys] = np.where(small, total, np.float32(0))
+        sent, g = keys[~small & (total != 0)], total[~small & (total != 0)]
+        zero[sent] = False
+        root = np.sqrt(squares[sent] + g * g)
+        z[sent] += g - (root - np.sqrt(squares[sent])) * inverse * w[sent]
+        squares[sent] += g * g
+        beyond = z[sent] - np.where(z[sent] > 0, l1, -l1)
+        w[sent] = np.where(abs(z[sent]) <= l1, np.float32(0), -beyond / ((beta + root) * inverse))
+    assert 20 < table.reduce("nonzero") == np.count_nonzero(w) < n
+    assert table.screened.dropped > 2_000
+    assert table.feedback.rows == n
+    slots = table.slots(np.arange(n))
+    assert (slots["z"][:, 0] == z).all()
+    assert (slots["n"][:, 0] == squares).all()
