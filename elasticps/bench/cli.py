@@ -12,12 +12,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from elasticps.bench import groups_cli
 from elasticps.bench.measure import Result
 
 if TYPE_CHECKING:
     from elasticps.bench.train import Line  # brings in the client: half a second that other commands do without
 
 app = typer.Typer(help="Measure this machine, and elasticps on it.", no_args_is_help=True)
+app.command()(groups_cli.allreduce)
+app.command()(groups_cli.groups)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Servers = Annotated[int, typer.Option(min=1, max=16, help="Servers of the local cluster.")]

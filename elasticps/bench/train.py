@@ -6,19 +6,16 @@ computes in one thread. Only what is measured works: the others wait for the nex
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elasticps.bench.failover import Worker
 from elasticps.bench.limits import cpu_seconds
-from elasticps.errors import Error
+from elasticps.bench.team import ANSWER_S, Team
 from elasticps.local import LocalCluster
 
 MODELS = ("deepfm", "dlrm")
@@ -26,7 +23,6 @@ WORKERS, REPLICAS = (1, 2, 4), (1, 2)
 ROUNDS = 3
 WARM_STEPS = 30  # by then kernels are compiled, buckets and buffers have their sizes, and rows exist
 LEAST_STEPS = 10
-ANSWER_S = 180.0  # a worker that has not answered so long after its time hangs
 
 
 @dataclass(frozen=True)
@@ -86,30 +82,6 @@ class _Tally:
     server_s: dict[str, float] = field(default_factory=dict)
 
 
-class _Team:
-    """The worker processes of one model. Asks the first few of them at once; each answers within `answer_s`."""
-
-    def __init__(self, jobs: Sequence[Mapping[str, object]], answer_s: float = ANSWER_S) -> None:
-        self._answer_s = answer_s
-        self.workers = [Worker("elasticps.bench.trainer", json.dumps(job)) for job in jobs]
-        self._threads = ThreadPoolExecutor(len(jobs))
-
-    def ask(self, request: str, count: int) -> list[dict[str, Any]]:
-        """The answers. Error if one ends, or does not answer in time; then all of them are ended."""
-        asked = [self._threads.submit(worker.ask, request) for worker in self.workers[:count]]
-        done, waiting = wait(asked, self._answer_s, FIRST_EXCEPTION)
-        failed = next((f.exception() for f in done if f.exception() is not None), None)
-        if failed is not None or waiting:
-            self.close()  # the others may wait for the one that ended
-            raise failed or Error(f"a worker of the benchmark did not answer {request!r} within {self._answer_s:g} s")
-        return [future.result() for future in asked]
-
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.close()
-        self._threads.shutdown()
-
-
 def run(
     *,
     models: Sequence[str] = MODELS,
@@ -149,7 +121,11 @@ def _model(
     with tempfile.TemporaryDirectory(prefix="elasticps-train-") as folder, ExitStack() as stack:
         common = {"model": model, "batch": batch, "workers": most, "groups": groups, "urls": urls}
         meeting = str(Path(folder) / "meeting")
-        team = _Team([{**common, "rank": rank, "meeting": meeting} for rank in range(most)], ANSWER_S + 2 * seconds)
+        team = Team(
+            "elasticps.bench.trainer",
+            [{**common, "rank": rank, "meeting": meeting} for rank in range(most)],
+            ANSWER_S + 2 * seconds,
+        )
         stack.callback(team.close)
         tallies = {}
         for way in ways:
@@ -170,7 +146,7 @@ def _told(way: Way) -> str:
     return text if not way.replicas else f"{text}, {way.replicas} replica{'s' if way.replicas > 1 else ''}"
 
 
-def _warm(team: _Team, way: Way, seconds: float) -> int:
+def _warm(team: Team, way: Way, seconds: float) -> int:
     """Makes a way ready and warm; how many steps fit a round."""
     team.ask(f"build {way.name}", way.workers)
     for _ in range(2):  # the second time tells how long a step takes
@@ -183,7 +159,7 @@ def _fitting(steps: int, took_s: float, seconds: float) -> int:
     return max(LEAST_STEPS, int(steps * seconds / ROUNDS / took_s))
 
 
-def _measure(team: _Team, way: Way, tally: _Tally, cluster: LocalCluster | None, batch: int, seconds: float) -> None:
+def _measure(team: Team, way: Way, tally: _Tally, cluster: LocalCluster | None, batch: int, seconds: float) -> None:
     """One round."""
     pids = {} if cluster is None else {server.name: server.pid for server in cluster.servers}
     mine = [worker.pid for worker in team.workers[: way.workers]]

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from elasticps.bench import train
 from elasticps.bench.cli import app
+from elasticps.bench.team import Team
 from elasticps.bench.train import Line, Way
 from elasticps.errors import Error
 
@@ -35,7 +36,7 @@ def test_every_way_trains_and_is_counted() -> None:
 @pytest.mark.slow  # the next one goes the same way
 def test_a_worker_that_fails_ends_all_of_them(capfd: pytest.CaptureFixture[str]) -> None:
     job = {"model": "deepfm", "batch": 10_000_000, "rank": 0, "workers": 1, "groups": [], "urls": {}, "meeting": ""}
-    team = train._Team([job, job])
+    team = Team("elasticps.bench.trainer", [job, job])
     try:
         with pytest.raises(Error, match="a worker of the benchmark ended with exit code 1"):
             team.ask("build alone", 2)
@@ -54,7 +55,7 @@ def test_a_worker_that_hangs_is_given_up(capfd: pytest.CaptureFixture[str]) -> N
         "urls": {},
         "meeting": "nowhere/at-all",
     }
-    team = train._Team([job], answer_s=0.1)
+    team = Team("elasticps.bench.trainer", [job], answer_s=0.1)
     try:
         with pytest.raises(Error, match=r"did not answer 'build alone' within 0\.1 s"):
             team.ask("build alone", 1)

@@ -9,9 +9,11 @@ with group.connect(url, worker="machine0") as ps:     # in the place of eps.conn
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from elasticps.client import connect
+from elasticps.client import Client, connect
 from elasticps.errors import ConfigError
 from elasticps.torch.group.client import GroupClient, GroupStep
 from elasticps.torch.group.links import NOTHING
@@ -46,14 +48,16 @@ class LocalGroup:
     def connect(self, url: str | None = None, *, worker: str = "", **options: Any) -> GroupClient:
         """Joins a cluster as one worker, named `worker`: arguments and errors as for `elasticps.connect`. Every rank
         calls it, rank 0 connects. Once."""
+        return self.with_client(partial(connect, url, worker=worker, **options))
+
+    def with_client(self, make: Callable[[], Client]) -> GroupClient:
+        """The same with the client that `make` gives, at rank 0."""
         if self._used:
             raise ConfigError("a LocalGroup connects once: make another one for another client")
         self._used = True
-        client = None
         number, _ = self._links.ask("connect")
         with self._links.leading(number):
-            if self.rank == 0:
-                client = connect(url, worker=worker, **options)
+            client = make() if self.rank == 0 else None
             self._links.answer(number, NOTHING)
         return GroupClient(self._links, client, self._mean)
 

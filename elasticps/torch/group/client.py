@@ -18,7 +18,7 @@ from elasticps.torch.group.links import NOTHING, Links, Words
 from elasticps.torch.group.reads import Floats, Slots, WeightsRead, ask_weights
 from elasticps.torch.group.several import GroupTablesRead, ask_tables
 from elasticps.torch.group.shards import GroupShards
-from elasticps.torch.group.step import Step as Summing
+from elasticps.torch.group.step import Summing
 from elasticps.torch.group.tables import GroupTable, GroupTensor, Handle
 
 if TYPE_CHECKING:
@@ -33,9 +33,16 @@ Rates = float | Mapping[Handle, float] | None
 class GroupStep:
     """One tick of the group's clock on its way to the servers."""
 
-    def __init__(self, ps: GroupClient, clock: int, step: Step | None) -> None:
-        self.clock = clock
+    def __init__(self, ps: GroupClient, step: Step | None) -> None:
         self._ps, self._step = ps, step
+        self.ticked = 0  # the clock, once this rank has heard of it
+
+    @property
+    def clock(self) -> int:
+        """The clock that this step ticked to."""
+        if not self.ticked:
+            self._ps.settle()
+        return self.ticked
 
     def done(self) -> bool:
         """Whether the step is known to be committed here: at rank 0 as a client's step, elsewhere by `ps.committed`."""
@@ -44,11 +51,12 @@ class GroupStep:
     def result(self, timeout: float | None = None) -> None:
         """Waits until the step is committed, as a client's step; every rank calls it."""
 
-        def result() -> None:
+        def result(client: Client) -> Words:
             assert self._step is not None
             self._step.result(timeout)
+            return self._ps.clocks()
 
-        self._ps.together("result of a step", result)
+        self._ps.hear(self._ps.asked("result of a step", result))
 
 
 class GroupClient:
@@ -65,9 +73,10 @@ class GroupClient:
         self.client = client
         self.slots = Slots(links)
         self.is_alone = False
-        self.clock = self.committed = 0  # as this rank has heard last
-        self._mean, self._chunk = mean, chunk
+        self._heard = 0, 0  # the clock, and up to which clock all is committed
+        self._owed: tuple[int, GroupStep] | None = None  # a push of which rank 0 has yet to tell
         self._handles: list[Handle] = []
+        self._summing = Summing(links, self._handles, mean, chunk)
         self._named: dict[str, Handle] = {}
         self._closed = False
 
@@ -84,6 +93,17 @@ class GroupClient:
     def size(self) -> int:
         """How many processes are in the group."""
         return self.links.size
+
+    @property
+    def clock(self) -> int:
+        """Steps pushed, counted from the worker's base clock."""
+        self.settle()
+        return self._heard[0]
+
+    @property
+    def committed(self) -> int:
+        """The clock up to which every step is committed, as this rank has heard last."""
+        return self._heard[1]
 
     # -- tables
 
@@ -136,7 +156,7 @@ class GroupClient:
             real = opened(client)
             return [known is None or known.real is not real]
 
-        is_new = bool(self._asked(what, at_rank_0)[0])
+        is_new = bool(self.asked(what, at_rank_0)[0])
         if known is not None and not is_new:
             return known
         handle = self._named[name] = made(len(self._handles), real)
@@ -148,21 +168,31 @@ class GroupClient:
     def push(self, values: Mapping[Any, object], *, lr: Rates = None) -> GroupStep:
         """One step of all ranks: sums what they give, {table: (keys, grads), tensor: grad} as for `Client.push`, in
         the order of the ranks, and pushes the sums. A rank may leave out what it has no gradient of. `lr` counts at
-        rank 0. InputError before anybody hears of it."""
+        rank 0. InputError before anybody hears of it; what rank 0's push raises, others raise with their next step."""
         self._refuse_alone("push")
         for handle in values:
             if self._named.get(getattr(handle, "name", "")) is not handle:
                 raise InputError(f"push takes the tables and tensors of this group as keys, got {handle!r}")
-        number, sums = Summing(self.links, self._handles, self._mean, self._chunk).sums(values)
-        step, words = None, NOTHING
+        self.settle()
+        number, sums = self._summing.sums(values)
+        if self.client is None:
+            step = GroupStep(self, None)
+            self._owed = number, step
+            return step
         with self.links.leading(number):
-            if self.client is not None:
-                rates: Any = {h.real: rate for h, rate in lr.items()} if isinstance(lr, Mapping) else lr
-                real: dict[Any, Any] = {handle.real: summed for handle, summed in sums.items()}
-                step = self.client.push(real, lr=rates)
-                words = self._clocks()
-            self._hear(self.links.answer(number, words))
-        return GroupStep(self, self.clock, step)
+            rates: Any = {h.real: rate for h, rate in lr.items()} if isinstance(lr, Mapping) else lr
+            real: dict[Any, Any] = {handle.real: summed for handle, summed in sums.items()}
+            step = GroupStep(self, self.client.push(real, lr=rates))
+            self.hear(self.links.answer(number, self.clocks()))
+        step.ticked = self._heard[0]
+        return step
+
+    def settle(self) -> None:
+        """Elsewhere than at rank 0: hears what became of the newest push, and raises what rank 0 did."""
+        if self._owed is not None:
+            (number, step), self._owed = self._owed, None
+            self.hear(self.links.answer(number))
+            step.ticked = self._heard[0]
 
     def pull_async(
         self, keys: Mapping[GroupTable, object], out: Mapping[GroupTable, Floats] | None = None, *,
@@ -247,8 +277,8 @@ class GroupClient:
             at = client.resume()
             return [at.clock, at.trained, at.begun, at.steps, at.predecessor]
 
-        clock, trained, begun, steps, predecessor = self._asked("resume", resumed).tolist()
-        self.clock = clock
+        clock, trained, begun, steps, predecessor = self.asked("resume", resumed).tolist()
+        self._heard = clock, clock
         return Resume(clock, trained, begun, steps, bool(predecessor))
 
     def flush(self, timeout: float | None = None) -> None:
@@ -256,9 +286,9 @@ class GroupClient:
 
         def flushed(client: Client) -> Words:
             client.flush(timeout)
-            return self._clocks()
+            return self.clocks()
 
-        self._hear(self._asked("flush", flushed))
+        self.hear(self.asked("flush", flushed))
 
     def together(self, operation: str, does: Callable[[], None]) -> None:
         """Rank 0 does something for all, who wait for it, and raise what it raises."""
@@ -267,22 +297,27 @@ class GroupClient:
             does()
             return NOTHING
 
-        self._asked(operation, done)
+        self.asked(operation, done)
 
-    def _asked(self, operation: str, does: Callable[[Client], Any]) -> Words:
+    def asked(self, operation: str, does: Callable[[Client], Any]) -> Words:
+        """The same, and what it gives, int64 [n], at all ranks."""
         if self.client is not None and self.is_alone:
             return np.array(does(self.client), np.int64)
+        self.settle()
         number, _ = self.links.ask(operation)
         with self.links.leading(number):
             words = NOTHING if self.client is None else np.array(does(self.client), np.int64)
             return self.links.answer(number, words)
 
-    def _clocks(self) -> Words:
+    def clocks(self) -> Words:
+        """At rank 0: what the others hear of the client's clock."""
         assert self.client is not None
         return np.array([self.client.clock, self.client.committed], np.int64)
 
-    def _hear(self, words: Words) -> None:
-        self.clock, self.committed = words.tolist()
+    def hear(self, words: Words) -> None:
+        """What `clocks` gave."""
+        clock, committed = words.tolist()
+        self._heard = clock, committed
 
     @contextmanager
     def alone(self) -> Iterator[Client]:

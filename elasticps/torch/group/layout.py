@@ -1,8 +1,9 @@
 """Where the gradients of one step lie in the memory that ranks share. Pure: every rank comes to the same.
 
-Dense gradients are one row of floats, tensor after tensor, which passes by in chunks: each rank copies its own chunk
-into one of two slots, and each sums a share of the chunk into the result. So memory is one model, not one for each
-rank. Rows lie there as they are, and beside them room for each rank's share of the sums.
+Each rank has a region of its own, `room` bytes of it, so that it can put there what it has before it knows what others
+have. Behind the regions are the sums. Dense gradients are one row of floats, tensor after tensor, which passes by in
+chunks: each rank copies its own chunk into one of two slots, and each sums a share of the chunk into the result. So
+memory is one model, not one for each rank. Rows lie there as they are, and the sums of each rank's share of the keys.
 """
 
 from __future__ import annotations
@@ -35,78 +36,113 @@ class Place(NamedTuple):
     dim: int
 
 
-@dataclass(frozen=True)
-class Table:
-    """What the ranks have of one table. number: among the targets; given: by rank; sums: by the rank that sums."""
+class Region(NamedTuple):
+    """What one rank gives: its rows of each table, by number of the target; two slots for floats; where it ends."""
 
-    number: int
-    given: tuple[Place, ...]
-    sums: tuple[Place, ...]
+    tables: dict[int, Place]
+    slots: tuple[int, int]
+    end: int
 
 
 @dataclass(frozen=True)
 class Layout:
     """The memory of one step, `nbytes` in all.
 
-    tensors: numbers of the targets of which at least one rank has a gradient
+    tensors  numbers of the targets of which at least one rank has a gradient
     starts   of each of them, its first float; floats: of all
-    chunk    floats that pass at once; slots: of the two, by rank, the byte where it begins
-    result   the byte at which the sums begin
+    chunk    floats that pass at once
+    regions  by rank
+    result   the byte at which the sums of floats begin
+    sums     of each table, by number, and each rank: where its share of the sums lies
     """
 
     tensors: tuple[int, ...]
     starts: tuple[int, ...]
     floats: int
     chunk: int
-    slots: tuple[tuple[int, ...], tuple[int, ...]]
+    regions: tuple[Region, ...]
     result: int
-    tables: tuple[Table, ...]
+    sums: dict[int, tuple[Place, ...]]
     nbytes: int
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """First and last float of each."""
+        """First float, and the one behind the last, of each."""
         for start in range(0, self.floats, max(1, self.chunk)):
             yield start, min(start + self.chunk, self.floats)
 
 
-def layout(targets: Sequence[Target], given: Sequence[NDArray[np.int64]], chunk: int = CHUNK) -> Layout:
-    """given: of each rank, for each target, how many keys it has of a table, and anything but ABSENT for a tensor of
-    which it has a gradient."""
-    used = 0
+class _Room:
+    def __init__(self, start: int) -> None:
+        self.end = start
 
-    def room(nbytes: int) -> int:
-        nonlocal used
-        start, used = used, used + -(-nbytes // _LINE) * _LINE
+    def bytes(self, count: int) -> int:
+        start, self.end = self.end, self.end + -(-count // _LINE) * _LINE
         return start
 
-    held = [number for number in range(len(targets)) if any(each[number] != ABSENT for each in given)]
-    tensors = tuple(number for number in held if targets[number].floats)
+    def rows(self, n: int, dim: int) -> Place:
+        return Place(self.bytes(8 * n), self.bytes(4 * n * dim), n, dim)
+
+
+def tensors_of(targets: Sequence[Target], has: NDArray[np.int64]) -> tuple[int, ...]:
+    """The numbers of the tensors of which a rank has a gradient."""
+    return tuple(number for number, target in enumerate(targets) if target.floats and has[number] != ABSENT)
+
+
+def region(targets: Sequence[Target], has: NDArray[np.int64], floats: int, start: int) -> Region:
+    """That of one rank, from byte `start` on. has: for each target, how many keys it has of a table, and anything but
+    ABSENT for a tensor of which it has a gradient. floats: that pass at once."""
+    room = _Room(start)
+    tables = {
+        number: room.rows(int(has[number]), target.dim)
+        for number, target in enumerate(targets)
+        if target.dim and has[number] > 0
+    }
+    return Region(tables, (room.bytes(4 * floats), room.bytes(4 * floats)), room.end)
+
+
+def layout(targets: Sequence[Target], given: Sequence[NDArray[np.int64]], chunk: int, room: int) -> Layout:
+    """given: what each rank has, as for `region`. A rank that needs more than `room` bytes begins where others end: see
+    `room_for`."""
+    tensors = tuple(sorted({number for has in given for number in tensors_of(targets, has)}))
     sizes = [targets[number].floats for number in tensors]
-    starts = tuple(sum(sizes[:i]) for i in range(len(sizes)))
     floats = sum(sizes)
     chunk = min(chunk, floats)
-    slots = [tuple(room(4 * chunk) for _ in given) for _ in range(2)]
-    result = room(4 * floats)
+    regions = tuple(region(targets, has, chunk, rank * room) for rank, has in enumerate(given))
+    rest = _Room(len(given) * room)
+    result = rest.bytes(4 * floats)
+    sums = {}
+    for number, target in enumerate(targets):
+        if target.dim and any(has[number] != ABSENT for has in given):
+            total = sum(max(0, int(has[number])) for has in given)
+            sums[number] = tuple(rest.rows(total, target.dim) for _ in given)
+    starts = tuple(sum(sizes[:i]) for i in range(len(sizes)))
+    return Layout(tensors, starts, floats, chunk, regions, result, sums, rest.end)
 
-    def place(count: int, dim: int) -> Place:
-        return Place(room(8 * count), room(4 * count * dim), count, dim)
 
-    tables = []
-    for number in held:
-        if dim := targets[number].dim:
-            counts = [max(0, int(each[number])) for each in given]
-            mine = tuple(place(count, dim) for count in counts)
-            tables.append(Table(number, mine, tuple(place(sum(counts), dim) for _ in given)))
-    return Layout(tensors, starts, floats, chunk, (slots[0], slots[1]), result, tuple(tables), used)
+def room_for(targets: Sequence[Target], given: Sequence[NDArray[np.int64]], chunk: int) -> int:
+    """Bytes of a region that are enough for all ranks, and half of that more for the next step."""
+    plan = layout(targets, given, chunk, 0)
+    most = max(each.end for each in plan.regions)
+    return -(-(most + most // 2) // _LINE) * _LINE
+
+
+def fits(plan: Layout, room: int, nbytes: int) -> bool:
+    """Whether every rank's region has room, and the memory of so many bytes has it for the sums."""
+    return all(each.end <= (rank + 1) * room for rank, each in enumerate(plan.regions)) and plan.nbytes <= nbytes
 
 
 def copy_range(
-    values: Sequence[NDArray[np.float32] | None], layout: Layout, start: int, stop: int, out: NDArray[np.float32]
+    values: Sequence[NDArray[np.float32] | None],
+    sizes: Sequence[int],
+    start: int,
+    stop: int,
+    out: NDArray[np.float32],
 ) -> None:
-    """Copies floats `start` … `stop` - 1 of the row of tensors to `out`; zeros for a tensor that is None. values: of
-    each of the layout's tensors, flat."""
-    ends = [*layout.starts[1:], layout.floats]
-    for value, first, end in zip(values, layout.starts, ends, strict=True):
-        low, high = max(first, start), min(end, stop)
+    """Copies floats `start` … `stop` - 1 of a row of tensors to `out`; zeros for a tensor that is None. values: flat,
+    of these sizes."""
+    first = 0
+    for value, size in zip(values, sizes, strict=True):
+        low, high = max(first, start), min(first + size, stop)
         if low < high:
             out[low - start : high - start] = 0.0 if value is None else value[low - first : high - first]
+        first += size

@@ -114,6 +114,11 @@ class Links:
         """Memory that rank 0 has given a number."""
         return self._memory[number]
 
+    def shared(self, number: int) -> int:
+        """How many bytes it has; 0 before there is any."""
+        known = self._memory.get(number)
+        return 0 if known is None else known.nbytes
+
     def share(self, number: int, nbytes: int) -> None:
         """At rank 0: sees to it that memory of this number has so many bytes. The others have it before the next
         answer; arrays in what it was before stay what they are."""

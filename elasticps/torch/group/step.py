@@ -1,26 +1,39 @@
 """One step of all ranks: their gradients become one, which rank 0 pushes.
 
-First all say what they have, so that all know where it lies (`layout.py`). Dense gradients pass in chunks: while the
-ranks sum one, each its share of it, the next one is copied. Rows are summed by key, each rank a part of the keys. All
-sums go by rank, so that they are, bit for bit, those of one process that adds up the gradients in this order.
+A rank puts what it has where it has room (`layout.py`), then all say what they have; if there was not room enough, they
+get more and put it there again. Dense gradients pass in chunks: while the ranks sum one, each its share of it, the next
+one is copied. Rows are summed by key, each rank a part of the keys. All sums go by rank, so that they are, bit for bit,
+those of one process that adds up the gradients in this order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.torch.group.layout import ABSENT, CHUNK, Layout, copy_range, layout
+from elasticps.torch.group.layout import (
+    ABSENT,
+    CHUNK,
+    Layout,
+    Region,
+    Target,
+    copy_range,
+    fits,
+    layout,
+    region,
+    room_for,
+    tensors_of,
+)
 from elasticps.torch.group.links import Links
 from elasticps.torch.group.memory import Shared
 from elasticps.torch.group.merge import added, merged, share
 from elasticps.torch.group.tables import GroupTable, GroupTensor, Handle
 
 GRADIENTS = 0  # the number of their memory
-Floats = NDArray[np.float32]
+Has = NDArray[np.int64]
 
 
 class Sums(NamedTuple):
@@ -31,90 +44,124 @@ class Sums(NamedTuple):
     values: dict[Handle, Any]
 
 
-class Step:
-    """A step of the ranks of `links`. handles: all that are open, by number; mean: divide sums by the ranks."""
+class Summing:
+    """The steps of the ranks of `links`. handles: all that are open, by number; mean: divide sums by the ranks."""
 
     def __init__(self, links: Links, handles: Sequence[Handle], mean: bool, chunk: int = CHUNK) -> None:
         self._links, self._handles, self._mean, self._chunk = links, handles, mean, chunk
+        self._room = 0  # bytes of each rank's region; the same at all ranks
 
     def sums(self, values: Mapping[Handle, object]) -> Sums:
         """Adds up what the ranks have; InputError before anybody hears of it. Elsewhere than at rank 0 nothing."""
         mine = {handle.number: handle.checked(value) for handle, value in values.items()}
-        plan = self._plan(mine)
-        memory = self._links.memory(GRADIENTS) if plan.nbytes else None
-        counts = np.zeros(len(plan.tables), np.int64)
-        if memory is not None:
-            self._give_rows(plan, memory, mine)
-            tensors: list[Any] = [mine.get(number) for number in plan.tensors]
-            before: tuple[int, int, int] | None = None
-            for turn, (start, stop) in enumerate(plan.chunks()):
-                own = memory.floats(plan.slots[turn % 2][self._links.rank], stop - start)
-                copy_range(tensors, plan, start, stop, own)
-                self._wait()
-                before = turn % 2, start, stop
-                self._add(plan, memory, *before)
-            if before is None:
-                self._wait()
-            for i, table in enumerate(plan.tables):
-                counts[i] = self._merge(memory, table)
+        plan = self._given(mine)
+        counts = np.zeros(len(plan.sums), np.int64)
+        if plan.nbytes:
+            memory = self._links.memory(GRADIENTS)
+            self._add_all(plan, memory, mine)
+            for i, number in enumerate(plan.sums):
+                counts[i] = self._merge(plan, memory, number)
         number, said = self._links.ask("push of the sums", counts)
         if self._links.rank:
             return Sums(number, {})
         with self._links.leading(number):
-            return Sums(number, {} if memory is None else dict(self._values(plan, memory, said)))
+            return Sums(number, dict(self._values(plan, said)))
 
-    def _plan(self, mine: Mapping[int, Any]) -> Layout:
-        """The same at all ranks; there is memory for it."""
-        links, targets = self._links, [handle.target for handle in self._handles]
+    # -- giving
+
+    def _given(self, mine: Mapping[int, Any]) -> Layout:
+        """Where everything lies; each rank's rows and first chunk are there."""
+        targets = [handle.target for handle in self._handles]
         has = np.full(len(targets), ABSENT, np.int64)
         for number, value in mine.items():
             has[number] = len(value[0]) if isinstance(value, tuple) else 0
-        number, said = links.ask("step", has)
-        with links.leading(number):
-            if links.rank == 0:
-                links.agree([np.array([len(each)]) for each in said], "tables")
-                plan = layout(targets, said, self._chunk)
-                if plan.nbytes:
-                    links.share(GRADIENTS, plan.nbytes)
-                links.answer(number, np.concatenate(said))
-                return plan
-        return layout(targets, list(links.answer(number).reshape(links.size, -1)), self._chunk)
+        early = self._give_early(targets, has, mine)
+        said = self._links.exchange("step", np.append(has, early))
+        given = [each[:-1] for each in said]
+        plan = layout(targets, given, self._chunk, self._room)
+        same = all(tensors_of(targets, each) == plan.tensors for each in given)
+        if all(each[-1] for each in said) and same and fits(plan, self._room, self._nbytes):
+            return plan
+        self._room = room_for(targets, given, self._chunk)
+        plan = layout(targets, given, self._chunk, self._room)
+        if plan.nbytes:
+            number, _ = self._links.ask("memory")
+            with self._links.leading(number):
+                if self._links.rank == 0:
+                    self._links.share(GRADIENTS, plan.nbytes)
+                self._links.answer(number)
+            self._give(plan.regions[self._links.rank], plan.tensors, mine, plan.chunk)
+            self._wait()
+        return plan
+
+    def _give_early(self, targets: Sequence[Target], has: Has, mine: Mapping[int, Any]) -> bool:
+        """Whether there is room for what this rank has, and it is there."""
+        tensors = tensors_of(targets, has)
+        chunk = min(self._chunk, sum(targets[number].floats for number in tensors))
+        start = self._links.rank * self._room
+        own = region(targets, has, chunk, start)
+        if not self._nbytes or own.end > start + self._room:
+            return False
+        self._give(own, tensors, mine, chunk)
+        return True
+
+    def _give(self, own: Region, tensors: Sequence[int], mine: Mapping[int, Any], floats: int) -> None:
+        memory = self._links.memory(GRADIENTS)
+        for number, place in own.tables.items():
+            keys, rows = memory.rows(place)
+            keys[:], rows[:] = mine[number]
+        self._give_chunk(memory.floats(own.slots[0], floats), tensors, mine, 0, floats)
+
+    def _give_chunk(self, out: Any, tensors: Sequence[int], mine: Mapping[int, Any], start: int, stop: int) -> None:
+        sizes = [self._handles[number].target.floats for number in tensors]
+        copy_range([mine.get(number) for number in tensors], sizes, start, stop, out)
+
+    @property
+    def _nbytes(self) -> int:
+        return self._links.shared(GRADIENTS)
 
     def _wait(self) -> None:
         """Until every rank is here."""
         number, _ = self._links.ask("sum")
         self._links.answer(number)
 
-    def _give_rows(self, plan: Layout, memory: Shared, mine: Mapping[int, Any]) -> None:
-        for table in plan.tables:
-            if table.number in mine:
-                keys, rows = memory.rows(table.given[self._links.rank])
-                keys[:], rows[:] = mine[table.number]
+    # -- adding up
 
-    def _add(self, plan: Layout, memory: Shared, slot: int, start: int, stop: int) -> None:
-        """This rank's share of a chunk."""
-        low, high = share(stop - start, self._links.rank, self._links.size)
-        if low < high:
-            given = [memory.floats(at + 4 * low, high - low) for at in plan.slots[slot]]
-            added(given, memory.floats(plan.result + 4 * (start + low), high - low), self._mean)
+    def _add_all(self, plan: Layout, memory: Shared, mine: Mapping[int, Any]) -> None:
+        rank, size = self._links.rank, self._links.size
+        for turn, (start, stop) in enumerate(plan.chunks()):
+            slot = turn % 2
+            if turn:
+                own = memory.floats(plan.regions[rank].slots[slot], stop - start)
+                self._give_chunk(own, plan.tensors, mine, start, stop)
+                self._wait()
+            low, high = share(stop - start, rank, size)
+            if low < high:
+                given = [memory.floats(each.slots[slot] + 4 * low, high - low) for each in plan.regions]
+                added(given, memory.floats(plan.result + 4 * (start + low), high - low), self._mean)
 
-    def _merge(self, memory: Shared, table: Any) -> int:
+    def _merge(self, plan: Layout, memory: Shared, number: int) -> int:
         """This rank's part of a table's keys; how many they are."""
-        links = self._links
-        keys, rows = memory.rows(table.sums[links.rank])
-        count = merged([memory.rows(place) for place in table.given], links.rank, links.size, keys, rows)
+        rank, size = self._links.rank, self._links.size
+        given = [memory.rows(each.tables[number]) for each in plan.regions if number in each.tables]
+        keys, rows = memory.rows(plan.sums[number][rank])
+        count = merged(given, rank, size, keys, rows)
         if self._mean:
-            rows[:count] /= np.float32(links.size)
+            rows[:count] /= np.float32(size)
         return count
 
-    def _values(self, plan: Layout, memory: Shared, said: Sequence[NDArray[np.int64]]) -> Any:
+    def _values(self, plan: Layout, said: Sequence[NDArray[np.int64]]) -> Iterator[tuple[Handle, Any]]:
         for number, start in zip(plan.tensors, plan.starts, strict=True):
             tensor = self._handles[number]
             assert isinstance(tensor, GroupTensor)
-            floats = memory.floats(plan.result + 4 * start, tensor.target.floats)
+            floats = self._links.memory(GRADIENTS).floats(plan.result + 4 * start, tensor.target.floats)
             yield tensor, floats.reshape(tensor.shape)
-        for i, table in enumerate(plan.tables):
-            handle = self._handles[table.number]
-            assert isinstance(handle, GroupTable)
-            parts = [memory.rows(place, int(each[i])) for place, each in zip(table.sums, said, strict=True)]
-            yield handle, (np.concatenate([keys for keys, _ in parts]), np.concatenate([rows for _, rows in parts]))
+        for i, (number, places) in enumerate(plan.sums.items()):
+            table = self._handles[number]
+            assert isinstance(table, GroupTable)
+            if not places[0].n:
+                yield table, (np.empty(0, np.int64), np.empty((0, table.dim), np.float32))
+                continue
+            memory = self._links.memory(GRADIENTS)
+            parts = [memory.rows(place, int(each[i])) for place, each in zip(places, said, strict=True)]
+            yield table, (np.concatenate([keys for keys, _ in parts]), np.concatenate([rows for _, rows in parts]))

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.client.filtering import Feedback
 from elasticps.client.inputs import checked_floats, checked_keys, checked_out
+from elasticps.client.short_keys import Saved
 from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Optimizer
 from elasticps.torch.group.layout import Target
@@ -48,6 +50,16 @@ class _Handle(Generic[Real]):
         """What `set_lr` gave all workers; only rank 0, whose rates count, hears of it."""
         return None if self.real is None else self.real.rate_set
 
+    @property
+    def feedback(self) -> Feedback:
+        """As the client's, at rank 0. ConfigError elsewhere."""
+        return self._here("feedback").feedback
+
+    @property
+    def zstd_bytes(self) -> Saved:
+        """As the client's, at rank 0. ConfigError elsewhere."""
+        return self._here("zstd_bytes").zstd_bytes
+
     def set_lr(self, lr: float | None) -> None:
         """As the client's; every rank calls it."""
         self._ps.together(f"set_lr of {self.name!r}", lambda: self._here("").set_lr(lr))
@@ -81,6 +93,11 @@ class GroupTable(_Handle["SparseTable"]):
         super().__init__(ps, name, number, optimizer, real)
         self.dim = dim
         self.target = Target(0, dim)
+
+    @property
+    def key_bytes(self) -> Saved:
+        """As the client's, at rank 0. ConfigError elsewhere."""
+        return self._here("key_bytes").key_bytes
 
     def pull_async(
         self, keys: object, out: Floats | None = None, *, read: str = "tail", exact: bool = False

@@ -10,7 +10,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from elasticps.torch.group.layout import ABSENT, Layout, Target, copy_range, layout
+from elasticps.torch.group.layout import (
+    ABSENT,
+    Layout,
+    Target,
+    copy_range,
+    fits,
+    layout,
+    region,
+    room_for,
+    tensors_of,
+)
 from elasticps.torch.group.merge import PIECE, added, merged, share
 
 Floats = NDArray[np.float32]
@@ -83,38 +93,54 @@ def test_nothing_lies_where_something_else_does(
 ) -> None:
     counts = st.lists(st.integers(ABSENT, 6), min_size=len(targets), max_size=len(targets))
     given_ = [np.array(data.draw(counts), np.int64) for _ in range(size)]
-    plan = layout(targets, given_, chunk)
+    room = room_for(targets, given_, chunk)
+    plan = layout(targets, given_, chunk, room)
+    assert fits(plan, room, plan.nbytes)
+    assert room == 0 or not fits(plan, room, plan.nbytes - 1)
     taken = sorted(spans(plan))
     assert all(end <= start for (_, end), (start, _) in pairwise(taken))
     assert all(start % 64 == 0 for start, _ in taken)
     assert not taken or taken[-1][1] <= plan.nbytes
     here = [number for number in range(len(targets)) if any(each[number] != ABSENT for each in given_)]
     assert list(plan.tensors) == [number for number in here if targets[number].floats]
-    assert [table.number for table in plan.tables] == [number for number in here if targets[number].dim]
-    for table in plan.tables:
-        mine = [max(0, int(each[table.number])) for each in given_]
-        assert [place.n for place in table.given] == mine
-        assert [place.n for place in table.sums] == [sum(mine)] * size
+    assert list(plan.sums) == [number for number in here if targets[number].dim]
+    for number, sums in plan.sums.items():
+        mine = [max(0, int(each[number])) for each in given_]
+        found = [each.tables[number].n if number in each.tables else 0 for each in plan.regions]
+        assert found == mine
+        assert [place.n for place in sums] == [sum(mine)] * size
+    for rank, (has, own) in enumerate(zip(given_, plan.regions, strict=True)):
+        if tensors_of(targets, has) == plan.tensors:  # it needs no other rank to know where its own begins
+            assert region(targets, has, plan.chunk, rank * room) == own
+
+
+def test_what_does_not_fit_is_known() -> None:
+    targets, few, many = [Target(0, 4)], np.array([2]), np.array([900])
+    room = room_for(targets, [few, few], 8)
+    nbytes = layout(targets, [few, few], 8, room).nbytes
+    assert not fits(layout(targets, [few, many], 8, room), room, 1 << 20)
+    assert not fits(layout(targets, [many, few], 8, room), room, 1 << 20)
+    assert not fits(layout(targets, [few, few], 8, room), room, nbytes - 64)
 
 
 def spans(plan: Layout) -> list[tuple[int, int]]:
-    found = [(at, at + 4 * plan.chunk) for slot in plan.slots for at in slot]
+    found = [(at, at + 4 * plan.chunk) for each in plan.regions for at in each.slots]
     found.append((plan.result, plan.result + 4 * plan.floats))
-    for table in plan.tables:
-        for place in (*table.given, *table.sums):
-            found += [(place.keys, place.keys + 8 * place.n), (place.rows, place.rows + 4 * place.n * place.dim)]
+    places = [place for each in plan.regions for place in each.tables.values()]
+    for place in (*places, *(place for sums in plan.sums.values() for place in sums)):
+        found += [(place.keys, place.keys + 8 * place.n), (place.rows, place.rows + 4 * place.n * place.dim)]
     return [(start, end) for start, end in found if end > start]
 
 
 @given(st.lists(st.integers(1, 20), max_size=5), st.integers(1, 30), st.data())
 def test_chunks_are_the_tensors_one_after_another(sizes: list[int], chunk: int, data: st.DataObject) -> None:
-    plan = layout([Target(size, 0) for size in sizes], [np.zeros(len(sizes), np.int64)], chunk)
+    plan = layout([Target(size, 0) for size in sizes], [np.zeros(len(sizes), np.int64)], chunk, 0)
     values = [
         np.random.default_rng(size).normal(size=size).astype(np.float32) if data.draw(st.booleans()) else None
         for size in sizes
     ]
     out = np.full(sum(sizes), np.nan, np.float32)
     for start, stop in plan.chunks():
-        copy_range(values, plan, start, stop, out[start:stop])
+        copy_range(values, sizes, start, stop, out[start:stop])
     whole = [np.zeros(n, np.float32) if v is None else v for n, v in zip(sizes, values, strict=True)]
     np.testing.assert_array_equal(out, np.concatenate(whole) if whole else out)
