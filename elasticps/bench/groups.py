@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from elasticps.bench.failover import Worker
+from elasticps.bench.limits import cpu_seconds
 from elasticps.bench.team import Team
 from elasticps.local import LocalCluster
 
@@ -29,6 +30,8 @@ class Line:
     of_separate                  all of them, by those of separate workers
     samples_per_s                of all processes together, over the link: the median of the rounds
     faster                       that, by what separate workers reached
+    worker_cpu_us_per_sample     CPU time of all processes, for each sample; of the servers
+    server_cpu_us_per_sample
     """
 
     model: str
@@ -40,6 +43,8 @@ class Line:
     of_separate: float
     samples_per_s: float
     faster: float
+    worker_cpu_us_per_sample: float
+    server_cpu_us_per_sample: float
 
     def to_dict(self) -> dict[str, object]:
         """For programs."""
@@ -51,6 +56,9 @@ class _Tally:
     up: float = 0.0
     down: float = 0.0
     speeds: list[float] = field(default_factory=list)
+    samples: int = 0
+    worker_s: float = 0.0
+    server_s: float = 0.0
 
 
 def run(
@@ -78,13 +86,15 @@ def run(
             tallies = {}
             for way in WAYS:
                 progress(f"{model}, {way}")
-                tallies[way] = _trained(team, relay, model, way, processes, mbit, batch, seconds)
+                pids = [server.pid for server in cluster.servers]
+                tallies[way] = _trained(team, relay, pids, model, way, processes, mbit, batch, seconds)
             yield from _lines(model, tallies, processes, mbit)
 
 
 def _trained(
-    team: Team, relay: Worker, model: str, way: str, processes: int, mbit: int, batch: int, seconds: float
-) -> _Tally:
+    team: Team, relay: Worker, servers: Sequence[int], model: str, way: str, processes: int, mbit: int, batch: int,
+    seconds: float,
+) -> _Tally:  # fmt: skip
     tally, steps = _Tally(), WARM_STEPS
     relay.ask("limit 0")
     team.ask(f"build {model} {way}", processes)
@@ -94,10 +104,14 @@ def _trained(
     took_s = _took(team, steps, processes)
     after = relay.ask("count")
     tally.up, tally.down = ((after[each] - before[each]) / steps for each in ("up", "down"))
+    workers = [worker.pid for worker in team.workers]
+    worker_s, server_s = cpu_seconds(workers), cpu_seconds(servers)
     for _ in range(ROUNDS):
         steps = max(LEAST_STEPS, int(steps * seconds / ROUNDS / took_s))
         took_s = _took(team, steps, processes)
         tally.speeds.append(steps * processes * batch / took_s)
+        tally.samples += steps * processes * batch
+    tally.worker_s, tally.server_s = cpu_seconds(workers) - worker_s, cpu_seconds(servers) - server_s
     return tally
 
 
@@ -113,4 +127,5 @@ def _lines(model: str, tallies: dict[str, _Tally], processes: int, mbit: int) ->
         yield Line(
             model, way, processes, mbit, round(tally.up), round(tally.down),
             round((tally.up + tally.down) / (apart.up + apart.down), 3), round(speed, 1), round(speed / theirs, 3),
+            *(round(used / tally.samples * 1e6, 2) for used in (tally.worker_s, tally.server_s)),
         )  # fmt: skip

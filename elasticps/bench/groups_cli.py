@@ -76,9 +76,11 @@ def groups(
         typer.echo(json.dumps([line.to_dict() for line in lines], indent=2))
         return
     table = Table(title=f"{processes} processes, {batch:,} samples each, a link of {mbit:,} Mbit/s, 2 servers")
-    for name in ("model", "way", "KB up", "KB down", "of separate", "samples/s", "faster"):
+    cpu = "CPU µs/sample", "of servers"
+    for name in ("model", "way", "KB up", "KB down", "of separate", "samples/s", "faster", *cpu):
         table.add_column(name, justify="left" if name in ("model", "way") else "right")
     for line in lines:
         kilobytes = f"{line.up_per_step / 1e3:,.0f}", f"{line.down_per_step / 1e3:,.0f}", f"{line.of_separate:.3f}"
-        table.add_row(line.model, line.way, *kilobytes, f"{line.samples_per_s:,.0f}", f"{line.faster:.2f}")
+        table.add_row(line.model, line.way, *kilobytes, f"{line.samples_per_s:,.0f}", f"{line.faster:.2f}",
+                      f"{line.worker_cpu_us_per_sample:.1f}", f"{line.server_cpu_us_per_sample:.1f}")  # fmt: skip
     _out().print(table)

@@ -46,10 +46,15 @@ def test_it_says_from_when_on_what_is_better() -> None:
 
 
 def test_a_group_stands_beside_separate_workers() -> None:
-    tallies = {"separate": _Tally(100.0, 300.0, [10.0, 30.0, 20.0]), "group": _Tally(40.0, 60.0, [50.0, 30.0, 90.0])}
+    tallies = {
+        "separate": _Tally(100.0, 300.0, [10.0, 30.0, 20.0], 10, 0.01, 0.02),
+        "group": _Tally(40.0, 60.0, [50.0, 30.0, 90.0], 20, 0.01, 0.01),
+    }
     apart, group = _lines("dense", tallies, 4, 1000)
     assert (apart.of_separate, apart.samples_per_s, apart.faster) == (1.0, 20.0, 1.0)
     assert (group.up_per_step, group.down_per_step, group.of_separate, group.faster) == (40, 60, 0.25, 2.5)
+    assert (apart.worker_cpu_us_per_sample, apart.server_cpu_us_per_sample) == (1000.0, 2000.0)
+    assert (group.worker_cpu_us_per_sample, group.server_cpu_us_per_sample) == (500.0, 500.0)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
@@ -29,6 +30,7 @@ _TOLD = struct.Struct("<QqQ")  # number of the operation, which memory comes wit
 _ERROR = 1 << 63
 MAX_NAME = 1024
 MAX_WORDS = 1 << 27
+MAX_LATER = 32  # operations
 NOTHING: Words = np.empty(0, np.int64)
 
 
@@ -45,6 +47,7 @@ class Links:
         self._told: dict[int, tuple[Words, Error | None]] = {}  # answers that nobody has waited for yet, by operation
         self._unwanted: dict[int, Callable[[Words], None]] = {}  # answers that nobody will wait for, by operation
         self._memory: dict[int, Shared] = {}  # by number
+        self._later: deque[tuple[str, Words, Callable[[list[Words]], None]]] = deque()
         self._over: Error | None = None
         for each in sockets.values():
             each.settimeout(timeout_s)
@@ -54,6 +57,7 @@ class Links:
     def ask(self, operation: str, words: Words = NOTHING) -> tuple[int, list[Words]]:
         """Says what this rank does, and int64 [n] that rank 0 is to know. The number of the operation; and at rank 0,
         which waits for all ranks, what each has said, elsewhere nothing."""
+        self.catch_up()
         self._check()
         self._operation = operation
         self._asked += 1
@@ -61,6 +65,25 @@ class Links:
             self._say(operation.encode()[:MAX_NAME], words)
             return self._asked, []
         return self._asked, self._hear_all(operation, words)
+
+    def ask_later(self, operation: str, words: Words, then: Callable[[list[Words]], None]) -> int:
+        """The same, but rank 0 goes on at once: `then` gets what each has said before rank 0's next operation, or when
+        it catches up. The number of the operation."""
+        if self.rank:
+            return self.ask(operation, words)[0]
+        self._check()
+        if len(self._later) >= MAX_LATER:
+            self.catch_up()
+        self._asked += 1
+        self._later.append((operation, words, then))
+        return self._asked
+
+    def catch_up(self) -> None:
+        """At rank 0: hears what all ranks have said of what was asked for later."""
+        while self._later:
+            operation, words, then = self._later.popleft()
+            self._operation = operation
+            then(self._hear_all(operation, words))
 
     def answer(self, number: int, words: Words = NOTHING) -> Words:
         """What came of an operation: rank 0 says it, int64 [n], and the others wait for it."""

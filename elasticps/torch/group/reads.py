@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -63,28 +64,44 @@ class Slots:
 
 
 class Ticket:
-    """One thing that was asked of rank 0 by all ranks. At rank 0 `slot` is where it arrives, elsewhere 0 until told."""
+    """One thing that all ranks have asked rank 0 for. slot: where it arrives; elsewhere than at rank 0, and until
+    rank 0 has heard of all ranks, 0."""
 
-    def __init__(
-        self, links: Links, slots: Slots, number: int, slot: int = 0, arriving: Sequence[Pending] = (),
-        words: Words = NOTHING,
-    ) -> None:  # fmt: skip
+    def __init__(self, links: Links, slots: Slots) -> None:
         self._links, self._slots = links, slots
+        self.slot = 0
+        self._number = 0  # of the operation
+        self._arriving: Sequence[Pending] = ()
+        self._words = NOTHING
+        self._error: Exception | None = None
+        self._told = self._over = False
+
+    def asked(self, number: int) -> Ticket:
+        """It is operation `number`."""
         self._number = number
-        self.slot = slot
-        self._arriving = arriving
-        self._words = words
-        self._told = self._failed = False
+        return self
+
+    def begin(self, start: Callable[[], tuple[int, Sequence[Pending], Sequence[int]]]) -> None:
+        """At rank 0: `start` gives the slot, what arrives there, and what others are to know. What it raises, all ranks
+        raise when they wait."""
+        try:
+            self.slot, self._arriving, words = start()
+            self._words = np.array([self.slot, *words], np.int64)
+        except Exception as error:
+            self._error = error
 
     def done(self) -> bool:
         """Whether `wait` would return at once; at rank 0, elsewhere nobody knows before."""
-        return self._told or (self._links.rank == 0 and all(each.done() for each in self._arriving))
+        return self._told or (self._links.rank == 0 and bool(self.slot) and all(e.done() for e in self._arriving))
 
     def wait(self, timeout: float | None) -> Words:
         """Until all of it has arrived; what rank 0 says of it: the slot, and more."""
         if not self._told:
-            self._failed = True
+            self._links.catch_up()
+            self._over = True
             with self._links.leading(self._number):
+                if self._error is not None:
+                    raise self._error
                 for each in self._arriving:
                     each.result(timeout)
             self._words = self._links.answer(self._number, self._words)
@@ -96,7 +113,7 @@ class Ticket:
             self._slots.leave(self.slot)
         elif self._links.rank == 0 and self.slot:
             self._slots.drop(self.slot, self._arriving)
-        elif not self._failed:
+        elif self._links.rank and self._number and not self._over:
             self._links.forget(self._number, self._unwanted)
 
     def _unwanted(self, words: Words) -> None:
@@ -134,22 +151,24 @@ def ask_rows(
     pull: Callable[[NDArray[np.int64], Floats], Pending] | None,
 ) -> GroupRead:  # fmt: skip
     """Asks for the rows of `keys`, int64 [n], into `out`; at rank 0 `pull` asks the servers for those of all ranks."""
-    number, said = links.ask(operation, keys)
-    if pull is None:
-        return GroupRead(links, Ticket(links, slots, number), dim, out)
-    with links.leading(number):
+    ticket = Ticket(links, slots)
+
+    def start(said: list[Words]) -> tuple[int, Sequence[Pending], Sequence[int]]:
+        assert pull is not None
         union, where, _ = distinct(np.concatenate(said), None)
-        start = slots.start
-        at = start + -(-4 * dim * len(union) // _LINE) * _LINE
-        slot = slots.take(at - start + 8 * len(where))
+        begin = slots.start
+        at = begin + -(-4 * dim * len(union) // _LINE) * _LINE
+        slot = slots.take(at - begin + 8 * len(where))
         memory = links.memory(slot)
         memory.words(at, len(where))[:] = where
-        words, rows = [slot, len(union), start], memory.floats(start, dim * len(union)).reshape(-1, dim)
+        words, rows = [len(union), begin], memory.floats(begin, dim * len(union)).reshape(-1, dim)
         for each in said:
             words += [at, len(each)]
             at += 8 * len(each)
-        arriving = [pull(union, rows)] if len(union) else []
-        return GroupRead(links, Ticket(links, slots, number, slot, arriving, np.array(words, np.int64)), dim, out)
+        return slot, [pull(union, rows)] if len(union) else [], words
+
+    number = links.ask_later(operation, keys.copy(), lambda said: ticket.begin(partial(start, said)))
+    return GroupRead(links, ticket.asked(number), dim, out)
 
 
 class WeightsRead:
@@ -177,21 +196,22 @@ def ask_weights(
     pull: Callable[[list[Floats]], Sequence[ArrayRead]] | None,
 ) -> list[WeightsRead]:  # fmt: skip
     """Asks for tensors of these shapes and numbers; at rank 0 `pull` asks the servers for them, into given arrays."""
-    number, said = links.ask(f"pull of {len(shapes)} tensors", numbers)
     places, end = [], slots.start
     for shape in shapes:
         places.append(end)
         end += -(-4 * int(np.prod(shape, dtype=np.int64)) // _LINE) * _LINE
-    if pull is None:
-        ticket = Ticket(links, slots, number)
-    else:
-        with links.leading(number):
-            links.agree(said, "tensors")
-            slot = slots.take(end - slots.start)
-            memory = links.memory(slot)
-            outs = [
-                memory.floats(at, int(np.prod(shape, dtype=np.int64))).reshape(shape)
-                for at, shape in zip(places, shapes, strict=True)
-            ]
-            ticket = Ticket(links, slots, number, slot, pull(outs), np.array([slot], np.int64))
-    return [WeightsRead(links, ticket, at, shape) for at, shape in zip(places, shapes, strict=True)]
+    ticket = Ticket(links, slots)
+
+    def start() -> tuple[int, Sequence[Pending], Sequence[int]]:
+        assert pull is not None
+        slot = slots.take(end - slots.start)
+        memory = links.memory(slot)
+        counts = (int(np.prod(shape, dtype=np.int64)) for shape in shapes)
+        floats = [memory.floats(at, count) for at, count in zip(places, counts, strict=True)]
+        return slot, pull([each.reshape(shape) for each, shape in zip(floats, shapes, strict=True)]), []
+
+    links.catch_up()
+    number = links.ask_later(f"pull of {len(shapes)} tensors", numbers, lambda said: links.agree(said, "tensors"))
+    if pull is not None:
+        ticket.begin(start)
+    return [WeightsRead(links, ticket.asked(number), at, shape) for at, shape in zip(places, shapes, strict=True)]
