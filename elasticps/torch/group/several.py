@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
@@ -54,11 +55,10 @@ def ask_tables(
     """Asks for rows of several tables, the same at all ranks; at rank 0 `pull` asks the servers for those of all."""
     tables, numbers = list(keys), [table.number for table in keys]
     counts = [len(some) for some in keys.values()]
-    number, said = links.ask(operation, np.concatenate([np.array([*numbers, *counts], np.int64), *keys.values()]))
-    if pull is None:
-        return GroupTablesRead(links, Ticket(links, slots, number), outs)
-    with links.leading(number):
-        links.agree([each[: len(tables)] for each in said], "tables")
+    ticket = Ticket(links, slots)
+
+    def start(said: list[Words]) -> tuple[int, Sequence[Pending], Sequence[int]]:
+        assert pull is not None
         found = [_united(lists) for lists in _by_table(said, len(tables))]
         end, starts = slots.start, []
         for table, (union, _, _) in zip(tables, found, strict=True):
@@ -66,17 +66,22 @@ def ask_tables(
             end += -(-4 * table.dim * len(union) // _LINE) * _LINE
         first = end
         slot = slots.take(end + sum(8 * len(where) for _, where, _ in found) - slots.start)
-        memory, words, rows = links.memory(slot), [slot], list[Floats]()
-        for table, start, (union, where, sizes) in zip(tables, starts, found, strict=True):
+        memory, words, rows = links.memory(slot), list[int](), list[Floats]()
+        for table, begin, (union, where, sizes) in zip(tables, starts, found, strict=True):
             memory.words(first, len(where))[:] = where
-            words += [len(union), start]
+            words += [len(union), begin]
             for size in sizes:
                 words += [first, size]
                 first += 8 * size
-            rows.append(memory.floats(start, table.dim * len(union)).reshape(-1, table.dim))
-        arriving = [pull(tables, [union for union, _, _ in found], rows)]
-        ticket = Ticket(links, slots, number, slot, arriving, np.array(words, np.int64))
-        return GroupTablesRead(links, ticket, outs)
+            rows.append(memory.floats(begin, table.dim * len(union)).reshape(-1, table.dim))
+        return slot, [pull(tables, [union for union, _, _ in found], rows)], words
+
+    def heard(said: list[Words]) -> None:
+        links.agree([each[: len(tables)] for each in said], "tables")
+        ticket.begin(partial(start, said))
+
+    asked = np.concatenate([np.array([*numbers, *counts], np.int64), *keys.values()])
+    return GroupTablesRead(links, ticket.asked(links.ask_later(operation, asked, heard)), outs)
 
 
 def _by_table(said: Sequence[Words], tables: int) -> list[list[Keys]]:

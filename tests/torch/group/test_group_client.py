@@ -168,6 +168,35 @@ def test_each_key_is_pulled_once_for_all_ranks() -> None:
             np.testing.assert_array_equal(row, shared.tables["rows"].row(key))
 
 
+def test_rows_of_several_tables_are_pulled_with_one_question() -> None:
+    shared = FakeClient()
+    keys = {"a": [[5, 7], [], [7]], "b": [[], [1], [2, 1]], "c": [[], [], []]}
+
+    def pull(ps: GroupClient) -> dict[str, np.ndarray[Any, Any]]:
+        tables = {
+            name: ps.table(name, dim=dim, optimizer=eps.SGD(lr=1.0), init=eps.Normal(std=1.0, seed=2))
+            for dim, name in enumerate(keys, start=2)
+        }
+        wanted = {tables[name]: np.array(lists[ps.rank], np.int64) for name, lists in keys.items()}
+        with pytest.raises(eps.InputError):
+            ps.pull_async({tables["a"]: [0.5]})
+        ahead = ps.pull_async(wanted)
+        found = ps.pull(wanted)
+        for table, rows in ahead.result().items():
+            np.testing.assert_array_equal(rows, found[table])
+        return {table.name: rows for table, rows in found.items()}
+
+    with clients(shared, 3) as group:
+        answers = together(pull, group)
+    assert shared.pulled == [["a", "b", "c"]] * 2
+    assert (shared.tables["a"].pulls, shared.tables["b"].pulls) == ([[5, 7]] * 2, [[1, 2]] * 2)
+    for rank, found in enumerate(answers):
+        for name, lists in keys.items():
+            assert len(found[name]) == len(lists[rank])
+            for key, row in zip(lists[rank], found[name], strict=True):
+                np.testing.assert_array_equal(row, shared.tables[name].row(key))
+
+
 def test_what_is_asked_for_ahead_may_be_taken_in_any_order_or_not_at_all() -> None:
     shared = FakeClient()
 
