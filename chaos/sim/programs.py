@@ -16,6 +16,7 @@ from chaos.sim.cluster import Cluster
 from chaos.sim.knobs import TIGHT_ROWS
 from chaos.sim.story import App, Story
 from chaos.sim.threads import Threads
+from elasticps.caching import Cache
 from elasticps.client.client import Client
 from elasticps.client.steps import Step
 from elasticps.client.tables import SparseTable
@@ -38,6 +39,7 @@ SLOW_START_S = (1.2, 2.0)
 SHARDS_BEFORE_A_PAUSE = 3
 PAUSE_S = 0.02
 SHORT_PUSH, SHORT_PULL = (KeysOnce(), KeyDeltas(), Zstd()), (KeysOnce(), KeyDeltas())
+MOST_KEPT, SELDOM = 4, 0.2
 STEPS_OF_OTHERS = 10  # some of them followed by a pull
 
 
@@ -48,10 +50,10 @@ class Training(Protocol):
     story: Story
 
 
-def sums_table(ps: Client, name: str, short: bool) -> SparseTable:
+def sums_table(ps: Client, name: str, short: bool, cache: Cache | None = None) -> SparseTable:
     """A table of sums."""
     push, pull = (SHORT_PUSH, SHORT_PULL) if short else ((), ())
-    return ps.table(name, dim=COLUMNS, optimizer=Accumulate(), push=push, pull=pull)
+    return ps.table(name, dim=COLUMNS, optimizer=Accumulate(), push=push, pull=pull, cache=cache)
 
 
 class Worker:
@@ -115,6 +117,7 @@ class Free(Worker):
         self.sums = sums
         self.tight = tight
         self.column: Column | None = None
+        self.kept: int | None = None  # by how many steps rows that it keeps may be old, if it keeps any
         if sums.bound is not None:
             self.consistency = SSP(staleness=sums.bound)
 
@@ -123,7 +126,7 @@ class Free(Worker):
         column.worker = ps.worker.id
         if self.app.eager:  # a server that cannot pass anything on answers this, and does not know of tables
             ps.resume()
-        table = sums_table(ps, "sums", self.training.story.short)
+        table = sums_table(ps, "sums", self.training.story.short, self._cache())
         fixed = ps.table("fixed", dim=FIXED_DIM, optimizer=Accumulate(), init=INIT)
         outstanding: list[Step] = []
         found = ps.resume()
@@ -160,6 +163,13 @@ class Free(Worker):
         column.joined_s = float("inf")
         for reader in readers:
             self.threads.join(reader, WAIT_S)
+
+    def _cache(self) -> Cache | None:
+        self.kept = None
+        if not self.training.story.kind.caches or self.random.random() < SELDOM:
+            return None
+        self.kept = self.random.randint(0, min(MOST_KEPT, MOST_KEPT if self.sums.bound is None else self.sums.bound))
+        return Cache(rows=self.random.choice((5, 40, KEYS)), staleness=self.kept)
 
     def _reader(self, ps: Client, table: SparseTable, fixed: SparseTable, column: Column) -> Callable[[], None]:
         """Pulls beside the thread that trains."""
@@ -229,11 +239,15 @@ class Free(Worker):
     def landed(self, column: Column, clock: int, expected: int) -> None:
         assert clock == expected, f"a step that was to be {expected} is {clock}"
         column.pushed = clock
+        if self.kept is not None:
+            self.sums.mark(column, self.now)
         self.steps += 1
 
     def pull(self, ps: Client, table: SparseTable, column: Column) -> None:
         keys, tail = self.some_keys(), self.random.random() < 0.7
-        asked = self.sums.ask(column, keys, self.now, tail=tail)
+        if self.kept is not None and self.random.random() < SELDOM:
+            table.fetch(self.some_keys(), self.random.randint(1, 2))
+        asked = self.sums.ask(column, keys, self.now, tail=tail, kept=self.kept)
         self.check(asked, table, table.pull(keys, read="tail" if tail else "any"))
         self.pulls += 1
 
@@ -243,7 +257,7 @@ class Free(Worker):
         for _ in range(self.random.randint(2, MOST_AT_ONCE)):
             if self.random.random() < 0.3:
                 keys = self.some_keys()
-                asked.append(self.sums.ask(column, keys, self.now, tail=True))
+                asked.append(self.sums.ask(column, keys, self.now, tail=True, kept=self.kept))
                 reads.append((keys, table.pull_async(keys)))
             else:
                 count = self.random.randint(1, 800 if self.app.large and not self.tight else 100)
@@ -263,7 +277,7 @@ class Free(Worker):
         if asked.company:
             self.sums.check_bound(asked, self.cluster.counted)
         self.sums.check(asked, rows)
-        if asked.tail:
+        if asked.tail and self.kept is None:  # own pushes are shown before they are committed
             self.cluster.lasting.shown(table.id, asked.keys, rows)
 
     def fenced(self) -> None:

@@ -77,7 +77,8 @@ class Result:
         kind = self.kind
         flavour = f" --flavour {kind.flavour}" * bool(kind.flavour)
         training = f" --training {kind.training!r}" * bool(kind.training)
-        return f"{flavour}{training}{' --cuts' * kind.cuts}{' --short' * kind.short} --seed {self.seed}"
+        flags = "".join(f" --{name}" for name in ("cuts", "short", "caches") if getattr(kind, name))
+        return f"{flavour}{training}{flags} --seed {self.seed}"
 
 
 class Scene:

@@ -131,12 +131,13 @@ class App:
 @dataclass(frozen=True, order=True)
 class Kind:
     """What stories have in common: what goes wrong in them, and how they train; "": as chance has it. cuts: consistent
-    cuts are taken meanwhile. short: workers shorten what they send."""
+    cuts are taken meanwhile. short: workers shorten what they send. caches: those that push as they like keep rows."""
 
     flavour: str = ""
     training: str = ""
     cuts: bool = False
     short: bool = False
+    caches: bool = False
 
 
 ANY = Kind()

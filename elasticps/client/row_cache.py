@@ -120,7 +120,7 @@ class RowCache:
         """clock: at which rows are to be young enough. take: asks also for what others ask for."""
         k, counts, pulls = self.options.staleness, self._counts, values is not None
         self._number += 1
-        states, often, oldest = self.places.judge(where, self._number, clock, k, take=take or not k)
+        states, often, oldest = self.places.judge(where, self._number, clock, k, loose=any_replica, take=take or not k)
         old, coming = np.flatnonzero(states == State.OLD), np.flatnonzero(states == State.COMING)
         asked = (states == State.ABSENT) | (pulls & (states == State.NO_PLACE))
         if not (compares := self._compares and self._changed < CHANGED_OFTEN):
@@ -246,7 +246,7 @@ class RowCache:
             same[known] = _equal(self._rows_at(where[known]), rows[known])
             self._tell(int(np.count_nonzero(same)), int(np.count_nonzero(known)))
         whole, has = batch.whole[batch.asked], self._slots_known(keys, rows, where, same)
-        keep = self.places.arrived(where, batch.number, clock, has | whole)
+        keep = self.places.arrived(where, batch.number, clock, has | whole, loose=batch.any_replica)
         if (put := keep & ~same & ~whole).any():
             self._table.put(where[put], rows[put])
         if (put := keep & whole).any():
@@ -270,7 +270,7 @@ class RowCache:
         rest = np.flatnonzero(mine & ~same)
         same[rest] = said[rest] == digests(self._rows_at(where[rest]))  # with own pushes that it had not when it asked
         self._tell(int(np.count_nonzero(same)), int(np.count_nonzero(mine)))
-        self.places.compared(where, batch.number, clock, same)
+        self.places.compared(where, batch.number, clock, same, loose=batch.any_replica)
         if batch.values is not None:
             self._show(batch, batch.compared[same])
             self._counts.unchanged += int(np.count_nonzero(same))
@@ -307,7 +307,7 @@ class RowCache:
         """Shows what others have brought for it, if that may be shown at `clock`; indices of those keys that lack."""
         with self._guarded():
             where = self.places.look(batch.keys[batch.coming])
-            young = self.places.young(where, clock, self.options.staleness)
+            young = self.places.young(where, clock, self.options.staleness, loose=batch.any_replica)
             batch.where[batch.coming] = where
             self._show(batch, batch.coming[young])
         return batch.coming[~young]

@@ -210,9 +210,13 @@ class SparseTable(_Handle):
 
     def fetch(self, keys: object, ahead: int = 1) -> None:
         """Asks now for what of the rows of `keys`, int64 [n], will not be in the table's `Cache`, or be too old, when
-        this worker has made `ahead` more steps. Returns at once; later pulls find them. ConfigError without a cache."""
+        this worker has made `ahead` more steps. Returns at once; later pulls find them. InputError for unusable
+        arguments, ConfigError without a cache."""
         if self._cache is None:
             raise ConfigError(f"table {self.name!r} keeps no rows: open it with cache=Cache(rows=…, staleness=…)")
+        given: object = ahead
+        if isinstance(given, bool) or not isinstance(given, int) or ahead < 1:
+            raise InputError(f"table {self.name!r}: ahead is a number of steps from 1 on, got {ahead!r}")
         self._cache.fetch(checked_keys(self.name, keys).copy(), ahead)
 
     def pull(

@@ -28,6 +28,7 @@ from elasticps.caching import Cache
 from elasticps.client import SparseTable
 from elasticps.errors import ConfigError
 from elasticps.spec import BSP
+from elasticps.torch.collection import Table
 from elasticps.torch.data import ShardedDataset, ShardSampler
 from elasticps.torch.embedding import Rows
 from elasticps.torch.group.client import GroupClient
@@ -58,8 +59,8 @@ def prefetch(
     A row may be twice `ahead` of this worker's steps old when it is used, or as old as its table's `Cache` says; own
     pushes are in it. Under `SSP` the bound holds, so that `ahead` counts up to it. Under `BSP` results are those
     without: the next batch's rows are asked for as a step ends.
-    ids: of a batch, the ids that layers will get, {layer: tensor} or pairs of them. None: those tensors of a batch that
-    layers got of the first one.
+    ids: of a batch, the ids that layers will get, {layer: tensor} or pairs of them; of tables of collections too, for
+    which nothing is asked as steps end. None: those tensors of a batch that layers got of the first one.
     ConfigError for a model without elasticps embeddings, one of a group, for data in shards, which belong to the step
     that begins next, and when what layers get is not in a batch.
     """
@@ -86,6 +87,11 @@ class Ahead(Generic[Batch]):
             raise ConfigError("the model has no elasticps embedding whose rows could be asked for ahead")
         if any(isinstance(layer.ps, GroupClient) for layer in self._layers):
             raise ConfigError("ranks of a group ask for rows together, and look ahead at nothing: leave out prefetch")
+        if ids is None and any(isinstance(layer, Table) for layer in self._layers):
+            raise ConfigError(
+                "what tables of a collection get stands in lists: tell prefetch, ids=lambda batch: {table: ids of all "
+                "its features}, where tables are model.….embedding_bags[name], or embeddings[name]"
+            )
         self._loader = loader
         self._ahead = ahead
         self._ids = ids
@@ -131,7 +137,7 @@ class Ahead(Generic[Batch]):
             for layer in self._layers:
                 layer.expected = []
             for one in coming[0][1] if coming else ():
-                if not self._reach(one.layer):
+                if not self._reach(one.layer) and not isinstance(one.layer, Table):
                     one.layer.expected.append(one.ids)
             if len(coming) > 1:  # what gave way meanwhile, or was pushed to without slots
                 self._fetch(coming[len(coming) // 2][1], len(coming) // 2 + 1)

@@ -22,6 +22,7 @@ class Kept:
     slots: bool = False
     slots_asked: int = 0
     wanted: int = -1
+    loose: bool = False
 
 
 class Twin:
@@ -44,11 +45,11 @@ class Twin:
                     self.given_up += 1
             self.kept[key] = found
 
-    def judge(self, key: int, number: int, clock: int, staleness: int, take: bool) -> State:
+    def judge(self, key: int, number: int, clock: int, staleness: int, loose: bool, take: bool) -> State:
         one = self.kept.get(key)
         if one is None:
             return State.NO_PLACE
-        if one.as_of >= 0 and staleness and clock - one.as_of <= staleness:
+        if one.as_of >= 0 and staleness and clock - one.as_of <= staleness and (loose or not one.loose):
             return State.HIT
         if one.asked and not take:
             return State.COMING
@@ -92,7 +93,7 @@ def test_places_are_those_of_a_dictionary(seed: int, rows: int, staleness: int, 
     for _ in range(40):
         keys = random.choice(universe, random.integers(1, 7), replace=False)
         names = keys.tolist()
-        action = random.integers(7)
+        action, loose = random.integers(7), bool(random.random() < 0.3)
         some = random.random(len(keys)) < 0.5
         if action <= 1:
             number += 1
@@ -100,9 +101,9 @@ def test_places_are_those_of_a_dictionary(seed: int, rows: int, staleness: int, 
             where, repeats = places.find(keys)
             twin.find(names)
             assert not repeats
-            states, often, oldest = places.judge(where, number, clock, staleness, take=take)
+            states, often, oldest = places.judge(where, number, clock, staleness, loose=loose, take=take)
             assert often.tolist() == [twin.often(key, clock, staleness) for key in names]
-            said = [twin.judge(key, number, clock, staleness, take) for key in names]
+            said = [twin.judge(key, number, clock, staleness, loose, take) for key in names]
             assert states.tolist() == said
             ages = [clock - twin.kept[k].as_of for k, s in zip(names, said, strict=True) if s is State.HIT]
             assert oldest == max(ages, default=0) <= staleness
@@ -117,14 +118,15 @@ def test_places_are_those_of_a_dictionary(seed: int, rows: int, staleness: int, 
             flags = random.random(len(mine)) < 0.5
             where = places.look(mine)
             if random.random() < 0.5:
-                keep = places.arrived(where, n, clock, flags)
+                keep = places.arrived(where, n, clock, flags, loose=loose)
                 for key, kept, has in zip(mine.tolist(), keep.tolist(), flags.tolist(), strict=True):
                     one = twin.kept.get(key)
                     assert kept == (one is not None and one.asked == n)
                     if one is not None and kept:
                         one.as_of, one.asked, one.checked, one.slots, one.slots_asked = clock, 0, False, has, 0
+                        one.loose = loose
             else:
-                same = places.compared(where, n, clock, flags)
+                same = places.compared(where, n, clock, flags, loose=loose)
                 for key, kept, equal in zip(mine.tolist(), same.tolist(), flags.tolist(), strict=True):
                     one = twin.kept.get(key)
                     asked = one is not None and one.asked == n
@@ -132,7 +134,7 @@ def test_places_are_those_of_a_dictionary(seed: int, rows: int, staleness: int, 
                     if one is not None and asked:
                         one.checked = False
                         if equal:
-                            one.as_of, one.asked = clock, 0
+                            one.as_of, one.asked, one.loose = clock, 0, loose
                         else:
                             one.as_of, one.slots, one.slots_asked = -1, False, 0
         elif action == 3:
@@ -165,7 +167,7 @@ def test_places_are_those_of_a_dictionary(seed: int, rows: int, staleness: int, 
             gone = list(twin.kept) if everything else [key for key in names if key in twin.kept]
             places.clear() if everything else places.drop(keys)
             for key in gone:
-                twin.kept[key] = Kept(wanted=twin.kept[key].wanted)
+                twin.kept[key] = Kept(wanted=twin.kept[key].wanted, loose=twin.kept[key].loose)
         assert state_of(places, universe.tolist()) == {
             key: (one.as_of + 1, one.asked, int(one.checked), int(one.slots), one.slots_asked)
             for key, one in twin.kept.items()
@@ -174,10 +176,12 @@ def test_places_are_those_of_a_dictionary(seed: int, rows: int, staleness: int, 
         where = places.look(universe)
         known = [twin.kept[key].as_of >= 0 if key in twin.kept else False for key in universe.tolist()]
         assert places.known(where).tolist() == known
-        young = [
-            k and clock - twin.kept[key].as_of <= staleness for key, k in zip(universe.tolist(), known, strict=True)
-        ]
-        assert places.young(where, clock, staleness).tolist() == young
+        for loose in (False, True):
+            young = [
+                k and clock - twin.kept[key].as_of <= staleness and (loose or not twin.kept[key].loose)
+                for key, k in zip(universe.tolist(), known, strict=True)
+            ]
+            assert places.young(where, clock, staleness, loose=loose).tolist() == young
 
 
 def test_keys_that_repeat_are_told_and_have_one_place() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps.errors import Closed, ConfigError, NotFinite, SpecError, UnknownTable
+from elasticps.errors import Closed, ConfigError, InputError, NotFinite, SpecError, UnknownTable
 from elasticps.metrics import ClientMetrics
 from elasticps.spec import Filter, Optimizer
 from tests.e2e.conftest import Connect
@@ -180,6 +180,10 @@ def test_rows_older_than_the_consistency_allows_are_refused(connect: Connect) ->
     for rows, staleness in ((0, 1), (1, -1), (1 << 40, 1), (1.5, 1), (1, True)):
         with pytest.raises(SpecError, match="Cache"):
             eps.Cache(rows=rows, staleness=staleness)  # type: ignore[arg-type]
+    table = connect().table("u", dim=1, optimizer=eps.SGD(lr=0.1), cache=cache)
+    for ahead in (0, -1, 1.5, True, "x"):
+        with pytest.raises(InputError, match="ahead"):
+            table.fetch([1], ahead)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="keeps no rows"):
         connect().table("t", dim=1, optimizer=eps.SGD(lr=0.1)).fetch([1])
 

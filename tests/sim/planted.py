@@ -11,6 +11,7 @@ import pytest
 
 from chaos.sim.run import Result, run
 from chaos.sim.story import Kind
+from tests.sim import planted_caches as caches
 from tests.sim import planted_chain as chain
 from tests.sim import planted_cuts as cuts
 from tests.sim import planted_kept as kept
@@ -133,6 +134,10 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     short.name_lists_that_went_with_a_connection: ("flaps", "free", 0),
     short.name_lists_that_others_were_written_over: ("calm", "free", 0),
     short.keep_lists_of_all_connections_in_one_place: ("calm", "free", 0),
+    caches.show_rows_of_any_age: ("calm", "free", 0),
+    caches.keep_rows_that_were_pushed_to_on_their_way: ("readers", "free", 0),
+    caches.keep_rows_that_were_asked_for_in_an_open_step: ("readers", "free", 0),
+    caches.take_rows_as_they_are_for_what_was_asked: ("calm", "free", 0),
     cuts.take_an_open_round_for_a_closed_one: ("calm", "rounds", 0),
     cuts.tell_nobody_that_a_round_has_begun: ("calm", "rounds", 1),
 }
@@ -167,7 +172,8 @@ ALONE: dict[Patch, tuple[str, str]] = {
 def kind_of(plant: Patch) -> Kind:
     """Of the stories that have to find it."""
     flavour, training, _ = PLANTED[plant]
-    return Kind(flavour, training, plant.__module__ == cuts.__name__, plant.__module__ == short.__name__)
+    of = [plant.__module__ == module.__name__ for module in (cuts, short, caches)]
+    return Kind(flavour, training, *of)
 
 
 def find(plant: Patch, stories: int = STORIES) -> Result | None:

@@ -98,7 +98,7 @@ def test_what_cannot_be_looked_at_ahead_is_refused(ps: Any) -> None:
     model = Model(ps)
     for ahead in (0, 65, True, 1.5):
         with pytest.raises(ConfigError, match="ahead"):
-            prefetch([], model, ahead=ahead)  # type: ignore[arg-type, return-value]
+            prefetch([], model, ahead=ahead)
     with pytest.raises(ConfigError, match="no elasticps embedding"):
         prefetch([], nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="shard"):
@@ -108,8 +108,9 @@ def test_what_cannot_be_looked_at_ahead_is_refused(ps: Any) -> None:
     model(ids + 1, words)
     with pytest.raises(ConfigError, match=r"ids=lambda"):
         next(loader)
+    unknown: Any = lambda batch: {"users": batch["ids"][0]}  # noqa: E731
     with pytest.raises(ConfigError, match=r"pairs of them"):
-        list(prefetch(batches(), model, ids=lambda batch: {"users": batch["ids"][0]}))  # type: ignore[arg-type]
+        list(prefetch(batches(), model, ids=unknown))
     with pytest.raises(InputError, match="int64"):
         list(prefetch(batches(), model, ids=lambda batch: [(model.users, batch["label"])]))
     assert len(prefetch(batches(), model)) == BATCHES

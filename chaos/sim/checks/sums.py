@@ -20,6 +20,7 @@ Counts = NDArray[np.int64]
 
 COLUMNS = 24
 KEYS = 96  # of an application's table
+MARKS = 16
 SLACK_S = 1.0  # a view reaches everybody within this while nothing is wrong with links
 
 
@@ -38,6 +39,7 @@ class Column:
     joined_s: float = float("inf")
     clocks: list[int] = field(default_factory=lambda: [-(1 << 62)])
     counts: list[Counts] = field(default_factory=lambda: [np.zeros(KEYS, np.int64)])
+    marks: list[tuple[int, Counts]] = field(default_factory=list)  # by step: what others had to be shown with then
     told: list[tuple[float, int]] = field(default_factory=lambda: [(-1e9, 0)])  # when it knew which clock committed
     pushed: int = 0
     worker: int = -1
@@ -141,15 +143,25 @@ class Sums:
         grads[:, column.index] = units(keys)
         return grads
 
-    def ask(self, column: Column, keys: Keys, now: float, *, tail: bool) -> Asked:
-        """A pull is about to begin."""
+    def mark(self, column: Column, now: float) -> None:
+        """A worker that keeps rows has made a step: pulls that begin now have to show what this says."""
+        least = np.zeros((COLUMNS, KEYS), np.int64)
+        for other in self.columns if self.calm else ():
+            least[other.index] = other.committed(now - SLACK_S)
+        column.marks = [*column.marks[-MARKS:], (column.pushed, least)]
+
+    def ask(self, column: Column, keys: Keys, now: float, *, tail: bool, kept: int | None = None) -> Asked:
+        """A pull is about to begin. kept: of a worker that keeps rows, by how many of its steps they may be old."""
         clock = column.pushed
         least = np.zeros((COLUMNS, KEYS), np.int64)
-        least[column.index] = column.upto(clock)
-        if tail:
+        if kept is not None and kept > 0:
+            old = [counts for at, counts in column.marks if at <= clock - kept]
+            least = old[-1].copy() if tail and old else least
+        elif tail:
             least = np.maximum(least, self._seen[column.index])
             for other in self.columns if self.calm else ():
                 least[other.index] = np.maximum(least[other.index], other.committed(now - SLACK_S))
+        least[column.index] = np.maximum(least[column.index], column.upto(clock))
         if self.bound is None:
             return Asked(column, keys, least, tail)
         company = tuple(c for c in self.columns if not c.ended and c.joined_s < now - SLACK_S)

@@ -36,9 +36,10 @@ kernel = cast(Callable[[Any], Any], njit(nogil=True, cache=True))
     CHECKED,  # 1: that asks only whether it is still the same
     SLOTS,  # 1: what the optimizer keeps of the row is here, too
     SLOTS_ASKED,  # number of the batch that asks for that
+    LOOSE,  # 1: the row came from any replica, and may hold what is not committed
     WANTED,  # at which clock the row was wanted last, plus 1; 0: not yet
     FIELDS,
-) = range(12)
+) = range(13)
 # Of all, int64 [ENDS].
 (OLDEST, NEWEST, USED, GIVEN_UP, ENDS) = range(5)
 OFTEN = 3  # wanted so many times while a row may be shown
@@ -90,24 +91,24 @@ class Places:
         return where
 
     def judge(
-        self, where: Ints, number: int, clock: int, staleness: int, *, take: bool = False
+        self, where: Ints, number: int, clock: int, staleness: int, *, loose: bool = False, take: bool = False
     ) -> tuple[Ints, NDArray[np.bool_], int]:
         """The `State` of each place int64 [n] for a batch that reads at `clock`, where rows may be `staleness` steps
         old, none at all with 0; which of them are wanted that often that what is asked for once will be shown several
         times; and the greatest age of those that are hit. What is OLD or ABSENT is asked for by batch `number` from now
-        on. take: also what an earlier one asks for."""
+        on. loose: rows that any replica has brought may be shown. take: asks also for what an earlier one asks for."""
         states, often = np.empty(len(where), np.int64), np.zeros(len(where), np.bool_)
-        oldest = _judge(where, states, often, number, clock, staleness, take, self._fields)
+        oldest = _judge(where, states, often, number, clock, staleness, loose, take, self._fields)
         return states, often, int(oldest)
 
     def asker(self, place: int) -> int:
         """Number of the batch that asks for a row; 0: none does."""
         return int(self._fields[place, ASKED])
 
-    def young(self, where: Ints, clock: int, staleness: int) -> NDArray[np.bool_]:
+    def young(self, where: Ints, clock: int, staleness: int, *, loose: bool = False) -> NDArray[np.bool_]:
         """Which places int64 [n], -1 for none, have rows that may be shown at `clock`. With staleness 0: those as of
-        that clock."""
-        as_of = np.where(where >= 0, self._fields[where, AS_OF], 0)
+        that clock. loose: as for `judge`."""
+        as_of = np.where((where >= 0) & (loose | (self._fields[where, LOOSE] == 0)), self._fields[where, AS_OF], 0)
         return (as_of > 0) & (clock - as_of + 1 <= staleness)
 
     def known(self, where: Ints) -> NDArray[np.bool_]:
@@ -126,23 +127,28 @@ class Places:
         """The rows of these places, which were found OLD, are to be compared only."""
         self._fields[where, CHECKED] = 1
 
-    def arrived(self, where: Ints, number: int, clock: int, slots: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def arrived(
+        self, where: Ints, number: int, clock: int, slots: NDArray[np.bool_], *, loose: bool = False
+    ) -> NDArray[np.bool_]:
         """The rows that batch `number` asked for are there, as of `clock`: which of them to keep. slots: of which those
-        are known."""
+        are known. loose: they come from any replica."""
         keep = self.asked_by(where, number)
         at = where[keep]
         self._fields[at, AS_OF] = clock + 1
         self._fields[at, ASKED] = self._fields[at, CHECKED] = self._fields[at, SLOTS_ASKED] = 0
-        self._fields[at, SLOTS] = slots[keep]
+        self._fields[at, SLOTS], self._fields[at, LOOSE] = slots[keep], loose
         return keep
 
-    def compared(self, where: Ints, number: int, clock: int, same: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def compared(
+        self, where: Ints, number: int, clock: int, same: NDArray[np.bool_], *, loose: bool = False
+    ) -> NDArray[np.bool_]:
         """Of the rows that batch `number` had checked: those that are the same are as of `clock`; which they are, and
-        are still here. All others are asked for by that batch now, those that nobody else asks for."""
+        are still here. All others are asked for by that batch now, those that nobody else asks for. loose: any replica
+        has said so."""
         mine = self.asked_by(where, number)
         kept, gone = where[mine & same], where[mine & ~same]
         self._fields[kept, AS_OF] = clock + 1
-        self._fields[kept, ASKED] = 0
+        self._fields[kept, ASKED], self._fields[kept, LOOSE] = 0, loose
         self._fields[gone, AS_OF] = self._fields[gone, SLOTS] = self._fields[gone, SLOTS_ASKED] = 0
         self._fields[where[mine], CHECKED] = 0
         return mine & same
@@ -280,7 +286,7 @@ def _look(keys, where, heads, fields):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _judge(where, states, often, number, clock, staleness, take, fields):  # type: ignore[no-untyped-def]
+def _judge(where, states, often, number, clock, staleness, loose, take, fields):  # type: ignore[no-untyped-def]
     oldest = 0
     for i in range(where.shape[0]):
         p = where[i]
@@ -290,7 +296,7 @@ def _judge(where, states, often, number, clock, staleness, take, fields):  # typ
         often[i] = fields[p, WANTED] and clock - fields[p, WANTED] + 1 <= max(1, staleness // OFTEN)
         fields[p, WANTED] = clock + 1
         age = clock - fields[p, AS_OF] + 1
-        if fields[p, AS_OF] and staleness > 0 and age <= staleness:
+        if fields[p, AS_OF] and staleness > 0 and age <= staleness and (loose or not fields[p, LOOSE]):
             states[i] = 0
             oldest = max(oldest, age)
         elif fields[p, ASKED] and not take:
