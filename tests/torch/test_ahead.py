@@ -96,7 +96,8 @@ def test_rows_that_somebody_has_changed_are_asked_for_again(ps: Any) -> None:
 
 def test_what_cannot_be_looked_at_ahead_is_refused(ps: Any) -> None:
     model = Model(ps)
-    for ahead in (0, 65, True, 1.5):
+    wrong: list[Any] = [0, 65, True, 1.5]
+    for ahead in wrong:
         with pytest.raises(ConfigError, match="ahead"):
             prefetch([], model, ahead=ahead)
     with pytest.raises(ConfigError, match="no elasticps embedding"):
