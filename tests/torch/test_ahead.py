@@ -15,7 +15,15 @@ from torch.utils.data import DataLoader
 
 import elasticps as eps
 from elasticps.errors import ConfigError, InputError
-from elasticps.torch import Embedding, EmbeddingBag, Optimizer, ShardedDataset, prefetch
+from elasticps.torch import (
+    Embedding,
+    EmbeddingBag,
+    EmbeddingBagCollection,
+    Optimizer,
+    ShardedDataset,
+    TableConfig,
+    prefetch,
+)
 
 BATCHES, SIZE = 12, 6
 Connect = Callable[..., eps.Client]
@@ -102,6 +110,9 @@ def test_what_cannot_be_looked_at_ahead_is_refused(ps: Any) -> None:
             prefetch([], model, ahead=ahead)
     with pytest.raises(ConfigError, match="no elasticps embedding"):
         prefetch([], nn.Linear(1, 1))
+    tables = [TableConfig("t", 4)]
+    with pytest.raises(ConfigError, match="tables of a collection"):
+        prefetch([], EmbeddingBagCollection(ps, tables, optimizer=eps.SGD(lr=0.1)))
     with pytest.raises(ConfigError, match="shard"):
         prefetch(DataLoader(ShardedDataset(ps, 10, 2), batch_size=None), model)
     loader = iter(prefetch(batches(), model))
