@@ -14,12 +14,13 @@ from elasticps.client.protocol.join import Resume
 from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Filter, Init, Optimizer, TableSpec, Zeros
 from elasticps.torch.group.layout import CHUNK
-from elasticps.torch.group.links import NOTHING, Links, Words
-from elasticps.torch.group.reads import Floats, Slots, WeightsRead, ask_weights
+from elasticps.torch.group.links import Links, Words
+from elasticps.torch.group.ranks import Ranks
+from elasticps.torch.group.reads import Floats, WeightsRead
 from elasticps.torch.group.several import GroupTablesRead, ask_tables
 from elasticps.torch.group.shards import GroupShards
 from elasticps.torch.group.step import Summing
-from elasticps.torch.group.tables import GroupTable, GroupTensor, Handle
+from elasticps.torch.group.tables import GroupTable, GroupTensor, Handle, pull_many
 
 if TYPE_CHECKING:
     from elasticps.client import Client, Step
@@ -59,7 +60,7 @@ class GroupStep:
         self._ps.hear(self._ps.asked("result of a step", result))
 
 
-class GroupClient:
+class GroupClient(Ranks):
     """What the ranks of a group have in the place of a client; made by `LocalGroup.connect`.
 
     Every rank makes the same calls in the same order, each with its own keys and gradients: `push` sums what all of
@@ -69,10 +70,7 @@ class GroupClient:
     """
 
     def __init__(self, links: Links, client: Client | None, mean: bool, chunk: int = CHUNK) -> None:
-        self.links = links
-        self.client = client
-        self.slots = Slots(links)
-        self.is_alone = False
+        super().__init__(links, client)
         self._heard = 0, 0  # the clock, and up to which clock all is committed
         self._owed: tuple[int, GroupStep] | None = None  # a push of which rank 0 has yet to tell
         self._handles: list[Handle] = []
@@ -83,16 +81,6 @@ class GroupClient:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"steps: {self.clock}"
         return f"<GroupClient at rank {self.rank} of {self.size}: {state}>"
-
-    @property
-    def rank(self) -> int:
-        """This process among those of the group, from 0 on."""
-        return self.links.rank
-
-    @property
-    def size(self) -> int:
-        """How many processes are in the group."""
-        return self.links.size
 
     @property
     def clock(self) -> int:
@@ -227,20 +215,7 @@ class GroupClient:
     def pull_many(self, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | ArrayRead]:
         """Asks for several tensors, as `Client.pull_many` and as every rank does. What their `result()` gives is memory
         that all ranks see, and stays as it is: copy what is to be changed."""
-        client, wanted = self.client, list(tensors)
-        if client is not None and self.is_alone:
-            return client.pull_many([self._real(each) for each in wanted])
-
-        def pull(outs: list[Any]) -> Sequence[ArrayRead]:
-            assert client is not None
-            return client.pull_many([self._real(each) for each in wanted], outs)
-
-        numbers = np.array([each.number for each in wanted], np.int64)
-        shapes = [each.shape for each in wanted]
-        reads: list[WeightsRead] = ask_weights(
-            self.links, self.slots, shapes, numbers, None if client is None else pull
-        )
-        return reads
+        return pull_many(self, tensors)
 
     @staticmethod
     def _real(handle: Handle) -> Any:
@@ -289,25 +264,6 @@ class GroupClient:
             return self.clocks()
 
         self.hear(self.asked("flush", flushed))
-
-    def together(self, operation: str, does: Callable[[], None]) -> None:
-        """Rank 0 does something for all, who wait for it, and raise what it raises."""
-
-        def done(_: Client) -> Words:
-            does()
-            return NOTHING
-
-        self.asked(operation, done)
-
-    def asked(self, operation: str, does: Callable[[Client], Any]) -> Words:
-        """The same, and what it gives, int64 [n], at all ranks."""
-        if self.client is not None and self.is_alone:
-            return np.array(does(self.client), np.int64)
-        self.settle()
-        number, _ = self.links.ask(operation)
-        with self.links.leading(number):
-            words = NOTHING if self.client is None else np.array(does(self.client), np.int64)
-            return self.links.answer(number, words)
 
     def clocks(self) -> Words:
         """At rank 0: what the others hear of the client's clock."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import numpy as np
@@ -15,14 +15,14 @@ from elasticps.client.short_keys import Saved
 from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Optimizer
 from elasticps.torch.group.layout import Target
-from elasticps.torch.group.reads import GroupRead, Pending, WeightsRead, ask_rows
+from elasticps.torch.group.ranks import Ranks
+from elasticps.torch.group.reads import GroupRead, Pending, WeightsRead, ask_rows, ask_weights
 
 if TYPE_CHECKING:
     from elasticps.client import DenseTensor, SparseTable
     from elasticps.client.pulls import ArrayRead
     from elasticps.client.rates import SetRate
     from elasticps.client.row_cache import CachedRead
-    from elasticps.torch.group.client import GroupClient
 
 Floats = NDArray[np.float32]
 Real = TypeVar("Real", "SparseTable", "DenseTensor")
@@ -33,7 +33,7 @@ class _Handle(Generic[Real]):
 
     real: Real | None
 
-    def __init__(self, ps: GroupClient, name: str, number: int, optimizer: Optimizer, real: Real | None) -> None:
+    def __init__(self, ps: Ranks, name: str, number: int, optimizer: Optimizer, real: Real | None) -> None:
         self.name = name
         self.number = number
         self.real = real
@@ -88,7 +88,7 @@ class GroupTable(_Handle["SparseTable"]):
     """A sparse table; made by `GroupClient.table`."""
 
     def __init__(
-        self, ps: GroupClient, name: str, number: int, optimizer: Optimizer, dim: int, real: SparseTable | None
+        self, ps: Ranks, name: str, number: int, optimizer: Optimizer, dim: int, real: SparseTable | None
     ) -> None:
         super().__init__(ps, name, number, optimizer, real)
         self.dim = dim
@@ -156,7 +156,7 @@ class GroupTensor(_Handle["DenseTensor"]):
     """A dense tensor; made by `GroupClient.tensor`."""
 
     def __init__(
-        self, ps: GroupClient, name: str, number: int, optimizer: Optimizer, shape: tuple[int, ...],
+        self, ps: Ranks, name: str, number: int, optimizer: Optimizer, shape: tuple[int, ...],
         real: DenseTensor | None,
     ) -> None:  # fmt: skip
         super().__init__(ps, name, number, optimizer, real)
@@ -166,7 +166,7 @@ class GroupTensor(_Handle["DenseTensor"]):
     def pull_async(self) -> WeightsRead | ArrayRead:
         """Asks for the tensor, as every rank does. What `result()` gives is memory that all ranks see: copy what is to
         be changed."""
-        return self._ps.pull_many([self])[0]
+        return pull_many(self._ps, [self])[0]
 
     def pull(self) -> Floats:
         """The same at once, in memory of its own."""
@@ -178,3 +178,20 @@ class GroupTensor(_Handle["DenseTensor"]):
 
 
 Handle = GroupTable | GroupTensor
+
+
+def pull_many(ps: Ranks, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | ArrayRead]:
+    """Asks for several tensors, as every rank does; by rank 0 alone, like any client."""
+    client, wanted = ps.client, list(tensors)
+    real: list[Any] = [each.real for each in wanted]
+    if client is not None and ps.is_alone:
+        return client.pull_many(real)
+
+    def pull(outs: list[Any]) -> Sequence[ArrayRead]:
+        assert client is not None
+        return client.pull_many(real, outs)
+
+    numbers = np.array([each.number for each in wanted], np.int64)
+    shapes = [each.shape for each in wanted]
+    reads: list[WeightsRead] = ask_weights(ps.links, ps.slots, shapes, numbers, None if client is None else pull)
+    return reads
