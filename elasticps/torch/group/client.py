@@ -12,6 +12,7 @@ import numpy as np
 from elasticps.client.inputs import checked_keys, checked_out
 from elasticps.client.protocol.join import Resume
 from elasticps.errors import ConfigError, InputError
+from elasticps.sharding import checked_spec
 from elasticps.spec import Filter, Init, Optimizer, TableSpec, Zeros
 from elasticps.torch.group.layout import CHUNK
 from elasticps.torch.group.links import Links, Words
@@ -77,6 +78,7 @@ class GroupClient(Ranks):
         self._summing = Summing(links, self._handles, mean, chunk)
         self._named: dict[str, Handle] = {}
         self._closed = False
+        self._pushes = 0
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"steps: {self.clock}"
@@ -163,6 +165,7 @@ class GroupClient(Ranks):
                 raise InputError(f"push takes the tables and tensors of this group as keys, got {handle!r}")
         self.settle()
         number, sums = self._summing.sums(values)
+        self._pushes += 1
         if self.client is None:
             step = GroupStep(self, None)
             self._owed = number, step
@@ -228,11 +231,12 @@ class GroupClient(Ranks):
     ) -> GroupShards:  # fmt: skip
         """As `Client.shards`: a shard is what one step of the group trains, and each rank gets its part of it.
         InputError if a shard would leave a rank without any sample."""
-        size, last = self.size, num_samples % shard_size if shard_size > 0 else 0
-        if 0 < shard_size < size or 0 < last < size:
+        checked_spec(num_samples, shard_size, epochs, shuffle_seed)
+        size, last = self.size, num_samples % shard_size or shard_size
+        if min(shard_size, last) < size:
             raise InputError(
-                f"shards of {shard_size} of {num_samples} samples, the last one of {last or shard_size}, leave some of "
-                f"{size} ranks without any: choose another shard_size"
+                f"shards of {shard_size} of {num_samples} samples, the last one of {last}, leave some of {size} ranks "
+                "without any: choose another shard_size"
             )
         real: list[Any] = [None]
 
@@ -241,7 +245,7 @@ class GroupClient(Ranks):
             real[0] = self.client.shards(num_samples, shard_size, epochs, name=name, shuffle_seed=shuffle_seed)
 
         self.together(f"shards {name!r}", opened)
-        return GroupShards(self.links, real[0])
+        return GroupShards(self.links, real[0], lambda: self._pushes)
 
     # -- the worker
 

@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ _ERROR = 1 << 63
 MAX_NAME = 1024
 MAX_WORDS = 1 << 27
 MAX_LATER = 32  # operations
+MAX_UNSAID = 16 << 20
 NOTHING: Words = np.empty(0, np.int64)
 
 
@@ -48,7 +50,9 @@ class Links:
         self._unwanted: dict[int, Callable[[Words], None]] = {}  # answers that nobody will wait for, by operation
         self._memory: dict[int, Shared] = {}  # by number
         self._later: deque[tuple[str, Words, Callable[[list[Words]], None]]] = deque()
+        self._unsaid = bytearray()
         self._over: Error | None = None
+        _live.add(self)
         for each in sockets.values():
             each.settimeout(timeout_s)
 
@@ -91,6 +95,7 @@ class Links:
             self._check()
             self._tell_all(number, words)
             return words
+        self._say_all()
         while number not in self._told:
             self._check()
             self._listen()
@@ -162,6 +167,10 @@ class Links:
     def close(self) -> None:
         """Ends; the others find out with their next operation."""
         self._over = self._over or GroupLost("the group was closed at this rank")
+        self.disown()
+
+    def disown(self) -> None:
+        """This process has no part of it: its copies of the sockets must not keep them open."""
         for each in self._sockets.values():
             each.close()
 
@@ -219,10 +228,23 @@ class Links:
     # -- the others
 
     def _say(self, name: bytes, words: Words) -> None:
+        """Says what its socket takes now, and the rest with the next operation that waits for rank 0: until then nobody
+        may be there to hear it, and this rank has other things to do."""
+        self._unsaid += _ASKED.pack(len(name), len(words)) + name
+        self._unsaid += np.ascontiguousarray(words, np.int64).data.cast("B")
         peer = self._sockets[0]
-        self._send(peer, _ASKED.pack(len(name), len(words)) + name, "rank 0")
-        if len(words):
-            self._send(peer, np.ascontiguousarray(words, np.int64).data.cast("B"), "rank 0")
+        room = select.poll()
+        with self._sending("rank 0"):
+            room.register(peer, select.POLLOUT)
+            while self._unsaid and room.poll(0):
+                del self._unsaid[: peer.send(self._unsaid)]
+        if len(self._unsaid) > MAX_UNSAID:
+            self._say_all()
+
+    def _say_all(self) -> None:
+        if self._unsaid:
+            unsaid, self._unsaid = self._unsaid, bytearray()
+            self._send(self._sockets[0], unsaid, "rank 0")
 
     def _listen(self) -> None:
         """Takes one message of rank 0."""
@@ -273,10 +295,15 @@ class Links:
             at += n
         return into
 
-    def _send(self, peer: socket.socket, data: bytes | memoryview, who: str) -> None:
-        try:
+    def _send(self, peer: socket.socket, data: bytes | bytearray, who: str) -> None:
+        with self._sending(who):
             peer.sendall(data)
-        except OSError as error:
+
+    @contextmanager
+    def _sending(self, who: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: it is closed
             with suppress(OSError):  # rank 0 may have said why it ends
                 while self.rank and self._over is None:
                     self._listen()
@@ -296,14 +323,25 @@ class Links:
         raise error
 
 
+def _disown() -> None:
+    """In a forked child, such as a DataLoader's worker: a rank that dies must be missed even if that lives on."""
+    for links in list(_live):
+        links.disown()
+
+
+_live: weakref.WeakSet[Links] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_disown)
+
+
 def _error(kind: str, text: str) -> Error:
-    """What rank 0 raised; by a name of `elasticps.errors` alone."""
+    """What rank 0 raised, or the next kind above it that takes a text alone; by a name of `elasticps.errors`."""
     found = getattr(errors, kind, None)
     if isinstance(found, type) and issubclass(found, Error):
-        try:
-            return found(text)
-        except TypeError:  # one that takes more than a text
-            return Error(text)
+        for each in found.__mro__:
+            with suppress(TypeError):
+                made = each(text)
+                if isinstance(made, Error):
+                    return made
     return GroupLost(text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -35,6 +36,7 @@ class Slots:
         self._links = links
         self._left: dict[int, Sequence[Pending]] = {}  # slots that nobody wants, but whose rows may still arrive
         self._made = 0
+        self._process = os.getpid()
         self.start = -(-8 * links.size // _LINE) * _LINE  # where there is room
 
     def take(self, nbytes: int) -> int:
@@ -49,10 +51,13 @@ class Slots:
 
     def leave(self, number: int) -> None:
         """This rank needs it no longer."""
-        self._flags(number)[self._links.rank] = 0
+        if os.getpid() == self._process:  # not a forked child that collects its parent's garbage
+            self._flags(number)[self._links.rank] = 0
 
     def drop(self, number: int, arriving: Sequence[Pending]) -> None:
         """At rank 0: nobody was told of it, and nobody will be."""
+        if os.getpid() != self._process:
+            return
         self._left[number] = arriving
         self._flags(number)[:] = 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from elasticps.client import Shard, Shards
@@ -14,9 +16,15 @@ _END = -1
 class GroupShards:
     """An iterator of this rank's parts of the shards that the group is to train, as `elasticps.client.Shards`."""
 
-    def __init__(self, links: Links, shards: Shards | None) -> None:
+    def __init__(self, links: Links, shards: Shards | None, pushes: Callable[[], int]) -> None:
         self._links, self._shards = links, shards
-        self.passed_over = False  # rank 0's own iterator says so
+        self._pushes = pushes  # how many there were so far
+        self._before: int | None = None  # a shard was handed out
+
+    @property
+    def passed_over(self) -> bool:
+        """Whether the shard handed out last has no step yet."""
+        return self._pushes() == self._before
 
     def __iter__(self) -> GroupShards:
         return self
@@ -29,7 +37,9 @@ class GroupShards:
                 words = np.array(self._next(self._shards), np.int64)
             epoch, index, start, stop, samples, seeded, seed = self._links.answer(number, words).tolist()
         if epoch == _END:
+            self._before = None
             raise StopIteration
+        self._before = self._pushes()
         low, high = share(stop - start, self._links.rank, self._links.size)
         return Shard(epoch, index, start + low, start + high, samples, seed if seeded else None)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,16 @@ import torch
 from torch import nn
 
 import elasticps as eps
-from elasticps.torch import Embedding, EmbeddingBag, EmbeddingBagCollection, GroupClient, Optimizer, TableConfig
+from elasticps.client import Shard
+from elasticps.torch import (
+    Embedding,
+    EmbeddingBag,
+    EmbeddingBagCollection,
+    GroupClient,
+    Optimizer,
+    ShardedDataset,
+    TableConfig,
+)
 from elasticps.torch.group.links import Links
 from tests.torch.fake_ps import FakeClient
 from tests.torch.group.ranks import clients, linked, together
@@ -170,7 +181,7 @@ def test_each_key_is_pulled_once_for_all_ranks() -> None:
 
 def test_rows_of_several_tables_are_pulled_with_one_question() -> None:
     shared = FakeClient()
-    keys = {"a": [[5, 7], [], [7]], "b": [[], [1], [2, 1]], "c": [[], [], []]}
+    keys: dict[str, list[list[int]]] = {"a": [[5, 7], [], [7]], "b": [[], [1], [2, 1]], "c": [[], [], []]}
 
     def pull(ps: GroupClient) -> dict[str, np.ndarray[Any, Any]]:
         tables = {
@@ -180,8 +191,8 @@ def test_rows_of_several_tables_are_pulled_with_one_question() -> None:
         wanted = {tables[name]: np.array(lists[ps.rank], np.int64) for name, lists in keys.items()}
         with pytest.raises(eps.InputError):
             ps.pull_async({tables["a"]: [0.5]})
-        ahead = ps.pull_async(wanted)
-        found = ps.pull(wanted)
+        ahead: Any = ps.pull_async(wanted)
+        found: Any = ps.pull(wanted)
         for table, rows in ahead.result().items():
             np.testing.assert_array_equal(rows, found[table])
         return {table.name: rows for table, rows in found.items()}
@@ -337,6 +348,92 @@ def test_rank_0_looks_by_itself() -> None:
     with clients(shared, 2) as group:
         together(look, group)
     assert shared.tables["rows"].pulls == [[3, 4], [0, 1]]
+
+
+class Shards:
+    """As rank 0's client hands them out."""
+
+    def __init__(self, shards: Iterator[Shard]) -> None:
+        self._shards = shards
+
+    def __next__(self) -> Shard:
+        return next(self._shards)
+
+    def close(self) -> None:
+        """Gives back nothing."""
+
+
+def test_ranks_train_parts_of_a_shard() -> None:
+    class Handed(FakeClient):
+        def shards(self, samples: int, size: int, epochs: int, *, name: str, shuffle_seed: int | None) -> Any:
+            starts = [start for _ in range(epochs) for start in range(0, samples, size)]
+            made = (
+                Shard(n * size // samples, n, start, min(start + size, samples), samples, shuffle_seed)
+                for n, start in enumerate(starts)
+            )
+            return Shards(made)
+
+    shared = Handed()
+    data = torch.arange(23.0)
+
+    def train(ps: GroupClient) -> list[list[float]]:
+        tensor = ps.tensor("w", init=np.zeros(1, np.float32), optimizer=eps.SGD(lr=1.0))
+        got = []
+        for part in ShardedDataset(ps, 23, 10, 2, dataset=data):
+            got.append(part.tolist())
+            ps.push({tensor: np.array([part.sum()], np.float32)})
+        with pytest.raises(eps.InputError, match="not trained before the next"):
+            list(ShardedDataset(ps, 23, 10, dataset=data))
+        with pytest.raises(eps.InputError, match="without any"):
+            list(ShardedDataset(ps, 22, 20, dataset=data))
+        return got
+
+    with clients(shared, 3) as group:
+        parts = together(train, group)
+    handed = [sorted(i for part in some for i in part) for some in zip(*parts, strict=True)]
+    assert handed == [[float(i) for i in range(a, b)] for a, b in ((0, 10), (10, 20), (20, 23))] * 2
+    np.testing.assert_array_equal(shared.weight("w"), [-2.0 * sum(range(23))])
+
+
+def test_what_nobody_hears_yet_holds_nobody_up() -> None:
+    shared, met = FakeClient(), threading.Barrier(2)
+    keys = np.arange(300_000)  # more than a socket takes
+
+    def look(ps: GroupClient) -> None:
+        table = ps.table("rows", dim=1, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
+        reads = [table.pull_async(keys), table.pull_async(keys[:5])]
+        met.wait(30)  # whatever else ranks do together
+        assert [read.result().shape for read in reads] == [(300_000, 1), (5, 1)]
+
+    with clients(shared, 2) as group:
+        together(look, group)
+
+
+def test_a_forked_child_has_no_part_of_it() -> None:
+    with linked(2) as links:
+        child = os.fork()
+        if child == 0:
+            ended = all(each.fileno() < 0 for link in links for each in link._sockets.values())
+            os._exit(0 if ended else 1)
+        assert os.waitpid(child, 0)[1] == 0
+
+        def ask(each: Links) -> None:
+            each.answer(each.ask("sum")[0])
+
+        together(ask, links)
+
+
+def test_errors_with_more_than_a_text_come_as_the_kind_above() -> None:
+    def refuse(ps: GroupClient) -> None:
+        def full() -> None:
+            raise eps.NotFinite("row 3 is not finite", "rows", 3)
+
+        with pytest.raises(eps.ServerError, match="row 3") as caught:
+            ps.together("something", full)
+        assert isinstance(caught.value, eps.NotFinite) == (ps.rank == 0)
+
+    with clients(FakeClient(), 2) as group:
+        together(refuse, group)
 
 
 def test_bad_input_is_refused_before_anybody_hears_of_it() -> None:

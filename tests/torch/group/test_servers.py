@@ -1,0 +1,91 @@
+"""Ranks in threads, on real servers of which one dies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import elasticps as eps
+from elasticps.torch import EmbeddingBag, GroupClient, Optimizer, full_state_dict, load, save
+from tests.conftest import NewCluster
+from tests.torch.group.ranks import clients, together
+
+STEPS, RANKS = 10, 3
+
+
+def model_of(ps: Any) -> nn.Sequential:
+    bags = EmbeddingBag(ps, "words", 8, optimizer=eps.Adagrad(lr=0.1), init=eps.Normal(std=0.1, seed=1))
+    model = nn.Sequential(bags, nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():  # threads share torch's generator
+            parameter.copy_(torch.linspace(-0.5, 0.7, parameter.numel()).view_as(parameter))
+    return model
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    ids, wanted = torch.randint(0, 60, (8, 3), generator=generator), torch.randn(8, 1, generator=generator)
+    return nn.functional.mse_loss(model(ids), wanted)
+
+
+def alone(url: str) -> dict[str, torch.Tensor]:
+    """One worker adds up what the ranks have."""
+    with eps.connect(url, worker="w", app="alone", consistency=eps.BSP()) as ps:
+        model = model_of(ps)
+        optimizer = Optimizer(ps, model, eps.Adam(lr=0.05), overlap=False)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            with optimizer.accumulate():
+                for rank in range(RANKS):
+                    loss_of(model, step, rank).backward()
+            optimizer.step()
+        return full_state_dict(model)
+
+
+def test_rounds_of_a_group_are_those_of_one_worker_while_a_server_dies(
+    local_cluster: NewCluster, tmp_path: Path
+) -> None:
+    cluster = local_cluster(servers=3, replicas=2)
+
+    def train(ps: GroupClient) -> dict[str, torch.Tensor] | None:
+        model = model_of(ps)
+        optimizer = Optimizer(ps, model, eps.Adam(lr=0.05), pipeline=True)
+        assert ps.resume().steps == 0
+        for step in range(STEPS):
+            if step == STEPS // 2 and ps.rank == 0:
+                cluster.kill("s1")
+            optimizer.zero_grad()
+            loss_of(model, step, ps.rank).backward()
+            optimizer.step()
+            assert optimizer.last_step is not None
+            if step % 4 == 3:
+                optimizer.last_step.result()
+                assert optimizer.last_step.done()
+        ps.flush()
+        assert ps.clock == ps.committed == optimizer.last_step.clock
+        state = None
+        if ps.client is not None:
+            with ps.alone():
+                state = full_state_dict(model)
+                save(model, tmp_path / "model.pt")
+                load(model, tmp_path / "model.pt")
+        optimizer.refresh()
+        loss_of(model, STEPS, ps.rank).backward()
+        optimizer.step()
+        ps.flush()
+        return state
+
+    with (
+        eps.connect(cluster.url, worker="group", app="group", consistency=eps.BSP()) as client,
+        clients(client, RANKS) as group,
+    ):
+        found = together(train, group)[0]
+    expected = alone(cluster.url)
+    assert found is not None
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name].numpy(), values.numpy(), err_msg=name)
