@@ -357,6 +357,31 @@ def control(as_json: Json = False) -> None:
 
 
 @app.command()
+def tables(
+    count: Annotated[int, typer.Option("--tables", min=1, max=256, help="How many.")] = 26,
+    batch: Annotated[int, typer.Option(min=1, help="Samples in each step.")] = 256,
+    dim: Annotated[int, typer.Option(min=1, max=1024, help="Floats of a row.")] = 16,
+    servers: Servers = 3,
+    seconds: Seconds = 10.0,
+    as_json: Json = False,
+) -> None:
+    """Many tables in one layer, with one pull and one push a step, beside as many layers: the worker's CPU time."""
+    from elasticps.bench import tables as bench
+
+    found = bench.run(tables=count, batch=batch, dim=dim, servers=servers, seconds=seconds, progress=_progress)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+        return
+    table = Table(title=f"{count} tables, {batch:,} samples a step, {servers} server(s)")
+    for name in ("layers", "worker CPU ms/step", "ms/step"):
+        table.add_column(name, justify="left" if name == "layers" else "right")
+    table.add_row("one for each table", f"{found.separate_cpu_ms:.2f}", f"{found.separate_ms:.2f}")
+    table.add_row("one for all", f"{found.collection_cpu_ms:.2f}", f"{found.collection_ms:.2f}")
+    _out().print(table)
+    typer.echo(f"one for all takes {found.of_separate:.2f} of the worker's CPU time")
+
+
+@app.command()
 def memory(
     rows: Annotated[int, typer.Option(min=1000, help="Rows of the table.")] = 5_000_000,
     dim: Annotated[int, typer.Option(min=1, help="Floats per row.")] = 64,

@@ -31,12 +31,12 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import elasticps as eps
-from elasticps.bench.criteo import Source
+from elasticps.bench.criteo import CATEGORIES, Source
 from elasticps.bench.dlrm import DIM, DLRM
 from elasticps.demo import data
 from elasticps.demo.model import tensors
 from elasticps.demo.training import local, remote
-from elasticps.torch import Embedding, Optimizer
+from elasticps.torch import EmbeddingBagCollection, Jagged, Optimizer, TableConfig
 
 SEED = 1
 POOL = 64  # batches made before anything is measured, and used again and again
@@ -72,14 +72,27 @@ class DeepFM:
     def remote(self, ps: eps.Client) -> Trainable:
         """Every weight at the servers."""
         made = remote(ps, self._ratings, SEED)
-        assert made.embeddings is not None
-        features, genres = made.embeddings
+        return Trainable(made.model, made.optimizers, lambda inputs: made.prefetch(inputs[0], inputs[1]), ps.flush)
 
-        def prefetch(inputs: Inputs) -> None:
-            features.prefetch(inputs[0])
-            genres.prefetch(inputs[1])
 
-        return Trainable(made.model, made.optimizers, prefetch, ps.flush)
+class Collected(nn.Module):
+    """A table for each category of a click, in one layer: as `DLRM` takes them."""
+
+    names = tuple(f"category{i}" for i in range(CATEGORIES))
+
+    def __init__(self, ps: eps.Client, init: eps.Normal) -> None:
+        super().__init__()
+        tables = [TableConfig(name, DIM, init=init) for name in self.names]
+        self.tables = EmbeddingBagCollection(ps, tables, optimizer=eps.Adagrad(lr=ROWS_LR))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [n, categories] -> [n, categories, DIM]."""
+        rows: Tensor = self.tables(Jagged.columns(self.names, ids)).values()
+        return rows.view(*ids.shape, DIM)
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Asks for the rows of the next batch."""
+        self.tables.prefetch(Jagged.columns(self.names, ids))
 
 
 class Clicks:
@@ -105,8 +118,7 @@ class Clicks:
     def remote(self, ps: eps.Client) -> Trainable:
         """Every weight at the servers."""
         torch.manual_seed(SEED)
-        init = eps.Normal(std=ROWS_STD, seed=SEED)
-        rows = Embedding(ps, "categories", DIM, optimizer=eps.Adagrad(lr=ROWS_LR), init=init)
+        rows = Collected(ps, eps.Normal(std=ROWS_STD, seed=SEED))
         model = DLRM(rows)
         optimizer = Optimizer(ps, model, optimizer=eps.Adam(lr=DENSE_LR), prefix="dlrm", pipeline=True)
         return Trainable(model, [optimizer], lambda inputs: rows.prefetch(inputs[1]), ps.flush)

@@ -33,19 +33,28 @@ class DeepFM(nn.Module):
     def __init__(self, features: nn.Module, genres: nn.Module) -> None:
         super().__init__()
         self.features, self.genres = features, genres
-        widths = (FACTORS * (len(FIELDS) + 1), *HIDDEN)
-        layers: list[nn.Module] = []
-        for before, after in itertools.pairwise(widths):
-            layers += [nn.Linear(before, after), nn.ReLU(), nn.Dropout(DROPOUT)]
-        self.deep = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+        self.deep = deep()
+
+    def rows(self, features: Tensor, genres: Tensor) -> Tensor:
+        """Those of the features, and the mean of those of the genres, [n, fields + 1, ROW]."""
+        return torch.cat([self.features(features), self.genres(genres)[:, None]], dim=1)
 
     def forward(self, features: Tensor, genres: Tensor) -> Tensor:
         """Logit of liking, [n]."""
-        rows = torch.cat([self.features(features), self.genres(genres)[:, None]], dim=1)
+        rows = self.rows(features, genres)
         linear, factors = rows[..., 0].sum(dim=1), rows[..., 1:]
         pairs = (factors.sum(dim=1).square() - factors.square().sum(dim=1)).sum(dim=1) / 2
         deep: Tensor = self.deep(factors.flatten(1))
         return linear + pairs + deep[:, 0]
+
+
+def deep() -> nn.Sequential:
+    """The layers on top of the factors."""
+    widths = (FACTORS * (len(FIELDS) + 1), *HIDDEN)
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU(), nn.Dropout(DROPOUT)]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], 1))
 
 
 def tensors(ratings: Ratings, index: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,25 +9,55 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 import elasticps as eps
-from elasticps.demo.data import NO_GENRE, Ratings, batches
-from elasticps.demo.model import DENSE_LR, EMBEDDING_LR, EMBEDDING_STD, ROW, DeepFM, tensors
-from elasticps.torch import Embedding, EmbeddingBag, Optimizer
+from elasticps.demo.data import FIELDS, NO_GENRE, Ratings, batches
+from elasticps.demo.model import DENSE_LR, EMBEDDING_LR, EMBEDDING_STD, ROW, DeepFM, deep, tensors
+from elasticps.torch import EmbeddingBagCollection, Jagged, Optimizer, TableConfig
 
 REPORT_S = 0.1  # between two progress reports
 REPORTED = 20  # batches whose mean loss a report gives
 
 
+class RemoteDeepFM(DeepFM):
+    """The model with both tables in one layer, at the servers."""
+
+    def __init__(self, ps: eps.Client, seed: int) -> None:
+        nn.Module.__init__(self)
+        first, second = (eps.Normal(std=EMBEDDING_STD, seed=2 * seed + i) for i in range(2))
+        tables = [
+            TableConfig("features", ROW, FIELDS, "mean", init=first),
+            TableConfig("genres", ROW, ["genre"], "mean", init=second),
+        ]
+        self.tables = EmbeddingBagCollection(ps, tables, optimizer=eps.Adagrad(lr=EMBEDDING_LR))
+        self.deep = deep()
+
+    def rows(self, features: Tensor, genres: Tensor) -> Tensor:
+        rows: Tensor = self.tables(_lists(features, genres)).values()
+        return rows.view(len(features), len(FIELDS) + 1, ROW)
+
+    def prefetch(self, features: Tensor, genres: Tensor) -> None:
+        """Asks for the rows of the next batch."""
+        self.tables.prefetch(_lists(features, genres))
+
+
+def _lists(features: Tensor, genres: Tensor) -> Jagged:
+    """One id of each field, and the film's genres."""
+    known = genres != NO_GENRE
+    values = torch.cat([features.t().reshape(-1), genres[known]])
+    lengths = torch.cat([torch.ones(features.numel(), dtype=torch.int64), known.sum(dim=1)])
+    return Jagged([*FIELDS, "genre"], values, lengths)
+
+
 @dataclass
 class Trainable:
-    """A model with what steps it; `embeddings` have a `prefetch` if their rows are far away."""
+    """A model with what steps it; `prefetch` asks for the rows of the next batch if they are far away."""
 
     model: DeepFM
     optimizers: Sequence[torch.optim.Optimizer]
-    embeddings: tuple[Embedding, EmbeddingBag] | None = None
+    prefetch: Callable[[Tensor, Tensor], None] = lambda features, genres: None
 
 
 @dataclass(frozen=True)
@@ -44,22 +74,11 @@ class Plan:
 def remote(ps: eps.Client, ratings: Ratings, seed: int, *, overlap: bool = True) -> Trainable:
     """The model with every weight at the servers."""
     torch.manual_seed(seed)
-    rows = eps.Adagrad(lr=EMBEDDING_LR)
-    features = Embedding(ps, "features", ROW, optimizer=rows, init=eps.Normal(std=EMBEDDING_STD, seed=2 * seed))
-    genres = EmbeddingBag(
-        ps,
-        "genres",
-        ROW,
-        "mean",
-        optimizer=rows,
-        init=eps.Normal(std=EMBEDDING_STD, seed=2 * seed + 1),
-        padding_idx=NO_GENRE,
-    )
-    model = DeepFM(features, genres)
+    model = RemoteDeepFM(ps, seed)
     optimizer = Optimizer(
         ps, model, optimizer=eps.Adam(lr=DENSE_LR), prefix="deepfm", overlap=overlap, pipeline=overlap
     )
-    return Trainable(model, [optimizer], (features, genres))
+    return Trainable(model, [optimizer], model.prefetch)
 
 
 def local(ratings: Ratings, seed: int) -> Trainable:
@@ -105,9 +124,7 @@ def train(
                 optimizer.step()
             if i + 1 < len(todo):
                 following = tensors(ratings, todo[i + 1])
-                if what.embeddings is not None:
-                    what.embeddings[0].prefetch(following[0])
-                    what.embeddings[1].prefetch(following[1])
+                what.prefetch(following[0], following[1])
             samples += len(liked)
             losses.append(loss.item())
             ends.append(round(time.time(), 4))

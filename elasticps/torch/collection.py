@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Filter, Init
 from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.distinct import distinct_tables
-from elasticps.torch.embedding import Rows
+from elasticps.torch.embedding import MAX_PREFETCHED, Rows
 from elasticps.torch.group.client import GroupClient
 from elasticps.torch.jagged import JaggedTensor, KeyedTensor, Lists, lists_of
 
@@ -169,6 +170,7 @@ class Collection(nn.Module):
                 pull=pull if config.pull is None else config.pull, cache=config.cache,
             )  # fmt: skip
         self._tables = [made[config.name] for config in layout.configs]
+        self._ahead: deque[_Lookup] = deque(maxlen=MAX_PREFETCHED)
         self.lock = threading.Lock()  # backward passes on CUDA run in torch's own threads
         for group in layout.groups:
             uses: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -188,8 +190,21 @@ class Collection(nn.Module):
         """Names of all features, table by table as they were given."""
         return list(self._layout.shown)
 
-    def _ask(self, given: Any) -> _Lookup:
-        lists = self._checked(given)
+    def prefetch(self, features: Any) -> None:
+        """Asks for the rows of a batch now; the forward pass that gets the same lists takes them, as new as the servers
+        had them at the time of this call."""
+        lists = self._checked(features)  # a copy of the caller's, who may change them
+        lists = lists._replace(ids=lists.ids.copy(), lengths=lists.lengths.copy())
+        self._ahead.append(self._ask(lists))
+
+    def _claim(self, lists: Lists) -> _Lookup:
+        for lookup in self._ahead:
+            if lookup.lists.same(lists):
+                self._ahead.remove(lookup)
+                return replace(lookup, lists=lists)
+        return self._ask(lists)
+
+    def _ask(self, lists: Lists) -> _Lookup:
         found = self._layout.find(lists)
         n = lists.samples
         segments = np.empty((len(found), 3), np.int64)
@@ -216,7 +231,7 @@ class Collection(nn.Module):
         """Of each group the rows of its tables, [keys, dim], ready for autograd, and positions of its ids in them."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise ConfigError("a trace would keep the rows that it sees: compile the model")
-        lookup = self._ask(given)
+        lookup = self._claim(self._checked(given))
         if lookup.pull is not None:
             lookup.pull.result()
         return lookup, list(self._groups(lookup))

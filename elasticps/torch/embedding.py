@@ -161,6 +161,8 @@ class Rows(nn.Module):
     def ask_expected(self) -> None:
         """A step has ended: asks for the rows of the ids that the next forward passes are expected to get. They take
         them if nothing else has changed rows meanwhile: then they are what a pull would give."""
+        if not self.expected and not self._early:  # as most are; to say so again takes a module longer than to look
+            return
         expected, self.expected = self.expected, []
         early = [(self._ask(ids), self.ps.clock, self._changes) for ids in expected]
         self._early = early
@@ -218,7 +220,7 @@ class Rows(nn.Module):
         of the keys each is, their number for the padding id; padded: there is one. InputError for unusable ids."""
         if ids.dtype not in (torch.int64, torch.int32):
             raise InputError(f"ids of table {self.table.name!r} must be int64 or int32, got {ids.dtype}")
-        flat = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
+        flat = ids.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
         keys, where, padded = distinct(flat, self.padding_idx)
         if self.num_embeddings is not None and len(keys) and not 0 <= keys.min() <= keys.max() < self.num_embeddings:
             raise InputError(f"ids of table {self.table.name!r} must be from 0 to {self.num_embeddings - 1}")
@@ -275,24 +277,27 @@ class Rows(nn.Module):
     def keep(self, gradient: Gradient) -> None:
         """A gradient of some rows waits here from now on."""
         with self._lock:
-            self._gradients = [*self._waiting(), gradient]
-            self.trains.grad = torch.empty_like(self.trains.detach()).as_subclass(_Elsewhere)
-
-    def _waiting(self) -> list[Gradient]:
-        """The gradients since the last `take_all`, unless the model's zero_grad() has dropped them."""
-        shown = self.trains.grad
-        return [] if shown is None or getattr(shown, "dropped", False) else self._gradients
+            trains = self.trains
+            if (shown := trains.grad) is None or getattr(shown, "dropped", False):
+                self._gradients.clear()
+                trains.grad = torch.empty_like(trains.detach()).as_subclass(_Elsewhere)
+            self._gradients.append(gradient)
 
     def take_all(self) -> list[Gradient]:
-        """Hands over all gradients since the last call, one for every backward pass."""
+        """Hands over all gradients since the last call, one for every backward pass, unless the model's zero_grad() has
+        dropped them."""
         with self._lock:
-            taken, self._gradients = self._waiting(), []
+            shown = self.trains.grad
+            taken = [] if shown is None or getattr(shown, "dropped", False) else list(self._gradients)
+            self._gradients.clear()
         return taken
 
     def forget(self) -> None:
         """A step has ended: no gradients wait."""
         with self._lock:
-            self._gradients, self.trains.grad = [], None
+            self._gradients.clear()
+            if (trains := self.trains).grad is not None:
+                trains.grad = None
 
 
 def refuse_torchs(optimizer: object) -> None:

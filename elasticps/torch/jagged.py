@@ -91,6 +91,14 @@ class Lists(NamedTuple):
     samples: int
     weights: Tensor | None
 
+    def same(self, other: Lists) -> bool:
+        """Whether these are the same lists, of the same features; weights apart."""
+        return (
+            self.keys == other.keys
+            and np.array_equal(self.ids, other.ids)
+            and np.array_equal(self.lengths, other.lengths)
+        )
+
 
 def lists_of(given: Any) -> Lists:
     """What stands in a `Jagged`, a KeyedJaggedTensor of torchrec, or what `Jagged.of` takes. InputError if it is none

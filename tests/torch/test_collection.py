@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+import elasticps
 import elasticps as eps
 import elasticps.torch as eps_torch
 from elasticps.errors import ConfigError, InputError
@@ -298,6 +300,35 @@ def test_frozen_tables_and_evaluation_train_nothing(ps: Any) -> None:
         assert not model(a_batch()).requires_grad
 
 
+def test_rows_that_were_asked_for_early_are_those_of_that_moment(ps: Any) -> None:
+    layer = Model(ps).rows
+    ids = torch.tensor([[1, 2, 3, 4], [1, 1, 5, 6]])
+    names = ["x", "y", "b", "c"]
+    before = layer(Jagged.columns(names, ids)).values().detach()
+    layer.prefetch(Jagged.columns(names, ids))
+    layer.prefetch(dict(zip(names, ids.t(), strict=True)))
+    for name in "abc":
+        ps.tables[name].load(np.arange(8), np.zeros((8, ps.tables[name].dim), np.float32))
+    asked = len(ps.pulled)
+    other = layer(Jagged.columns(names, ids + 1)).values().detach()
+    assert len(ps.pulled) == asked + 1
+    for _ in range(2):
+        assert torch.equal(layer(Jagged.columns(names, ids)).values().detach(), before)
+    assert len(ps.pulled) == asked + 1
+    assert not layer(Jagged.columns(names, ids)).values().any()
+    assert not other.any()
+
+
+def test_a_batch_that_is_changed_after_it_was_announced_is_asked_for_again(ps: Any) -> None:
+    layer = Model(ps).rows
+    names, ids = ["x", "y", "b", "c"], torch.tensor([[1, 2, 3, 4]])
+    batch = Jagged.columns(names, ids.clone())
+    layer.prefetch(batch)
+    batch.values()[0] = 7
+    expected = layer(Jagged.columns(names, torch.tensor([[7, 2, 3, 4]]))).values()
+    assert torch.equal(layer(batch).values(), expected)
+
+
 def test_passes_add_up_until_the_step(ps: Any) -> None:
     model, twin_ps = Model(ps), FakeClient()
     twin: Any = Model(twin_ps)
@@ -353,3 +384,14 @@ def test_rows_are_of_the_models_type_and_on_the_device_of_ids(ps: Any, device: s
     shown = layer(batch).values()
     assert shown.dtype == torch.bfloat16
     assert shown.device.type == device
+
+
+def test_the_example_of_the_page_on_torch_runs(ps: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "torch.md").read_text()
+    example = next(block for block in page.split("```python\n") if "EmbeddingBagCollection(" in block).split("```")[0]
+    names = {"ps": ps, "eps": eps, "elasticps": elasticps, "torch": torch}
+    exec(example, names)
+    vectors: Any = names["vectors"]
+    assert vectors.keys() == ["user", "friends", "items"]
+    assert vectors["friends"].shape == (2, 32)
+    assert vectors.values().shape == (2, 96)

@@ -434,3 +434,11 @@ def test_layers_that_are_computed_again_are_trained_once(ps: Any, reentrant: boo
         optimizer.step()
         assert rows(users.table, [1, 2]).tolist() == [[-step, -step]] * 2
     assert ps.parts == [["users"]] * 2
+
+
+@pytest.mark.parametrize("layer", [Embedding, EmbeddingBag])
+def test_ids_may_be_a_column_of_others(ps: Any, layer: Any) -> None:
+    rows = layer(ps, "users", 2, optimizer=SGD(lr=1.0))
+    ids = torch.tensor([[1, 7], [2, 7], [1, 7]])
+    column = ids[:, :1] if layer is EmbeddingBag else ids[:, 0]
+    torch.testing.assert_close(rows(column), rows(column.clone()))
