@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from elasticps.caching import Cache
-from elasticps.client.reads import Reads
 from elasticps.errors import ConfigError
 
 
@@ -38,17 +37,17 @@ class CacheUse(NamedTuple):
 NOT_USED = CacheUse(0, 0, 0, 0, 0, 0, 0, 0)
 
 
-def check_cache(name: str, cache: Cache, reads: Reads) -> None:
+def check_cache(name: str, cache: Cache, in_rounds: bool, bound: int | None) -> None:
     """ConfigError for a cache that would show rows older than the consistency allows."""
-    if reads.in_rounds:
+    if in_rounds:
         raise ConfigError(
             f"table {name!r}: under BSP a pull sees all rounds so far, which no row that is kept does: leave out "
             "cache=, and look ahead with elasticps.torch.prefetch"
         )
-    if reads.bound is not None and cache.staleness > reads.bound:
+    if bound is not None and cache.staleness > bound:
         raise ConfigError(
             f"table {name!r}: rows of Cache(staleness={cache.staleness}) would be older than "
-            f"SSP(staleness={reads.bound}) allows: a kept row's steps count towards that"
+            f"SSP(staleness={bound}) allows: a kept row's steps count towards that"
         )
 
 

@@ -145,7 +145,7 @@ class Client:
     def pull_async(
         self, keys: Mapping[SparseTable, object], out: Mapping[SparseTable, Rows] | None = None, *,
         read: str = "tail", exact: bool = False,
-    ) -> TablesPull:  # fmt: skip
+    ) -> TablesPull[SparseTable]:  # fmt: skip
         """Asks for rows of several tables now, for those of `out` into that; `result()` of what is returned waits for
         them and gives what `pull` does."""
         tables = self._checked_tables(keys)

@@ -45,7 +45,7 @@ class Tables:
     ) -> SparseTable:
         """Opens a sparse table, creating it if it is new."""
         if cache is not None:
-            check_cache(spec.name, cache, self._reads)
+            check_cache(spec.name, cache, self._reads.in_rounds, self._reads.bound)
         table = cast(SparseTable, self._brought(spec, None, on_loss, max_lost_steps))
         if cache is not None:
             table.keep(cache)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 from numba import njit
@@ -31,7 +31,8 @@ from elasticps.wire.headers import PullHeader
 
 if TYPE_CHECKING:
     from elasticps.client.row_cache import CachedRead
-    from elasticps.client.tables import SparseTable
+
+T = TypeVar("T")  # whatever tables are known by
 
 _NOTHING = np.empty(0, np.float32)
 _ALL = np.empty(0, np.int64)
@@ -130,12 +131,12 @@ class TablesRead(Read):
         place_several(address(rows), positions, self._tables, 0, len(positions))
 
 
-class TablesPull:
+class TablesPull(Generic[T]):
     """A pull of several tables in flight: `reads`, one for each of `tables`; those of tables that keep no rows are
     asked for by way of `groups`."""
 
     def __init__(
-        self, tables: Sequence[SparseTable], reads: Sequence[SparseRead | CachedRead],
+        self, tables: Sequence[T], reads: Sequence[SparseRead | CachedRead],
         groups: Sequence[TablesRead | SparseRead],
     ) -> None:  # fmt: skip
         self._tables = tables
@@ -147,7 +148,7 @@ class TablesPull:
         kept = [read for read in self._reads if not isinstance(read, SparseRead)]
         return all(read.done() for read in [*self._groups, *kept])
 
-    def result(self, timeout: float | None = None) -> dict[SparseTable, NDArray[np.float32]]:
+    def result(self, timeout: float | None = None) -> dict[T, NDArray[np.float32]]:
         """Waits for the rows, float32 [n, dim] of each table, in the order of its keys; `Timeout` after `timeout`
         seconds (default: the client's) for each server's part."""
         for group in self._groups:

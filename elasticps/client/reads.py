@@ -19,8 +19,8 @@ from elasticps.errors import Timeout
 
 if TYPE_CHECKING:
     from elasticps.client.row_cache import CachedRead
-    from elasticps.client.tables import SparseTable
 
+T = TypeVar("T")
 AnyRead = TypeVar("AnyRead", bound=Read)
 BOUND_GRACE_S = 1.0
 
@@ -91,15 +91,15 @@ class Reads:
             self._dispatcher.forget_read(read, Timeout("nobody waits for it"))
             raise
 
-    def start_tables(self, tables: Sequence[SparseTable], reads: Sequence[SparseRead | CachedRead]) -> TablesPull:
+    def start_tables(self, tables: Sequence[T], reads: Sequence[SparseRead | CachedRead]) -> TablesPull[T]:
         """Asks for rows of several tables, each server once."""
         groups = together(self.finish, reads)
         self.start_all(groups)
         return TablesPull(tables, reads, groups)
 
     def pulled_tables(
-        self, tables: Sequence[SparseTable], reads: Sequence[SparseRead | CachedRead]
-    ) -> dict[SparseTable, NDArray[np.float32]]:
+        self, tables: Sequence[T], reads: Sequence[SparseRead | CachedRead]
+    ) -> dict[T, NDArray[np.float32]]:
         """The same, and what came; as `pulled`."""
         groups = together(self.finish, reads)
         try:

@@ -195,7 +195,7 @@ class SparseTable(_Handle):
         if cache is None:
             self._cache = None
         elif self._cache is None or self._cache.options != cache:
-            check_cache(self.name, cache, self._reads)
+            check_cache(self.name, cache, self._reads.in_rounds, self._reads.bound)
             self._cache = RowCache(cache, self.spec, self.id, self._reads, self._rows)
 
     @property

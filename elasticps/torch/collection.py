@@ -118,7 +118,7 @@ class _Lookup:
     positions: NDArray[np.int64]
     edges: list[int]
     rows: NDArray[np.float32]  # of all tables, one after another
-    pull: TablesPull | GroupTablesRead[Any] | None
+    pull: TablesPull[Any] | GroupTablesRead[Any] | None
 
 
 @dataclass(eq=False)

@@ -188,7 +188,7 @@ class GroupClient(Ranks):
     def pull_async(
         self, keys: Mapping[GroupTable, object], out: Mapping[GroupTable, Floats] | None = None, *,
         read: str = "tail", exact: bool = False,
-    ) -> GroupTablesRead[GroupTable] | TablesPull:  # fmt: skip
+    ) -> GroupTablesRead[GroupTable] | TablesPull[Any]:  # fmt: skip
         """Asks for rows of several tables, as `Client.pull_async`, and as every rank does for its own keys of the same
         tables; each row is pulled once for all."""
         client, mine = self.client, {table: checked_keys(table.name, some) for table, some in keys.items()}
@@ -199,7 +199,7 @@ class GroupClient(Ranks):
             places: Any = {table.real: rows for table, rows in outs.items()}
             return client.pull_async({self._real(t): some for t, some in mine.items()}, places, read=read, exact=exact)
 
-        def pull(tables: Sequence[GroupTable], unions: list[Words], rows: list[Floats]) -> TablesPull:
+        def pull(tables: Sequence[GroupTable], unions: list[Words], rows: list[Floats]) -> TablesPull[Any]:
             assert client is not None
             real = [self._real(table) for table in tables]
             asked, into = dict(zip(real, unions, strict=True)), dict(zip(real, rows, strict=True))
