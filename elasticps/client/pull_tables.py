@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numba import njit
@@ -22,15 +22,12 @@ from elasticps.client.pull_batch import (
     cut_tables,
     place_several,
 )
-from elasticps.client.pulls import PULL_FRAME_KEYS, Finish, Positions, Read, ReadPart, SparseRead, Target
+from elasticps.client.pulls import PULL_FRAME_KEYS, Finish, Positions, Read, ReadPart, RowsToCome, SparseRead, Target
 from elasticps.client.push_batch import address
 from elasticps.client.short_keys import MOST_BLOCKS, ShortKeys
 from elasticps.hashing import hash_key
 from elasticps.wire.frames import ANY, BLOCK_BYTES, CODED, HEADER_BYTES, TABLES, Buffer, table_block
 from elasticps.wire.headers import PullHeader
-
-if TYPE_CHECKING:
-    from elasticps.client.row_cache import CachedRead
 
 T = TypeVar("T")  # whatever tables are known by
 
@@ -136,7 +133,7 @@ class TablesPull(Generic[T]):
     asked for by way of `groups`."""
 
     def __init__(
-        self, tables: Sequence[T], reads: Sequence[SparseRead | CachedRead],
+        self, tables: Sequence[T], reads: Sequence[SparseRead | RowsToCome],
         groups: Sequence[TablesRead | SparseRead],
     ) -> None:  # fmt: skip
         self._tables = tables
@@ -159,7 +156,7 @@ class TablesPull(Generic[T]):
         }
 
 
-def together(finish: Finish, reads: Sequence[SparseRead | CachedRead]) -> list[TablesRead | SparseRead]:
+def together(finish: Finish, reads: Sequence[SparseRead | RowsToCome]) -> list[TablesRead | SparseRead]:
     """What asks for these reads in as few frames as it takes: of more than MOST_BLOCKS tables, or PULL_FRAME_KEYS keys,
     several; those of tables that keep rows see to that themselves."""
     groups, group, keys = list[TablesRead | SparseRead](), list[SparseRead](), 0

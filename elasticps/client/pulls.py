@@ -113,6 +113,18 @@ class ReadPart:
         return said, data
 
 
+class RowsToCome(ABC):
+    """Rows of a table that were asked for, whoever has them."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `result` would return, or raise, at once."""
+
+    @abstractmethod
+    def result(self, timeout: float | None = None) -> NDArray[np.float32]:
+        """Waits for the rows: float32 [n, dim]; `Timeout` after `timeout` seconds (default: the client's)."""
+
+
 class Read(ABC):
     """A pull in flight, of one table unless said otherwise. `result` gives the array asked for: float32, rows in the
     order of the keys.

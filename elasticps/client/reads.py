@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +12,10 @@ from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.protocol.fan_out import Answer, Questions
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.pull_tables import TablesPull, together
-from elasticps.client.pulls import ArrayRead, Read, SparseRead
+from elasticps.client.pulls import ArrayRead, Read, RowsToCome, SparseRead
 from elasticps.client.runtime import Lock
 from elasticps.client.short_keys import Short
 from elasticps.errors import Timeout
-
-if TYPE_CHECKING:
-    from elasticps.client.row_cache import CachedRead
 
 T = TypeVar("T")
 AnyRead = TypeVar("AnyRead", bound=Read)
@@ -91,14 +88,14 @@ class Reads:
             self._dispatcher.forget_read(read, Timeout("nobody waits for it"))
             raise
 
-    def start_tables(self, tables: Sequence[T], reads: Sequence[SparseRead | CachedRead]) -> TablesPull[T]:
+    def start_tables(self, tables: Sequence[T], reads: Sequence[SparseRead | RowsToCome]) -> TablesPull[T]:
         """Asks for rows of several tables, each server once."""
         groups = together(self.finish, reads)
         self.start_all(groups)
         return TablesPull(tables, reads, groups)
 
     def pulled_tables(
-        self, tables: Sequence[T], reads: Sequence[SparseRead | CachedRead]
+        self, tables: Sequence[T], reads: Sequence[SparseRead | RowsToCome]
     ) -> dict[T, NDArray[np.float32]]:
         """The same, and what came; as `pulled`."""
         groups = together(self.finish, reads)

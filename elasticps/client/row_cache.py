@@ -23,7 +23,7 @@ from elasticps.client.batches import NOTHING, Batch, Flags, Keys, Rows, Slots, W
 from elasticps.client.cache_use import CacheUse, Counts
 from elasticps.client.filtering import summed
 from elasticps.client.protocol.places import Places, State
-from elasticps.client.pulls import SparseRead
+from elasticps.client.pulls import RowsToCome, SparseRead
 from elasticps.client.push_batch import Source
 from elasticps.client.reads import Reads
 from elasticps.errors import Error, SpecError
@@ -397,7 +397,7 @@ class RowCache:
                 raise
 
 
-class CachedRead:
+class CachedRead(RowsToCome):
     """A pull of rows that may be here. `result` gives the array asked for: float32 [n, dim], rows in the order of the
     keys. saw: is told of them, too."""
 
