@@ -341,6 +341,46 @@ class ActivityResponse(_message.Message):
     pull: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, incarnation: _Optional[int] = ..., received_bytes: _Optional[int] = ..., workers: _Optional[_Iterable[int]] = ..., clocks: _Optional[_Iterable[int]] = ..., busy_s: _Optional[float] = ..., bounds_s: _Optional[_Iterable[float]] = ..., push: _Optional[_Iterable[int]] = ..., pull: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class HotRequest(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
+
+class HotTable(_message.Message):
+    __slots__ = ("id", "name", "sampled", "lost", "keys", "counts")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    name: str
+    sampled: int
+    lost: int
+    keys: _containers.RepeatedScalarFieldContainer[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., sampled: _Optional[int] = ..., lost: _Optional[int] = ..., keys: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class HotResponse(_message.Message):
+    __slots__ = ("incarnation", "pulls", "pushes", "sampled", "ranges", "range_counts", "tables")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    RANGE_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    pulls: int
+    pushes: int
+    sampled: int
+    ranges: _containers.RepeatedScalarFieldContainer[int]
+    range_counts: _containers.RepeatedScalarFieldContainer[int]
+    tables: _containers.RepeatedCompositeFieldContainer[HotTable]
+    def __init__(self, incarnation: _Optional[int] = ..., pulls: _Optional[int] = ..., pushes: _Optional[int] = ..., sampled: _Optional[int] = ..., ranges: _Optional[_Iterable[int]] = ..., range_counts: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[HotTable, _Mapping]]] = ...) -> None: ...
+
 class TablesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

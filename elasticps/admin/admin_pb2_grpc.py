@@ -54,6 +54,11 @@ class AdminStub:
                 request_serializer=elasticps_dot_admin_dot_admin__pb2.TablesRequest.SerializeToString,
                 response_deserializer=elasticps_dot_admin_dot_admin__pb2.TablesResponse.FromString,
                 _registered_method=True)
+        self.Hot = channel.unary_unary(
+                '/elasticps.v1.Admin/Hot',
+                request_serializer=elasticps_dot_admin_dot_admin__pb2.HotRequest.SerializeToString,
+                response_deserializer=elasticps_dot_admin_dot_admin__pb2.HotResponse.FromString,
+                _registered_method=True)
         self.Mark = channel.unary_unary(
                 '/elasticps.v1.Admin/Mark',
                 request_serializer=elasticps_dot_admin_dot_admin__pb2.MarkRequest.SerializeToString,
@@ -122,6 +127,13 @@ class AdminServicer:
 
     def Tables(self, request, context):
         """What it holds of each table that it has been told of.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Hot(self, request, context):
+        """What workers ask it for most, while somebody looks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,6 +216,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Tables,
                     request_deserializer=elasticps_dot_admin_dot_admin__pb2.TablesRequest.FromString,
                     response_serializer=elasticps_dot_admin_dot_admin__pb2.TablesResponse.SerializeToString,
+            ),
+            'Hot': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hot,
+                    request_deserializer=elasticps_dot_admin_dot_admin__pb2.HotRequest.FromString,
+                    response_serializer=elasticps_dot_admin_dot_admin__pb2.HotResponse.SerializeToString,
             ),
             'Mark': grpc.unary_unary_rpc_method_handler(
                     servicer.Mark,
@@ -354,6 +371,33 @@ class Admin:
             '/elasticps.v1.Admin/Tables',
             elasticps_dot_admin_dot_admin__pb2.TablesRequest.SerializeToString,
             elasticps_dot_admin_dot_admin__pb2.TablesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticps.v1.Admin/Hot',
+            elasticps_dot_admin_dot_admin__pb2.HotRequest.SerializeToString,
+            elasticps_dot_admin_dot_admin__pb2.HotResponse.FromString,
             options,
             channel_credentials,
             insecure,

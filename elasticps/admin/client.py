@@ -49,6 +49,30 @@ async def fetch_tables(address: str, timeout_s: float, credentials: Credentials 
     return [{field: getattr(table, field) for field in fields} for table in answer.tables]
 
 
+async def fetch_hot(
+    address: str, seconds: float, timeout_s: float, credentials: Credentials | None = None
+) -> dict[str, Any]:
+    """The fields of HotResponse (admin.proto), sampled for `seconds` at the server at `address`; `tables` and their
+    fields as plain values. Raises ClusterUnreachable when it does not answer within `timeout_s` after that."""
+    async with open_channel(address, credentials) as channel:
+        try:
+            request = admin_pb2.HotRequest(seconds=seconds)
+            answer = await admin_pb2_grpc.AdminStub(channel).Hot(request, timeout=seconds + timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise failure(address, seconds + timeout_s, error) from error
+    return {
+        "incarnation": answer.incarnation, "pulls": answer.pulls, "pushes": answer.pushes, "sampled": answer.sampled,
+        "ranges": [[r, n] for r, n in zip(answer.ranges, answer.range_counts, strict=True)],
+        "tables": [
+            {
+                "id": table.id, "name": table.name, "sampled": table.sampled, "lost": table.lost,
+                "keys": [[key, n] for key, n in zip(table.keys, table.counts, strict=True)],
+            }
+            for table in answer.tables
+        ],
+    }  # fmt: skip
+
+
 class Known(NamedTuple):
     """What a server knows of its cluster; None where it has had none."""
 

@@ -67,6 +67,11 @@ class Admin(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.ClusterResponse:
         return admin_pb2.ClusterResponse(**(await self._subject(context, Act.LOOK)).cluster_known())
 
+    async def Hot(self, request: admin_pb2.HotRequest, context: Context) -> admin_pb2.HotResponse:  # noqa: N802
+        found = dict(await (await self._subject(context, Act.LOOK)).hot(request.seconds))
+        tables = [admin_pb2.HotTable(**table) for table in found.pop("tables")]
+        return admin_pb2.HotResponse(**found, tables=tables)
+
     async def Mark(self, request: admin_pb2.MarkRequest, context: Context) -> admin_pb2.MarkResponse:  # noqa: N802
         subject = await self._subject(context, Act.CHANGE)
         complete = await subject.mark(request.mark)

@@ -151,6 +151,9 @@ class Subject(Protocol):
     def tables(self) -> Sequence[Mapping[str, Any]]:
         """The fields of TableStatus in admin.proto, for each table."""
 
+    async def hot(self, seconds: float) -> Mapping[str, Any]:
+        """The fields of HotResponse in admin.proto, sampled for so long."""
+
     async def mark(self, mark: int) -> bool:
         """Has every replica of the ranges headed here note their digests; False if the view changed meanwhile."""
 

@@ -23,6 +23,7 @@ from coordinator.url import parse
 from coordinator.view import Roster, ServerInfo, View
 from elasticps import background
 from elasticps.admin import fetch_status
+from elasticps.cli import hot as hottest
 from elasticps.cli.local import target
 from elasticps.cli.options import Json, Name, Url
 from elasticps.cli.output import ExitCode, out, print_json, size
@@ -45,6 +46,10 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every --interval seconds.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd, and for each server.")] = 3.0,
+    hot: Annotated[
+        bool, typer.Option("--hot", help="Show the keys and ranges that workers ask each server for most instead.")
+    ] = False,
+    sample: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds for which --hot looks.")] = 2.0,
 ) -> None:
     """Show a cluster: its view, its servers and what each of them holds, its workers.
 
@@ -52,6 +57,13 @@ def status(
     ranges have no replica.
     """
     cluster = target(url, name)
+    if hot:
+        seen = background.run(hottest.look(cluster, sample, timeout))
+        if as_json:
+            print_json(seen)
+        else:
+            out.print(hottest.render(seen))
+        raise typer.Exit(ExitCode.DEGRADED if any(each["error"] for each in seen["servers"]) else ExitCode.OK)
     if not watch:
         found = background.run(look(cluster, timeout))
         if as_json:

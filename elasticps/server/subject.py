@@ -17,6 +17,7 @@ from elasticps.server.executor import Executor
 from elasticps.server.fast.layout import H_RECEIVED_FORWARD, H_RECEIVED_PULL, H_RECEIVED_PUSH
 from elasticps.server.fast.path import FastPath
 from elasticps.server.handshake import Handshake
+from elasticps.server.hot import Hot
 from elasticps.server.protocol.audit import slices
 from elasticps.server.protocol.bounded_delay import BoundedDelay
 from elasticps.server.protocol.headroom import Headroom
@@ -137,6 +138,12 @@ class Subject:
             bounds_s, counts = self.measured.counts_by_time()
             found |= {"busy_s": self.measured.busy_s, "bounds_s": bounds_s, **counts}
         return found
+
+    async def hot(self, seconds: float) -> dict[str, Any]:
+        """What workers ask for most in the next `seconds`."""
+        hot = Hot(self._path, self._executor.store, self._serving.ranges)
+        await hot.look(seconds, self._clock)
+        return {"incarnation": self.me.incarnation} | hot.found()
 
     def clocks(self) -> dict[int, int]:
         """By worker, the steps applied in every range headed here."""

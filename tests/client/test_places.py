@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticps.client.protocol.places import Places, State
+from elasticps.client.protocol.places import AS_OF, SLOTS_ASKED, Places, State
 
 
 @dataclass
@@ -33,17 +33,20 @@ class Twin:
         self.kept: dict[int, Kept] = {}
 
     def find(self, keys: list[int]) -> None:
-        for i, key in enumerate(keys):
-            found = self.kept.pop(key, None)
-            if found is None:
-                found = Kept()
-                if len(self.kept) == self.rows:
-                    first = next(iter(self.kept))
-                    if first in keys[:i]:
-                        continue
-                    del self.kept[first]
-                    self.given_up += 1
-            self.kept[key] = found
+        """Those that are there count as used before those that are not."""
+        known = [key for key in keys if key in self.kept]
+        for key in known:
+            self.kept[key] = self.kept.pop(key)
+        used = set(known)
+        for key in (key for key in keys if key not in known):
+            if len(self.kept) == self.rows:
+                first = next(iter(self.kept))
+                if first in used:
+                    continue
+                del self.kept[first]
+                self.given_up += 1
+            self.kept[key] = Kept()
+            used.add(key)
 
     def judge(self, key: int, number: int, clock: int, staleness: int, loose: bool, take: bool) -> State:
         one = self.kept.get(key)
@@ -78,7 +81,11 @@ class Twin:
 def state_of(places: Places, keys: list[int]) -> dict[int, tuple[int, int, int, int, int]]:
     """Of keys that have a place: as of, asked, checked, slots, slots asked."""
     where = places.look(np.array(keys, np.int64))
-    return {key: tuple(places._fields[p, 5:10].tolist()) for key, p in zip(keys, where.tolist(), strict=True) if p >= 0}
+    return {
+        key: tuple(places._fields[p, AS_OF : SLOTS_ASKED + 1].tolist())
+        for key, p in zip(keys, where.tolist(), strict=True)
+        if p >= 0
+    }
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(0, 9), st.booleans())

@@ -28,8 +28,6 @@ kernel = cast(Callable[[Any], Any], njit(nogil=True, cache=True))
 (
     KEY,
     NEXT,  # of its hash, plus 1; 0: none
-    OLDER,  # the place used before it, plus 1
-    NEWER,
     TURN,  # the batch that used it last
     AS_OF,  # the clock of its row, plus 1; 0: there is no row
     ASKED,  # number of the batch that asks for the row; 0: none does
@@ -39,9 +37,12 @@ kernel = cast(Callable[[Any], Any], njit(nogil=True, cache=True))
     LOOSE,  # 1: the row came from any replica, and may hold what is not committed
     WANTED,  # at which clock the row was wanted last, plus 1; 0: not yet
     FIELDS,
-) = range(13)
-# Of all, int64 [ENDS].
-(OLDEST, NEWEST, USED, GIVEN_UP, ENDS) = range(5)
+) = range(11)
+# Of all, int64 [ENDS]. Each use is a line in a ring, a place and a turn: where the place's newest turn is another one,
+# the line is out of date. So a use needs no look at who was used before it, which lies elsewhere in memory.
+(FIRST, LINES, USED, GIVEN_UP, ENDS) = range(5)
+PLACE_BITS = 29
+LINES_PER_ROW = 2
 OFTEN = 3  # wanted so many times while a row may be shown
 
 
@@ -63,6 +64,7 @@ class Places:
         self._fields = np.zeros((rows, FIELDS), np.int64)
         self._heads = np.zeros(1 << max(1, (rows - 1).bit_length()), np.int64)
         self._ends = np.zeros(ENDS, np.int64)
+        self._ring = np.zeros(LINES_PER_ROW * rows + 1, np.int64)
         self._turn = 0
         self._slots = slots
 
@@ -81,7 +83,7 @@ class Places:
         was used least recently, but none of this batch: -1 where there is none. And whether keys repeat."""
         self._turn += 1
         where = np.empty(len(keys), np.int64)
-        repeats = _find(keys, self._turn, where, self._heads, self._fields, self._ends)
+        repeats = _find(keys, self._turn, where, self._heads, self._fields, self._ends, self._ring)
         return where, bool(repeats)
 
     def look(self, keys: Ints) -> Ints:
@@ -209,31 +211,46 @@ def _place(key, heads, fields):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _find(keys, turn, where, heads, fields, ends):  # type: ignore[no-untyped-def]
+def _find(keys, turn, where, heads, fields, ends, ring):  # type: ignore[no-untyped-def]
+    """In passes, whose steps do not wait for each other: a batch's places lie all over memory."""
     repeats = 0
+    _look(keys, where, heads, fields)
     for i in range(keys.shape[0]):
-        p = _place(keys[i], heads, fields)
-        if p < 0:
-            p = _take(keys[i], turn, heads, fields, ends)
-        elif fields[p, TURN] == turn:
-            repeats += 1
+        p = where[i]
         if p >= 0:
-            fields[p, TURN] = turn
-            _use(p, fields, ends)
-        where[i] = p
+            if fields[p, TURN] == turn:
+                repeats += 1
+            else:
+                _use(p, turn, fields, ends, ring)
+    for i in range(keys.shape[0]):
+        if where[i] < 0:
+            p = _place(keys[i], heads, fields)
+            if p >= 0:
+                repeats += 1
+            else:
+                p = _take(keys[i], turn, heads, fields, ends, ring)
+                if p >= 0:
+                    _use(p, turn, fields, ends, ring)
+            where[i] = p
     return repeats
 
 
 @kernel
-def _take(key, turn, heads, fields, ends):  # type: ignore[no-untyped-def]
+def _take(key, turn, heads, fields, ends, ring):  # type: ignore[no-untyped-def]
     """A place for a new key: a free one, else that of the key used least recently; -1 if this batch has all."""
     if ends[USED] < fields.shape[0]:
         p = ends[USED]
         ends[USED] += 1
     else:
-        p = ends[OLDEST] - 1
+        while True:
+            line = ring[ends[FIRST]]
+            p = line & ((1 << PLACE_BITS) - 1)
+            if line >> PLACE_BITS == fields[p, TURN]:
+                break
+            _pass_line(ends, ring)
         if fields[p, TURN] == turn:
             return -1
+        _pass_line(ends, ring)
         bucket = _bucket(fields[p, KEY], heads)
         if heads[bucket] == p + 1:
             heads[bucket] = fields[p, NEXT]
@@ -242,7 +259,6 @@ def _take(key, turn, heads, fields, ends):  # type: ignore[no-untyped-def]
             while fields[q, NEXT] != p + 1:
                 q = fields[q, NEXT] - 1
             fields[q, NEXT] = fields[p, NEXT]
-        _unlink(p, fields, ends)
         fields[p] = 0
         ends[GIVEN_UP] += 1
     bucket = _bucket(key, heads)
@@ -252,37 +268,39 @@ def _take(key, turn, heads, fields, ends):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _unlink(p, fields, ends):  # type: ignore[no-untyped-def]
-    older, newer = fields[p, OLDER], fields[p, NEWER]
-    if older:
-        fields[older - 1, NEWER] = newer
-    elif ends[OLDEST] == p + 1:
-        ends[OLDEST] = newer
-    if newer:
-        fields[newer - 1, OLDER] = older
-    elif ends[NEWEST] == p + 1:
-        ends[NEWEST] = older
-    fields[p, OLDER] = fields[p, NEWER] = 0
+def _pass_line(ends, ring):  # type: ignore[no-untyped-def]
+    ends[FIRST] = (ends[FIRST] + 1) % ring.shape[0]
+    ends[LINES] -= 1
 
 
 @kernel
-def _use(p, fields, ends):  # type: ignore[no-untyped-def]
-    """A place is the one used last."""
-    if ends[NEWEST] == p + 1:
-        return
-    _unlink(p, fields, ends)
-    fields[p, OLDER] = ends[NEWEST]
-    if ends[NEWEST]:
-        fields[ends[NEWEST] - 1, NEWER] = p + 1
-    ends[NEWEST] = p + 1
-    if not ends[OLDEST]:
-        ends[OLDEST] = p + 1
+def _use(p, turn, fields, ends, ring):  # type: ignore[no-untyped-def]
+    """A place is the one used last. When the ring is full, lines that are out of date leave it: more than half."""
+    if ends[LINES] == ring.shape[0]:
+        size, kept, at = ring.shape[0], 0, ends[FIRST]
+        for i in range(size):
+            line = ring[(at + i) % size]
+            if line >> PLACE_BITS == fields[line & ((1 << PLACE_BITS) - 1), TURN]:
+                ring[(at + kept) % size] = line
+                kept += 1
+        ends[LINES] = kept
+    fields[p, TURN] = turn
+    ring[(ends[FIRST] + ends[LINES]) % ring.shape[0]] = turn << PLACE_BITS | p
+    ends[LINES] += 1
 
 
 @kernel
 def _look(keys, where, heads, fields):  # type: ignore[no-untyped-def]
-    for i in range(keys.shape[0]):
-        where[i] = _place(keys[i], heads, fields)
+    n = keys.shape[0]
+    for i in range(n):
+        where[i] = _bucket(keys[i], heads)
+    for i in range(n):
+        where[i] = heads[where[i]] - 1
+    for i in range(n):
+        p = where[i]
+        while p >= 0 and fields[p, KEY] != keys[i]:
+            p = fields[p, NEXT] - 1
+        where[i] = p
 
 
 @kernel
@@ -310,11 +328,12 @@ def _judge(where, states, often, number, clock, staleness, loose, take, fields):
 
 @kernel
 def _pushed(keys, where, applies, has_slots, heads, fields):  # type: ignore[no-untyped-def]
+    _look(keys, where, heads, fields)
     for i in range(keys.shape[0]):
-        p = _place(keys[i], heads, fields)
-        where[i] = -1
+        p = where[i]
         if p < 0:
             continue
+        where[i] = -1
         if applies and fields[p, AS_OF] and (fields[p, SLOTS] or not has_slots):
             where[i] = p
         else:
