@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.view import ServerInfo
 from elasticps import background
-from elasticps.admin import AdminServer, admin_pb2, admin_pb2_grpc, fetch_health, fetch_status, start_admin
+from elasticps.admin import AdminServer, admin_pb2, admin_pb2_grpc, fetch_health, fetch_hot, fetch_status, start_admin
 from elasticps.admin.client import fetch_marked, open_channel, take_mark
 from elasticps.admin.cuts import CutClient
 from elasticps.admin.subject import CutState, CutTaken, MarkedRange
@@ -95,6 +95,11 @@ class Subject:
     def tables(self) -> list[dict[str, Any]]:
         return [{"id": 3, "rows_headed": 5, "rows": 10, "bytes": 640}]
 
+    async def hot(self, seconds: float) -> dict[str, Any]:
+        table = {"id": 5, "name": "ads/t", "sampled": 10, "lost": 1, "keys": [-3, 4], "counts": [6, 2]}
+        return {"incarnation": 3, "pulls": 7, "pushes": int(seconds), "sampled": 10, "ranges": [9], "range_counts": [8],
+                "tables": [table]}  # fmt: skip
+
     async def mark(self, mark: int) -> bool:
         self._marks[mark] = {5: MarkedRange(90, b"d" * 16, (4, 6), (121 << PART_BITS | 3, 1 << PART_BITS))}
         return mark != 1
@@ -143,6 +148,20 @@ def test_status_arrives_as_the_server_gave_it() -> None:
             assert await fetch_status(server.address, timeout_s=5.0) == STATUS
         finally:
             await server.stop()
+
+    background.run(main())
+
+
+def test_what_is_hot_arrives_as_the_server_gave_it() -> None:
+    async def main() -> None:
+        server = await started()
+        try:
+            found = await fetch_hot(server.address, 2.0, timeout_s=5.0)
+        finally:
+            await server.stop()
+        table = {"id": 5, "name": "ads/t", "sampled": 10, "lost": 1, "keys": [[-3, 6], [4, 2]]}
+        counted = {"incarnation": 3, "pulls": 7, "pushes": 2, "sampled": 10}
+        assert found == counted | {"ranges": [[9, 8]], "tables": [table]}
 
     background.run(main())
 

@@ -1,0 +1,45 @@
+"""`elasticps status --hot` on real servers: who is asked for most stands first."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import numpy as np
+from typer.testing import CliRunner
+
+import elasticps as eps
+from elasticps.cli.app import app
+from tests.e2e.conftest import Connect
+
+HEAVY = -7
+
+
+def test_the_key_that_everybody_wants_stands_first(cluster: eps.LocalCluster, connect: Connect) -> None:
+    ps, ended = connect(), threading.Event()
+    table = ps.table("t", dim=4, optimizer=eps.SGD(lr=0.1))
+
+    def train() -> None:
+        random = np.random.default_rng(1)
+        while not ended.is_set():
+            keys = np.append(random.integers(0, 10_000, 30), HEAVY)
+            ps.push({table: (keys, table.pull(keys))})
+
+    worker = threading.Thread(target=train)
+    worker.start()
+    try:
+        found = CliRunner().invoke(app, ["status", "--hot", "--sample", "1", "--url", cluster.url, "--json"])
+        shown = CliRunner().invoke(app, ["status", "--hot", "--sample", "0.1", "--url", cluster.url])
+    finally:
+        ended.set()
+        worker.join()
+    assert found.exit_code == shown.exit_code == 0, found.output + shown.output
+    assert "heaviest keys" in shown.output
+    servers = json.loads(found.output)["servers"]
+    assert [server["id"] for server in servers] == ["s0", "s1", "s2"]
+    tables = [each for server in servers for each in server["tables"] if each["name"] == f"{ps.app}/t"]
+    assert any(each["keys"][0][0] == HEAVY for each in tables)
+    for server in servers:
+        assert not server["error"]
+        assert sum(each["sampled"] for each in server["tables"]) == server["sampled"]
+        assert sum(count for _, count in server["ranges"]) <= server["sampled"]
