@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,11 +100,12 @@ class _Layout:
 
     def find(self, lists: Lists) -> list[int]:
         """Where each feature stands among those of a batch. InputError if one is missing."""
-        if lists.keys != self._known[0]:
+        known = self._known  # threads may share a layer
+        if lists.keys != known[0]:
             if missing := [name for name in self.features if name not in lists.keys]:
                 raise InputError(f"the batch has no feature {missing[0]!r}, it has {lists.keys}")
-            self._known = list(lists.keys), [lists.keys.index(name) for name in self.features]
-        return self._known[1]
+            known = self._known = list(lists.keys), [lists.keys.index(name) for name in self.features]
+        return known[1]
 
 
 @dataclass(eq=False)
@@ -198,10 +200,11 @@ class Collection(nn.Module):
         self._ahead.append(self._ask(lists))
 
     def _claim(self, lists: Lists) -> _Lookup:
-        for lookup in self._ahead:
+        for lookup in list(self._ahead):
             if lookup.lists.same(lists):
-                self._ahead.remove(lookup)
-                return replace(lookup, lists=lists)
+                with suppress(ValueError):  # else another thread has taken it
+                    self._ahead.remove(lookup)
+                    return replace(lookup, lists=lists)
         return self._ask(lists)
 
     def _ask(self, lists: Lists) -> _Lookup:
