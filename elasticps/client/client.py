@@ -17,7 +17,7 @@ from elasticps.client.data_shards import Shards
 from elasticps.client.losses import Loss
 from elasticps.client.parts import Parts
 from elasticps.client.protocol.join import Resume
-from elasticps.client.pull_tables import TablesPull
+from elasticps.client.pull_tables import PartRead, TablesPull
 from elasticps.client.pulls import ArrayRead
 from elasticps.client.registry import Registry
 from elasticps.client.steps import OpenStep, Rates, Step, Values
@@ -162,13 +162,12 @@ class Client:
 
     def pull_many(
         self, tensors: Iterable[DenseTensor], outs: Iterable[NDArray[np.float32]] | None = None
-    ) -> list[ArrayRead]:
+    ) -> list[ArrayRead | PartRead]:
         """Asks for several tensors now, each server once; the `result()` of each read, in their order, waits for it.
         Into `outs`, as many arrays, if given."""
         pairs = ((tensor, None) for tensor in tensors) if outs is None else zip(tensors, outs, strict=True)
         reads = [tensor.prepare(out, "tail") for tensor, out in pairs]
-        self._parts.reads.start_all(reads)
-        return reads
+        return self._parts.reads.start_tensors(reads)
 
     def step(self, *, lr: Rates = None) -> OpenStep:
         """Begins a step that is sent in parts."""

@@ -39,8 +39,9 @@ WORDS = HEADER_BYTES // 8
 # of its body, and the floats of the answer.
 (P_SERVER, P_AT, P_LOW, P_HIGH, P_BODY, P_FLOATS, P_FIELDS) = range(7)
 # One table of a pull of several, int64 [T_FIELDS]: which of the pull's rows its first one is, words of a row, the
-# address of float32 [rows, words], salt, id. Behind the last one a row that has only T_FIRST, the number of all rows.
-(T_FIRST, T_WORDS, T_ROWS, T_SALT, T_ID, T_FIELDS) = range(6)
+# address of float32 [rows, words], salt, id, and how many floats there are: what a last row has more is left out.
+# Behind the last one a row that has only T_FIRST, the number of all rows.
+(T_FIRST, T_WORDS, T_ROWS, T_SALT, T_ID, T_FLOATS, T_FIELDS) = range(7)
 
 _PREFIX = MAGIC | VERSION << 32
 _OK, _ROWS, _PULL = int(Kind.OK), int(Kind.ROWS), int(Kind.PULL)
@@ -267,7 +268,8 @@ def place_several(source, order, tables, offset, rows):  # type: ignore[no-untyp
             t += 1
         size = 4 * tables[t, T_WORDS]
         if begin:
-            copy(tables[t, T_ROWS] + size * (row - tables[t, T_FIRST]), source, size)
+            at = size * (row - tables[t, T_FIRST])
+            copy(tables[t, T_ROWS] + at, source, min(size, 4 * tables[t, T_FLOATS] - at))
         source += size
     return source - begin
 

@@ -22,7 +22,17 @@ from elasticps.client.pull_batch import (
     cut_tables,
     place_several,
 )
-from elasticps.client.pulls import PULL_FRAME_KEYS, Finish, Positions, Read, ReadPart, RowsToCome, SparseRead, Target
+from elasticps.client.pulls import (
+    PULL_FRAME_KEYS,
+    ArrayRead,
+    Finish,
+    Positions,
+    Read,
+    ReadPart,
+    RowsToCome,
+    SparseRead,
+    Target,
+)
 from elasticps.client.push_batch import address
 from elasticps.client.short_keys import MOST_BLOCKS, ShortKeys
 from elasticps.hashing import hash_key
@@ -31,6 +41,7 @@ from elasticps.wire.headers import PullHeader
 
 T = TypeVar("T")  # whatever tables are known by
 
+SMALL_READ_BYTES = 64 << 10  # tensors above that are asked for by themselves
 _NOTHING = np.empty(0, np.float32)
 _ALL = np.empty(0, np.int64)
 
@@ -47,9 +58,10 @@ def _readers_of(keys, tables, shift, reader_of, positions):  # type: ignore[no-u
 
 
 class TablesRead(Read):
-    """Rows of several tables, of each as one of `reads` has it prepared; nobody is asked for these themselves."""
+    """Rows of several tables, or blocks of tensors, of each as one of `reads` has it prepared; nobody is asked for
+    these themselves."""
 
-    def __init__(self, finish: Finish, reads: Sequence[SparseRead]) -> None:
+    def __init__(self, finish: Finish, reads: Sequence[ArrayRead]) -> None:
         first = reads[0]
         name, coded = ", ".join([read.name for read in reads]), any(read.coded for read in reads)
         keys = np.concatenate([read.keys for read in reads])
@@ -57,10 +69,10 @@ class TablesRead(Read):
         self.reads = reads
         ends = list(itertools.accumulate([len(read.keys) for read in reads], initial=0))
         rows = [
-            (ends[i], read.dim, address(read.flat), int(read.salt.view(np.int64)), read.table_id)
+            (ends[i], read.dim, address(read.flat), int(read.salt.view(np.int64)), read.table_id, read.flat.size)
             for i, read in enumerate(reads)
         ]
-        self._tables = np.array([*rows, (ends[-1], 0, 0, 0, 0)], np.int64)
+        self._tables = np.array([*rows, (ends[-1], 0, 0, 0, 0, 0)], np.int64)
         self.short = next((read.short for read in reads if read.short is not None), None)
 
     def result(self, timeout: float | None = None) -> list[NDArray[np.float32]]:
@@ -134,7 +146,7 @@ class TablesPull(Generic[T]):
 
     def __init__(
         self, tables: Sequence[T], reads: Sequence[SparseRead | RowsToCome],
-        groups: Sequence[TablesRead | SparseRead],
+        groups: Sequence[TablesRead | ArrayRead],
     ) -> None:  # fmt: skip
         self._tables = tables
         self._reads = reads
@@ -156,11 +168,37 @@ class TablesPull(Generic[T]):
         }
 
 
-def together(finish: Finish, reads: Sequence[SparseRead | RowsToCome]) -> list[TablesRead | SparseRead]:
+class PartRead:
+    """One read of several that were asked for together."""
+
+    def __init__(self, read: ArrayRead, group: Read) -> None:
+        self._read = read
+        self._group = group
+
+    def done(self) -> bool:
+        """Whether `result` would return, or raise, at once."""
+        return self._group.done()
+
+    def result(self, timeout: float | None = None) -> NDArray[np.float32]:
+        """Waits for it; `Timeout` after `timeout` seconds (default: the client's)."""
+        self._group.wait(timeout)
+        return self._read.arrived()
+
+
+def small_together(finish: Finish, reads: Sequence[ArrayRead]) -> tuple[list[Read], list[ArrayRead | PartRead]]:
+    """What asks for these reads, small ones together; and what stands for each of them."""
+    small = [read for read in reads if read.flat.nbytes <= SMALL_READ_BYTES]
+    groups = together(finish, small)
+    group_of = {id(read): group for group in groups for read in (group.reads if isinstance(group, TablesRead) else ())}
+    asked: list[Read] = [*groups, *(read for read in reads if read.flat.nbytes > SMALL_READ_BYTES)]
+    return asked, [PartRead(read, group_of[id(read)]) if id(read) in group_of else read for read in reads]
+
+
+def together(finish: Finish, reads: Sequence[ArrayRead]) -> list[TablesRead | ArrayRead]:
     """What asks for these reads in as few frames as it takes: of more than MOST_BLOCKS tables, or PULL_FRAME_KEYS keys,
-    several; those of tables that keep rows see to that themselves."""
-    groups, group, keys = list[TablesRead | SparseRead](), list[SparseRead](), 0
-    for read in [*(read for read in reads if isinstance(read, SparseRead)), None]:
+    several."""
+    groups, group, keys = list[TablesRead | ArrayRead](), list[ArrayRead](), 0
+    for read in [*reads, None]:
         n = 0 if read is None else len(read.keys)
         if group and (read is None or len(group) == MOST_BLOCKS or keys + n > PULL_FRAME_KEYS):
             groups.append(TablesRead(finish, group) if len(group) > 1 else group[0])
@@ -182,7 +220,7 @@ class _Whole:
         for read in self._read.reads:
             low, high = max(offset - first, 0), min(offset + count - first, len(read.keys))
             if low < high:
-                views.append(read.flat[low * read.dim : high * read.dim].data.cast("B"))
+                views += read.target(None, True).views(low, high - low)
             first += len(read.keys)
         return views
 

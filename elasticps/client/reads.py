@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.protocol.fan_out import Answer, Questions
 from elasticps.client.protocol.routing import Routes
-from elasticps.client.pull_tables import TablesPull, together
+from elasticps.client.pull_tables import PartRead, TablesPull, small_together, together
 from elasticps.client.pulls import ArrayRead, Read, RowsToCome, SparseRead
 from elasticps.client.runtime import Lock
 from elasticps.client.short_keys import Short
@@ -88,9 +88,15 @@ class Reads:
             self._dispatcher.forget_read(read, Timeout("nobody waits for it"))
             raise
 
+    def start_tensors(self, reads: Sequence[ArrayRead]) -> list[ArrayRead | PartRead]:
+        """Asks for several arrays, each server once for all that are small."""
+        groups, parts = small_together(self.finish, reads)
+        self.start_all(groups)
+        return parts
+
     def start_tables(self, tables: Sequence[T], reads: Sequence[SparseRead | RowsToCome]) -> TablesPull[T]:
         """Asks for rows of several tables, each server once."""
-        groups = together(self.finish, reads)
+        groups = together(self.finish, [read for read in reads if isinstance(read, SparseRead)])
         self.start_all(groups)
         return TablesPull(tables, reads, groups)
 
@@ -98,7 +104,7 @@ class Reads:
         self, tables: Sequence[T], reads: Sequence[SparseRead | RowsToCome]
     ) -> dict[T, NDArray[np.float32]]:
         """The same, and what came; as `pulled`."""
-        groups = together(self.finish, reads)
+        groups = together(self.finish, [read for read in reads if isinstance(read, SparseRead)])
         try:
             self.start_all(groups)
             return TablesPull(tables, reads, groups).result()

@@ -34,6 +34,7 @@ from elasticps.torch.parameters import (
 
 if TYPE_CHECKING:
     from elasticps.client import Client, DenseTensor, OpenStep, SparseTable, Step
+    from elasticps.client.pull_tables import PartRead
     from elasticps.client.pulls import ArrayRead
     from elasticps.client.rates import SetRate
     from elasticps.torch.group import GroupStep, GroupTable, GroupTensor
@@ -126,7 +127,7 @@ class Optimizer(torch.optim.Optimizer):
         self._bucket: dict[Any, Any] = {}  # by target
         self._bucket_bytes = 0
         self._held = 0
-        self._arriving: list[tuple[Dense, ArrayRead | WeightsRead]] = []
+        self._arriving: list[tuple[Dense, ArrayRead | PartRead | WeightsRead]] = []
         self.last_step: Step | GroupStep | None = None
         self._hooks = [*self._watch_gradients(), *self._watch_forwards()]
         Optimizer._live.add(self)
@@ -475,7 +476,7 @@ class Optimizer(torch.optim.Optimizer):
         self.refresh()
         Optimizer.loaded.discard(self._model)
 
-    def _pull(self, wanted: list[Dense]) -> list[tuple[Dense, ArrayRead | WeightsRead]]:
+    def _pull(self, wanted: list[Dense]) -> list[tuple[Dense, ArrayRead | PartRead | WeightsRead]]:
         tensors: list[Any] = [dense.tensor for dense in wanted]
         return list(zip(wanted, self._ps.pull_many(tensors), strict=True))
 
@@ -492,7 +493,7 @@ class Optimizer(torch.optim.Optimizer):
             self._check_edits()
             self._take(self._arriving)
 
-    def _take(self, arriving: list[tuple[Dense, ArrayRead | WeightsRead]]) -> None:
+    def _take(self, arriving: list[tuple[Dense, ArrayRead | PartRead | WeightsRead]]) -> None:
         self._arriving = []
         for dense, future in arriving:
             dense.take(torch.from_numpy(future.result()))

@@ -14,7 +14,7 @@ from coordinator.view import WorkerInfo
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.pull_batch import OWNERS, PULL, PUSH, SLOTS, SMALL_BYTES
 from elasticps.client.pull_tables import TablesRead
-from elasticps.client.pulls import CodedRead, DenseRead, Read, SparseRead
+from elasticps.client.pulls import ArrayRead, CodedRead, DenseRead, Read, SparseRead
 from elasticps.client.push_batch import Packer
 from elasticps.client.pushes import StepState
 from elasticps.client.runtime import Runtime
@@ -68,7 +68,7 @@ class Twin:
         self._start(DenseRead(self._done, 2, table_salt(2), dim, "d", blocks, np.zeros(size, np.float32), False))
 
     def read_tables(self, keys: list[NDArray[np.int64]], dims: list[int], coded: bool) -> None:
-        reads: list[SparseRead] = []
+        reads: list[ArrayRead] = []
         for number, (some, dim) in enumerate(zip(keys, dims, strict=True), 3):
             out, codec = np.zeros((len(some), dim), np.float32), Codec([BFloat16()], dim)
             if coded and number % 2:
@@ -77,6 +77,9 @@ class Twin:
                 reads[-1].value[:] = 0.0
             else:
                 reads.append(SparseRead(self._done, number, table_salt(number), dim, str(number), some, out, False))
+        size = dim * len(keys[0]) + 1  # a tensor's last block is short
+        blocks, values = np.arange(-(-size // dim)), np.zeros(size, np.float32)
+        reads.append(DenseRead(self._done, 2, table_salt(2), dim, "d", blocks, values, False))
         self._start(TablesRead(self._done, reads))
 
     def _start(self, read: SparseRead | DenseRead | TablesRead) -> None:

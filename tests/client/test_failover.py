@@ -13,7 +13,6 @@ import pytest
 import elasticps as eps
 from coordinator.view import ServerInfo, View
 from elasticps.client.protocol.session import ASKED_BYTES
-from elasticps.client.transport import Link
 from elasticps.hashing import hash_key, range_shift, table_salt
 from elasticps.spec import Consistency
 from elasticps.wire.frames import ANY, BLOCK_BYTES, LAST, REPEAT, TABLES, Kind
@@ -396,20 +395,13 @@ def test_any_replica_may_be_asked(cluster: Cluster) -> None:
         table.pull(KEYS, read="head")
 
 
-def test_many_pulls_leave_as_one_message_per_server(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_pulls_leave_as_one_frame_per_server(cluster: Cluster) -> None:
     ps = cluster.connect()
     tensors = [ps.tensor("w", init=np.zeros(DIM, np.float32), optimizer=eps.SGD(lr=1.0))] * 5
     cluster.a.value = cluster.b.value = 2.0
-    messages: list[int] = []
-    ps.resume()  # joins
-    send = Link.send
-
-    def count(link: Link, buffers: list[bytes]) -> bool:
-        messages.append(len(buffers))
-        return send(link, buffers)
-
-    monkeypatch.setattr(Link, "send", count)
     reads = ps.pull_many(tensors)
-    assert [m for m in messages if m > 1] == [5]  # of the one server that has the blocks
     for read in reads:
         assert read.result().tolist() == [2.0] * DIM
+        assert read.done()
+    asked = [header for server in cluster.servers for header in server.got(Kind.PULL)]
+    assert [(header.items, header.flags & TABLES) for header in asked] == [(5, TABLES)]  # who has it

@@ -25,7 +25,7 @@ from elasticps.torch.group.tables import GroupTable, GroupTensor, Handle, pull_m
 
 if TYPE_CHECKING:
     from elasticps.client import Client, Step
-    from elasticps.client.pull_tables import TablesPull
+    from elasticps.client.pull_tables import PartRead, TablesPull
     from elasticps.client.pulls import ArrayRead
 
 Filters = Sequence[Filter]
@@ -215,7 +215,7 @@ class GroupClient(Ranks):
         found = self.pull_async(keys, read=read, exact=exact).result()
         return dict(zip(keys, found.values(), strict=True))
 
-    def pull_many(self, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | ArrayRead]:
+    def pull_many(self, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | ArrayRead | PartRead]:
         """Asks for several tensors, as `Client.pull_many` and as every rank does. What their `result()` gives is memory
         that all ranks see, and stays as it is: copy what is to be changed."""
         return pull_many(self, tensors)

@@ -15,7 +15,7 @@ from elasticps.torch.group.links import NOTHING, Links, Words
 from elasticps.torch.group.memory import Held
 
 if TYPE_CHECKING:
-    from elasticps.client.pulls import ArrayRead
+    pass
 
 Floats = NDArray[np.float32]
 _LINE = 64
@@ -198,7 +198,7 @@ class WeightsRead:
 
 def ask_weights(
     links: Links, slots: Slots, shapes: Sequence[tuple[int, ...]], numbers: Words,
-    pull: Callable[[list[Floats]], Sequence[ArrayRead]] | None,
+    pull: Callable[[list[Floats]], Sequence[Pending]] | None,
 ) -> list[WeightsRead]:  # fmt: skip
     """Asks for tensors of these shapes and numbers; at rank 0 `pull` asks the servers for them, into given arrays."""
     places, end = [], slots.start

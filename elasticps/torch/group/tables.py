@@ -20,6 +20,7 @@ from elasticps.torch.group.reads import GroupRead, Pending, WeightsRead, ask_row
 
 if TYPE_CHECKING:
     from elasticps.client import DenseTensor, SparseTable
+    from elasticps.client.pull_tables import PartRead
     from elasticps.client.pulls import ArrayRead
     from elasticps.client.rates import SetRate
     from elasticps.client.row_cache import CachedRead
@@ -163,7 +164,7 @@ class GroupTensor(_Handle["DenseTensor"]):
         self.shape = shape
         self.target = Target(math.prod(shape), 0)
 
-    def pull_async(self) -> WeightsRead | ArrayRead:
+    def pull_async(self) -> WeightsRead | ArrayRead | PartRead:
         """Asks for the tensor, as every rank does. What `result()` gives is memory that all ranks see: copy what is to
         be changed."""
         return pull_many(self._ps, [self])[0]
@@ -180,14 +181,14 @@ class GroupTensor(_Handle["DenseTensor"]):
 Handle = GroupTable | GroupTensor
 
 
-def pull_many(ps: Ranks, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | ArrayRead]:
+def pull_many(ps: Ranks, tensors: Sequence[GroupTensor]) -> Sequence[WeightsRead | ArrayRead | PartRead]:
     """Asks for several tensors, as every rank does; by rank 0 alone, like any client."""
     client, wanted = ps.client, list(tensors)
     real: list[Any] = [each.real for each in wanted]
     if client is not None and ps.is_alone:
         return client.pull_many(real)
 
-    def pull(outs: list[Any]) -> Sequence[ArrayRead]:
+    def pull(outs: list[Any]) -> Sequence[Pending]:
         assert client is not None
         return client.pull_many(real, outs)
 
