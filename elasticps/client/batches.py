@@ -24,7 +24,7 @@ class Batch:
 
     values     float32 [n, dim], where rows go; None for a look ahead
     upto       the newest step that had begun when it asked last
-    whole      of which keys slots are asked for with the rows
+    often      which keys are wanted so often that slots are asked for with their rows
     asked, compared, wanted, coming
                indices of keys: asked for; compared; found changed, to be asked for; brought by other batches
     """
@@ -36,7 +36,7 @@ class Batch:
     any_replica: bool
     upto: int
     lock: Lock
-    whole: Flags
+    often: Flags
     asked: Where
     compared: Where
     coming: Where

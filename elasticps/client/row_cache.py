@@ -34,7 +34,7 @@ from elasticps.store.codec import Codec
 from elasticps.store.row_digests import WORDS, digests
 
 MOST_BATCHES = 256  # on their way
-CHANGED_OFTEN = 0.5  # so many of those that were old had changed: rows are asked for instead of their digests
+CHANGED_OFTEN = 0.75  # of those that were old so many had changed: rows are asked for instead of their digests
 FORGETS = 0.9
 
 
@@ -64,7 +64,7 @@ class RowCache:
         self._batches: dict[int, Batch] = {}
         self._slots: list[Slots] = []
         self._number = 0
-        self._changed = 0.0  # the part of old rows that was, of late
+        self._changed = np.zeros(2)  # the part of old rows that was, of late: of those wanted seldom, and often
         self._counts = Counts()
 
     @property
@@ -121,19 +121,18 @@ class RowCache:
         k, counts, pulls = self.options.staleness, self._counts, values is not None
         self._number += 1
         states, often, oldest = self.places.judge(where, self._number, clock, k, loose=any_replica, take=take or not k)
-        old, coming = np.flatnonzero(states == State.OLD), np.flatnonzero(states == State.COMING)
+        coming = np.flatnonzero(states == State.COMING)
         asked = (states == State.ABSENT) | (pulls & (states == State.NO_PLACE))
-        if not (compares := self._compares and self._changed < CHANGED_OFTEN):
-            asked |= states == State.OLD
+        compared = self._compares & (states == State.OLD) & (self._changed < CHANGED_OFTEN)[often.astype(np.int64)]
+        asked |= (states == State.OLD) & ~compared
         batch = Batch(
             self._number, keys, where, values, any_replica, self._reads.begun, self._reads.lock(),
-            often & (self._slot_floats > 0),
-            np.flatnonzero(asked), old if compares else NOTHING, coming,
+            often, np.flatnonzero(asked), np.flatnonzero(compared), coming,
             tuple({self.places.asker(place) for place in where[coming].tolist()}),
         )  # fmt: skip
         if len(batch.compared):
-            self.places.check(where[old])
-            batch.digests = digests(self._rows_at(where[old]))
+            self.places.check(where[compared])
+            batch.digests = digests(self._rows_at(where[compared]))
         if pulls:
             hits = np.flatnonzero(states == State.HIT)
             self._show(batch, hits)
@@ -167,7 +166,7 @@ class RowCache:
         if len(batch.compared):
             out = np.empty((len(batch.compared), WORDS), np.float32)
             batch.check = self._read(batch.keys[batch.compared], out, batch.any_replica, digests=True)
-        if len(whole := batch.asked[batch.whole[batch.asked]]):
+        if self._slot_floats and len(whole := batch.asked[batch.often[batch.asked]]):
             slots = np.empty((len(whole), self._slot_floats), np.float32)
             batch.slots = self._read(batch.keys[whole], slots, batch.any_replica, slots=True)
         for read in batch.reads:
@@ -244,8 +243,9 @@ class RowCache:
         known &= self.places.asked_by(where, batch.number)
         if known.any():
             same[known] = _equal(self._rows_at(where[known]), rows[known])
-            self._tell(int(np.count_nonzero(same)), int(np.count_nonzero(known)))
-        whole, has = batch.whole[batch.asked], self._slots_known(keys, rows, where, same)
+            self._tell(same, known, batch.often[batch.asked])
+        whole = batch.often[batch.asked] & (self._slot_floats > 0)
+        has = self._slots_known(keys, rows, where, same)
         keep = self.places.arrived(where, batch.number, clock, has | whole, loose=batch.any_replica)
         if (put := keep & ~same & ~whole).any():
             self._table.put(where[put], rows[put])
@@ -269,16 +269,20 @@ class RowCache:
         same = mine & (said == batch.digests)
         rest = np.flatnonzero(mine & ~same)
         same[rest] = said[rest] == digests(self._rows_at(where[rest]))  # with own pushes that it had not when it asked
-        self._tell(int(np.count_nonzero(same)), int(np.count_nonzero(mine)))
+        self._tell(same, mine, batch.often[batch.compared])
         self.places.compared(where, batch.number, clock, same, loose=batch.any_replica)
         if batch.values is not None:
             self._show(batch, batch.compared[same])
             self._counts.unchanged += int(np.count_nonzero(same))
         batch.wanted = batch.compared[~same & (mine | (batch.values is not None))]
 
-    def _tell(self, same: int, total: int) -> None:
-        if total:
-            self._changed = FORGETS * self._changed + (1 - FORGETS) * (1 - same / total)
+    def _tell(self, same: Flags, known: Flags, often: Flags) -> None:
+        """Which of the rows that were known are the same."""
+        for kind in (0, 1):
+            mine = known & (often == kind)
+            if total := int(np.count_nonzero(mine)):
+                part = 1 - np.count_nonzero(same & mine) / total
+                self._changed[kind] = FORGETS * self._changed[kind] + (1 - FORGETS) * part
 
     def _go_on(self, batch: Batch) -> None:
         """Asks for what has changed, or ends; under its lock."""
@@ -287,7 +291,6 @@ class RowCache:
         if len(batch.wanted):
             batch.asked, batch.compared, batch.wanted = batch.wanted, NOTHING, NOTHING
             batch.upto = self._reads.begun
-            batch.whole[:] = self._slot_floats > 0
             self._send(batch)
             return
         batch.over = True
