@@ -65,7 +65,7 @@ def run(
     *,
     processes: int = 4,
     mbit: int = 1000,
-    batch: int = 256,
+    batch: int = 64,
     servers: int = 2,
     seconds: float = 6.0,
     progress: Callable[[str], None] = lambda text: None,

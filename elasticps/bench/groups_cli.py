@@ -63,7 +63,7 @@ def allreduce(
 def groups(
     processes: Annotated[int, typer.Option(min=2, max=16, help="Ranks of the group, or separate workers.")] = 4,
     mbit: Annotated[int, typer.Option(min=0, help="Mbit/s of their machine's link; 0: any amount.")] = 1000,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of each process in a step.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of each process in a step.")] = 64,
     seconds: Annotated[float, typer.Option(min=0.1, help="Time spent on each line.")] = 6.0,
     as_json: Json = False,
 ) -> None:

@@ -66,6 +66,7 @@ def test_rounds_of_a_group_are_those_of_one_worker_while_a_server_dies(
                 optimizer.last_step.result()
                 assert optimizer.last_step.done()
         ps.flush()
+        assert optimizer.last_step is not None
         assert ps.clock == ps.committed == optimizer.last_step.clock
         state = None
         if ps.client is not None:
