@@ -18,12 +18,14 @@ from elasticps.wire.frames import (
     ALL_RANGES,
     ANY,
     CODED,
+    DIGESTS,
     HEADER_BYTES,
     LAST,
     PACKED,
     REPEAT,
     ROUND,
     SHORT,
+    SLOTS,
     TABLES,
     FrameError,
     Header,
@@ -245,10 +247,10 @@ class Voices:
         body = b"".join(table_block(number, len(keys)) + keys.tobytes() for number in numbers)
         if random.random() < 0.2:
             body = self._push()[HEADER_BYTES:]  # gradients, too
+        flags, epoch = random.choice((0, ANY, CODED, SLOTS, DIGESTS)), self._core.server.serving.epoch
         header = Header(
-            Kind.PULL, TABLES | random.choice((0, ANY, CODED)), len(body), 9, self._core.server.serving.epoch,
-            items=len(numbers), wait_ms=random.choice((0, 5)),
-        )  # fmt: skip
+            Kind.PULL, TABLES | flags, len(body), 9, epoch, items=len(numbers), wait_ms=random.choice((0, 5))
+        )
         return header.pack() + body
 
     def _erase(self, kind: int) -> bytes:
