@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from elasticps import spec
 from elasticps.store import Store, Table, deletions, kept, table
 from elasticps.store.cuts import Cuts
+from elasticps.store.deletions import Deletions
 from elasticps.store.intervals import PLACES
 from elasticps.store.kept import Allowance, Listed
 from elasticps.store.native import MAX_STAMP
@@ -220,3 +221,17 @@ def test_small_blocks_untidy_tables_and_few_notes(monkeypatch) -> None:  # type:
     monkeypatch.setattr(kept, "_BLOCK", 200)
     monkeypatch.setattr(deletions, "LEAST", 5)
     TestCuts("runTest").runTest()
+
+
+def test_what_is_not_known_in_full_is_noted_nowhere() -> None:
+    """Or a replica that had it before its range was cleared would differ from one that was filled later."""
+    notes, filled = Deletions(2), Deletions(2)
+    notes.note(1, np.array([3, 4]), 1)
+    for each in (notes, filled):
+        each.forget(1, 2)
+    notes.note(1, np.array([5]), 1)
+    assert notes.words(1) == filled.words(1) == (2, 0)
+    for each in (notes, filled):
+        each.note(1, np.array([6]), 2)
+    assert notes.words(1) == filled.words(1)
+    assert notes.between(1, 0, 9).tolist() == [6]
