@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Read when grpc starts. Processes here fork only to exec, for which grpc's fork handlers do nothing but complain, and
-# failed connections are reported by us, with the endpoint, not by grpc's log on stderr.
+# Read when grpc starts. Processes here fork only to exec, or before they use it: grpc's fork handlers would do nothing
+# but complain. Failed connections are reported by us, with the endpoint, not by grpc's log on stderr.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
@@ -43,6 +43,7 @@ log = fields.logger(__name__)
 ATTEMPT_S = 2.0  # the longest that one endpoint may take to answer before the next is asked
 LOOK_S = 1.0  # between looks at whether certificates were replaced
 _RETRY_MAX_S = 0.5
+_CHANCE = secrets.SystemRandom()
 
 _CHANNEL_OPTIONS = (
     # Endpoints are asked directly, and each client finds out for itself whether one is back.
@@ -317,7 +318,7 @@ class EtcdStore:
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(_TryNext),
             stop=tenacity.stop_before_delay(timeout_s),
-            wait=tenacity.wait_random_exponential(multiplier=0.02, max=_RETRY_MAX_S),
+            wait=_jitter,
             reraise=True,
         )
 
@@ -433,6 +434,11 @@ def _raise_definite(error: Exception) -> None:
             return
         if error.code() in _REFUSED:
             raise CoordinationError(f"etcd refused: {error.details()}") from error
+
+
+def _jitter(state: tenacity.RetryCallState) -> float:
+    """Up to a bound that doubles. Not of the module `random`: what a program has seeded stays as it is."""
+    return _CHANCE.uniform(0.0, min(_RETRY_MAX_S, 0.02 * 2 ** min(state.attempt_number, 6)))
 
 
 def _why(error: Exception) -> str:

@@ -6,8 +6,8 @@ import http.client
 import importlib.util
 import json
 import os
-import random
 import re
+import secrets
 import shutil
 import socket
 import ssl
@@ -21,6 +21,7 @@ from elasticps.errors import ConfigError
 # What etcd takes from the environment nevertheless: where it may run, and not to wait for a disk that is slow. Without
 # that wait it survives every kill of a process still, and only a power cut, which ends the whole cluster, may ruin it.
 _KEPT_SETTINGS = ("ETCD_UNSUPPORTED_ARCH", "ETCD_UNSAFE_NO_FSYNC")
+_CHANCE = secrets.SystemRandom()  # what a program has seeded stays as it is
 
 
 def etcd_binary() -> Path:
@@ -68,7 +69,7 @@ def free_ports(count: int) -> list[int]:
             ) from None
     held: list[socket.socket] = []
     try:
-        for port in random.sample(range(20000, 32768), 2000):
+        for port in _CHANCE.sample(range(20000, 32768), 2000):
             candidate = socket.socket()
             held.append(candidate)
             with suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import shutil
 import signal
 import subprocess
@@ -215,9 +216,10 @@ async def test_a_store_moves_to_the_next_endpoint_and_takes_its_watches_along(sh
 
 async def test_an_unreachable_store_says_what_was_tried_in_time() -> None:
     dead = f"127.0.0.1:{free_port()}"
-    began = time.monotonic()
+    began, seeded = time.monotonic(), random.getstate()
     with pytest.raises(StoreUnavailable, match=f"{dead}: .*[Cc]onnection refused"):
         await open_store(f"etcd://{dead}/demo", 0.5)
+    assert random.getstate() == seeded, "what a program has seeded stays as it is"
     assert time.monotonic() - began < 5  # the point is that it ends; the machine may be busy
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import random
 import socket
 import time
 from pathlib import Path
@@ -78,7 +79,9 @@ def test_no_etcd_anywhere_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_free_ports_are_distinct_and_outside_the_ephemeral_range() -> None:
+    seeded = random.getstate()
     ports = etcd.free_ports(8)
+    assert random.getstate() == seeded, "what a program has seeded stays as it is"
     assert len(set(ports)) == 8
     assert all(20000 <= port < 32768 for port in ports)
 
