@@ -41,7 +41,7 @@ class Deletions:
             self.add(r, np.stack((keys, np.full(len(keys), cut)), axis=1))
 
     def add(self, r: int, notes: Notes) -> None:
-        """Notes that were taken elsewhere. What is not known in full is not noted at all: replicas would differ in it."""
+        """Notes that were taken elsewhere. What is not known in full is not noted: replicas would differ in it."""
         notes = notes[notes[:, 1] >= self.floor[r]]
         if len(notes):
             self._notes.setdefault(r, []).append(notes)
