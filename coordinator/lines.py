@@ -59,6 +59,7 @@ class Lines:
         self._open: dict[Member, _Open] = {}
         self._view: View | None = None
         self._cluster = ""
+        self._over = False  # all lines have been closed
 
     async def run(self) -> None:
         """Judges silence, and beats, until cancelled; then closes all lines. Raises what a line failed with."""
@@ -83,6 +84,7 @@ class Lines:
                         task.result()
                 await asyncio.sleep(TICK_S)
         finally:
+            self._over = True
             for member in list(self._calls):
                 self._hang_up(member)
             await asyncio.gather(*self._ending, return_exceptions=True)
@@ -152,6 +154,8 @@ class Lines:
     # -- one line ---------------------------------------------------------------------------------------------------
 
     def _call(self, server: ServerInfo) -> None:
+        if self._over:  # whoever follows the store is about to end, too
+            return
         task = asyncio.create_task(self._keep(server), name=f"line to {server.member}")
         self._calls[server.member] = (server, _now(), task)
 

@@ -12,11 +12,12 @@ import pytest
 
 from coordinator import leader
 from coordinator.leader import ELECTION, run_coordinator
+from coordinator.lines import Lines
 from coordinator.membership import ViewFollower, create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.planner import Plan, UnsafePlan
 from coordinator.store import Store
-from coordinator.view import ClusterConfig, View
+from coordinator.view import ClusterConfig, ServerInfo, View
 from replication.chain import Member
 from tests.coordinator.rack import FakeServer, Rack
 from tests.coordinator.support import FaultyStore, until, until_key
@@ -359,3 +360,14 @@ async def test_a_plan_that_breaks_the_law_is_logged_and_not_written(
             assert it.view == first
         await it.rack.expire("c")
         await it.reach("whole without c")
+
+
+async def test_no_line_begins_after_all_were_closed() -> None:
+    """Whoever follows the store may do so once more before it ends; the harness looks for tasks that are left."""
+    rack = Rack(MemoryStore())
+    lines = Lines(rack.dial, lambda ill: None)
+    running = asyncio.create_task(lines.run())
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    lines.follow("c", [ServerInfo("a", 1, "127.0.0.1:1")], [])
