@@ -24,7 +24,7 @@ import torch
 from torch import distributed
 
 import elasticps as eps
-from elasticps.bench.trainer import answers
+from elasticps.bench.trainer import answer_all, answers
 from elasticps.torch import LocalGroup
 
 TIMEOUT_S = 120.0
@@ -102,8 +102,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with answers() as out:
         process = Process(json.loads(sys.argv[1]))
-        for line in sys.stdin:
-            print(json.dumps(process.answer(line)), file=out, flush=True)
+        answer_all(out, process.answer)
         distributed.destroy_process_group()
 
 

@@ -25,7 +25,7 @@ import elasticps as eps
 from elasticps.bench.criteo import Source
 from elasticps.bench.dlrm import DIM, DLRM
 from elasticps.bench.traffic_worker import TIMEOUT_S, ThroughPorts
-from elasticps.bench.trainer import DENSE_LR, ROWS_LR, ROWS_STD, answers
+from elasticps.bench.trainer import DENSE_LR, ROWS_LR, ROWS_STD, answer_all, answers
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
 from elasticps.client.warm import warm
@@ -113,8 +113,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with answers() as out:
         rank = Rank(json.loads(sys.argv[1]))
-        for line in sys.stdin:
-            print(json.dumps(rank.answer(line)), file=out, flush=True)
+        answer_all(out, rank.answer)
         rank.close()
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ import elasticps as eps
 from elasticps.bench import digits
 from elasticps.bench.criteo import Source
 from elasticps.bench.dlrm import DIM, DLRM
-from elasticps.bench.trainer import DENSE_LR, ROWS_LR, ROWS_STD, answers
+from elasticps.bench.trainer import DENSE_LR, ROWS_LR, ROWS_STD, answer_all, answers
 from elasticps.client.cache_use import NOT_USED, CacheUse
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
@@ -224,10 +224,13 @@ def main() -> None:
     torch.set_num_threads(1)
     with answers() as out:
         training = Training(json.loads(sys.argv[1]))
-        for line in sys.stdin:
+        does: dict[str, Callable[[int], object]] = {"train": training.train, "score": training.score}
+
+        def answer(line: str) -> object:
             word, _, count = line.strip().partition(" ")
-            does = {"train": training.train, "score": training.score}[word]
-            print(json.dumps(does(int(count or 0))), file=out, flush=True)
+            return does[word](int(count or 0))
+
+        answer_all(out, answer)
         training.ps.close()
 
 

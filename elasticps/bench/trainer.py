@@ -200,14 +200,19 @@ def answers() -> TextIO:
     return out
 
 
+def answer_all(out: TextIO, answer: Callable[[str], object]) -> None:
+    """Answers each line of standard input with one of JSON, until it ends."""
+    for line in sys.stdin:
+        print(json.dumps(answer(line)), file=out, flush=True)
+
+
 def main() -> None:
     """Runs the worker that the command line describes."""
     torch.set_num_threads(1)  # as many processes as workers: each has one thread that computes, in every way
     torch.set_num_interop_threads(1)
     with answers() as out, ExitStack() as stack:
         trainer = Trainer(json.loads(sys.argv[1]), stack)
-        for line in sys.stdin:
-            print(json.dumps(trainer.answer(line)), file=out, flush=True)
+        answer_all(out, trainer.answer)
 
 
 if __name__ == "__main__":

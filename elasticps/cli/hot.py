@@ -9,12 +9,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.connect import open_store
 from coordinator.membership import SERVERS
-from coordinator.url import parse
 from coordinator.view import ServerInfo
 from elasticps.admin import fetch_hot
-from elasticps.errors import ClusterUnreachable, ConfigError, ServerError
+from elasticps.cli.reading import read_store
+from elasticps.errors import ClusterUnreachable, ServerError
 from elasticps.local.scaling import by_number
 from elasticps.security import credentials_of
 
@@ -24,19 +23,7 @@ SHOWN = 8
 async def look(url: str, seconds: float, timeout_s: float) -> dict[str, Any]:
     """What all servers see at the same time, as plain values; of one that does not answer only its `error`."""
     credentials = credentials_of(url)
-    try:
-        cluster = parse(url)
-        store = await open_store(url, timeout_s=timeout_s)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    try:
-        async with asyncio.timeout(timeout_s):
-            listing = await store.list(SERVERS)
-    except TimeoutError:
-        told = f"etcd at {', '.join(cluster.endpoints)} did not answer within {timeout_s:g} s"
-        raise ClusterUnreachable(told) from None
-    finally:
-        await store.close()
+    listing = await read_store(url, timeout_s, lambda store: store.list(SERVERS))
     servers = {server.name: server for server in (ServerInfo.from_json(entry.value) for entry in listing.entries)}
 
     async def ask(server: ServerInfo) -> dict[str, Any]:

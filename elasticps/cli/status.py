@@ -14,7 +14,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.connect import open_store
 from coordinator.loss import find_loss, told
 from coordinator.losses import held_up, losses_of
 from coordinator.membership import ROSTER, SERVERS, VIEW, list_drains
@@ -27,7 +26,8 @@ from elasticps.cli import hot as hottest
 from elasticps.cli.local import target
 from elasticps.cli.options import Json, Name, Url
 from elasticps.cli.output import ExitCode, out, print_json, size
-from elasticps.errors import ClusterUnreachable, ConfigError, ServerError
+from elasticps.cli.reading import read_store
+from elasticps.errors import ClusterUnreachable, ServerError
 from elasticps.local.scaling import by_number
 from elasticps.security import credentials_of
 
@@ -93,21 +93,11 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
     """The cluster at `url` as plain values. StoreUnavailable when etcd does not answer within `timeout_s`; a server
     that does not is listed with the state "no answer". Requests are counted since `before`, an earlier look."""
     credentials = credentials_of(url)
-    try:
-        cluster = parse(url)
-        store = await open_store(url, timeout_s=timeout_s)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    try:
-        async with asyncio.timeout(timeout_s):
-            view, roster, registered, drains = await _read(store)
-            losses, why = await losses_of(store), await held_up(store)
-    except TimeoutError:
-        raise ClusterUnreachable(
-            f"etcd at {', '.join(cluster.endpoints)} did not answer within {timeout_s:g} s"
-        ) from None
-    finally:
-        await store.close()
+
+    async def read(store: Store) -> tuple[Any, Any, Any]:
+        return await _read(store), await losses_of(store), await held_up(store)
+
+    (view, roster, registered, drains), losses, why = await read_store(url, timeout_s, read)
     limit = asyncio.Semaphore(_ASKED_AT_ONCE)
     known = {server.name: server for server in (*(view.servers if view else ()), *registered)}
     servers = await asyncio.gather(
@@ -117,7 +107,7 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
         server["draining"] = drains.get(server["id"]) == server["incarnation"]
     loss = None if view is None else find_loss(view, registered)
     return {
-        "cluster": cluster.cluster,
+        "cluster": parse(url).cluster,
         "url": url,
         "healthy": view is not None and not loss and not any(server["error"] for server in servers),
         "epoch": view.epoch if view else 0,
