@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elasticps.checkpoint.chain import Keep, chain_of, deletion, left_over, superfluous
+from elasticps.checkpoint.chain import Keep, chain_of, deletion, superfluous
+from elasticps.checkpoint.leftovers import STILL_S, left_over, mark_of
 from elasticps.checkpoint.manifest import NAME, Manifest, cut_of, folder_of, path_of
 from elasticps.checkpoint.storage import NotThere, Storage
 from elasticps.errors import CheckpointError
@@ -104,14 +106,48 @@ def thin_out(storage: Storage, keep: Keep) -> list[int]:
     return going
 
 
-def clean(storage: Storage, below: int | None = None) -> list[int]:
-    """Deletes what checkpoints that were given up have left (see `left_over`), and returns their numbers."""
-    there = look(storage)
-    published = {*there.manifests, *there.unreadable}
-    going = left_over([*published, *there.unpublished], published, below)
-    for cut in going:
-        _remove(storage, cut)
-    return going
+def clean(storage: Storage, *, cluster: str = "", below: int = 0, still_s: float = STILL_S) -> list[int]:
+    """Deletes files that nobody will ever need (see `leftovers`), and returns the numbers of the checkpoints that they
+    were of. cluster, below: whose cut that is and is published; what it has left of older cuts goes at once. still_s:
+    for how long nothing was written in other folders, by the storage's clock."""
+    folders: dict[int, dict[str, float]] = {cut: {} for cut in cuts_of(storage)}
+    for file in storage.listing():
+        folder, _, path = file.path.partition("/")
+        if (cut := cut_of(folder)) is not None:
+            folders.setdefault(cut, {})[path] = file.time
+    named = {cut: _names(storage, cut) for cut, files in folders.items() if NAME in files}
+    newest_s = max((at for files in folders.values() for at in files.values()), default=0.0)
+    before = (newest_s if cluster else time.time()) - still_s
+    going = left_over(folders, named, before, own=mark_of(cluster) if cluster else "", below=below)
+    for cut, paths in going.items():
+        storage.delete([f"{folder_of(cut)}/{path}" for path in paths])
+    empty = {cut for cut, files in folders.items() if not files and storage.drop_empty(folder_of(cut))}
+    return sorted({*going, *empty})
+
+
+def _names(storage: Storage, cut: int) -> set[str] | None:
+    """The files that a manifest names; None if it cannot be read, or has just gone."""
+    try:
+        return {file.path for file in read(storage, cut).files}
+    except CheckpointError:
+        return None
+
+
+def unnamed(storage: Storage, manifest: Manifest) -> Usage:
+    """What lies in a checkpoint's folder, and nobody needs: left by a merge that died, or being written by one."""
+    named = {f"{manifest.folder}/{file.path}" for file in manifest.files} | {path_of(manifest.cut)}
+    sizes = [size for path, size in storage.files(manifest.folder) if path not in named]
+    return Usage(len(sizes), sum(sizes))
+
+
+def lacking(storage: Storage, manifest: Manifest) -> str:
+    """What of a checkpoint's own files is not there, or not as long as it was written, in words; "" if all are."""
+    sizes = dict(storage.files(manifest.folder))
+    for file in manifest.files:
+        if sizes.get(path := f"{manifest.folder}/{file.path}") != file.bytes:
+            has = f"has {sizes[path]} bytes, not {file.bytes}" if path in sizes else "is missing"
+            return f"{storage.url}/{path} {has}"
+    return ""
 
 
 def usage(storage: Storage, cut: int) -> Usage:

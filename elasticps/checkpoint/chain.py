@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from elasticps.checkpoint.manifest import Manifest
@@ -84,10 +84,3 @@ def superfluous(manifests: Mapping[int, Manifest], keep: Keep) -> list[int]:
     """What may go: neither kept nor built on by what is."""
     kept = keep.chosen({cut: manifest.time for cut, manifest in manifests.items()})
     return sorted(manifests.keys() - builds_on(manifests, kept), reverse=True)
-
-
-def left_over(folders: Sequence[int], published: Collection[int], below: int | None = None) -> list[int]:
-    """Cuts whose folders have no manifest, and will have none: they are older than another folder, or than `below`, the
-    cut that is being written."""
-    newest = max(folders, default=0) if below is None else below
-    return [cut for cut in sorted(folders) if cut < newest and cut not in published]

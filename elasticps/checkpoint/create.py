@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from coordinator import fields
 from coordinator.adoption import ON_LOSS, RATES
 from coordinator.errors import StoreUnavailable
 from coordinator.membership import LAST_WORKER, NEWEST_CHECKPOINT, RESTORING
@@ -30,6 +31,8 @@ from replication.progress import touched_clock
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
+
+log = fields.logger(__name__)
 
 MOST_INCREMENTS = 16
 ATTEMPTS = 3
@@ -100,11 +103,16 @@ async def _attempt(
     cut = await Driver(store, connect, hold_s).take(storage.url, since, floor=floor)
     files = await _written(store, cut, connect, tell)
     manifest = await _manifest(store, cut, files)
+    if lacks := await asyncio.to_thread(catalog.lacking, storage, manifest):
+        raise GivenUp(f"checkpoint {cut.number}: {lacks}: somebody has deleted or replaced what servers have written")
     if not await asyncio.to_thread(catalog.publish, storage, manifest):
         raise CheckpointError(f"{storage.url} has a checkpoint {cut.number} that somebody else has made meanwhile")
     with suppress(StoreUnavailable):  # it is made all the same
         await store.put(NEWEST_CHECKPOINT, newest(manifest.cut, manifest.time, storage.url))
-    await asyncio.to_thread(catalog.clean, storage, cut.number)
+    try:
+        await asyncio.to_thread(catalog.clean, storage, cluster=cluster, below=cut.number)
+    except CheckpointError as error:  # as much as has been left stays, and the next one tries again
+        log.warning("cannot delete what given-up checkpoints have left", url=storage.url, error=error)
     return manifest
 
 

@@ -159,11 +159,8 @@ def opened_at(storage: Storage, cut: int | None) -> Contents:
     """A checkpoint all of whose files are there, as long as they were written, with their headers."""
     contents = Contents(storage, catalog.chain(storage, cut))
     for manifest in contents.chain:
-        sizes = dict(storage.files(manifest.folder))
-        for file in manifest.files:
-            if sizes.get(path := f"{manifest.folder}/{file.path}") != file.bytes:
-                has = f"has {sizes[path]} bytes, not {file.bytes}" if path in sizes else "is missing"
-                raise CheckpointError(f"checkpoint {manifest.cut} cannot be restored: {storage.url}/{path} {has}")
+        if lacks := catalog.lacking(storage, manifest):
+            raise CheckpointError(f"checkpoint {manifest.cut} cannot be restored: {lacks}")
     for id_, _ in contents.manifest.tables.values():
         contents.layers(id_)
     return contents

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -42,6 +42,14 @@ _memory: dict[str, MemoryStore] = {}  # by name: all that this process has
 def new_memory(size: int) -> NDArray[np.uint8]:
     """For those who keep what they read."""
     return np.empty(size, np.uint8)
+
+
+class Stored(NamedTuple):
+    """A file: its path, bytes, and when it was written, by the storage's clock, in seconds since 1970."""
+
+    path: str
+    bytes: int
+    time: float
 
 
 class NotThere(CheckpointError):
@@ -143,13 +151,20 @@ class Storage:
             raise CheckpointError(f"{self.url}/{path} is shorter than it must be: it was cut off, or written by others")
         return out
 
-    def files(self, prefix: str = "") -> list[tuple[str, int]]:
-        """Path and bytes of all files below a folder, which need not exist."""
+    def listing(self, prefix: str = "") -> list[Stored]:
+        """All files below a folder, which need not exist."""
         if self._folder is not None and not self._folder.exists():
             return []
         with self._told("listed", prefix):
             chunks = obstore.list(self._for_reading(), prefix or None)
-            return sorted((meta["path"], meta["size"]) for chunk in chunks for meta in chunk)
+            return sorted(
+                Stored(meta["path"], meta["size"], meta["last_modified"].timestamp())
+                for chunk in chunks for meta in chunk
+            )  # fmt: skip
+
+    def files(self, prefix: str = "") -> list[tuple[str, int]]:
+        """Path and bytes of all files below a folder, which need not exist."""
+        return [(file.path, file.bytes) for file in self.listing(prefix)]
 
     def folders(self) -> list[str]:
         """The names of the folders at the top."""
@@ -164,6 +179,16 @@ class Storage:
             for some in [paths] if self._folder is None else [[path] for path in paths]:
                 with suppress(FileNotFoundError):
                     obstore.delete(self._for_reading(), some)
+
+    def drop_empty(self, folder: str) -> bool:
+        """Removes a folder at the top that has no files: only on disks there is such a thing. Whether it is gone; it
+        stays if somebody is writing there."""
+        if self._folder is None or not (top := self._folder / folder).is_dir():
+            return False
+        with suppress(OSError):
+            for at, _, _ in os.walk(top, topdown=False):
+                os.rmdir(at)
+        return not top.exists()
 
     # --- folders --------------------------------------------------------------------------------------------------
 

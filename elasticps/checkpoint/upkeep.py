@@ -5,11 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
 from elasticps import hashing
+from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents, Rows, Unit, reader_of
 from elasticps.checkpoint.manifest import FileEntry, Manifest, folder_of_table, path_of
 from elasticps.checkpoint.rows import FILE_BYTES, RowFile, Segment
@@ -92,7 +94,8 @@ def merge(storage: Storage, chain: Sequence[Manifest], tell: Tell = lambda rows:
     was made of is needed any more. tell(n) hears of each n rows.
 
     Whoever reads it meanwhile goes on with what it was, which is deleted afterwards. A file at a time is in memory, and
-    the keys of one unit.
+    the keys of one unit. What fails leaves all as it was; what is killed leaves files that nobody names, which
+    `catalog.clean` finds. CheckpointError, also if somebody else has merged or deleted it meanwhile.
     """
     last = chain[-1]
     if not last.since:
@@ -100,14 +103,22 @@ def merge(storage: Storage, chain: Sequence[Manifest], tell: Tell = lambda rows:
     contents = Contents(storage, chain)
     files: list[FileEntry] = []
     token = uuid.uuid4().hex[:12]
-    for id_, spec in last.tables.values():
-        for number, file in enumerate(_merged(contents, id_, spec, tell)):
-            encoded = file.encode()
-            path = f"{folder_of_table(spec, id_)}/merged-{token}.{number:03d}.safetensors"
-            entry = FileEntry.of(path, id_, encoded)
-            storage.put(f"{last.folder}/{entry.path}", encoded.parts)
-            files.append(entry)
-    merged = replace(last, since=0, files=tuple(files))
+    try:
+        for id_, spec in last.tables.values():
+            for number, file in enumerate(_merged(contents, id_, spec, tell)):
+                encoded = file.encode()
+                path = f"{folder_of_table(spec, id_)}/merged-{token}.{number:03d}.safetensors"
+                files.append(FileEntry.of(path, id_, encoded))
+                storage.put(f"{last.folder}/{path}", encoded.parts)
+        merged = replace(last, since=0, files=tuple(files))
+        if catalog.read(storage, last.cut) != last:
+            raise CheckpointError(f"{storage.url}: somebody else has merged checkpoint {last.cut} meanwhile")
+        if lacks := catalog.lacking(storage, merged):
+            raise CheckpointError(f"checkpoint {last.cut} cannot be merged: {lacks}")
+    except BaseException:
+        with suppress(CheckpointError):
+            storage.delete([f"{last.folder}/{file.path}" for file in files])
+        raise
     storage.put(path_of(last.cut), merged.encode())
     storage.delete([f"{last.folder}/{file.path}" for file in last.files])
     return merged

@@ -132,9 +132,15 @@ def verify(place: Place, cut: Cut = None, as_json: Json = False) -> None:
     chain = catalog.chain(storage, cut)
     with bar("verify", sum(manifest.nbytes for manifest in chain), DownloadColumn()) as tell:
         problems = [problem for manifest in chain for problem in upkeep.verify(storage, manifest, tell)]
+    left = {manifest.cut: found for manifest in chain if (found := catalog.unnamed(storage, manifest)).files}
     if as_json:
-        print_json({"checkpoints": [manifest.cut for manifest in chain], "problems": problems})
+        of = {cut: found._asdict() for cut, found in left.items()}
+        print_json({"checkpoints": [manifest.cut for manifest in chain], "problems": problems, "unnamed": of})
     else:
+        for number, found in left.items():
+            text = f"checkpoint {number}: {found.files} files, {size(found.bytes)}, that it does not need"
+            text += ": a merge died, or is at it (delete --left-overs)"
+            err.print(text, style="yellow", markup=False, soft_wrap=True)
         for problem in problems:
             err.print(problem, style="red", markup=False, soft_wrap=True)
         cuts = ", ".join(str(manifest.cut) for manifest in chain)
@@ -156,8 +162,17 @@ def delete(
         ),
     ] = "",
     left_overs: Annotated[
-        bool, typer.Option("--left-overs", help="Delete what those have left that were given up.")
+        bool,
+        typer.Option(
+            "--left-overs", help="Delete files that no checkpoint needs: of given-up ones, and of merges that died."
+        ),
     ] = False,
+    still: Annotated[
+        float,
+        typer.Option(
+            min=0, help="With --left-overs: where nothing was written for so many seconds. 0: nobody writes there now."
+        ),
+    ] = 3600.0,
 ) -> None:
     """Delete checkpoints; never one that another builds on that stays."""
     from elasticps.checkpoint import catalog
@@ -172,7 +187,7 @@ def delete(
     if keep:
         gone += catalog.thin_out(storage, kept(keep))
     if left_overs:
-        gone += catalog.clean(storage)
+        gone += catalog.clean(storage, still_s=still)
     out.print(f"deleted: {', '.join(map(str, gone)) or 'nothing'}", markup=False)
 
 

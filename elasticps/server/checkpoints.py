@@ -16,6 +16,7 @@ import numpy as np
 from coordinator import fields
 from elasticps.admin.subject import Writing, WrittenFile
 from elasticps.checkpoint.filing import Filing
+from elasticps.checkpoint.leftovers import mark_of
 from elasticps.checkpoint.manifest import FileEntry, folder_of, folder_of_table
 from elasticps.server.executor import Executor
 from elasticps.server.protocol.operations import CutMark
@@ -146,7 +147,8 @@ class Checkpoints:
     def _put(self, scan: Scan, finished: Finished) -> None:
         table = self._executor.store.tables[finished.table]
         me = self._serving.me
-        name = f"{me.name}-{me.incarnation}.{finished.number:03d}.safetensors"
+        assert self._serving.view is not None, "a cut came by a chain"
+        name = f"{mark_of(self._serving.view.cluster)}.{me.name}-{me.incarnation}.{finished.number:03d}.safetensors"
         path = f"{folder_of_table(table.spec, finished.table)}/{name}"
 
         def done(result: FileEntry | Exception) -> None:

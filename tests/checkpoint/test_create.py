@@ -57,6 +57,8 @@ class Fake:
 
     async def take(self, cut: int, since: int, url: str) -> bool:
         self.happened.append("take")
+        for table in ("t", "late"):
+            Storage(url).put(f"{cut:06d}/{table}/s{self.index}-1.000.safetensors", bytes(100))
         self.polls = 3
         self.taken.append((cut, since))
         return True
@@ -180,6 +182,46 @@ def test_nothing_is_published_when_a_server_does_not_come_to_the_end(
             await scene.take()
         assert catalog.look(scene.storage).manifests == {}
         assert scene.servers["s0"].happened[-1] == "release"
+
+    asyncio.run(main())
+
+
+def test_what_was_deleted_or_replaced_meanwhile_is_not_published(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by another cluster that writes to the same place, and takes this one for given up."""
+
+    async def written(*arguments: Any) -> Any:
+        files = await all_written(*arguments)
+        done.append(len(files))
+        if len(done) == 1:
+            number = max(catalog.cuts_of(scene.storage))
+            scene.storage.delete([f"{number:06d}/t/s1-1.000.safetensors"])
+        elif len(done) == 2:
+            scene.storage.put("000002/t/s0-1.000.safetensors", b"another's")
+        return files
+
+    async def main() -> None:
+        await scene.begin()
+        assert (await scene.take()).cut == 3
+        monkeypatch.setattr(create, "ATTEMPTS", 1)
+        done.clear()
+        with pytest.raises(GivenUp, match=r"000004/t/s1.* is missing: somebody has deleted"):
+            await scene.take()
+        assert sorted(catalog.look(scene.storage).manifests) == [3]
+
+    done: list[int] = []
+    all_written = create._written
+    monkeypatch.setattr(create, "_written", written)
+    asyncio.run(main())
+
+
+def test_what_cannot_be_tidied_away_is_no_reason_to_fail(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **more: Any) -> list[int]:
+        raise CheckpointError("may not delete")
+
+    async def main() -> None:
+        await scene.begin()
+        monkeypatch.setattr(catalog, "clean", refuse)
+        assert (await scene.take()).cut == catalog.newest(scene.storage) == 1
 
     asyncio.run(main())
 
