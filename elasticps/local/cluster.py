@@ -156,7 +156,7 @@ class LocalCluster:
                 self._start_keeper()
             if Zygote.possible():
                 self._zygote = Zygote(self._folder / "zygote.log", {**os.environ, **self._environment})
-                self._watch(self._zygote.pid, keeper.started_at(self._zygote.pid) or "")
+                self._zygote.entrust(self._watch)
             self._first_etcd(deadline)
             background.run(forming.create(self.operator_url, self.config, deadline))
             self._progress("etcd is there; starting the coordinator and the servers")

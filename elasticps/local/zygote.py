@@ -16,10 +16,12 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from elasticps.local import keeper
 
 OURS = [sys.executable, "-m", "elasticps"]
 """What a command begins with that can be forked."""
@@ -48,6 +50,10 @@ class Zygote:
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    def entrust(self, watch: Callable[[int, str], None]) -> None:
+        """Gives it, as pid and moment, to whoever ends a cluster's processes if their owner cannot."""
+        watch(self.pid, keeper.started_at(self.pid) or "")
 
     def start(self, command: Sequence[str], out: Path, log: Path, environment: Mapping[str, str]) -> Forked:
         """Runs a command of ours with its standard output in `out` and its standard error appended to `log`. OSError

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elasticps import local
+from elasticps.local import LocalCluster
 from elasticps.local.process import Process
 from elasticps.local.zygote import OURS, Forked, Zygote
 from tests.conftest import NewCluster
@@ -110,7 +112,8 @@ def test_without_a_zygote_they_start_as_ever(folder: Path) -> None:
     made.close()
 
 
-def test_the_servers_of_a_cluster_are_forked(local_cluster: NewCluster) -> None:
+def test_the_servers_of_a_cluster_are_forked(local_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local.cluster, "Zygote", Zygote)  # one of its own
     cluster = local_cluster(servers=2)
     parents = {psutil.Process(server.pid).ppid() for server in cluster.servers}
     assert len(parents) == 1
@@ -123,3 +126,11 @@ def test_the_servers_of_a_cluster_are_forked(local_cluster: NewCluster) -> None:
     cluster.kill("s0")
     assert not cluster.ended()  # it was asked for
     assert psutil.Process(cluster.server("late").pid).ppid() == os.getpid()
+
+
+def test_a_zygote_ends_with_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local.cluster, "Zygote", Zygote)
+    with LocalCluster(servers=1) as cluster:
+        zygote = psutil.Process(psutil.Process(cluster.server("s0").pid).ppid())
+        assert zygote.pid != os.getpid()
+    assert not zygote.is_running()
