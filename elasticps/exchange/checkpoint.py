@@ -15,7 +15,7 @@ from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import UnknownTable
 from elasticps.exchange.export import CHUNK_BYTES, Tell, write_tables
-from elasticps.exchange.writers import Columns
+from elasticps.exchange.writers import Columns, cast
 from elasticps.spec import TableSpec
 from elasticps.store.layout import RowLayout
 
@@ -62,12 +62,12 @@ def _columns(
         whole = np.zeros((spec.blocks, spec.dim), np.float32)
         for keys, weight, _ in pieces:
             whole[keys] = weight
-        yield {spec.name: np.atleast_1d(whole.ravel()[: spec.size].reshape(spec.shape).astype(dtype))}
+        yield {spec.name: np.atleast_1d(cast(whole.ravel()[: spec.size].reshape(spec.shape), dtype, spec.name))}
     elif count is None:
         nothing = np.empty((0, RowLayout.of(spec).stride), np.uint8)
         empty = np.empty(0, np.int64), weights(spec, nothing), slots(spec, nothing) if with_slots else {}
         for keys, weight, kept in (empty, *pieces):  # so that a table without rows has its columns too
-            yield {"keys": keys, "weight": weight.astype(dtype), **kept}
+            yield {"keys": keys, "weight": cast(weight, dtype, spec.name), **kept}
     else:
         yield from _in_order(spec, count, pieces, with_slots, dtype, part)
 
@@ -91,10 +91,10 @@ def _in_order(
             keys = np.arange(at, min(at + step, count), dtype=np.int64)
             for name, column in ordered.items():
                 new = initial_rows(spec.init, keys, spec.dim, spec.dtype) if name == "weight" else None
-                column[at : at + step] = spec.optimizer.slot_fill if new is None else new.astype(dtype)
+                column[at : at + step] = spec.optimizer.slot_fill if new is None else cast(new, dtype, spec.name)
         for keys, weight, kept in pieces:
             inside = (keys >= 0) & (keys < count)
-            for name, values in {"weight": weight.astype(dtype), **kept}.items():
+            for name, values in {"weight": cast(weight, dtype, spec.name), **kept}.items():
                 ordered[name][keys[inside]] = values[inside]
         for at in range(0, count, step):
             yield {name: np.array(column[at : at + step]) for name, column in ordered.items()}

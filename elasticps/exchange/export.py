@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ import numpy as np
 from elasticps.client import Client, DenseTensor, SparseTable
 from elasticps.client.tables import CHUNK
 from elasticps.errors import ConfigError
-from elasticps.exchange.writers import Columns, writer
+from elasticps.exchange.writers import Columns, cast, writer
 from elasticps.spec import TableSpec
 
 MANIFEST = "elasticps.json"
@@ -42,7 +44,8 @@ def export(
     weights, float32 or float16. tell(n) hears of each n rows.
 
     Training may go on meanwhile, but then rows are of different moments. Memory for one chunk is enough, and for one
-    tensor. Raises UnknownTable, ConfigError for arguments and folders that cannot be, Timeout. There is all or nothing.
+    tensor. Raises UnknownTable, ConfigError for arguments and folders that cannot be, or weights that float16 cannot
+    hold, Timeout, OSError when the disk is full, say. There is all or nothing.
     """
     counts = dict(rows or {})
     handles = {name: ps.open(name) for name in (tables or ps.tables())}
@@ -74,12 +77,16 @@ def write_tables(
             sparse = spec.shape is None
             out = writer(kind, part, name, f"embedding_bags.{name}" if sparse else "")
             written[name] = 0
-            for columns in columns_of(name, part):
-                out.write(columns)
-                count = len(next(iter(columns.values())))
-                written[name] += count
-                tell(count)
-            out.close()
+            try:
+                for columns in columns_of(name, part):
+                    out.write(columns)
+                    count = len(next(iter(columns.values())))
+                    written[name] += count
+                    tell(count)
+                out.close()
+            except BaseException:
+                out.give_up()
+                raise
             keys = sparse and name not in counts
             said[name] = {"spec": json.loads(spec.to_json()), "rows": written[name], "keys": keys}
     return written
@@ -93,8 +100,7 @@ def _written_folder(to: Path, kind: str, dtype: str, said: Mapping[str, object])
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"{to} exists, and is not an empty folder")
     part = to.with_name(f".{to.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    folder = _take(part, to)
     try:
         yield part
         manifest = {"version": VERSION, "format": kind, "dtype": dtype, "tables": said}
@@ -103,13 +109,38 @@ def _written_folder(to: Path, kind: str, dtype: str, said: Mapping[str, object])
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+    finally:
+        os.close(folder)
+
+
+def _take(part: Path, to: Path) -> int:
+    """Makes an empty folder that nobody else takes as long as what this returns is open; what somebody has left there
+    who has died is deleted."""
+    while True:
+        try:
+            part.mkdir(parents=True, exist_ok=True)
+            folder = os.open(part, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise ConfigError(f"{to} cannot be made: {error.strerror}") from error
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(folder), os.stat(part)):
+                for left in part.iterdir():
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                return folder
+        except BlockingIOError:
+            os.close(folder)
+            raise ConfigError(f"{to} is being written by another export") from None
+        except FileNotFoundError:  # another export had it, and has ended just now
+            pass
+        os.close(folder)
 
 
 def _columns(
     ps: Client, handle: SparseTable | DenseTensor, count: int | None, with_slots: bool, dtype: str
 ) -> Iterator[Columns]:
     if isinstance(handle, DenseTensor):
-        yield {handle.name: np.atleast_1d(handle.pull(exact=True).astype(dtype))}
+        yield {handle.name: np.atleast_1d(cast(handle.pull(exact=True), dtype, handle.name))}
         return
     step = max(1, min(CHUNK, CHUNK_BYTES // (8 + 4 * handle.dim)))
     parts = handle.keys(step) if count is None else (np.arange(a, min(a + step, count)) for a in range(0, count, step))
@@ -120,4 +151,4 @@ def _columns(
 def _of(handle: SparseTable, keys: np.ndarray, with_keys: bool, with_slots: bool, dtype: str) -> Columns:
     columns = {"keys": keys} if with_keys else {}
     slots = handle.slots(keys) if with_slots else {}
-    return columns | {"weight": handle.pull(keys, exact=True).astype(dtype)} | slots
+    return columns | {"weight": cast(handle.pull(keys, exact=True), dtype, handle.name)} | slots

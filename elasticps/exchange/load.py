@@ -88,13 +88,15 @@ def _load_export(ps: Client, source: Path, tell: Tell, with_slots: bool) -> dict
         spec = TableSpec.from_json(json.dumps(said["spec"]))
         columns = _columns(source, manifest["format"], name, spec)
         if spec.shape is not None:
+            if name not in columns:
+                raise ConfigError(f"{source} has no values of tensor {name!r}: its file is missing")
             values = columns[name](0, said["rows"]).astype(np.float32).reshape(spec.shape)
-            handle: Any = ps.tensor(name, init=values, optimizer=spec.optimizer, dtype=spec.dtype, finite=spec.finite)
+            handle: Any = ps.tensor(name, init=values, **_kept(spec))
             loaded[name] = _put(handle, np.empty(0, np.int64), values, tell)
             continue
-        handle = ps.table(
-            name, dim=spec.dim, optimizer=spec.optimizer, init=spec.init, dtype=spec.dtype, finite=spec.finite
-        )
+        handle = ps.table(name, dim=spec.dim, init=spec.init, **_kept(spec))
+        if "weight" not in columns:
+            raise ConfigError(f"{source} has no rows of table {name!r}: a file of it is missing")
         loaded[name] = 0
         slots = list(handle.optimizer.slot_shapes(spec.dim)) if with_slots else []
         if missing := [slot for slot in slots if slot not in columns]:
@@ -103,6 +105,13 @@ def _load_export(ps: Client, source: Path, tell: Tell, with_slots: bool) -> dict
             end = at + len(rows)
             loaded[name] += _put(handle, keys, rows, tell, {slot: columns[slot](at, end) for slot in slots})
     return loaded
+
+
+def _kept(spec: TableSpec) -> dict[str, Any]:
+    """What tables and tensors are opened with, beside their shape and initial values."""
+    return {
+        "optimizer": spec.optimizer, "dtype": spec.dtype, "finite": spec.finite, "push": spec.push, "pull": spec.pull
+    }  # fmt: skip
 
 
 def _cut(weight: Slice, keys: Slice | None, rows: int, dim: int) -> Parts:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -29,6 +30,18 @@ SHARDING = "DCP_SHARDING_INFO"
 _HEADER_BYTES = 4096  # room for the header of a file of one tensor, whose name has at most some 200 letters
 
 
+def cast(values: NDArray[np.float32], dtype: str, name: str) -> NDArray[Any]:
+    """Weights in another type. ConfigError if a number is too large for it: it would become infinite."""
+    if dtype == values.dtype.name:
+        return values
+    with np.errstate(over="ignore"):
+        found: NDArray[Any] = values.astype(dtype)
+    if (np.isinf(found) & np.isfinite(values)).any():
+        most = float(np.finfo(found.dtype).max)
+        raise ConfigError(f"table {name!r} has weights above {most:g}, which {dtype} cannot hold: export it as float32")
+    return found
+
+
 class Writer(Protocol):
     """One table's."""
 
@@ -37,6 +50,9 @@ class Writer(Protocol):
 
     def close(self) -> None:
         """Makes the files whole."""
+
+    def give_up(self) -> None:
+        """Closes them as they are: they are deleted next."""
 
 
 class SafetensorsWriter:
@@ -66,6 +82,9 @@ class SafetensorsWriter:
     def close(self) -> None:
         for name, part in self._parts.items():
             self._finish(name, part, several=part.number > 0)
+
+    def give_up(self) -> None:
+        _close(part.file for part in self._parts.values())
 
     def _begin(self, name: str, array: NDArray[Any], before: _Part | None) -> _Part:
         number = 0 if before is None else before.number + 1
@@ -133,6 +152,9 @@ class NpzWriter:
                     shutil.copyfileobj(part, member, 1 << 20)
                 self._part(name).unlink()
 
+    def give_up(self) -> None:
+        _close(self._files.values())
+
     def _part(self, name: str) -> Path:
         return self._path.with_name(f"{self._path.name}.{name}")
 
@@ -159,10 +181,19 @@ class ParquetWriter:
         if self._file is not None:
             self._file.close()
 
+    def give_up(self) -> None:
+        _close([] if self._file is None else [self._file])
+
     def _column(self, array: NDArray[Any]) -> pyarrow.Array:
         flat = self._arrow.array(array.reshape(-1))
         width = int(np.prod(array.shape[1:]))
         return flat if array.ndim == 1 else self._arrow.FixedSizeListArray.from_arrays(flat, width)
+
+
+def _close(files: Iterable[Any]) -> None:
+    for file in files:
+        with suppress(OSError):  # a full disk is told already
+            file.close()
 
 
 def writer(kind: str, directory: Path, table: str, prefix: str) -> Writer:

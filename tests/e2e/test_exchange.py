@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import runpy
 import sys
 from pathlib import Path
@@ -144,6 +145,78 @@ def test_what_cannot_be_is_refused(connect: Connect, tmp_path: Path) -> None:
         source = path.parent if path.suffix == ".json" else path
         with pytest.raises(eps.ConfigError, match="cannot be read"):
             load(ps, source)
+
+
+def test_filters_go_out_and_come_in(connect: Connect, tmp_path: Path) -> None:
+    ps = connect()
+    optimizer = eps.SGD(lr=0.1)
+    ps.table("t", dim=4, optimizer=optimizer, push=[eps.BFloat16()], pull=[eps.BFloat16()])
+    ps.tensor("w", init=np.ones(5, np.float32), optimizer=optimizer, push=[eps.BFloat16()])
+    export(ps, tmp_path / "out")
+    other = connect("w1", app=f"{ps.app}-other")
+    load(other, tmp_path / "out")
+    assert {name: one.spec for name, one in other.tables().items()} == {n: one.spec for n, one in ps.tables().items()}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "npz", "parquet"])
+def test_numbers_that_float16_cannot_hold_are_refused(connect: Connect, tmp_path: Path, kind: str) -> None:
+    ps = connect()
+    table = ps.table("t", dim=2, optimizer=eps.SGD(lr=0.1))
+    table.load(np.arange(2), np.array([[65504, 1], [np.inf, -65504]], np.float32))
+    export(ps, tmp_path / "fits", kind=kind, dtype="float16")
+    if kind == "safetensors":
+        found = load_file(tmp_path / "fits" / "t.weight.safetensors")["embedding_bags.t.weight"]
+        assert np.sort(found.ravel()).tolist() == [-65504, 1, 65504, np.inf]
+    table.load(np.arange(1), np.array([[1e5, 1]], np.float32))
+    with pytest.raises(eps.ConfigError, match=r"'t' has weights above 65504, which float16 cannot hold"):
+        export(ps, tmp_path / "out", kind=kind, dtype="float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["fits"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "npz", "parquet"])
+def test_a_disk_that_is_full_leaves_nothing(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    ps = connect()
+    a_model(ps)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def tell(rows: int) -> None:  # in the midst of it
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, limits[1]))
+
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            export(ps, tmp_path / "out", kind=kind, tables=["t"], tell=tell)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_of_two_exports_to_one_folder_one_is_refused_and_what_a_dead_one_left_goes(
+    connect: Connect, tmp_path: Path
+) -> None:
+    ps = connect()
+    a_model(ps)
+    part = tmp_path / ".out.part"
+    part.mkdir()
+    (part / "t.weight.safetensors").write_text("left by one that died")
+    refused: list[str] = []
+
+    def tell(rows: int) -> None:
+        if not refused:
+            with pytest.raises(eps.ConfigError, match="is being written by another export") as caught:
+                export(ps, tmp_path / "out")
+            refused.append(str(caught.value))
+
+    assert export(ps, tmp_path / "out", tables=["t"], tell=tell) == {"t": 3_000}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert "left" not in (tmp_path / "out" / "t.weight.safetensors").read_text(errors="replace")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(eps.ConfigError, match="cannot be made: Not a directory"):
+        export(ps, tmp_path / "file" / "out")
+    (tmp_path / "out" / "t.weight.safetensors").unlink()
+    with pytest.raises(eps.ConfigError, match="has no rows of table 't': a file of it is missing"):
+        load(ps, tmp_path / "out")
 
 
 def test_the_commands(cluster: eps.LocalCluster, connect: Connect, tmp_path: Path) -> None:
