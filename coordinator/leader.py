@@ -39,6 +39,7 @@ log = fields.logger(__name__)
 __all__ = ["ELECTION", "run_coordinator"]
 
 Duty = Callable[[], Coroutine[Any, Any, None]]
+OnFailover = Callable[[int, float, float], None]
 
 _RETRY_S = 0.2  # pause after an outage; each attempt waits for the store's time-out as well
 _ILL_S, _ILL_MOST_S = 2.0, 60.0  # after so long an ill leader gives up; doubled each time that nobody did better
@@ -56,33 +57,36 @@ async def run_coordinator(
     dial: Dial | None = None,
     on_ill: Callable[[bool], None] = lambda ill: None,
     duty: Duty | None = None,
+    on_failover: OnFailover = lambda epoch, detected, written: None,
 ) -> None:
     """Leads the cluster, or stands by to, until `stop` is set; then gives the office up so that a standby takes over.
 
     `ttl_s` is how long the office stays with a leader that has gone silent; changes are gathered for `settle_s` before
     a view is written, except deaths. `dial` connects to a server; without it only leases tell who is gone. `on_ill`
     hears when this coordinator begins and ceases to hear so few servers that it must be what is ill. `duty()` is done
-    while it leads, and never ends by itself. Waits for the cluster's config. ValueError if the store holds a view or
-    config of another kind.
+    while it leads, and never ends by itself. `on_failover` hears of each view without servers that were lost: its
+    epoch, and in Unix time when the first of them was found lost and when the view stood. Waits for the cluster's
+    config. ValueError if the store holds a view or config of another kind.
     """
     check_name("coordinator", name)
     if dial is None:
-        await first_of(_serve(store, name, ttl_s, settle_s, None, duty), stop.wait())
+        await first_of(_serve(store, name, ttl_s, settle_s, None, duty, on_failover), stop.wait())
         return
     lines = Lines(dial, on_ill)
-    await first_of(lines.run(), _serve(store, name, ttl_s, settle_s, lines, duty), stop.wait())
+    await first_of(lines.run(), _serve(store, name, ttl_s, settle_s, lines, duty, on_failover), stop.wait())
 
 
 async def _serve(
-    store: Store, name: str, ttl_s: float, settle_s: float, lines: Lines | None, duty: Duty | None
-) -> None:
+    store: Store, name: str, ttl_s: float, settle_s: float, lines: Lines | None, duty: Duty | None,
+    on_failover: OnFailover,
+) -> None:  # fmt: skip
     patience_s = _ILL_S
     while True:
         try:
             lease, guard = await campaign(store, name, ttl_s, lines)
             try:
                 log.info("leads cluster", leader=name)
-                term = _Term(store, guard, settle_s, lines)
+                term = _Term(store, guard, settle_s, lines, on_failover)
                 work = [keep_office(store, lease, ttl_s, term.answered), term.lead()]
                 if lines is not None:
                     work.append(_while_well(lines, patience_s))
@@ -149,7 +153,10 @@ class _Alarm:
 class _Term:
     """One time in office."""
 
-    def __init__(self, store: Store, guard: Guard, settle_s: float, lines: Lines | None) -> None:
+    def __init__(
+        self, store: Store, guard: Guard, settle_s: float, lines: Lines | None, on_failover: OnFailover
+    ) -> None:
+        self._on_failover = on_failover
         self._store = store
         self._guard = guard
         self._settle_s = settle_s
@@ -341,6 +348,7 @@ class _Term:
                 written=round(wall, 3),
                 reason=decision.reason,
             )
+            self._on_failover(decision.view.epoch, wall - since, wall)
         log.info("view", epoch=decision.view.epoch, after_ms=round(since * 1e3, 1), reason=decision.reason)
 
     def _say(self, reason: str) -> None:

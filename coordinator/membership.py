@@ -42,6 +42,7 @@ NUMBERS = "numbers"
 WANTED_CHECKPOINTS = "checkpoints/wanted/"
 NEWEST_CHECKPOINT = "checkpoints/newest"  # its number, and when it was made; number 0: when they were first asked for
 """Below it, requests of workers, which the leader answers in their place."""
+FAILOVER = "failover"  # the newest one: epoch of its view, and in Unix time when it was found, and written; for people
 
 FAREWELL_S = 1.0  # a lease that the store does not take back by then runs out by itself
 _RETRY_S = 0.2  # pause between attempts while the store is out; each attempt waits for the store's time-out as well

@@ -322,7 +322,7 @@ class ActivityRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ActivityResponse(_message.Message):
-    __slots__ = ("incarnation", "received_bytes", "workers", "clocks", "busy_s", "bounds_s", "push", "pull")
+    __slots__ = ("incarnation", "received_bytes", "workers", "clocks", "busy_s", "bounds_s", "push", "pull", "uses")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -331,6 +331,7 @@ class ActivityResponse(_message.Message):
     BOUNDS_S_FIELD_NUMBER: _ClassVar[int]
     PUSH_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     received_bytes: int
     workers: _containers.RepeatedScalarFieldContainer[int]
@@ -339,7 +340,28 @@ class ActivityResponse(_message.Message):
     bounds_s: _containers.RepeatedScalarFieldContainer[float]
     push: _containers.RepeatedScalarFieldContainer[int]
     pull: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, incarnation: _Optional[int] = ..., received_bytes: _Optional[int] = ..., workers: _Optional[_Iterable[int]] = ..., clocks: _Optional[_Iterable[int]] = ..., busy_s: _Optional[float] = ..., bounds_s: _Optional[_Iterable[float]] = ..., push: _Optional[_Iterable[int]] = ..., pull: _Optional[_Iterable[int]] = ...) -> None: ...
+    uses: _containers.RepeatedCompositeFieldContainer[WorkerUse]
+    def __init__(self, incarnation: _Optional[int] = ..., received_bytes: _Optional[int] = ..., workers: _Optional[_Iterable[int]] = ..., clocks: _Optional[_Iterable[int]] = ..., busy_s: _Optional[float] = ..., bounds_s: _Optional[_Iterable[float]] = ..., push: _Optional[_Iterable[int]] = ..., pull: _Optional[_Iterable[int]] = ..., uses: _Optional[_Iterable[_Union[WorkerUse, _Mapping]]] = ...) -> None: ...
+
+class WorkerUse(_message.Message):
+    __slots__ = ("worker", "clock", "committed", "sent", "received", "wanted", "kept", "shards")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    clock: int
+    committed: int
+    sent: int
+    received: int
+    wanted: int
+    kept: int
+    shards: int
+    def __init__(self, worker: _Optional[int] = ..., clock: _Optional[int] = ..., committed: _Optional[int] = ..., sent: _Optional[int] = ..., received: _Optional[int] = ..., wanted: _Optional[int] = ..., kept: _Optional[int] = ..., shards: _Optional[int] = ...) -> None: ...
 
 class HotRequest(_message.Message):
     __slots__ = ("seconds",)

@@ -34,7 +34,10 @@ def dashboard(
     ] = None,
     allow_actions: Annotated[
         bool,
-        typer.Option("--allow-actions", help="Let servers be drained from the page, by who has the token it prints."),
+        typer.Option(
+            "--allow-actions",
+            help="Let servers be drained, and started, from the page, by who has the token it prints.",
+        ),
     ] = False,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve other machines: whoever reaches the port can read the page.")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from coordinator.url import parse
 from elasticps.cli.bars import restore_with_bar
 from elasticps.cli.options import Every, Name, Url
 from elasticps.cli.output import ExitCode, err, out, print_json, sigterm_interrupts
@@ -225,14 +224,9 @@ def find(url: str | None, name: str | None) -> state.Record:
 def started_here(url: str) -> state.Record | None:
     """The recorded local cluster of that URL, None if it is none of them."""
     try:
-        wanted = parse(url)
+        return state.started_here(url)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    for record in state.records():
-        found = parse(record.url) if record.url else None
-        if found and found.cluster == wanted.cluster and set(found.endpoints) & set(wanted.endpoints):
-            return record
-    return None
 
 
 def target(url: str | None, name: str | None) -> str:

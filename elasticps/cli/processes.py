@@ -15,6 +15,7 @@ import typer
 import uvloop
 
 from coordinator.connect import insist, open_store
+from coordinator.failovers import Failovers
 from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
 from coordinator.names import check_name
@@ -227,7 +228,11 @@ async def _coordinate(
             print_json({"ready": True, "name": name, "pid": os.getpid()})
             dial = dial_server(name, credentials)
             duty = partial(_see_to_data, store, credentials, *checkpoints)
-            await first_of(run_coordinator(store, name=name, stop=stop, dial=dial, on_ill=on_ill, duty=duty), *work)
+            failovers = Failovers(store)
+            leading = run_coordinator(
+                store, name=name, stop=stop, dial=dial, on_ill=on_ill, duty=duty, on_failover=failovers.note
+            )
+            await first_of(leading, failovers.run(), *work)
     finally:
         await store.close()
 

@@ -68,6 +68,15 @@ class Connections:
         self._on_gone = on_gone
         self._credentials = credentials
         self._closed = False
+        self._before = (0, 0)  # bytes sent and received over links that there are no more
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received, ever."""
+        sent, received = self._before
+        for peer in self.peers.values():
+            sent, received = sent + peer.link.sent, received + peer.link.received
+        return sent, received
 
     @property
     def ready(self) -> list[Peer]:
@@ -79,13 +88,13 @@ class Connections:
         for member, peer in list(self.peers.items()):
             if member not in routes.index_of:
                 del self.peers[member]
-                self._close(peer)
+                self._drop(peer)
         for info, member in zip(routes.view.servers, routes.members, strict=True):
             known = self.peers.get(member)
             if known is not None and known.info.address == info.address:
                 continue
             if known is not None:
-                self._close(known)
+                self._drop(known)
             link = Link(self._runtime, info, self._on_frame, self._sink, self._usual, self._credentials)
             self.peers[member] = Peer(info, member, link, down_since_s=self._runtime.monotonic())
         self._driver.nudge()
@@ -205,6 +214,10 @@ class Connections:
     def _cut(self, peer: Peer, why: str) -> None:
         self.broken(peer.link, ConnectionResetError(why))
         self._driver.nudge()
+
+    def _drop(self, peer: Peer) -> None:
+        self._close(peer)
+        self._before = self._before[0] + peer.link.sent, self._before[1] + peer.link.received
 
     def _close(self, peer: Peer) -> None:
         self._driver.remove(peer.link)

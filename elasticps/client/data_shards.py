@@ -90,6 +90,11 @@ class Shards:
             return self._shard(shard)
 
     @property
+    def held(self) -> int:
+        """How many this worker has, to train or trained and not known to be committed."""
+        return 0 if self._closed else self._claims.held
+
+    @property
     def passed_over(self) -> bool:
         """Whether the shard handed out last has no step yet."""
         return bool(self._claims.passed_over)
@@ -171,6 +176,11 @@ class ShardSets:
         self._steps.when_used(shards.used)
         self._open.append(shards)
         return shards
+
+    @property
+    def held(self) -> int:
+        """Shards that this worker has, of all sets."""
+        return sum(shards.held for shards in self._open)
 
     def leave(self, timeout_s: float) -> None:
         """Gives back what was not trained: others need not wait until this worker is out of the roster."""

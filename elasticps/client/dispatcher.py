@@ -39,6 +39,7 @@ from elasticps.wire.frames import (
     read_partly,
 )
 from elasticps.wire.headers import GetViewHeader
+from elasticps.wire.use import Use, UseHeader
 from elasticps.wire.views import read_view
 from replication.chain import Member
 from replication.effects import Status
@@ -71,6 +72,7 @@ class Dispatcher:
         self.session = Session(worker.id, view.ranges, window)
         self.error: Error | None = None  # once set, nothing goes on
         self.on_anew: Callable[[list[int], int], None] = lambda epochs, committed: None
+        self.on_watch: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)  # what a `Use` has of caches and shards
         self.disowned = False  # this is a fork of the process that connected
         self._ask_view = ask_view
         self._refresh = ViewRefresh()
@@ -342,6 +344,8 @@ class Dispatcher:
                 self.holding.hear(link.member, header)
             elif kind == Kind.RELEASE:
                 self.holding.release(header)
+            elif kind == Kind.WATCH:
+                self._say_use(link.member)
             else:
                 raise FrameError(f"{Kind(kind).name} is not an answer")
             self.holding.tell()
@@ -383,6 +387,11 @@ class Dispatcher:
             self.pulls.stall(request)
         else:
             self._fan_outs.stall(request, self.routes)
+
+    def _say_use(self, member: Member) -> None:
+        session, traffic = self.session, self.connections.traffic
+        use = Use(session.clock, min(session.committed, session.clock), *traffic, *self.on_watch())
+        self.connections.send(member, [UseHeader(self.worker.id).header().pack(), use.body()])
 
     # --- views --------------------------------------------------------------------------------------------------
 

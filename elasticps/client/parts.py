@@ -11,7 +11,7 @@ from elasticps.client.opened import Tables
 from elasticps.client.reads import Reads
 from elasticps.client.registry import Registry
 from elasticps.client.steps import Steps
-from elasticps.client.tables import Handle
+from elasticps.client.tables import Handle, SparseTable
 from elasticps.spec import BSP, Consistency
 
 LEAVE_S = 5.0  # for what is outstanding when a client is closed
@@ -50,6 +50,7 @@ class Parts:
             self.reads = Reads(dispatcher, self.steps.before_read, consistency.bound, timeout_s, self.steps.settle_all)
             self.tables = Tables(registry, dispatcher, self.reads, opened, timeout_s)
             self.shards = ShardSets(dispatcher, self.steps, registry)
+            dispatcher.on_watch = self._use
             registry.follow_rates(app, self.tables.hear, timeout_s)
             dispatcher.start(deadline_s)
         except BaseException:
@@ -89,6 +90,10 @@ class Parts:
         """Servers have not what this worker would expect: rows that it keeps may be wrong."""
         for handle in list(self._opened.values()):
             handle.forget()
+
+    def _use(self) -> tuple[int, int, int]:
+        kept = [handle.kept for handle in list(self._opened.values()) if isinstance(handle, SparseTable)]
+        return sum(wanted for wanted, _ in kept), sum(hits for _, hits in kept), self.shards.held
 
     def _lost(self, reason: str) -> None:
         if self._dispatcher is not None and not self.closed:

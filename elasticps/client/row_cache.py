@@ -73,6 +73,12 @@ class RowCache:
         with self._lock:
             return CacheUse(self.places.used, self.places.given_up, **vars(self._counts))
 
+    @property
+    def kept(self) -> tuple[int, int]:
+        """Rows that pulls wanted, and of these hits. Takes no lock: whoever has the dispatcher's may ask."""
+        hits = self._counts.hits
+        return max(hits, self._counts.asked), hits
+
     # --- asking ---------------------------------------------------------------------------------------------------
 
     def start(self, keys: Keys, out: Rows, any_replica: bool) -> CachedRead:

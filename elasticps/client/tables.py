@@ -204,6 +204,11 @@ class SparseTable(_Handle):
         return NOT_USED if self._cache is None else self._cache.use
 
     @property
+    def kept(self) -> tuple[int, int]:
+        """Rows that pulls wanted while there is a `Cache`, and those that were shown from it."""
+        return (0, 0) if self._cache is None else self._cache.kept
+
+    @property
     def cache(self) -> Cache | None:
         """That which the table was opened with here, if it was."""
         return None if self._cache is None else self._cache.options

@@ -70,6 +70,7 @@ class Link:
         self._usual = partial(usual, self)
         self._assembler: Assembler | None = None
         self._unsent = Unsent()
+        self.received = 0  # bytes, ever
         self._lock = runtime.lock()
         self._attempts = 0
 
@@ -104,6 +105,11 @@ class Link:
     def unsent(self) -> bool:
         """Whether buffers wait for room in the socket."""
         return bool(self._unsent) or (self._tls is not None and self._tls.unsent)
+
+    @property
+    def sent(self) -> int:
+        """Bytes, ever."""
+        return self._unsent.sent
 
     @property
     def stale(self) -> bool:
@@ -148,6 +154,7 @@ class Link:
                 return
             if n == 0:
                 raise ConnectionResetError(f"server {self.server.name} closed the connection")
+            self.received += n
             assembler.received(n)
             if n < len(buffer):
                 return

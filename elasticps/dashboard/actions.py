@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from coordinator.errors import StoreUnavailable
 from coordinator.membership import cancel_drain, request_drain
 from coordinator.store import Store
+from elasticps.errors import ConfigError
 
 TIMEOUT_S = 5.0
 
+Scaler = Callable[[int], str]
+"""Has so many servers serve, and says which do; blocks."""
+
 
 class Actions:
-    """By whoever has the token; with the rights that the dashboard's own certificate has at the store."""
+    """By whoever has the token; with the rights that the dashboard's own certificate has at the store. scaler: None
+    for a cluster whose processes are not this machine's."""
 
-    def __init__(self, token: str, store: Callable[[], Store | None]) -> None:
+    def __init__(self, token: str, store: Callable[[], Store | None], scaler: Scaler | None = None) -> None:
         self.token = token
         self._store = store
+        self._scaler = scaler
+        self._scaling: asyncio.Task[str] | None = None
 
-    async def perform(self, act: str, server: str) -> str:
-        """Says what was done. ValueError for what is not known, or as the store raises."""
-        store = self._store()
+    async def perform(self, asked: Mapping[str, Any]) -> str:
+        """asked: {"act": "drain" or "cancel-drain", "server": name} or {"act": "scale", "servers": 4}. Says what was
+        done. ValueError, KeyError or TypeError for what is none of these, or as the store raises."""
+        act = asked["act"]
+        if act == "scale":
+            return await self._scale(asked["servers"])
+        if act not in ("drain", "cancel-drain"):
+            raise ValueError(f"no such act: {act!r}")
+        store, server = self._store(), str(asked["server"])
         if store is None:
             raise StoreUnavailable("etcd was not reached yet")
         try:
@@ -29,9 +43,19 @@ class Actions:
                 if act == "drain":
                     await request_drain(store, server)
                     return f"{server} drains"
-                if act == "cancel-drain":
-                    there = await cancel_drain(store, server)
-                    return f"{server} stays" if there else f"{server} was not asked to drain"
+                there = await cancel_drain(store, server)
+                return f"{server} stays" if there else f"{server} was not asked to drain"
         except TimeoutError:
             raise StoreUnavailable("etcd does not answer") from None
-        raise ValueError(f"no such act: {act!r}")
+
+    async def _scale(self, servers: object) -> str:
+        if self._scaler is None:
+            raise ConfigError(
+                "this machine did not start the servers: start more where they run, or drain one of them here"
+            )
+        if not isinstance(servers, int) or isinstance(servers, bool):
+            raise TypeError(f"so many servers cannot be: {servers!r}")
+        if self._scaling is not None and not self._scaling.done():
+            raise ConfigError("servers come or go already; wait until nothing moves")
+        self._scaling = asyncio.create_task(asyncio.to_thread(self._scaler, servers), name="scale")
+        return await asyncio.shield(self._scaling)  # it goes on, even if nobody waits for the answer

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coordinator.errors import CoordinationError
 from elasticps.dashboard.actions import Actions
 from elasticps.dashboard.fanout import Fanout, Viewer, encode
+from elasticps.dashboard.hot import Looks
 from elasticps.dashboard.model import Model
 from elasticps.dashboard.preview import Previews
 from elasticps.errors import Error
@@ -44,7 +45,7 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def make_app(
-    model: Model, fanout: Fanout, previews: Previews, actions: Actions | None, hosts: Collection[str]
+    model: Model, fanout: Fanout, previews: Previews, looks: Looks, actions: Actions | None, hosts: Collection[str]
 ) -> ASGIApp:
     """hosts: names that this is reached under, besides addresses. actions: None where nothing may be changed."""
 
@@ -78,12 +79,14 @@ def make_app(
         if not hmac.compare_digest(token.encode(), actions.token.encode()):
             return _refusal(401, "this takes the token that the dashboard has printed")
         try:
-            asked = json.loads(await _body(request))
-            return JSONResponse({"done": await actions.perform(str(asked["act"]), str(asked["server"]))})
+            return JSONResponse({"done": await actions.perform(json.loads(await _body(request)))})
         except (CoordinationError, Error) as error:
             return _refusal(409, str(error))
         except (ValueError, KeyError, TypeError):
             return _refusal(400, 'a body such as {"act": "drain", "server": "s1"} is expected')
+
+    async def hot(request: Request) -> Response:
+        return JSONResponse(await looks.look())
 
     async def healthz(request: Request) -> Response:
         return Response("ok\n", media_type="text/plain")
@@ -94,6 +97,7 @@ def make_app(
         Route("/api/snapshot", snapshot),
         Route("/api/history", history),
         Route("/api/preview", preview),
+        Route("/api/hot", hot),
         Route("/api/act", act, methods=["POST"]),
         Route("/healthz", healthz),
     ]

@@ -10,10 +10,12 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from coordinator.failovers import Failover
 from coordinator.leader import ELECTION
 from coordinator.membership import (
     CONFIG,
     DRAINS,
+    FAILOVER,
     NEWEST_CHECKPOINT,
     RESTORING,
     ROSTER,
@@ -96,6 +98,9 @@ class Model:
         elif key == NEWEST_CHECKPOINT:
             said = json.loads(value)
             self._newest_checkpoint(now, int(said["cut"]), float(said["time"]))
+        elif key == FAILOVER:
+            found = Failover.from_json(value)
+            self._recoveries.detected(found.epoch, found.written - found.detected)
         elif key == RESTORING and self._restore is None:
             self._restore = self.timeline.note(now, "checkpoint", "restore from a checkpoint", lasts=True)
         elif key.startswith(SERVERS):

@@ -44,6 +44,8 @@ ASKED_AT_ONCE = 32
 
 _FIELDS = tuple(field.name for field in admin_pb2.StatusResponse.DESCRIPTOR.fields)
 _ACTIVE = tuple(field.name for field in admin_pb2.ActivityResponse.DESCRIPTOR.fields)
+_USE = admin_pb2.WorkerUse.DESCRIPTOR.fields
+_HOT_TABLE = ("name", "sampled", "keys", "counts")
 _TABLE = ("id", "rows_headed", "rows", "bytes")
 
 
@@ -209,6 +211,21 @@ class Poller:
             return None
         return [{name: getattr(table, name) for name in _TABLE} for table in answer.tables]
 
+    async def ask_hot(self, seconds: float) -> dict[str, dict[str, Any] | None]:
+        """What workers ask each server that answers for most in the next seconds (HotResponse); None: it is silent."""
+        peers = [peer for peer in self._peers.values() if not peer.silent]
+        answers = await asyncio.gather(*(self._ask_hot(peer, seconds) for peer in peers))
+        return {peer.name: answer for peer, answer in zip(peers, answers, strict=True)}
+
+    async def _ask_hot(self, peer: _Peer, seconds: float) -> dict[str, Any] | None:
+        try:
+            answer = await peer.stub.Hot(admin_pb2.HotRequest(seconds=seconds), timeout=seconds + TIMEOUT_S)
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+            return None
+        tables = [{name: _plain(getattr(table, name)) for name in _HOT_TABLE} for table in answer.tables]
+        ranges, counts = list(answer.ranges), list(answer.range_counts)
+        return {"sampled": answer.sampled, "ranges": ranges, "range_counts": counts, "tables": tables}
+
     async def _look_back(self, prometheus: str) -> None:
         try:
             self._model.remember(await asyncio.to_thread(read_past, prometheus, self._model.name, time.time()))
@@ -219,11 +236,12 @@ class Poller:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     async def _look_at_checkpoints(self, url: str) -> None:
-        from elasticps.dashboard.checkpoints import catalog  # brings in obstore
+        from elasticps.dashboard.checkpoints import Catalog  # brings in obstore
 
+        catalog = Catalog(url)
         while True:
             try:
-                self._model.catalog(await asyncio.to_thread(catalog, url))
+                self._model.catalog(await asyncio.to_thread(catalog.look))
             except (CheckpointError, OSError) as error:
                 self._model.catalog({"url": url, "error": str(error), "checkpoints": []})
             self._tell()
@@ -259,7 +277,9 @@ class _Peer:
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, (int, float)) else list(value)
+    if isinstance(value, (int, float, str)):
+        return value
+    return [each if isinstance(each, (int, float)) else {f.name: getattr(each, f.name) for f in _USE} for each in value]
 
 
 def check_url(url: str) -> str:

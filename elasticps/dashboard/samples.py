@@ -19,12 +19,14 @@ GAUGES = ("parked", "log_bytes", "rows", "bytes", "memory_used", "memory_mark", 
 TRAFFIC = ("received_s", "busy")
 LATENCIES = ("push_p50", "push_p99", "pull_p50", "pull_p99")  # seconds
 SERVER_COLUMNS = (*RATES, *GAUGES, *TRAFFIC, *LATENCIES)
-CLUSTER_COLUMNS = (*SERVER_COLUMNS, "steps_s", "lag")
+CLUSTER_COLUMNS = (*SERVER_COLUMNS, "steps_s", "lag", "outstanding")
 
 Sample = dict[str, float | None]
 
 _STEPS_S = 10.0  # a worker's pace is its mean over so long
 _STALE_S = 15.0  # what a server said of workers counts for no longer
+_TOLD_S = 60.0  # and what a worker said of itself: one that does nothing says the same
+_UNKNOWN, _UNTOLD = (None,) * 3, (None,) * 4
 
 
 class Samples:
@@ -34,6 +36,7 @@ class Samples:
         self.cluster = History(CLUSTER_COLUMNS, samples)
         self.servers: dict[str, History] = {}
         self.workers = Workers()
+        self.uses = Uses()
         self.newest: dict[str, Any] | None = None
         self._capacity = samples
         self._before: dict[str, tuple[float, Mapping[str, Any]]] = {}
@@ -52,6 +55,7 @@ class Samples:
         """What passes through a server."""
         self._active[name] = now, answer
         self.workers.note(now, name, zip(answer["workers"], answer["clocks"], strict=True))
+        self.uses.note(now, answer["uses"])
 
     def take(self, now: float, servers: Mapping[str, Server], workers: Sequence[WorkerInfo]) -> None:
         """A sample of all servers that answer."""
@@ -62,6 +66,8 @@ class Samples:
             whole[column] = sum(values) if values else None
         whole |= self._latencies(list(rows))
         clocks, whole["steps_s"], whole["lag"] = self.workers.look(now, workers)
+        uses = self.uses.look(now, {w.id for w in workers})
+        whole["outstanding"] = sum(use[0] or 0 for use in uses.values()) if uses else None
         self.cluster.add(now, whole)
         for name, row in rows.items():
             if name in self.servers or len(self.servers) < SERVERS_MAX:
@@ -79,7 +85,9 @@ class Samples:
             "t": now,
             "cluster": [_rounded(whole.get(column)) for column in CLUSTER_COLUMNS],
             "servers": {n: [_rounded(row.get(column)) for column in SERVER_COLUMNS] for n, row in rows.items()},
-            "workers": clocks,
+            "workers": {
+                i: [*(clocks.get(i) or _UNKNOWN), *(uses.get(i) or _UNTOLD)] for i in clocks.keys() | uses.keys()
+            },
         }
 
     def _of(self, name: str, server: Server) -> Sample:
@@ -130,6 +138,35 @@ def percentile(bounds: Sequence[float], counts: Sequence[int], share: float) -> 
             return low + (high - low) * (rank - below) / count
         below += count
     return bounds[-1]
+
+
+class Uses:
+    """What workers say of themselves, every few seconds: the last word of each, and the one before it."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, tuple[float, Mapping[str, int], Mapping[str, int] | None]] = {}
+
+    def note(self, now: float, uses: Iterable[Mapping[str, int]]) -> None:
+        """What a server was told by the workers that it asks (WorkerUse). The same again is no news."""
+        for use in uses:
+            _, last, before = self._said.get(use["worker"], (0.0, use, None))
+            if use["sent"] > last["sent"]:  # else the same again, or an older one, of the server that asked it before
+                last, before = use, last
+            self._said[use["worker"]] = now, last, before
+
+    def look(self, now: float, workers: Collection[int]) -> dict[int, list[float | None]]:
+        """By id: steps that are not committed, the part of rows that a cache had, bytes for a step, shards in hand."""
+        self._said = {i: said for i, said in self._said.items() if i in workers and now - said[0] < _TOLD_S}
+        found: dict[int, list[float | None]] = {}
+        for i, (_, last, before) in self._said.items():
+            rate = nbytes = None
+            if before is not None:
+                steps, wanted = last["clock"] - before["clock"], last["wanted"] - before["wanted"]
+                moved = last["sent"] + last["received"] - before["sent"] - before["received"]
+                nbytes = _rounded(moved / steps) if steps > 0 else None
+                rate = _rounded(max(0, last["kept"] - before["kept"]) / wanted) if wanted > 0 else None
+            found[i] = [last["clock"] - last["committed"], rate, nbytes, last["shards"]]
+        return found
 
 
 class Workers:

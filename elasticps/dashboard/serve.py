@@ -18,10 +18,12 @@ from elasticps import background
 from elasticps.dashboard.actions import Actions
 from elasticps.dashboard.app import VIEWERS_MAX, make_app
 from elasticps.dashboard.fanout import Fanout
+from elasticps.dashboard.hot import Looks
 from elasticps.dashboard.model import Model
 from elasticps.dashboard.past import check_prometheus
 from elasticps.dashboard.poller import Poller, check_url
 from elasticps.dashboard.preview import Previews
+from elasticps.dashboard.scaling import scaler_of
 from elasticps.errors import ConfigError
 from elasticps.security import credentials_of
 from elasticps.security.identity import Act
@@ -42,7 +44,8 @@ class Dashboard:
     checkpoints   where they are kept, "" if that is not known
     prometheus    URL of the Prometheus that scrapes the cluster, for the hour before; "": there is none
     allow_host    names under which browsers may ask for it, besides addresses and localhost
-    token         with it servers may be drained from the page; "": nothing may be changed
+    token         with it servers may be drained from the page, and started if this machine started the cluster; "":
+                  nothing may be changed
 
     Raises ConfigError for a URL or port that cannot be used.
     """
@@ -55,6 +58,7 @@ class Dashboard:
         self._prometheus = check_prometheus(prometheus)
         self._hosts = frozenset(name.lower() for name in allow_host)
         self._token = token
+        self._url = url
         self._name = check_url(url)
         self._sock = _listen(host, port)
         number = self._sock.getsockname()[1]
@@ -68,8 +72,12 @@ class Dashboard:
 
     async def begin(self) -> None:
         """Serves, in this loop; the port takes connections already."""
-        actions = Actions(self._token, lambda: self._poller.store) if self._token else None
-        app = make_app(self._model, self._fanout, Previews(self._model), actions, self._hosts)
+        actions = None
+        if self._token:
+            scaler = await asyncio.to_thread(scaler_of, self._url)
+            actions = Actions(self._token, lambda: self._poller.store, scaler)
+        looks = Looks(lambda seconds: self._poller.ask_hot(seconds), time.monotonic)
+        app = make_app(self._model, self._fanout, Previews(self._model), looks, actions, self._hosts)
         config = uvicorn.Config(
             app, http=_Protocol, ws="none", lifespan="off", interface="asgi3", log_config=None, log_level="critical",
             access_log=False, proxy_headers=False, server_header=False, limit_concurrency=VIEWERS_MAX + 56, backlog=128,
@@ -113,6 +121,7 @@ class Dashboard:
         background.run(self._turn_to(url))
 
     async def _turn_to(self, url: str) -> None:
+        self._url = url
         self._tasks[1].cancel()
         await asyncio.gather(self._tasks[1], return_exceptions=True)
         self._poller = self._polled(url)

@@ -1,7 +1,8 @@
 """What happened: entries for people, the last hour of them. Pure.
 
-A loss is followed until it is over: when its connection broke, when the view without it stood, when the last of the
-others had adopted that, the first push that a new head took after it, and when every range had its replicas again.
+A loss is followed until it is over: when its connection broke, when the leader found it, when the view without it
+stood, when the last of the others had adopted that, the first push that a new head took after it, and when every range
+had its replicas again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ NAMES_MAX = 5
 _SAME_S = 5.0  # views about the same work that follow each other so closely are one entry
 _WATCHED_S = 120.0  # for the first push after a loss: where nobody trains there is none
 RECOVERIES_MAX = 32
+DETECTED = "detected by the leader"
 
 
 @dataclass
@@ -154,6 +156,16 @@ class Recoveries:
                 elif pushes > counted:
                     recovery.commits.clear()
                     self._timeline.add_part(recovery.entry, "first push", t)
+
+    def detected(self, epoch: int, before_s: float) -> None:
+        """The leader found the loss so long before the view of that epoch stood."""
+        for recovery in self.under_way:
+            entry = recovery.entry
+            if recovery.epoch == epoch and all(name != DETECTED for name, _ in entry.parts):
+                found = recovery.began - before_s
+                self._timeline.add_part(entry, DETECTED, found)
+                entry.parts.sort(key=lambda part: part[1])
+                entry.t = min(entry.t, found)
 
     def left(self, name: str) -> None:
         """That server is out of the view: nobody waits for it."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.names import check_name
+from coordinator.url import parse
 from elasticps.errors import ConfigError, Timeout
 from elasticps.local import keeper
 
@@ -127,6 +128,16 @@ def records(root: Path | None = None) -> list[Record]:
     """All recorded clusters, by name, running or not."""
     found = [read(folder) for folder in sorted((root or state_root()).glob("*")) if folder.is_dir()]
     return [record for record in found if record is not None]
+
+
+def started_here(url: str, root: Path | None = None) -> Record | None:
+    """The recorded local cluster of that URL, None if it is none of them. ValueError for an unusable URL."""
+    wanted = parse(url)
+    for record in records(root):
+        found = parse(record.url) if record.url else None
+        if found and found.cluster == wanted.cluster and set(found.endpoints) & set(wanted.endpoints):
+            return record
+    return None
 
 
 def claim(folder: Path) -> None:

@@ -45,6 +45,7 @@ from elasticps.server.restoring import KEPT_BYTES, Restorer
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.server.standstill import Standstill
 from elasticps.server.subject import Subject
+from elasticps.server.uses import Uses
 from replication.chain import Member
 
 log = fields.logger(__name__)
@@ -108,13 +109,14 @@ class Server:
             loop, executor, serving, filing or ThreadFiling(loop), (memory.share(ASIDE_BYTES), log_budget_bytes),
             lambda: self.snapshots.busy,
         )  # fmt: skip
+        uses = Uses(serving, lambda: self.handshake.workers, clock)
         cuts = Cuts(serving, executor, lambda: self.handshake.workers, self.checkpoints.writing, clock)
 
         handlers = {
             **self.pushes.handlers, **self.pulls.handlers, **self._barrier.handlers, **ShardDispenser(group).handlers,
-            **cuts.handlers, **held.handlers, **reductions.handlers,
+            **cuts.handlers, **held.handlers, **reductions.handlers, **uses.handlers,
         }  # fmt: skip
-        forgotten = self.pulls.forget, self.pushes.forget, reductions.forget
+        forgotten = self.pulls.forget, self.pushes.forget, reductions.forget, uses.forget
         self.worker = Role(handlers, *forgotten, rest=self.pulls.rest)
         handlers = {**self.links.handlers, **self.memory.handlers, **held.handlers, **news.handlers}
         self.peer = Role(handlers, self.links.lost)
@@ -123,7 +125,7 @@ class Server:
         )
         self.subject = Subject(
             me, serving, executor, self.fast, counts, herald, self.delay, self.snapshots, self.headroom,
-            self.handshake, cuts, self.restoring, clock,
+            self.handshake, cuts, uses, self.restoring, clock,
         )  # fmt: skip
         self.standstill = Standstill(clock, executor)
         self.fast.connect(self.links.link, self.pulls.changed, served, executor.note_shard, self.standstill.look)

@@ -26,6 +26,7 @@ from elasticps.server.protocol.serving import Serving
 from elasticps.server.restoring import Restorer
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.server.tickets import FutureTicket
+from elasticps.server.uses import Uses
 from replication.chain import Role
 from replication.effects import Push, Status
 from replication.messages import OperationKind
@@ -52,7 +53,7 @@ class Subject:
     def __init__(
         self, me: ServerInfo, serving: Serving, executor: Executor, path: FastPath, counts: Counts, herald: Herald,
         delay: BoundedDelay, snapshots: SnapshotSender, headroom: Headroom, handshake: Handshake,
-        cuts: Cuts, restoring: Restorer, clock: Callable[[], float],
+        cuts: Cuts, uses: Uses, restoring: Restorer, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self.me = me
         self._serving = serving
@@ -65,6 +66,7 @@ class Subject:
         self._headroom = headroom
         self._handshake = handshake
         self.cuts = cuts
+        self._uses = uses
         self.restoring = restoring
         self._clock = clock
         self._started = clock()
@@ -133,6 +135,7 @@ class Subject:
             "received_bytes": sum(map(self._path.counter, _RECEIVED)),
             "workers": clocks.keys(),
             "clocks": clocks.values(),
+            "uses": [{"worker": worker, **use._asdict()} for worker, use in self._uses.look().items()],
         }
         if self.measured is not None:
             bounds_s, counts = self.measured.counts_by_time()

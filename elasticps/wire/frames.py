@@ -55,6 +55,7 @@ class Kind(IntEnum):
     CHUNK_ACK = 20
     ROOM = 21
     HELD = 32
+    USE = 33
     REDUCE = 48
     WELCOME = 64
     OK = 65
@@ -70,6 +71,7 @@ class Kind(IntEnum):
     HOLD = 75
     RELEASE = 76
     REDUCED = 77
+    WATCH = 78
 
 
 LAST = 1  # PUSH: the step's last part, it ticks the clock. ROWS: the answer's last chunk. JOIN, HELD: see headers

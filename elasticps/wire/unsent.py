@@ -24,6 +24,7 @@ class Unsent:
     def __init__(self) -> None:
         self._queue: deque[memoryview] = deque()
         self.nbytes = 0
+        self.sent = 0  # bytes, ever
 
     def __bool__(self) -> bool:
         return bool(self._queue)
@@ -54,6 +55,7 @@ class Unsent:
             except (BlockingIOError, InterruptedError):
                 return False
             self.nbytes -= sent
+            self.sent += sent
             for view in batch:
                 if sent < len(view):
                     queue[0] = view[sent:]

@@ -90,7 +90,8 @@ class Subject:
         return {"name": "s0", "incarnation": 1, "view": b"", "roster": b"", "newest": 7}
 
     def activity(self) -> dict[str, Any]:
-        return {"incarnation": 3, "received_bytes": 9, "workers": [4, 6], "clocks": [121, 1], "push": [1, 0]}
+        return {"incarnation": 3, "received_bytes": 9, "workers": [4, 6], "clocks": [121, 1], "push": [1, 0],
+                "uses": [{"worker": 4, "clock": 9, "kept": 2}]}  # fmt: skip
 
     def tables(self) -> list[dict[str, Any]]:
         return [{"id": 3, "rows_headed": 5, "rows": 10, "bytes": 640}]

@@ -110,7 +110,7 @@ class FakeServer:
             welcome = {"server": self.name, "incarnation": self.incarnation, "cluster": "fake"}
             yield json_frame(Kind.WELCOME, welcome)
             yield self.greeting
-        elif kind == Kind.HELD:
+        elif kind in (Kind.HELD, Kind.USE):
             return
         elif kind == Kind.GET_CLOCKS:
             assert self.view is not None

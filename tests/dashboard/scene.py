@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.failovers import Failover
 from coordinator.leader import ELECTION
-from coordinator.membership import CONFIG, ROSTER, SERVERS, VIEW
+from coordinator.membership import CONFIG, FAILOVER, ROSTER, SERVERS, VIEW
 from coordinator.planner import Health, Members, plan
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from elasticps.dashboard.model import Model
 from replication.chain import Member
 
 T0 = 1_763_840_000.0
+FOUND_S = 0.015  # before the view stands
 BOUNDS_S = [0.001, 0.01, 0.1]
 
 
@@ -65,6 +67,9 @@ class Scene:
         if decision is not None and decision.view is not None:
             self.view = decision.view
             self.put(VIEW, decision.view.encode())
+            if decision.lost:
+                found = Failover(decision.view.epoch, self.now - FOUND_S, self.now)
+                self.put(FAILOVER, found.to_json())
 
     def kill(self, name: str) -> None:
         """Its connection breaks, and the next view is without it."""
@@ -112,5 +117,11 @@ def activity(incarnation: int, workers: list[int], steps: int, pushes: int) -> d
     return {
         "incarnation": incarnation, "received_bytes": 1000 * pushes, "workers": workers,
         "clocks": [max(0, steps - i) for i in range(len(workers))], "busy_s": pushes / 1e4, "bounds_s": BOUNDS_S,
-        "push": counts, "pull": counts,
+        "push": counts, "pull": counts, "uses": [],
     }  # fmt: skip
+
+
+def use(worker: int, **said: int) -> dict[str, int]:
+    """A WorkerUse."""
+    nothing = dict.fromkeys(("clock", "committed", "sent", "received", "wanted", "kept", "shards"), 0)
+    return {"worker": worker, **nothing, **said}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -14,10 +15,12 @@ from coordinator.memory import MemoryStore
 from elasticps.dashboard.actions import Actions
 from elasticps.dashboard.app import make_app
 from elasticps.dashboard.fanout import WAITING_MAX, Fanout, Viewer, encode
+from elasticps.dashboard.hot import FRESH_S, Answers, Ask, Looks
 from elasticps.dashboard.preview import Previews
 from elasticps.dashboard.ring import draw
 from elasticps.dashboard.serve import check_host
 from elasticps.errors import ConfigError
+from tests.coordinator.support import until
 from tests.dashboard.scene import Scene
 
 
@@ -41,8 +44,13 @@ class Client:
         return self.ask("POST", path, **more)
 
 
-def client(scene: Scene, actions: Actions | None = None) -> Client:
-    return Client(make_app(scene.model, Fanout(), Previews(scene.model), actions, {"ps.example"}))
+def client(scene: Scene, actions: Actions | None = None, ask: Ask | None = None) -> Client:
+    looks = Looks(ask or nobody, lambda: scene.now)
+    return Client(make_app(scene.model, Fanout(), Previews(scene.model), looks, actions, {"ps.example"}))
+
+
+async def nobody(seconds: float) -> Answers:
+    return {}
 
 
 def test_the_page_and_all_that_it_names_are_there_and_small() -> None:
@@ -51,7 +59,7 @@ def test_the_page_and_all_that_it_names_are_there_and_small() -> None:
     paths = [text.split('"')[0] for text in page.text.split('"/')[1:]]
     assert "static/main.js" in paths
     total = len(page.content)
-    for path in [*paths, *(f"static/{n}.js" for n in ("ring", "charts", "events", "format", "colours"))]:
+    for path in [*paths, *(f"static/{n}.js" for n in ("ring", "charts", "events", "format", "colours", "table"))]:
         answer = http.get(f"/{path}")
         assert answer.status_code == 200, path
         total += len(answer.content)
@@ -140,6 +148,62 @@ def test_nothing_can_be_changed_unless_that_is_allowed_and_the_token_is_right() 
     for wrong in (b"{}", b"[]", b"x", b'{"act": "rm", "server": "s1"}', b" " * 5000):
         assert http.post("/api/act", content=wrong, headers=headers).status_code == 400
     assert http.get("/api/act", headers=headers).status_code == 405
+    answer = http.post("/api/act", json={"act": "scale", "servers": 4}, headers=headers)
+    assert answer.status_code == 409
+    assert "did not start" in answer.json()["error"]
+
+
+def test_a_cluster_of_this_machine_is_scaled_by_one_at_a_time() -> None:
+    scene, asked, ended = Scene(), list[int](), threading.Event()
+
+    def scale(servers: int) -> str:
+        asked.append(servers)
+        assert ended.wait(20)
+        return f"{servers} serve"
+
+    actions = Actions("secret", lambda: None, scale)
+
+    async def both() -> None:
+        first = asyncio.create_task(actions.perform({"act": "scale", "servers": 4}))
+        await until(lambda: bool(asked))
+        with pytest.raises(ConfigError, match="already"):
+            await actions.perform({"act": "scale", "servers": 2})
+        first.cancel()  # whoever asked is gone: it goes on
+        ended.set()
+        await until(lambda: actions._scaling is not None and actions._scaling.done())
+        assert await actions.perform({"act": "scale", "servers": 2}) == "2 serve"
+
+    asyncio.run(both())
+    assert asked == [4, 2]
+    http, headers = client(scene, actions), {"authorization": "Bearer secret"}
+    for wrong in ("4", None, True, 1.5, [4]):
+        assert http.post("/api/act", json={"act": "scale", "servers": wrong}, headers=headers).status_code == 400
+
+
+def test_servers_sample_once_for_all_who_look_and_say_what_is_hot() -> None:
+    scene, asked = Scene(servers=3), list[float]()
+    evil = "ads/<img src=x>"
+
+    def said(name: str, **keys: int) -> dict[str, Any]:
+        keys_, counts = [int(k[1:]) for k in keys], list(keys.values())
+        table = {"name": name, "sampled": sum(counts), "keys": keys_, "counts": counts}
+        return {"sampled": sum(counts), "ranges": [3], "range_counts": [sum(counts)], "tables": [table]}
+
+    async def ask(seconds: float) -> Answers:
+        asked.append(seconds)
+        await asyncio.sleep(0)
+        return {"s0": said(evil, k1=6, k5=2), "s1": None, "s2": said(evil, k1=1, k7=1)}
+
+    http = client(scene, ask=ask)
+    found = http.get("/api/hot").json()
+    assert (found["sampled"], found["servers"], found["silent"]) == (10, 2, ["s1"])
+    assert found["ranges"] == [["3", 1.0]]
+    assert found["tables"] == [{"name": evil, "sampled": 10, "keys": [["1", 0.7], ["5", 0.2], ["7", 0.1]]}]
+    assert http.get("/api/hot").json() == found
+    assert len(asked) == 1
+    scene.now += 2 * FRESH_S
+    http.get("/api/hot")
+    assert len(asked) == 2
 
 
 def test_a_slow_viewer_loses_what_waits_and_needs_a_snapshot() -> None:

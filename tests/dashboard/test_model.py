@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,8 +14,9 @@ from coordinator.leader import ELECTION
 from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW
 from coordinator.view import Roster, WorkerInfo
 from elasticps.dashboard.history import History
-from elasticps.dashboard.samples import SERVER_COLUMNS, percentile
-from tests.dashboard.scene import Scene, status
+from elasticps.dashboard.samples import CLUSTER_COLUMNS, SERVER_COLUMNS, percentile
+from elasticps.dashboard.timeline import DETECTED
+from tests.dashboard.scene import FOUND_S, Scene, activity, status, use
 
 
 def server(scene: Scene, name: str) -> dict[str, Any]:
@@ -38,16 +40,17 @@ def test_a_server_is_lost_the_others_go_on_and_it_comes_back() -> None:
     [entry] = entries(scene, "loss")
     assert entry["t"] == died
     assert entry["until"] is None
-    assert [name for name, _ in entry["parts"]] == ["connection broke", "view written"]
+    assert [name for name, _ in entry["parts"]] == ["connection broke", DETECTED, "view written"]
 
     assert scene.model.urgent(scene.now) == {"s0", "s2"}
     scene.answer("s0")
-    assert len(entries(scene, "loss")[0]["parts"]) == 2  # s2 has not adopted the view
+    assert dict(entry["parts"])[DETECTED] == pytest.approx(scene.now - FOUND_S)
+    assert len(entries(scene, "loss")[0]["parts"]) == 3  # s2 has not adopted the view
     scene.answer("s2")
     scene.answer(pushes=0)
-    assert len(entries(scene, "loss")[0]["parts"]) == 3  # nobody has pushed since
+    assert len(entries(scene, "loss")[0]["parts"]) == 4  # nobody has pushed since
     scene.answer()
-    assert [name for name, _ in entries(scene, "loss")[0]["parts"]][2:] == ["adopted by all", "first push"]
+    assert [name for name, _ in entries(scene, "loss")[0]["parts"]][3:] == ["adopted by all", "first push"]
     assert not scene.model.urgent(scene.now)
 
     while scene.view is not None and (scene.view.chains < 0).any():
@@ -110,6 +113,39 @@ def test_workers_are_shown_where_they_are_furthest_behind() -> None:
     assert workers[1][2] == 0.01  # a hundred steps a second
     scene.put(ROSTER, Roster(2, (*scene.workers[:1], WorkerInfo(9, "w1", 9, "default")), "demo").encode())
     assert [e["title"] for e in entries(scene, "worker")] == ["worker w1 came back", "worker w2 left"]
+
+
+def test_what_workers_say_of_themselves_is_shown_as_rates_of_what_they_said_last() -> None:
+    scene = Scene(servers=2, workers=2)
+
+    def told(name: str, *uses: dict[str, int]) -> None:
+        answer = {**activity(1, [1, 2], 50, 100), "uses": list(uses)}
+        scene.model.activity(scene.now, name, answer)
+        scene.model.tick(scene.now)
+
+    def shown() -> list[Any]:
+        found: list[Any] = scene.model.snapshot(scene.now)["sample"]["workers"][2]
+        return found[3:]
+
+    told("s0", use(2, clock=10, committed=9, sent=1000, received=500, wanted=10, kept=0, shards=3))
+    assert shown() == [1, None, None, 3]  # one step is outstanding; of the rest there is no second word yet
+    scene.now += 4
+    told("s0", use(2, clock=20, committed=20, sent=3000, received=1500, wanted=110, kept=75, shards=2))
+    assert shown() == [0, 0.75, 300, 2]
+    scene.now += 1
+    told(
+        "s0", use(2, clock=20, committed=20, sent=3000, received=1500, wanted=110, kept=75, shards=2)
+    )  # not asked anew
+    assert shown() == [0, 0.75, 300, 2]
+    scene.now += 4
+    told("s1", use(2, clock=21, committed=20, sent=3100, received=1600, wanted=110, kept=75, shards=0))  # another asks
+    told("s0")
+    assert shown() == [1, None, 200, 0]  # it has pulled nothing
+    scene.now += 4
+    told("s0", use(2, clock=20, committed=20, sent=3000, received=1500, wanted=110, kept=75, shards=2))  # it did before
+    assert shown() == [1, None, 200, 0]
+    sample = scene.model.snapshot(scene.now)["sample"]
+    assert dict(zip(CLUSTER_COLUMNS, sample["cluster"], strict=True))["outstanding"] == 1
 
 
 def test_an_outage_of_the_store_lasts_until_it_answers_and_nothing_else_changes() -> None:

@@ -39,6 +39,7 @@ from elasticps.wire.frames import (
 )
 from elasticps.wire.packed import pack
 from elasticps.wire.reducing import ReduceHeader, function_body
+from elasticps.wire.use import Use, UseHeader
 from elasticps.wire.views import view_frame
 from replication.messages import ERASER, OperationKind
 from tests.fuzz.core import APPS, CLUSTER, HOSTILE, ME, NOBODY, OWN, PEER, Core
@@ -231,8 +232,13 @@ class Voices:
         ]  # fmt: skip
         return {
             Kind.PUSH: pushes, Kind.PULL: pulls, Kind.CREATE: creates, Kind.INIT: inits, Kind.ERASE: erases,
-            Kind.HELD: held, Kind.REDUCE: [self._reduce() for _ in range(8)],
+            Kind.HELD: held, Kind.USE: [self._use() for _ in range(4)], Kind.REDUCE: [self._reduce() for _ in range(8)],
         }  # fmt: skip
+
+    def _use(self) -> bytes:
+        random = self._random
+        use = Use(9, random.choice((3, 9, 10)), 5, 6, 8, random.choice((0, 8, 1 << 62)), random.choice((0, -1)))
+        return UseHeader(random.choice(HOSTILE)).header().pack() + use.body()
 
     def _reduce(self) -> bytes:
         random = self._random

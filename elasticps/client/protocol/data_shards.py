@@ -71,6 +71,11 @@ class ShardClaims:
         """What was handed to the caller and has no step yet."""
         return [shard for shard, clock in self._handed.items() if not clock]
 
+    @property
+    def held(self) -> int:
+        """How many, handed to the caller or not."""
+        return len(self.queue) + len(self._handed)
+
     def hand_over(self) -> int:
         """The next one of the queue."""
         shard = self.queue.popleft()

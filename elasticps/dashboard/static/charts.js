@@ -10,10 +10,11 @@ const CHARTS = [
   { title: "Rows a second", unit: number, lines: [["rows_pushed_s", "pushed"], ["rows_pulled_s", "pulled"]] },
   { title: "Time until an answer (servers that --measure)", unit: seconds,
     lines: [["push_p50", "push p50"], ["push_p99", "push p99"], ["pull_p50", "pull p50"], ["pull_p99", "pull p99"]] },
-  { title: "Steps a second, and how far the last is behind", unit: number, lines: [["steps_s", "steps"], ["lag", "behind"]] },
+  { title: "Steps a second; not committed; the last is behind", unit: number,
+    lines: [["steps_s", "steps"], ["outstanding", "not committed"], ["lag", "behind"]] },
   { title: "Received and sent to fill, a second", unit: size, lines: [["received_s", "received"], ["sent_s", "fills"]] },
   { title: "Memory", unit: size, lines: [["memory_used", "used"], ["bytes", "rows"]] },
-  { title: "Not acknowledged by tails yet", unit: size, lines: [["log_bytes", "log"]] },
+  { title: "Replication lag: not acknowledged by tails", unit: size, lines: [["log_bytes", "lag"]] },
   { title: "Pulls that wait, refusals", unit: number, lines: [["parked", "waiting"], ["refused_s", "refused/s"]] },
 ];
 
@@ -29,10 +30,11 @@ export const shown = () => {
 
 export function onRange(listener) { listeners.push(listener); }
 
-export function setRange(next) {
+// named: the address names it already.
+export function setRange(next, named = false) {
   range = { ...range, ...next };
   apply();
-  for (const listener of listeners) listener(range.live);
+  for (const listener of listeners) listener(range.live, named);
 }
 
 function strokes() {
@@ -44,9 +46,7 @@ export function build() {
   for (const plot of plots) plot.destroy();
   const axis = { stroke: resolve("--soft"), grid: { stroke: resolve("--line"), width: 1 }, ticks: { stroke: resolve("--line") } };
   const colours = strokes();
-  if (!place.children.length) {
-    for (const chart of CHARTS) place.append(el("div", {}, el("h3", {}, chart.title)));
-  }
+  CHARTS.forEach((chart, i) => { if (!place.children[i].children.length) place.children[i].append(el("h3", {}, chart.title)); });
   plots = CHARTS.map((chart, i) => new uPlot({
     width: place.children[i].clientWidth, height: 190,
     cursor: { sync: { key: "time" }, drag: { x: true, y: false, setScale: false } },

@@ -25,8 +25,8 @@ export function noteEntry(entry) {
 
 function choose(entry) {
   chosen = entry.id;
-  setRange({ live: false, from: entry.t - 20, to: (entry.until ?? entry.t) + 20 });
   history.replaceState(null, "", `#t=${entry.t.toFixed(2)}`);
+  setRange({ live: false, from: entry.t - 20, to: (entry.until ?? entry.t) + 20 }, true);
 }
 
 // The moment that the address names, if it does.
@@ -36,7 +36,7 @@ export function goToHash() {
   const t = Number(found[1]), to = found[2] && Number(found[2]);
   const entry = [...entries.values()].find((e) => Math.abs(e.t - t) < 0.02);
   chosen = entry ? entry.id : 0;
-  setRange(to ? { live: false, from: t, to } : { live: false, from: t - 20, to: t + 20 });
+  setRange(to ? { live: false, from: t, to } : { live: false, from: t - 20, to: t + 20 }, true);
   document.getElementById("happened").scrollIntoView();
 }
 
@@ -52,7 +52,7 @@ export function draw() {
     return mark;
   });
   const times = [0.25, 0.5, 0.75].map((x) => placed(el("time", {}, clock(from + x * (to - from))), { left: `${100 * x}%` }));
-  fill(strip, ...titles, ...marks, ...times);
+  fill(strip, ...titles, ...marks, ...times, ...(drawn?.mark.isConnected ? [drawn.mark] : []));
   fill(list, ...(visible.length ? visible.slice(0, LISTED).map(row) : [el("li", {}, "Nothing in the time shown.")]));
 }
 
@@ -71,5 +71,53 @@ function row(entry) {
   }
   return item;
 }
+
+// --- zoom: draw over the strip, or + and -, arrows, Escape
+
+const SHORTEST = 0.5, LONGEST = 3600;
+let drawn = null;
+
+function show(from, to) {
+  const least = Math.max(SHORTEST, Math.min(LONGEST, to - from)), middle = (from + to) / 2;
+  chosen = 0;
+  setRange({ live: false, from: middle - least / 2, to: middle + least / 2 });
+}
+
+const timeAt = (event) => {
+  const box = strip.getBoundingClientRect(), { from, to } = shown();
+  return from + ((to - from) * Math.min(Math.max(event.clientX - box.left, 0), box.width)) / box.width;
+};
+
+strip.addEventListener("pointerdown", (event) => {
+  if (event.button || event.target.closest("button")) return;
+  drawn = { from: timeAt(event), x: event.clientX, mark: el("span", { class: "picked" }) };
+  strip.setPointerCapture(event.pointerId);
+});
+strip.addEventListener("pointermove", (event) => {
+  if (!drawn) return;
+  const box = strip.getBoundingClientRect(), [a, b] = [drawn.x, event.clientX].sort((p, q) => p - q);
+  placed(drawn.mark, { left: `${a - box.left}px`, width: `${b - a}px` });
+  if (!drawn.mark.isConnected) strip.append(drawn.mark);
+});
+strip.addEventListener("pointerup", (event) => {
+  const from = drawn?.from, moved = drawn && Math.abs(event.clientX - drawn.x) > 4;
+  drawn?.mark.remove();
+  drawn = null;
+  if (moved) show(...[from, timeAt(event)].sort((p, q) => p - q));
+});
+strip.addEventListener("pointercancel", () => { drawn?.mark.remove(); drawn = null; });
+strip.addEventListener("dblclick", () => setRange({ live: true }));
+strip.addEventListener("keydown", (event) => {
+  const { from, to } = shown(), span = to - from, middle = (from + to) / 2;
+  const keys = {
+    "+": () => show(middle - span / 4, middle + span / 4), "-": () => show(middle - span, middle + span),
+    ArrowLeft: () => show(from - span / 4, to - span / 4), ArrowRight: () => show(from + span / 4, to + span / 4),
+    Escape: () => setRange({ live: true }),
+  };
+  const act = event.target === strip && keys[event.key === "=" ? "+" : event.key];
+  if (!act) return;
+  event.preventDefault();
+  act();
+});
 
 onRange(draw);

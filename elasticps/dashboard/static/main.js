@@ -4,6 +4,7 @@ import * as charts from "./charts.js";
 import * as events from "./events.js";
 import * as ring from "./ring.js";
 import { byName, clock, day, el, fill, number, percent, plural, seconds, size } from "./format.js";
+import { fillTable, right } from "./table.js";
 
 const by = (id) => document.getElementById(id);
 const now = { state: null, view: null, servers: [], workers: [], sample: null, columns: null, connected: false, skew: 0 };
@@ -109,31 +110,28 @@ function drawRing() {
 
 function drawServers() {
   const columns = now.columns?.server ?? [];
-  fill(by("servers").tBodies[0], ...now.servers.map((s) => {
+  fillTable(by("servers").tBodies[0], now.servers.map((s) => {
     const values = now.sample?.servers[s.id], value = (name) => (values ? values[columns.indexOf(name)] : null);
     const mark = value("memory_mark"), room = mark ? size(Math.max(0, mark - value("memory_used"))) : "–";
-    const swatch = el("span", { class: "swatch" });
-    swatch.style.background = s.state === "lost" ? "var(--dead)" : ring.colour(s.id);
-    const name = el("td", { title: `${s.address}, incarnation ${s.incarnation}` }, swatch, s.zone ? `${s.id} (${s.zone})` : s.id);
-    const progress = s.joining ? ` ${s.joining} to fill` : "";
-    const cells = [s.heads, s.held, number(value("rows")), size(value("memory_used")), room, size(value("log_bytes")),
-      number(value("push_s")), number(value("pull_s"))];
-    return el("tr", { "data-server": s.id }, name,
-      el("td", { title: s.reason }, el("span", { class: `state ${s.state}` }, s.state), progress),
-      ...cells.map((text) => el("td", { class: "n" }, String(text))));
-  }));
+    const swatch = s.state === "lost" ? "var(--dead)" : ring.colour(s.id), address = `${s.address}, incarnation ${s.incarnation}`;
+    return [{ text: s.zone ? `${s.id} (${s.zone})` : s.id, swatch, title: address },
+      { text: s.joining ? ` ${s.joining} to fill` : "", state: s.state, title: s.reason },
+      ...[s.heads, s.held, number(value("rows")), size(value("memory_used")), room, size(value("log_bytes")),
+        number(value("push_s")), number(value("pull_s"))].map(right)];
+  }), "No server has registered.");
 }
 
 function drawWorkers() {
-  const clocks = now.sample?.workers ?? {};
-  rows("workers", now.workers.map((w) => {
-    const [at, lag, step] = clocks[w.id] ?? [null, null, null];
-    return [w.name, w.app, right(w.id), right(number(at)), right(number(lag)), right(seconds(step))];
+  const told = now.sample?.workers ?? {};
+  fillTable(bodyOf("workers"), now.workers.map((w) => {
+    const [at, lag, step, open, hits, nbytes, shards] = told[w.id] ?? [];
+    return [w.name, w.app, ...[w.id, number(at), number(open), number(lag), seconds(step), number(shards),
+      hits == null ? "–" : percent(hits), size(nbytes)].map(right)];
   }), "No worker is there.");
 }
 
 function drawTables(told) {
-  rows("tables", told.map((t) => {
+  fillTable(bodyOf("tables"), told.map((t) => {
     const { kind, ...values } = t.optimizer;
     if (t.lr_set !== null) values.lr = `${t.lr_set} (set for all)`;
     const options = Object.entries(values).map(([key, value]) => `${key}=${value}`).join(" ");
@@ -148,20 +146,13 @@ function drawCheckpoints(told) {
   const known = newest ? `The newest that the coordinator made: ${newest.cut}, ${age}. ` : "";
   const where = catalog ? `In ${catalog.url}${catalog.error ? `: ${catalog.error}` : ""}` : "Say --checkpoints URL to see what is kept.";
   by("newest").textContent = known + where;
-  rows("checkpoints", (catalog?.checkpoints ?? []).map((c) => (c.error
+  fillTable(bodyOf("checkpoints"), (catalog?.checkpoints ?? []).map((c) => (c.error
     ? [c.cut, "–", "–", right("–"), right("–"), right("–"), c.error]
-    : [c.cut, day(c.time), c.since || "full", right(number(c.rows)), right(size(c.bytes)), right(c.tables), "manifest reads well"])),
+    : [c.cut, day(c.time), c.since || "full", right(number(c.rows)), right(size(c.bytes)), right(c.tables), c.state])),
   "None are known.");
 }
 
-const right = (text) => el("td", { class: "n" }, String(text));
-
-function rows(id, all, none) {
-  const body = by(id).querySelector("tbody");
-  const width = body.parentNode.tHead.rows[0].cells.length;
-  fill(body, ...(all.length ? all.map((cells) => el("tr", {}, ...cells.map((c) => (c instanceof Node ? c : el("td", {}, String(c))))))
-    : [el("tr", {}, el("td", { class: "quiet", colspan: width }, none))]));
-}
+const bodyOf = (id) => by(id).querySelector("tbody");
 
 // ------------------------------------------------------------------------------------------------ what is asked
 
@@ -212,14 +203,32 @@ by("back").addEventListener("click", () => {
   drawRing();
 });
 
-for (const [id, act] of [["drain", "drain"], ["stay", "cancel-drain"]]) {
+const acts = {
+  drain: () => ({ act: "drain", server: by("leaver").value }),
+  stay: () => ({ act: "cancel-drain", server: by("leaver").value }),
+  scale: () => ({ act: "scale", servers: Number(by("count").value) }),
+};
+for (const [id, wanted] of Object.entries(acts)) {
   by(id).addEventListener("click", async () => {
     const headers = { authorization: `Bearer ${by("token").value}` };
-    const body = JSON.stringify({ act, server: by("leaver").value });
-    const found = await ask("/api/act", { method: "POST", headers, body });
+    by("forecast").textContent = "asked …";
+    const found = await ask("/api/act", { method: "POST", headers, body: JSON.stringify(wanted()) });
     by("forecast").textContent = found.error ?? found.done;
   });
 }
+
+by("look").addEventListener("click", async () => {
+  by("look").disabled = true;
+  by("looked").textContent = "looking …";
+  const found = await ask("/api/hot");
+  by("look").disabled = false;
+  if (found.error) { by("looked").textContent = found.error; return; }
+  const silent = found.silent.length ? `; no answer from ${found.silent.join(", ")}` : "";
+  by("looked").textContent = `${number(found.sampled)} keys at ${plural(found.servers, "server")} in ${seconds(found.seconds)}${silent}`;
+  const shares = (pairs) => pairs.map(([key, share]) => `${key} (${percent(share)})`).join(", ") || "–";
+  fillTable(by("hot").tBodies[0], [["ranges", right(number(found.sampled)), shares(found.ranges)],
+    ...found.tables.map((t) => [t.name, right(number(t.sampled)), shares(t.keys)])], "");
+});
 
 async function loadHistory() {
   const name = whose, found = await ask(`/api/history?${new URLSearchParams({ server: name })}`);
@@ -237,12 +246,12 @@ for (const button of document.querySelectorAll("[data-span]")) {
   button.addEventListener("click", () => charts.setRange({ live: true, span: Number(button.dataset.span) }));
 }
 by("live").addEventListener("click", () => charts.setRange({ live: true }));
-charts.onRange((live) => {
+charts.onRange((live, named) => {
   by("live").setAttribute("aria-pressed", String(live));
   const { from, to } = charts.shown();
   by("window").textContent = live ? "" : `${clock(from)} – ${clock(to)}`;
   if (live) history.replaceState(null, "", location.pathname);
-  else if (!location.hash.startsWith("#t=")) history.replaceState(null, "", `#t=${from.toFixed(2)}-${to.toFixed(2)}`);
+  else if (!named) history.replaceState(null, "", `#t=${from.toFixed(2)}-${to.toFixed(2)}`);
 });
 addEventListener("hashchange", events.goToHash);
 

@@ -6,7 +6,7 @@ import { byName, percent, plural } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 660, OUTER = 252, INNER = 226, BAND = 24, CELLS_MAX = 2048, LABELS_MAX = 26, SMALLEST = 0.012;
-const canvas = document.getElementById("ranges"), svg = document.getElementById("arcs");
+const canvas = document.getElementById("ranges"), glow = document.getElementById("moves"), svg = document.getElementById("arcs");
 const centre = document.getElementById("centre"), caption = document.getElementById("range");
 const asked = caption.textContent;
 
@@ -104,13 +104,18 @@ function drawArcs() {
   if (focused) svg.querySelector(`[data-server="${CSS.escape(focused)}"]`)?.focus();
 }
 
-// Of more ranges than can be told apart only some are drawn.
-function drawRanges() {
+function cleared(one) {
   const side = Math.round(canvas.clientWidth * (window.devicePixelRatio || 1));
-  if (canvas.width !== side) canvas.width = canvas.height = side;
-  const paper = canvas.getContext("2d");
+  if (one.width !== side) one.width = one.height = side;
+  const paper = one.getContext("2d");
   paper.setTransform(side / WIDTH, 0, 0, side / WIDTH, side / 2, side / 2);
   paper.clearRect(-WIDTH / 2, -WIDTH / 2, WIDTH, WIDTH);
+  return paper;
+}
+
+// Of more ranges than can be told apart only some are drawn.
+function drawRanges() {
+  const paper = cleared(canvas), moving = cleared(glow);
   if (!view) return;
   const cells = Math.min(view.ranges, CELLS_MAX), step = view.ranges / cells, bands = Math.min(view.replicas, 4);
   const shades = view.servers.map(colour), empty = resolve("--line"), mark = resolve("--accent");
@@ -126,7 +131,7 @@ function drawRanges() {
     const joiner = view.joining[r];
     const inner = INNER - bands * BAND;
     if (joiner >= 0) {
-      wedge(paper, inner, 10, from, to, shades[joiner], 1);
+      wedge(moving, inner, 10, from, to, shades[joiner], 1);
       wedge(paper, inner - 11, 3, from, to, mark, 1);
     } else if (moved && changed(r, names)) {
       wedge(paper, inner, 10, from, to, moved, 1);

@@ -1,0 +1,26 @@
+"""`elasticps scale` from the page, of a cluster that `elasticps up` has started on this machine."""
+
+from __future__ import annotations
+
+from elasticps.dashboard.actions import Scaler
+from elasticps.errors import ConfigError
+from elasticps.local import scaling, state
+from elasticps.local.following import Following
+
+
+def scaler_of(url: str) -> Scaler | None:
+    """None if the cluster was started elsewhere."""
+    if state.started_here(url) is None:
+        return None
+
+    def scale(servers: int) -> str:
+        record = state.started_here(url)
+        if record is None:
+            raise ConfigError("the cluster has ended")
+        folder = state.folder_of(record.name)
+        with Following(record.url) as following:
+            change = scaling.change([server.name for server in record.servers], following.draining(), servers)
+        outcome = scaling.scale(record.url, folder, change, scaling.spawn_recorded(folder))
+        return f"{', '.join(outcome.servers)} serve, after {outcome.seconds:.1f} s"
+
+    return scale

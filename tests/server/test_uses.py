@@ -1,0 +1,87 @@
+"""Workers are asked what they do while somebody looks: each by one server, and never otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from coordinator.view import Roster, WorkerInfo
+from elasticps.server import uses
+from elasticps.wire.frames import Kind
+from elasticps.wire.use import Use, UseHeader
+from tests.server.conftest import Group, Run, Worker, until
+
+IDS = (5, 6, 7, 8)
+
+
+async def two_servers(group: Group) -> dict[str, list[Worker]]:
+    """Each with a connection of every worker."""
+    group.roster = Roster(1, tuple(WorkerInfo(i, f"w{i}", 1, "default") for i in IDS), "c")
+    for name in "ab":
+        await group.start(name)
+    group.adopt(group.make_view(lambda r: ["a", "b"]))
+    return {
+        name: [await group.connect(name, create=False, worker=i, worker_name=f"w{i}") for i in IDS] for name in "ab"
+    }
+
+
+def say(worker: Worker, use: Use, as_worker: int = 0) -> None:
+    worker.writer.write(UseHeader(as_worker or worker.id).header().pack() + use.body())
+
+
+def watched(worker: Worker) -> int:
+    return sum(header.kind == Kind.WATCH for header in worker.told)
+
+
+def test_each_worker_is_asked_by_one_server_as_long_as_somebody_looks(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(group: Group) -> None:
+        workers = await two_servers(group)
+        everybody = [worker for some in workers.values() for worker in some]
+        subjects = {name: group.servers[name].subject for name in "ab"}
+        assert sum(map(watched, everybody)) == 0  # nobody has looked yet
+        for _ in range(5):  # however many look
+            assert [subject.activity()["uses"] for subject in subjects.values()] == [[], []]
+        await until(lambda: sum(map(watched, everybody)) == len(IDS))
+        asked = {name: [w.id for w in some if watched(w)] for name, some in workers.items()}
+        assert sorted(asked["a"] + asked["b"]) == list(IDS)
+        for some in workers.values():
+            for worker in some:
+                if watched(worker):
+                    say(worker, Use(worker.id, 1, 2, 3, 5, 4, 6))
+        await until(lambda: all(len(subjects[name].activity()["uses"]) == len(asked[name]) for name in "ab"))
+        told = [use for subject in subjects.values() for use in subject.activity()["uses"]]
+        assert sorted(use["worker"] for use in told) == list(IDS)
+        assert told[0] == {
+            "worker": told[0]["worker"], "clock": told[0]["worker"], "committed": 1, "sent": 2, "received": 3,
+            "wanted": 5, "kept": 4, "shards": 6,
+        }  # fmt: skip
+        assert sum(map(watched, everybody)) == len(IDS)
+        monkeypatch.setattr(uses, "EVERY_S", 0.0)
+        subjects["a"].activity()
+        await until(lambda: sum(map(watched, everybody)) == len(IDS) + len(asked["a"]))
+
+    run(story)
+
+
+def test_whoever_is_gone_is_told_of_no_more_and_lies_are_refused(run: Run) -> None:
+    async def story(group: Group) -> None:
+        workers = (await two_servers(group))["a"]
+        server = group.servers["a"]
+        for worker in workers[:2]:
+            say(worker, Use(3, 2, 0, 0, 0, 0, 0))
+        await until(lambda: len(server.subject._uses._told) == 2)
+        await workers[0].close()
+        await until(lambda: [c.worker for c in server.subject._uses._told] == [workers[1].id])
+        say(workers[2], Use(3, 2, 0, 0, 0, 0, 0), as_worker=workers[3].id)
+        await until(lambda: workers[2].refused)
+        assert f"says what {workers[3].id} does" in workers[2].refused
+        say(workers[3], Use(1, 9, 0, 0, 0, 0, 0))
+        await until(lambda: workers[3].refused)
+        assert "has done" in workers[3].refused
+        with pytest.raises(asyncio.IncompleteReadError):
+            await workers[3].task
+
+    run(story)

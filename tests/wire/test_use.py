@@ -1,0 +1,39 @@
+"""What a worker says that it does: comes back as it was, and what nobody can have done is refused."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticps.wire.frames import HEADER_BYTES, FrameError, Kind, unpack_header
+from elasticps.wire.use import Use, UseHeader, WatchHeader
+
+counts = st.integers(0, (1 << 63) - 1)
+pairs = st.tuples(counts, counts).map(lambda pair: (max(pair), min(pair)))
+
+
+@given(pairs, counts, counts, pairs, counts)
+def test_it_comes_back(steps: tuple[int, int], sent: int, received: int, rows: tuple[int, int], shards: int) -> None:
+    use = Use(*steps, sent, received, *rows, shards)
+    assert Use.of(use.body()) == use
+    assert struct.unpack("<8q", use.body()) == (*use, 0)
+
+
+def test_the_headers_are_the_smallest_there_are() -> None:
+    header = unpack_header(UseHeader(11).header().pack())
+    assert (header.kind, header.body, UseHeader.of(header)) == (Kind.USE, 64, UseHeader(11))
+    packed = WatchHeader().header().pack()
+    assert (len(packed), WatchHeader.of(unpack_header(packed))) == (HEADER_BYTES, WatchHeader())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", bytes(56), bytes(72), Use(-1, 0, 0, 0, 0, 0, 0).body(), Use(1, 2, 0, 0, 0, 0, 0).body(),
+     Use(1, 1, 0, 0, 3, 4, 0).body()],
+)  # fmt: skip
+def test_what_nobody_can_have_done_is_refused(body: bytes) -> None:
+    with pytest.raises(FrameError, match="worker"):
+        Use.of(body)
