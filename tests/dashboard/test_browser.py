@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps.dashboard.serve import Dashboard
+from elasticps.dashboard.serve import Dashboard, make_token
 from tests.conftest import NewCluster
 from tests.dashboard.chromium import chromium, faults, needs_chromium, open_page, picture, wait
 
@@ -99,3 +103,39 @@ def test_a_server_is_killed_its_arc_turns_grey_and_it_comes_back(browser: Browse
         ended.set()
         trainer.join()
         dashboard.stop()
+
+
+def test_servers_come_and_go_from_the_page_by_who_has_the_token(browser: Browser, state_folder: Path) -> None:
+    command = [sys.executable, "-m", "elasticps"]
+    up = [*command, "up", "--servers", "2", "--ranges", "32", "--name", "demo", "--detach", "--json"]
+    started = json.loads(subprocess.run(up, capture_output=True, text=True, timeout=100, check=True).stdout)
+    dashboard = Dashboard(started["url"], port=0, token=make_token(started["url"]))
+    dashboard.start()
+    try:
+        page, wrong = open_page(browser, dashboard.address)
+        page.wait_for_selector("#health.good")
+        page.fill("#count", "3")
+        page.click("#whatif button[value=scale]")
+        page.wait_for_selector("#forecast:has-text('s2')")
+        page.click("#back")
+        page.click("#scale")
+        page.wait_for_selector("#forecast:has-text('takes the token')")
+        page.fill("#token", dashboard._token)
+        page.click("#scale")
+        page.wait_for_selector("#forecast:has-text('s0, s1, s2 serve')")
+        page.wait_for_selector('#arcs path[data-server="s2"][data-state="serving"]')
+        picture(page, "scaled")
+        page.select_option("#leaver", "s1")
+        page.click("#drain")
+        page.wait_for_selector("#forecast:has-text('s1 drains')")
+        page.wait_for_selector("#entries li[data-kind=drain]:has-text('drain of s1 asked')")
+        page.wait_for_selector('#arcs path[data-server="s1"]', state="detached")
+        page.fill("#count", "1")
+        page.click("#scale")  # it goes by what still runs: s2 is drained, and the process that ended is no trouble
+        page.wait_for_selector("#forecast:has-text('s0 serve')")
+        wait(page, "document.querySelectorAll('#arcs path.arc').length === 1")
+        assert [text for text in wrong if "401" not in text] == []
+    finally:
+        dashboard.stop()
+        down = subprocess.run([*command, "down", "--name", "demo"], capture_output=True, timeout=60, check=False)
+    assert down.returncode == 0, down.stderr

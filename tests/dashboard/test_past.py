@@ -74,7 +74,7 @@ def prometheus() -> Iterator[Prometheus]:
 def test_every_column_is_asked_for_but_those_that_are_only_seen_live() -> None:
     asked = questions("prod")
     assert {column for column, each in asked if each} == set(SERVER_COLUMNS)
-    assert {column for column, each in asked if not each} == set(CLUSTER_COLUMNS) - {"steps_s"}
+    assert {column for column, each in asked if not each} == set(CLUSTER_COLUMNS) - {"steps_s", "outstanding"}
     assert all('elasticps_server_info{cluster="prod"}' in query for query in asked.values())
 
 
