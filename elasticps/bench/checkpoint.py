@@ -22,6 +22,7 @@ from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.create import by_grpc, checkpoint_cluster
 from elasticps.checkpoint.driver import Driver
 from elasticps.checkpoint.filing import write
+from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.restore import restore_cluster
 from elasticps.checkpoint.rows import RowFile
 from elasticps.checkpoint.storage import Storage
@@ -34,7 +35,9 @@ from elasticps.store.layout import RowLayout
 
 BATCH = 256
 CUTS = 20
+TIMES = 3  # that a checkpoint without work beside it is made: the median counts
 SETTLED_S = 3.0
+_AFTER_S = 0.05  # at most, from the end of a hold until it is known whether the cut was consistent
 
 
 def run(
@@ -42,9 +45,9 @@ def run(
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Rows of `dim` float32 with Adagrad at two replicas, while a worker pulls and pushes batches of 256: before, and
-    while a full checkpoint is written to a temporary folder; then one of 1 % changed rows. Beside that, one plain
-    process writes as much to the same folder. The cut alone is taken 20 times. At last a cluster like the first is
-    restored, and one plain process reads the same files and puts the rows into a store."""
+    while 20 cuts are taken, and while a full checkpoint is written to a temporary folder; then, without work beside,
+    some of 1 % changed rows, and full ones. Beside that, one plain process writes as much to the same folder. At last a
+    cluster like the first is restored, and one plain process reads the same files and puts the rows into a store."""
     with tempfile.TemporaryDirectory() as folder:
         found = _write(Path(folder).as_uri(), rows, dim, servers, seconds, progress)
         return found | _read(Path(folder).as_uri(), servers, progress)
@@ -65,27 +68,28 @@ def _write(
         progress("training")
         with _training(ps, table, keys) as work:
             before = work.during(lambda: time.sleep(seconds))
-            progress("taking cuts")
+            progress(f"taking {CUTS} cuts")
             held = _held_s(cluster.url, place)
+            waited = [work.longest_s(span) - 1e-6 * before["p50_us"] for span in held]
             progress("writing a full checkpoint")
             memory = [_rss(pids)]
             with _sampling(pids, memory):
                 while_writing = work.during(lambda: checkpoint_cluster(cluster.url, place, full=True))
         checkpoint_cluster(cluster.url, place)  # what was changed meanwhile
-        progress("writing an increment")
-        changed = keys[: max(1, len(keys) // 100)]
-        ps.push({table: (changed, np.ones((len(changed), dim), np.float32))}).result()
-        began = time.perf_counter()
-        increment = checkpoint_cluster(cluster.url, place)
-        increment_s = time.perf_counter() - began
-        began = time.perf_counter()
-        full = checkpoint_cluster(cluster.url, place, full=True)
-        full_s = time.perf_counter() - began
+        progress(f"writing {TIMES} increments, {TIMES} full ones")
+        changed = np.array_split(keys, 100)
+        increments = []
+        for some in changed[:TIMES]:
+            ps.push({table: (some, np.ones((len(some), dim), np.float32))}).result()
+            increments.append(_timed(lambda: checkpoint_cluster(cluster.url, place)))
+        wholes = [_timed(lambda: checkpoint_cluster(cluster.url, place, full=True)) for _ in range(TIMES)]
+        increment_s, full_s = (float(np.median([took for took, _ in some])) for some in (increments, wholes))
+        increment, full = increments[-1][1], wholes[-1][1]
         progress("writing as much from one process")
         plain_s = _plain_s(table.spec, full.nbytes, Storage(place))
     return {
         "rows": rows, "dim": dim, "servers": servers, "bytes": full.nbytes,
-        "held_ms_p50": 1e3 * float(np.percentile(held, 50)), "held_ms_p99": 1e3 * float(np.percentile(held, 99)),
+        **_percentiles("held", [end - begin for begin, end in held]), **_percentiles("waited", waited),
         "throughput_while_writing": while_writing["per_s"] / before["per_s"],
         "p99_while_writing": while_writing["p99_us"] / before["p99_us"],
         "memory_while_writing": max(memory) / memory[0],
@@ -123,6 +127,14 @@ class _Work:
 
     def __init__(self) -> None:
         self.took_s: list[float] = []
+        self.ended_s: list[float] = []
+
+    def longest_s(self, span: tuple[float, float]) -> float:
+        """The longest operation of those that had something to do with a time."""
+        took, ended = np.array(self.took_s), np.array(self.ended_s)
+        n = min(len(took), len(ended))  # the thread goes on
+        took, ended = took[:n], ended[:n]
+        return float(took[(ended > span[0]) & (ended - took < span[1])].max(initial=0.0))
 
     def during(self, call: Callable[[], object]) -> dict[str, float]:
         """How it went while something was done."""
@@ -148,7 +160,9 @@ def _training(ps: Client, table: SparseTable, keys: NDArray[np.int64]) -> Iterat
             began = time.perf_counter()
             table.pull(some)
             ps.push({table: (some, grads)}).result()
-            work.took_s.append(time.perf_counter() - began)
+            ended = time.perf_counter()
+            work.took_s.append(ended - began)
+            work.ended_s.append(ended)
 
     thread = threading.Thread(target=train, name="bench")
     thread.start()
@@ -168,15 +182,29 @@ def _settle(ps: Client) -> None:
             epoch, since_s = ps.view.epoch, time.monotonic()
 
 
-def _held_s(url: str, place: str) -> list[float]:
-    """For how long workers are held, of some cuts."""
+def _timed(make: Callable[[], Manifest]) -> tuple[float, Manifest]:
+    began = time.perf_counter()
+    made = make()
+    return time.perf_counter() - began, made
 
-    async def take() -> list[float]:
+
+def _percentiles(name: str, some_s: list[float]) -> dict[str, float]:
+    return {f"{name}_ms_p{p}": 1e3 * float(np.percentile(some_s, p)) for p in (50, 99)}
+
+
+def _held_s(url: str, place: str) -> list[tuple[float, float]]:
+    """From when to when workers are held at most, of some cuts."""
+
+    async def take() -> list[tuple[float, float]]:
         store = await open_store(url)
         try:
             async with by_grpc(None) as connect:
                 driver = Driver(store, connect)
-                return [(await driver.take(place)).held_s for _ in range(CUTS)]
+                found = []
+                for _ in range(CUTS):
+                    held_s = (await driver.take(place)).held_s
+                    found.append((time.perf_counter() - held_s - _AFTER_S, time.perf_counter()))
+                return found
         finally:
             await store.close()
 

@@ -6,7 +6,7 @@ import enum
 import json
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -208,19 +208,27 @@ def checkpoint(
         typer.echo(json.dumps(found, indent=2))
         return
     table = Table(title=f"a checkpoint of {found['bytes'] / 1e9:.2f} GB, {servers} servers")
-    for name in ("", "measured"):
+    for name in ("", "measured", "asked"):
         table.add_column(name, justify="right" if name else "left")
-    table.add_row("pushes held by a cut, p50 and p99", f"{found['held_ms_p50']:.1f} and {found['held_ms_p99']:.1f} ms")
-    table.add_row("throughput while it is written, of before", f"{found['throughput_while_writing']:.2f}")
-    table.add_row("p99 of an operation, of before", f"{found['p99_while_writing']:.2f}")
-    table.add_row("memory of all servers, of before", f"{found['memory_while_writing']:.2f}")
-    table.add_row("written", f"{found['bytes_per_s'] / 1e6:,.0f} MB/s")
-    table.add_row("of what one plain process writes", f"{found['of_plain_process']:.2f}")
-    table.add_row("an increment of 1 %: bytes, of all", f"{found['increment_bytes']:.3f}")
-    table.add_row("time, of all", f"{found['increment_time']:.2f}")
-    table.add_row("restored in", f"{found['restore_s']:.2f} s")
-    table.add_row("speed, of reading it into a bare store", f"{found['restore_of_bare_store']:.2f}")
+    for line, value, asked in (
+        ("workers are held by a cut, p50 and p99", _both(found, "held"), ""),
+        ("a push waits for it, beyond its usual time", _both(found, "waited"), "p99 ≤ 50 ms"),
+        ("throughput while it is written, of before", f"{found['throughput_while_writing']:.2f}", "≥ 0.85"),
+        ("p99 of an operation, of before", f"{found['p99_while_writing']:.2f}", "≤ 2"),
+        ("memory of all servers, of before", f"{found['memory_while_writing']:.2f}", "≤ 1.1"),
+        ("written, without work beside it", f"{found['bytes_per_s'] / 1e6:,.0f} MB/s", ""),
+        ("of what one plain process writes", f"{found['of_plain_process']:.2f}", "≥ 0.6"),
+        ("an increment of 1 %: bytes, of all", f"{found['increment_bytes']:.3f}", "≤ 0.02"),
+        ("time, of all", f"{found['increment_time']:.3f}", "≤ 0.10"),
+        ("restored in", f"{found['restore_s']:.2f} s", ""),
+        ("speed, of reading it into a bare store", f"{found['restore_of_bare_store']:.2f}", "≥ 0.5"),
+    ):
+        table.add_row(line, value, asked)
     _out().print(table)
+
+
+def _both(found: dict[str, Any], name: str) -> str:
+    return f"{found[f'{name}_ms_p50']:.1f} and {found[f'{name}_ms_p99']:.1f} ms"
 
 
 @app.command()

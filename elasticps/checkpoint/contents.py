@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """What is read at once: some ranges of a table, of about UNIT_BYTES if it is not a single one."""
+    """What is read at once: some ranges of a table, of no more bytes than were asked for if it is not a single one."""
 
     table: int
     ranges: tuple[int, ...]
@@ -91,15 +91,17 @@ class Contents:
         """Rows that a table's files have, those that are hidden too: for progress."""
         return int(sum(layer.sizes[0].sum() for layer in self.layers(table)))
 
-    def units(self, table: int, wanted: Callable[[int], bool] = lambda r: True) -> Iterator[Unit]:
-        """All ranges of a table that are wanted, in ascending order."""
+    def units(
+        self, table: int, wanted: Callable[[int], bool] = lambda r: True, most_bytes: int = UNIT_BYTES
+    ) -> Iterator[Unit]:
+        """All ranges of a table that are wanted, in ascending order; several at once if they have no more bytes."""
         layers = self.layers(table)
         rows = np.add.reduce([layer.sizes[0] for layer in layers])
         width = 12 + RowLayout.of(self.manifest.spec(table)).stride
         nbytes = rows * width + 8 * np.add.reduce([layer.sizes[1] for layer in layers])
         some: list[int] = []
         for r in filter(wanted, range(self.manifest.ranges)):
-            if some and nbytes[some].sum() + nbytes[r] > UNIT_BYTES:
+            if some and nbytes[some].sum() + nbytes[r] > most_bytes:
                 yield Unit(table, tuple(some), int(rows[some].sum()), int(nbytes[some].sum()))
                 some = []
             some.append(r)

@@ -83,6 +83,11 @@ class Storage:
             with self._told("opened"):
                 self._store = from_url(self.url, retry_config=_RETRIES, **options)
 
+    @property
+    def near(self) -> bool:
+        """Whether a file is read as fast by one request as by many: a folder, or memory."""
+        return self._folder is not None or self.url.startswith("memory:")
+
     def put(self, path: str, data: Data) -> None:
         """Makes or replaces a file: whoever reads it meanwhile gets the one or the other."""
         self._put(path, data, overwrite=True)

@@ -15,7 +15,7 @@ from coordinator import fields
 from elasticps import hashing
 from elasticps.admin.subject import Restored, Wanted
 from elasticps.checkpoint import catalog
-from elasticps.checkpoint.contents import Contents, Rows, Unit
+from elasticps.checkpoint.contents import UNIT_BYTES, Contents, Rows, Unit
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.storage import Storage, Take, new_memory
 from elasticps.errors import Error
@@ -36,8 +36,12 @@ from replication.progress import PART_BITS
 
 log = fields.logger(__name__)
 
-READERS = 4  # units that are read at once
-KEPT_BYTES = READERS * 32 << 20  # memory that they use again
+READERS, NEAR_READERS = (
+    4,
+    2,
+)  # units that are read at once; of a folder, where more of them cost memory and hide no delay
+NEAR_BYTES = UNIT_BYTES // 2  # of one of a folder
+KEPT_BYTES = READERS * 32 << 20  # memory that they use again; one of a folder takes half of its share
 PIECE_BYTES = 512 << 10  # of an operation: half as many cost less, and applying one must not stop a server for long
 UNASKED_S = 30.0  # whoever restores has gone
 _LOOK_S = 0.05
@@ -84,8 +88,7 @@ class Restorer:
         self._serial = serial
         if self._work is None or self._work.wanted != wanted:
             self.close()  # of another one, whose rows nobody waits for any more
-            kept = self._kept_bytes // READERS
-            self._work = _Work(self._loop, self._executor, self._serving, self._memory, wanted, kept)
+            self._work = _Work(self._loop, self._executor, self._serving, self._memory, wanted, self._kept_bytes)
         work = self._work
         work.asked_s = self._loop.time()
         if work.over:  # told once: who asks again wants it tried again
@@ -117,7 +120,7 @@ class _Work:
         self, loop: asyncio.AbstractEventLoop, executor: Executor, serving: Serving, memory: MemoryLimit,
         wanted: Wanted, kept_bytes: int,
     ) -> None:  # fmt: skip
-        self._kept_bytes = kept_bytes  # by each reader
+        self._kept_bytes = kept_bytes
         self.wanted = wanted
         self.done: set[int] = set()
         self.rows = 0
@@ -193,12 +196,17 @@ class _Work:
             await self._log(creates)
         here = np.zeros(self._serving.ranges, np.bool_)
         here[mine] = True
+        kept = self._kept_bytes // READERS
+        several, most, kept = (
+            (NEAR_READERS, NEAR_BYTES, kept // 2) if contents.storage.near else (READERS, UNIT_BYTES, kept)
+        )
+        lying = _overlapping(manifest.ranges, here)
         units = (
             (new, unit)
             for old, new in self._read_from
-            for unit in contents.units(old, _overlapping(manifest.ranges, here) if old == new else lambda r: True)
+            for unit in contents.units(old, lying if old == new else lambda r: True, most)
         )
-        readers = [self._loop.create_task(self._read(contents, units, here)) for _ in range(READERS)]
+        readers = [self._loop.create_task(self._read(contents, units, here, kept)) for _ in range(several)]
         try:
             await asyncio.gather(*readers)
         except BaseException:
@@ -219,9 +227,11 @@ class _Work:
         view = self._serving.view
         return 0 if view is None else int(view.since[r])
 
-    async def _read(self, contents: Contents, units: Iterator[tuple[int, Unit]], here: NDArray[np.bool_]) -> None:
+    async def _read(
+        self, contents: Contents, units: Iterator[tuple[int, Unit]], here: NDArray[np.bool_], kept_bytes: int
+    ) -> None:
         """One unit after the other, as long as there are any: read in a thread, logged by the loop."""
-        take = Pool(self._kept_bytes, self._kept_bytes // 2).take  # by one thread at a time
+        take = Pool(kept_bytes, kept_bytes // 2).take  # by one thread at a time
         for table, unit in units:
             batches = (each for rows in contents.read(unit, take) for each in _batches(cut_up(rows, table, here, take)))
             while (some := await self._loop.run_in_executor(self._pool, next, batches, None)) is not None:
