@@ -47,11 +47,12 @@ Inputs = tuple[Tensor, Tensor]
 
 @dataclass
 class Trainable:
-    """A model with what steps it. prefetch: asks for the rows of the next batch; finish: waits until all is done."""
+    """A model with what steps it. expect: says, before a step, which batch comes next; finish: waits until all is
+    done."""
 
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
-    prefetch: Callable[[Inputs], None] = lambda inputs: None
+    expect: Callable[[Inputs], None] = lambda inputs: None
     finish: Callable[[], None] = lambda: None
 
 
@@ -72,7 +73,7 @@ class DeepFM:
     def remote(self, ps: eps.Client) -> Trainable:
         """Every weight at the servers."""
         made = remote(ps, self._ratings, SEED)
-        return Trainable(made.model, made.optimizers, lambda inputs: made.prefetch(inputs[0], inputs[1]), ps.flush)
+        return Trainable(made.model, made.optimizers, lambda inputs: made.expect(inputs[0], inputs[1]), ps.flush)
 
 
 class Collected(nn.Module):
@@ -90,9 +91,9 @@ class Collected(nn.Module):
         rows: Tensor = self.tables(Jagged.columns(self.names, ids)).values()
         return rows.view(*ids.shape, DIM)
 
-    def prefetch(self, ids: Tensor) -> None:
-        """Asks for the rows of the next batch."""
-        self.tables.prefetch(Jagged.columns(self.names, ids))
+    def expect(self, ids: Tensor) -> None:
+        """Says which batch comes next: its rows are asked for as the step ends."""
+        self.tables.expect(Jagged.columns(self.names, ids))
 
 
 class Clicks:
@@ -121,7 +122,7 @@ class Clicks:
         rows = Collected(ps, eps.Normal(std=ROWS_STD, seed=SEED))
         model = DLRM(rows)
         optimizer = Optimizer(ps, model, optimizer=eps.Adam(lr=DENSE_LR), prefix="dlrm", pipeline=True)
-        return Trainable(model, [optimizer], lambda inputs: rows.prefetch(inputs[1]), ps.flush)
+        return Trainable(model, [optimizer], lambda inputs: rows.expect(inputs[1]), ps.flush)
 
 
 class Trainer:
@@ -174,11 +175,11 @@ class Trainer:
                 optimizer.zero_grad()
             error = functional.binary_cross_entropy_with_logits(what.model(*inputs), label)
             error.backward()
-            for optimizer in what.optimizers:
-                optimizer.step()
             self._next = next(self._batches)
             if number + 1 < steps:
-                what.prefetch((self._next[0], self._next[1]))
+                what.expect((self._next[0], self._next[1]))
+            for optimizer in what.optimizers:
+                optimizer.step()
             error.item()  # whoever trains looks at it
         what.finish()
         return {"began": began, "ended": time.monotonic()}

@@ -17,6 +17,7 @@ from elasticps.client.data_shards import Shards
 from elasticps.client.losses import Loss
 from elasticps.client.parts import Parts
 from elasticps.client.protocol.join import Resume
+from elasticps.client.pull_behind import H, PullBehind
 from elasticps.client.pull_tables import PartRead, TablesPull
 from elasticps.client.pulls import ArrayRead
 from elasticps.client.registry import Registry
@@ -133,31 +134,46 @@ class Client:
         """
         return self._steps.whole(values, lr, copy=copy)
 
-    def pull(
-        self, keys: Mapping[SparseTable, object], *, read: str = "tail", exact: bool = False
-    ) -> dict[SparseTable, Rows]:
-        """Rows of several tables, {table: keys int64 [n]}: of each float32 [n, dim] in the order of its keys. One frame
-        asks each server for all of them. `read`, `exact` and what is raised as for `SparseTable.pull`.
+    def pull(self, keys: Mapping[H, object], *, read: str = "tail", exact: bool = False) -> dict[H, Rows]:
+        """Rows of several tables, and tensors, {table: keys int64 [n], tensor: None}: of each table float32 [n, dim] in
+        the order of its keys, each tensor float32 of its shape. One frame asks each server for all of them but large
+        tensors. `read`, `exact` and what is raised as for `SparseTable.pull`.
         """
-        tables = self._checked_tables(keys)
-        return self._parts.reads.pulled_tables(tables, [t.begin(keys[t], None, read, exact) for t in tables])
+        handles = self._checked_handles(keys)
+        return self._parts.reads.pulled_tables(handles, [h.begin(keys[h], None, read, exact) for h in handles])
 
     def pull_async(
-        self, keys: Mapping[SparseTable, object], out: Mapping[SparseTable, Rows] | None = None, *,
+        self, keys: Mapping[H, object], out: Mapping[H, Rows] | None = None, *,
         read: str = "tail", exact: bool = False,
-    ) -> TablesPull[SparseTable]:  # fmt: skip
-        """Asks for rows of several tables now, for those of `out` into that; `result()` of what is returned waits for
-        them and gives what `pull` does."""
-        tables = self._checked_tables(keys)
-        places: Mapping[SparseTable, Rows] = {} if out is None else out
-        reads = [table.begin(keys[table], places.get(table), read, exact) for table in tables]
-        return self._parts.reads.start_tables(tables, reads)
+    ) -> TablesPull[H]:  # fmt: skip
+        """Asks for all of that now, for those of `out` into that; `result()` of what is returned waits for them and
+        gives what `pull` does."""
+        handles = self._checked_handles(keys)
+        places: Mapping[H, Rows] = {} if out is None else out
+        reads = [handle.begin(keys[handle], places.get(handle), read, exact) for handle in handles]
+        return self._parts.reads.start_tables(handles, reads)
 
-    def _checked_tables(self, keys: Mapping[SparseTable, object]) -> list[SparseTable]:
+    def push_pull(
+        self, values: Values, keys: Mapping[H, object], out: Mapping[H, Rows] | None = None, *,
+        step: OpenStep | None = None, lr: Rates = None, copy: bool = True, read: str = "tail", exact: bool = False,
+    ) -> tuple[Step, TablesPull[H]]:  # fmt: skip
+        """`push(values)`, then `pull_async(keys, out)`: the same results, but to each server one message has both,
+        which spares time at both ends. Under `BSP` the round is waited for in between. Arguments of the pull that
+        cannot be used raise before anything is sent.
+
+        step: an open one, of which `values` are the last part; its own `lr` counts then.
+        """
+        handles = self._checked_handles(keys)
+        pull = PullBehind(self._parts.reads, handles, keys, {} if out is None else out, read, exact)
+        if step is None:
+            step = OpenStep(self._steps, lr)
+        return step.end(values, copy=copy, then=pull.then), pull.begun()
+
+    def _checked_handles(self, keys: Mapping[H, object]) -> list[H]:
         opened = self._tables.opened
-        for table in keys:
-            if opened.get(getattr(table, "name", "")) is not table or table.spec.shape is not None:
-                raise InputError(f"pull takes the tables of this client as keys, got {table!r}")
+        for handle in keys:
+            if opened.get(getattr(handle, "name", "")) is not handle:
+                raise InputError(f"pull takes the tables and tensors of this client as keys, got {handle!r}")
         return list(keys)
 
     def pull_many(

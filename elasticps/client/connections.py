@@ -67,6 +67,7 @@ class Connections:
         self._usual = usual
         self._on_gone = on_gone
         self._credentials = credentials
+        self._gathered: dict[Member, list[Buffer]] | None = None  # what is to leave together
         self._closed = False
         self._before = (0, 0)  # bytes sent and received over links that there are no more
 
@@ -101,6 +102,27 @@ class Connections:
 
     def send(self, member: Member, buffers: Sequence[Buffer]) -> None:
         """Sends to a server if it can be reached; otherwise its next connection, or the next view, will see to it."""
+        if self._gathered is not None:
+            self._gathered.setdefault(member, []).extend(buffers)
+            return
+        self._send(member, buffers)
+
+    def gather(self) -> None:
+        """Until `release` what is sent to a server waits, and leaves in one message then; all under the lock."""
+        self._gathered = {}
+
+    def release(self) -> None:
+        """Sends what was gathered. If this, or what was to be gathered, ends with an exception: `abandon`."""
+        for member, buffers in (self._gathered or {}).items():
+            self._send(member, buffers)
+        self._gathered = None
+
+    def abandon(self) -> bool:
+        """Gathers no more. True if something was gathered, of which nobody knows now whether it has left."""
+        gathered, self._gathered = self._gathered, None
+        return bool(gathered)
+
+    def _send(self, member: Member, buffers: Sequence[Buffer]) -> None:
         peer = self.peers.get(member)
         if peer is None or not peer.link.ready:
             return

@@ -30,7 +30,6 @@ from elasticps.client.pulls import (
     Read,
     ReadPart,
     RowsToCome,
-    SparseRead,
     Target,
 )
 from elasticps.client.push_batch import address
@@ -141,29 +140,26 @@ class TablesRead(Read):
 
 
 class TablesPull(Generic[T]):
-    """A pull of several tables in flight: `reads`, one for each of `tables`; those of tables that keep no rows are
-    asked for by way of `groups`."""
+    """A pull of several tables and tensors in flight: `reads`, one for each of `tables`; those of tables that keep no
+    rows are asked for by way of `groups`."""
 
-    def __init__(
-        self, tables: Sequence[T], reads: Sequence[SparseRead | RowsToCome],
-        groups: Sequence[TablesRead | ArrayRead],
-    ) -> None:  # fmt: skip
+    def __init__(self, tables: Sequence[T], reads: Sequence[ArrayRead | RowsToCome], groups: Sequence[Read]) -> None:
         self._tables = tables
         self._reads = reads
         self._groups = groups
 
     def done(self) -> bool:
         """Whether `result` would return, or raise, at once."""
-        kept = [read for read in self._reads if not isinstance(read, SparseRead)]
-        return all(read.done() for read in [*self._groups, *kept])
+        kept = [read.done() for read in self._reads if not isinstance(read, ArrayRead)]
+        return all(read.done() for read in self._groups) and all(kept)
 
     def result(self, timeout: float | None = None) -> dict[T, NDArray[np.float32]]:
-        """Waits for the rows, float32 [n, dim] of each table, in the order of its keys; `Timeout` after `timeout`
-        seconds (default: the client's) for each server's part."""
+        """Waits for the rows, float32 [n, dim] of each table, in the order of its keys, and float32 of the shape of
+        each tensor; `Timeout` after `timeout` seconds (default: the client's) for each server's part."""
         for group in self._groups:
             group.wait(timeout)
         return {
-            table: read.arrived() if isinstance(read, SparseRead) else read.result(timeout)
+            table: read.arrived() if isinstance(read, ArrayRead) else read.result(timeout)
             for table, read in zip(self._tables, self._reads, strict=True)
         }
 
@@ -183,6 +179,13 @@ class PartRead:
         """Waits for it; `Timeout` after `timeout` seconds (default: the client's)."""
         self._group.wait(timeout)
         return self._read.arrived()
+
+
+def in_groups(finish: Finish, reads: Sequence[ArrayRead | RowsToCome]) -> list[Read]:
+    """What asks for those of these reads that somebody is to be asked for: tables and small tensors together."""
+    asked = [read for read in reads if isinstance(read, ArrayRead)]
+    large = [read for read in asked if read.of_tensor and read.flat.nbytes > SMALL_READ_BYTES]
+    return [*together(finish, [read for read in asked if read not in large] if large else asked), *large]
 
 
 def small_together(finish: Finish, reads: Sequence[ArrayRead]) -> tuple[list[Read], list[ArrayRead | PartRead]]:

@@ -237,7 +237,9 @@ class Read(ABC):
 
 
 class ArrayRead(Read):
-    """A pull of one array."""
+    """A pull of one array. of_tensor: a whole one, not rows of a table."""
+
+    of_tensor = False
 
     def result(self, timeout: float | None = None) -> NDArray[np.float32]:
         """Waits for it; `Timeout` after `timeout` seconds (default: the client's)."""
@@ -289,6 +291,8 @@ class CodedRead(SparseRead):
 
 class DenseRead(ArrayRead):
     """A whole dense tensor, float32 of its shape; the keys are its blocks."""
+
+    of_tensor = True
 
     def target(self, positions: Positions, run: bool) -> Target:
         return BlocksTarget(self.flat, self.keys if positions is None else positions, self.dim)

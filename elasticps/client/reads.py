@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.protocol.fan_out import Answer, Questions
 from elasticps.client.protocol.routing import Routes
-from elasticps.client.pull_tables import PartRead, TablesPull, small_together, together
-from elasticps.client.pulls import ArrayRead, Read, RowsToCome, SparseRead
+from elasticps.client.pull_tables import PartRead, TablesPull, in_groups, small_together
+from elasticps.client.pulls import ArrayRead, Read, RowsToCome
 from elasticps.client.runtime import Lock
 from elasticps.client.short_keys import Short
 from elasticps.errors import Timeout
@@ -79,6 +79,14 @@ class Reads:
             read.clock = clock
         self._dispatcher.start_reads(reads, self._bound, self._wait_ms)
 
+    def start_behind(self, reads: Sequence[Read]) -> None:
+        """The same right behind a part of a step, which the caller has sent under the lock; not in rounds, that would
+        have to be waited for."""
+        session = self._dispatcher.session
+        for read in reads:
+            read.clock = session.clock - session.open
+        self._dispatcher.start_reads(reads, self._bound, self._wait_ms)
+
     def pulled(self, read: ArrayRead) -> NDArray[np.float32]:
         """Asks for what is to be read, and what came; if that ends with an exception, be it between two lines of ours,
         its memory is the caller's alone from now on."""
@@ -94,17 +102,17 @@ class Reads:
         self.start_all(groups)
         return parts
 
-    def start_tables(self, tables: Sequence[T], reads: Sequence[SparseRead | RowsToCome]) -> TablesPull[T]:
-        """Asks for rows of several tables, each server once."""
-        groups = together(self.finish, [read for read in reads if isinstance(read, SparseRead)])
+    def start_tables(self, tables: Sequence[T], reads: Sequence[ArrayRead | RowsToCome]) -> TablesPull[T]:
+        """Asks for rows of several tables, and tensors, each server once."""
+        groups = in_groups(self.finish, reads)
         self.start_all(groups)
         return TablesPull(tables, reads, groups)
 
     def pulled_tables(
-        self, tables: Sequence[T], reads: Sequence[SparseRead | RowsToCome]
+        self, tables: Sequence[T], reads: Sequence[ArrayRead | RowsToCome]
     ) -> dict[T, NDArray[np.float32]]:
         """The same, and what came; as `pulled`."""
-        groups = together(self.finish, [read for read in reads if isinstance(read, SparseRead)])
+        groups = in_groups(self.finish, reads)
         try:
             self.start_all(groups)
             return TablesPull(tables, reads, groups).result()

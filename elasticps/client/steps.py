@@ -80,15 +80,25 @@ class OpenStep:
 
     def push(self, values: Values, *, copy: bool = True) -> None:
         """Sends gradients, as `Client.push` does, without ending the step."""
+        self._refuse_closed()
+        self._steps.push(self, values, self._rates, last=False, copy=copy)
+
+    def _refuse_closed(self) -> None:
         if self._closed:
             assert self.state is not None
             raise InputError(f"step {self.state.clock} is committed already; begin another one")
-        self._steps.push(self, values, self._rates, last=False, copy=copy)
 
     def commit(self) -> Step:
         """Ends the step: one tick. Again: the same step."""
-        if not self._closed:
-            self._steps.push(self, {}, self._rates, last=True, copy=True)
+        return self._step() if self._closed else self.end({})
+
+    def end(self, values: Values, *, copy: bool = True, then: Callable[[], None] | None = None) -> Step:
+        """Sends the last part; `then` as for `Steps.push`."""
+        self._refuse_closed()
+        self._steps.push(self, values, self._rates, last=True, copy=copy, then=then)
+        return self._step()
+
+    def _step(self) -> Step:
         assert self.state is not None
         return Step(self._steps, self.state)
 
@@ -138,13 +148,14 @@ class Steps:
 
     def whole(self, values: Values, rates: Rates, *, copy: bool) -> Step:
         """Sends a step of one part."""
-        step = OpenStep(self, rates)
-        self.push(step, values, rates, last=True, copy=copy)
-        assert step.state is not None
-        return Step(self, step.state)
+        return OpenStep(self, rates).end(values, copy=copy)
 
-    def push(self, step: OpenStep, values: Values, rates: Rates, *, last: bool, copy: bool) -> None:
-        """Sends one part of a step, the first of which begins it. Waits as long as the window is full."""
+    def push(
+        self, step: OpenStep, values: Values, rates: Rates, *, last: bool, copy: bool,
+        then: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Sends one part of a step, the first of which begins it. Waits as long as the window is full. then: asks
+        servers for something, and waits for nothing; what it sends leaves in one message with the part."""
         dispatcher, session = self._dispatcher, self._session
         if self.losses.untold:
             self.losses.check(self.timeout_s)
@@ -163,13 +174,30 @@ class Steps:
                     raise InputError(f"step {session.clock} is still open; commit it before pushing another")
                 held = step.state is None and dispatcher.holding.holds(session.clock + 1)
                 if step.state is not None or (session.room and not held):
-                    self._push(step, values, rates, last, copy)
+                    if then is None:
+                        self._push(step, values, rates, last, copy)
+                    else:
+                        self._push_and(then, step, values, rates, last, copy)
                     break
             if held:
                 dispatcher.wait_released(session.clock + 1, self.timeout_s)
             else:
                 self._wait(lambda: session.room, None, "room in the window")
         dispatcher.nudge()
+
+    def _push_and(
+        self, then: Callable[[], None], step: OpenStep, values: Values, rates: Rates, last: bool, copy: bool
+    ) -> None:
+        connections = self._dispatcher.connections
+        try:
+            connections.gather()
+            self._push(step, values, rates, last, copy)
+            then()
+            connections.release()
+        except BaseException:
+            if connections.abandon():
+                self._dispatcher.hurt()
+            raise
 
     def _push(self, step: OpenStep, values: Values, rates: Rates, last: bool, copy: bool) -> None:
         """Whatever is raised, at any point: the part is outstanding, with all its content copied, or nothing is."""

@@ -234,17 +234,24 @@ class SparseTable(_Handle):
         `InputError` for unusable arguments, `Timeout` when servers do not answer in time.
         """
         if self._cache is not None and not exact:
-            return self._kept(self._cache, keys, out, read).result()
+            return self.begin(keys, out, read, exact).result()
         return self._reads.pulled(self.prepare(keys, out, read, exact))
 
-    def _kept(self, cache: RowCache, keys: object, out: NDArray[np.float32] | None, read: str) -> CachedRead:
+    def checked(
+        self, keys: object, out: NDArray[np.float32] | None, read: str
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The keys of a pull, and where its rows go; InputError for unusable arguments."""
         checked_read(self.name, read)
         array = checked_keys(self.name, keys)
         shape = (len(array), self.dim)
-        rows = np.empty(shape, np.float32) if out is None else checked_out(f"table {self.name!r}", out, shape)
-        asked = cache.start(array := array.copy(), rows, read == "any")
+        return array, np.empty(shape, np.float32) if out is None else checked_out(f"table {self.name!r}", out, shape)
+
+    def begin_kept(self, keys: NDArray[np.int64], rows: NDArray[np.float32], read: str) -> CachedRead:
+        """A read by way of the `Cache`, of what `checked` gave; nobody changes the keys meanwhile."""
+        assert self._cache is not None
+        asked = self._cache.start(keys, rows, read == "any")
         if self._screen is not None:
-            asked.saw = partial(self._screen.saw, array)
+            asked.saw = partial(self._screen.saw, keys)
         return asked
 
     def _rows(self, keys: NDArray[np.int64], any_replica: bool) -> SparseRead:
@@ -262,17 +269,15 @@ class SparseTable(_Handle):
     ) -> SparseRead | CachedRead:  # fmt: skip
         """A read that nobody has been asked for yet; of a table with a `Cache` one that has begun."""
         if self._cache is not None and not exact:
-            return self._kept(self._cache, keys, out, read)
+            array, rows = self.checked(keys, out, read)
+            return self.begin_kept(array.copy(), rows, read)
         return self.prepare(keys, out, read, exact)
 
     def prepare(
         self, keys: object, out: NDArray[np.float32] | None = None, read: str = "tail", exact: bool = False
     ) -> SparseRead:
         """A read that nobody has been asked for yet."""
-        checked_read(self.name, read)
-        array = checked_keys(self.name, keys)
-        shape = (len(array), self.dim)
-        rows = np.empty(shape, np.float32) if out is None else checked_out(f"table {self.name!r}", out, shape)
+        array, rows = self.checked(keys, out, read)
         private = array if isinstance(keys, list | tuple) else array.copy()  # asked for again when servers change
         if self._short_pull is not None and not exact:
             ordered, where = self._in_order(private)
@@ -441,6 +446,14 @@ class DenseTensor(_Handle):
         """Asks for the tensor now; `result()` of what is returned waits for it."""
         return self._reads.start(self.prepare(out, read, exact))
 
+    def begin(self, keys: object, out: NDArray[np.float32] | None, read: str, exact: bool) -> ArrayRead:
+        """A read that nobody has been asked for yet, as one of a table; `keys` is None, for the whole tensor."""
+        if keys is not None:
+            raise InputError(
+                f"tensor {self.name!r} is pulled as a whole: give None, not keys; `take` gives some floats"
+            )
+        return self.prepare(out, read, exact)
+
     def take(self, where: object, *, read: str = "tail", exact: bool = False) -> NDArray[np.float32]:
         """The floats at places `where`, int64 [n], of the flat tensor: float32 [n]. Only blocks that have one are sent,
         of at most 16,384 floats each. `read`, `exact` and errors as for `SparseTable.pull`."""
@@ -465,7 +478,9 @@ class DenseTensor(_Handle):
         else:
             checked_out(f"tensor {self.name!r}", out, self.shape)
         if self._pull.code and not exact:
-            return self._noted(self._coded(self._blocks, out, read == "any"))
+            coded = self._noted(self._coded(self._blocks, out, read == "any"))
+            coded.of_tensor = True
+            return coded
         dim, any_replica, name = self.spec.dim, read == "any", self.name
         kind = DenseRead if self._screen is None else NotedDenseRead
         return self._noted(kind(self._reads.finish, self.id, self.salt, dim, name, self._blocks, out, any_replica))

@@ -33,14 +33,19 @@ class RemoteDeepFM(DeepFM):
         ]
         self.tables = EmbeddingBagCollection(ps, tables, optimizer=eps.Adagrad(lr=EMBEDDING_LR))
         self.deep = deep()
+        self._next: tuple[Tensor, Tensor, Jagged] | None = None
 
     def rows(self, features: Tensor, genres: Tensor) -> Tensor:
-        rows: Tensor = self.tables(_lists(features, genres)).values()
+        said = self._next
+        same = said is not None and said[0] is features and said[1] is genres
+        lists = said[2] if said is not None and same else _lists(features, genres)
+        rows: Tensor = self.tables(lists).values()
         return rows.view(len(features), len(FIELDS) + 1, ROW)
 
-    def prefetch(self, features: Tensor, genres: Tensor) -> None:
-        """Asks for the rows of the next batch."""
-        self.tables.prefetch(_lists(features, genres))
+    def expect(self, features: Tensor, genres: Tensor) -> None:
+        """Says which batch comes next: its rows are asked for as the step ends."""
+        self._next = features, genres, _lists(features, genres)
+        self.tables.expect(self._next[2])
 
 
 def _lists(features: Tensor, genres: Tensor) -> Jagged:
@@ -53,11 +58,11 @@ def _lists(features: Tensor, genres: Tensor) -> Jagged:
 
 @dataclass
 class Trainable:
-    """A model with what steps it; `prefetch` asks for the rows of the next batch if they are far away."""
+    """A model with what steps it; `expect` says which batch comes next, before a step, for rows that are far away."""
 
     model: DeepFM
     optimizers: Sequence[torch.optim.Optimizer]
-    prefetch: Callable[[Tensor, Tensor], None] = lambda features, genres: None
+    expect: Callable[[Tensor, Tensor], None] = lambda features, genres: None
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def remote(ps: eps.Client, ratings: Ratings, seed: int, *, overlap: bool = True)
     optimizer = Optimizer(
         ps, model, optimizer=eps.Adam(lr=DENSE_LR), prefix="deepfm", overlap=overlap, pipeline=overlap
     )
-    return Trainable(model, [optimizer], model.prefetch)
+    return Trainable(model, [optimizer], model.expect)
 
 
 def local(ratings: Ratings, seed: int) -> Trainable:
@@ -120,11 +125,11 @@ def train(
                 optimizer.zero_grad()
             loss = functional.binary_cross_entropy_with_logits(what.model(features, genres), liked)
             loss.backward()
-            for optimizer in what.optimizers:
-                optimizer.step()
             if i + 1 < len(todo):
                 following = tensors(ratings, todo[i + 1])
-                what.prefetch(following[0], following[1])
+                what.expect(following[0], following[1])
+            for optimizer in what.optimizers:
+                optimizer.step()
             samples += len(liked)
             losses.append(loss.item())
             ends.append(round(time.time(), 4))

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,10 @@ from elasticps.caching import Cache
 from elasticps.client import SparseTable
 from elasticps.errors import ConfigError
 from elasticps.spec import BSP
-from elasticps.torch.collection import Table
+from elasticps.torch.collection import Collection, Table
 from elasticps.torch.data import ShardedDataset, ShardSampler
 from elasticps.torch.embedding import Rows
+from elasticps.torch.expected import layers_of
 from elasticps.torch.group.client import GroupClient
 from elasticps.torch.parameters import plain
 
@@ -39,16 +40,17 @@ PLACE_BYTES = 120
 KEPT = 2  # steps that rows are kept there, by steps ahead: with 1, what is wanted often is asked for in each step
 MOST_AHEAD = 64
 Batch = TypeVar("Batch")
-Ids = Mapping[Rows, Tensor] | Iterable[tuple[Rows, Tensor]]
+Layer = Rows | Collection
+Ids = Mapping[Layer, Any] | Iterable[tuple[Layer, Any]]
 Path = tuple[Any, ...]
 
 
 class _Wanted(NamedTuple):
-    """Of one batch: keys of a layer, distinct; and the ids."""
+    """Of one batch: what a layer gets of it, and the keys that its tables, or the collection's, need."""
 
-    layer: Rows
-    keys: NDArray[np.int64]
-    ids: Tensor
+    layer: Layer
+    keys: list[tuple[Rows, NDArray[np.int64]]]
+    given: Any
 
 
 def prefetch(
@@ -59,8 +61,8 @@ def prefetch(
     A row may be twice `ahead` of this worker's steps old when it is used, or as old as its table's `Cache` says; own
     pushes are in it. Under `SSP` the bound holds, so that `ahead` counts up to it. Under `BSP` results are those
     without: the next batch's rows are asked for as a step ends.
-    ids: of a batch, the ids that layers will get, {layer: tensor} or pairs of them; of tables of collections too, for
-    which nothing is asked as steps end. None: those tensors of a batch that layers got of the first one.
+    ids: of a batch, what layers will get: {layer: ids} or pairs of them, of a collection its lists of ids. None: those
+    parts of a batch that layers got of the first one.
     ConfigError for a model without elasticps embeddings, one of a group, for data in shards, which belong to the step
     that begins next, and when what layers get is not in a batch.
     """
@@ -82,20 +84,16 @@ class Ahead(Generic[Batch]):
                 "a shard belongs to the step that begins next, so its data cannot be looked at ahead: use a loader "
                 "without shards, or no prefetch"
             )
-        self._layers = [module for module in plain(model).modules() if isinstance(module, Rows)]
+        self._layers = layers_of(plain(model))
         if not self._layers:
             raise ConfigError("the model has no elasticps embedding whose rows could be asked for ahead")
         if any(isinstance(layer.ps, GroupClient) for layer in self._layers):
             raise ConfigError("ranks of a group ask for rows together, and look ahead at nothing: leave out prefetch")
-        if ids is None and any(isinstance(layer, Table) for layer in self._layers):
-            raise ConfigError(
-                "what tables of a collection get stands in lists: tell prefetch, ids=lambda batch: {table: ids of all "
-                "its features}, where tables are model.….embedding_bags[name], or embeddings[name]"
-            )
+        self._tables = [table for layer in self._layers for table in _tables(layer)]
         self._loader = loader
         self._ahead = ahead
         self._ids = ids
-        self._paths: list[tuple[Rows, Path]] = []  # where the ids of layers stand in a batch
+        self._paths: list[tuple[Layer, Path]] = []  # where what layers get stands in a batch
 
     def __len__(self) -> int:
         """Batches, if the loader knows."""
@@ -109,7 +107,8 @@ class Ahead(Generic[Batch]):
             yield from self._batches(iter(self._loader))
         finally:
             for layer in self._layers:
-                layer.on_ids, layer.expected = None, []
+                layer.on_ids = None
+                layer.expect()
             for table in made:
                 table.keep(None)
 
@@ -134,19 +133,23 @@ class Ahead(Generic[Batch]):
             if not coming:
                 return
             batch, _ = coming.popleft()
-            for layer in self._layers:
-                layer.expected = []
-            for one in coming[0][1] if coming else ():
-                if not self._reach(one.layer) and not isinstance(one.layer, Table):
-                    one.layer.expected.append(one.ids)
+            self._expect(coming[0][1] if coming else [])
             if len(coming) > 1:  # what gave way meanwhile, or was pushed to without slots
                 self._fetch(coming[len(coming) // 2][1], len(coming) // 2 + 1)
             yield batch
 
+    def _expect(self, wanted: list[_Wanted]) -> None:
+        """Rows of tables that keep none are asked for as the step ends."""
+        for layer in self._layers:
+            layer.expect(*(
+                one.given for one in wanted
+                if one.layer is layer and not any(self._reach(table) for table in _tables(layer))
+            ))  # fmt: skip
+
     def _open_caches(self) -> list[SparseTable]:
         """Gives those tables a cache that have none; returns them."""
         made = []
-        for layer in self._layers:
+        for layer in self._tables:
             table = layer.table
             if isinstance(table, SparseTable) and table.cache is None and (steps := self._allowed(layer)):
                 spec = table.spec
@@ -172,61 +175,71 @@ class Ahead(Generic[Batch]):
         )
 
     def _fetch(self, wanted: list[_Wanted], ahead: int) -> None:
-        for layer, keys, _ in wanted:
-            if 0 < ahead <= self._reach(layer):
-                assert isinstance(layer.table, SparseTable)
-                layer.table.fetch(keys, ahead)
+        for one in wanted:
+            for layer, keys in one.keys:
+                if 0 < ahead <= self._reach(layer):
+                    assert isinstance(layer.table, SparseTable)
+                    layer.table.fetch(keys, ahead)
 
     # -- which part of a batch is whose
 
     def _wanted(self, batch: Batch) -> list[_Wanted]:
         if self._ids is None:
-            pairs: Iterable[tuple[Rows, Tensor]] = [(layer, _at(batch, path)) for layer, path in self._paths]
+            pairs: Iterable[tuple[Layer, Any]] = [(layer, _at(batch, path)) for layer, path in self._paths]
         else:
             given = self._ids(batch)
             pairs = given.items() if isinstance(given, Mapping) else given
         wanted = []
         for layer, ids in pairs:
-            if layer not in self._layers or not isinstance(ids, Tensor):
+            known = layer in self._layers or (isinstance(layer, Table) and layer in self._tables)
+            if not known or not (isinstance(layer, Collection) or isinstance(ids, Tensor)):
                 raise ConfigError(
-                    "ids gives, of a batch, {layer: tensor} or pairs of them, for embeddings of the model; got "
-                    f"{type(layer).__name__}: {type(ids).__name__}"
+                    "ids gives, of a batch, {layer: what it gets} or pairs of them, for embeddings and collections of "
+                    f"the model; got {type(layer).__name__}: {type(ids).__name__}"
                 )
-            wanted.append(_Wanted(layer, layer.keys_of(ids)[0], ids))
+            keys = layer.keys_of(ids) if isinstance(layer, Collection) else [(layer, layer.keys_of(ids)[0])]
+            wanted.append(_Wanted(layer, keys, ids))
         return wanted
 
-    def _watch(self) -> list[tuple[Rows, Tensor]]:
+    def _watch(self) -> list[tuple[Layer, Any]]:
         """What layers get from now on."""
-        got: list[tuple[Rows, Tensor]] = []
+        got: list[tuple[Layer, Any]] = []
         for layer in self._layers:
             layer.on_ids = partial(_note, got, layer)
         return got
 
-    def _learn(self, batch: Batch, got: list[tuple[Rows, Tensor]]) -> None:
+    def _learn(self, batch: Batch, got: list[tuple[Layer, Any]]) -> None:
         """Finds in a batch what layers got of it."""
         for layer in self._layers:
             layer.on_ids = None
         leaves = list(_leaves(batch, ()))
-        for layer, ids in got:
-            path = next((path for path, leaf in leaves if _same(leaf, ids)), None)
+        for layer, given in got:
+            path = next((path for path, leaf in leaves if _same(leaf, given)), None)
             if path is None:
                 raise ConfigError(
-                    f"what the layer of table {layer.table.name!r} gets is no tensor of a batch: tell prefetch what it "
-                    "gets, ids=lambda batch: {layer: tensor}"
+                    f"what the layer of {_named(layer)} gets is no part of a batch: tell prefetch what it gets, "
+                    "ids=lambda batch: {layer: ids}, of a collection its lists of ids"
                 )
             if (layer, path) not in self._paths:
                 self._paths.append((layer, path))
 
 
-def _note(got: list[tuple[Rows, Tensor]], layer: Rows, ids: Tensor) -> None:
-    got.append((layer, ids))
+def _tables(layer: Layer) -> list[Rows]:
+    return list(layer.tables) if isinstance(layer, Collection) else [layer]
 
 
-def _leaves(part: object, path: Path) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors in lists, tuples and mappings, and where they stand."""
-    if isinstance(part, Tensor):
-        yield path, part
-    elif isinstance(part, Mapping):
+def _named(layer: Layer) -> str:
+    return "table " + ", ".join(repr(table.table.name) for table in _tables(layer))
+
+
+def _note(got: list[tuple[Layer, Any]], layer: Layer, given: Any) -> None:
+    got.append((layer, given))
+
+
+def _leaves(part: object, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Tensors, and what else a batch has, in lists, tuples and mappings; these, too; and where they stand."""
+    yield path, part
+    if isinstance(part, Mapping):
         for key, inner in part.items():
             yield from _leaves(inner, (*path, key))
     elif isinstance(part, list | tuple):
@@ -234,15 +247,20 @@ def _leaves(part: object, path: Path) -> Iterator[tuple[Path, Tensor]]:
             yield from _leaves(inner, (*path, i))
 
 
-def _at(batch: Any, path: Path) -> Tensor:
+def _at(batch: Any, path: Path) -> Any:
     for step in path:
         batch = batch[step]
-    return cast(Tensor, batch)
+    return batch
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors look at the same numbers in the same way."""
+def _same(one: Any, other: Any) -> bool:
+    """Whether these are one thing, or look at the same numbers in the same way."""
     if one is other:
         return True
-    views = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (one, other)]
-    return views[0] == views[1] and one.numel() > 0
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        views = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (one, other)]
+        return views[0] == views[1] and one.numel() > 0
+    return (
+        isinstance(one, Mapping) and isinstance(other, Mapping) and len(one) > 0 and one.keys() == other.keys()
+        and all(_same(one[key], other[key]) for key in one)
+    )  # fmt: skip

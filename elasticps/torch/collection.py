@@ -9,9 +9,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Filter, Init
 from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.distinct import distinct_tables
-from elasticps.torch.embedding import MAX_PREFETCHED, Rows
+from elasticps.torch.embedding import MAX_PREFETCHED, Rows, Want
 from elasticps.torch.group.client import GroupClient
 from elasticps.torch.jagged import JaggedTensor, KeyedTensor, Lists, lists_of
 
@@ -120,7 +121,10 @@ class _Lookup:
     positions: NDArray[np.int64]
     edges: list[int]
     rows: NDArray[np.float32]  # of all tables, one after another
-    pull: TablesPull[Any] | GroupTablesRead[Any] | None
+    wanted: dict[Any, NDArray[np.int64]]  # of each table its keys
+    places: dict[Any, NDArray[np.float32]]  # of its rows
+    pull: TablesPull[Any] | GroupTablesRead[Any] | None = None
+    asked_at: tuple[int, int] | None = None  # of rows that were expected: clock and changes of the tables at that time
 
 
 @dataclass(eq=False)
@@ -158,7 +162,8 @@ class Collection(nn.Module):
     ) -> None:
         super().__init__()
         _check(tables)
-        self._ps = ps
+        self.ps = ps
+        self.on_ids: Callable[[Any], None] | None = None  # hears of what forward passes get
         self._together = isinstance(ps, GroupClient)  # what one rank pulls, all do, if it is nothing
         self._layout = layout = _Layout(tables)
         made = {}
@@ -173,6 +178,7 @@ class Collection(nn.Module):
             )  # fmt: skip
         self._tables = [made[config.name] for config in layout.configs]
         self._ahead: deque[_Lookup] = deque(maxlen=MAX_PREFETCHED)
+        self._expected: list[_Lookup] = []  # of the next batch, to be asked for when this one's step has ended
         self.lock = threading.Lock()  # backward passes on CUDA run in torch's own threads
         for group in layout.groups:
             uses: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -192,22 +198,64 @@ class Collection(nn.Module):
         """Names of all features, table by table as they were given."""
         return list(self._layout.shown)
 
+    @property
+    def tables(self) -> Sequence[Rows]:
+        """The tables, in the order in which they are looked up."""
+        return self._tables
+
+    def keys_of(self, features: Any) -> list[tuple[Rows, NDArray[np.int64]]]:
+        """Of a batch, the tables that it needs and the keys of each, int64, distinct. Errors as for a forward pass."""
+        lookup = self._plan(self._checked(features))
+        return [(table, lookup.wanted[table.table]) for table in self._tables if table.table in lookup.wanted]
+
     def prefetch(self, features: Any) -> None:
         """Asks for the rows of a batch now; the forward pass that gets the same lists takes them, as new as the servers
         had them at the time of this call."""
-        lists = self._checked(features)  # a copy of the caller's, who may change them
-        lists = lists._replace(ids=lists.ids.copy(), lengths=lists.lengths.copy())
-        self._ahead.append(self._ask(lists))
+        self._ahead.append(self._ask(self._copied(features)))
+
+    def _copied(self, features: Any) -> Lists:
+        lists = self._checked(features)
+        return lists._replace(ids=lists.ids.copy(), lengths=lists.lengths.copy())  # the caller may change them
+
+    def expect(self, *features: Any) -> None:
+        """What the next forward passes will get, instead of what was said before. The Optimizer's next `step()` asks
+        for these rows in the messages in which its gradients leave and the dense weights are asked for. They are as new
+        as that step; passes that come after another step ask again. Errors as for a forward pass."""
+        self._expected = [self._plan(self._copied(each)) for each in features]
+
+    def wants(self) -> list[Want]:
+        """What is expected, for a step that ends; nothing is, then."""
+        expected, self._expected = self._expected, []
+        return [Want(each.wanted, each.places, partial(self._began, each)) for each in expected if each.wanted]
+
+    def _began(self, lookup: _Lookup, pull: TablesPull[Any]) -> None:
+        lookup.pull, lookup.asked_at = pull, self._now
+        self._ahead.append(lookup)
+
+    @property
+    def _now(self) -> tuple[int, int]:
+        """What rows that were expected are as new as."""
+        return self.ps.clock, sum(int(getattr(table.table, "changes", 0)) for table in self._tables)
 
     def _claim(self, lists: Lists) -> _Lookup:
         for lookup in list(self._ahead):
-            if lookup.lists.same(lists):
+            if lookup.asked_at is not None and lookup.asked_at != self._now:
+                with suppress(ValueError):
+                    self._ahead.remove(lookup)
+            elif lookup.lists.same(lists):
                 with suppress(ValueError):  # else another thread has taken it
                     self._ahead.remove(lookup)
                     return replace(lookup, lists=lists)
         return self._ask(lists)
 
     def _ask(self, lists: Lists) -> _Lookup:
+        lookup = self._plan(lists)
+        if lookup.wanted:
+            lookup.pull = self.ps.pull_async(lookup.wanted, lookup.places)
+        return lookup
+
+    def _plan(self, lists: Lists) -> _Lookup:
+        """What is to be asked for."""
         found = self._layout.find(lists)
         n = lists.samples
         segments = np.empty((len(found), 3), np.int64)
@@ -227,13 +275,14 @@ class Collection(nn.Module):
                 wanted[table.table] = mine
                 places[table.table] = rows[floats : floats + size].reshape(high - low, table.dim)
             floats += size
-        pull = self._ps.pull_async(wanted, places) if wanted else None
-        return _Lookup(lists, found, keys, ends, positions, edges, rows, pull)
+        return _Lookup(lists, found, keys, ends, positions, edges, rows, wanted, places)
 
     def _pulled(self, given: Any) -> tuple[_Lookup, list[tuple[Tensor, Tensor]]]:
         """Of each group the rows of its tables, [keys, dim], ready for autograd, and positions of its ids in them."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise ConfigError("a trace would keep the rows that it sees: compile the model")
+        if self.on_ids is not None:
+            self.on_ids(given)
         lookup = self._claim(self._checked(given))
         if lookup.pull is not None:
             lookup.pull.result()

@@ -9,7 +9,8 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from elasticps.torch.group.client import GroupClient
 
 if TYPE_CHECKING:
     from elasticps.client import Client, SparseTable
+    from elasticps.client.pull_tables import TablesPull
     from elasticps.client.pulls import ArrayRead
     from elasticps.client.row_cache import CachedRead
     from elasticps.torch.group import GroupTable
@@ -45,6 +47,14 @@ Gradient = tuple[NDArray[np.int64], Tensor]
 """keys int64 [n], distinct; the gradient of their rows [n, dim]"""
 
 
+class Want(NamedTuple):
+    """Rows that a batch needs: keys of tables, and where their rows go. begun: hears of the pull that brings them."""
+
+    keys: dict[Any, NDArray[np.int64]]
+    places: dict[Any, NDArray[np.float32]]
+    begun: Callable[[Any], None]
+
+
 @dataclass(eq=False)
 class _Lookup:
     """The rows that one batch of ids needs."""
@@ -52,7 +62,7 @@ class _Lookup:
     keys: NDArray[np.int64]  # distinct, without the padding id
     positions: Tensor  # shape of ids: index into keys; len(keys) stands for the padding id
     rows: NDArray[np.float32]  # [keys (+ 1 of zeros if padded), dim], once the rows are there
-    future: ArrayRead | CachedRead | GroupRead | None  # None: no key, nothing to pull
+    future: ArrayRead | CachedRead | GroupRead | TablesPull[Any] | None  # None: no key, nothing to pull
 
     @property
     def padded(self) -> bool:
@@ -145,7 +155,7 @@ class Rows(nn.Module):
         self._ahead: deque[tuple[Tensor, Tensor, _Lookup]] = deque(maxlen=MAX_PREFETCHED)  # ids, as they were
         self.ps = ps
         self.on_ids: Callable[[Tensor], None] | None = None  # hears of what forward passes get
-        self.expected: list[Tensor] = []  # ids of the next batch, to be asked for when this one's step has ended
+        self._expected: list[_Lookup] = []  # of the next batch, to be asked for when this one's step has ended
         self._early: list[_Early] = []
         self.uses: weakref.WeakSet[_Use] = weakref.WeakSet()
         self._gradients: list[Gradient] = []
@@ -158,14 +168,26 @@ class Rows(nn.Module):
         """
         self._ahead.append((ids, ids.detach().clone(), self._ask(ids)))
 
-    def ask_expected(self) -> None:
-        """A step has ended: asks for the rows of the ids that the next forward passes are expected to get. They take
-        them if nothing else has changed rows meanwhile: then they are what a pull would give."""
-        if not self.expected and not self._early:  # as most are; to say so again takes a module longer than to look
-            return
-        expected, self.expected = self.expected, []
-        early = [(self._ask(ids), self.ps.clock, self._changes) for ids in expected]
-        self._early = early
+    def expect(self, *ids: Tensor) -> None:
+        """What the next forward passes will get, instead of what was said before. The Optimizer's next `step()` asks
+        for these rows in the messages in which its gradients leave and the dense weights are asked for. They are as new
+        as that step; passes that come after another step ask again. InputError for unusable ids."""
+        self._expected = [self._plan(each) for each in ids]
+
+    def wants(self) -> list[Want]:
+        """What is expected, for a step that ends; nothing is, then."""
+        if not self._expected and not self._early:  # as most are
+            return []
+        expected, self._expected, self._early = self._expected, [], []
+        return [
+            Want({self.table: some.keys}, {self.table: some.rows[: len(some.keys)]}, partial(self._began, some))
+            for some in expected
+            if len(some.keys) or self._together
+        ]
+
+    def _began(self, lookup: _Lookup, pull: TablesPull[Any]) -> None:
+        lookup.future = pull
+        self._early.append((lookup, self.ps.clock, self._changes))
 
     @property
     def _changes(self) -> int:
@@ -227,19 +249,26 @@ class Rows(nn.Module):
         return keys, where, padded
 
     def _ask(self, ids: Tensor) -> _Lookup:
-        keys, where, padded = self.keys_of(ids)
-        positions = torch.from_numpy(where).view(ids.shape).to(ids.device)
+        lookup = self._plan(ids)
         for early in self._early:
             found, clock, changes = early
-            if (clock, changes) == (self.ps.clock, self._changes) and np.array_equal(found.keys, keys):
+            if (clock, changes) == (self.ps.clock, self._changes) and np.array_equal(found.keys, lookup.keys):
                 self._early.remove(early)
-                if len(found.rows) == len(keys) + padded:
-                    return _Lookup(keys, positions, found.rows, found.future)
+                if len(found.rows) == len(lookup.rows):
+                    lookup.rows, lookup.future = found.rows, found.future
+                    return lookup
                 break
+        keys, rows = lookup.keys, lookup.rows
+        if len(keys) or self._together:
+            lookup.future = self.table.pull_async(keys, rows[: len(keys)])
+        return lookup
+
+    def _plan(self, ids: Tensor) -> _Lookup:
+        """What is to be asked for."""
+        keys, where, padded = self.keys_of(ids)
         rows = np.empty((len(keys) + padded, self.dim), np.float32)
         rows[len(keys) :] = 0.0
-        future = self.table.pull_async(keys, rows[: len(keys)]) if len(keys) or self._together else None
-        return _Lookup(keys, positions, rows, future)
+        return _Lookup(keys, torch.from_numpy(where).view(ids.shape).to(ids.device), rows, None)
 
     def _claim(self, ids: Tensor) -> _Lookup:
         for ahead in self._ahead:

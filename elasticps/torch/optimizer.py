@@ -18,6 +18,7 @@ from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Filter
 from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.embedding import nobody, refuse_torchs
+from elasticps.torch.expected import Exchange, Pulled, Wanted, in_one, layers_of
 from elasticps.torch.group.client import GroupClient
 from elasticps.torch.parameters import (
     Dense,
@@ -34,11 +35,8 @@ from elasticps.torch.parameters import (
 
 if TYPE_CHECKING:
     from elasticps.client import Client, DenseTensor, OpenStep, SparseTable, Step
-    from elasticps.client.pull_tables import PartRead
-    from elasticps.client.pulls import ArrayRead
     from elasticps.client.rates import SetRate
     from elasticps.torch.group import GroupStep, GroupTable, GroupTensor
-    from elasticps.torch.group.reads import WeightsRead
 
     Target = DenseTensor | SparseTable | GroupTensor | GroupTable
 
@@ -108,6 +106,7 @@ class Optimizer(torch.optim.Optimizer):
         groups: Groups = {}
         self._dense = dense_of(ps, model, optimizer, prefix, groups, push=push, pull=pull)
         self._sparse = tables_of(model, groups)
+        self._layers = layers_of(model)
         self._targets: list[tuple[Target, int]] = [  # and their groups' indices
             *((dense.tensor, dense.group) for dense in self._dense),
             *((sparse.table, sparse.group) for sparse in self._sparse),
@@ -127,7 +126,7 @@ class Optimizer(torch.optim.Optimizer):
         self._bucket: dict[Any, Any] = {}  # by target
         self._bucket_bytes = 0
         self._held = 0
-        self._arriving: list[tuple[Dense, ArrayRead | PartRead | WeightsRead]] = []
+        self._arriving: list[tuple[Dense, Pulled]] = []
         self.last_step: Step | GroupStep | None = None
         self._hooks = [*self._watch_gradients(), *self._watch_forwards()]
         Optimizer._live.add(self)
@@ -289,6 +288,14 @@ class Optimizer(torch.optim.Optimizer):
             self._send_bucket()
         return self._open.commit()
 
+    def _exchange(self, wanted: Wanted) -> Exchange:
+        """Ends the step, and asks for what comes after it."""
+        ps: Any = self._ps
+        if self._open is not None:
+            return wanted.behind(ps, self._bucket, self._open, {})
+        self._take_rates()
+        return wanted.behind(ps, self._bucket, None, self._step_rates())
+
     def _take_rates(self) -> None:
         """Assigns to groups what was set for all workers since the last step; the newest, where there are several."""
         news = [
@@ -396,7 +403,9 @@ class Optimizer(torch.optim.Optimizer):
                 stacklevel=2,
             )
             self._check_edits()
-            self._ask()
+            wanted = self._wanted()
+            self._arriving = wanted.now(self._ps)
+            self._asked(wanted)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -435,9 +444,15 @@ class Optimizer(torch.optim.Optimizer):
             for sparse in self._sparse:
                 if not sparse.left:
                     self._send_sparse(sparse)
-            self.last_step = self._end_step()
-            self._clear()
-        self._ask()
+            wanted = self._wanted()
+            if in_one(self._ps):
+                self.last_step, self._arriving = self._exchange(wanted)
+                self._clear()
+            else:
+                self.last_step = self._end_step()
+                self._clear()
+                self._arriving = wanted.now(self._ps)
+        self._asked(wanted)
         return loss
 
     @torch.no_grad()
@@ -464,7 +479,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def refresh(self) -> None:
         """Takes the servers' newest dense weights into the model now, also those that this worker does not train."""
-        self._take(self._pull(self._dense))
+        self._take(Wanted(self._dense, ()).now(self._ps))
 
     def upload(self) -> None:
         """Gives the servers this model's dense weights, which `load_state_dict` has changed, say. Slots begin anew.
@@ -476,15 +491,13 @@ class Optimizer(torch.optim.Optimizer):
         self.refresh()
         Optimizer.loaded.discard(self._model)
 
-    def _pull(self, wanted: list[Dense]) -> list[tuple[Dense, ArrayRead | PartRead | WeightsRead]]:
-        tensors: list[Any] = [dense.tensor for dense in wanted]
-        return list(zip(wanted, self._ps.pull_many(tensors), strict=True))
+    def _wanted(self) -> Wanted:
+        trained = [dense for dense in self._dense if dense.parameter.requires_grad]
+        return Wanted(trained, [want for layer in self._layers for want in layer.wants()])
 
-    def _ask(self) -> None:
-        self._arriving = self._pull([dense for dense in self._dense if dense.parameter.requires_grad])
-        for sparse in self._sparse:
-            for module in sparse.modules:
-                module.ask_expected()
+    def _asked(self, wanted: Wanted) -> None:
+        """Dense weights have been asked for."""
+        wanted.rest(self._ps)
         if not self._pipeline:
             self._take(self._arriving)
 
@@ -493,7 +506,8 @@ class Optimizer(torch.optim.Optimizer):
             self._check_edits()
             self._take(self._arriving)
 
-    def _take(self, arriving: list[tuple[Dense, ArrayRead | PartRead | WeightsRead]]) -> None:
+    def _take(self, arriving: list[tuple[Dense, Pulled]]) -> None:
         self._arriving = []
-        for dense, future in arriving:
-            dense.take(torch.from_numpy(future.result()))
+        with torch.no_grad():
+            for dense, pulled in arriving:
+                dense.take(torch.from_numpy(pulled()))

@@ -37,24 +37,40 @@ class Dense:
     group: int  # index
     left: tuple[int, int] | None = None  # address and version of the gradient that has left in this step
     _taken: Tensor | None = None  # the servers' values, as the parameter took them last
+    _kept: NDArray[np.int32] | None = None  # the same, and the parameter's memory, at an address, if it is of the CPU
+    _memory: NDArray[np.int32] | None = None
+    _address: int = 0
 
-    @torch.no_grad()
     def take(self, values: Tensor) -> None:
-        """Gives the parameter the servers' values, float32, which are kept."""
-        self.parameter.copy_(values)
-        now = self.parameter.detach()
-        self._taken = values if (now.dtype, now.device) == (values.dtype, values.device) else now.clone()
+        """Gives the parameter the servers' values, float32, which are kept. Under `no_grad`."""
+        parameter = self.parameter
+        parameter.copy_(values)
+        if parameter.dtype is values.dtype and parameter.is_cpu:
+            self._taken = values
+            if parameter.data_ptr() != self._address:
+                self._address, self._memory = parameter.data_ptr(), memory_of(parameter)
+            self._kept = None if self._memory is None else values.numpy().reshape(-1).view(np.int32)
+        else:
+            self._taken, self._kept = parameter.detach().clone(), None
 
     def edited(self) -> bool:
         """Whether somebody has changed the parameter here since. Torch's own count would not see changes of `.data`."""
         if self._taken is None:
             return False
+        if self._kept is not None and self.parameter.data_ptr() == self._address:
+            assert self._memory is not None
+            return bool((self._memory != self._kept).any())
         now = self.parameter.detach()
         bits = _BITS[now.element_size()]  # compared as integers: what is not a number equals itself then
         here, there = now.view(bits), self._taken.to(now.device, now.dtype).view(bits)
         if now.is_cpu:  # torch's own would take several threads, and longer
             return not np.array_equal(here.numpy(), there.numpy())
         return not torch.equal(here, there)
+
+
+def memory_of(parameter: nn.Parameter) -> NDArray[np.int32] | None:
+    """A float32 parameter's bits, as long as it lies where it is; None if they do not lie one after another."""
+    return parameter.detach().view(-1).numpy().view(np.int32) if parameter.is_contiguous() else None
 
 
 @dataclass(eq=False)

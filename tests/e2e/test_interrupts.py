@@ -110,6 +110,25 @@ def test_an_interrupted_push_happened_whole_or_not_at_all(cluster: LocalCluster)
         assert hits > POINTS // 2
 
 
+def test_so_did_one_with_a_pull_behind_it(cluster: LocalCluster) -> None:
+    """Also where the message that has both is cut."""
+    with eps.connect(cluster.url, worker="both", timeout=10) as ps:
+        table = ps.table("both", dim=4, optimizer=eps.Accumulate())
+        tensor = ps.tensor("both-d", init=np.zeros(9, np.float32), optimizer=eps.Accumulate())
+        grads, ones, hits = np.ones((64, 4), np.float32), np.ones(9, np.float32), 0
+        keys: dict[Any, Any] = {table: KEYS, tensor: None}
+        for hit in every_point(
+            lambda: ps.push_pull({table: (KEYS, grads), tensor: ones}, keys), (KeyboardInterrupt, Stop)
+        ):
+            hits += hit
+            grads[:] = 50
+            found = ps.pull(keys)
+            assert np.array_equal(found[table], np.full((64, 4), ps.clock, np.float32))
+            assert np.unique(found[tensor]).tolist() == [ps.clock]
+            grads[:] = 1
+        assert hits > POINTS // 2
+
+
 def test_an_interrupted_push_of_several_frames_is_copied_whole(cluster: LocalCluster) -> None:
     with eps.connect(cluster.url, worker="large", timeout=10) as ps:
         tensor = ps.tensor("large", init=np.zeros(1 << 19, np.float32), optimizer=eps.Accumulate())

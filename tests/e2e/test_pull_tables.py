@@ -71,6 +71,74 @@ def test_it_gives_what_pulls_of_each_give(connect: Connect, monkeypatch: pytest.
     assert ps.pull({}) == {}
 
 
+class Twin:
+    """Rows of one worker's tables and tensors, with SGD of rate 1."""
+
+    def __init__(self, ps: eps.Client) -> None:
+        kinds = EXACT[:-1] if isinstance(ps.consistency, eps.BSP) else EXACT  # with rounds no rows are kept
+        self.tables = [ps.table(f"t{i}", optimizer=eps.SGD(lr=1.0), **kind) for i, kind in enumerate(kinds)]
+        shapes = [(3,), (5, 70), (300, 301), (1,)]  # the third is large
+        self.tensors = [
+            ps.tensor(f"d{i}", init=np.zeros(shape, np.float32), optimizer=eps.SGD(lr=1.0))
+            for i, shape in enumerate(shapes)
+        ]
+        self.rows = {table: np.zeros((900, table.dim), np.float32) for table in self.tables}
+        self.values = {tensor: np.zeros(tensor.shape, np.float32) for tensor in self.tensors}
+
+    def gradients(self, rng: np.random.Generator) -> dict[Any, Any]:
+        """Of some of them, whole numbers."""
+        found: dict[Any, Any] = {}
+        for table in self.tables:
+            keys = rng.integers(0, 900, int(rng.integers(0, 60)))
+            found[table] = keys, rng.integers(-3, 4, (len(keys), table.dim)).astype(np.float32)
+            np.subtract.at(self.rows[table], keys, found[table][1])
+        for tensor in self.tensors:
+            found[tensor] = rng.integers(-3, 4, tensor.shape).astype(np.float32)
+            self.values[tensor] -= found[tensor]
+        return found
+
+    def check(self, asked: dict[Any, Any], found: dict[Any, Any]) -> None:
+        assert list(found) == list(asked)
+        for handle, keys in asked.items():
+            expected = self.values[handle] if keys is None else self.rows[handle][keys]
+            np.testing.assert_array_equal(found[handle], expected)
+
+
+EXACT: list[dict[str, Any]] = [
+    {"dim": 1},
+    {"dim": 16},
+    {"dim": 33, "pull": [eps.KeysOnce()], "push": [eps.KeysOnce()]},
+    {"dim": 5, "pull": [eps.KeyDeltas()], "push": [eps.KeyDeltas(), eps.Zstd()]},
+    {"dim": 4, "cache": eps.Cache(rows=200, staleness=0)},
+]
+
+
+@pytest.mark.parametrize("consistency", [eps.ASP(), eps.SSP(staleness=1), eps.BSP()])
+def test_a_pull_behind_a_step_shows_it(connect: Connect, consistency: Any) -> None:
+    """Of tables and tensors, also as the end of a step in parts."""
+    ps, rng = connect(consistency=consistency), np.random.default_rng(5)
+    twin = Twin(ps)
+    asked: dict[Any, Any] = {}
+    for number in range(12):
+        asked = {table: rng.integers(0, 900, int(rng.integers(0, 80))) for table in twin.tables}
+        asked |= dict.fromkeys(twin.tensors)
+        out = {twin.tables[1]: np.empty((len(asked[twin.tables[1]]), 16), np.float32)}
+        values = twin.gradients(rng)
+        if number % 3:
+            done, pull = ps.push_pull(values, asked, out)
+        else:
+            step = ps.step()
+            step.push({handle: values.pop(handle) for handle in list(values)[::2]})
+            done, pull = ps.push_pull(values, asked, out, step=step)
+        assert done.clock == ps.clock == number + 1
+        found = pull.result()
+        assert found[twin.tables[1]] is out[twin.tables[1]]
+        assert pull.done()
+        twin.check(asked, found)
+        twin.check(asked, ps.pull(asked))
+    assert ps.push_pull({}, {})[1].result() == {}
+
+
 def test_large_ones_are_cut_and_land_where_the_caller_wants_them(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,10 +164,25 @@ def test_what_is_wrong_is_told_before_anything_is_sent(connect: Connect) -> None
     table, theirs = ps.table("a", dim=2, optimizer=eps.SGD(lr=1.0)), other.table("b", dim=2, optimizer=eps.SGD(lr=1.0))
     tensor = ps.tensor("d", init=np.zeros(3, np.float32), optimizer=eps.SGD(lr=1.0))
     keys = np.arange(3)
-    wrongs: list[Any] = [{theirs: keys}, {tensor: keys}, {"a": keys}]
+    wrongs: list[Any] = [{theirs: keys}, {"a": keys}]
     for wrong in wrongs:
-        with pytest.raises(eps.InputError, match="the tables of this client"):
+        with pytest.raises(eps.InputError, match="the tables and tensors of this client"):
             ps.pull(wrong)
+    kept = ps.table("kept", dim=2, optimizer=eps.SGD(lr=1.0), cache=eps.Cache(rows=9, staleness=1))
+    wrongs = [{tensor: keys}, {table: None}, {kept: np.ones(3)}, {theirs: keys}]
+    for wrong in wrongs:
+        with pytest.raises(eps.InputError):
+            ps.push_pull({table: (keys, np.ones((3, 2), np.float32))}, wrong)
+    with pytest.raises(eps.InputError, match=r"float32 array"):
+        ps.push_pull({}, {tensor: None}, {tensor: np.empty(4, np.float32)})
+    assert ps.clock == 0
+    with pytest.raises(eps.InputError, match="grads"):
+        ps.push_pull({table: (keys, np.ones((4, 2), np.float32))}, {table: keys})
+    step = ps.step()
+    step.push({table: (keys, np.ones((3, 2), np.float32))})
+    step.commit()
+    with pytest.raises(eps.InputError, match="committed already"):
+        ps.push_pull({}, {table: keys}, step=step)
     with pytest.raises(eps.InputError, match="keys must be int64"):
         ps.pull({table: np.ones(3)})
     with pytest.raises(eps.InputError, match="out must be a float32 array"):

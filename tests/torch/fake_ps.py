@@ -210,11 +210,21 @@ class FakeClient:
             out[...] = read.value
         return pulled
 
-    def pull_async(
-        self, keys: Mapping[SparseTable, NDArray[np.int64]], out: Mapping[SparseTable, Floats], **_: Any
-    ) -> Done:
-        self.pulled.append([table.name for table in keys])
-        return Done({table: table.pull(some, out[table]) for table, some in keys.items() if len(some)})
+    def pull_async(self, keys: Mapping[Any, Any], out: Mapping[Any, Floats], **_: Any) -> Done:
+        tables = {table: some for table, some in keys.items() if isinstance(table, SparseTable)}
+        if tables:
+            self.pulled.append([table.name for table in tables])
+        dense = {tensor: tensor.pull() for tensor in keys if isinstance(tensor, DenseTensor)}
+        return Done(dense | {table: table.pull(some, out[table]) for table, some in tables.items() if len(some)})
+
+    def push_pull(
+        self, grads: Mapping[Any, Any], keys: Mapping[Any, Any], out: Mapping[Any, Floats], *,
+        step: OpenStep | None = None, lr: Mapping[Any, float] | None = None,
+    ) -> tuple[Done, Done]:  # fmt: skip
+        step = self.step(lr) if step is None else step
+        if grads:
+            step.push(grads)
+        return step.commit(), self.pull_async(keys, out)
 
     def step(self, lr: Mapping[Any, float] | None = None) -> OpenStep:
         self.clock += 1

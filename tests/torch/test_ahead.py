@@ -14,16 +14,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import elasticps as eps
+from elasticps.client.transport import Link
 from elasticps.errors import ConfigError, InputError
 from elasticps.torch import (
     Embedding,
     EmbeddingBag,
     EmbeddingBagCollection,
+    Jagged,
     Optimizer,
     ShardedDataset,
     TableConfig,
     prefetch,
 )
+from elasticps.wire.frames import HEADER_BYTES, Kind, unpack_header
 
 BATCHES, SIZE = 12, 6
 Connect = Callable[..., eps.Client]
@@ -45,6 +48,33 @@ class Model(nn.Module):
         return out
 
 
+class Collected(nn.Module):
+    """The same from a collection, which gets a part of the batch; words have a second feature."""
+
+    def __init__(self, ps: Any, cache: eps.Cache | None = None) -> None:
+        super().__init__()
+        init = eps.Normal(std=0.5, seed=1)
+        tables = [
+            TableConfig("users", 4, init=init, cache=cache),
+            TableConfig("words", 4, ["said", "heard"], mode="mean", init=init, cache=cache),
+        ]
+        self.bags = EmbeddingBagCollection(ps, tables, optimizer=eps.Adagrad(lr=0.1))
+        self.top = nn.Linear(12, 1)
+
+    def forward(self, users: Tensor, words: Any) -> Tensor:
+        lists = words if isinstance(words, Jagged) else listed(users, words)
+        out: Tensor = self.top(self.bags(lists).values())
+        return out
+
+
+def listed(users: Tensor, words: Tensor) -> Jagged:
+    return Jagged.of({"users": users[:, None], "said": words, "heard": words.flip(1)[:, :2]})
+
+
+def in_lists(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [batch | {"ids": (batch["ids"][0], listed(*batch["ids"]))} for batch in data]
+
+
 def batches(seed: int = 0) -> list[dict[str, Any]]:
     random = torch.Generator().manual_seed(seed)
 
@@ -54,7 +84,7 @@ def batches(seed: int = 0) -> list[dict[str, Any]]:
     return [{"ids": (ids(SIZE), ids(SIZE, 3)), "label": torch.rand(SIZE, 1, generator=random)} for _ in range(BATCHES)]
 
 
-def train(ps: Any, loader: Any, model: Model) -> dict[str, Tensor]:
+def train(ps: Any, loader: Any, model: Model | Collected) -> dict[str, Tensor]:
     optimizer = Optimizer(ps, model, eps.SGD(lr=0.1))
     for batch in loader:
         optimizer.zero_grad()
@@ -110,9 +140,11 @@ def test_what_cannot_be_looked_at_ahead_is_refused(ps: Any) -> None:
             prefetch([], model, ahead=ahead)
     with pytest.raises(ConfigError, match="no elasticps embedding"):
         prefetch([], nn.Linear(1, 1))
-    tables = [TableConfig("t", 4)]
-    with pytest.raises(ConfigError, match="tables of a collection"):
-        prefetch([], EmbeddingBagCollection(ps, tables, optimizer=eps.SGD(lr=0.1)))
+    bags = EmbeddingBagCollection(ps, [TableConfig("t", 4)], optimizer=eps.SGD(lr=0.1))
+    lists = iter(prefetch([{"t": torch.arange(3)}] * 3, bags))
+    bags({"t": next(lists)["t"] + 1})
+    with pytest.raises(ConfigError, match=r"table 't' gets is no part.*lists of ids"):
+        next(lists)
     with pytest.raises(ConfigError, match="shard"):
         prefetch(DataLoader(ShardedDataset(ps, 10, 2), batch_size=None), model)
     loader = iter(prefetch(batches(), model))
@@ -157,22 +189,27 @@ def rows(ps: eps.Client, name: str) -> Tensor:
     return torch.from_numpy(table.pull(np.arange(9), exact=True))
 
 
-def rounds(connect: Connect, app: str, ahead: int) -> list[dict[str, Tensor]]:
-    """Two workers, each with its own batches; ahead: 0 for a plain loop."""
+def rounds(
+    connect: Connect, app: str, ahead: int, kind: type[Model | Collected] = Model, told: bool = False
+) -> list[dict[str, Tensor]]:
+    """Two workers, each with its own batches; ahead: 0 for a plain loop; told: lists of ids are made of each batch."""
     found: dict[int, dict[str, Tensor]] = {}
     failed: list[BaseException] = []
     clients = [connect(app, f"w{i}", consistency=eps.BSP()) for i in range(2)]
     models = []
     for client in clients:
         torch.manual_seed(5)
-        models.append(Model(client))
+        models.append(kind(client))
 
     def work(i: int) -> None:
         try:
             clients[i].resume()
             ready.wait(30)
             data: Any = batches(seed=i)
-            found[i] = train(clients[i], prefetch(data, models[i], ahead) if ahead else data, models[i])
+            if kind is Collected and not told:
+                data = in_lists(data)
+            ids: Any = (lambda batch: {models[i].bags: listed(*batch["ids"])}) if told else None
+            found[i] = train(clients[i], prefetch(data, models[i], ahead, ids=ids) if ahead else data, models[i])
             found[i] |= {name: rows(clients[i], name) for name in ("users", "words")}
             clients[i].close()
         except BaseException as error:
@@ -196,19 +233,67 @@ def test_rounds_come_out_the_same_to_the_bit(connect: Connect) -> None:
             assert value.numpy().tobytes() == other[name].numpy().tobytes(), name
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_so_do_those_of_collections(connect: Connect, told: bool) -> None:
+    plain = rounds(connect, f"plain-bags-{told}", 0, Collected, told)
+    ahead = rounds(connect, f"bags-ahead-{told}", 3, Collected, told)
+    for one, other in zip(plain, ahead, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert value.numpy().tobytes() == other[name].numpy().tobytes(), name
+
+
+def test_one_message_to_a_server_has_the_end_of_a_step_and_what_is_pulled_behind_it(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[list[Kind]] = []
+    send = Link.send
+
+    def count(link: Link, buffers: list[Any]) -> bool:
+        data, kinds, at = b"".join(bytes(buffer) for buffer in buffers), list[Kind](), 0
+        while at < len(data):
+            header = unpack_header(data, at)
+            kinds.append(Kind(header.kind))
+            at += HEADER_BYTES + header.body
+        messages.append(kinds)
+        return send(link, buffers)
+
+    ps = connect("messages")
+    torch.manual_seed(5)
+    model = Collected(ps)
+    optimizer = Optimizer(ps, model, eps.SGD(lr=0.1))
+    data = in_lists(batches())
+    for batch, following in itertools.pairwise(data):
+        loss = nn.functional.mse_loss(model(*batch["ids"]), batch["label"])
+        optimizer.zero_grad()
+        loss.backward()
+        model.bags.expect(following["ids"][1])
+        if batch is data[1]:  # all is warm
+            monkeypatch.setattr(Link, "send", count)
+        optimizer.step()
+        ps.flush()
+    tables = [header for header in messages if Kind.PULL in header]
+    assert tables == messages  # no pull by itself, no push by itself
+    assert len(messages) <= 2 * (len(data) - 2)
+    assert all(kinds == [Kind.PUSH, Kind.PULL] for kinds in messages)
+
+
 @pytest.mark.parametrize("cache", [None, eps.Cache(rows=7, staleness=5), eps.Cache(rows=100, staleness=0)])
-def test_a_worker_alone_gets_what_it_would_get_without(connect: Connect, cache: eps.Cache | None) -> None:
+@pytest.mark.parametrize("kind", [Model, Collected])
+def test_a_worker_alone_gets_what_it_would_get_without(
+    connect: Connect, cache: eps.Cache | None, kind: type[Model | Collected]
+) -> None:
     """Also where not all keys of a batch fit into the cache."""
     found = []
     for name in ("plain", "ahead"):
         app = f"{name}{next(_apps)}"
         ps = connect(app)
         torch.manual_seed(5)
-        model = Model(ps) if name == "plain" else Model(ps, cache=cache)
-        data: Any = batches()
+        model = kind(ps) if name == "plain" else kind(ps, cache=cache)
+        data: Any = batches() if kind is Model else in_lists(batches())
         found.append(train(ps, data if name == "plain" else prefetch(data, model, ahead=3), model))
         found[-1] |= {"users": rows(ps, "users")}
-        table = model.users.table
+        table = model.users.table if isinstance(model, Model) else ps.open("users")
         assert isinstance(table, eps.SparseTable)
         use = table.cached
         assert table.cache == (cache if name == "ahead" else None)

@@ -127,13 +127,18 @@ def test_parts_leave_before_the_backward_pass_returns(connect: Connect, monkeypa
     model = remote_tower(ps)
     optimizer = Optimizer(ps, model, optimizer=eps.SGD(lr=0.1), bucket_bytes=64 * 1024)
     sent: list[str] = []
-    push = eps.OpenStep.push
 
-    def spy(step: eps.OpenStep, values: Any, **options: Any) -> None:
-        push(step, values, **options)
-        sent.extend(target.name for target in values)
+    def watch(name: str) -> None:
+        call = getattr(eps.OpenStep, name)
 
-    monkeypatch.setattr(eps.OpenStep, "push", spy)
+        def spy(step: eps.OpenStep, values: Any, **options: Any) -> Any:
+            sent.extend(target.name for target in values)
+            return call(step, values, **options)
+
+        monkeypatch.setattr(eps.OpenStep, name, spy)
+
+    watch("push")
+    watch("end")
     *x, y = batch()
     nn.functional.mse_loss(model(*x), y).backward()
     during = set(sent)
