@@ -16,6 +16,9 @@ from replication.chain import Member, Role
 from replication.effects import CaughtUp
 
 
+_OUT = int(Role.OUT)
+
+
 class Lasting:
     """Follows the view that stands, and servers after each of their turns. life: the server of a member, if it lives;
     on_level: hears of each tail that reports a joiner level."""
@@ -27,10 +30,14 @@ class Lasting:
         self._acked = np.zeros(ranges, np.int64)  # ever, by anybody
         self._epochs: dict[Member, int] = {}
         self._levels: dict[CaughtUp, Member] = {}  # those of the view that stands, with who has reported them
+        self._replicas: list[tuple[Member, np.ndarray]] = []  # of the view that stands, with the ranges of each
+        self._seen: dict[Member, tuple[object, ...]] = {}  # what was looked at after a server's last turn
 
     def on_write(self, view: View) -> None:
         """A view was written."""
         self._view = view
+        copies = view.as_chains.copies
+        self._replicas = [(s.member, np.flatnonzero((copies == i).any(axis=1))) for i, s in enumerate(view.servers)]
         self._acked[view.anew == view.epoch] = 0  # nobody is left who has it
         self._levels = {level: tail for level, tail in self._levels.items() if view.since[level.range] == level.fill}
         self._check_acknowledged()
@@ -43,10 +50,14 @@ class Lasting:
             if server.serving.epoch < epoch:
                 raise Violation("views go on", f"{server.member} goes back from epoch {epoch} to an older one")
         replica = server.replica
-        if np.count_nonzero(replica.seq[replica.role == Role.OUT]):
-            r = int(np.flatnonzero((replica.role == Role.OUT) & (replica.seq > 0))[0])
-            raise Violation("replicas only", f"{server.member} has steps of range {r}, and is no replica")
         acked, levels = replica.acked, replica.levels()
+        looked_at = (self._view, replica.role.tobytes(), replica.seq.tobytes(), acked.tobytes(), levels)
+        if self._seen.get(server.member) == looked_at:  # most turns change nothing of it
+            return
+        self._seen[server.member] = looked_at
+        if np.count_nonzero(replica.seq[replica.role == _OUT]):
+            r = int(np.flatnonzero((replica.role == _OUT) & (replica.seq > 0))[0])
+            raise Violation("replicas only", f"{server.member} has steps of range {r}, and is no replica")
         grown = bool(np.count_nonzero(acked > self._acked))
         if grown:
             np.maximum(self._acked, acked, out=self._acked)
@@ -64,8 +75,12 @@ class Lasting:
         """A tail has shown rows of sums, which only grow."""
         for server, ranges, what in self._copies():
             mine = server.store.tables.get(table)
-            chosen = np.isin(mine.ranges_of(keys), ranges) if mine is not None else np.empty(0, np.bool_)
-            if mine is None or not chosen.any():
+            if mine is None:
+                continue
+            there = np.zeros(len(self._acked), np.bool_)
+            there[ranges] = True
+            chosen = there[mine.ranges_of(keys)]
+            if not chosen.any():
                 continue
             here = np.empty((np.count_nonzero(chosen), rows.shape[1]), np.float32)
             mine.gather(keys[chosen], here)
@@ -76,22 +91,18 @@ class Lasting:
 
     def _check_acknowledged(self) -> None:
         for server, ranges, what in self._copies():
-            lacks = ranges[server.replica.seq[ranges] < self._acked[ranges]]
-            if len(lacks):
-                r = int(lacks[0])
+            lacks = server.replica.seq[ranges] < self._acked[ranges]
+            if lacks.any():
+                r = int(ranges[lacks][0])
                 text = f"range {r} is acknowledged up to {self._acked[r]}, {server.member}, {what}, has "
                 raise Violation("what is acknowledged lasts", f"{text}{server.replica.seq[r]}")
 
     def _copies(self) -> Iterator[tuple[Server, np.ndarray, str]]:
         """Who lives and has all of which ranges."""
-        view = self._view
-        if view is None:
-            return
-        copies = view.as_chains.copies
-        for i, info in enumerate(view.servers):
-            server = self._life(info.member)
+        for member, ranges in self._replicas:
+            server = self._life(member)
             if server is not None:
-                yield server, np.flatnonzero((copies == i).any(axis=1)), "a replica"
+                yield server, ranges, "a replica"
         for level in self._levels:
             server = self._life(level.joiner)
             if server is not None:
