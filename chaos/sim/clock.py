@@ -6,12 +6,14 @@ be stalled (turns wait, its sockets stay open) and killed (no more turns).
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections.abc import Callable
+from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
 TURN_S = 20e-6  # the mean of what a turn costs: nothing is instantaneous, so no two processes stay in step
+_TURNS_PER_S = 1 / TURN_S
 
 
 class Clock:
@@ -21,6 +23,7 @@ class Clock:
         self.now = 0.0
         self.events = 0
         self.random = Random(f"clock {seed}")
+        self._draw = self.random.random
         self.trace: list[str] | None = None
         self._seed = seed
         self._heap: list[tuple[float, float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -38,8 +41,9 @@ class Clock:
     def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
         """Calls back at a moment; at once if that has passed."""
         self._serial += 1
-        entry = (max(when, self.now), self.random.random(), self._serial, call, arguments)
-        heapq.heappush(self._heap, entry)
+        now = self.now
+        entry = (when if when > now else now, self._draw(), self._serial, call, arguments)
+        heappush(self._heap, entry)
 
     def after(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
         """Calls back after a while."""
@@ -49,7 +53,7 @@ class Clock:
         """Lets everything happen up to a moment, or until `done()`, which is asked after each event."""
         heap = self._heap
         while heap and heap[0][0] <= until and not done():
-            self.now, _, _, call, arguments = heapq.heappop(heap)
+            self.now, _, _, call, arguments = heappop(heap)
             self.events += 1
             call(*arguments)
         if not done():
@@ -68,7 +72,7 @@ class Process:
         self.deaf = False  # it reads nothing from its sockets
         self.turn: Callable[[], float | None] = lambda: None
         self.on_death: dict[Callable[[], None], None] = {}
-        self._random = clock.chance(f"turns of {name}")
+        self._draw = clock.chance(f"turns of {name}").random
         self._next_s = float("inf")  # the earliest turn asked for
         self._free_s = 0.0  # until then it is busy with its last turn
         self._missed = False
@@ -78,8 +82,11 @@ class Process:
 
     def wake(self, when: float | None = None) -> None:
         """Asks for a turn at a moment, or now."""
-        when = max(self.clock.now if when is None else when, self._free_s)
-        if self.alive and when < self._next_s:
+        if when is None:
+            when = self.clock.now
+        if when < self._free_s:
+            when = self._free_s
+        if when < self._next_s and self.alive:
             self._next_s = when
             self.clock.at(when, self._turn, when)
 
@@ -112,7 +119,7 @@ class Process:
         if self.stalled:
             self._missed = True
             return
-        self._free_s = self.clock.now + self._random.expovariate(1 / TURN_S)
+        self._free_s = self.clock.now - math.log(1.0 - self._draw()) / _TURNS_PER_S  # exponentially distributed
         again = self.turn()
         if again is not None:
             self.wake(again)

@@ -37,6 +37,7 @@ class Threads(Runtime):
         self._network = network
         self._preempted = preempted
         self._random = process.clock.chance(f"threads of {process}")
+        self._draw = self._random.random
         self._ready: list[Thread] = []
         self._threads: list[Thread] = []
         self._pollers: dict[VirtualPoller, None] = {}
@@ -47,7 +48,8 @@ class Threads(Runtime):
     def _turn(self) -> float | None:
         again = self.loop.turn()
         ready, self._ready = self._ready, []
-        self._random.shuffle(ready)
+        if len(ready) > 1:
+            self._random.shuffle(ready)
         for thread in ready:
             thread.go_on()
         return self.process.clock.now if self._ready else again
@@ -80,7 +82,7 @@ class Threads(Runtime):
 
     def preempt(self) -> None:
         """Sometimes another thread goes first."""
-        if not self.over and self._random.random() < self._preempted:
+        if not self.over and self._draw() < self._preempted:
             self.park(self.process.clock.now)
 
     def end(self) -> None:

@@ -15,7 +15,6 @@ from elasticps.server.server import Server
 from replication.chain import Member, Role
 from replication.effects import CaughtUp
 
-
 _OUT = int(Role.OUT)
 
 
