@@ -23,11 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Read when grpc starts. Processes here fork only to exec, or before they use it: grpc's fork handlers would do nothing
-# but complain. Failed connections are reported by us, with the endpoint, not by grpc's log on stderr.
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
 import grpc
 import tenacity
 from aetcd import rpc

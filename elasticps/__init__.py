@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import coordinator  # noqa: F401  # sets what grpc reads when it is imported
 from elasticps.caching import Cache
 from elasticps.errors import (
     Closed,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
-from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +14,7 @@ from numpy.typing import NDArray
 from coordinator.view import View, WorkerInfo
 from elasticps.client import absence
 from elasticps.client.connections import Connections, Peer, server_error
+from elasticps.client.forks import owned
 from elasticps.client.holding import Holding
 from elasticps.client.presence import Presence
 from elasticps.client.protocol.fan_out import Answer, FanOut, FanOuts, Questions, Script, T, carry_out
@@ -96,7 +95,7 @@ class Dispatcher:
         self.holding = Holding(runtime, self.lock, self.session, self.connections, busy)
         self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)
-        _all.add(self)
+        owned.add(self)
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -495,15 +494,3 @@ class Dispatcher:
             asked = self.pulls.asked | self._fan_outs.asked
             peers, now = self.connections.peers, self.runtime.monotonic()
             return absence.explain(self.routes, peers, now, self.session.owing(), asked, self.session.headless)
-
-
-_all: WeakSet[Dispatcher] = WeakSet()
-
-
-def _disown_all() -> None:
-    gc.freeze()  # what the parent left to its collector is not finalised here: gRPC's objects do not bear it
-    for dispatcher in list(_all):
-        dispatcher.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)
