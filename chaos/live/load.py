@@ -3,7 +3,9 @@
 Step n of a worker's life adds small whole numbers, drawn by (seed, worker, life, n), to rows that all share and to a
 tensor, and 1 to a row of its own *in every range*. Sums of whole numbers are exact. So afterwards the own rows tell how
 many steps of each life every range has applied: all that were acknowledged, none that was not begun. And everything
-else in that range must be exactly the sum of just those steps.
+else in that range must be exactly the sum of just those steps. The same goes to a second table, through filters that
+lose nothing of such numbers, of which each worker keeps rows; and to a third through ones that do, of which replicas
+must be the same, and no more.
 
 Run as `python -m chaos.live.load` it is one worker. What it begins and what is acknowledged goes to a file, a small
 record each, before it goes on: so the story survives kill -9.
@@ -20,11 +22,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import elasticps as eps
+from elasticps.client.pull_tables import TablesPull
 from elasticps.hashing import key_ranges, range_shift
 
 DIM = 4
@@ -97,6 +101,23 @@ def ranges_of(keys: NDArray[np.int64], ranges: int, salt: np.uint64) -> NDArray[
     out = np.empty(len(keys), np.int32)
     key_ranges(keys, salt, range_shift(ranges), out)
     return out
+
+
+FILTERED: dict[str, dict[str, Any]] = {
+    "filtered": {
+        "push": [eps.BFloat16(), eps.KeysOnce(), eps.KeyDeltas(), eps.Zstd()],
+        "pull": [eps.KeysOnce(), eps.KeyDeltas()],
+        "cache": eps.Cache(rows=2_000, staleness=4),
+    },
+    "rounded": {"push": [eps.TopK(0.5), eps.Int8(), eps.KeysOnce()], "pull": [eps.Int8()]},
+}
+"""Tables that get what "counted" gets."""
+
+
+def open_filtered(ps: eps.Client) -> tuple[eps.SparseTable, eps.SparseTable]:
+    """The same of tables with filters."""
+    first, second = (ps.table(name, dim=DIM, optimizer=eps.Accumulate(), **kind) for name, kind in FILTERED.items())
+    return first, second
 
 
 def open_tables(ps: eps.Client) -> tuple[eps.SparseTable, eps.DenseTensor]:
@@ -179,15 +200,15 @@ class Content:
     dense_range: int
 
 
-def read_content(ps: eps.Client, ledgers: Sequence[Ledger]) -> Content:
-    """Pulls everything that the load has changed."""
-    table, tensor = open_tables(ps)
+def read_content(ps: eps.Client, ledgers: Sequence[Ledger], table: eps.SparseTable) -> Content:
+    """Pulls everything that the load has changed, of one of its tables."""
+    _, tensor = open_tables(ps)
     job = ledgers[0].job
     keys = np.arange(job.keys, dtype=np.int64)
     own = np.stack([own_keys(each.job.worker, each.job.life, job.ranges, table.salt) for each in ledgers])
     return Content(
-        table.pull(own.ravel()).astype(np.float64).reshape(*own.shape, DIM),
-        table.pull(keys).astype(np.float64),
+        table.pull(own.ravel(), exact=True).astype(np.float64).reshape(*own.shape, DIM),
+        table.pull(keys, exact=True).astype(np.float64),
         tensor.pull().astype(np.float64),
         ranges_of(keys, job.ranges, table.salt),
         int(ranges_of(np.array([BLOCK], dtype=np.int64), job.ranges, tensor.salt)[0]),
@@ -245,8 +266,11 @@ class Worker:
         self.job = job
         self._ps = eps.connect(job.url, worker=job.name, app=APP, window=job.window, timeout=TIMEOUT_S)
         self._table, self._tensor = open_tables(self._ps)
-        self._own = own_keys(job.worker, job.life, job.ranges, self._table.salt)
-        self._ones = np.ones((len(self._own), DIM), np.float32)
+        self._filtered, self._rounded = open_filtered(self._ps)
+        self._own = {
+            table: own_keys(job.worker, job.life, job.ranges, table.salt) for table in (self._table, self._filtered)
+        }
+        self._ones = np.ones((job.ranges, DIM), np.float32)
         self._waiting: deque[tuple[int, eps.Step]] = deque()
         self._begun = 0
         self._ledger = LedgerFile(Path(job.ledger))
@@ -256,18 +280,25 @@ class Worker:
         self._begun += 1
         now = part(self.job, self._begun)
         self._note(BEGUN, self._begun)
-        keys, rows = np.concatenate([now.keys, self._own]), np.concatenate([now.rows, self._ones])
-        self._waiting.append((self._begun, self._ps.push({self._table: (keys, rows), self._tensor: now.dense})))
+        rows = np.concatenate([now.rows, self._ones])
+        values: dict[eps.SparseTable | eps.DenseTensor, Any] = {
+            table: (np.concatenate([now.keys, own]), rows) for table, own in self._own.items()
+        }
+        values |= {self._rounded: (now.keys, now.rows), self._tensor: now.dense}
+        if self._begun % READ_EVERY:
+            self._waiting.append((self._begun, self._ps.push(values)))
+        else:
+            step, pull = self._ps.push_pull(values, self._own)
+            self._waiting.append((self._begun, step))
+            self._read(pull)
         while len(self._waiting) >= self.job.window:
             self._confirm()
-        if self._begun % READ_EVERY == 0:
-            self._read()
 
     def finish(self) -> None:
         """Waits for what is outstanding, and leaves the cluster."""
         while self._waiting:
             self._confirm()
-        self._read()
+        self._read(self._ps.pull_async(self._own))
         self._ps.close()
 
     def _confirm(self) -> None:
@@ -281,19 +312,19 @@ class Worker:
         else:
             self._note(COMMITTED, number)
 
-    def _read(self) -> None:
+    def _read(self, pull: TablesPull[eps.SparseTable]) -> None:
         try:
-            found = self._table.pull(self._own)
+            found = pull.result()
         except eps.Closed:
             raise
         except eps.Error as error:
             self._note(READ_FAILED, self._begun, f"a pull failed: {error}")
             return
-        if (found == self._begun).all():
+        wrong = {table.name: np.unique(rows).tolist() for table, rows in found.items() if (rows != self._begun).any()}
+        if not wrong:
             self._note(READ, self._begun)
         else:
-            values = sorted(set(found.ravel().tolist()))
-            self._note(STALE, self._begun, f"read {values} after {self._begun} steps: not what it had written")
+            self._note(STALE, self._begun, f"read {wrong} after {self._begun} steps: not what it had written")
 
     def _note(self, kind: int, step: int, text: str = "") -> None:
         self._ledger.note(kind, step, text and f"{self.job.name} life={self.job.life} {text}")
@@ -317,10 +348,14 @@ def make_rows(url: str, workers: int, keys: int, ranges: int) -> None:
     """Makes all rows that the load will touch, as zeros: a server that takes no new rows refuses none of them."""
     with eps.connect(url, worker="filler", app=APP, timeout=TIMEOUT_S) as ps:
         table, _ = open_tables(ps)
+        filtered, rounded = open_filtered(ps)
         lives = [(worker, life) for worker in range(workers) for life in range(1, LIVES_MADE + 1)]
-        own = [own_keys(worker, life, ranges, table.salt) for worker, life in lives]
-        every = np.concatenate([np.arange(keys, dtype=np.int64), *own])
-        ps.push({table: (every, np.zeros((len(every), DIM), np.float32))})
+        shared = np.arange(keys, dtype=np.int64)
+        for each in (table, filtered):
+            own = [own_keys(worker, life, ranges, each.salt) for worker, life in lives]
+            every = np.concatenate([shared, *own])
+            ps.push({each: (every, np.zeros((len(every), DIM), np.float32))})
+        ps.push({rounded: (shared, np.zeros((len(shared), DIM), np.float32))})
         ps.flush()
 
 
@@ -329,7 +364,12 @@ def check_run(url: str, ledgers: Sequence[Ledger]) -> list[str]:
     if not ledgers:
         return []
     with eps.connect(url, worker="reader", app=APP, timeout=TIMEOUT_S) as ps:
-        return check_content(read_content(ps, ledgers), ledgers)
+        tables = open_tables(ps)[0], open_filtered(ps)[0]
+        return [
+            f"table {table.name!r}: {wrong}"
+            for table in tables
+            for wrong in check_content(read_content(ps, ledgers, table), ledgers)
+        ]
 
 
 def heat(url: str, keys: int, ranges: int) -> NDArray[np.float64]:
