@@ -33,6 +33,9 @@ def sim(
     cuts: Annotated[bool, typer.Option("--cuts", help="Take consistent cuts meanwhile.")] = False,
     short: Annotated[bool, typer.Option("--short", help="Send keys once, or as differences; compress.")] = False,
     caches: Annotated[bool, typer.Option("--caches", help="Keep rows at workers.")] = False,
+    together: Annotated[
+        bool, typer.Option("--together", help="Pull several tables at once, and behind pushes.")
+    ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="So many seeds at once, each in a process.")] = 1,
     trace: Annotated[bool, typer.Option("--trace", help="Print every event of each run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
@@ -45,7 +48,7 @@ def sim(
 
     The same seed gives the same events. Exit code 1 if a promise was broken, with the command that repeats that run.
     """
-    kind = _kind(flavour, training, cuts, short, caches)
+    kind = _kind(flavour, training, cuts=cuts, short=short, caches=caches, together=together)
     totals = dict.fromkeys(("runs", "events", "views", "steps", "pulls", "rounds", "shards", "cuts"), 0)
     broken: list[Result] = []
     try:
@@ -71,7 +74,7 @@ def sim(
     raise typer.Exit(1 if broken else 0)
 
 
-def _kind(flavour: str, training: str, cuts: bool, short: bool, caches: bool) -> Kind:
+def _kind(flavour: str, training: str, **flags: bool) -> Kind:
     import chaos.sim.story
 
     for name, given, known in (
@@ -80,7 +83,7 @@ def _kind(flavour: str, training: str, cuts: bool, short: bool, caches: bool) ->
     ):
         if given and given not in known:
             raise typer.BadParameter(f"{given!r} is none of {', '.join(known)}", param_hint=f"--{name}")
-    return chaos.sim.story.Kind(flavour, training, cuts, short, caches)
+    return chaos.sim.story.Kind(flavour, training, **flags)
 
 
 def _results(seeds: Iterable[int], kind: Kind, trace: bool, jobs: int, as_json: bool) -> Iterable[Result]:

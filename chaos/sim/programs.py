@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chaos.sim.checks.rounds import Rounds
 from chaos.sim.checks.shards import Hand, Handed, key_of
-from chaos.sim.checks.sums import COLUMNS, KEYS, Asked, Column, Keys, Rows, Sums, check_same
+from chaos.sim.checks.sums import COLUMNS, KEYS, Asked, Column, Keys, Rows, Sums, check_same, units
 from chaos.sim.cluster import Cluster
 from chaos.sim.knobs import TIGHT_ROWS
 from chaos.sim.story import App, Story
 from chaos.sim.threads import Threads
+from chaos.sim.violation import Violation
 from elasticps.caching import Cache
 from elasticps.client.client import Client
 from elasticps.client.steps import Step
@@ -41,6 +42,8 @@ PAUSE_S = 0.02
 SHORT_PUSH, SHORT_PULL = (KeysOnce(), KeyDeltas(), Zstd()), (KeysOnce(), KeyDeltas())
 MOST_KEPT, SELDOM = 4, 0.2
 STEPS_OF_OTHERS = 10  # some of them followed by a pull
+OFTEN = 0.5
+STILL = np.arange(11, dtype=np.float32)  # a tensor that nobody pushes to
 
 
 class Training(Protocol):
@@ -118,6 +121,7 @@ class Free(Worker):
         self.tight = tight
         self.column: Column | None = None
         self.kept: int | None = None  # by how many steps rows that it keeps may be old, if it keeps any
+        self.together: Together | None = None
         if sums.bound is not None:
             self.consistency = SSP(staleness=sums.bound)
 
@@ -128,6 +132,7 @@ class Free(Worker):
             ps.resume()
         table = sums_table(ps, "sums", self.training.story.short, self._cache())
         fixed = ps.table("fixed", dim=FIXED_DIM, optimizer=Accumulate(), init=INIT)
+        self.together = Together(self, ps, table, fixed) if self.training.story.together else None
         outstanding: list[Step] = []
         found = ps.resume()
         if found.predecessor:
@@ -209,6 +214,8 @@ class Free(Worker):
 
     def push(self, ps: Client, table: SparseTable, column: Column) -> Step:
         keys, at = self.keys_to_push(ps, table), ps.clock + 1
+        if self.together is not None and self.random.random() < OFTEN:
+            return self.together.push(column, keys, at)
         column.begin(at, keys)
         grads = self.sums.grads(column, keys)
         step = ps.push({table: (keys, grads)})
@@ -253,6 +260,9 @@ class Free(Worker):
 
     def pull_many(self, ps: Client, table: SparseTable, fixed: SparseTable, column: Column) -> None:
         """Several at once, answered while others are still being sent."""
+        if self.together is not None and self.random.random() < OFTEN:
+            self.together.pull(column)
+            return
         asked, reads = [], []
         for _ in range(self.random.randint(2, MOST_AT_ONCE)):
             if self.random.random() < 0.3:
@@ -283,6 +293,62 @@ class Free(Worker):
     def fenced(self) -> None:
         if self.column is not None:
             self.column.ended = True
+
+
+class Together:
+    """What a worker asks for together: rows of both tables and a tensor, behind a push, too; and sums of all rows."""
+
+    def __init__(self, worker: Free, ps: Client, table: SparseTable, fixed: SparseTable) -> None:
+        self.worker, self.ps, self.table, self.fixed = worker, ps, table, fixed
+        self.tensor = ps.tensor("still", init=STILL, optimizer=Accumulate())
+
+    def push(self, column: Column, keys: Keys, at: int) -> Step:
+        """Pushes, and pulls behind it, or behind the last part of it."""
+        worker, ps = self.worker, self.ps
+        grads, wanted = worker.sums.grads(column, keys), self._wanted()
+        asked = worker.sums.ask(column, wanted[self.table], worker.now, tail=True, kept=worker.kept)
+        column.begin(at, keys)
+        if len(keys) > 1 and worker.random.random() < SELDOM:
+            opened = ps.step()
+            opened.push({self.table: (keys[:1], grads[:1])})
+            step, pull = ps.push_pull({self.table: (keys[1:], grads[1:])}, wanted, step=opened)
+        else:
+            step, pull = ps.push_pull({self.table: (keys, grads)}, wanted)
+        keys[:], grads[:] = 0, -1  # they are the caller's again
+        worker.landed(column, step.clock, at)
+        asked.least[column.index] = np.maximum(asked.least[column.index], column.upto(at))
+        if worker.random.random() < SELDOM:
+            worker.think()
+        self._check(asked, wanted, pull.result())
+        return step
+
+    def pull(self, column: Column) -> None:
+        """Pulls, or asks for the sum of all rows."""
+        worker, every = self.worker, np.arange(KEYS)
+        if worker.kept is None and worker.random.random() < SELDOM:
+            asked = worker.sums.ask(column, every, worker.now, tail=True)
+            found, amounts = self.table.reduce("sum"), units(every)
+            least = int((asked.least @ amounts).sum())
+            most = int(sum(each.counts[-1] @ amounts for each in worker.sums.columns))
+            if not least <= found <= most:
+                text = f"{worker.threads.process} is told a sum of {found}, for {least} to {most}"
+                raise Violation("sums of all rows", text)
+            return
+        wanted = self._wanted()
+        asked = worker.sums.ask(column, wanted[self.table], worker.now, tail=True, kept=worker.kept)
+        self._check(asked, wanted, self.ps.pull(wanted))
+
+    def _wanted(self) -> dict[Any, Any]:
+        random = self.worker.random
+        fixed = np.array(random.sample(range(FIXED_KEYS), random.randint(0, 60)), np.int64)
+        return {self.table: self.worker.some_keys(), self.fixed: fixed, self.tensor: None}
+
+    def _check(self, asked: Asked, wanted: dict[Any, Any], found: dict[Any, Rows]) -> None:
+        self.worker.check(asked, self.table, found[self.table])
+        keys = wanted[self.fixed]
+        check_same(self.worker.name, keys, found[self.fixed], initial_rows(INIT, keys, FIXED_DIM))
+        check_same(self.worker.name, np.arange(len(STILL)), found[self.tensor][:, None], STILL[:, None])
+        self.worker.pulls += 1
 
 
 class Synchronous(Worker):

@@ -77,7 +77,7 @@ class Result:
         kind = self.kind
         flavour = f" --flavour {kind.flavour}" * bool(kind.flavour)
         training = f" --training {kind.training!r}" * bool(kind.training)
-        flags = "".join(f" --{name}" for name in ("cuts", "short", "caches") if getattr(kind, name))
+        flags = "".join(f" --{name}" for name in ("cuts", "short", "caches", "together") if getattr(kind, name))
         return f"{flavour}{training}{flags} --seed {self.seed}"
 
 

@@ -131,13 +131,15 @@ class App:
 @dataclass(frozen=True, order=True)
 class Kind:
     """What stories have in common: what goes wrong in them, and how they train; "": as chance has it. cuts: consistent
-    cuts are taken meanwhile. short: workers shorten what they send. caches: those that push as they like keep rows."""
+    cuts are taken meanwhile. short: workers shorten what they send. caches: those that push as they like keep rows.
+    together: these pull several tables and tensors at once, and behind pushes, and ask for sums of all rows."""
 
     flavour: str = ""
     training: str = ""
     cuts: bool = False
     short: bool = False
     caches: bool = False
+    together: bool = False
 
 
 ANY = Kind()
@@ -168,6 +170,11 @@ class Story:
     def short(self) -> bool:
         """Whether keys go once or as differences, and pushes compressed."""
         return self.kind.short or (self.kind == ANY and Random(f"short {self.seed}").random() < SHORT)
+
+    @property
+    def together(self) -> bool:
+        """Whether pulls are of several tables, and behind pushes."""
+        return self.kind.together or (self.kind == ANY and Random(f"together {self.seed}").random() < SHORT)
 
     @property
     def tight(self) -> bool:

@@ -18,6 +18,7 @@ from tests.sim import planted_kept as kept
 from tests.sim import planted_rounds as rounds
 from tests.sim import planted_shell as shell
 from tests.sim import planted_short as short
+from tests.sim import planted_together as together
 from tests.sim.planting import Patch
 
 STORIES = 50
@@ -138,6 +139,7 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     caches.keep_rows_that_were_pushed_to_on_their_way: ("readers", "free", 2),
     caches.keep_rows_that_were_asked_for_in_an_open_step: ("readers", "free", 19),
     caches.take_rows_as_they_are_for_what_was_asked: ("calm", "free", 0),
+    together.ask_as_if_nothing_had_been_pushed: ("calm", "free", 0),
     cuts.take_an_open_round_for_a_closed_one: ("calm", "rounds", 0),
     cuts.tell_nobody_that_a_round_has_begun: ("calm", "rounds", 1),
 }
@@ -172,7 +174,7 @@ ALONE: dict[Patch, tuple[str, str]] = {
 def kind_of(plant: Patch) -> Kind:
     """Of the stories that have to find it."""
     flavour, training, _ = PLANTED[plant]
-    of = [plant.__module__ == module.__name__ for module in (cuts, short, caches)]
+    of = [plant.__module__ == module.__name__ for module in (cuts, short, caches, together)]
     return Kind(flavour, training, *of)
 
 

@@ -15,6 +15,7 @@ from tests.sim import (
     planted_rounds,
     planted_shell,
     planted_short,
+    planted_together,
 )
 from tests.sim.planted import ALONE, PLANTED, STORIES, find
 from tests.sim.planting import Patch
@@ -51,6 +52,7 @@ def test_every_bug_has_its_story() -> None:
             planted_rounds,
             planted_shell,
             planted_short,
+            planted_together,
         )
         for name, bug in inspect.getmembers(module, inspect.isfunction)
         if bug.__module__ == module.__name__ and not name.startswith("_")
