@@ -14,6 +14,7 @@ from rich.table import Table
 
 from elasticps.bench import groups_cli
 from elasticps.bench.measure import Result
+from elasticps.cli.output import sigterm_interrupts
 
 if TYPE_CHECKING:
     from elasticps.bench.train import Line  # brings in the client: half a second that other commands do without
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Measure this machine, and elasticps on it.", no_args_is_help=True)
 app.command()(groups_cli.allreduce)
 app.command()(groups_cli.groups)
+
+
+@app.callback()
+def _ends_as_by_ctrl_c(context: typer.Context) -> None:
+    context.with_resource(sigterm_interrupts())
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Servers = Annotated[int, typer.Option(min=1, max=16, help="Servers of the local cluster.")]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from elasticps.bench import groups
 from elasticps.bench.allreduce import Line, concluded
 from elasticps.bench.cli import app
 from elasticps.bench.cost import Machine, here_s, links_s, work
@@ -55,6 +60,25 @@ def test_a_group_stands_beside_separate_workers() -> None:
     assert (group.up_per_step, group.down_per_step, group.of_separate, group.faster) == (40, 60, 0.25, 2.5)
     assert (apart.worker_cpu_us_per_sample, apart.server_cpu_us_per_sample) == (1000.0, 2000.0)
     assert (group.worker_cpu_us_per_sample, group.server_cpu_us_per_sample) == (500.0, 500.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_that_is_ended_leaves_no_folder_behind(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Cluster:
+        def __init__(self, **_: object) -> None:
+            made.extend(tmp_path.iterdir())
+            os.kill(os.getpid(), number)
+
+    made: list[Path] = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(groups, "LocalCluster", Cluster)
+    done = CliRunner().invoke(app, ["groups"])
+    assert done.exit_code
+    assert len(made) == 1
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.slow
