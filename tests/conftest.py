@@ -31,6 +31,30 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would e
 _MARK = "ELASTICPS_TEST_RUN"
 
 
+_FIRST = [
+    "sim/test_stories.py", "sim/test_planted.py", "sim/", "demo/", "torch/test_end_to_end.py", "chaos/test_runs.py",
+    "local/test_cluster.py", "deploy/test_containers.py", "cli/test_up_down.py", "server/test_process.py", "fuzz/",
+    "metrics/test_scrape.py", "bench/", "test_docs.py", "e2e/",
+]  # fmt: skip
+"""Files and folders that take long: begun last, they would leave all processes but one idle. The files of `e2e` follow
+each other, so that they find the cluster that the last one has left."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Files are handed out to processes in the order of the tests, and not by how many tests they have."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long ones first, otherwise as they are."""
+
+    def turn(item: pytest.Item) -> int:
+        path = item.path.relative_to(Path(__file__).parent).as_posix()
+        return next((i for i, start in enumerate(_FIRST) if path.startswith(start)), len(_FIRST))
+
+    items.sort(key=turn)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def kernels_are_compiled() -> None:
     """Before any test: the first of them would wait for a compiler, longer than it waits for an answer."""
