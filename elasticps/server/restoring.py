@@ -43,6 +43,7 @@ READERS, NEAR_READERS = (
 NEAR_BYTES = UNIT_BYTES // 2  # of one of a folder
 KEPT_BYTES = READERS * 32 << 20  # memory that they use again; one of a folder takes half of its share
 PIECE_BYTES = 512 << 10  # of an operation: half as many cost less, and applying one must not stop a server for long
+PIECES_AT_ONCE = 16  # that are logged in one turn of the loop, however small they are
 UNASKED_S = 30.0  # whoever restores has gone
 _LOOK_S = 0.05
 
@@ -197,14 +198,14 @@ class _Work:
         here = np.zeros(self._serving.ranges, np.bool_)
         here[mine] = True
         kept = self._kept_bytes // READERS
-        several, most, kept = (
-            (NEAR_READERS, NEAR_BYTES, kept // 2) if contents.storage.near else (READERS, UNIT_BYTES, kept)
-        )
+        several, most, wide = READERS, UNIT_BYTES, UNIT_BYTES
+        if contents.storage.near:
+            several, most, wide, kept = NEAR_READERS, NEAR_BYTES, 2 * UNIT_BYTES, kept // 2
         lying = _overlapping(manifest.ranges, here)
         units = (
-            (new, unit)
+            (new, unit, old != new)
             for old, new in self._read_from
-            for unit in contents.units(old, lying if old == new else lambda r: True, most)
+            for unit in (contents.units(old, lying, most) if old == new else contents.units(old, most_bytes=wide))
         )
         readers = [self._loop.create_task(self._read(contents, units, here, kept)) for _ in range(several)]
         try:
@@ -228,12 +229,13 @@ class _Work:
         return 0 if view is None else int(view.since[r])
 
     async def _read(
-        self, contents: Contents, units: Iterator[tuple[int, Unit]], here: NDArray[np.bool_], kept_bytes: int
+        self, contents: Contents, units: Iterator[tuple[int, Unit, bool]], here: NDArray[np.bool_], kept_bytes: int
     ) -> None:
         """One unit after the other, as long as there are any: read in a thread, logged by the loop."""
         take = Pool(kept_bytes, kept_bytes // 2).take  # by one thread at a time
-        for table, unit in units:
-            batches = (each for rows in contents.read(unit, take) for each in _batches(cut_up(rows, table, here, take)))
+        for table, unit, scattered in units:
+            parts = _together(contents.read(unit, take)) if scattered else contents.read(unit, take)
+            batches = (each for rows in parts for each in _batches(cut_up(rows, table, here, take)))
             while (some := await self._loop.run_in_executor(self._pool, next, batches, None)) is not None:
                 await self._log([(OperationKind.RESTORE, piece, np.array([r])) for r, piece in some])
                 self.rows += sum(len(piece.keys) for _, piece in some)
@@ -290,6 +292,15 @@ def _overlapping(ranges: int, here: NDArray[np.bool_]) -> Callable[[int], bool]:
     return set(found).__contains__
 
 
+def _together(parts: Iterable[Rows]) -> Iterator[Rows]:
+    """Rows of several ranges as one, in no range: those of a table that has another id now lie in all ranges, and an
+    operation for each row or two of them costs as much as one for hundreds."""
+    some = list(parts)
+    if some:
+        keys, rows = np.concatenate([each.keys for each in some]), np.concatenate([each.rows for each in some])
+        yield Rows(-1, keys, rows, np.concatenate([each.stamps for each in some]))
+
+
 def cut_up(
     rows: Rows, table: int, here: NDArray[np.bool_], take: Take = new_memory
 ) -> Iterator[tuple[int, RestoredRows]]:
@@ -319,7 +330,7 @@ def _batches(pieces: Iterable[tuple[int, RestoredRows]]) -> Iterator[list[tuple[
     some: list[tuple[int, RestoredRows]] = []
     for piece in pieces:
         some.append(piece)
-        if sum(each.nbytes for _, each in some) >= 4 * PIECE_BYTES or len(some) == 256:
+        if sum(each.nbytes for _, each in some) >= 4 * PIECE_BYTES or len(some) == PIECES_AT_ONCE:
             yield some
             some = []
     if some:

@@ -13,7 +13,7 @@ from elasticps.admin.subject import Restored, Wanted
 from elasticps.checkpoint.contents import Rows
 from elasticps.checkpoint.manifest import Manifest, WorkerEntry
 from elasticps.checkpoint.storage import Storage
-from elasticps.server.restoring import PIECE_BYTES, Restorer, cut_up, state_of
+from elasticps.server.restoring import PIECE_BYTES, PIECES_AT_ONCE, Restorer, _batches, _together, cut_up, state_of
 from elasticps.spec import TableSpec
 from tests.checkpoint.writer import Change, ranges_of, row, write
 
@@ -70,6 +70,23 @@ def test_rows_are_cut_by_the_ranges_that_are_here() -> None:
         assert set(where[piece.keys]) == {r}
         assert piece.rows.tobytes() == rows[piece.keys].tobytes()
     assert list(cut_up(Rows(0, keys, rows, np.zeros(1000, np.int32)), 7, np.zeros(8, np.bool_))) == []
+
+
+def test_a_table_with_another_id_takes_few_operations() -> None:
+    """Its rows lie in other ranges: one of a file has a row or two for each of them."""
+    keys, ranges = np.arange(20_000), 256
+    rows = keys.astype(np.uint32).view(np.uint8).reshape(-1, 4)
+    old = ranges_of(7, keys.tolist(), ranges)
+    parts = [Rows(r, keys[old == r], rows[old == r], np.full((old == r).sum(), r, np.int32)) for r in range(ranges)]
+    here = np.ones(ranges, np.bool_)
+    found = [each for part in _together(iter(parts)) for each in cut_up(part, 8, here)]
+    assert len(found) == ranges < sum(len(list(cut_up(part, 8, here))) for part in parts) / 50
+    where = ranges_of(8, keys.tolist(), ranges)
+    for r, piece in found:
+        assert sorted(piece.keys.tolist()) == keys[where == r].tolist()
+        assert piece.rows.view(np.uint32).ravel().tolist() == piece.keys.tolist()
+    assert [len(some) for some in _batches(iter(found))] == [PIECES_AT_ONCE] * (ranges // PIECES_AT_ONCE)
+    assert list(_together(iter([]))) == []
 
 
 def test_rows_of_one_range_are_not_copied() -> None:
