@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from elasticps.local import LocalCluster
-    from elasticps.local.zygote import Zygote
 
 # `make test` tries the same examples every time; `--hypothesis-profile=random` (`make soak`) more, and others in each
 # run. How long an example takes says something about the machine, not about the code.
@@ -102,48 +101,17 @@ def _descendants(mark: str) -> list[str]:
     return found
 
 
-_OF_A_TEST = {"PYTEST_CURRENT_TEST", "XDG_RUNTIME_DIR"}  # variables that no import looks at
-
-
-class _Shared:
-    """A zygote that a cluster leaves for the next one: each would take more CPU time to begin than a small test."""
-
-    def __init__(self, zygote: Zygote) -> None:
-        self._zygote = zygote
-        self.start, self.ask = zygote.start, zygote.ask
-
-    def entrust(self, watch: Callable[[int, str], None]) -> None:
-        """To nobody: it ends with this process."""
-
-    def close(self) -> None:
-        """Later, with the run."""
-
-
 @pytest.fixture(scope="session", autouse=True)
 def clusters_share_zygotes(nothing_is_left_behind: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """All clusters that tests start in this process, with one environment and folder, fork from one zygote."""
-    from elasticps.local import cluster, keeper
-    from elasticps.local.zygote import Zygote
-
-    folder = tmp_path_factory.mktemp("zygotes")
-    begun: dict[object, Zygote] = {}
-
-    class Sharing:
-        possible = Zygote.possible
-
-        def __new__(cls, log: Path, environment: Mapping[str, str]) -> Any:
-            kind = os.getcwd(), frozenset(item for item in environment.items() if item[0] not in _OF_A_TEST)
-            if kind in begun and keeper.started_at(begun[kind].pid) is None:  # a test has killed it
-                begun.pop(kind).close()
-            if kind not in begun:
-                begun[kind] = Zygote(folder / "zygotes.log", environment)
-            return _Shared(begun[kind])
+    from elasticps.local import cluster
+    from tests.zygotes import Shared, end
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "Zygote", Sharing)
+        patch.setattr(Shared, "folder", tmp_path_factory.mktemp("zygotes"), raising=False)
+        patch.setattr(cluster, "Zygote", Shared)
         yield
-    for zygote in begun.values():
-        zygote.close()
+    end()
 
 
 class NewUrl(Protocol):

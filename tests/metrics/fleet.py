@@ -12,6 +12,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticps.local.process import Process, stop_all
+from tests.zygotes import Shared
 
 START_S = 90.0
 
@@ -26,7 +27,8 @@ class Fleet:
     def start(self, name: str, arguments: Sequence[str]) -> Process:
         """Runs `elasticps arguments…`; returns at once."""
         command = [sys.executable, "-m", "elasticps", *arguments]
-        process = Process.start(name, arguments[0], command, self.folder, dict(os.environ))
+        zygote = Shared(self.folder / "zygote.log", os.environ) if Shared.possible() else None
+        process = Process.start(name, arguments[0], command, self.folder, dict(os.environ), zygote)
         self.processes[name] = process
         return process
 
