@@ -23,6 +23,9 @@ html_show_sphinx = html_show_copyright = False
 myst_enable_extensions = ["colon_fence"]
 myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 3
+mermaid_height = "auto"
+mermaid_fullscreen = False
+
 suppress_warnings = ["misc.highlighting_failure"]
 
 default_role = "literal"  # docstrings say `x`, as Markdown does

@@ -1,7 +1,7 @@
 """What the page costs, and how fast it is: `python -m tests.dashboard.measure [load] [events] [cpu] [frames]`.
 
 load     bytes of the page, and its first paint in Chromium
-events   from a kill of a server, or a drain that is asked for, to the page that shows it
+events   from a word in etcd, or a kill of a server, to the page that shows it
 cpu      of the dashboard and of a server with 0, 5 and 100 viewers, from /proc
 frames   a second, with 100 servers, 1,024 ranges in 3 replicas and 300 workers; a server dies every few seconds
 
@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from socket import create_connection, socket
 from typing import Any
@@ -27,17 +28,22 @@ from urllib.parse import urlsplit
 import numpy as np
 
 import elasticps as eps
+from coordinator.connect import open_store
+from coordinator.membership import NEWEST_CHECKPOINT
+from coordinator.store import Store
+from elasticps import background
 from elasticps.local import LocalCluster
-from elasticps.local.following import Following
 from tests.dashboard.chromium import chromium, open_page, wait
 from tests.dashboard.scene import Scene
 from tests.dashboard.staged import Staged
 
 SPAN_S = 20.0
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-SEEN = """(kind) => { window.seen = 0; new MutationObserver(() => {
-  if (!window.seen && document.querySelector(kind)) requestAnimationFrame(() => { window.seen = Date.now() / 1000; });
-}).observe(document.body, { subtree: true, childList: true, attributes: true }); }"""
+SEEN = """() => { window.seen = 0; const watch = new MutationObserver(() => {
+  if (!(SHOWN)) return;
+  watch.disconnect();
+  requestAnimationFrame(() => { window.seen = Date.now() / 1000; });
+}); watch.observe(document.body, { subtree: true, childList: true, attributes: true, characterData: true }); }"""
 FRAMES = """(seconds) => new Promise((done) => { const times = []; const end = performance.now() + 1000 * seconds;
   const frame = (t) => { times.push(t); if (t < end) requestAnimationFrame(frame); else done(times); };
   requestAnimationFrame(frame); })"""
@@ -146,6 +152,10 @@ def load() -> None:
         tell(what="load", bytes=nbytes, first_paint_ms=[round(t) for t in paints])
 
 
+def _put(store: Store, value: bytes) -> None:
+    background.run(store.put(NEWEST_CHECKPOINT, value))
+
+
 def events() -> None:
     """Until the page shows what happened."""
     with (
@@ -157,26 +167,30 @@ def events() -> None:
         page, _ = open_page(browser, address)
         page.wait_for_selector("#health.good")
 
-        def seen(kind: str, act: Callable[[], object]) -> float:
-            page.evaluate(SEEN, kind)
+        def seen(shown: str, act: Callable[[], object]) -> int:
+            page.evaluate(SEEN.replace("SHOWN", shown))
             began = time.time()
             act()
             wait(page, "window.seen")
             return round(1e3 * (float(page.evaluate("window.seen")) - began))
 
-        with Following(cluster.url) as following:
-            asked = []
-            for _ in range(8):
-                asked.append(seen("#servers .state.draining", lambda: following.request_drain("s2")))
-                following.cancel_drain("s2")
-                page.wait_for_selector("#servers .state.draining", state="detached")
+        store, noted = background.run(open_store(cluster.url)), []
+        for cut in range(1, 12):
+            value = json.dumps({"cut": cut, "time": time.time()}).encode()
+            put = partial(_put, store, value)
+            if cut == 1:
+                put()
+                page.wait_for_selector("#newest:has-text('made: 1,')")
+            else:
+                noted.append(seen(f"document.getElementById('newest').textContent.includes('made: {cut},')", put))
+        background.run(store.close())
         killed = []
         for name in ("s0", "s1", "s2"):
-            killed.append(seen("#arcs path[data-state=lost]", lambda name=name: cluster.kill(name)))  # type: ignore[misc]
+            killed.append(seen("document.querySelector('#arcs path[data-state=lost]')", partial(cluster.kill, name)))
             cluster.start_server(name)
             page.wait_for_selector("#arcs path[data-state=lost]", state="detached")
             page.wait_for_selector("#health.good")
-        tell(what="events", drain_asked_ms=asked, server_killed_ms=killed)
+        tell(what="events", written_to_etcd_ms=noted, server_killed_ms=killed)
 
 
 def cpu() -> None:
@@ -195,8 +209,8 @@ def cpu() -> None:
 
 def frames() -> None:
     """A second, of a large cluster."""
-    scene = Scene(servers=100, ranges=1024, replicas=3, workers=300, zones=4, t0=time.time() - 600)
-    scene.tick(600)
+    scene = Scene(servers=100, ranges=1024, replicas=3, workers=300, zones=4, t0=time.time() - 60)
+    scene.tick(60)
     staged = Staged(scene)
     staged.start()
     ended = threading.Event()

@@ -21,16 +21,18 @@ class Stage:
         self.scene = scene
         self.store = MemoryStore(scene.model.name)
         self.hot: dict[str, dict[str, Any] | None] = {}
+        self.still = False  # nothing is told
         self._fanout = fanout
 
     async def run(self) -> None:
         """A second after the other, until cancelled."""
         scene = self.scene
         while True:
-            scene.now = time.time()
-            scene.answer()
-            scene.model.tick(scene.now)
-            self.tell()
+            if not self.still:
+                scene.now = time.time()
+                scene.answer()
+                scene.model.tick(scene.now)
+                self.tell()
             await asyncio.sleep(1.0)
 
     def tell(self) -> None:

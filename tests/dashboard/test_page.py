@@ -184,6 +184,17 @@ def test_it_is_for_all_eyes_and_fits_on_a_phone(browser: Browser, staged: Staged
     assert wrong == []
 
 
+def test_it_says_that_the_dashboard_stands_still(browser: Browser, staged: Staged) -> None:
+    page, wrong = open_page(browser, staged.address)
+    page.wait_for_selector("#health.good")
+    staged.stage.still = True
+    page.wait_for_selector("#trouble:has-text('dashboard does not answer')")
+    staged.stage.still = False
+    page.wait_for_selector("#health.good")
+    assert page.is_hidden("#trouble")
+    assert wrong == []
+
+
 def test_it_says_that_the_dashboard_is_gone_and_goes_on_by_itself(browser: Browser) -> None:
     scene = Scene(t0=time.time() - 5)
     first = Staged(scene)

@@ -5,13 +5,17 @@ export function isDark() {
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
-// What a colour of style.css is at the moment, for a canvas.
+// What a colour of style.css is at the moment, for a canvas. Asked once for each: the answer takes a look at all styles.
+let resolved = new Map(), resolvedDark = null;
 export function resolve(name) {
-  const probe = document.body.appendChild(document.createElement("i"));
-  probe.style.color = `var(${name})`;
-  const found = getComputedStyle(probe).color;
-  probe.remove();
-  return found;
+  if (resolvedDark !== isDark()) [resolved, resolvedDark] = [new Map(), isDark()];
+  if (!resolved.has(name)) {
+    const probe = document.body.appendChild(document.createElement("i"));
+    probe.style.color = `var(${name})`;
+    resolved.set(name, getComputedStyle(probe).color);
+    probe.remove();
+  }
+  return resolved.get(name);
 }
 
 function numberOf(name) {

@@ -35,4 +35,4 @@ export const day = (t) => new Date(t * 1000).toLocaleString("en-GB");
 export const percent = (value) => `${few.format(100 * value)} %`;
 export const plural = (n, word) => `${number(n)} ${word}${n === 1 ? "" : "s"}`;
 
-export const byName = (a, b) => a.localeCompare(b, "en", { numeric: true });
+export const byName = new Intl.Collator("en", { numeric: true }).compare;

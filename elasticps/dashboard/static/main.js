@@ -7,7 +7,7 @@ import { byName, clock, day, el, fill, number, percent, plural, seconds, size } 
 import { fillTable, right } from "./table.js";
 
 const by = (id) => document.getElementById(id);
-const now = { state: null, view: null, servers: [], workers: [], sample: null, columns: null, connected: false, skew: 0 };
+const now = { state: null, view: null, servers: [], workers: [], sample: null, columns: null, connected: false, at: 0, skew: 0 };
 let forecast = null, whose = "", whoseHistory = null;
 
 // ------------------------------------------------------------------------------------------------ what is heard
@@ -46,10 +46,19 @@ function soon(draw) {
   due.add(draw);
 }
 
+// A sample comes every second, whatever the cluster does: without one the dashboard, or the way to it, stands still.
+const SILENT_MS = 5000;
+setInterval(() => {
+  if (!now.connected || performance.now() - now.at < SILENT_MS) return;
+  now.connected = false;
+  tellHealth();
+}, 1000);
+
 function listen() {
   const source = new EventSource("/api/stream");
   for (const [kind, take] of Object.entries(heard)) {
     source.addEventListener(kind, (event) => {
+      now.at = performance.now();
       if (!now.connected) { now.connected = true; soon(tellHealth); }
       take(JSON.parse(event.data));
     });

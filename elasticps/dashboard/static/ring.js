@@ -10,7 +10,7 @@ const canvas = document.getElementById("ranges"), glow = document.getElementById
 const centre = document.getElementById("centre"), caption = document.getElementById("range");
 const asked = caption.textContent;
 
-let view = null, servers = [], colours = new Map(), middles = new Map(), at = -1, was = null;
+let view = null, servers = [], colours = new Map(), middles = new Map(), filling = [], at = -1, was = null;
 
 export function unpack(text) {
   const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
@@ -75,6 +75,7 @@ function drawArcs() {
   const gap = servers.length > 1 ? Math.min(0.004, 0.2 / servers.length) : 0;
   const nodes = [];
   middles = new Map();
+  filling = [];
   let from = 0;
   servers.forEach((s, i) => {
     const to = from + weights[i] / total;
@@ -88,6 +89,7 @@ function drawArcs() {
     arc.addEventListener("pointerenter", () => { caption.textContent = describe(s); });
     arc.addEventListener("pointerleave", tell);
     nodes.push(arc);
+    if (s.joining) filling.push({ turn: [from + gap / 2, to - gap / 2], fill: colour(s.id) });
     if (s.joining && s.peak) {
       const done = 1 - s.joining / s.peak;
       nodes.push(shape("path", { class: "progress", d: line(OUTER + 5, from, from + Math.max(0.002, (to - from) * done)) }));
@@ -117,6 +119,10 @@ function cleared(one) {
 function drawRanges() {
   const paper = cleared(canvas), moving = cleared(glow);
   if (!view) return;
+  for (const { turn: [from, to], fill } of filling) {
+    wedge(moving, OUTER + 14, 5, 2 * Math.PI * from - Math.PI / 2, 2 * Math.PI * to - Math.PI / 2, fill, 1);
+  }
+  const wedges = new Wedges(paper);
   const cells = Math.min(view.ranges, CELLS_MAX), step = view.ranges / cells, bands = Math.min(view.replicas, 4);
   const shades = view.servers.map(colour), empty = resolve("--line"), mark = resolve("--accent");
   const moved = was && resolve("--ink");
@@ -126,20 +132,45 @@ function drawRanges() {
     const to = from + (2 * Math.PI) / cells + 0.001;
     for (let b = 0; b < bands; b++) {
       const holder = view.chains[r * view.replicas + b];
-      wedge(paper, INNER - b * BAND, BAND - 2, from, to, holder < 0 ? empty : shades[holder], b ? 0.62 : 1);
+      wedges.add(INNER - b * BAND, BAND - 2, from, to, holder < 0 ? empty : shades[holder], b ? 0.62 : 1);
     }
     const joiner = view.joining[r];
     const inner = INNER - bands * BAND;
     if (joiner >= 0) {
       wedge(moving, inner, 10, from, to, shades[joiner], 1);
-      wedge(paper, inner - 11, 3, from, to, mark, 1);
+      wedges.add(inner - 11, 3, from, to, mark, 1);
     } else if (moved && changed(r, names)) {
-      wedge(paper, inner, 10, from, to, moved, 1);
+      wedges.add(inner, 10, from, to, moved, 1);
     }
   }
+  wedges.draw();
   if (at >= 0) {
     const turn = (2 * Math.PI) / view.ranges, from = turn * at - Math.PI / 2;
     wedge(paper, INNER + 3, BAND * bands + 18, from - 0.004, from + turn + 0.004, resolve("--ink"), 0.35);
+  }
+}
+
+// Many, of few colours: those of one colour are one shape.
+class Wedges {
+  constructor(paper) { this.paper = paper; this.paths = new Map(); }
+
+  add(radius, width, from, to, fill, alpha) {
+    const key = `${alpha} ${fill}`;
+    let one = this.paths.get(key);
+    if (!one) this.paths.set(key, one = { fill, alpha, path: new Path2D() });
+    one.path.moveTo(radius * Math.cos(from), radius * Math.sin(from));
+    one.path.arc(0, 0, radius, from, to);
+    one.path.arc(0, 0, radius - width, to, from, true);
+    one.path.closePath();
+  }
+
+  draw() {
+    for (const { fill, alpha, path } of this.paths.values()) {
+      this.paper.globalAlpha = alpha;
+      this.paper.fillStyle = fill;
+      this.paper.fill(path);
+    }
+    this.paper.globalAlpha = 1;
   }
 }
 
