@@ -76,9 +76,10 @@ class Timeline:
         self.changed[entry.id] = entry
 
     def repeat(self, kind: str, t: float, title: str, reason: str, epoch: int) -> None:
-        """A view that goes on with the work of the last one: told in one entry with it."""
+        """A view that goes on with the work of the last one: told in one entry with it, unless it has another cause."""
         last = self.entries[-1] if self.entries else None
-        if last is None or last.kind != kind or t - (last.until or last.t) > _SAME_S:
+        same = last is not None and last.kind == kind and last.reason.partition(":")[0] == reason.partition(":")[0]
+        if last is None or not same or t - (last.until or last.t) > _SAME_S:
             self.note(t, kind, title, reason, epoch=epoch)
             return
         last.title, last.reason, last.epoch, last.count = title, reason, epoch, last.count + 1

@@ -15,7 +15,7 @@ from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, ROSTER, SERVERS, V
 from coordinator.view import Roster, WorkerInfo
 from elasticps.dashboard.history import History
 from elasticps.dashboard.samples import CLUSTER_COLUMNS, SERVER_COLUMNS, percentile
-from elasticps.dashboard.timeline import DETECTED
+from elasticps.dashboard.timeline import DETECTED, Timeline
 from tests.dashboard.scene import FOUND_S, Scene, activity, status, use
 
 
@@ -159,6 +159,21 @@ def test_an_outage_of_the_store_lasts_until_it_answers_and_nothing_else_changes(
     scene.model.store_answers(scene.now + 5)
     assert [(e["t"], e["until"]) for e in entries(scene, "outage")] == [(scene.now + 1, scene.now + 5)]
     assert scene.model.snapshot(scene.now)["state"]["store_error"] == ""
+
+
+def test_views_of_one_cause_are_one_entry() -> None:
+    timeline = Timeline()
+    for epoch, reason in enumerate(
+        ("s1 silent: 9 kept", "repair: 3 to follow", "repair: 2 to follow", "balance: 1 moved")
+    ):
+        timeline.repeat("repair", 10.0 + epoch, f"view {epoch}", reason, epoch)
+    assert [(e.title, e.reason, e.count, e.until) for e in timeline.entries] == [
+        ("view 0", "s1 silent: 9 kept", 1, 10.0),
+        ("view 2", "repair: 2 to follow", 2, 12.0),
+        ("view 3", "balance: 1 moved", 1, 13.0),
+    ]
+    timeline.repeat("repair", 30.0, "view 9", "balance: 1 moved", 9)
+    assert len(timeline.entries) == 4
 
 
 def test_leaders_and_checkpoints_are_told() -> None:

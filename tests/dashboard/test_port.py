@@ -7,13 +7,14 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from urllib.parse import urlsplit
 
 import pytest
 
 from elasticps import background
 from elasticps.dashboard import serve
+from elasticps.dashboard.fanout import WAITING_MAX
 from elasticps.dashboard.serve import Dashboard
 from elasticps.local.etcd import free_ports
 
@@ -120,6 +121,23 @@ def test_who_reads_nothing_is_dropped_and_the_others_hear_on(
         eventually(lambda: b"the last" in heard)
         fast.shutdown(socket.SHUT_RDWR)
         listener.join()
+
+
+def test_a_hundred_that_read_nothing_keep_little_and_hold_nobody_up(
+    page: Dashboard, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    monkeypatch.setattr(serve, "WRITE_TIMEOUT_S", 1.0)
+    fanout = page._fanout
+    with ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(connect(page)).sendall(head("/api/stream"))
+        eventually(lambda: len(fanout.viewers) == 100)
+        for i in range(3 * WAITING_MAX):
+            background.run(_publish(page, f"{i} " + 100_000 * "x"))
+        waiting = [len(viewer._waiting) for viewer in list(fanout.viewers)]
+        assert max(waiting, default=0) <= WAITING_MAX
+        assert answer(page, head("/healthz")).startswith(b"HTTP/1.1 200 ")
+        eventually(lambda: not fanout.viewers)  # all are dropped
 
 
 async def _publish(page: Dashboard, text: str) -> None:
