@@ -94,7 +94,7 @@ class Fleet:
             server.peak = max(server.peak, server.ranges["joining"]) if server.ranges["joining"] else 0
         lost, left = self._left_out(before, view)
         for name in (*lost, *left):
-            self._leave(now, name, view.reason if name in lost else "")
+            self._leave(now, name, view.reason if name in lost else "", again=name in found)
         return lost, left
 
     def _left_out(self, before: View | None, view: View) -> tuple[list[str], list[str]]:
@@ -106,12 +106,13 @@ class Fleet:
         lost = sorted(m.name for m in out if m in full and m not in self._asked)
         return lost, sorted(m.name for m in out if m.name not in lost)
 
-    def _leave(self, now: float, name: str, reason: str) -> None:
+    def _leave(self, now: float, name: str, reason: str, *, again: bool) -> None:
+        """again: another incarnation of that name is listed."""
         server = self.servers.get(name)
         if server is None:
             return
         server.lost, server.since = reason, self.gone.get(name, now)
-        if not any(server.info.member == Member(name, i.incarnation) for i in self.registered.values()) or reason:
+        if not again:
             server.listed, server.ranges, server.peak = False, _NOTHING, 0
 
     def answered(self, now: float, name: str, incarnation: int, answer: Mapping[str, Any]) -> float | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 from elasticps.dashboard.actions import Scaler
 from elasticps.errors import ConfigError
 from elasticps.local import scaling, state
 from elasticps.local.following import Following
+from elasticps.local.process import Process
 
 
 def scaler_of(url: str) -> Scaler | None:
@@ -20,7 +23,18 @@ def scaler_of(url: str) -> Scaler | None:
         folder = state.folder_of(record.name)
         with Following(record.url) as following:
             change = scaling.change([server.name for server in record.servers], following.draining(), servers)
-        outcome = scaling.scale(record.url, folder, change, scaling.spawn_recorded(folder))
+        outcome = scaling.scale(record.url, folder, change, _reaped(scaling.spawn_recorded(folder)))
         return f"{', '.join(outcome.servers)} serve, after {outcome.seconds:.1f} s"
 
     return scale
+
+
+def _reaped(spawn: scaling.Spawn) -> scaling.Spawn:
+    """The same; what it starts is waited for, as this process goes on and they are its children."""
+
+    def spawned(name: str, more: list[str]) -> Process:
+        process = spawn(name, more)
+        threading.Thread(target=process.popen.wait, name=f"waits for {name}", daemon=True).start()
+        return process
+
+    return spawned

@@ -76,6 +76,19 @@ def test_a_drained_server_is_not_lost() -> None:
     assert [e["title"] for e in entries(scene, "drain")] == ["drain of s2 asked"]
 
 
+def test_a_drained_server_that_ends_after_its_view_is_gone_from_the_page() -> None:
+    scene = Scene(servers=3)
+    scene.tick()
+    scene.put(DRAINS + "s2", json.dumps({"incarnation": 1}).encode())
+    scene.plan("s2")
+    assert server(scene, "s2")["held"] == 0
+    assert server(scene, "s2")["state"] == "draining"  # it holds nothing, and has not ended yet
+    scene.model.silent(scene.now, "s2", 1, "connection refused")
+    scene.model.delete(scene.now, SERVERS + "s2")
+    scene.model.tick(scene.now)
+    assert [s["id"] for s in scene.model.snapshot(scene.now)["servers"]] == ["s0", "s1"]
+
+
 def test_who_does_not_answer_is_silent_until_it_does() -> None:
     scene = Scene(servers=3)
     scene.tick()
