@@ -31,8 +31,10 @@ class Catalog:
 
 
 def publish(storage: Storage, manifest: Manifest) -> bool:
-    """Makes a checkpoint of what has been written; False if somebody else has made one of that number."""
-    return storage.put_new(path_of(manifest.cut), manifest.encode())
+    """Makes a checkpoint of what has been written; False if somebody else has made one of that number. Ours may be
+    there already: the answer of a bucket was lost, and who asks it again comes second."""
+    path, data = path_of(manifest.cut), manifest.encode()
+    return storage.put_new(path, data) or storage.get(path) == data
 
 
 def read(storage: Storage, cut: int) -> Manifest:

@@ -106,7 +106,8 @@ async def _attempt(
     if lacks := await asyncio.to_thread(catalog.lacking, storage, manifest):
         raise GivenUp(f"checkpoint {cut.number}: {lacks}: somebody has deleted or replaced what servers have written")
     if not await asyncio.to_thread(catalog.publish, storage, manifest):
-        raise CheckpointError(f"{storage.url} has a checkpoint {cut.number} that somebody else has made meanwhile")
+        await asyncio.to_thread(storage.delete, [f"{manifest.folder}/{file.path}" for file in manifest.files])
+        raise GivenUp(f"{storage.url} has a checkpoint {cut.number} that somebody else has made meanwhile")
     with suppress(StoreUnavailable):  # it is made all the same
         await store.put(NEWEST_CHECKPOINT, newest(manifest.cut, manifest.time, storage.url))
     try:

@@ -227,10 +227,23 @@ def test_what_cannot_be_tidied_away_is_no_reason_to_fail(scene: Scene, monkeypat
 
 
 def test_somebody_else_s_checkpoint_of_that_number_stays(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of another cluster; what servers have written beside it goes, and the next number is taken."""
+    publish, files = catalog.publish, ("000001/manifest.json", "000001/t/theirs.000.safetensors")
+
+    def come_second(storage: Storage, manifest: Manifest) -> bool:
+        if manifest.cut == 1:
+            for path in files:
+                storage.put(path, b"theirs")
+        return publish(storage, manifest)
+
     async def main() -> None:
         await scene.begin()
+        monkeypatch.setattr(catalog, "publish", come_second)
+        assert (await scene.take()).cut == 2
+        left = [path for path, _ in scene.storage.files("000001") if "/late/" not in path]
+        assert tuple(left) == files
         monkeypatch.setattr(catalog, "publish", lambda storage, manifest: False)
-        with pytest.raises(CheckpointError, match="somebody else has made meanwhile"):
+        with pytest.raises(GivenUp, match="somebody else has made meanwhile"):
             await scene.take()
 
     asyncio.run(main())
