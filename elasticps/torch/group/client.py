@@ -20,7 +20,7 @@ from elasticps.torch.group.ranks import Ranks
 from elasticps.torch.group.reads import Floats, WeightsRead
 from elasticps.torch.group.several import GroupTablesRead, ask_tables
 from elasticps.torch.group.shards import GroupShards
-from elasticps.torch.group.step import Summing
+from elasticps.torch.group.step import LITTLE, Summing
 from elasticps.torch.group.tables import GroupTable, GroupTensor, Handle, pull_many
 
 if TYPE_CHECKING:
@@ -70,12 +70,14 @@ class GroupClient(Ranks):
     threads.
     """
 
-    def __init__(self, links: Links, client: Client | None, mean: bool, chunk: int = CHUNK) -> None:
+    def __init__(
+        self, links: Links, client: Client | None, mean: bool, chunk: int = CHUNK, little: int = LITTLE
+    ) -> None:
         super().__init__(links, client)
         self._heard = 0, 0  # the clock, and up to which clock all is committed
         self._owed: tuple[int, GroupStep] | None = None  # a push of which rank 0 has yet to tell
         self._handles: list[Handle] = []
-        self._summing = Summing(links, self._handles, mean, chunk)
+        self._summing = Summing(links, self._handles, mean, chunk, little)
         self._named: dict[str, Handle] = {}
         self._closed = False
         self._pushes = 0
@@ -174,7 +176,7 @@ class GroupClient(Ranks):
             rates: Any = {h.real: rate for h, rate in lr.items()} if isinstance(lr, Mapping) else lr
             real: dict[Any, Any] = {handle.real: summed for handle, summed in sums.items()}
             step = GroupStep(self, self.client.push(real, lr=rates))
-            self.hear(self.links.answer(number, self.clocks()))
+            self._heard_push(self.links.answer(number, np.append(self.clocks(), self._summing.room)))
         step.ticked = self._heard[0]
         return step
 
@@ -182,7 +184,7 @@ class GroupClient(Ranks):
         """Elsewhere than at rank 0: hears what became of the newest push, and raises what rank 0 did."""
         if self._owed is not None:
             (number, step), self._owed = self._owed, None
-            self.hear(self.links.answer(number))
+            self._heard_push(self.links.answer(number))
             step.ticked = self._heard[0]
 
     def pull_async(
@@ -273,6 +275,10 @@ class GroupClient(Ranks):
         """At rank 0: what the others hear of the client's clock."""
         assert self.client is not None
         return np.array([self.client.clock, self.client.committed], np.int64)
+
+    def _heard_push(self, words: Words) -> None:
+        self.hear(words[:2])
+        self._summing.room = int(words[2])
 
     def hear(self, words: Words) -> None:
         """What `clocks` gave."""

@@ -4,6 +4,9 @@ A rank puts what it has where it has room (`layout.py`), then all say what they 
 get more and put it there again. Dense gradients pass in chunks: while the ranks sum one, each its share of it, the next
 one is copied. Rows are summed by key, each rank a part of the keys. All sums go by rank, so that they are, bit for bit,
 those of one process that adds up the gradients in this order.
+
+What is little rank 0 sums alone, as soon as it has heard all ranks: no other one has to wait for that. Whoever has more
+than its room then says it instead, and hears with the push's answer how much room there is from now on.
 """
 
 from __future__ import annotations
@@ -33,7 +36,11 @@ from elasticps.torch.group.merge import added, merged, share
 from elasticps.torch.group.tables import GroupTable, GroupTensor, Handle
 
 GRADIENTS = 0  # the number of their memory
+LITTLE = 2 << 20  # bytes of a rank's room
 Has = NDArray[np.int64]
+
+
+_NONE: Has = np.empty(0, np.int64)
 
 
 class Sums(NamedTuple):
@@ -47,13 +54,17 @@ class Sums(NamedTuple):
 class Summing:
     """The steps of the ranks of `links`. handles: all that are open, by number; mean: divide sums by the ranks."""
 
-    def __init__(self, links: Links, handles: Sequence[Handle], mean: bool, chunk: int = CHUNK) -> None:
-        self._links, self._handles, self._mean, self._chunk = links, handles, mean, chunk
-        self._room = 0  # bytes of each rank's region; the same at all ranks
+    def __init__(
+        self, links: Links, handles: Sequence[Handle], mean: bool, chunk: int = CHUNK, little: int = LITTLE
+    ) -> None:
+        self._links, self._handles, self._mean, self._chunk, self._little = links, handles, mean, chunk, little
+        self._room = 0  # bytes of each rank's region; the same at all ranks once they have heard of the last push
 
     def sums(self, values: Mapping[Handle, object]) -> Sums:
         """Adds up what the ranks have; InputError before anybody hears of it. Elsewhere than at rank 0 nothing."""
         mine = {handle.number: handle.checked(value) for handle, value in values.items()}
+        if 0 < self._room <= self._little:
+            return self._sums_alone(mine)
         plan = self._given(mine)
         counts = np.zeros(len(plan.sums), np.int64)
         if plan.nbytes:
@@ -67,14 +78,90 @@ class Summing:
         with self._links.leading(number):
             return Sums(number, dict(self._values(plan, said)))
 
+    @property
+    def room(self) -> int:
+        """What all ranks have to hear from rank 0 with the answer of a push, and set."""
+        return self._room
+
+    @room.setter
+    def room(self, room: int) -> None:
+        self._room = room
+
+    # -- what is little
+
+    def _sums_alone(self, mine: Mapping[int, Any]) -> Sums:
+        targets, links = [handle.target for handle in self._handles], self._links
+        has = self._has(mine)
+        own, tensors, floats = self._region(targets, has, links.rank)
+        fits_room = own.end <= (links.rank + 1) * self._room
+        if fits_room:
+            self._give(own, tensors, mine, floats)
+        said = [len(has), fits_room], has, _NONE if fits_room else _packed(mine)
+        number, heard = links.ask("step", np.concatenate(said))
+        if links.rank:
+            return Sums(number, {})
+        with links.leading(number):
+            links.agree([each[:1] for each in heard], "tables")
+            given = [self._taken(targets, rank, each) for rank, each in enumerate(heard)]
+            values = dict(self._added(targets, given))
+            if not all(each[1] for each in heard):
+                sizes = [each[2 : 2 + len(has)] for each in heard]
+                self._room = room_for(targets, sizes, self._chunk)
+                links.share(GRADIENTS, layout(targets, sizes, self._chunk, self._room).nbytes)
+            return Sums(number, values)
+
+    def _region(self, targets: Sequence[Target], has: Has, rank: int) -> tuple[Region, Sequence[int], int]:
+        """Where a rank puts what it has, its tensors, and their floats."""
+        tensors = tensors_of(targets, has)
+        floats = sum(targets[number].floats for number in tensors)
+        return region(targets, has, floats, rank * self._room), tensors, floats
+
+    def _taken(self, targets: Sequence[Target], rank: int, heard: Has) -> dict[int, Any]:
+        """What a rank has given, by number: keys and rows of tables, flat floats of tensors."""
+        has = heard[2 : 2 + len(targets)]
+        if not heard[1]:
+            return _unpacked(targets, has, heard[2 + len(targets) :])
+        own, tensors, floats = self._region(targets, has, rank)
+        memory = self._links.memory(GRADIENTS)
+        found: dict[int, Any] = {number: memory.rows(place) for number, place in own.tables.items()}
+        at, row = 0, memory.floats(own.slots[0], floats)
+        for number in tensors:
+            found[number] = row[at : at + targets[number].floats]
+            at += targets[number].floats
+        nothing = [number for number, target in enumerate(targets) if target.dim and has[number] == 0]
+        return found | {number: (_NONE, np.empty((0, targets[number].dim), np.float32)) for number in nothing}
+
+    def _added(self, targets: Sequence[Target], given: Sequence[Mapping[int, Any]]) -> Iterator[tuple[Handle, Any]]:
+        for number, handle in enumerate(self._handles):
+            some = [each[number] for each in given if number in each]
+            if not some:
+                continue
+            if isinstance(handle, GroupTensor):
+                zeros = np.zeros(targets[number].floats if len(some) < len(given) else 0, np.float32)
+                total = np.empty(targets[number].floats, np.float32)
+                added([each.get(number, zeros) for each in given], total, self._mean)
+                yield handle, total.reshape(handle.shape)
+                continue
+            most = sum(len(keys) for keys, _ in some)
+            keys, rows = np.empty(most, np.int64), np.empty((most, handle.dim), np.float32)
+            count = merged(some, 0, 1, keys, rows)
+            if self._mean:
+                rows[:count] /= np.float32(len(given))
+            yield handle, (keys[:count], rows[:count])
+
     # -- giving
+
+    def _has(self, mine: Mapping[int, Any]) -> Has:
+        """How many keys of each table, 0 for a tensor, ABSENT for what is not there."""
+        has = np.full(len(self._handles), ABSENT, np.int64)
+        for number, value in mine.items():
+            has[number] = len(value[0]) if isinstance(value, tuple) else 0
+        return has
 
     def _given(self, mine: Mapping[int, Any]) -> Layout:
         """Where everything lies; each rank's rows and first chunk are there."""
         targets = [handle.target for handle in self._handles]
-        has = np.full(len(targets), ABSENT, np.int64)
-        for number, value in mine.items():
-            has[number] = len(value[0]) if isinstance(value, tuple) else 0
+        has = self._has(mine)
         early = self._give_early(targets, has, mine)
         said = self._links.exchange("step", np.append(has, early))
         given = [each[:-1] for each in said]
@@ -165,3 +252,27 @@ class Summing:
             memory = self._links.memory(GRADIENTS)
             parts = [memory.rows(place, int(each[i])) for place, each in zip(places, said, strict=True)]
             yield table, (np.concatenate([keys for keys, _ in parts]), np.concatenate([rows for _, rows in parts]))
+
+
+def _packed(mine: Mapping[int, Any]) -> Has:
+    """What a rank has, int64 [n]: by number, of a table its keys and then its rows, floats in pairs."""
+    parts = list[Has]()
+    for _, value in sorted(mine.items()):
+        keys, floats = value if isinstance(value, tuple) else (_NONE, value)
+        flat = np.zeros(floats.size + floats.size % 2, np.float32)
+        flat[: floats.size] = floats.reshape(-1)
+        parts += [np.asarray(keys, np.int64), flat.view(np.int64)]
+    return np.concatenate([_NONE, *parts])
+
+
+def _unpacked(targets: Sequence[Target], has: Has, words: Has) -> dict[int, Any]:
+    """What `_packed` was given."""
+    found: dict[int, Any] = {}
+    for number, (target, count) in enumerate(zip(targets, has.tolist(), strict=True)):
+        if count == ABSENT:
+            continue
+        floats = target.floats or count * target.dim
+        keys, words = words[:count], words[count:]
+        flat, words = words[: -(-floats // 2)].view(np.float32)[:floats], words[-(-floats // 2) :]
+        found[number] = (keys, flat.reshape(count, target.dim)) if target.dim else flat
+    return found

@@ -24,6 +24,7 @@ from elasticps.torch import (
     TableConfig,
 )
 from elasticps.torch.group.links import Links
+from elasticps.torch.group.step import LITTLE
 from tests.torch.fake_ps import FakeClient
 from tests.torch.group.ranks import clients, linked, together
 
@@ -130,7 +131,8 @@ def test_ranks_that_pull_other_tables_end_the_group() -> None:
 @pytest.mark.parametrize(
     ("options", "ranks"), [({}, 1), ({}, 2), ({"pipeline": True}, 3), ({"overlap": False, "pipeline": True}, 2)]
 )
-def test_training_is_bit_for_bit_that_of_one_worker(options: dict[str, Any], ranks: int) -> None:
+@pytest.mark.parametrize("little", [0, LITTLE])
+def test_training_is_bit_for_bit_that_of_one_worker(options: dict[str, Any], ranks: int, little: int) -> None:
     shared = FakeClient()
 
     def train(ps: GroupClient) -> dict[str, torch.Tensor]:
@@ -146,7 +148,7 @@ def test_training_is_bit_for_bit_that_of_one_worker(options: dict[str, Any], ran
         assert optimizer.last_step.clock == STEPS
         return {name: value.clone() for name, value in model[1].state_dict().items()}
 
-    with clients(shared, ranks, chunk=7) as group:
+    with clients(shared, ranks, chunk=7, little=little) as group:
         states = together(train, group)
     expected = alone(ranks)
     assert shared.targets.keys() == expected.targets.keys()
@@ -160,6 +162,45 @@ def test_training_is_bit_for_bit_that_of_one_worker(options: dict[str, Any], ran
     for state in states:
         for name, value in state.items():
             np.testing.assert_array_equal(value.numpy(), shared.weight(f"model.1.{name}"))
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_sums_are_the_same_whoever_makes_them(mean: bool) -> None:
+    """All ranks together; rank 0 as long as there is little, and when there suddenly is more than there is room for."""
+    found = []
+    for little in (0, 600, 1 << 30):
+        shared = FakeClient()
+
+        def train(ps: GroupClient) -> list[int]:
+            random, rooms = np.random.default_rng([7, ps.rank]), []
+            tables = [ps.table(n, dim=d, optimizer=eps.SGD(lr=1.0), init=eps.Zeros()) for n, d in (("a", 1), ("b", 5))]
+            sizes = (3,), (2, 2), (40,)
+            tensors = [ps.tensor(f"d{s}", init=np.zeros(s, np.float32), optimizer=eps.SGD(lr=1.0)) for s in sizes]
+            for step in range(12):
+                values: dict[Any, Any] = {}
+                for table in tables:
+                    n = int(random.integers(0, 4)) * (40 if step in (5, 9) and ps.rank == step % 3 else 1)
+                    if random.random() < 0.8:
+                        rows = random.standard_normal((n, table.dim)).astype(np.float32)
+                        values[table] = random.integers(-5, 9, n), rows
+                for tensor in tensors:
+                    if random.random() < 0.7:
+                        values[tensor] = random.standard_normal(tensor.shape).astype(np.float32) * -(0.0**step)
+                ps.push(values)
+                assert ps.clock == step + 1
+                rooms.append(ps._summing.room)
+            return rooms
+
+        with clients(shared, 3, mean=mean, chunk=11, little=little) as group:
+            rooms = together(train, group)
+        assert rooms[0] == rooms[1] == rooms[2]
+        assert len(set(rooms[0])) > 1
+        found.append(shared.targets)
+    for other in found[1:]:
+        for name, target in found[0].items():
+            assert target.weights.keys() == other[name].weights.keys()
+            for key, row in target.weights.items():
+                assert row.tobytes() == other[name].weights[key].tobytes(), (name, key)
 
 
 def test_each_key_is_pulled_once_for_all_ranks() -> None:
