@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from coordinator.draft import Draft
 from replication.chain import Chains, Kept, Member
 from replication.effects import Erase, Reply, SnapshotRange, Status
-from tests.replication.test_replica import Cluster, P
+from tests.replication.cluster import Cluster, P
 
 
 def without(view: Chains, silent: Member) -> Chains:

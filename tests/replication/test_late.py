@@ -14,8 +14,8 @@ from coordinator.draft import Draft
 from replication.chain import Chains, Kept, Member, unsafe_transition
 from replication.effects import Erase, Reply, Send, SnapshotRange, Status
 from replication.messages import OperationKind, Resync
+from tests.replication.cluster import Cluster, P
 from tests.replication.test_kept import by_range, confirmed, taken, without
-from tests.replication.test_replica import Cluster, P
 
 ALL = list(range(P))
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from replication.chain import Chains, Member
+from replication.chain import Chains
 from replication.effects import (
     Apply,
     Ask,
@@ -21,7 +19,6 @@ from replication.effects import (
     Install,
     NeedView,
     NextChunk,
-    Push,
     Release,
     Reply,
     Send,
@@ -30,76 +27,8 @@ from replication.effects import (
 )
 from replication.messages import Ack, Forward, Message, OperationKind, Resync
 from replication.progress import FIRST_ROWS
-from replication.replica import Replica
-from tests.replication.views import form, plan_failover, plan_move, plan_repair
-
-P = 4
-
-
-class Cluster:
-    """Replicas, their links as queues, and what they asked of their shells."""
-
-    def __init__(self, servers: int = 3, replicas: int = 2, budget_bytes: int = 1 << 20, alike: bool = False) -> None:
-        self.members = [Member(f"s{i}", 1) for i in range(servers)]
-        self.view = form(self.members[: max(replicas, servers - 1)], P, replicas)
-        if alike:  # all ranges have the same chain
-            self.view = replace(self.view, chains=np.repeat(self.view.chains[:1], P, axis=0))
-        self.replicas = {m: Replica(m, P, budget_bytes) for m in self.members}
-        self.queues: dict[tuple[Member, Member], deque[Any]] = {}
-        self.effects: list[tuple[Member, Any]] = []
-        self.applied: dict[Member, list[tuple[int, int, int]]] = {m: [] for m in self.members}
-        self.adopt(self.view)
-        for a in self.members:
-            for b in self.members:
-                if a != b:
-                    self.take(a, self.replicas[a].peer_up(b))
-        self.settle()
-
-    def take(self, member: Member, effects: list[Any]) -> list[Any]:
-        for effect in effects:
-            if isinstance(effect, Send):
-                self.queues.setdefault((member, effect.peer), deque()).append(effect.message)
-            elif isinstance(effect, Apply):
-                op = effect.operation
-                self.applied[member] += [(op.worker, op.after, r) for r in effect.ranges.tolist()]
-            self.effects.append((member, effect))
-        return effects
-
-    def adopt(self, view: Chains, *members: Member) -> None:
-        self.view = view
-        for member in members or self.members:
-            if member in self.replicas:
-                self.take(member, self.replicas[member].adopt(view))
-
-    def deliver(self, a: Member, b: Member) -> None:
-        """Everything from a to b."""
-        queue = self.queues.get((a, b), deque())
-        while queue and b in self.replicas:
-            self.take(b, self.replicas[b].receive(a, queue.popleft()))
-
-    def settle(self) -> None:
-        while any(queue for (_, b), queue in self.queues.items() if b in self.replicas):
-            for a, b in list(self.queues):
-                self.deliver(a, b)
-
-    def kill(self, member: Member) -> None:
-        del self.replicas[member]
-        for other in self.replicas:
-            self.queues.pop((member, other), None)
-            self.take(other, self.replicas[other].peer_down(member))
-
-    def push(self, member: Member, clock: int, **more: Any) -> list[Any]:
-        fields = {
-            "token": ("t", clock), "worker": 1, "epoch": self.view.epoch, "clock": clock, "part": 0, "last": True,
-            "ranges": None, "payload": None, "nbytes": 10, **more,
-        }  # fmt: skip
-        return self.take(member, self.replicas[member].push(Push(**fields)))
-
-    def replies(self) -> list[tuple[object, Status]]:
-        return [(e.token, e.status) for _, e in self.effects if isinstance(e, Reply)]
-
-    def head(self, r: int) -> Member:
-        return self.view.members_of(r)[0]
+from tests.replication.cluster import Cluster, P
+from tests.replication.views import plan_failover, plan_move, plan_repair
 
 
 def test_a_push_goes_down_the_chain_and_is_answered_when_the_tail_has_it() -> None:
@@ -429,85 +358,3 @@ def test_a_neighbour_gets_one_message_per_operation_and_answers_with_one_whateve
     assert [m.ranges.tolist() for m in c.queues[tail, middle]] == [[0, 1, 2]]
     c.settle()
     assert c.replies() == [(("t", 1), Status.COMMITTED)]
-
-
-def feeding(replicas: int) -> tuple[Cluster, Member, Member, Member]:
-    """Range 0, of which a joiner has a first piece: with its head, its tail and the joiner. The link to the joiner is
-    full."""
-    c = Cluster(replicas=replicas, alike=True)
-    chain = c.view.members_of(0)
-    head, tail = chain[0], chain[-1]
-    joiner = next(m for m in c.members if m not in chain)
-    c.push(head, 1)
-    c.settle()
-    move = plan_move(c.view, 0, joiner)
-    assert move is not None
-    c.adopt(move.chains)
-    c.settle()
-    start = next(e for _, e in c.effects if isinstance(e, SnapshotRange))
-    c.take(tail, c.replicas[tail].piece(0, start.serial, 1 << 61, False, None))
-    assert not c.replicas[tail].crowded
-    c.take(tail, c.replicas[tail].peer_full(joiner, True))
-    assert c.replicas[tail].crowded
-    c.effects.clear()
-    return c, head, tail, joiner
-
-
-def test_while_the_link_to_a_joiner_is_full_pushes_wait_at_its_tail() -> None:
-    c, head, tail, joiner = feeding(1)
-    assert head == tail
-    assert [type(e) for e in c.push(head, 2)] == [Hold]
-    c.settle()
-    assert c.replies() == []
-    c.take(tail, c.replicas[tail].peer_full(joiner, False))
-    assert c.replies() == [(("t", 2), Status.COMMITTED)]
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_while_the_link_to_a_joiner_is_full_its_tail_vouches_for_nothing(lost: bool) -> None:
-    c, head, tail, joiner = feeding(2)
-    c.push(head, 2)
-    c.settle()
-    assert c.replies() == []
-    assert c.replicas[head].log.nbytes
-    c.take(tail, c.replicas[tail].peer_down(joiner) if lost else c.replicas[tail].peer_full(joiner, False))
-    c.settle()
-    assert c.replies() == [(("t", 2), Status.COMMITTED)]
-    assert not c.replicas[head].log.nbytes
-
-
-def test_a_full_link_to_whom_nothing_is_filled_holds_up_nobody() -> None:
-    c = Cluster()
-    head, tail = c.view.members_of(0)
-    c.take(head, c.replicas[head].peer_full(tail, True))
-    c.push(head, 1)
-    c.settle()
-    assert c.replies() == [(("t", 1), Status.COMMITTED)]
-
-
-def test_nothing_is_let_in_behind_a_cut_before_it_is_applied() -> None:
-    c = Cluster()
-    head = c.head(0)
-    c.take(head, c.replicas[head].limit_log(0))
-    c.push(head, 0, kind=OperationKind.CUT, worker=-1, token="cut")
-    c.push(head, 1)
-    c.effects.clear()
-    c.take(head, c.replicas[head].limit_log(1 << 20))
-    assert [e.operation.kind for _, e in c.effects if isinstance(e, Apply)] == [OperationKind.CUT]
-    assert c.replicas[head].unsettled
-    c.take(head, c.replicas[head].go_on())
-    assert c.effects[-1][1].operation.kind == OperationKind.PUSH
-
-
-def test_of_many_pushes_that_wait_some_are_let_in_before_the_link_is_looked_at_again() -> None:
-    c, head, tail, joiner = feeding(1)
-    for worker in range(2, 6):
-        c.push(head, 1, worker=worker, token=worker, nbytes=1 << 19)
-    c.take(tail, c.replicas[tail].peer_full(joiner, False))
-    assert c.replies() == [(2, Status.COMMITTED), (3, Status.COMMITTED)]
-    assert c.replicas[tail].unsettled
-    c.take(tail, c.replicas[tail].peer_full(joiner, True))
-    assert c.take(tail, c.replicas[tail].go_on()) == []
-    assert not c.replicas[tail].unsettled
-    c.take(tail, c.replicas[tail].peer_full(joiner, False))
-    assert [token for token, _ in c.replies()] == [2, 3, 4, 5]

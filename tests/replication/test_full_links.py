@@ -1,0 +1,98 @@
+"""Links that are full: what waits behind them, and what does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from replication.chain import Member
+from replication.effects import (
+    Apply,
+    Hold,
+    SnapshotRange,
+    Status,
+)
+from replication.messages import OperationKind
+from tests.replication.cluster import Cluster
+from tests.replication.views import plan_move
+
+
+def feeding(replicas: int) -> tuple[Cluster, Member, Member, Member]:
+    """Range 0, of which a joiner has a first piece: with its head, its tail and the joiner. The link to the joiner is
+    full."""
+    c = Cluster(replicas=replicas, alike=True)
+    chain = c.view.members_of(0)
+    head, tail = chain[0], chain[-1]
+    joiner = next(m for m in c.members if m not in chain)
+    c.push(head, 1)
+    c.settle()
+    move = plan_move(c.view, 0, joiner)
+    assert move is not None
+    c.adopt(move.chains)
+    c.settle()
+    start = next(e for _, e in c.effects if isinstance(e, SnapshotRange))
+    c.take(tail, c.replicas[tail].piece(0, start.serial, 1 << 61, False, None))
+    assert not c.replicas[tail].crowded
+    c.take(tail, c.replicas[tail].peer_full(joiner, True))
+    assert c.replicas[tail].crowded
+    c.effects.clear()
+    return c, head, tail, joiner
+
+
+def test_while_the_link_to_a_joiner_is_full_pushes_wait_at_its_tail() -> None:
+    c, head, tail, joiner = feeding(1)
+    assert head == tail
+    assert [type(e) for e in c.push(head, 2)] == [Hold]
+    c.settle()
+    assert c.replies() == []
+    c.take(tail, c.replicas[tail].peer_full(joiner, False))
+    assert c.replies() == [(("t", 2), Status.COMMITTED)]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_while_the_link_to_a_joiner_is_full_its_tail_vouches_for_nothing(lost: bool) -> None:
+    c, head, tail, joiner = feeding(2)
+    c.push(head, 2)
+    c.settle()
+    assert c.replies() == []
+    assert c.replicas[head].log.nbytes
+    c.take(tail, c.replicas[tail].peer_down(joiner) if lost else c.replicas[tail].peer_full(joiner, False))
+    c.settle()
+    assert c.replies() == [(("t", 2), Status.COMMITTED)]
+    assert not c.replicas[head].log.nbytes
+
+
+def test_a_full_link_to_whom_nothing_is_filled_holds_up_nobody() -> None:
+    c = Cluster()
+    head, tail = c.view.members_of(0)
+    c.take(head, c.replicas[head].peer_full(tail, True))
+    c.push(head, 1)
+    c.settle()
+    assert c.replies() == [(("t", 1), Status.COMMITTED)]
+
+
+def test_nothing_is_let_in_behind_a_cut_before_it_is_applied() -> None:
+    c = Cluster()
+    head = c.head(0)
+    c.take(head, c.replicas[head].limit_log(0))
+    c.push(head, 0, kind=OperationKind.CUT, worker=-1, token="cut")
+    c.push(head, 1)
+    c.effects.clear()
+    c.take(head, c.replicas[head].limit_log(1 << 20))
+    assert [e.operation.kind for _, e in c.effects if isinstance(e, Apply)] == [OperationKind.CUT]
+    assert c.replicas[head].unsettled
+    c.take(head, c.replicas[head].go_on())
+    assert c.effects[-1][1].operation.kind == OperationKind.PUSH
+
+
+def test_of_many_pushes_that_wait_some_are_let_in_before_the_link_is_looked_at_again() -> None:
+    c, head, tail, joiner = feeding(1)
+    for worker in range(2, 6):
+        c.push(head, 1, worker=worker, token=worker, nbytes=1 << 19)
+    c.take(tail, c.replicas[tail].peer_full(joiner, False))
+    assert c.replies() == [(2, Status.COMMITTED), (3, Status.COMMITTED)]
+    assert c.replicas[tail].unsettled
+    c.take(tail, c.replicas[tail].peer_full(joiner, True))
+    assert c.take(tail, c.replicas[tail].go_on()) == []
+    assert not c.replicas[tail].unsettled
+    c.take(tail, c.replicas[tail].peer_full(joiner, False))
+    assert [token for token, _ in c.replies()] == [2, 3, 4, 5]
