@@ -21,7 +21,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True, forceinline=True)
 def mix64(z: np.uint64) -> np.uint64:
     """SplitMix64's finaliser: a bijection of uint64."""
     z = (z ^ (z >> _S30)) * _M1
@@ -29,7 +29,7 @@ def mix64(z: np.uint64) -> np.uint64:
     return z ^ (z >> _S31)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@njit(nogil=True, cache=True, forceinline=True)
 def hash_key(key: np.int64, salt: np.uint64) -> np.uint64:
     """Hash of one key of the table that `salt` stands for."""
     return mix64(np.uint64(key) ^ salt)

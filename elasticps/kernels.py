@@ -22,9 +22,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from numba import config, njit
+from numba import config
 from numba.core import event
 from numba.core.caching import CacheImpl, NullCache, _CacheLocator
+
+from elasticps.dispatch import njit
 
 __all__ = ["compiled", "compiled_once", "njit", "sources_of"]
 

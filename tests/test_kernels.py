@@ -108,3 +108,71 @@ def test_a_kernel_that_another_has_had_compiled_for_other_arrays_is_compiled_for
     kernel(np.ones(2, np.float32))
     registry._load(kernel, (numba.types.Array(numba.types.int64, 1, "C"),))
     assert kernel(np.arange(3)) == 3
+
+
+CALLS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import calls
+from calls import double, twice_the_sum
+import numpy as np
+out = [int(twice_the_sum(np.arange(4))), int(twice_the_sum(np.arange(5)))]
+hits = {name: sum(getattr(calls, name).stats.cache_hits.values()) for name in ("double", "twice_the_sum")}
+made = {name: len(getattr(calls, name)._made) for name in ("double", "plus")}
+print(json.dumps({"out": out, "hits": hits, "made": made}))
+"""
+MODULE = """
+from numba import types
+from elasticps.dispatch import njit
+INT = types.int64
+
+@njit(cache=True)
+def plus(a, b):
+    return a + b
+
+@njit(cache=True, signature=(INT,))
+def double(x):
+    return plus(x, x)
+
+@njit(cache=True)
+def twice_the_sum(numbers):
+    total = plus(plus(0, 0), plus(1, -1))
+    for i in range(numbers.shape[0]):
+        total = plus(total, numbers[i])
+    return double(total)
+"""
+
+
+def test_a_kernel_from_the_cache_finds_the_machine_code_that_it_calls(tmp_path: Path) -> None:
+    (tmp_path / "calls.py").write_text(MODULE, encoding="utf-8")
+    command = [sys.executable, "-c", CALLS, str(tmp_path)]
+    settings = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+
+    def call() -> dict[str, object]:
+        done = subprocess.run(command, env=settings, capture_output=True, text=True, check=True)
+        found: dict[str, object] = json.loads(done.stdout)
+        return found
+
+    first = call()
+    assert first["out"] == [12, 20]
+    assert first["hits"] == {"double": 0, "twice_the_sum": 0}
+    assert first["made"] == {"double": 1, "plus": 1}, "compiled anew for a number in a call"
+    again = call()
+    assert again["out"] == [12, 20]
+    assert again["hits"] == {"double": 1, "twice_the_sum": 1}
+    assert again["made"] == {"double": 0, "plus": 0}
+
+
+def test_a_kernel_that_calls_machine_code_takes_it_when_that_was_compiled_anew(tmp_path: Path) -> None:
+    (tmp_path / "calls.py").write_text(MODULE, encoding="utf-8")
+    cache = tmp_path / "cache"
+    command = [sys.executable, "-c", CALLS, str(tmp_path)]
+    settings = os.environ | {"NUMBA_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, env=settings, capture_output=True, check=True)
+    lost = list(cache.rglob("calls.double-*"))
+    assert lost
+    for file in lost:
+        file.unlink()
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert (found["out"], found["hits"]) == ([12, 20], {"double": 0, "twice_the_sum": 1})

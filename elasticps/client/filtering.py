@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,7 @@ KEPT_BYTES = 64 << 20
 WAYS = 4  # places that a key may take
 
 
-kernel = cast(Callable[[Any], Any], njit(nogil=True, cache=True))
+kernel = njit(nogil=True, cache=True)
 
 
 class Feedback(NamedTuple):

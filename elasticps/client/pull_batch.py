@@ -7,9 +7,6 @@ frame; `tests/client/test_answers.py` holds the two against each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
-
 import numpy as np
 
 from elasticps.hashing import hash_key
@@ -48,7 +45,7 @@ _OK, _ROWS, _PULL = int(Kind.OK), int(Kind.ROWS), int(Kind.PULL)
 _BLOCK_WORDS = BLOCK_BYTES // 8
 
 # With the interpreter's lock: they take a few microseconds, and to get it back may take five milliseconds.
-kernel = cast(Callable[[Any], Any], njit(cache=True, error_model="numpy"))
+kernel = njit(cache=True, error_model="numpy")
 
 
 @kernel

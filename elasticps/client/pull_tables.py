@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from elasticps.client.protocol.routing import Readers, Routes
@@ -35,6 +34,7 @@ from elasticps.client.pulls import (
 from elasticps.client.push_batch import address
 from elasticps.client.short_keys import MOST_BLOCKS, ShortKeys
 from elasticps.hashing import hash_key
+from elasticps.kernels import njit
 from elasticps.wire.frames import ANY, BLOCK_BYTES, CODED, HEADER_BYTES, TABLES, Buffer, table_block
 from elasticps.wire.headers import PullHeader
 

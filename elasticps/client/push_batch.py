@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from elasticps.client.protocol.routing import FRAME_BYTES, Routes, plan_ranks, take_sum
 from elasticps.client.writes import Cut, Part, Write, refuse_large
 from elasticps.hashing import key_ranges, table_salt
+from elasticps.kernels import njit
 from elasticps.store.native import carray, pointer
 from elasticps.wire.frames import (
     BLOCK_BYTES,
@@ -51,7 +51,7 @@ AT_ONCE_BYTES = FRAME_BYTES // 2  # up to so many are copied before the first is
 (F_SHARE, F_START, F_STOP, F_AT, F_BODY, F_ITEMS, F_NAMED, F_FIELDS) = range(8)
 _TABLE = struct.Struct(f"={FIELDS}q")
 
-kernel = cast(Callable[[Any], Any], njit(nogil=True, cache=True))
+kernel = njit(nogil=True, cache=True)
 
 
 @kernel

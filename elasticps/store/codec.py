@@ -25,7 +25,7 @@ from elasticps.filters import (
     Threshold,
     TopK,
 )
-from elasticps.store.native import carray, copy, float32_from_bits, kernel, load64, pointer
+from elasticps.store.native import INT, carray, copy, float32_from_bits, kernel, linked, load64, pointer
 from elasticps.store.sparse import RANDOM_K, THRESHOLD, TOP_K, draw_rows, largest, spread, spread_rows
 from elasticps.store.user_filters import user_filter
 from elasticps.store.values import bfloat16_of, float16_of, float16_value
@@ -90,7 +90,7 @@ def _from_int8(source: int, dim: int, target: int) -> None:
             x[j] = np.float32(whole[j]) * scale
 
 
-@kernel
+@linked(INT, INT, INT, INT, INT, INT)
 def encode_rows(code: int, source: int, n: int, dim: int, target: int, words: int) -> None:
     """n rows of `dim` floats at an address, to another one, `words` words from one row to the next."""
     for i in range(n):
@@ -124,7 +124,7 @@ def _decode_row(code: int, source: int, dim: int, target: int) -> None:
             x[j] = float32_from_bits(np.int64(halves[j]) << 16)
 
 
-@kernel
+@linked(INT, INT, INT, INT, INT, INT)
 def decode_rows(code: int, source: int, n: int, dim: int, target: int, words: int) -> None:
     """The inverse of `encode_rows`, as far as there is one; `code` may be the address of several."""
     for i in range(n):

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.store.index import PREFETCH_LINES, ROW_AHEAD
-from elasticps.store.native import ADDRESS, H_SLOTS_AT, STAMP_BIT, carray, copy, kernel, pointer, prefetch
+from elasticps.store.native import ADDRESS, H_SLOTS_AT, STAMP_BIT, copy, kernel, prefetch
 
 
 @kernel
@@ -26,5 +26,6 @@ def split(words: NDArray[np.int64], columns: NDArray[np.int64], base: int, stamp
 @kernel
 def write_slots(h: NDArray[np.int64], slots: NDArray[np.float32], rows: NDArray[np.int64]) -> None:
     """Gives rows these slots, float32 [n, slot_floats]."""
+    size = 4 * slots.shape[1]
     for i in range(slots.shape[0]):
-        carray(pointer(rows[i] + h[H_SLOTS_AT]), (slots.shape[1],), np.float32)[:] = slots[i]
+        copy(rows[i] + h[H_SLOTS_AT], slots.ctypes.data + i * size, size)

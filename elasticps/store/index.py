@@ -36,19 +36,24 @@ from elasticps.store.native import (
     H_NEXT,
     H_ROWS,
     H_SALT,
+    H_SCRATCH,
     H_SHIFT,
-    H_SLOT_FLOATS,
     H_SLOTS_AT,
     H_STALE,
     H_STAMP,
     H_STRIDE,
     H_UNSWEPT,
+    INT,
+    KEYS,
+    MATRIX,
     NEED_SLAB,
     STAMP_BIT,
+    WORDS,
     carray,
     copy,
     inlined,
     kernel,
+    linked,
     load64,
     pointer,
     prefetch,
@@ -113,7 +118,7 @@ def _start(key: int, salt: np.uint64, shift: np.uint64, descriptors: NDArray[np.
     return first_entry(hashed, _S64 - shift, descriptors[at], descriptors[at + 1])
 
 
-@kernel
+@linked(WORDS, KEYS, WORDS)
 def find(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
     """Writes the address of every key's row, 0 where there is none, and how many there are none of. Sets H_STALE.
 
@@ -217,7 +222,7 @@ def move_out(h: NDArray[np.int64], r: int) -> bool:
     return True
 
 
-@kernel
+@linked(WORDS, KEYS, MATRIX, INT, WORDS, INT)
 def insert(
     h: NDArray[np.int64],
     keys: NDArray[np.int64],
@@ -278,11 +283,10 @@ def overwrite(h: NDArray[np.int64], values: NDArray[np.float32], rows: NDArray[n
 
 @kernel
 def _initialise(h: NDArray[np.int64], key: int, row: int) -> None:
-    if h[H_DTYPE] == 0:
-        initial_weights(h, key, carray(pointer(row), (h[H_DIM],), np.float32))
-    else:
-        w = np.empty(h[H_DIM], np.float32)
-        initial_weights(h, key, w)
+    at = row if h[H_DTYPE] == 0 else h[H_SCRATCH]
+    w = carray(pointer(at), (h[H_DIM],), np.float32)
+    initial_weights(h, key, w)
+    if h[H_DTYPE] != 0:
         write_weights(h, row, w)
 
 
@@ -382,7 +386,8 @@ def copy_slots(h: NDArray[np.int64], rows: NDArray[np.int64], out: NDArray[np.fl
         if rows[i] == 0:
             out[i] = fill
         else:
-            out[i] = carray(pointer(rows[i] + h[H_SLOTS_AT]), (h[H_SLOT_FLOATS],), np.float32)
+            bytes_of_slots = 4 * out.shape[1]
+            copy(out.ctypes.data + i * bytes_of_slots, rows[i] + h[H_SLOTS_AT], bytes_of_slots)
 
 
 @kernel
@@ -398,14 +403,15 @@ def copy_out(rows: NDArray[np.int64], out: NDArray[np.uint64]) -> None:
     for i in range(rows.shape[0]):
         if i + ROW_AHEAD < rows.shape[0]:
             _prefetch_row(rows[i + ROW_AHEAD] & ADDRESS, min((words + 7) // 8, PREFETCH_LINES))
-        out[i] = carray(pointer(rows[i] & ADDRESS), (words,), np.uint64)
+        copy(out.ctypes.data + i * words * 8, rows[i] & ADDRESS, words * 8)
 
 
 @kernel
 def copy_in(rows: NDArray[np.int64], data: NDArray[np.uint64]) -> None:
     """Overwrites whole rows: data uint64 [n, stride / 8]."""
+    size = 8 * data.shape[1]
     for i in range(rows.shape[0]):
-        carray(pointer(rows[i]), (data.shape[1],), np.uint64)[:] = data[i]
+        copy(rows[i], data.ctypes.data + i * size, size)
 
 
 @kernel
@@ -455,12 +461,17 @@ def first_foreign(h: NDArray[np.int64], keys: NDArray[np.int64], allowed: NDArra
 @kernel
 def gather(h: NDArray[np.int64], keys: NDArray[np.int64], out: NDArray[np.float32], rows: NDArray[np.int64]) -> None:
     """Reads the weights of every key as float32 [n, dim]; absent keys read as f(seed, key). `rows` is scratch."""
+    gather_to(h, keys, out.ctypes.data, rows)
+
+
+@linked(WORDS, KEYS, INT, WORDS)
+def gather_to(h: NDArray[np.int64], keys: NDArray[np.int64], target: int, rows: NDArray[np.int64]) -> None:
+    """`gather`, to an address."""
     find(h, keys, rows)
     n, dim, dtype = keys.shape[0], h[H_DIM], h[H_DTYPE]
     lines = READ_LINES
     for i in range(min(n, ROW_AHEAD)):
         _prefetch_row(rows[i], lines)
-    target = out.ctypes.data
     for i in range(n):
         if i + ROW_AHEAD < n:
             _prefetch_row(rows[i + ROW_AHEAD], lines)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic as _intrinsic
+from numba.np import arrayobj
 
 from elasticps.kernels import njit
 
@@ -20,7 +20,8 @@ Function = TypeVar("Function")
 
 # Seen as untyped: a caller passes no typing context, whatever the definition says.
 intrinsic: Callable[[Callable[..., Any]], Any] = _intrinsic
-carray: Any = vars(numba)["carray"]
+_arrays: Any = arrayobj
+_types: Any = types
 _compile: Any = njit(nogil=True, cache=True, error_model="numpy")
 _compile_forced: Any = njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
 _compile_inline: Any = njit(nogil=True, cache=True, error_model="numpy", inline="always")
@@ -73,6 +74,13 @@ NEVER = MAX_STAMP + 1  # D_SINCE where nothing is kept aside
 STAMP_BIT = 48  # of an index entry's second word; the row's address is below, the highest bit is 0
 ADDRESS = (1 << STAMP_BIT) - 1
 
+# Keys and floats may be read-only and unaligned, as slices of a received frame are.
+INT = types.int64
+WORDS = types.Array(types.int64, 1, "C")
+KEYS = types.Array(types.int64, 1, "C", readonly=True, aligned=False)
+FLOATS = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
+MATRIX = types.Array(types.float32, 2, "C", readonly=True, aligned=False)
+
 copy: Any = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
 """Copies bytes: to, from, how many."""
 
@@ -83,6 +91,22 @@ def kernel(function: Function) -> Function:
     No fastmath: LLVM then neither reorders nor contracts to fused multiply-add. numpy's error model: x / 0 is inf.
     """
     return cast(Function, _compile(function))
+
+
+def linked(*signature: Any) -> Callable[[Function], Function]:
+    """A kernel that is compiled once, for arguments of these types: other kernels call that. For those that take a
+    batch, and that several kernels call."""
+
+    def wrap(function: Function) -> Function:
+        return cast(Function, njit(nogil=True, cache=True, error_model="numpy", signature=signature)(function))
+
+    return wrap
+
+
+def signature_of(kernel: Any) -> tuple[Any, ...]:
+    """What a `linked` kernel takes."""
+    found: tuple[Any, ...] = kernel.signature
+    return found
 
 
 def inlined(function: Function) -> Function:
@@ -107,6 +131,26 @@ def pointer(typing: Any, address: Any) -> Any:
         return _pointer(builder, arguments[0], 8)
 
     return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def carray(typing: Any, address: Any, shape: Any, dtype: Any) -> Any:
+    """An array of a shape, a tuple, over a pointer. numba's own asks more, and takes a compiler longer."""
+    array, number = types.Array(dtype.dtype, len(shape), "C"), len(shape)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        made = _arrays.make_array(array)(context, builder)
+        item = context.get_abi_sizeof(context.get_data_type(dtype.dtype))
+        lengths = [builder.extract_value(arguments[1], i) for i in range(number)]
+        strides = [context.get_constant(types.intp, item)]
+        for length in lengths[:0:-1]:
+            strides.insert(0, builder.mul(length, strides[0]))
+        data = builder.bitcast(arguments[0], made.data.type)
+        itemsize = context.get_constant(types.intp, item)
+        _arrays.populate_array(made, data=data, shape=lengths, strides=strides, itemsize=itemsize, meminfo=None)
+        return made._getvalue()
+
+    return array(address, _types.UniTuple(types.intp, number), dtype), generate
 
 
 @intrinsic

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from numba import njit, types
@@ -14,65 +15,52 @@ from elasticps.errors import SpecError
 from elasticps.kernels import compiled_once
 from elasticps.spec import Custom, Optimizer
 from elasticps.store import codec, columns, index, intervals, reductions, row_digests, sparse, stamps, updates
+from elasticps.store.native import FLOATS, INT, KEYS, MATRIX, WORDS, signature_of
 
-# One signature each, in which keys and floats may be read-only and unaligned, as slices of a received frame are.
-# Anything else, like int32 keys or a strided array, is a TypeError: no call ever compiles.
-_words = types.Array(types.int64, 1, "C")
-_keys = types.Array(types.int64, 1, "C", readonly=True, aligned=False)
-_floats1 = types.Array(types.float32, 1, "C", readonly=True, aligned=False)
-_floats2 = types.Array(types.float32, 2, "C", readonly=True, aligned=False)
-_int = types.int64
-_UPDATE = (_words, _keys, _floats2, _floats1, _words, types.boolean)
+# One signature each. Anything else, like int32 keys or a strided array, is a TypeError: no call ever compiles.
+_UPDATE = (WORDS, KEYS, MATRIX, FLOATS, WORDS, types.boolean)
 _SIGNATURES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
-    (index.find, (_words, _keys, _words)),
-    (index.insert, (_words, _keys, _floats2, _int, _words, _int)),
-    (index.overwrite, (_words, _floats2, _words)),
-    (index.regrow, (_words, _int, _int, _int)),
-    (index.list_range, (_words, _int, _words, _words)),
-    (index.free_rows, (_words, _words)),
-    (index.remove, (_words, _keys)),
-    (index.copy_slots, (_words, _words, types.Array(types.float32, 2, "C"))),
-    (index.copy_out, (_words, types.Array(types.uint64, 2, "C"))),
-    (index.copy_in, (_words, types.Array(types.uint64, 2, "C", readonly=True, aligned=False))),
-    (index.digest, (_words, _words, _words)),
-    (index.first_foreign, (_words, _keys, types.Array(types.boolean, 1, "C", readonly=True))),
-    (intervals.first_misplaced, (_words, _keys, _words)),
-    (intervals.first_at, (_words, _keys, _words, _int)),
-    (intervals.select, (_words, _keys, _words, _words)),
-    (index.sweep, (_words, _int)),
-    (index.keep_slab, (_words,)),
-    (index.move_out, (_words, _int)),
-    (intervals.ranges_of, (_words, _keys, _words)),
-    (intervals.places_of, (_words, _keys, _words)),
-    (intervals.list_interval, (_words, _int, _int, _int, _words, _words)),
-    (intervals.digest_interval, (_words, _int, _int, _int)),
-    (stamps.touch, (_words, _keys, _words)),
-    (stamps.set_stamps, (_words, _keys, types.Array(types.uint16, 1, "C", readonly=True, aligned=False))),
-    (stamps.clear_stamps, (_words, _int)),
-    (stamps.list_parts, (_words, _int, _int, _words, _words)),
-    (stamps.choose, (_words, _int, _int, _int, _words, _words)),
-    (stamps.count_kept, (_words, _int, _int)),
-    (stamps.pass_parts, (_words, _int, _int, _words, _words)),
-    (columns.write_slots, (_words, _floats2, _words)),
-    (columns.split, (_words, _words, _int, types.Array(types.int32, 1, "C"))),
-    (index.gather, (_words, _keys, types.Array(types.float32, 2, "C", aligned=False), _words)),
+    (index.find, signature_of(index.find)),
+    (index.insert, signature_of(index.insert)),
+    (index.overwrite, (WORDS, MATRIX, WORDS)),
+    (index.regrow, (WORDS, INT, INT, INT)),
+    (index.list_range, (WORDS, INT, WORDS, WORDS)),
+    (index.free_rows, (WORDS, WORDS)),
+    (index.remove, (WORDS, KEYS)),
+    (index.copy_slots, (WORDS, WORDS, types.Array(types.float32, 2, "C"))),
+    (index.copy_out, (WORDS, types.Array(types.uint64, 2, "C"))),
+    (index.copy_in, (WORDS, types.Array(types.uint64, 2, "C", readonly=True, aligned=False))),
+    (index.digest, (WORDS, WORDS, WORDS)),
+    (index.first_foreign, (WORDS, KEYS, types.Array(types.boolean, 1, "C", readonly=True))),
+    (intervals.first_misplaced, (WORDS, KEYS, WORDS)),
+    (intervals.first_at, (WORDS, KEYS, WORDS, INT)),
+    (intervals.select, (WORDS, KEYS, WORDS, WORDS)),
+    (index.sweep, (WORDS, INT)),
+    (index.keep_slab, (WORDS,)),
+    (index.move_out, (WORDS, INT)),
+    (intervals.ranges_of, (WORDS, KEYS, WORDS)),
+    (intervals.places_of, (WORDS, KEYS, WORDS)),
+    (intervals.list_interval, (WORDS, INT, INT, INT, WORDS, WORDS)),
+    (intervals.digest_interval, (WORDS, INT, INT, INT)),
+    (stamps.touch, signature_of(stamps.touch)),
+    (stamps.set_stamps, (WORDS, KEYS, types.Array(types.uint16, 1, "C", readonly=True, aligned=False))),
+    (stamps.clear_stamps, (WORDS, INT)),
+    (stamps.list_parts, (WORDS, INT, INT, WORDS, WORDS)),
+    (stamps.choose, (WORDS, INT, INT, INT, WORDS, WORDS)),
+    (stamps.count_kept, (WORDS, INT, INT)),
+    (stamps.pass_parts, (WORDS, INT, INT, WORDS, WORDS)),
+    (columns.write_slots, (WORDS, MATRIX, WORDS)),
+    (columns.split, (WORDS, WORDS, INT, types.Array(types.int32, 1, "C"))),
+    (index.gather_to, signature_of(index.gather_to)),
+    (index.gather, (WORDS, KEYS, types.Array(types.float32, 2, "C", aligned=False), WORDS)),
     (row_digests.digest_rows, (types.Array(types.uint32, 2, "C", readonly=True), types.Array(types.uint64, 1, "C"))),
-    (codec.encode_rows, (_int,) * 6),
-    (codec.decode_rows, (_int,) * 6),
-    (sparse.spread_rows, (_int,) * 7),
-    (sparse.draw_rows, (_int,) * 8),
+    (codec.encode_rows, signature_of(codec.encode_rows)),
+    (codec.decode_rows, signature_of(codec.decode_rows)),
+    (updates.apply, signature_of(updates.apply)),
+    (sparse.spread_rows, (INT,) * 7),
+    (sparse.draw_rows, (INT,) * 8),
 )
 Update = Callable[..., int]
-_BUILT_IN: dict[str, Any] = {
-    "sgd": updates.apply_sgd,
-    "adagrad": updates.apply_adagrad,
-    "row_adagrad": updates.apply_row_adagrad,
-    "adam": updates.apply_adam,
-    "adamw": updates.apply_adamw,
-    "ftrl": updates.apply_ftrl,
-    "assign": updates.apply_assign,
-    "accumulate": updates.apply_accumulate,
-}
 
 
 @dataclass(frozen=True)
@@ -110,8 +98,6 @@ def warm() -> None:
     """Compiles, or loads from the cache, every built-in kernel: afterwards no operation waits for a compiler."""
     with compiled_once(__file__):
         load_kernels()
-        for kernel in _BUILT_IN.values():
-            _load(kernel, _UPDATE)
         reductions.load()
 
 
@@ -132,8 +118,12 @@ def register_optimizer(name: str, update: Callable[..., None], *, slots: int = 0
     row = update if isinstance(update, Dispatcher) else njit(error_model="numpy")(update)
     run: Any = updates.run
 
+    @njit(error_model="numpy")
+    def one(kind: Any, w: Any, s: Any, g: Any, v: Any, c: Any) -> None:
+        row(w, s, g, v, c)
+
     def apply(h: Any, keys: Any, grads: Any, v: Any, rows: Any, found: Any) -> Any:
-        return run(h, keys, grads, v, rows, found, row)
+        return run(h, keys, grads, v, rows, found, one, 0)
 
     kernel: Any = njit(nogil=True, error_model="numpy")(apply)
     load_kernels()
@@ -149,9 +139,8 @@ def register_optimizer(name: str, update: Callable[..., None], *, slots: int = 0
 def update_kernel(optimizer: Optimizer) -> Update:
     """The compiled kernel of an optimizer. Raises SpecError for a custom one that nobody registered here."""
     if not isinstance(optimizer, Custom):
-        kernel: Update = _BUILT_IN[optimizer.kind]
-        _load(kernel, _UPDATE)
-        return kernel
+        _load(updates.apply, signature_of(updates.apply))
+        return partial(updates.apply, updates.KINDS.index(optimizer.kind))
     known = _custom.get(optimizer.name)
     if known is None:
         names = ", ".join(sorted(_custom)) or "none"

@@ -32,9 +32,12 @@ from elasticps.store.native import (
     H_SHIFT,
     H_STALE,
     H_STRIDE,
+    KEYS,
     STAMP_BIT,
+    WORDS,
     copy,
     kernel,
+    linked,
     load64,
     store64,
 )
@@ -84,7 +87,7 @@ def _keep(h: NDArray[np.int64], part: np.int64, key: int, word: int) -> None:
     store64(newest, record)
 
 
-@kernel
+@linked(WORDS, KEYS, WORDS)
 def touch(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
     """The rows of keys are about to change, where they have one (rows[i] is not 0): stamps them. There is room to keep
     H_STALE of them aside."""

@@ -1,4 +1,4 @@
-"""Optimizer kernels. Each is one function over a row, run over a batch by `run`.
+"""Optimizer kernels. Each is one function over a row; `apply` runs one of them over a batch.
 
 A row function gets the weights w [dim], the row's slots s [slot_floats], the gradient g [dim], the step's values v and
 the optimizer's constants c, all float32, and changes w and s. Users register theirs in the same form.
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
 from elasticps.store.index import PREFETCH_LINES, ROW_AHEAD, find
 from elasticps.store.native import (
+    FLOATS,
     H_CONSTANT_COUNT,
     H_CONSTANTS,
     H_DIM,
@@ -22,9 +24,13 @@ from elasticps.store.native import (
     H_SLOTS_AT,
     H_STALE,
     H_STRIDE,
+    INT,
+    KEYS,
+    MATRIX,
+    WORDS,
     carray,
     inlined,
-    kernel,
+    linked,
     pointer,
     prefetch_write,
     template,
@@ -36,12 +42,18 @@ Floats = NDArray[np.float32]
 Keys = NDArray[np.int64]
 Header = NDArray[np.int64]
 
+KINDS = ("sgd", "adagrad", "row_adagrad", "adam", "adamw", "ftrl", "assign", "accumulate")
+"""The optimizers that `apply` knows, by their number."""
+
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 @template
-def run(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool, update: Callable[..., None]) -> int:
-    """Applies `update` to the row of every key. Returns how many keys have no row; if any, nothing was changed.
+def run(
+    h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool, update: Callable[..., None], kind: int
+) -> int:
+    """Applies `update`, given `kind` first, to the row of every key. Returns how many keys have no row; if any, nothing
+    was changed.
 
     With `found`, `rows` holds the addresses already, and the rows were touched; else it is scratch.
     """
@@ -70,7 +82,7 @@ def run(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool
         w = carray(pointer(at), (dim,), np.float32)
         s = carray(pointer(rows[i] + slots_at), (slot_floats,), np.float32)
         g = carray(pointer(gradients + i * dim * 4), (dim,), np.float32)
-        update(w, s, g, v, c)
+        update(kind, w, s, g, v, c)
         canonical(at, dim)
         canonical(rows[i] + slots_at, slot_floats)
         if dtype != 0:
@@ -186,49 +198,27 @@ def accumulate_row(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> Non
         w[j] += g[j]
 
 
-@kernel
-def apply_sgd(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
-    """`run` with `sgd_row`."""
-    return run(h, keys, grads, v, rows, found, sgd_row)
+@inlined
+def _row(kind: int, w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
+    if kind == 0:
+        sgd_row(w, s, g, v, c)
+    elif kind == 1:
+        adagrad_row(w, s, g, v, c)
+    elif kind == 2:
+        row_adagrad_row(w, s, g, v, c)
+    elif kind == 3:
+        adam_row(w, s, g, v, c)
+    elif kind == 4:
+        adamw_row(w, s, g, v, c)
+    elif kind == 5:
+        ftrl_row(w, s, g, v, c)
+    elif kind == 6:
+        assign_row(w, s, g, v, c)
+    else:
+        accumulate_row(w, s, g, v, c)
 
 
-@kernel
-def apply_adagrad(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
-    """`run` with `adagrad_row`."""
-    return run(h, keys, grads, v, rows, found, adagrad_row)
-
-
-@kernel
-def apply_row_adagrad(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
-    """`run` with `row_adagrad_row`."""
-    return run(h, keys, grads, v, rows, found, row_adagrad_row)
-
-
-@kernel
-def apply_adam(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
-    """`run` with `adam_row`."""
-    return run(h, keys, grads, v, rows, found, adam_row)
-
-
-@kernel
-def apply_adamw(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
-    """`run` with `adamw_row`."""
-    return run(h, keys, grads, v, rows, found, adamw_row)
-
-
-@kernel
-def apply_ftrl(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
-    """`run` with `ftrl_row`."""
-    return run(h, keys, grads, v, rows, found, ftrl_row)
-
-
-@kernel
-def apply_assign(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
-    """`run` with `assign_row`."""
-    return run(h, keys, grads, v, rows, found, assign_row)
-
-
-@kernel
-def apply_accumulate(h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
-    """`run` with `accumulate_row`."""
-    return run(h, keys, grads, v, rows, found, accumulate_row)
+@linked(INT, WORDS, KEYS, MATRIX, FLOATS, WORDS, types.boolean)
+def apply(kind: int, h: Header, keys: Keys, grads: Floats, v: Floats, rows: Keys, found: bool) -> int:
+    """`run` with the optimizer of that number in KINDS."""
+    return run(h, keys, grads, v, rows, found, _row, kind)

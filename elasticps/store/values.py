@@ -23,6 +23,7 @@ from elasticps.store.native import (
     H_SLOTS_AT,
     H_STRIDE,
     carray,
+    copy,
     float32_bits,
     float32_from_bits,
     float64_bits,
@@ -249,7 +250,7 @@ def absent_weights(h: NDArray[np.int64], key: int, w: NDArray[np.float32]) -> No
 def write_weights(h: NDArray[np.int64], row: int, w: NDArray[np.float32]) -> None:
     """Stores float32 weights in a row."""
     if h[H_DTYPE] == 0:
-        carray(pointer(row), (w.shape[0],), np.float32)[:] = w
+        copy(row, w.ctypes.data, 4 * w.shape[0])
     else:
         pack(w, row, h[H_DTYPE])
 

@@ -10,9 +10,8 @@ its key meanwhile, for nobody knows whether that is in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,7 @@ from elasticps.kernels import njit
 
 Ints = NDArray[np.int64]
 
-kernel = cast(Callable[[Any], Any], njit(nogil=True, cache=True))
+kernel = njit(nogil=True, cache=True)
 
 # A place, int64 [FIELDS].
 (

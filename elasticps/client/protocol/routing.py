@@ -10,11 +10,11 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from coordinator.view import View
 from elasticps.hashing import hash_key, range_shift
+from elasticps.kernels import njit
 
 FRAME_BYTES = 1 << 20  # aimed at per PUSH frame: while the server applies one, the next is copied and sent
 

@@ -18,12 +18,12 @@ from elasticps.server.fast.chunks import Chunks, int64_at, size_for
 from elasticps.server.fast.outbox import Outbox
 from elasticps.server.fast.receive import consume, warm
 from elasticps.server.fast.receiver import Receiver
-from elasticps.server.fast.rows import UPDATES
 from elasticps.server.fast.shared import Shared
 from elasticps.server.fast.young import YoungEntries, YoungLog
 from elasticps.server.protocol import reads
 from elasticps.server.protocol.operations import positions_of
 from elasticps.store import Store
+from elasticps.store.updates import KINDS
 from elasticps.wire.frames import HEADER_BYTES, FrameError, unpack_header
 from elasticps.wire.keys import LIST_KEYS
 from elasticps.wire.packed import unpack_first
@@ -207,7 +207,7 @@ class FastPath:
         rows = np.zeros((len(self.store.live), at.TABLE), np.int64)
         for i, (number, table) in enumerate(self.store.live.items()):
             kind = table.spec.optimizer.kind
-            update = UPDATES.index(kind) if kind in UPDATES and table.push.code >= 0 else -1
+            update = KINDS.index(kind) if kind in KINDS and table.push.code >= 0 else -1
             app = self.number_of(table.app) if table.app else 0
             coded = table.push.code, table.push.words, table.pull.code, table.pull.words
             rows[i] = number, table.header_address, update, table.spec.optimizer.step_floats, app, *coded

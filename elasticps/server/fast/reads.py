@@ -57,16 +57,15 @@ from elasticps.server.fast.layout import (
     TABLE_PULL,
     TABLE_PULL_WORDS,
 )
-from elasticps.server.fast.memory import load16, load32, load64, matrix, store32, store64, words
+from elasticps.server.fast.memory import load16, load32, load64, store32, store64, words
 from elasticps.server.fast.operations import room, worker_row
-from elasticps.store import index
 from elasticps.store.codec import encode_rows
+from elasticps.store.index import gather_to
 from elasticps.store.native import H_DIM, H_SALT, H_SHIFT, HEADER_SIZE, kernel
 from elasticps.wire.frames import ANY, CODED, LAST, TABLES
 from replication.progress import PART_BITS
 
 hash_key: Any = _hash_key
-gather = kernel(index.gather.py_func)  # type: ignore[attr-defined]
 
 
 @kernel
@@ -174,12 +173,12 @@ def show(h, table, code, keys, n, target, width):
     """Writes n rows, as a table's filters make them, `width` words each."""
     dim = table[H_DIM]
     if code == 0:
-        gather(table, words(keys, n), matrix(target, n, dim), words(h[H_ROWS], n))
+        gather_to(table, words(keys, n), target, words(h[H_ROWS], n))
         return
     step = DECODED // dim
     for first in range(0, n, step):
         k = min(step, n - first)
-        gather(table, words(keys + 8 * first, k), matrix(h[H_DECODED], k, dim), words(h[H_ROWS], k))
+        gather_to(table, words(keys + 8 * first, k), h[H_DECODED], words(h[H_ROWS], k))
         encode_rows(code, h[H_DECODED], k, dim, target + 4 * width * first, width)
 
 

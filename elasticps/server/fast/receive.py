@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types
-
 from elasticps.kernels import compiled_once, njit
 from elasticps.server.fast import chain
 from elasticps.server.fast.frames import HEADER, MAGIC_AND_VERSION
@@ -46,7 +44,7 @@ from elasticps.server.fast.memory import load8, load16, load64, move, words
 from elasticps.server.fast.operations import acknowledgement, forward, push
 from elasticps.server.fast.reads import pull
 from elasticps.server.fast.short_keys import write_out
-from elasticps.store.native import kernel
+from elasticps.store.native import INT, WORDS, kernel
 from elasticps.wire.frames import PACKED, SHORT, Kind
 
 PUSH, PULL, FORWARD, ACK = int(Kind.PUSH), int(Kind.PULL), int(Kind.FORWARD), int(Kind.ACK)
@@ -89,7 +87,9 @@ def make_room(h, conn, needed):
     return ROOM
 
 
-def _consume(h, c, received):
+# The interpreter's lock is kept: a call is short, and to get the lock back from a busy thread takes milliseconds.
+@njit(cache=True, error_model="numpy", signature=(WORDS, INT, INT))
+def consume(h, c, received):
     """Handles the frames of connection `c`, of which `received` bytes more lie in its chunk; why it stopped."""
     conn = words(h[H_CONNECTIONS] + 8 * CONNECTION * c, CONNECTION)
     conn[C_END] += received
@@ -131,17 +131,13 @@ def _consume(h, c, received):
     return make_room(h, conn, needed)
 
 
-# The interpreter's lock is kept: a call is short, and to get the lock back from a busy thread takes milliseconds.
-_compile: Any = njit(cache=True, error_model="numpy")
-consume = _compile(_consume)
-release = _compile(chain.release.py_func)  # type: ignore[attr-defined]
-_header = types.Array(types.int64, 1, "C")
+release: Any = njit(cache=True, error_model="numpy")(chain.release.py_func)  # type: ignore[attr-defined]
 
 
 def warm() -> None:
     """Compiles, or loads from the cache."""
     with compiled_once(__file__):
-        for function, signature in ((consume, (_header, types.int64, types.int64)), (release, (_header, types.int64))):
+        for function, signature in ((consume, (WORDS, INT, INT)), (release, (WORDS, INT))):
             if not function.signatures:
                 function.compile(signature)
                 function.disable_compile()

@@ -62,18 +62,6 @@ from elasticps.store.native import (
 from elasticps.store.native import H_ROWS as STORED
 from elasticps.store.values import all_finite
 
-# Dispatchers of their own, for aligned arrays: of two overloads of one dispatcher numba may take the wrong one.
-find, insert = kernel(index.find.py_func), kernel(index.insert.py_func)  # type: ignore[attr-defined]
-touch = kernel(stamps.touch.py_func)  # type: ignore[attr-defined]
-apply_sgd, apply_adagrad = kernel(updates.apply_sgd.py_func), kernel(updates.apply_adagrad.py_func)  # type: ignore[attr-defined]
-apply_row_adagrad = kernel(updates.apply_row_adagrad.py_func)  # type: ignore[attr-defined]
-apply_adam, apply_adamw = kernel(updates.apply_adam.py_func), kernel(updates.apply_adamw.py_func)  # type: ignore[attr-defined]
-apply_ftrl, apply_assign = kernel(updates.apply_ftrl.py_func), kernel(updates.apply_assign.py_func)  # type: ignore[attr-defined]
-apply_accumulate = kernel(updates.apply_accumulate.py_func)  # type: ignore[attr-defined]
-
-UPDATES = ("sgd", "adagrad", "row_adagrad", "adam", "adamw", "ftrl", "assign", "accumulate")
-"""The optimizers that the compiled path knows, by the number in TABLE_UPDATE."""
-
 INITIALISE, INDEX_BYTES = index.INITIALISE, index.GROWN_BYTES
 
 
@@ -128,7 +116,8 @@ def find_rows(h, first, blocks, room):
     for i in range(blocks):
         n = load64(b + 8 * B_ROWS)
         header = words(load64(b + 8 * B_HEADER), HEADER_SIZE)
-        missing = find(header, words(load64(b + 8 * B_KEYS_AT), n), words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n))
+        keys, rows = words(load64(b + 8 * B_KEYS_AT), n), words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n)
+        missing = index.find(header, keys, rows)
         needed += missing * (header[H_STRIDE] + INDEX_BYTES)
         store64(b + 8 * B_STALE, header[H_STALE])
         stale += header[H_STALE]  # of all blocks, for several may be of this table
@@ -147,7 +136,7 @@ def find_rows(h, first, blocks, room):
         keys = words(load64(b + 8 * B_KEYS_AT), n)
         rows = words(h[H_ROWS] + 8 * load64(b + 8 * B_FIRST), n)
         before = header[STORED]
-        done = insert(header, keys, matrix(h[H_ROWS], 0, 0), INITIALISE, rows, 0)
+        done = index.insert(header, keys, matrix(h[H_ROWS], 0, 0), INITIALISE, rows, 0)
         # As many as were made: what is tried again needs so much less, and is not refused in between.
         h[H_ROOM] -= (header[STORED] - before) * (header[H_STRIDE] + INDEX_BYTES)
         if done < n:
@@ -201,33 +190,13 @@ def apply(h, first, blocks):
         v = floats(load64(b + 8 * B_VALUES_AT), load64(b + 8 * B_VALUES))
         keys_at, rows_at = load64(b + 8 * B_KEYS_AT), h[H_ROWS] + 8 * load64(b + 8 * B_FIRST)
         if load64(b + 8 * B_STALE):
-            touch(header, words(keys_at, n), words(rows_at, n))
+            stamps.touch(header, words(keys_at, n), words(rows_at, n))
         for first in range(0, n, step):
             k = min(step, n - first)
             keys, rows = words(keys_at + 8 * first, k), words(rows_at + 8 * first, k)
-            update_rows(update, header, keys, matrix(gradients(h, b, first, k), k, header[H_DIM]), v, rows)
+            grads = matrix(gradients(h, b, first, k), k, header[H_DIM])
+            updates.apply(update, header, keys, grads, v, rows, True)
         h[H_ROWS_APPLIED] += n
         b += 8 * BLOCK
     h[H_APPLIED] += 1
     h[H_CHANGED] += 1
-
-
-@kernel
-def update_rows(update, header, keys, grads, v, rows):
-    """Runs the optimizer of that number."""
-    if update == 0:
-        apply_sgd(header, keys, grads, v, rows, True)
-    elif update == 1:
-        apply_adagrad(header, keys, grads, v, rows, True)
-    elif update == 2:
-        apply_row_adagrad(header, keys, grads, v, rows, True)
-    elif update == 3:
-        apply_adam(header, keys, grads, v, rows, True)
-    elif update == 4:
-        apply_adamw(header, keys, grads, v, rows, True)
-    elif update == 5:
-        apply_ftrl(header, keys, grads, v, rows, True)
-    elif update == 6:
-        apply_assign(header, keys, grads, v, rows, True)
-    else:
-        apply_accumulate(header, keys, grads, v, rows, True)
