@@ -22,7 +22,7 @@ from elasticps.errors import ConfigError, Error
 from elasticps.local import certificates, forming, keeper, scaling, state
 from elasticps.local.etcd import EtcdPlan
 from elasticps.local.following import Following
-from elasticps.local.process import Process, stop_all
+from elasticps.local.process import CompilingTold, Process, stop_all
 from elasticps.local.scaling import SERVERS_MAX
 from elasticps.local.zygote import Zygote
 from elasticps.memory import parse_size
@@ -166,8 +166,9 @@ class LocalCluster:
                 self._spawn(name, "coordinator", [])
             for name in self._first_servers:
                 self._spawn(name, "server", [])
+            told = CompilingTold([process.log for process in self._processes.values()], self._progress)
             for process in self._processes.values():
-                process.wait_ready(deadline)
+                process.wait_ready(deadline, told)
                 self._progress(f"{process.role} {process.name} is ready")
             background.run(
                 forming.wait_for_servers(self.operator_url, self._first_servers, self.config.replicas, deadline)

@@ -19,6 +19,7 @@ from elasticps.local import keeper
 from elasticps.local.zygote import Forked, Zygote
 
 _LOG_TAIL_BYTES = 2000
+_COMPILING = b"compiling kernels for this machine"  # elasticps.kernels says so
 _ERROR = re.compile(r"^error: (.+)\Z", re.MULTILINE)  # what a command prints last
 
 
@@ -89,9 +90,15 @@ class Process:
                 raise Timeout(f"{self.role} {self.name} was not ready in time; {self.last_words()}")
             time.sleep(0.01)
 
-    def wait_ready(self, deadline: float) -> None:
-        """Waits for the line of JSON that our own processes print when they are ready; keeps it in `ready`."""
-        self.wait_until(lambda: bool(self.newest_ready()), deadline)
+    def wait_ready(self, deadline: float, waiting: Callable[[], None] = lambda: None) -> None:
+        """Waits for the line of JSON that our own processes print when they are ready; keeps it in `ready`. Calls
+        `waiting` every now and then."""
+
+        def ready() -> bool:
+            waiting()
+            return bool(self.newest_ready())
+
+        self.wait_until(ready, deadline)
 
     def newest_ready(self) -> dict[str, Any]:
         """What it said when it was last ready; a server says so again in each life. Empty before the first time."""
@@ -120,6 +127,20 @@ class Process:
         if said := _ERROR.search(text):
             return said[1]
         return f"its log ends with:\n{text}" if text else "its log is empty"
+
+
+class CompilingTold:
+    """Says once what takes so long, when one of several processes compiles kernels and the others wait for it."""
+
+    def __init__(self, logs: Sequence[Path], tell: Callable[[str], None]) -> None:
+        self._logs = logs
+        self._tell = tell
+        self._done = False
+
+    def __call__(self) -> None:
+        if not self._done and any(_COMPILING in log.read_bytes() for log in self._logs if log.exists()):
+            self._done = True
+            self._tell("compiling kernels for this machine: a first start takes up to a minute longer")
 
 
 def stop_all(processes: Sequence[Process], *, grace_s: float) -> None:
