@@ -16,7 +16,7 @@ from typing import Any
 
 import numba
 from llvmlite.binding import add_symbol
-from numba.core import codegen, compiler, event, registry, types, typing
+from numba.core import codegen, compiler, registry, types, typing
 from numba.core.compiler_lock import global_compiler_lock
 
 Types = tuple[Any, ...]
@@ -124,10 +124,9 @@ class Kernel(_registry.CPUDispatcher):  # type: ignore[misc]
                 self.targetdescr.options.parse_as_flags(flags, self.targetoptions)
                 flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
                 library = _Text(self.targetctx.codegen(), self.py_func.__qualname__)
-                with event.trigger_event("numba:compile", {"dispatcher": self, "args": args, "return_type": None}):
-                    made = _compiler.compile_extra(
-                        self.typingctx, self.targetctx, self.py_func, args, None, flags, self.locals, library
-                    )
+                made = _compiler.compile_extra(
+                    self.typingctx, self.targetctx, self.py_func, args, None, flags, self.locals, library
+                )
                 self._keep(args, made, made.fndesc, library)
             return self._made[args]
 
