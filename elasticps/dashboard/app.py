@@ -82,7 +82,7 @@ def make_app(
             return JSONResponse({"done": await actions.perform(json.loads(await _body(request)))})
         except (CoordinationError, Error) as error:
             return _refusal(409, str(error))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return _refusal(400, 'a body such as {"act": "drain", "server": "s1"} is expected')
 
     async def hot(request: Request) -> Response:

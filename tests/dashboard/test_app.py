@@ -18,10 +18,14 @@ from elasticps.dashboard.fanout import WAITING_MAX, Fanout, Viewer, encode
 from elasticps.dashboard.hot import FRESH_S, Answers, Ask, Looks
 from elasticps.dashboard.preview import Previews
 from elasticps.dashboard.ring import draw
-from elasticps.dashboard.serve import check_host
+from elasticps.dashboard.serve import check_host, make_token
 from elasticps.errors import ConfigError
+from elasticps.security.authority import Authority
 from tests.coordinator.support import until
 from tests.dashboard.scene import Scene
+from tests.security.conftest import authority, issued
+
+__all__ = ["authority"]
 
 
 class Client:
@@ -145,7 +149,7 @@ def test_nothing_can_be_changed_unless_that_is_allowed_and_the_token_is_right() 
     assert http.post("/api/act", json=body, headers=headers).json() == {"done": "s1 drains"}
     assert asyncio.run(store.get(DRAINS + "s1")) is not None
     assert http.post("/api/act", json={"act": "drain", "server": "s7"}, headers=headers).status_code == 409
-    for wrong in (b"{}", b"[]", b"x", b'{"act": "rm", "server": "s1"}', b" " * 5000):
+    for wrong in (b"{}", b"[]", b"x", b'{"act": "rm", "server": "s1"}', b" " * 5000, b"[" * 4000):
         assert http.post("/api/act", content=wrong, headers=headers).status_code == 400
     assert http.get("/api/act", headers=headers).status_code == 405
     answer = http.post("/api/act", json={"act": "scale", "servers": 4}, headers=headers)
@@ -230,6 +234,18 @@ def test_no_text_begins_an_event_of_its_own() -> None:
     message = encode("entry", {"title": text}).decode()
     assert message.count("\n") == 3
     assert json.loads(message.split("data: ", 1)[1]) == {"title": text}
+
+
+def test_only_operators_certificates_allow_actions(authority: Authority) -> None:
+    def url(who: str) -> str:
+        files = issued(authority, who)
+        return f"etcd://127.0.0.1:1/train?ca={files.ca}&cert={files.cert}&key={files.key}"
+
+    assert len(make_token(url("operator/ann"))) >= 32
+    assert make_token("etcd://127.0.0.1:1/train") != make_token("etcd://127.0.0.1:1/train")
+    for who in ("worker/ads/w0", "server/s0"):
+        with pytest.raises(ConfigError, match="takes an operator's certificate"):
+            make_token(url(who))
 
 
 def test_others_reach_it_only_where_that_is_said() -> None:
