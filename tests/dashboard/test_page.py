@@ -58,7 +58,7 @@ def test_a_loss_is_seen_zoomed_into_and_linked_to(browser: Browser, staged: Stag
     page.wait_for_selector("#workers td:has-text('w1')")
     wait(page, "document.querySelectorAll('#servers tbody tr').length === 4")
     wait(page, "performance.now() > 2500")  # of its time: two samples have come
-    assert page.evaluate("window.shifts") < 0.02
+    assert page.evaluate("window.shifts") < 0.1  # more is no longer called good
 
     staged.do(lose)
     page.wait_for_selector(f'{arc}[data-state="lost"]')

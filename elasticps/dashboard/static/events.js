@@ -83,14 +83,14 @@ function show(from, to) {
   setRange({ live: false, from: middle - least / 2, to: middle + least / 2 });
 }
 
-const timeAt = (event) => {
+const timeAt = (x) => {
   const box = strip.getBoundingClientRect(), { from, to } = shown();
-  return from + ((to - from) * Math.min(Math.max(event.clientX - box.left, 0), box.width)) / box.width;
+  return from + ((to - from) * Math.min(Math.max(x - box.left, 0), box.width)) / box.width;
 };
 
 strip.addEventListener("pointerdown", (event) => {
   if (event.button || event.target.closest("button")) return;
-  drawn = { from: timeAt(event), x: event.clientX, mark: el("span", { class: "picked" }) };
+  drawn = { x: event.clientX, mark: el("span", { class: "picked" }) };
   strip.setPointerCapture(event.pointerId);
 });
 strip.addEventListener("pointermove", (event) => {
@@ -100,10 +100,10 @@ strip.addEventListener("pointermove", (event) => {
   if (!drawn.mark.isConnected) strip.append(drawn.mark);
 });
 strip.addEventListener("pointerup", (event) => {
-  const from = drawn?.from, moved = drawn && Math.abs(event.clientX - drawn.x) > 4;
+  const began = drawn?.x, moved = drawn && Math.abs(event.clientX - began) > 4;
   drawn?.mark.remove();
   drawn = null;
-  if (moved) show(...[from, timeAt(event)].sort((p, q) => p - q));
+  if (moved) show(...[began, event.clientX].sort((p, q) => p - q).map(timeAt)); // as it is shown now: it may have gone on
 });
 strip.addEventListener("pointercancel", () => { drawn?.mark.remove(); drawn = null; });
 strip.addEventListener("dblclick", () => setRange({ live: true }));
