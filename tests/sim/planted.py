@@ -131,7 +131,7 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     cuts.log_where_workers_have_gone_on: ("calm", "free", 0),
     cuts.wait_for_no_workers: ("partitions", "free", 4),
     cuts.judge_but_one_range: ("calm", "free", 0),
-    cuts.take_a_worker_that_was_left_out_for_whole: ("ghosts", "free", 0),
+    cuts.take_a_worker_that_was_left_out_for_whole: ("ghosts", "free", 1),
     short.name_lists_that_went_with_a_connection: ("flaps", "free", 0),
     short.name_lists_that_others_were_written_over: ("calm", "free", 0),
     short.keep_lists_of_all_connections_in_one_place: ("calm", "free", 0),
