@@ -177,3 +177,11 @@ def test_a_scalar_is_one_block() -> None:
 
 def test_consistency_models_say_their_bound() -> None:
     assert (spec.ASP().bound, spec.SSP(4).bound, spec.BSP().bound) == (None, 4, None)
+
+
+def test_a_spec_is_read_once_as_each_piece_of_a_range_has_those_of_all_tables() -> None:
+    data = TableSpec("t", 4, spec.Adagrad(0.1), push=[spec.Int8()]).to_json()
+    assert TableSpec.from_json(data) is TableSpec.from_json(data.encode().decode())
+    long = data + " " * spec.REMEMBERED_CHARS
+    assert TableSpec.from_json(long) is not TableSpec.from_json(long)  # what is kept is bounded
+    assert TableSpec.from_json(long) == TableSpec.from_json(data)
