@@ -33,9 +33,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## Train a recommender on real ratings while servers die, come and go, and a worker starts again
 	$(BIN)/elasticps demo --servers 3 --replicas 2
 
-# Three or four processes: many tests start clusters, and wait for them. A file stays
-# in one process. What ends a process would end the next one, too: after 700 s, if it hangs.
-PARALLEL = -n $$(($$(getconf _NPROCESSORS_ONLN) < 3 ? 3 : 4)) --dist loadfile --max-worker-restart 0
+# Three or four processes: many tests start clusters, and wait for them. A group of tests, which
+# tests/conftest.py makes, stays in one process. What ends a process would end the next one, too: after 700 s, if it hangs.
+PARALLEL = -n $$(($$(getconf _NPROCESSORS_ONLN) < 3 ? 3 : 4)) --dist loadgroup --max-worker-restart 0
 
 test: $(READY) ## Run the tests
 	$(BIN)/python -m pytest $(PARALLEL)

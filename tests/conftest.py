@@ -31,27 +31,33 @@ _MARK = "ELASTICPS_TEST_RUN"
 
 
 _FIRST = [
-    "sim/test_stories.py", "sim/test_planted.py", "sim/", "demo/", "torch/test_end_to_end.py", "chaos/test_runs.py",
-    "local/test_cluster.py", "deploy/test_containers.py", "cli/test_up_down.py", "server/test_process.py", "fuzz/",
-    "metrics/test_scrape.py", "bench/", "test_docs.py", "e2e/",
+    "e2e/", "sim/test_stories.py", "sim/test_planted.py", "sim/", "demo/", "torch/test_end_to_end.py",
+    "chaos/test_runs.py", "local/test_cluster.py", "deploy/test_containers.py", "cli/test_up_down.py",
+    "server/test_process.py", "fuzz/", "metrics/test_scrape.py", "bench/", "test_docs.py",
 ]  # fmt: skip
-"""Files and folders that take long: begun last, they would leave all processes but one idle. The files of `e2e` follow
-each other, so that they find the cluster that the last one has left."""
+"""Files and folders that take long: begun last, they would leave all processes but one idle."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Files are handed out to processes in the order of the tests, and not by how many tests they have."""
+    """Groups are handed out to processes in the order of the tests, and not by how many tests they have."""
     config.option.loadscopereorder = False
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long ones first, otherwise as they are."""
+    """Long ones first, otherwise as they are. A file is a group, for one process; so are all tests of the cluster that
+    `e2e` shares: three such clusters at once made servers silent for so long that they were left out."""
 
     def turn(item: pytest.Item) -> int:
-        path = item.path.relative_to(Path(__file__).parent).as_posix()
-        return next((i for i, start in enumerate(_FIRST) if path.startswith(start)), len(_FIRST))
+        return next((i for i, start in enumerate(_FIRST) if path(item).startswith(start)), len(_FIRST))
+
+    def path(item: pytest.Item) -> str:
+        return item.path.relative_to(Path(__file__).parent).as_posix()
 
     items.sort(key=turn)
+    for item in items:
+        shared = path(item).startswith("e2e/") and "cluster" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("e2e" if shared else path(item)))
 
 
 @pytest.fixture(scope="session", autouse=True)
