@@ -11,7 +11,6 @@ Each line is a JSON object. All are of real processes on this machine, but `fram
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -32,13 +31,13 @@ from coordinator.connect import open_store
 from coordinator.membership import NEWEST_CHECKPOINT
 from coordinator.store import Store
 from elasticps import background
+from elasticps.bench.limits import cpu_seconds
 from elasticps.local import LocalCluster
 from tests.dashboard.chromium import chromium, open_page, wait
 from tests.dashboard.scene import Scene
 from tests.dashboard.staged import Staged
 
 SPAN_S = 20.0
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 SEEN = """() => { window.seen = 0; const watch = new MutationObserver(() => {
   if (!(SHOWN)) return;
   watch.disconnect();
@@ -56,24 +55,31 @@ def tell(**found: Any) -> None:
 
 
 @contextmanager
-def training(url: str) -> Iterator[None]:
-    """A worker that pushes and pulls a little."""
+def beside(run: Callable[[threading.Event], None]) -> Iterator[None]:
+    """`run(ended)` in a thread, until `ended` is set."""
     ended = threading.Event()
-
-    def train() -> None:
-        with eps.connect(url, worker="w0") as ps:
-            table = ps.table("items", dim=8, optimizer=eps.SGD(lr=0.1))
-            keys = np.arange(500)
-            while not ended.wait(0.02):
-                ps.push({table: (keys, np.ones((500, 8), np.float32))}).result()
-
-    thread = threading.Thread(target=train)
+    thread = threading.Thread(target=run, args=(ended,))
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
+
+
+@contextmanager
+def training(url: str) -> Iterator[None]:
+    """A worker that pushes and pulls a little."""
+
+    def train(ended: threading.Event) -> None:
+        with eps.connect(url, worker="w0") as ps:
+            table = ps.table("items", dim=8, optimizer=eps.SGD(lr=0.1))
+            keys = np.arange(500)
+            while not ended.wait(0.02):
+                ps.push({table: (keys, np.ones((500, 8), np.float32))}).result()
+
+    with beside(train):
+        yield
 
 
 @contextmanager
@@ -99,36 +105,23 @@ def viewers(address: str, number: int) -> Iterator[None]:
             sock.sendall(f"GET /api/stream HTTP/1.1\r\nHost: {where.netloc}\r\n\r\n".encode())
             sock.setblocking(False)
             socks.append(sock)
-        ended = threading.Event()
 
-        def read() -> None:
+        def read(ended: threading.Event) -> None:
             while not ended.wait(0.1):
                 for sock in socks:
                     with suppress(BlockingIOError):
                         sock.recv(1 << 20)
 
-        reader = threading.Thread(target=read)
-        reader.start()
-        try:
+        with beside(read):
             yield
-        finally:
-            ended.set()
-            reader.join()
-
-
-def cpu_s(pid: int) -> float:
-    """That a process has used."""
-    with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
-        fields = stat.read().rpartition(")")[2].split()
-    return TICK_S * (int(fields[11]) + int(fields[12]))
 
 
 def shares(pids: dict[str, int]) -> dict[str, float]:
     """Of a core, in percent, in the next seconds."""
-    before, began = {name: cpu_s(pid) for name, pid in pids.items()}, time.monotonic()
+    before, began = {name: cpu_seconds([pid]) for name, pid in pids.items()}, time.monotonic()
     time.sleep(SPAN_S)
     span = time.monotonic() - began
-    return {name: round(100 * (cpu_s(pid) - before[name]) / span, 2) for name, pid in pids.items()}
+    return {name: round(100 * (cpu_seconds([pid]) - before[name]) / span, 2) for name, pid in pids.items()}
 
 
 def load() -> None:
