@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from coordinator.view import View, WorkerInfo
 from elasticps.client import absence
 from elasticps.client.connections import Connections, Peer, server_error
-from elasticps.client.forks import owned
+from elasticps.client.forks import at_fork
 from elasticps.client.holding import Holding
 from elasticps.client.presence import Presence
 from elasticps.client.protocol.fan_out import Answer, FanOut, FanOuts, Questions, Script, T, carry_out
@@ -95,7 +95,7 @@ class Dispatcher:
         self.holding = Holding(runtime, self.lock, self.session, self.connections, busy)
         self.connections.follow(self.routes)
         self.pushes.adopt(self.routes)
-        owned.add(self)
+        at_fork(self.disown)
 
     # --- life ---------------------------------------------------------------------------------------------------
 

@@ -5,31 +5,26 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from typing import Protocol
-from weakref import WeakSet
+from collections.abc import Callable
+from weakref import WeakMethod
 
 from coordinator import GRPC_HANDLES_FORKS
 
 log = logging.getLogger(__name__)
 
-
-class Disowned(Protocol):
-    """What belongs to the process that made it."""
-
-    disowned: bool
-
-    def disown(self) -> None:
-        """In a forked child: ends here, and leaves what the parent does alone."""
-
-
-owned: WeakSet[Disowned] = WeakSet()
+_disowns: set[WeakMethod[Callable[[], None]]] = set()
 _warned = False
+
+
+def at_fork(disown: Callable[[], None]) -> None:
+    """Has this method of a living object called in each child that is forked from now on."""
+    _disowns.add(WeakMethod(disown, _disowns.discard))
 
 
 def _warn() -> None:
     """Once, where a child may crash before any code of ours runs in it."""
     global _warned
-    if GRPC_HANDLES_FORKS and not _warned and any(not each.disowned for each in list(owned)):
+    if GRPC_HANDLES_FORKS and _disowns and not _warned:
         _warned = True
         log.warning(
             "grpc was imported before elasticps, with its handling of forks, so a child of this process may crash as it"
@@ -39,8 +34,9 @@ def _warn() -> None:
 
 def _disown_all() -> None:
     gc.freeze()  # what the parent left to its collector is not finalised here: gRPC's objects do not bear it
-    for each in list(owned):
-        each.disown()
+    for method in list(_disowns):
+        if (disown := method()) is not None:
+            disown()
 
 
 os.register_at_fork(before=_warn, after_in_child=_disown_all)
