@@ -37,7 +37,7 @@ from elasticps.wire.frames import (
     read_clocks,
     read_partly,
 )
-from elasticps.wire.headers import GetViewHeader
+from elasticps.wire.headers import GetViewHeader, OkHeader
 from elasticps.wire.use import Use, UseHeader
 from elasticps.wire.views import read_view
 from replication.chain import Member
@@ -252,14 +252,14 @@ class Dispatcher:
         """Asks whatever a script wants to know, and returns what came of it."""
         return carry_out(script, self.ask_all)
 
-    def join(self, base: int, timeout_s: float, begin: Callable[[], None] = lambda: None) -> None:
+    def join(self, base: int, timeout_s: float, begin: Callable[[], None] = lambda: None) -> int:
         """Tells every server, now and on each later connection, the clock that this worker starts above; `begin()` may
-        push the step after it in the same breath."""
+        push the step after it in the same breath. Returns the lowest clock of the other active workers as all wait."""
         with self.lock:
             self.session.start_at(base)
             self._presence.join(base)
             begin()
-        self._told(timeout_s)
+        return max(OkHeader.of(answer.header).minimum for answer in self._told(timeout_s))
 
     def pause(self, timeout_s: float) -> None:
         """Tells every server that this worker holds nobody back, until it joins again."""
@@ -267,9 +267,9 @@ class Dispatcher:
             self._presence.pause()
         self._told(timeout_s)
 
-    def _told(self, timeout_s: float) -> None:
+    def _told(self, timeout_s: float) -> list[Answer]:
         presence = self._presence.header
-        self.ask_all(lambda routes: [(p.member, presence, []) for p in self._serving()], timeout_s, "joining")
+        return self.ask_all(lambda routes: [(p.member, presence, []) for p in self._serving()], timeout_s, "joining")
 
     def start_reads(self, reads: Sequence[Read], bound: int | None, wait_ms: int) -> None:
         """Asks for the parts of reads; `bound` and `wait_ms` as in the PULL header."""

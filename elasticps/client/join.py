@@ -1,6 +1,8 @@
 """How a worker takes part: where it starts, where it goes on after a pause, what its predecessor has left behind.
 
-A worker starts at the lowest clock of the active workers, so that it neither waits for others nor lets them wait. One
+A worker starts at the lowest clock of the active workers, so that it neither waits for others nor lets them wait. They
+may have gone on before all servers let them wait for it, and what they were shown then may be shown later, too (rows
+that are kept): it starts at what the lowest clock has become as it joined, so that its steps need not be in that. One
 that is started again under its name also starts above every clock that its predecessor may have used; by then every
 server has fenced that one, for a server lets a worker in only when its roster has the new incarnation instead.
 
@@ -61,16 +63,27 @@ class Joining:
     # --- the first time ---------------------------------------------------------------------------------------------
 
     def _first(self) -> Resume:
-        me, name = self._dispatcher.worker.id, self._dispatcher.worker.name
+        me = self._dispatcher.worker.id
         while True:
             past = self._registry.past(self._timeout_s)
             if past is not None and past.id > me:
-                raise Closed(f"worker {name!r} was started again; this is the older incarnation")
+                raise self._started_again()
             found = self._dispatcher.carry_out(self._starting.first(past))
             if self._keep(first_past(me, found, past)):
                 break
-        self._dispatcher.join(found.clock, self._timeout_s)
+        lowest = self._join(found.clock)
+        if lowest > found.clock:
+            found = found.later(lowest)
+            if not self._keep(first_past(me, found, self._past)):
+                raise self._started_again()
+            self._join(found.clock)
         return found
+
+    def _join(self, clock: int) -> int:
+        """Takes part above `clock`. Returns the clock to take part above if it is higher: all that others were shown
+        before they knew of this worker is no newer than that. Rounds need none, in which nobody is ahead."""
+        lowest = self._dispatcher.join(clock, self._timeout_s)
+        return lowest if self._barrier is None else 0
 
     def _keep(self, past: Past) -> bool:
         revision = self._registry.keep(past, self._timeout_s)
@@ -79,21 +92,31 @@ class Joining:
         self._past = past._replace(revision=revision)
         return True
 
+    def _started_again(self) -> Closed:
+        return Closed(f"worker {self._dispatcher.worker.name!r} was started again; this is the older incarnation")
+
     # --- after a pause ----------------------------------------------------------------------------------------------
 
     def _again(self) -> None:
         own, past = self._session.clock, self._past
-        start = max(own, self._dispatcher.carry_out(self._starting.lowest()))
-        if start > own:
-            try:
-                if not self._keep(past_again(past, own, start)):
-                    raise Closed(f"worker {self._dispatcher.worker.name!r} was started again; this is the older one")
-            except (Timeout, ClusterUnreachable) as error:
-                if self._barrier is not None:
-                    raise
-                log.warning("this worker goes on at clock %d instead of %d: %s", own, start, error)
-                start = own
-        self._dispatcher.join(start, self._timeout_s)
+        start = self._raised(past, own, own, self._dispatcher.carry_out(self._starting.lowest()))
+        raised = self._raised(past, own, start, self._join(start))
+        if raised > start:
+            self._join(raised)
+
+    def _raised(self, past: Past, own: int, start: int, lowest: int) -> int:
+        """Where it goes on instead of at `start`, if others are all at `lowest` or further; own, past: as it paused."""
+        if lowest <= start:
+            return start
+        try:
+            if not self._keep(past_again(past._replace(revision=self._past.revision), own, lowest)):
+                raise self._started_again()
+        except (Timeout, ClusterUnreachable) as error:
+            if self._barrier is not None:
+                raise
+            log.warning("this worker goes on at clock %d instead of %d: %s", start, lowest, error)
+            return start
+        return lowest
 
     # --- after a round that was closed without this worker ------------------------------------------------------------
 
@@ -105,6 +128,6 @@ class Joining:
             if start < lost:
                 raise ServerError(f"worker {name!r} is in round {lost}, its application only after round {start}")
             if not self._keep(past_again(self._past, lost - 1, start)):
-                raise Closed(f"worker {name!r} was started again; this is the older one")
+                raise self._started_again()
             log.warning("round %d was closed without worker %s, which goes on after round %d", lost, name, start)
             self._dispatcher.join(start, self._timeout_s, push_again)

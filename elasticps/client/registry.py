@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordinator.adoption import table_key
 from coordinator.connect import open_store
-from coordinator.errors import CoordinationError
+from coordinator.errors import CoordinationError, Fenced
 from coordinator.membership import (
     LAST_WORKER,
     RESTORING,
@@ -33,7 +33,7 @@ from coordinator.view import ClusterConfig, Roster, View, WorkerInfo
 from elasticps.client.protocol.join import Past
 from elasticps.client.rates import SetRate, SetRates
 from elasticps.client.runtime import Runtime
-from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError, SpecError, Timeout
+from elasticps.errors import CheckpointError, Closed, ClusterUnreachable, ConfigError, SpecError, Timeout
 from elasticps.security import credentials_of
 from elasticps.security.identity import Role
 from elasticps.spec import TableSpec
@@ -363,5 +363,7 @@ def _run(coroutine: Coroutine[Any, Any, T], runtime: Runtime, timeout_s: float, 
         return runtime.run(coroutine, timeout_s)
     except TimeoutError:
         raise Timeout(f"the coordination store at {url} did not answer within {timeout_s:.1f} s") from None
+    except Fenced as error:
+        raise Closed(f"this worker was started again elsewhere: {error}") from error
     except CoordinationError as error:
         raise ClusterUnreachable(str(error)) from error

@@ -49,7 +49,7 @@ class Pulls:
         }  # fmt: skip
 
     def _join(self, connection: Connection, header: Header, body: Body) -> None:
-        said = JoinHeader.of(header)
+        said, minimum = JoinHeader.of(header), 0
         if said.pause:
             self._delay.pause(connection.worker)
             self.judge()
@@ -57,8 +57,11 @@ class Pulls:
             if said.base >= MAX_CLOCK:
                 raise FrameError(f"a base clock of {said.base} is over the limit of {MAX_CLOCK}")
             connection.base = said.base
+            self._delay.pause(connection.worker)  # what others have come to is asked for
+            minimum = self._delay.minimum(connection.app)
             self._delay.join(connection.worker, said.base)
-        minimum = self._delay.minimum(connection.app)
+        else:
+            minimum = self._delay.minimum(connection.app)
         connection.send(OkHeader(header.request, self._serving.epoch, minimum).header().pack())
 
     def _pull(self, connection: Connection, header: Header, body: Body) -> None:

@@ -348,7 +348,7 @@ class ReleaseHeader(NamedTuple):
 
 
 class OkHeader(NamedTuple):
-    """OK. minimum: in the answer to a JOIN, the lowest clock of the application's active workers."""
+    """OK. minimum: in the answer to a JOIN, the lowest clock of the application's other active workers."""
 
     request: int
     epoch: int

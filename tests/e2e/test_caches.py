@@ -143,6 +143,7 @@ def test_bounded_delay_holds(connect: Connect) -> None:
     """Of both, with rows kept for a part of it: a worker sees all steps of the other up to its own less the bound."""
     bound, steps = 4, 60
     failed: list[BaseException] = []
+    above: dict[int, int] = {}  # by column: the clock that its worker has started above
 
     def train(worker: str, column: int) -> None:
         try:
@@ -151,10 +152,13 @@ def test_bounded_delay_holds(connect: Connect) -> None:
             ones = np.zeros((5, 2), np.float32)
             ones[:, column] = 1
             ready.wait(20)
+            above[column] = ps.resume().clock
             for _ in range(steps):
+                others = above.get(1 - column)
                 rows = table.pull(np.arange(5))
-                assert (rows[:, column] == ps.clock).all()
-                assert (rows[:, 1 - column] >= ps.clock - bound).all(), (rows, ps.clock)
+                assert (rows[:, column] == ps.clock - above[column]).all()
+                if others is not None:
+                    assert (rows[:, 1 - column] >= ps.clock - bound - others).all(), (rows, ps.clock, above)
                 ps.push({table: (np.arange(5), ones)})
             ps.flush()
             assert table.cached.hits
@@ -169,6 +173,37 @@ def test_bounded_delay_holds(connect: Connect) -> None:
     for thread in threads:
         thread.join()
     assert not failed
+
+
+def test_who_joins_while_others_go_on_starts_no_lower_than_what_they_have_been_shown(connect: Connect) -> None:
+    """A worker asks where to start, and takes part a moment later: what others pull in between knows nothing of it, and
+    is shown later, when its steps count."""
+    bound, keys = 4, np.arange(5)
+    one, other = (connect(name, consistency=eps.SSP(staleness=bound)) for name in ("w0", "w1"))
+    table = one.table("t", dim=1, optimizer=eps.Accumulate(), cache=eps.Cache(rows=100, staleness=3))
+    theirs = other.table("t", dim=1, optimizer=eps.Accumulate())
+    ones = np.ones((5, 1), np.float32)
+    one.push({table: (keys, ones)})
+    join, joined = other._dispatcher.join, []
+
+    def a_moment_later(base: int, timeout_s: float) -> int:
+        if not joined:
+            for _ in range(bound - 1):
+                one.push({table: (keys, ones)})
+            assert (table.pull(keys) == one.clock).all()  # kept for three steps
+        joined.append(base)
+        return join(base, timeout_s)
+
+    other._dispatcher.join = a_moment_later  # type: ignore[method-assign]
+    above = other.resume().clock
+    for _ in range(bound):
+        other.push({theirs: (keys, 100 * ones)})
+    other.flush()
+    for _ in range(3):
+        one.push({table: (keys, ones)})
+    shown = table.pull(keys)
+    assert table.cached.oldest == 3
+    assert (shown // 100 >= one.clock - bound - above).all(), (shown, one.clock, above)
 
 
 def test_rows_older_than_the_consistency_allows_are_refused(connect: Connect) -> None:

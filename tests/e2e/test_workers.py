@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
+from coordinator.membership import WorkerSession
 from elasticps.client.protocol import barrier
 from tests.e2e.conftest import Connect
 from tests.e2e.oracle import wait_for
@@ -192,3 +194,19 @@ def test_a_round_that_was_decided_is_closed_by_whoever_comes(connect: Connect, m
     second = connect("b", consistency=eps.BSP())
     assert set(counts(second).pull(keys_of(0))[:, 0].tolist()) == {1.0}
     assert second.clock == 1
+
+
+def test_who_is_overtaken_as_it_registers_is_told_so(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another of its name, not that the cluster cannot be reached."""
+    take, newer = WorkerSession._take, []
+
+    async def later(self: WorkerSession) -> None:
+        if not newer:
+            newer.append(self)
+            newer.append(await asyncio.to_thread(connect, "a"))
+        await take(self)
+
+    monkeypatch.setattr(WorkerSession, "_take", later)
+    with pytest.raises(eps.Closed, match="started again"):
+        connect("a")
+    push(newer[1], 1)

@@ -62,9 +62,11 @@ class BoundedDelayTwin:
             self._bases[worker] = base
 
     def minimum(self, app: str) -> int:
-        """The lowest clock of an application's active workers, 0 if there is none."""
-        heard = {w: clock for w, clock in self._minimums(app, self.tailed).items() if w not in self._awaited}
-        return min(heard.values(), default=0)
+        """The lowest clock of an application's active workers, 0 if there is none: that of what any read shows here."""
+        return max(
+            min((clock for w, clock in self._minimums(app, ranges).items() if w not in self._awaited), default=0)
+            for ranges in (self.tailed, self.held)
+        )
 
     def behind(self, read: Read) -> list[str]:
         """The workers that a pull has to wait for: its own pushes (read your writes), then the bounded delay's."""

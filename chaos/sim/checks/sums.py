@@ -73,12 +73,19 @@ class Column:
         self.pushed = min(self.pushed, clock)
         self.sealed = True
 
+    def step_upto(self, clock: int) -> int:
+        """The newest step up to a clock, which it may have got to without one."""
+        return self.clocks[self._at(clock)]
+
     def upto(self, clock: int) -> Counts:
         """Pushes of the steps up to a clock."""
-        at = len(self.clocks)
-        while self.clocks[at - 1] > clock:
+        return self.counts[self._at(clock)]
+
+    def _at(self, clock: int) -> int:
+        at = len(self.clocks) - 1
+        while self.clocks[at] > clock:
             at -= 1
-        return self.counts[at - 1]
+        return at
 
     def committed(self, before_s: float) -> Counts:
         """Pushes that it knew to be committed before a moment."""
@@ -89,14 +96,16 @@ class Column:
 @dataclass
 class Asked:
     """A pull under way, at its worker's step `clock`: what it must show at least, [columns, keys of the table].
-    company: those whom it may have to wait for."""
+    company: those whom it may have to wait for, and what it must show of each unless that one ends. kept: it may show
+    steps of its own worker that are not committed."""
 
     column: Column
     keys: Keys
     least: Counts
     tail: bool
+    kept: bool
     clock: int = 0
-    company: tuple[Column, ...] = ()
+    company: tuple[tuple[Column, Counts], ...] = ()
 
 
 class Sums:
@@ -130,8 +139,8 @@ class Sums:
         before = self._predecessor[column.name]
         if before is None:
             return
-        known = before.told[-1][1]
-        if before.clocks[-1] > trained and known > trained:
+        known = before.step_upto(before.told[-1][1])
+        if known > trained:
             text = f"{column.name} is to train again what follows step {trained}; {known} was committed"
             raise Violation("resume", f"{self.app}: {text}")
         before.commit(now, trained)
@@ -163,18 +172,18 @@ class Sums:
                 least[other.index] = np.maximum(least[other.index], other.committed(now - SLACK_S))
         least[column.index] = np.maximum(least[column.index], column.upto(clock))
         if self.bound is None:
-            return Asked(column, keys, least, tail)
-        company = tuple(c for c in self.columns if not c.ended and c.joined_s < now - SLACK_S)
-        for other in company:
-            least[other.index] = np.maximum(least[other.index], other.upto(clock - self.bound))
-        return Asked(column, keys, least, tail, clock, company)
+            return Asked(column, keys, least, tail, kept is not None)
+        slack_s = 0.0 if self.calm else SLACK_S  # who has joined has told all servers that there were then
+        heard = (c for c in self.columns if not c.ended and c.joined_s < now - slack_s)
+        company = tuple((other, other.upto(clock - self.bound)) for other in heard)
+        return Asked(column, keys, least, tail, kept is not None, clock, company)
 
     def check_bound(self, asked: Asked, counted: Collection[int]) -> None:
         """The pull has come back: nobody was further behind than is allowed. counted: the ids of the workers that the
         cluster knows now. A server that somebody has not reached yet may know nothing of one that has not pushed."""
-        for other in asked.company:
+        for other, _ in asked.company:
             late = self.bound is not None and other.begun < asked.clock - self.bound
-            known = self.calm or len(other.clocks) > 1
+            known = (self.calm or len(other.clocks) > 1) and other is not self.pausing
             if late and known and other.worker in counted and other.joined_s < float("inf") and not other.ended:
                 text = f"{asked.column.name} reads at step {asked.clock}, {other.name} has begun {other.begun}"
                 raise Violation("bounded delay", f"{self.app}: {text}; bound: {self.bound}")
@@ -192,6 +201,9 @@ class Sums:
         most = np.zeros((COLUMNS, KEYS), np.int64)
         for column in self.columns:
             most[column.index] = column.counts[-1]
+        for other, upto in asked.company:
+            if not other.ended:
+                asked.least[other.index] = np.maximum(asked.least[other.index], upto)
         least = asked.least[:, keys]
         for wrong, what in ((counts < least, "at least"), (counts > most[:, keys], "at most")):
             if wrong.any():
@@ -203,6 +215,8 @@ class Sums:
         if asked.tail:
             seen = self._seen[asked.column.index]
             seen[:, keys] = np.maximum(seen[:, keys], counts)
+            if asked.kept:
+                counts[asked.column.index] = 0
             self._shown[:, keys] = np.maximum(self._shown[:, keys], counts)
 
     def check_end(self, rows: Rows, ranges: NDArray[np.int64]) -> None:
@@ -210,7 +224,7 @@ class Sums:
         keys = np.arange(KEYS)
         whole = Column(COLUMNS - 1, "the auditor")
         self._seen[whole.index] = self._shown  # what a tail has shown stays
-        asked = Asked(whole, keys, self._shown.copy(), False)
+        asked = Asked(whole, keys, self._shown.copy(), False, False)
         for column in self.columns:
             least = column.committed(float("inf")) if column.ended else column.counts[-1]
             asked.least[column.index] = np.maximum(asked.least[column.index], least)

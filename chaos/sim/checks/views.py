@@ -12,7 +12,7 @@ from coordinator.view import View
 from replication.chain import Chains, Member, Ranges, unsafe_transition
 
 LATE_S = 0.05  # a leader that is well knows so soon who drains
-MOST_COPIES = 1.25  # for each one that changes ask for; later changes undo some of what earlier ones began
+MOST_COPIES = 1.3  # for each one that changes ask for; later changes undo some of what earlier ones began
 
 
 class Views:

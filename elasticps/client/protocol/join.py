@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from elasticps.client.protocol.barrier import entering
@@ -41,6 +41,10 @@ class Resume:
     begun: int
     steps: int
     predecessor: bool
+
+    def later(self, clock: int) -> Resume:
+        """The same of one that starts above `clock`, which is higher."""
+        return replace(self, clock=clock) if self.predecessor else Resume(clock, clock, clock, 0, False)
 
 
 class Starting:

@@ -125,9 +125,9 @@ class BoundedDelay:
                 company.heard.add(worker, base)
 
     def minimum(self, app: str) -> int:
-        """The lowest clock of an application's active workers, 0 if there is none."""
-        first = self._company(app, False).heard.first()
-        return 0 if first is None else first[0]
+        """The lowest clock of an application's active workers, 0 if there is none: that of what any read shows here."""
+        firsts = [self._company(app, anywhere).heard.first() for anywhere in (False, True)]
+        return max(0 if first is None else first[0] for first in firsts)
 
     def _companies_of(self, app: str) -> list[Company]:
         return [company for key in ((app, False), (app, True)) if (company := self._companies.get(key)) is not None]
