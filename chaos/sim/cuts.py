@@ -55,7 +55,13 @@ class Afar:
         return await self._call(lambda server: server.cuts.take(cut, since, url))
 
     async def state(self, cut: int) -> CutState:
-        return await self._call(lambda server: _now(server.cuts.state(cut)))
+        """Has it written, too: nobody asks for that here."""
+
+        async def state(server: Subject) -> CutState:
+            await server.cuts.written(cut, 0.0)
+            return server.cuts.state(cut)
+
+        return await self._call(state)
 
     async def restore(self, request: RestoreRequest) -> RestoreResponse:
         """Its part of bringing back what was lost."""

@@ -117,7 +117,7 @@ class WrittenFile(_message.Message):
     def __init__(self, path: _Optional[str] = ..., bytes: _Optional[int] = ..., header: _Optional[int] = ..., rows: _Optional[int] = ..., blake2b: _Optional[str] = ..., table: _Optional[int] = ..., ranges: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CutStateResponse(_message.Message):
-    __slots__ = ("incarnation", "epoch", "newest", "taken", "homes", "writes", "ranges_done", "files", "failed")
+    __slots__ = ("incarnation", "epoch", "newest", "taken", "homes")
     class HomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -130,20 +130,36 @@ class CutStateResponse(_message.Message):
     NEWEST_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     HOMES_FIELD_NUMBER: _ClassVar[int]
-    WRITES_FIELD_NUMBER: _ClassVar[int]
-    RANGES_DONE_FIELD_NUMBER: _ClassVar[int]
-    FILES_FIELD_NUMBER: _ClassVar[int]
-    FAILED_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     epoch: int
     newest: int
     taken: _containers.RepeatedCompositeFieldContainer[CutTaken]
     homes: _containers.ScalarMap[int, str]
+    def __init__(self, incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., newest: _Optional[int] = ..., taken: _Optional[_Iterable[_Union[CutTaken, _Mapping]]] = ..., homes: _Optional[_Mapping[int, str]] = ...) -> None: ...
+
+class CutWrittenRequest(_message.Message):
+    __slots__ = ("cut", "wait_ms")
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    cut: int
+    wait_ms: int
+    def __init__(self, cut: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class CutWrittenResponse(_message.Message):
+    __slots__ = ("incarnation", "ranges", "writes", "ranges_done", "files", "failed")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    WRITES_FIELD_NUMBER: _ClassVar[int]
+    RANGES_DONE_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    ranges: int
     writes: bool
     ranges_done: int
     files: _containers.RepeatedCompositeFieldContainer[WrittenFile]
     failed: str
-    def __init__(self, incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., newest: _Optional[int] = ..., taken: _Optional[_Iterable[_Union[CutTaken, _Mapping]]] = ..., homes: _Optional[_Mapping[int, str]] = ..., writes: _Optional[bool] = ..., ranges_done: _Optional[int] = ..., files: _Optional[_Iterable[_Union[WrittenFile, _Mapping]]] = ..., failed: _Optional[str] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., ranges: _Optional[int] = ..., writes: _Optional[bool] = ..., ranges_done: _Optional[int] = ..., files: _Optional[_Iterable[_Union[WrittenFile, _Mapping]]] = ..., failed: _Optional[str] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
     __slots__ = ("act", "url", "cut", "old", "new", "whole", "serial", "anew", "specs", "workers", "clocks")

@@ -94,6 +94,11 @@ class AdminStub:
                 request_serializer=elasticps_dot_admin_dot_admin__pb2.CutStateRequest.SerializeToString,
                 response_deserializer=elasticps_dot_admin_dot_admin__pb2.CutStateResponse.FromString,
                 _registered_method=True)
+        self.CutWritten = channel.unary_unary(
+                '/elasticps.v1.Admin/CutWritten',
+                request_serializer=elasticps_dot_admin_dot_admin__pb2.CutWrittenRequest.SerializeToString,
+                response_deserializer=elasticps_dot_admin_dot_admin__pb2.CutWrittenResponse.FromString,
+                _registered_method=True)
         self.Restore = channel.unary_unary(
                 '/elasticps.v1.Admin/Restore',
                 request_serializer=elasticps_dot_admin_dot_admin__pb2.RestoreRequest.SerializeToString,
@@ -181,7 +186,14 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CutState(self, request, context):
-        """What there was at a cut in the ranges that this server writes, and how far it has written them.
+        """What there was at a cut in the ranges that this server writes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CutWritten(self, request, context):
+        """Has them written, if that has not begun; how far they are, once that is over or after a while.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -256,6 +268,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.CutState,
                     request_deserializer=elasticps_dot_admin_dot_admin__pb2.CutStateRequest.FromString,
                     response_serializer=elasticps_dot_admin_dot_admin__pb2.CutStateResponse.SerializeToString,
+            ),
+            'CutWritten': grpc.unary_unary_rpc_method_handler(
+                    servicer.CutWritten,
+                    request_deserializer=elasticps_dot_admin_dot_admin__pb2.CutWrittenRequest.FromString,
+                    response_serializer=elasticps_dot_admin_dot_admin__pb2.CutWrittenResponse.SerializeToString,
             ),
             'Restore': grpc.unary_unary_rpc_method_handler(
                     servicer.Restore,
@@ -587,6 +604,33 @@ class Admin:
             '/elasticps.v1.Admin/CutState',
             elasticps_dot_admin_dot_admin__pb2.CutStateRequest.SerializeToString,
             elasticps_dot_admin_dot_admin__pb2.CutStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CutWritten(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elasticps.v1.Admin/CutWritten',
+            elasticps_dot_admin_dot_admin__pb2.CutWrittenRequest.SerializeToString,
+            elasticps_dot_admin_dot_admin__pb2.CutWrittenResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,7 +10,7 @@ import grpc
 
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.admin.client import failure, open_channel
-from elasticps.admin.subject import CutState, CutTaken, Writing, WrittenFile
+from elasticps.admin.subject import CutState, CutTaken, CutWritten, Writing, WrittenFile
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
@@ -49,8 +49,13 @@ class CutClient:
         return bool((await self._ask("Cut", admin_pb2.CutRequest(cut=cut, since=since, url=url))).complete)
 
     async def state(self, cut: int) -> CutState:
-        """What there was at it, and how far it is written."""
+        """What there was at it."""
         return read_state(await self._ask("CutState", admin_pb2.CutStateRequest(cut=cut)))
+
+    async def written(self, cut: int, wait_s: float) -> CutWritten:
+        """Has it written, if that has not begun; how far it is, once that is over or after `wait_s`."""
+        request = admin_pb2.CutWrittenRequest(cut=cut, wait_ms=int(1000 * wait_s))
+        return read_written(await self._ask("CutWritten", request))
 
     async def _ask(self, method: str, request: Any) -> Any:
         if self._channel is None:
@@ -72,12 +77,9 @@ def write_state(state: CutState) -> admin_pb2.CutStateResponse:
         for one in state.taken
     ]  # fmt: skip
     homes = {r: json.dumps(home, separators=(",", ":")) for r, home in state.homes.items()}
-    writing = state.writing or Writing(0, ())
     return admin_pb2.CutStateResponse(
-        incarnation=state.incarnation, epoch=state.epoch, newest=state.newest, taken=taken, homes=homes,
-        writes=state.writing is not None, ranges_done=writing.ranges_done, failed=writing.failed,
-        files=[admin_pb2.WrittenFile(**file._asdict()) for file in writing.files],
-    )  # fmt: skip
+        incarnation=state.incarnation, epoch=state.epoch, newest=state.newest, taken=taken, homes=homes
+    )
 
 
 def read_state(answer: admin_pb2.CutStateResponse) -> CutState:
@@ -89,10 +91,25 @@ def read_state(answer: admin_pb2.CutStateResponse) -> CutState:
         )
         for one in answer.taken
     ]  # fmt: skip
+    homes = {r: json.loads(home) for r, home in answer.homes.items()}
+    return CutState(answer.incarnation, answer.epoch, answer.newest, taken, homes)
+
+
+def write_written(written: CutWritten) -> admin_pb2.CutWrittenResponse:
+    """As it travels."""
+    writing = written.writing or Writing(0, ())
+    return admin_pb2.CutWrittenResponse(
+        incarnation=written.incarnation, ranges=written.ranges, writes=written.writing is not None,
+        ranges_done=writing.ranges_done, failed=writing.failed,
+        files=[admin_pb2.WrittenFile(**file._asdict()) for file in writing.files],
+    )  # fmt: skip
+
+
+def read_written(answer: admin_pb2.CutWrittenResponse) -> CutWritten:
+    """The inverse of `write_written`."""
     files = [
         WrittenFile(file.path, file.bytes, file.header, file.rows, file.blake2b, file.table, tuple(file.ranges))
         for file in answer.files
     ]
     writing = Writing(answer.ranges_done, files, answer.failed) if answer.writes else None
-    homes = {r: json.loads(home) for r, home in answer.homes.items()}
-    return CutState(answer.incarnation, answer.epoch, answer.newest, taken, homes, writing)
+    return CutWritten(answer.incarnation, answer.ranges, writing)

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health  # type: ignore[attr-defined]  # its stubs leave this one out
 
 from elasticps.admin import admin_pb2, admin_pb2_grpc
-from elasticps.admin.cuts import write_state
+from elasticps.admin.cuts import write_state, write_written
 from elasticps.admin.subject import MAX_URL, Subject, Wanted
 from elasticps.errors import ConfigError
 from elasticps.security.identity import Act, NotAuthorised, identity_among
@@ -29,6 +29,7 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),  # two servers on one port would each get half of the calls
 )
 _MAX_CALLS_AT_ONCE = 64
+_MOST_WAIT_S = 5.0
 
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -135,6 +136,12 @@ class Admin(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.CutStateRequest, context: Context
     ) -> admin_pb2.CutStateResponse:
         return write_state((await self._subject(context, Act.LOOK)).cuts.state(request.cut))
+
+    async def CutWritten(  # noqa: N802
+        self, request: admin_pb2.CutWrittenRequest, context: Context
+    ) -> admin_pb2.CutWrittenResponse:
+        cuts = (await self._subject(context, Act.LOOK)).cuts
+        return write_written(await cuts.written(request.cut, min(request.wait_ms / 1000, _MOST_WAIT_S)))
 
 
 def _objection(context: Context, act: Act, cluster: str) -> str:

@@ -59,6 +59,14 @@ class CutState(NamedTuple):
     newest: int
     taken: Sequence[CutTaken]
     homes: Mapping[int, Mapping[str, Any]]
+
+
+class CutWritten(NamedTuple):
+    """How far a server is with its part of a cut. ranges: that it has logged it in, and still has; writing: None if it
+    knows nothing of it."""
+
+    incarnation: int
+    ranges: int
     writing: Writing | None
 
 
@@ -78,7 +86,10 @@ class CutSubject(Protocol):
         """Logs the cut in the ranges headed here; False: ask again."""
 
     def state(self, cut: int) -> CutState:
-        """What there was at it, and how far it is written."""
+        """What there was at it."""
+
+    async def written(self, cut: int, wait_s: float) -> CutWritten:
+        """Has it written, if that has not begun; how far it is, once that is over or after `wait_s`."""
 
 
 class Wanted(NamedTuple):

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence, Set
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from coordinator import fields
 from coordinator.adoption import ON_LOSS, RATES
@@ -17,7 +17,7 @@ from coordinator.store import Store
 from coordinator.view import ServerInfo
 from elasticps import background
 from elasticps.admin.cuts import CutClient
-from elasticps.admin.subject import CutState, WrittenFile
+from elasticps.admin.subject import CutWritten, WrittenFile
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.driver import HOLD_S, Cut, CutServer, Driver, GivenUp
 from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry
@@ -36,11 +36,20 @@ log = fields.logger(__name__)
 
 MOST_INCREMENTS = 16
 ATTEMPTS = 3
-_POLL_S, _POLL_MOST_S = 0.005, 0.5  # a server that answers serves nobody for some milliseconds
+_WAIT_S = 0.5  # a server answers when it has written all, or after so long
+_PAUSE_S = 0.05  # between questions to one that does not
 _ANSWER_S = 5.0
 _SILENT_S = 5.0  # a server that writes, is in the view and does not answer for so long
 
-Connect = Callable[[ServerInfo], CutServer]
+
+class WritingServer(CutServer, Protocol):
+    """One that writes, too."""
+
+    async def written(self, cut: int, wait_s: float) -> CutWritten:
+        """Has it written, if that has not begun; how far it is, once that is over or after `wait_s`."""
+
+
+Connect = Callable[[ServerInfo], WritingServer]
 Tell = Callable[[int], None]
 """Hears how many ranges more are written."""
 
@@ -134,31 +143,25 @@ def _before(storage: Storage, cluster: str, full: bool) -> tuple[int, int]:
 async def _written(store: Store, cut: Cut, connect: Connect, tell: Tell) -> list[WrittenFile]:
     """Waits until servers have written their ranges; asking is what has them begin, and go on."""
     writers = [_Writer(cut, server, connect(server)) for server in cut.view.servers if server.member in cut.states]
-    began_s, told = asyncio.get_running_loop().time(), 0
+    told = 0
     while True:
         listed = {server.member for server in (await read_view(store, CheckpointError)).servers}
-        await asyncio.gather(*(writer.ask(listed) for writer in writers))
+        unfinished = [writer for writer in writers if writer.done < writer.ranges]
+        answered = await asyncio.gather(*(writer.ask(listed) for writer in unfinished))
         done = sum(writer.done for writer in writers)
         tell(done - told)
         told = done
         if all(writer.done == writer.ranges for writer in writers):
             return [file for writer in writers for file in writer.files]
-        took_s = asyncio.get_running_loop().time() - began_s
-        await asyncio.sleep(_pause_s(took_s, min(writer.done / writer.ranges for writer in writers)))
-
-
-def _pause_s(took_s: float, done: float) -> float:
-    """Until servers are asked again, which took so long for a share of their work: half of what is left, it seems, and
-    not so long that it matters if they are done before."""
-    left_s = took_s * (1 - done) / done if done else took_s
-    return min(max(min(left_s / 2, took_s / 4), _POLL_S), _POLL_MOST_S)
+        if not all(answered):
+            await asyncio.sleep(_PAUSE_S)
 
 
 class _Writer:
     """A server that writes its ranges of a cut: how many, and how many it has."""
 
-    def __init__(self, cut: Cut, info: ServerInfo, server: CutServer) -> None:
-        self.ranges = _ranges(cut.states[info.member])
+    def __init__(self, cut: Cut, info: ServerInfo, server: WritingServer) -> None:
+        self.ranges = sum(len(one.ranges) for one in cut.states[info.member].taken)
         self.done = 0
         self.files: Sequence[WrittenFile] = ()
         self._cut = cut.number
@@ -166,31 +169,29 @@ class _Writer:
         self._server = server
         self._heard_s = asyncio.get_running_loop().time()
 
-    async def ask(self, listed: Set[Member]) -> None:
-        """How far it is. GivenUp if it will not come to the end. listed: the servers in the view."""
+    async def ask(self, listed: Set[Member]) -> bool:
+        """How far it is; whether it has answered. GivenUp if it will not come to the end. listed: the servers in the
+        view."""
         if self._info.member not in listed:
             raise self._given_up("is gone")
         now = asyncio.get_running_loop().time()
         try:
-            state = await self._server.state(self._cut)
+            said = await self._server.written(self._cut, _WAIT_S)
         except Error as error:
             if now - self._heard_s > _SILENT_S:
                 raise self._given_up(f"is silent: {error}") from error
-            return
+            return False
         self._heard_s = now
-        if state.incarnation != self._info.incarnation or _ranges(state) != self.ranges:
+        if said.incarnation != self._info.incarnation or said.ranges != self.ranges:
             raise self._given_up("has lost ranges that it was to write")
-        if state.writing is None or state.writing.failed:
-            why = "it knows nothing of it" if state.writing is None else state.writing.failed
+        if said.writing is None or said.writing.failed:
+            why = "it knows nothing of it" if said.writing is None else said.writing.failed
             raise self._given_up(f"has given up: {why}")
-        self.done, self.files = state.writing.ranges_done, state.writing.files
+        self.done, self.files = said.writing.ranges_done, said.writing.files
+        return True
 
     def _given_up(self, why: str) -> GivenUp:
         return GivenUp(f"checkpoint {self._cut}: server {self._info.name}, which writes {self.ranges} ranges, {why}")
-
-
-def _ranges(state: CutState) -> int:
-    return sum(len(one.ranges) for one in state.taken)
 
 
 def newest(cut: int, time_s: float, url: str = "") -> bytes:

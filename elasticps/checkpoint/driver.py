@@ -53,7 +53,7 @@ class CutServer(Protocol):
         """Logs the cut in the ranges that it heads; False: ask again."""
 
     async def state(self, cut: int) -> CutState:
-        """What there was at it, and how far it is written."""
+        """What there was at it."""
 
 
 class GivenUp(CheckpointError):

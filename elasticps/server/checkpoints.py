@@ -32,6 +32,7 @@ FILES_AT_ONCE = 2  # that are full, and not written yet
 PARTS_AT_ONCE = 16  # ranges have few rows, as a rule
 SLICE_BYTES = 512 << 10
 BUSY_SLICE_BYTES = 64 << 10  # while workers are served: they wait for a slice
+WORKING_S = 0.05  # workers are served, if one was so recently: one that computes for longer needs no consideration
 BUSY_BYTES_PER_S = 24e6  # while workers are served: with four times as much, servers were taken for dead on two cores
 SILENT_S = 10.0  # whoever takes a checkpoint asks more often
 GO_ON = 7 / 8  # pushes go on when so much of the budget is used
@@ -55,6 +56,7 @@ class Checkpoints:
         self._exhausted = False  # all is in files
         self._written: Writing | None = None  # how that of `_cut` ended
         self._cut = 0
+        self._waiters: list[asyncio.Future[None]] = []  # for the end of what is being written
         self._asked_s = 0.0
         self._full_s: float | None = None  # since when pushes wait
         self._allowance = Allowance(self._aside_bytes, lambda: None, lambda: None)
@@ -90,6 +92,20 @@ class Checkpoints:
             self._loop.call_soon(self._slice, self._scan)
         done = len(self._scan.ranges) * self._scan.scanned // (1 + self._scan.total)
         return Writing(min(done, len(self._scan.ranges) - 1), [_told(file) for file in self._files])
+
+    async def wait(self, cut: int, wait_s: float) -> Writing | None:
+        """The same, once that is over or after `wait_s`."""
+        writing = self.writing(cut)
+        if wait_s > 0 and writing is not None and self._scan is not None:
+            over: asyncio.Future[None] = self._loop.create_future()
+            self._waiters.append(over)
+            timer = self._loop.call_later(wait_s, _wake, over)
+            try:
+                await over
+            finally:
+                timer.cancel()
+                self._waiters = [other for other in self._waiters if other is not over]
+        return self.writing(cut)
 
     # --- a cut passes -----------------------------------------------------------------------------------------------
 
@@ -184,6 +200,8 @@ class Checkpoints:
                 "wrote a checkpoint", cut=self._cut, files=len(self._files), bytes=sum(f.bytes for f in self._files)
             )
         self._written = Writing(0 if failed else len(scan.ranges), [_told(file) for file in self._files], failed)
+        for waiter in self._waiters:
+            _wake(waiter)
         self._let_go_on()
 
     def close(self) -> None:
@@ -218,6 +236,11 @@ class Checkpoints:
             self._waited_s = self.waited_s
             self._full_s = None
             self._loop.call_soon(self._executor.limit_log, self._log_bytes)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def _told(file: FileEntry) -> WrittenFile:

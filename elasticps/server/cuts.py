@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import numpy as np
 
-from elasticps.admin.subject import CutState, CutTaken, Writing
+from elasticps.admin.subject import CutState, CutTaken, CutWritten, Writing
 from elasticps.server.connection import Connection, Handler
 from elasticps.server.executor import Executor
 from elasticps.server.protocol.asker import Asker, Body
@@ -26,11 +26,12 @@ AT_ONCE = 64  # ranges of one operation: their clocks are copied as it is applie
 
 
 class Cuts:
-    """workers: the connections that are theirs; writing: what this server has written of a cut, None for nothing."""
+    """workers: the connections that are theirs; writing: what this server has written of a cut, once that is over or
+    after so many seconds; None for nothing."""
 
     def __init__(
         self, serving: Serving, executor: Executor, workers: Callable[[], Iterable[Connection]],
-        writing: Callable[[int], Writing | None], clock: Callable[[], float],
+        writing: Callable[[int, float], Awaitable[Writing | None]], clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._serving = serving
         self._executor = executor
@@ -100,11 +101,15 @@ class Cuts:
         return done and not np.count_nonzero(passed[self._serving.headed] < cut)
 
     def state(self, cut: int) -> CutState:
-        """What there was at a cut in the ranges that this server has logged it in, and how far it has written them."""
+        """What there was at a cut in the ranges that this server has logged it in."""
         me, notes = self._serving.me, self._executor.cuts
         mine = list(notes.by(cut, me.name, me.incarnation))
         taken = [CutTaken(tuple(ranges), column.clocks(), dict(column.closed), column.kept)
                  for column, ranges in by_column(mine).items()]  # fmt: skip
         homes = {r: noted.home for r, noted in mine if noted.home is not None}
-        return CutState(me.incarnation, self._serving.epoch, max(notes.newest, self._holding.cut), taken, homes,
-                        self._writing(cut))  # fmt: skip
+        return CutState(me.incarnation, self._serving.epoch, max(notes.newest, self._holding.cut), taken, homes)
+
+    async def written(self, cut: int, wait_s: float) -> CutWritten:
+        """How far this server has written them, once that is over or after `wait_s`."""
+        writing, me = await self._writing(cut, wait_s), self._serving.me
+        return CutWritten(me.incarnation, sum(1 for _ in self._executor.cuts.by(cut, me.name, me.incarnation)), writing)

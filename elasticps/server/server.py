@@ -16,7 +16,7 @@ from coordinator import fields
 from coordinator.view import Roster, ServerInfo, View
 from elasticps.checkpoint.filing import Filing, ThreadFiling
 from elasticps.security.transport import Gate
-from elasticps.server.checkpoints import ASIDE_BYTES, Checkpoints
+from elasticps.server.checkpoints import ASIDE_BYTES, WORKING_S, Checkpoints
 from elasticps.server.connection import Connection, Role
 from elasticps.server.counts import Counts
 from elasticps.server.cuts import Cuts
@@ -107,10 +107,10 @@ class Server:
         self.restoring = Restorer(loop, executor, serving, self.memory, self.fast.told, memory.share(KEPT_BYTES))
         self.checkpoints = Checkpoints(
             loop, executor, serving, filing or ThreadFiling(loop), (memory.share(ASIDE_BYTES), log_budget_bytes),
-            lambda: self.snapshots.busy,
+            lambda: self.snapshots.served_within(WORKING_S),
         )  # fmt: skip
         uses = Uses(serving, lambda: self.handshake.workers, clock)
-        cuts = Cuts(serving, executor, lambda: self.handshake.workers, self.checkpoints.writing, clock)
+        cuts = Cuts(serving, executor, lambda: self.handshake.workers, self.checkpoints.wait, clock)
 
         handlers = {
             **self.pushes.handlers, **self.pulls.handlers, **self._barrier.handlers, **ShardDispenser(group).handlers,

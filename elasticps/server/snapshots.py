@@ -95,7 +95,11 @@ class SnapshotSender:
     @property
     def busy(self) -> bool:
         """Whether a worker was served just now."""
-        return self._loop.time() - self._served_s < BUSY_S
+        return self.served_within(BUSY_S)
+
+    def served_within(self, seconds: float) -> bool:
+        """Whether that is not longer ago than this."""
+        return self._loop.time() - self._served_s < seconds
 
     def served(self) -> None:
         """A worker's push or pull was handled: chunks take the smaller share for a moment."""

@@ -12,7 +12,7 @@ from elasticps import background
 from elasticps.admin import AdminServer, admin_pb2, admin_pb2_grpc, fetch_health, fetch_hot, fetch_status, start_admin
 from elasticps.admin.client import fetch_marked, open_channel, take_mark
 from elasticps.admin.cuts import CutClient
-from elasticps.admin.subject import CutState, CutTaken, MarkedRange
+from elasticps.admin.subject import CutState, CutTaken, CutWritten, MarkedRange, Writing, WrittenFile
 from elasticps.errors import ClusterUnreachable, ConfigError
 from replication.progress import PART_BITS
 
@@ -67,7 +67,11 @@ class Cuts:
         return cut == 2
 
     def state(self, cut: int) -> CutState:
-        return CutState(3, 7, 2, [CutTaken((0, 5), {4: 120 << PART_BITS}, {"a": 9})], {}, None)
+        return CutState(3, 7, 2, [CutTaken((0, 5), {4: 120 << PART_BITS}, {"a": 9})], {})
+
+    async def written(self, cut: int, wait_s: float) -> CutWritten:
+        self.happened.append(("written", cut, wait_s))
+        return CutWritten(3, 2, Writing(1, [WrittenFile("a", 9, 8, 1, "ab", 4, (0,))]) if cut == 2 else None)
 
 
 class Subject:
@@ -131,10 +135,12 @@ def test_a_cut_is_taken_from_afar() -> None:
                 await there.take(3, 1, "x" * 5000)
             await there.release(2)
             assert await there.state(2) == subject.cuts.state(2)
+            assert (await there.written(2, 0.25)).writing == (1, [WrittenFile("a", 9, 8, 1, "ab", 4, (0,))], "")
+            assert await there.written(3, 60.0) == (3, 2, None)
             await there.close()
             assert subject.cuts.happened == [
                 ("hold", 2, 1.5), ("hold", 1, 1.5), ("take", 2, 1, "file:///x"), ("take", 3, 1, "file:///x"),
-                ("release", 2),
+                ("release", 2), ("written", 2, 0.25), ("written", 3, 5.0),
             ]  # fmt: skip
         finally:
             await server.stop(0.0)

@@ -14,7 +14,7 @@ import pytest
 from coordinator.membership import NEWEST_CHECKPOINT, WANTED_CHECKPOINTS
 from coordinator.memory import MemoryStore
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
-from elasticps.admin.subject import CutState, CutTaken, Writing, WrittenFile
+from elasticps.admin.subject import CutState, CutTaken, CutWritten, Writing, WrittenFile
 from elasticps.checkpoint import catalog, create, driver
 from elasticps.checkpoint.create import checkpoint
 from elasticps.checkpoint.driver import GivenUp
@@ -67,15 +67,19 @@ class Fake:
         if self.silent and self.taken:
             raise ClusterUnreachable("it does not answer")
         if cut not in [number for number, _ in self.taken]:
-            return CutState(1, 1, self.taken[-1][0] if self.taken else 0, (), {}, None)
+            return CutState(1, 1, self.taken[-1][0] if self.taken else 0, (), {})
+        home = {"groups": [{"app": "a"}], "shards": []}
+        return CutState(1, 1, cut, [CutTaken(self.ranges, self.clocks, {})], {self.index: home})
+
+    async def written(self, cut: int, wait_s: float) -> CutWritten:
+        if self.silent:
+            raise ClusterUnreachable("it does not answer")
         self.polls -= self.polls > 0
         files = [WrittenFile(f"t/s{self.index}-1.000.safetensors", 100, 8, 3, "ab" * 16, 4, self.ranges)]
         if self.index:  # a table that was made as the cut passed: some ranges had it, and no rows
             files.append(files[0]._replace(path="late/s1-1.000.safetensors", rows=0, table=8))
         writing = Writing(0 if self.polls else 2, () if self.polls else files, self.failed)
-        ranges = self.ranges[: 1 if self.lost and self.polls < 2 else None]
-        home = {"groups": [{"app": "a"}], "shards": []}
-        return CutState(1, 1, cut, [CutTaken(ranges, self.clocks, {})], {self.index: home}, writing)
+        return CutWritten(1, 1 if self.lost and self.polls < 2 else 2, writing)
 
 
 class Scene:
@@ -107,7 +111,7 @@ class Scene:
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     monkeypatch.setattr("elasticps.checkpoint.storage._memory", {})
-    monkeypatch.setattr(create, "_POLL_S", 0.001)
+    monkeypatch.setattr(create, "_PAUSE_S", 0.001)
     monkeypatch.setattr(create, "_SILENT_S", 0.05)
     monkeypatch.setattr(driver, "_POLL_S", 0.001)
     return Scene()

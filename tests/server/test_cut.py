@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticps.admin.cuts import read_state, write_state
-from elasticps.admin.subject import CutState, CutTaken, Writing, WrittenFile
+from elasticps.admin.cuts import read_state, read_written, write_state, write_written
+from elasticps.admin.subject import CutState, CutTaken, CutWritten, Writing, WrittenFile
 from elasticps.hashing import group_range
 from elasticps.optimizers import Accumulate
 from elasticps.server.protocol.barrier_state import Rounds
@@ -158,8 +160,10 @@ def test_rounds_and_shards_are_noted_where_they_are() -> None:
     assert noted.home["shards"][0]["doing"] == [[WORKER, 0, 0, 0, 0]]
     taken = CutTaken((home,), noted.column.clocks(), dict(noted.column.closed), noted.column.kept)
     file = WrittenFile("000001/t/s0-1.000.safetensors", 10, 8, 2, "ab", 3, (0, 1))
-    state = CutState(1, 2, 3, [taken], {home: noted.home}, Writing(1, [file], "no"))
+    state = CutState(1, 2, 3, [taken], {home: noted.home})
     assert read_state(write_state(state)) == state
+    for written in (CutWritten(1, 2, Writing(1, [file], "no")), CutWritten(1, 0, None)):
+        assert read_written(write_written(written)) == written
 
 
 # ----------------------------------------------------------------------------------------------- servers in one loop
@@ -174,6 +178,12 @@ class Hook:
 
     def passed(self, ranges: np.ndarray, seqs: np.ndarray, mark: CutMark, inside: object) -> None:
         self.seen += [(r, seq, mark) for r, seq in zip(ranges.tolist(), seqs.tolist(), strict=True)]
+
+
+async def two(group: Group) -> None:
+    for name in ("s0", "s1"):
+        await group.start(name)
+    group.adopt(group.make_view(lambda r: ["s0", "s1"] if r % 2 else ["s1", "s0"]))
 
 
 async def three(group: Group) -> dict[str, Hook]:
@@ -204,9 +214,50 @@ def test_every_replica_passes_a_cut_once_at_the_same_place_and_notes_the_same(ru
         state = group.servers["s1"].subject.cuts.state(1)
         assert {r for one in state.taken for r in one.ranges} == {r for r in range(RANGES) if not r % 2}
         assert [dict(one.clocks) for one in state.taken] == [{WORKER: 7 << 16}]
-        assert (state.newest, state.writing) == (1, None)
+        assert state.newest == 1
 
     run(test)
+
+
+def test_who_waits_for_what_is_written_hears_at_once_when_it_is(run: Run, tmp_path: Path) -> None:
+    async def test(group: Group) -> None:
+        await two(group)
+        assert group.view is not None
+        worker = await group.connect("s0")
+        await worker.push(group.view, "s0", 1, range(100), 1.0)
+        server = group.servers["s0"]
+        assert await server.subject.cuts.written(1, 60.0) == (1, 0, None)
+        assert await server.subject.cuts.take(1, 0, tmp_path.as_uri())
+        filing, server.checkpoints._filing = server.checkpoints._filing, _Stuck()
+        assert (await server.subject.cuts.written(1, 0.01)).writing == (RANGES // 2 - 1, [], "")
+        for said in server.checkpoints._filing.put_by:
+            filing.put(*said)
+        answers = await asyncio.gather(*(server.subject.cuts.written(1, 60.0) for _ in range(2)))
+        for incarnation, ranges, writing in answers:
+            assert (incarnation, ranges) == (1, RANGES // 2)
+            assert writing is not None
+            assert (writing.ranges_done, writing.failed) == (ranges, "")
+            assert all((tmp_path / "000001" / file.path).stat().st_size == file.bytes for file in writing.files)
+            assert sum(file.rows for file in writing.files) > 0
+        assert not server.checkpoints._waiters
+        waits = asyncio.ensure_future(server.subject.cuts.written(1, 60.0))
+        assert await waits == answers[0]
+        filing.close()
+
+    run(test)
+
+
+class _Stuck:
+    """Keeps what is to be written."""
+
+    def __init__(self) -> None:
+        self.put_by: list[tuple[Any, ...]] = []
+
+    def put(self, *said: Any) -> None:
+        self.put_by.append(said)
+
+    def close(self) -> None:
+        pass
 
 
 def test_a_range_that_moves_takes_its_cut_along(run: Run) -> None:
