@@ -186,6 +186,8 @@ class Cluster:
 
     async def _serve(self, found: ServerProcess, listener: Listener, name: str) -> None:
         async def show(server: Server | None) -> None:
+            if server is None and found.asked and found.now is not None and not found.now.removed.done():
+                return  # it is not ready for more, but has what it has until that has moved
             found.now = server
             if server is not None:
                 self.on_server(server)

@@ -15,7 +15,7 @@ from coordinator.errors import StoreUnavailable
 from coordinator.view import ServerInfo
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
 from elasticps.admin.service import Admin
-from elasticps.admin.subject import CutState, Subject
+from elasticps.admin.subject import CutState, CutWritten, Subject
 from elasticps.checkpoint.driver import Driver, GivenUp, Inconsistent
 from elasticps.errors import ClusterUnreachable
 
@@ -55,13 +55,16 @@ class Afar:
         return await self._call(lambda server: server.cuts.take(cut, since, url))
 
     async def state(self, cut: int) -> CutState:
-        """Has it written, too: nobody asks for that here."""
+        """Has it written, too: not everybody asks for that here."""
 
         async def state(server: Subject) -> CutState:
             await server.cuts.written(cut, 0.0)
             return server.cuts.state(cut)
 
         return await self._call(state)
+
+    async def written(self, cut: int, wait_s: float) -> CutWritten:
+        return await self._call(lambda server: server.cuts.written(cut, wait_s))
 
     async def restore(self, request: RestoreRequest) -> RestoreResponse:
         """Its part of bringing back what was lost."""

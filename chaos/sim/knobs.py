@@ -32,6 +32,7 @@ TIGHT_BODY_BYTES = 24 + 104 * TIGHT_ROWS + 8 + 4 * MOST_RANGES
 TIGHT: dict[str, int] = {
     "elasticps.server.connection.MAX_BODY_BYTES": TIGHT_BODY_BYTES,
     "elasticps.server.connection.MAX_LINK_BODY_BYTES": TIGHT_BODY_BYTES + 12 * MOST_RANGES + 64,
+    "elasticps.server.snapshots.MOST_BYTES": TIGHT_BODY_BYTES // 2,  # headers of blocks come on top of it
 }
 """Of frames. What workers send has to fit: see `Free`."""
 SHORT: dict[str, int] = {

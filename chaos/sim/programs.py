@@ -71,12 +71,13 @@ class Worker:
         self.training = training
         self.random: Random
         self.done = False
+        self.lost = False  # its name
         self.steps = 0
         self.pulls = 0
 
     def run(self, threads: Threads) -> None:
         """The program of one incarnation."""
-        self.done = False
+        self.done = self.lost = False
         self.threads = threads
         self.random = self.cluster.clock.chance(f"program of {threads.process}")
         try:
@@ -85,6 +86,7 @@ class Worker:
             ps.close()
         except Closed as error:  # it was frozen for longer than its lease, or another one has its name
             self.cluster.clock.note(f"{threads.process} was fenced: {error}")
+            self.lost = True
             self.fenced()
             return
         self.done = True

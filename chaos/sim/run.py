@@ -93,6 +93,7 @@ class Scene:
         self.rounds: dict[str, Rounds] = {}
         self.handed: dict[str, Handed] = {}
         self.workers: dict[str, Worker] = {}
+        self._doubled: dict[str, list[Worker]] = {}  # those before them that lived as they started
         self._app_of: dict[str, App] = {}
         self.processes: dict[str, Threads] = {}
         self.faults = Faults(self.cluster, self.processes, self.restart, self.double)
@@ -148,6 +149,7 @@ class Scene:
     def double(self, name: str) -> None:
         """A worker's successor starts while it lives."""
         self.workers[name].fenced()
+        self._doubled.setdefault(name, []).append(self.workers[name])
         self.workers[name] = self._worker(name)
         self._start(name)
 
@@ -190,7 +192,8 @@ class Scene:
     def unfinished(self) -> str:
         """What has not come to rest; "" if all has."""
         for name, worker in self.workers.items():
-            if not worker.done:
+            # one that stood still as it registered may have taken the name from its successor
+            if not worker.done and not (worker.lost and any(each.done for each in self._doubled.get(name, ()))):
                 return f"{self.processes[name].process} has not finished"
         return self.cluster.settled()
 

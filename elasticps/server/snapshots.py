@@ -11,7 +11,7 @@ import numpy as np
 from elasticps.server.executor import Executor
 from elasticps.server.protocol.operations import ChunkContent, TableRows
 from elasticps.server.protocol.serving import Serving
-from elasticps.server.protocol.snapshot_packing import pack, size_of
+from elasticps.server.protocol.snapshot_packing import pack, size_by_place, size_of
 from elasticps.server.replica_links import ReplicaLinks
 from elasticps.store import Table
 from elasticps.store.intervals import PLACES
@@ -189,19 +189,19 @@ class SnapshotSender:
         while True:
             upto = min(cut.low + cut.step, cut.end)
             content = self._content(r, cut.low, upto)
-            size = size_of(content)
-            if size <= MOST_BYTES or upto == cut.low + 1:
+            rows = size_by_place(content)
+            if rows <= MOST_BYTES or upto == cut.low + 1:
                 break
-            cut.step = max(1, (upto - cut.low) * PIECE_BYTES // size)
+            cut.step = max(1, (upto - cut.low) * PIECE_BYTES // rows)
         cut.low = upto
         last = upto == cut.end
         if last:
             del self._cuts[r]
-        elif size < PIECE_BYTES // 4:
+        elif rows < PIECE_BYTES // 4:
             cut.step *= 2
         if first:
             content = self._with_state(content, r)
-            size = size_of(content)
+        size = size_of(content)
         self.sent_bytes += size
         *contents, end = pack(content, MOST_BYTES)
         for part in contents:  # of one instant: on the link nothing comes in between

@@ -8,6 +8,7 @@ from elasticps.store.deletions import NO_NOTES
 from elasticps.wire.frames import Block
 
 _ENTRY_BYTES = 40  # a shard in a worker's hands; a member of a round takes less
+_TABLE_BYTES = 80
 
 
 def size_of(content: ChunkContent) -> int:
@@ -15,8 +16,14 @@ def size_of(content: ChunkContent) -> int:
     rounds, sets = content.rounds, [one for named in content.shards.values() for one in named.values()]
     entries = sum(len(h.members) + len(h.workers) + len(h.last) for h in rounds.groups.values())
     entries += sum(len(s.returned) + sum(map(len, s.doing.values())) for s in sets)
-    kept = sum(_block_bytes(block) for *_, blocks in rounds.kept for block in blocks)
-    return sum(map(_table_bytes, content.tables)) + kept + _ENTRY_BYTES * entries
+    names = sum(_TABLE_BYTES + len(table.spec) for table in content.tables)
+    return names + size_by_place(content) + _ENTRY_BYTES * entries
+
+
+def size_by_place(content: ChunkContent) -> int:
+    """So many of them are of single rows: a shorter interval has fewer."""
+    kept = sum(_block_bytes(block) for *_, blocks in content.rounds.kept for block in blocks)
+    return kept + sum(map(_rows_bytes, content.tables))
 
 
 def pack(content: ChunkContent, most_bytes: int) -> list[ChunkContent]:
@@ -77,7 +84,11 @@ class _Packer:
 
 
 def _table_bytes(table: TableRows) -> int:
-    return 80 + len(table.spec) + sum(array.nbytes for array in (table.keys, table.rows, table.stamps, table.notes))
+    return _TABLE_BYTES + len(table.spec) + _rows_bytes(table)
+
+
+def _rows_bytes(table: TableRows) -> int:
+    return sum(array.nbytes for array in (table.keys, table.rows, table.stamps, table.notes))
 
 
 def _block_bytes(block: Block) -> int:
