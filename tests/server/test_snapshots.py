@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from elasticps.hashing import group_range
 from elasticps.optimizers import Accumulate
+from elasticps.server import snapshots
 from elasticps.server.protocol.barrier_state import BarrierGroup, RangeRounds, Rounds
 from elasticps.server.protocol.data_shards_state import Claim, Doing, Shards, ShardSet, Used
 from elasticps.server.protocol.operations import ChunkContent, TableRows
@@ -276,5 +277,34 @@ def test_no_chunk_is_much_larger_than_the_limit(run: Run, monkeypatch: pytest.Mo
         await until(lambda: b.replica.filled.all(), 60)
         assert max(sizes) <= MOST_BYTES + (64 << 10)
         assert len(sizes) > RANGES
+
+    run(test)
+
+
+def test_names_of_many_tables_do_not_make_pieces_small(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose rows were deleted is in each piece: that alone is over the limit, and shorter intervals have no less."""
+    monkeypatch.setattr(snapshots, "PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(snapshots, "MOST_BYTES", 1 << 10)
+
+    async def test(group: Group) -> None:
+        a, b = await group.start("a"), await group.start("b")
+        group.adopt(group.make_view(lambda r: ["a"]))
+        await group.connect("a")
+        for number in range(10, 30):
+            a.store.create(TableSpec(f"t{number}", 4, Accumulate()), number)
+            a.store.tables[number].deletions.floor[:] = 1
+        a.store.tables[10].put(np.arange(500), np.ones((500, 4), np.float32))
+        pieces: list[int] = []
+        cut = a.replica.piece
+
+        def piece(r: int, serial: int, upto: int, last: bool, content: Any) -> Any:
+            pieces.append(r)
+            return cut(r, serial, upto, last, content)
+
+        monkeypatch.setattr(a.replica, "piece", piece)
+        group.adopt(group.make_view(lambda r: ["a"], lambda r: "b"))
+        await until(lambda: b.replica.filled.all(), 60)
+        assert len(pieces) < 100 * RANGES
+        assert b.store.tables[10].rows == 500
 
     run(test)
