@@ -126,7 +126,7 @@ class Process:
             text = log.read().decode(errors="replace").strip()
         if said := _ERROR.search(text):
             return said[1]
-        return f"its log ends with:\n{text}" if text else "its log is empty: it may have had no time for more than to start"
+        return f"its log ends with:\n{text}" if text else "its log is empty: it had no time for more than to start"
 
 
 class CompilingTold:
