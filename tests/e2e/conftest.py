@@ -53,13 +53,20 @@ _apps = itertools.count()
 
 @pytest.fixture
 def connect(cluster: eps.LocalCluster) -> Iterator[Connect]:
-    app = f"app{next(_apps)}"
+    """Afterwards its tables are dropped: audits and listings read all that there are."""
+    own = f"app{next(_apps)}"
+    apps = {own: None}
     with ExitStack() as clients:
 
         def new(worker: str = "w0", **arguments: Any) -> eps.Client:
-            options: dict[str, Any] = {"app": app, "timeout": 20.0} | arguments
+            options: dict[str, Any] = {"app": own, "timeout": 20.0} | arguments
             client = eps.connect(cluster.url, worker=worker, **options)
             clients.callback(client.close)
+            apps[client.app] = None
             return client
 
         yield new
+    for app in apps:
+        with eps.connect(cluster.url, worker="sweeper", app=app, timeout=20.0) as ps:
+            for name in ps.tables():
+                ps.drop_table(name)

@@ -214,10 +214,10 @@ def test_rates_that_cannot_be_set_are_refused(connect: Connect) -> None:
 
 
 def test_a_client_says_what_it_is(connect: Connect) -> None:
-    ps = connect("w0", app="ads")
+    ps = connect("w0", app="introduced")
     table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0))
     ps.push({table: (KEYS, ONES)}).result()
-    who = f"<Client 'ads/w0' of cluster {ps.cluster!r}"
+    who = f"<Client 'introduced/w0' of cluster {ps.cluster!r}"
     assert repr(ps) == f"{who}: ASP, tables open: 1, steps: 1, committed: 1>"
     ps.close()
     assert repr(ps) == f"{who}: closed>"

@@ -1,0 +1,13 @@
+"""Which tests go to one process: xdist reads that behind the last @ of their ids."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+def test_a_file_is_a_group(request: pytest.FixtureRequest) -> None:
+    """Otherwise each process starts what the tests of a file, or those of `e2e`, share."""
+    _, _, group = request.node.nodeid.partition("@")
+    assert group == ("test_groups.py" if "PYTEST_XDIST_WORKER" in os.environ else "")
