@@ -300,7 +300,8 @@ class _Term:
         if world.view is not None and world.view.cluster != world.identity:
             return Plan(None, f"the view is that of {world.view.cluster}, the config that of {world.identity}")
         try:
-            members = Members(world.identity, tuple(world.servers.values()), world.draining, world.anew, world.given_up)
+            servers = tuple(world.servers.values())
+            members = Members(world.identity, servers, world.draining, world.anew, world.given_up, world.restores)
             return plan(world.view, members, world.config, self._paced(world, self._health(world)), self._limits(world))
         except UnsafePlan:  # the view that stands may serve badly, this one would lose data
             log.exception("a plan is not carried out")

@@ -28,6 +28,7 @@ log = fields.logger(__name__)
 
 CONFIG, VIEW, ROSTER = "config", "view", "roster"
 RESTORING = "restoring"  # while a whole cluster comes back from a checkpoint: workers wait
+RESTORE_FILLS = "restore-fills"  # while servers bring rows back from a checkpoint, under a lease
 SERVERS, WORKERS = "servers/", "workers/"
 DRAINS = "drains/"
 BEGIN_ANEW = "begin-anew"  # ranges of which nobody is left, and the checkpoint from which they are brought back

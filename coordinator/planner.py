@@ -37,6 +37,7 @@ class Members:
 
     draining: incarnations that were asked to hand over all they hold. anew: ranges that are to begin anew, from a
     checkpoint, when nobody is left who has them and could come back; given_up: members that a person says cannot.
+    restores: rows come back from a checkpoint, which takes longer where ranges move meanwhile: nothing is evened out.
     """
 
     cluster: str
@@ -44,6 +45,7 @@ class Members:
     draining: frozenset[Member] = frozenset()
     anew: frozenset[int] = frozenset()
     given_up: frozenset[Member] = frozenset()
+    restores: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,7 @@ class _Step:
         registered = {s.member for s in members.servers}
         self.ended = (self.lost.keys() - self.silent - registered) | (self.lost.keys() & members.given_up)
         self.anew = members.anew
+        self.restores = members.restores
         self.draft = Draft(view.as_chains, (s.member for s in self.present.values()), view.leaving)
         self.asked = members.draining
         self.known: list[ServerInfo] = []
@@ -292,7 +295,8 @@ class _Step:
         repairs = (draft.joining >= 0) & (draft.lengths < draft.replicas) & (draft.lengths > 0)
         # Who has not been heard yet may be well: what it holds is no reason to move anything.
         if not fills.later and not (health.pending & draft.owners) and draft.lengths.all():
-            start_moves(draft, able, self.draining, limits, apart, even=not repairs.any(), places=health.places)
+            even = not (self.restores or repairs.any())
+            start_moves(draft, able, self.draining, limits, apart, even=even, places=health.places)
         if not draft.changed.any():
             return []
         return [

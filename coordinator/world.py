@@ -14,6 +14,7 @@ from coordinator.membership import (
     CONFIG,
     DRAINS,
     LAST_WORKER,
+    RESTORE_FILLS,
     ROSTER,
     SERVERS,
     SIGNED_OFF,
@@ -52,6 +53,7 @@ class World:
     drains     the requests to drain, by their keys: of whom, and the revision of the request
     signed_off  the names of workers that have said they leave
     anew        the ranges that are to begin anew; given_up: members that a person says cannot come back
+    restores    servers bring rows back from a checkpoint
     records     of the workers that took part last under their names: id and revision, by their keys
     """
 
@@ -72,6 +74,7 @@ class World:
         self.drains: dict[str, tuple[Member, int]] = {}
         self.anew: frozenset[int] = frozenset()
         self.given_up: frozenset[Member] = frozenset()
+        self.restores = False
         self.term = 0
         for entry in listing.entries:
             self._put(entry)
@@ -143,6 +146,8 @@ class World:
             return self._put_record(entry)
         elif key == BEGIN_ANEW:
             self._put_anew(entry)
+        elif key == RESTORE_FILLS:
+            self.restores = True
         else:
             return News.NOTHING
         return News.CHANGE
@@ -204,6 +209,9 @@ class World:
                 self.view = None
             else:
                 self.roster = None
+            return News.CHANGE
+        if change.key == RESTORE_FILLS:
+            self.restores = False
             return News.CHANGE
         if change.key == BEGIN_ANEW:
             self.anew, self.given_up = frozenset(), frozenset()

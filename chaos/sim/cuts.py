@@ -64,7 +64,7 @@ class Afar:
         return await self._call(state)
 
     async def written(self, cut: int, wait_s: float) -> CutWritten:
-        return await self._call(lambda server: server.cuts.written(cut, wait_s))
+        return await self._call(lambda server: server.cuts.written(cut, min(wait_s, ANSWER_S / 2)))
 
     async def restore(self, request: RestoreRequest) -> RestoreResponse:
         """Its part of bringing back what was lost."""

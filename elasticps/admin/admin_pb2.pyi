@@ -162,7 +162,7 @@ class CutWrittenResponse(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., ranges: _Optional[int] = ..., writes: _Optional[bool] = ..., ranges_done: _Optional[int] = ..., files: _Optional[_Iterable[_Union[WrittenFile, _Mapping]]] = ..., failed: _Optional[str] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("act", "url", "cut", "old", "new", "whole", "serial", "anew", "specs", "workers", "clocks")
+    __slots__ = ("act", "url", "cut", "old", "new", "whole", "serial", "anew", "specs", "workers", "clocks", "done")
     class Act(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         LOOK: _ClassVar[RestoreRequest.Act]
@@ -182,6 +182,7 @@ class RestoreRequest(_message.Message):
     SPECS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
     act: RestoreRequest.Act
     url: str
     cut: int
@@ -193,7 +194,8 @@ class RestoreRequest(_message.Message):
     specs: _containers.RepeatedScalarFieldContainer[str]
     workers: _containers.RepeatedScalarFieldContainer[int]
     clocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, act: _Optional[_Union[RestoreRequest.Act, str]] = ..., url: _Optional[str] = ..., cut: _Optional[int] = ..., old: _Optional[_Iterable[int]] = ..., new: _Optional[_Iterable[int]] = ..., whole: _Optional[bool] = ..., serial: _Optional[int] = ..., anew: _Optional[bool] = ..., specs: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[int]] = ..., clocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    done: bytes
+    def __init__(self, act: _Optional[_Union[RestoreRequest.Act, str]] = ..., url: _Optional[str] = ..., cut: _Optional[int] = ..., old: _Optional[_Iterable[int]] = ..., new: _Optional[_Iterable[int]] = ..., whole: _Optional[bool] = ..., serial: _Optional[int] = ..., anew: _Optional[bool] = ..., specs: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[int]] = ..., clocks: _Optional[_Iterable[int]] = ..., done: _Optional[bytes] = ...) -> None: ...
 
 class RestoreResponse(_message.Message):
     __slots__ = ("ranges", "rows", "taken", "failed", "complete", "headed", "workers", "least", "told", "rounds")

@@ -91,7 +91,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
         wanted = Wanted(
             request.url, request.cut, tables, request.whole, request.anew, tuple(request.specs), floors
         )  # fmt: skip
-        found = restoring.go_on(request.serial, wanted)
+        found = restoring.go_on(request.serial, wanted, request.done)
         return admin_pb2.RestoreResponse(**found._asdict())
 
     async def Marked(self, request: admin_pb2.MarkedRequest, context: Context) -> admin_pb2.MarkedResponse:  # noqa: N802

@@ -128,9 +128,9 @@ class RestoreSubject(Protocol):
     def look(self, tables: Iterable[int]) -> Restored:
         """Which of these ids are, or were, tables' here."""
 
-    def go_on(self, serial: int, wanted: Wanted) -> Restored:
+    def go_on(self, serial: int, wanted: Wanted, done: bytes = b"") -> Restored:
         """Begins, or goes on, and says how far it is. serial: of the try; those below what was heard, or that have
-        ended, are refused."""
+        ended, are refused. done: ranges that others have brought back, as bits, the lowest first."""
 
     async def end(self, serial: int, dropped: Iterable[int]) -> bool:
         """Nothing of it comes from now on; tables are dropped. False: the view has changed, ask again."""

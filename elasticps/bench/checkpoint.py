@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +39,9 @@ BATCH = 256
 CUTS = 20
 TIMES = 3  # that a checkpoint without work beside it is made: the median counts
 SETTLED_S = 3.0
+IDLE_S = (
+    5.0  # a virtual machine gives memory back that is free for some seconds, and to get it again costs a second per GB
+)
 _AFTER_S = 0.05  # at most, from the end of a hold until it is known whether the cut was consistent
 
 
@@ -47,7 +52,8 @@ def run(
     """Rows of `dim` float32 with Adagrad at two replicas, while a worker pulls and pushes batches of 256: before, and
     while 20 cuts are taken, and while a full checkpoint is written to a temporary folder; then, without work beside,
     some of 1 % changed rows, and full ones. Beside that, one plain process writes as much to the same folder. At last a
-    cluster like the first is restored, and one plain process reads the same files and puts the rows into a store."""
+    cluster like the first is restored, and one plain process reads the same files and puts the rows into a store; both
+    find nothing in the system's cache, and memory that nobody has used for a while."""
     with tempfile.TemporaryDirectory() as folder:
         found = _write(Path(folder).as_uri(), rows, dim, servers, seconds, progress)
         return found | _read(Path(folder).as_uri(), servers, progress)
@@ -103,10 +109,12 @@ def _read(place: str, servers: int, progress: Callable[[str], None]) -> dict[str
     """The newest checkpoint."""
     with LocalCluster(servers=servers, replicas=2) as cluster:
         progress("restoring it")
+        _leave_alone(place)
         began = time.perf_counter()
         rows = restore_cluster(cluster.url, place).rows
         restore_s = time.perf_counter() - began
     progress("reading it into a store")
+    _leave_alone(place)
     began = time.perf_counter()
     contents = Contents(Storage(place), catalog.chain(Storage(place)))
     store = Store(contents.manifest.ranges)
@@ -120,6 +128,15 @@ def _read(place: str, servers: int, progress: Callable[[str], None]) -> dict[str
         f"{rows} rows were restored, the checkpoint has {store.rows}"
     )  # some twice, if ranges moved
     return {"restore_s": restore_s, "restore_of_bare_store": bare_s / restore_s}
+
+
+def _leave_alone(place: str) -> None:
+    """Has files out of the system's cache, where that can be, and free memory as if it had been free for long."""
+    for path in Path(unquote(urlsplit(place).path)).rglob("*.safetensors"):
+        with path.open("rb") as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    time.sleep(IDLE_S)
 
 
 class _Work:

@@ -6,7 +6,7 @@ So only keys are kept in mind, and no row is read that does not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -91,16 +91,19 @@ class Contents:
         """Rows that a table's files have, those that are hidden too: for progress."""
         return int(sum(layer.sizes[0].sum() for layer in self.layers(table)))
 
-    def units(
-        self, table: int, wanted: Callable[[int], bool] = lambda r: True, most_bytes: int = UNIT_BYTES
-    ) -> Iterator[Unit]:
-        """All ranges of a table that are wanted, in ascending order; several at once if they have no more bytes."""
+    def sizes(self, table: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows, and bytes, of each range of a table, those that are hidden too: int64 [ranges]."""
         layers = self.layers(table)
         rows = np.add.reduce([layer.sizes[0] for layer in layers])
         width = 12 + RowLayout.of(self.manifest.spec(table)).stride
-        nbytes = rows * width + 8 * np.add.reduce([layer.sizes[1] for layer in layers])
+        return rows, rows * width + 8 * np.add.reduce([layer.sizes[1] for layer in layers])
+
+    def units(self, table: int, wanted: Iterable[int] | None = None, most_bytes: int = UNIT_BYTES) -> Iterator[Unit]:
+        """The ranges of a table that are wanted, ascending, all if none are named; several at once if they have no more
+        bytes."""
+        rows, nbytes = self.sizes(table)
         some: list[int] = []
-        for r in filter(wanted, range(self.manifest.ranges)):
+        for r in range(self.manifest.ranges) if wanted is None else wanted:
             if some and nbytes[some].sum() + nbytes[r] > most_bytes:
                 yield Unit(table, tuple(some), int(rows[some].sum()), int(nbytes[some].sum()))
                 some = []

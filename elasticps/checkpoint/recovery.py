@@ -114,7 +114,7 @@ class Recovery:
                 await store.delete(BEGIN_ANEW, expect=entry.revision)
             return
         try:
-            async with driving(store) as serial:
+            async with driving(store) as (serial, _):
                 drive = Drive(store, anew, serial, self._credentials)
                 view = await drive.run()
                 await drive.end()

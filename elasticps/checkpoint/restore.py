@@ -15,12 +15,12 @@ import json
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coordinator import fields
 from coordinator.adoption import ON_LOSS, RATES, TABLES
 from coordinator.errors import CoordinationError, LeaseLost, StoreUnavailable
-from coordinator.membership import CONFIG, LAST_WORKER, RESTORING, VIEW, WORKERS, new_number
+from coordinator.membership import CONFIG, LAST_WORKER, RESTORE_FILLS, RESTORING, VIEW, WORKERS, new_number
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, ServerInfo, View
 from elasticps import background
@@ -29,6 +29,7 @@ from elasticps.admin.client import ask_restore
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.manifest import Manifest
+from elasticps.checkpoint.portions import to_bits
 from elasticps.checkpoint.storage import Storage
 from elasticps.coordination import opened
 from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError
@@ -150,8 +151,8 @@ async def restore(
     """
     storage = Storage(url)
     contents = await asyncio.to_thread(opened_at, storage, cut)
-    async with driving(store) as serial:
-        driver = _Driver(store, contents, serial, credentials, tell)
+    async with driving(store) as office:
+        driver = _Driver(store, contents, office, credentials, tell)
         return await driver.run(tables, patient)
 
 
@@ -166,9 +167,16 @@ def opened_at(storage: Storage, cut: int | None) -> Contents:
     return contents
 
 
+class Office(NamedTuple):
+    """Of who restores. serial: of this try, above those of all before it."""
+
+    serial: int
+    lease: int
+
+
 @asynccontextmanager
-async def driving(store: Store) -> AsyncIterator[int]:
-    """As the only one; gives the number of this try, above those of all before it."""
+async def driving(store: Store) -> AsyncIterator[Office]:
+    """As the only one."""
     lease = await store.grant(LEASE_S)
     keeper = asyncio.create_task(_keep(store, lease))
     try:
@@ -177,7 +185,7 @@ async def driving(store: Store) -> AsyncIterator[int]:
             raise ConfigError(
                 f"somebody restores cluster {store.cluster!r} already; if they died, try again in {LEASE_S:g} s"
             )
-        yield serial
+        yield Office(serial, lease)
     finally:
         keeper.cancel()
         with suppress(StoreUnavailable):
@@ -194,12 +202,12 @@ async def _keep(store: Store, lease: int) -> None:
 
 class _Driver:
     def __init__(
-        self, store: Store, contents: Contents, serial: int, credentials: Credentials | None, tell: Tell
+        self, store: Store, contents: Contents, office: Office, credentials: Credentials | None, tell: Tell
     ) -> None:
         self._store = store
         self._contents = contents
         self._manifest = contents.manifest
-        self._serial = serial
+        self._serial, self._lease = office
         self._credentials = credentials
         self._tell = tell
 
@@ -207,7 +215,8 @@ class _Driver:
         plan = await self._begin(names)
         while True:
             try:
-                rows = await self._fill(plan)
+                async with self._unmoved():
+                    rows = await self._fill(plan)
                 await self._end(())
                 break
             except CheckpointError as error:
@@ -301,6 +310,16 @@ class _Driver:
             if await self._store.compare_and_set(CONFIG, raised.to_json(), expect=entry.revision) is not None:
                 return
 
+    @asynccontextmanager
+    async def _unmoved(self) -> AsyncIterator[None]:
+        """Meanwhile the coordinator does not even out what servers have, as long as this driver lives."""
+        await self._store.put(RESTORE_FILLS, b"", lease=self._lease)
+        try:
+            yield
+        finally:
+            with suppress(StoreUnavailable):  # else it goes with the lease
+                await self._store.delete(RESTORE_FILLS)
+
     # --- servers ------------------------------------------------------------------------------------------------------
 
     async def _fill(self, plan: Plan) -> int:
@@ -314,7 +333,10 @@ class _Driver:
         while len(done) < view.ranges:
             view = await self._view()
             heads = [view.servers[i] for i in sorted({*view.heads.tolist()}) if i >= 0]
-            request = {"url": plan.url, "cut": plan.cut, "old": old, "new": new, "whole": plan.whole}
+            request = {
+                "url": plan.url, "cut": plan.cut, "old": old, "new": new, "whole": plan.whole,
+                "done": to_bits(done, view.ranges),
+            }  # fmt: skip
             answers = await asyncio.gather(*(self._ask(server, Request.GO, **request) for server in heads))
             for server, answer in zip(heads, answers, strict=True):
                 if isinstance(answer, ClusterUnreachable):

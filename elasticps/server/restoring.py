@@ -15,8 +15,9 @@ from coordinator import fields
 from elasticps import hashing
 from elasticps.admin.subject import Restored, Wanted
 from elasticps.checkpoint import catalog
-from elasticps.checkpoint.contents import UNIT_BYTES, Contents, Rows, Unit
+from elasticps.checkpoint.contents import UNIT_BYTES, Contents, Rows
 from elasticps.checkpoint.manifest import Manifest
+from elasticps.checkpoint.portions import Job, Portion, Sizes, from_bits, portions
 from elasticps.checkpoint.storage import Storage, Take, new_memory
 from elasticps.errors import Error
 from elasticps.server.executor import Executor
@@ -41,6 +42,7 @@ READERS, NEAR_READERS = (
     2,
 )  # units that are read at once; of a folder, where more of them cost memory and hide no delay
 NEAR_BYTES = UNIT_BYTES // 2  # of one of a folder
+PORTION_BYTES = 32 << 20  # of each table: when a range moves what is read of one is read again
 KEPT_BYTES = READERS * 32 << 20  # memory that they use again; one of a folder takes half of its share
 PIECE_BYTES = 512 << 10  # of an operation: half as many cost less, and applying one must not stop a server for long
 PIECES_AT_ONCE = 16  # that are logged in one turn of the loop, however small they are
@@ -82,8 +84,9 @@ class Restorer:
         said = tuple(told.get(worker, 0) for worker in workers)
         return Restored((), 0, taken, "", len(headed), workers, least, said, some)
 
-    def go_on(self, serial: int, wanted: Wanted) -> Restored:
-        """Begins, or goes on, and says how far it is. Ends by itself when nobody has asked for UNASKED_S."""
+    def go_on(self, serial: int, wanted: Wanted, done: bytes = b"") -> Restored:
+        """Begins, or goes on, and says how far it is. Ends by itself when nobody has asked for UNASKED_S. done: ranges
+        that others have brought back, as bits: what is committed stays so, whoever heads them then."""
         if serial < self._serial:
             return Restored((), 0, (), "somebody else restores, or it has ended")
         self._serial = serial
@@ -92,6 +95,7 @@ class Restorer:
             self._work = _Work(self._loop, self._executor, self._serving, self._memory, wanted, self._kept_bytes)
         work = self._work
         work.asked_s = self._loop.time()
+        work.done.update(from_bits(done, self._serving.ranges))
         if work.over:  # told once: who asks again wants it tried again
             self._work = None
         return Restored(tuple(sorted(work.done)), work.rows, (), work.failed)
@@ -197,17 +201,15 @@ class _Work:
             await self._log(creates)
         here = np.zeros(self._serving.ranges, np.bool_)
         here[mine] = True
-        kept = self._kept_bytes // READERS
-        several, most, wide = READERS, UNIT_BYTES, UNIT_BYTES
+        several, sizes, kept = READERS, Sizes(UNIT_BYTES, UNIT_BYTES, PORTION_BYTES), self._kept_bytes // READERS
         if contents.storage.near:
-            several, most, wide, kept = NEAR_READERS, NEAR_BYTES, 2 * UNIT_BYTES, kept // 2
-        lying = _overlapping(manifest.ranges, here)
-        units = (
-            (new, unit, old != new)
-            for old, new in self._read_from
-            for unit in (contents.units(old, lying, most) if old == new else contents.units(old, most_bytes=wide))
-        )
-        readers = [self._loop.create_task(self._read(contents, units, here, kept)) for _ in range(several)]
+            several, sizes, kept = NEAR_READERS, Sizes(NEAR_BYTES, 2 * UNIT_BYTES, PORTION_BYTES), kept // 2
+        found = portions(contents, mine, self._serving.ranges, self._read_from, sizes)
+        for portion in found:
+            if not portion.left:
+                await self._complete(contents.manifest, portion.ranges)
+        jobs = ((portion, job) for portion in found for job in portion.jobs)
+        readers = [self._loop.create_task(self._read(contents, jobs, here, kept)) for _ in range(several)]
         try:
             await asyncio.gather(*readers)
         except BaseException:
@@ -215,30 +217,36 @@ class _Work:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
             raise
+
+    async def _complete(self, manifest: Manifest, ranges: Ranges) -> None:
+        """All rows of these ranges are committed."""
         if self.wanted.whole:
             floors = dict(self.wanted.floors)
-            states = ((r, state_of(manifest, r, self._serving.ranges, floors)) for r in mine.tolist())
+            states = ((r, state_of(manifest, r, self._serving.ranges, floors)) for r in ranges.tolist())
             await self._log([(OperationKind.RESTORED, state, np.array([r])) for r, state in states])
         if self.wanted.anew:
-            for r in mine.tolist():
+            for r in ranges.tolist():
                 self._executor.perform(self._executor.replica.brought_back, r)
-        self.done.update(mine.tolist())
+        self.done.update(ranges.tolist())
 
     def _since_of(self, r: int) -> int:
         view = self._serving.view
         return 0 if view is None else int(view.since[r])
 
     async def _read(
-        self, contents: Contents, units: Iterator[tuple[int, Unit, bool]], here: NDArray[np.bool_], kept_bytes: int
+        self, contents: Contents, jobs: Iterator[tuple[Portion, Job]], here: NDArray[np.bool_], kept_bytes: int
     ) -> None:
         """One unit after the other, as long as there are any: read in a thread, logged by the loop."""
         take = Pool(kept_bytes, kept_bytes // 2).take  # by one thread at a time
-        for table, unit, scattered in units:
+        for portion, (table, unit, scattered) in jobs:
             parts = _together(contents.read(unit, take)) if scattered else contents.read(unit, take)
             batches = (each for rows in parts for each in _batches(cut_up(rows, table, here, take)))
             while (some := await self._loop.run_in_executor(self._pool, next, batches, None)) is not None:
                 await self._log([(OperationKind.RESTORE, piece, np.array([r])) for r, piece in some])
                 self.rows += sum(len(piece.keys) for _, piece in some)
+            portion.left -= 1
+            if not portion.left:
+                await self._complete(contents.manifest, portion.ranges)
 
     async def _log(self, operations: Sequence[_Operation]) -> None:
         for _, payload, _ in operations:
@@ -283,13 +291,6 @@ async def _logged(loop: asyncio.AbstractEventLoop, executor: Executor, operation
 
 
 # --- pure -----------------------------------------------------------------------------------------------------------
-
-
-def _overlapping(ranges: int, here: NDArray[np.bool_]) -> Callable[[int], bool]:
-    """Whether a range of a checkpoint with so many has keys in those that are here, bool [P], at the same ids."""
-    wide = np.repeat(here, max(1, ranges // len(here)))  # as many as there, or more
-    found = np.flatnonzero(wide.reshape(ranges, -1).any(axis=1)).tolist()
-    return set(found).__contains__
 
 
 def _together(parts: Iterable[Rows]) -> Iterator[Rows]:

@@ -24,7 +24,7 @@ TABLES = {"default/old": (7, OLD), "default/new": (9, NEW)}
 RANGES = 4
 
 
-def everything(found: Contents, table: int, wanted: Any = lambda r: True) -> dict[int, bytes]:
+def everything(found: Contents, table: int, wanted: Any = None) -> dict[int, bytes]:
     there: dict[int, bytes] = {}
     for unit in found.units(table, wanted):
         for piece in found.read(unit):
@@ -77,7 +77,7 @@ def test_a_chain_gives_what_there_was_and_so_does_what_it_is_merged_to(
         for name, (id_, _) in chain[-1].tables.items():
             assert everything(found, id_) == state[name]
             half = {k: data for k, data in state[name].items() if ranges_of(id_, [k], RANGES)[0] < 2}
-            assert everything(found, id_, lambda r: r < 2) == half
+            assert everything(found, id_, range(2)) == half
         assert [upkeep.verify(storage, manifest) for manifest in chain] == [[]] * len(chain)
         with mock.patch.object(upkeep, "FILE_BYTES", 200 if small else rows.FILE_BYTES):
             merged = upkeep.merge(storage, chain)

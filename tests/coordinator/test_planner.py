@@ -436,3 +436,20 @@ def test_a_plan_that_breaks_the_law_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Draft, "lose", everything)
     with pytest.raises(UnsafePlan, match="cannot become"):
         decide(FIRST, *FIRST.servers)
+
+
+def test_nothing_is_evened_out_while_a_checkpoint_is_brought_back() -> None:
+    four = (*FIRST.servers, server("d"))
+    came = plan(FIRST, Members("c", four, restores=True), CONFIG)
+    assert came is not None
+    assert came.view is not None
+    assert came.reason == "d joined"
+    assert plan(came.view, Members("c", four, restores=True), CONFIG) is None
+    drained = plan(came.view, Members("c", four, frozenset({server("a").member}), restores=True), CONFIG)
+    assert drained is not None
+    assert drained.view is not None
+    assert (drained.view.joining >= 0).any()
+    after = plan(came.view, Members("c", four), CONFIG)
+    assert after is not None
+    assert after.view is not None
+    assert (after.view.joining >= 0).any()

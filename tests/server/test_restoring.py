@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from elasticps import spec
 from elasticps.admin.subject import Restored, Wanted
 from elasticps.checkpoint.contents import Rows
 from elasticps.checkpoint.manifest import Manifest, WorkerEntry
+from elasticps.checkpoint.portions import to_bits
 from elasticps.checkpoint.storage import Storage
+from elasticps.server import restoring
 from elasticps.server.restoring import PIECE_BYTES, PIECES_AT_ONCE, Restorer, _batches, _together, cut_up, state_of
 from elasticps.spec import TableSpec
+from replication.messages import OperationKind
 from tests.checkpoint.writer import Change, ranges_of, row, write
+from tests.server.conftest import RANGES, Group, Run
 
 TABLE = TableSpec("t", 3, spec.Adagrad(0.1))
 
@@ -25,6 +31,7 @@ class Nothing:
 
     headed = np.empty(0, np.int64)
     replica = None
+    ranges = 4
 
     def note_change(self) -> None:
         pass
@@ -112,3 +119,56 @@ def test_a_range_gets_the_clocks_of_the_one_that_it_was() -> None:
         state = state_of(manifest, r, ranges)
         clocks = dict(zip(state.workers, state.progress, strict=True))
         assert clocks == {2: 4 << 16, 3: 7 << 16} | ({9: lost << 16} if lost else {})
+
+
+def test_what_is_committed_is_not_read_again_when_ranges_move(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by who has done it, nor by who heads it afterwards."""
+    rows = {key: row(TABLE, key) for key in range(400)}
+    write(Storage(str(tmp_path)), 1, {"default/t": (7, TABLE)}, {"default/t": Change(rows)}, ranges=RANGES)
+    monkeypatch.setattr(restoring, "PORTION_BYTES", 1)
+    logged: list[int] = []
+    first_done, moved = asyncio.Event(), asyncio.Event()
+    log = restoring._logged
+
+    async def slowly(loop: Any, executor: Any, operations: Any) -> None:
+        logged.extend(int(r[0]) for kind, _, r in operations if kind == OperationKind.RESTORED)
+        if len(logged) > 4:
+            first_done.set()
+            await moved.wait()
+        await log(loop, executor, operations)
+
+    monkeypatch.setattr(restoring, "_logged", slowly)
+
+    async def test(group: Group) -> None:
+        for name in ("s0", "s1"):
+            await group.start(name)
+        group.adopt(group.make_view(lambda r: ["s0", "s1"]))
+        wanted = Wanted(tmp_path.as_uri(), 1, ((7, 7),), True)
+        s0, s1 = (group.servers[name].restoring for name in ("s0", "s1"))
+        s0.go_on(1, wanted)
+        await asyncio.wait_for(first_done.wait(), 20)
+        done = set(s0.go_on(1, wanted).ranges)
+        assert 0 < len(done) < RANGES
+        group.adopt(group.make_view(lambda r: ["s1", "s0"] if r > 7 else ["s0", "s1"]))
+        moved.set()
+        async with asyncio.timeout(20):
+            while len(done) < RANGES:
+                for restorer in (s0, s1):
+                    answer = restorer.go_on(1, wanted, to_bits(done, RANGES))
+                    assert not answer.failed
+                    done |= set(answer.ranges)
+                await asyncio.sleep(0.01)
+        assert sorted(set(logged)) == list(range(RANGES))
+        assert len(logged) <= RANGES + 4  # what was under way as ranges moved
+        for server in group.servers.values():
+            table = server.store.tables[7]
+            found: dict[int, bytes] = {}
+            for r in range(RANGES):
+                keys, data = table.dump_range(r)
+                found |= {key: some.tobytes() for key, some in zip(keys.tolist(), data, strict=True)}
+            assert found == rows
+            assert await server.restoring.end(1, ())
+
+    run(test)
