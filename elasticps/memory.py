@@ -3,6 +3,7 @@ where a server fills it."""
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +13,13 @@ import psutil
 
 from elasticps.errors import ConfigError
 
-FILL_SHARE = 0.9  # of the limit: the upper mark
-ROWS_SHARE = 0.8  # the lower one, or less where that is what keeps room for a neighbour's ranges
+SPARE_SHARE = 0.1  # of the limit: so much, or so many bytes but no more than a quarter, is kept free above the upper
+SPARE_BYTES = 80 << 20  # mark: what a process needs besides rows does not grow with them
+ROWS_SHARE = 0.8  # of the limit: the lower mark, or less where that is what keeps room for a neighbour's ranges
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _ROOT = Path("/")
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 
 
 class Reading(NamedTuple):
@@ -53,15 +56,22 @@ def parse_size(text: str) -> int:
 def rows_mark(limit: int, servers: int, replicas: int) -> int:
     """The lower mark. When one of `servers` dies, what it held is filled at the others: each gets 1 / (servers - 1) of
     what it has more, and that has to fit below the upper mark. Where nothing is filled then, nothing is kept free."""
-    share = ROWS_SHARE
+    most = fill_mark(limit)
     if 1 < replicas < servers:
-        share = min(share, FILL_SHARE * (servers - 1) / servers)
-    return int(share * limit)
+        most = most * (servers - 1) // servers
+    return min(int(ROWS_SHARE * limit), most)
 
 
 def fill_mark(limit: int) -> int:
     """The upper mark."""
-    return int(FILL_SHARE * limit)
+    return limit - max(int(SPARE_SHARE * limit), min(limit // 4, SPARE_BYTES))
+
+
+def give_back() -> None:
+    """Has the C library return what it keeps of freed memory, where it can: pages in the middle of its heaps, too. Some
+    milliseconds."""
+    if _trim is not None:
+        _trim(0)
 
 
 def find_limit(root: Path = _ROOT) -> int:

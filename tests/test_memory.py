@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from elasticps.errors import ConfigError
-from elasticps.memory import fill_mark, find_limit, make_reader, parse_size, rows_mark
+from elasticps.memory import fill_mark, find_limit, give_back, make_reader, parse_size, rows_mark
 
 MIB = 1 << 20
 LIMIT = 1 << 30
@@ -75,3 +75,21 @@ def test_marks() -> None:
         mark = rows_mark(LIMIT, servers, 2)
         assert mark + mark / (servers - 1) <= fill_mark(LIMIT) + servers
         assert mark > LIMIT // 2
+
+
+def test_marks_of_small_limits() -> None:
+    """What a process needs besides rows does not grow with them."""
+    assert fill_mark(512 << 20) == (512 - 80) << 20
+    assert fill_mark(200 << 20) == 150 << 20
+    assert rows_mark(200 << 20, 2, 2) == 150 << 20
+
+
+def test_what_was_freed_between_what_is_kept_goes_back() -> None:
+    process = psutil.Process()
+    some = [bytes(2000) for _ in range(50_000)]
+    kept = some[::100]
+    full = process.memory_info().rss
+    some.clear()
+    give_back()
+    assert full - process.memory_info().rss > 50 << 20
+    assert len(kept) == 500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elasticps.memory import give_back
 from elasticps.server.connection import Connection, Handler
 from elasticps.server.fast.layout import UNLIMITED
 from elasticps.server.fast.path import FastPath
@@ -12,6 +13,7 @@ from elasticps.store import Store
 from elasticps.wire.frames import Block, Header, Kind, json_body, json_frame
 
 TIDIED_ROWS = 20_000  # in a look: some milliseconds
+GIVE_BACK_LOOKS = 20  # where memory is short, one of so many also has the C library return what it keeps
 
 
 class MemoryLimit:
@@ -23,6 +25,7 @@ class MemoryLimit:
         self._path = path
         self._links = links
         self._server = server
+        self._short_looks = 0
         self.handlers: dict[int, Handler] = {Kind.ROOM: self._hear}
 
     def look(self) -> None:
@@ -30,6 +33,11 @@ class MemoryLimit:
         were dropped goes back a little at a time: only their own table could use it."""
         self._store.tidy(TIDIED_ROWS)
         self._headroom.look(self._store.reusable_bytes)
+        if self._headroom.short:
+            self._short_looks += 1
+            if self._short_looks % GIVE_BACK_LOOKS == 1:
+                give_back()
+                self._headroom.look(self._store.reusable_bytes)
         self._path.room = self._headroom.least.nbytes
         if self._headroom.limited:
             self._links.broadcast(json_frame(Kind.ROOM, self._headroom.told()))

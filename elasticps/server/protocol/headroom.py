@@ -28,6 +28,7 @@ _MOST, _LEAST = 1 << 62, 1 << 46  # of a neighbour's numbers, so that a server's
 MAX_NAME = 255
 BUFFER_SHARE = 32  # of its limit a server gives at most such a part to each buffer: all fit above the upper mark
 REUSABLE_SHARE = 64  # of its limit: so much of what dropped rows have left counts as room; only their table can use it
+NEARLY = 0.9  # of the lower mark
 SPARE_SHARE = 0.05  # of the limit: so much is left to others in the same group, or on the same machine
 
 
@@ -96,6 +97,11 @@ class Headroom:
         self.used = max(0, used - min(reusable, self.limit // REUSABLE_SHARE))
         room = min(self.mark - self.used, available - int(SPARE_SHARE * self.limit))
         self._own = Room(room, self._held, self._server, self.used, self.mark, self.limit)
+
+    @property
+    def short(self) -> bool:
+        """Whether pushes may add no rows, or soon."""
+        return self.limit > 0 and NEARLY * self.mark < self.used
 
     @property
     def exceeded(self) -> bool:
