@@ -16,6 +16,11 @@ help: ## Show this list
 
 setup: $(READY) ## Make .venv and install everything that is pinned
 
+# S3 in tests, and all that it needs beside what is here anyway. By name, for botocore asks for an older dateutil than others do,
+# and works with theirs.
+MOTO = moto boto3 botocore s3transfer jmespath responses xmltodict py-partiql-parser flask flask-cors werkzeug itsdangerous \
+	blinker
+
 # recbole is taken for the ratings in its wheel and never imported: without its dependencies, which nobody needs.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -25,7 +30,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing into $(VENV); this takes a few minutes the first time"
 	$(PIP) install -c constraints.txt setuptools
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
-	$(PIP) install -c constraints.txt --no-deps recbole
+	$(PIP) install -c constraints.txt --no-deps recbole $(MOTO)
 	@echo "compiling kernels for this machine; this takes up to a minute"
 	@$(BIN)/python -m elasticps.warm 2>/dev/null
 	@touch $@

@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -19,14 +20,25 @@ from elasticps.checkpoint.storage import NotThere, Storage
 from elasticps.errors import CheckpointError
 from elasticps.spec import TableSpec
 from tests.checkpoint.fake_s3 import FakeS3
+from tests.checkpoint.moto_s3 import MotoS3
 from tests.checkpoint.writer import Change, row, write
 
+S3 = TypeVar("S3", FakeS3, MotoS3)
 TABLE = TableSpec("t", 3, spec.Adagrad(0.1))
 
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
-    fake = FakeS3()
+    yield from _bucket(FakeS3(), monkeypatch)
+
+
+@pytest.fixture(params=[FakeS3, MotoS3])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3 | MotoS3]:
+    """Ours, and somebody else's."""
+    yield from _bucket(request.param(), monkeypatch)
+
+
+def _bucket(fake: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     for name, value in {"ENDPOINT_URL": fake.url, "ALLOW_HTTP": "true", "REGION": "here", "ACCESS_KEY_ID": "me",
                         "SECRET_ACCESS_KEY": "mine"}.items():  # fmt: skip
         monkeypatch.setenv(f"AWS_{name}", value)
@@ -35,7 +47,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
     fake.close()
 
 
-def test_a_checkpoint_in_a_bucket(s3: FakeS3) -> None:
+def test_a_checkpoint_in_a_bucket(either: FakeS3 | MotoS3) -> None:
     there = Storage("s3://models/run 1")
     change = Change({key: row(TABLE, key) for key in range(100)})
     first = write(there, 1, {"default/t": (7, TABLE)}, {"default/t": change})
@@ -46,7 +58,7 @@ def test_a_checkpoint_in_a_bucket(s3: FakeS3) -> None:
     assert [upkeep.verify(there, manifest) for manifest in chain] == [[], []]
     assert upkeep.merge(there, chain).rows == 99
     catalog.delete(there, [1])
-    assert {key.split("/")[1] for key in s3.objects} == {"000002"}
+    assert {key.split("/")[1] for key in either.objects} == {"000002"}
     with pytest.raises(NotThere, match="it is not there"):
         there.get("000009/manifest.json")
     assert not there.exists("000009/manifest.json")
@@ -54,25 +66,25 @@ def test_a_checkpoint_in_a_bucket(s3: FakeS3) -> None:
         there.get_range("000002/manifest.json", 10, 1 << 20)
 
 
-def test_large_files_go_in_parts_and_come_in_parts(s3: FakeS3) -> None:
+def test_large_files_go_in_parts_and_come_in_parts(either: FakeS3 | MotoS3) -> None:
     there = Storage("s3://models/run")
     data = bytes(range(256)) * (50 << 10)
     there.put("000001/large", data)
-    assert s3.objects["run/000001/large"] == data
-    assert sum("partNumber" in path for _, path in s3.requests) > 1
+    assert either.objects["run/000001/large"] == data
+    assert sum("partNumber" in path for _, path in either.requests) > 1
     found = there.get_ranges("000001/large", [(5, 3), (12_000_000, 5)])
     assert [bytes(part) for part in found] == [bytes([5, 6, 7]), data[12_000_000:12_000_005]]
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_errors_that_pass_are_not_told(s3: FakeS3, status: int) -> None:
+def test_errors_that_pass_are_not_told(either: FakeS3 | MotoS3, status: int) -> None:
     left = {"PUT": 2, "GET": 2}
 
     def trouble(method: str, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
         left[method] = left.get(method, 0) - 1
         return (status, "SlowDown") if left[method] >= 0 else None
 
-    s3.trouble = trouble
+    either.trouble = trouble
     there = Storage("s3://models/run")
     assert there.put_new("000001/manifest.json", b"{}")
     assert there.get("000001/manifest.json") == b"{}"
@@ -112,7 +124,7 @@ def test_errors_that_stay_are_told_in_one_line(s3: FakeS3, status: int, code: st
 
 
 def test_credentials_that_expire_are_asked_for_again(
-    s3: FakeS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    either: FakeS3 | MotoS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As a container's platform gives them: each for a moment."""
     given: list[str] = []
@@ -148,7 +160,7 @@ def test_credentials_that_expire_are_asked_for_again(
             used.append(said.partition("Credential=")[2].partition("/")[0])
             return None if used[-1] == given[-1] else (400, "ExpiredToken")
 
-        s3.trouble = newest_only
+        either.trouble = newest_only
         there = Storage("s3://models/run")
         there.put("000001/x", b"1")
         given.append("revoked")  # what was given before is not good any more
@@ -168,9 +180,9 @@ def test_credentials_that_expire_are_asked_for_again(
         issuer.server_close()
 
 
-def test_a_bucket_that_is_not_there_is_said(s3: FakeS3) -> None:
+def test_a_bucket_that_is_not_there_is_said(either: FakeS3 | MotoS3) -> None:
     there = Storage("s3://modles/run")
     for call in (lambda: there.put("x", b"1"), lambda: there.put_new("x", b"1"), there.files, there.folders):
         with pytest.raises(CheckpointError, match="no such bucket"):
             call()
-    assert s3.objects == {}
+    assert either.objects == {}

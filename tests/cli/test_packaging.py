@@ -68,6 +68,10 @@ def test_every_requirement_is_pinned(project: dict[str, Any]) -> None:
     names = {re.split(r"[>=\[ ]", requirement)[0].lower() for group in groups for requirement in group}
     assert names - {"elasticps"} <= pinned
     assert {"torch==2.13.0", "recbole==1.2.1"} <= set(lines)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    alone = re.search(r"^MOTO = ((?:.*\\\n)*.*)$", makefile, re.M)
+    assert alone is not None
+    assert {"moto", "flask", *alone[1].replace("\\", "").split()} <= pinned
 
 
 def test_nothing_is_installed_from_a_host_that_is_named() -> None:
