@@ -1,5 +1,5 @@
-"""S3 as `moto` understands it, in this process, with `trouble` before each request: what our own twin takes for S3 is held
-against what somebody else does."""
+"""S3 as `moto` understands it, in this process, with `trouble` before each request: what our own twin takes for S3 is
+held against what somebody else does."""
 
 from __future__ import annotations
 
