@@ -52,20 +52,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long ones first, otherwise as they are. A file is a group, for one process; so are all tests of the cluster that
     `e2e` shares: three such clusters at once made servers silent for so long that they were left out."""
 
-    def turn(item: pytest.Item) -> int:
-        return next((i for i, start in enumerate(_FIRST) if path(item).startswith(start)), len(_FIRST))
+    root = Path(__file__).parent.as_posix() + "/"
+    paths = {item: item.path.as_posix().removeprefix(root) for item in items}
 
-    def path(item: pytest.Item) -> str:
-        return item.path.relative_to(Path(__file__).parent).as_posix()
+    def turn(item: pytest.Item) -> int:
+        return next((i for i, start in enumerate(_FIRST) if paths[item].startswith(start)), len(_FIRST))
 
     items.sort(key=turn)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    for item in items:
-        if not path(item).startswith(_APART):
-            shared = path(item).startswith("e2e/") and "cluster" in getattr(item, "fixturenames", ())
+    for item, path in paths.items():
+        if not path.startswith(_APART):
+            shared = path.startswith("e2e/") and "cluster" in getattr(item, "fixturenames", ())
             # What xdist does for marks of groups; version 3.8 does it where pytest 9.2 no longer looks.
-            item._id = NodeId.parse(f"{item.nodeid}@{'e2e' if shared else path(item)}")
+            item._id = NodeId.parse(f"{item.nodeid}@{'e2e' if shared else path}")
 
 
 @pytest.fixture(scope="session", autouse=True)

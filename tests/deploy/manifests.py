@@ -19,6 +19,7 @@ CLUSTERS = ("overlays/dev", "overlays/production", "overlays/chaos", "overlays/r
 BUILDS = ("base", *CLUSTERS, "workers", "checkpoints", "chaos")
 COMPONENT = "app.kubernetes.io/component"
 WORKLOADS = ("Deployment", "StatefulSet", "Job", "CronJob")
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast, where PyYAML has it
 
 Manifest = dict[str, Any]
 
@@ -39,7 +40,7 @@ def rendered(build: str) -> str:
 
 def manifests(build: str) -> list[Manifest]:
     """The same, read."""
-    return list(yaml.safe_load_all(rendered(build)))
+    return list(yaml.load_all(rendered(build), Loader=_LOADER))
 
 
 def of_kind(build: str, *kinds: str) -> list[Manifest]:
