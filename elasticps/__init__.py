@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import coordinator  # noqa: F401  # sets what grpc reads when it is imported
 from elasticps.caching import Cache
 from elasticps.errors import (
+    CheckpointError,
     Closed,
     ClusterUnreachable,
     ConfigError,
@@ -88,6 +89,7 @@ __all__ = [
     "BFloat16",
     "Cache",
     "CacheUse",
+    "CheckpointError",
     "Client",
     "Closed",
     "ClusterUnreachable",

@@ -189,13 +189,19 @@ async def _find_cluster(url: str, wait_s: float, stack: AsyncExitStack) -> tuple
 
 
 def load_plugin(name: str) -> None:
-    """Imports a plug-in. ConfigError if there is none of that name, or it cannot be imported."""
+    """Imports a plug-in. ConfigError if there is none of that name, or it cannot be imported.
+
+    The folder that the server was started in is looked through last: an installed command has it not on its path, as
+    `python -m elasticps` has."""
     try:
+        here = os.getcwd()
+        if not sys.flags.safe_path and here not in sys.path:
+            sys.path.append(here)
         importlib.import_module(name)
     except Exception as error:
         log.debug("a plug-in fails", plugin=name, exc_info=True)
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-            text = f"no module is called so, on PYTHONPATH, in {os.getcwd()} or among the installed packages"
+            text = f"no module is called so, on PYTHONPATH, in {here} or among the installed packages"
         else:
             at = traceback.extract_tb(error.__traceback__)[-1]
             text = f"{type(error).__name__}: {error} ({at.filename}, line {at.lineno})"

@@ -95,6 +95,15 @@ def test_a_plugin_that_fails_is_one_line(text: str, says: str, tmp_path: Path, m
     assert "\n" not in str(caught.value)
 
 
+def test_a_plugin_is_found_where_the_server_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_plugin_here.py").write_text("found = True\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])  # as an installed command has it
+    load_plugin("my_plugin_here")
+    assert sys.modules.pop("my_plugin_here").found
+    assert sys.path[-1] == str(tmp_path)  # what is installed comes first
+
+
 @pytest.mark.parametrize("name", ["no_such_plugin", "no_such_plugin.inner", ".relative"])
 def test_a_plugin_that_is_not_there(name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be imported") as caught:
