@@ -28,10 +28,31 @@ def test_a_command_of_the_page_is_one(line: str, tmp_path: Path) -> None:
     context = command.make_context(name, words, parent=typer.main.get_command(app).make_context("elasticps", [name]))
     if "--config" in words:
         assert context.params["url"].endswith("/ads")
+    if name == "coordinator":
+        assert (context.params["metrics_port"], context.params["min_servers"]) == (7300, 3)
     if name == "server":
-        assert context.params["host"] == "0.0.0.0"
+        assert (context.params["host"], context.params["insecure"]) == ("0.0.0.0", True)  # else it would not start
         assert (context.params["drain_timeout"], context.params["wait"]) == (600, 240)
 
 
 def test_there_are_commands_on_the_page() -> None:
     assert {line.split()[0] for line in COMMANDS} >= {"server", "coordinator", "status", "drain", "scale"}
+
+
+@pytest.mark.parametrize(
+    ("name", "certificate"), [("server", "server-any"), ("coordinator", "coordinator-any"), ("status", "operator-me")]
+)
+def test_with_tls_each_role_has_its_own_certificate(name: str, certificate: str, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tls.md").read_text(encoding="utf-8")
+    block = re.search(r"```toml\n(.*?)```", page, re.S)
+    assert block is not None
+    file = tmp_path / "elasticps.toml"
+    file.write_text(block[1], encoding="utf-8")
+    command = typer.main.get_command(app)
+    context = command.commands[name].make_context(  # type: ignore[attr-defined]
+        name,
+        ["--config", str(file)] + ["--name", "x"] * (name != "status"),
+        parent=command.make_context("elasticps", [name]),
+    )
+    assert f"/{certificate}.crt" in context.params["url"]
+    assert not context.params.get("insecure")
