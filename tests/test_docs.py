@@ -6,10 +6,16 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import typer
 
+import elasticps as eps
+import elasticps.torch
 from elasticps.cli.app import app
+from elasticps.wire import frames
+from tests.conftest import NewCluster
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -53,6 +59,49 @@ def test_the_code_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.
             end = getattr(scope.get(thing), "close", None) or getattr(scope.get(thing), "stop", None)
             if end is not None:
                 end()
+
+
+def test_samples_for_a_cluster_that_is_there_run(
+    local_cluster: NewCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cluster = local_cluster(servers=1, replicas=1, ranges=16)
+    with eps.connect(cluster.url, worker="w0") as ps:
+
+        def run(name: str, number: int, **known: object) -> dict[str, object]:
+            page = next(page for page in PAGES if page.name == name)
+            scope = {"np": np, "torch": torch, "eps": eps, "elasticps": elasticps, "ps": ps, **known}
+            exec(compile(_blocks(page, "python")[number], name, "exec"), scope)
+            for table in ps.tables() if name != "torch.md" else ():
+                ps.drop_table(table)
+            return scope
+
+        run("README.md", 1, keys=np.arange(10), grads=np.ones((10, 32), np.float32))
+        run("filters.md", 0, w=np.zeros((8, 8), np.float32), model=torch.nn.Linear(4, 1))
+        run("caches.md", 0)
+        run("custom.md", 4, table=ps.table("items", dim=16, optimizer=eps.SGD(lr=0.1)))
+        said = run("torch.md", 0)
+        vectors = said["vectors"]
+        assert isinstance(vectors, elasticps.torch.KeyedTensor)
+        assert vectors["friends"].shape == (2, 32)
+        rows = said["rows"]
+        assert isinstance(rows, elasticps.torch.EmbeddingBagCollection)
+        model = torch.nn.Sequential(rows)
+        elasticps.torch.Optimizer(ps, model, optimizer=eps.Adam(lr=0.01))
+        vectors.values().sum().backward()
+        run("torch.md", 1, model=model)
+        assert (tmp_path / "model.pt").exists()
+
+
+def test_the_page_on_the_wire_has_every_kind_and_flag() -> None:
+    page = (ROOT / "docs/wire.md").read_text(encoding="utf-8")
+    kinds = re.findall(r"^\| (\d+) ([A-Z_]+) \|", page, re.M)
+    assert {int(number): name for number, name in kinds} == {kind.value: kind.name for kind in frames.Kind}
+    flags = dict(re.findall(r"(\d+) ([A-Z_]+)", re.search(r"\| flags \| (.*) \|$", page, re.M)[1]))  # type: ignore[index]
+    assert {int(number): getattr(frames, name) for number, name in flags.items()} == {
+        1 << at: 1 << at for at in range(13)
+    }
+    assert f"| 4 | u8 | version | {frames.VERSION};" in page
 
 
 def test_every_page_with_code_is_run_somewhere() -> None:
