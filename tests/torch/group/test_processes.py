@@ -71,3 +71,17 @@ def test_torchrun_starts_the_example(local_cluster: NewCluster, tmp_path: Path) 
     losses = {line.split(":")[0]: float(line.rsplit(" ", 1)[1]) for line in done.stdout.splitlines()}
     assert losses.keys() == {"step 50", "step 100", "step 150", "rank 0 of 2", "rank 1 of 2"}
     assert losses["step 150"] < losses["step 50"] < 0.8
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_group_again_and_it_goes_on_exactly_once(local_cluster: NewCluster, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(Path(__file__).parent / "restarted_rank.py"), local_cluster(servers=1).url, str(STEPS), "5"]
+    done = subprocess.run(
+        [*command, "--max-restarts", "3", *script],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [[2.0 * STEPS] * 2] * 4
+    expected = [f"rank {rank} {said}" for rank in range(2) for said in ("from 0", "from 5", f"has {rows}")]
+    assert sorted(done.stdout.splitlines()) == sorted(expected)
