@@ -60,19 +60,11 @@ class Server:
     """
 
     def __init__(
-        self,
-        me: ServerInfo,
-        cluster: str,
-        ranges: int,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        log_budget_bytes: int = LOG_BUDGET_BYTES,
-        clock: Callable[[], float] = time.monotonic,
-        linger: Linger | None = None,
-        memory: Memory = NO_LIMIT,
-        gate: Gate | None = None,
+        self, me: ServerInfo, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop, *,
+        log_budget_bytes: int = LOG_BUDGET_BYTES, clock: Callable[[], float] = time.monotonic,
+        linger: Linger | None = None, memory: Memory = NO_LIMIT, gate: Gate | None = None,
         filing: Filing | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._gate = gate = gate or Gate()
         self.me = me
         self.member = Member(me.name, me.incarnation)

@@ -20,25 +20,13 @@ from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.embedding import nobody, refuse_torchs
 from elasticps.torch.expected import Exchange, Pulled, Wanted, in_one, layers_of
 from elasticps.torch.group.client import GroupClient
-from elasticps.torch.parameters import (
-    Dense,
-    Groups,
-    Sparse,
-    dense_of,
-    described,
-    fixed,
-    plain,
-    rate_of,
-    tables_of,
-    values_of,
-)
+from elasticps.torch.parameters import Dense, Groups, Sparse, dense_of, described, plain, tables_of, values_of
+from elasticps.torch.rates import Rates
 
 if TYPE_CHECKING:
-    from elasticps.client import Client, DenseTensor, OpenStep, SparseTable, Step
-    from elasticps.client.rates import SetRate
-    from elasticps.torch.group import GroupStep, GroupTable, GroupTensor
-
-    Target = DenseTensor | SparseTable | GroupTensor | GroupTable
+    from elasticps.client import Client, OpenStep, Step
+    from elasticps.torch.group import GroupStep
+    from elasticps.torch.rates import Target
 
 _AGAIN = (
     "{what} got a second gradient in one step, but its first has left for the servers. To add up the gradients of "
@@ -107,7 +95,7 @@ class Optimizer(torch.optim.Optimizer):
         self._dense = dense_of(ps, model, optimizer, prefix, groups, push=push, pull=pull)
         self._sparse = tables_of(model, groups)
         self._layers = layers_of(model)
-        self._targets: list[tuple[Target, int]] = [  # and their groups' indices
+        targets: list[tuple[Target, int]] = [  # and their groups' indices
             *((dense.tensor, dense.group) for dense in self._dense),
             *((sparse.table, sparse.group) for sparse in self._sparse),
         ]
@@ -115,14 +103,13 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError("the model has no parameter and no elasticps embedding to train")
         # With "momentum" among them, schedulers that want to change it fail in step(), which says what to do.
         super().__init__(list(groups.values()), {"lr": 0.0, "momentum": None})
-        self._fixed = [fixed(group) for group in self.param_groups]
-        self._heard: list[SetRate | None] = [None] * len(self._targets)
-        self._take_rates()
+        self._rates = Rates(targets, self.param_groups)
+        self._rates.take(self.param_groups)
         self._complete = True
 
         self._lock = threading.RLock()
         self._open: OpenStep | None = None
-        self._rates: list[float] = []  # of the groups, as the open step has them
+        self._sent_rates: list[float] = []  # of the groups, as the open step has them
         self._bucket: dict[Any, Any] = {}  # by target
         self._bucket_bytes = 0
         self._held = 0
@@ -205,11 +192,9 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError(
                 f"the state is of another optimizer: its groups are {described(theirs)}, not {described(ours)}"
             )
-        for group, constant in zip(state_dict["param_groups"], self._fixed, strict=True):
-            self._check_group(constant | group, constant)
+        self._rates.check_loaded(state_dict["param_groups"])
         super().load_state_dict(state_dict)
-        for group, constant in zip(self.param_groups, self._fixed, strict=True):
-            group.update(constant)
+        self._rates.fix(self.param_groups)
 
     @classmethod
     def of(cls, model: nn.Module) -> list[Optimizer]:
@@ -273,17 +258,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def _send_bucket(self) -> None:
         if self._open is None:
-            self._take_rates()
-            self._rates = [float(group["lr"]) for group in self.param_groups]
+            self._rates.take(self.param_groups)
+            self._sent_rates = [float(group["lr"]) for group in self.param_groups]
             assert not isinstance(self._ps, GroupClient)  # its bucket is never full
-            self._open = self._ps.step(lr=self._step_rates())
+            self._open = self._ps.step(lr=self._rates.of_step(self.param_groups))
         self._open.push(self._bucket)
         self._bucket, self._bucket_bytes = {}, 0
 
     def _end_step(self) -> Step | GroupStep:
         if self._open is None:  # all of it fits one part
-            self._take_rates()
-            return self._ps.push(self._bucket, lr=self._step_rates())
+            self._rates.take(self.param_groups)
+            return self._ps.push(self._bucket, lr=self._rates.of_step(self.param_groups))
         if self._bucket:
             self._send_bucket()
         return self._open.commit()
@@ -293,30 +278,8 @@ class Optimizer(torch.optim.Optimizer):
         ps: Any = self._ps
         if self._open is not None:
             return wanted.behind(ps, self._bucket, self._open, {})
-        self._take_rates()
-        return wanted.behind(ps, self._bucket, None, self._step_rates())
-
-    def _take_rates(self) -> None:
-        """Assigns to groups what was set for all workers since the last step; the newest, where there are several."""
-        news = [
-            (rate.revision, number)
-            for number, (target, _) in enumerate(self._targets)
-            if (rate := target.rate_set) is not None and rate is not self._heard[number]
-        ]
-        for _, number in sorted(news):
-            target, index = self._targets[number]
-            self._heard[number] = target.rate_set
-            self.param_groups[index]["lr"] = rate_of(target.optimizer)
-
-    def _step_rates(self) -> dict[Any, float]:
-        rates: dict[Any, float] = {}
-        for target, index in self._targets:
-            group = self.param_groups[index]
-            if not group["scheduled"]:
-                rates[target] = float(group["lr"])
-            elif "initial_lr" in group:
-                raise ConfigError(f"group {group['name']!r} has its own schedule and a torch LR scheduler: drop one")
-        return rates
+        self._rates.take(self.param_groups)
+        return wanted.behind(ps, self._bucket, None, self._rates.of_step(self.param_groups))
 
     def _changed(self) -> str:
         """What was changed after it had left, in words; empty if nothing was."""
@@ -326,7 +289,7 @@ class Optimizer(torch.optim.Optimizer):
                 if now is None or (now.data_ptr(), now._version) != dense.left:
                     return f"the gradient of {dense.name!r}"
         if self._open is not None:
-            for group, rate in zip(self.param_groups, self._rates, strict=True):
+            for group, rate in zip(self.param_groups, self._sent_rates, strict=True):
                 if float(group["lr"]) != rate:
                     return f"the learning rate of group {group['name']!r}"
         return ""
@@ -343,19 +306,6 @@ class Optimizer(torch.optim.Optimizer):
                 "cannot know and the next values undo: after load_state_dict(), say, call upload(), which gives them "
                 "this model's values, or refresh(), which takes theirs"
             )
-
-    def _check_groups(self) -> None:
-        for group, constant in zip(self.param_groups, self._fixed, strict=True):
-            self._check_group(group, constant)
-
-    @staticmethod
-    def _check_group(group: dict[str, Any], constant: dict[str, Any]) -> None:
-        for key, value in constant.items():
-            if group[key] != value:
-                raise ConfigError(
-                    f"{key} of group {group['name']!r} is {group[key]!r}, but at the servers it stays {value!r}: only "
-                    "lr can be changed. OneCycleLR and CyclicLR take cycle_momentum=False"
-                )
 
     def _forget(self) -> str:
         """Ends a step that will not be completed: drops what has not left, and ticks if something has. Says what."""
@@ -433,7 +383,7 @@ class Optimizer(torch.optim.Optimizer):
                     "made with what had left. Build the Optimizer with overlap=False to change it there"
                 )
             try:
-                self._check_groups()
+                self._rates.check(self.param_groups)
                 self._check_edits()
             except ConfigError:
                 self._forget()

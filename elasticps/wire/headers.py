@@ -2,7 +2,8 @@
 
 The 64 bytes are the same for all kinds (`frames.Header`). Where a kind puts what stands here alone: nobody else needs
 to know that a PULL's bound travels as one more than it is, or that a BARRIER_JOIN has its worker's predecessor where
-a PULL has its table. `docs/wire.md` has the same as a table, and `tests/wire/test_headers.py` golden vectors. Pure.
+a PULL has its table. `docs/wire.md` has the same as a table, and `tests/wire/test_headers.py` golden vectors. What
+replicas send each other is in `replica_headers.py`. Pure.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class PushHeader(NamedTuple):
         """The 64 bytes' fields, before a body of so many bytes."""
         flags = self.last * LAST | self.all_ranges * ALL_RANGES | self.repeat * REPEAT | self.round * ROUND
         lag = 0 if self.committed is None else self.clock - self.committed
-        bound, wait_ms = _from_shard(self.shard) if self.shard else (0, 0)
+        bound, wait_ms = shard_fields(self.shard) if self.shard else (0, 0)
         return Header(
             Kind.PUSH, flags, body_bytes, self.request, self.epoch, self.clock, self.worker, self.first, self.part, lag,
             self.blocks, bound, wait_ms,
@@ -55,7 +56,7 @@ class PushHeader(NamedTuple):
         return cls(
             h.request, h.epoch, h.clock, h.worker, h.items, h.first, h.part, bool(h.flags & LAST),
             bool(h.flags & ALL_RANGES), bool(h.flags & REPEAT), bool(h.flags & ROUND),
-            h.clock - h.table if h.table else None, _shard(h),
+            h.clock - h.table if h.table else None, shard_of(h),
         )  # fmt: skip
 
 
@@ -407,103 +408,11 @@ class KeysHeader(NamedTuple):
         return cls(h.request, h.epoch, h.worker, h.clock, h.items, h.bound)
 
 
-class ForwardHeader(NamedTuple):
-    """FORWARD: an operation's part in `ranges` ranges. kind: of operation; worker: whose progress becomes `after`, 0
-    for nobody's; blocks: of a push. round: it is kept for a synchronous round."""
-
-    epoch: int
-    kind: int
-    worker: int
-    after: int
-    ranges: int
-    blocks: int = 0
-    round: bool = False
-    shard: Shard | None = None
-
-    def header(self, body_bytes: int) -> Header:
-        """The 64 bytes' fields, before a body of so many bytes."""
-        bound, wait_ms = _from_shard(self.shard)
-        return Header(
-            Kind.FORWARD, self.round * ROUND, body_bytes, 0, self.epoch, self.after, self.worker, part=self.kind,
-            table=self.ranges, items=self.blocks, bound=bound, wait_ms=wait_ms,
-        )  # fmt: skip
-
-    @classmethod
-    def of(cls, h: Header) -> ForwardHeader:
-        """The inverse of `header`."""
-        return cls(h.epoch, h.part, h.worker, h.clock, h.table, h.items, bool(h.flags & ROUND), _shard(h))
-
-
-class RangesHeader(NamedTuple):
-    """ACK and RESYNC: about so many ranges."""
-
-    kind: Kind
-    epoch: int
-    ranges: int
-
-    def header(self, body_bytes: int) -> Header:
-        """The 64 bytes' fields, before a body of so many bytes."""
-        return Header(self.kind, 0, body_bytes, 0, self.epoch, table=self.ranges)
-
-    @classmethod
-    def of(cls, h: Header) -> RangesHeader:
-        """The inverse of `header`."""
-        return cls(Kind(h.kind), h.epoch, h.table)
-
-
-class SnapshotChunkHeader(NamedTuple):
-    """SNAPSHOT_CHUNK: number `number` of transfer `fill` of a range, at `seq` of its log, behind cut `cut` (0: none);
-    with the progress of `workers` workers (in the first one), and rows of `tables` tables."""
-
-    epoch: int
-    range: int
-    fill: int
-    number: int
-    last: bool
-    seq: int
-    workers: int
-    tables: int
-    cut: int = 0
-
-    def header(self, body_bytes: int) -> Header:
-        """The 64 bytes' fields, before a body of so many bytes."""
-        return Header(
-            Kind.SNAPSHOT_CHUNK, self.last * LAST, body_bytes, self.fill, self.epoch, self.seq, self.range,
-            table=self.workers, items=self.tables, bound=self.number, wait_ms=self.cut,
-        )  # fmt: skip
-
-    @classmethod
-    def of(cls, h: Header) -> SnapshotChunkHeader:
-        """The inverse of `header`."""
-        return cls(h.epoch, h.worker, h.request, h.bound, bool(h.flags & LAST), h.clock, h.table, h.items, h.wait_ms)
-
-
-class ChunkAckHeader(NamedTuple):
-    """CHUNK_ACK: chunk `number` of transfer `fill` of a range is in place, and every operation up to `seq`."""
-
-    epoch: int
-    range: int
-    fill: int
-    number: int
-    last: bool
-    seq: int
-
-    def header(self) -> Header:
-        """The 64 bytes' fields; there is no body."""
-        return Header(
-            Kind.CHUNK_ACK, self.last * LAST, 0, self.fill, self.epoch, self.seq, self.range, bound=self.number
-        )
-
-    @classmethod
-    def of(cls, h: Header) -> ChunkAckHeader:
-        """The inverse of `header`."""
-        return cls(h.epoch, h.worker, h.request, h.bound, bool(h.flags & LAST), h.clock)
-
-
-def _from_shard(shard: Shard | None) -> tuple[int, int]:
+def shard_fields(shard: Shard | None) -> tuple[int, int]:
     """(bound, wait_ms) of a header: the number plus one, as 0 says that there is none, and the set."""
     return (0, 0) if shard is None else (shard.number + 1, shard.set)
 
 
-def _shard(h: Header) -> Shard | None:
+def shard_of(h: Header) -> Shard | None:
+    """The inverse."""
     return Shard(h.wait_ms, h.bound - 1) if h.bound else None

@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticps.wire import headers, reducing
+from elasticps.wire import headers, reducing, replica_headers
 from elasticps.wire.frames import MAGIC, VERSION, FrameError, Header, Kind, unpack_header
 from elasticps.wire.headers import (
     BarrierArriveHeader,
     BarrierJoinHeader,
     BarrierLeaveHeader,
-    ChunkAckHeader,
     ClaimShardsHeader,
     EraseHeader,
-    ForwardHeader,
     GetClocksHeader,
     GetViewHeader,
     HeldHeader,
@@ -30,13 +28,12 @@ from elasticps.wire.headers import (
     OkHeader,
     PullHeader,
     PushHeader,
-    RangesHeader,
     ReleaseHeader,
     RowsHeader,
     Shard,
-    SnapshotChunkHeader,
 )
 from elasticps.wire.reducing import ReducedHeader, ReduceHeader, function_body, read_function
+from elasticps.wire.replica_headers import ChunkAckHeader, ForwardHeader, RangesHeader, SnapshotChunkHeader
 
 # kind, flags, body, request, epoch, clock, worker, first, part, table, items, bound, wait_ms
 GOLDEN: list[tuple[Any, int, tuple[int, ...]]] = [
@@ -151,7 +148,7 @@ def test_a_pull_whose_keys_are_not_its_body_is_refused() -> None:
 
 
 def test_every_class_of_headers_is_tested_here() -> None:
-    kinds = {**vars(headers), **vars(reducing)}
+    kinds = {**vars(headers), **vars(replica_headers), **vars(reducing)}
     known = {name for name in kinds if name.endswith("Header") and name != "Header"}
     assert known == {type(one).__name__ for one, _, _ in GOLDEN}
 

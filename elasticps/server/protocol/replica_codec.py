@@ -50,7 +50,8 @@ from elasticps.wire.frames import (
     whole,
     wholes,
 )
-from elasticps.wire.headers import ChunkAckHeader, ForwardHeader, PushHeader, RangesHeader, Shard, SnapshotChunkHeader
+from elasticps.wire.headers import PushHeader, Shard
+from elasticps.wire.replica_headers import ChunkAckHeader, ForwardHeader, RangesHeader, SnapshotChunkHeader
 from replication.chain import Ranges
 from replication.messages import Ack, ChunkAck, Forward, Message, Operation, OperationKind, Resync, SnapshotChunk
 from replication.progress import MAX_CLOCK

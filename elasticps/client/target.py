@@ -1,0 +1,155 @@
+"""What gradients are pushed to: a table or a tensor, with its filters and its learning rate."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elasticps.client.filling import fill
+from elasticps.client.filtering import Feedback, PushFilter
+from elasticps.client.protocol.routing import Routes
+from elasticps.client.pulls import CodedRead
+from elasticps.client.rates import SetRate, same_rate, with_rate
+from elasticps.client.reads import Reads
+from elasticps.client.reducing import Reduced
+from elasticps.client.screening import NotedCodedRead, Screened, screen_of
+from elasticps.client.short_keys import Saved, Short
+from elasticps.client.writes import Write
+from elasticps.errors import InputError
+from elasticps.hashing import table_salt
+from elasticps.optimizers import Optimizer, Schedule
+from elasticps.spec import TableSpec
+from elasticps.store.codec import Codec
+
+
+class Changes(Protocol):
+    """Who changes what is set of tables for all workers."""
+
+    def set_rate(self, table: str, number: int, lr: float | None) -> None: ...
+    def set_on_loss(self, table: str, number: int, policy: str, max_lost_steps: int | None) -> None: ...
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=6)  # whoever calls Client.table or Client.tensor
+
+
+class Target(Reduced):
+    """What a table and a tensor have in common."""
+
+    def __init__(self, reads: Reads, spec: TableSpec, table_id: int, own: TableSpec, changes: Changes) -> None:
+        self._reads = reads
+        self._changes = changes
+        self.spec = spec
+        self.id = table_id
+        self.name = spec.name
+        self.dim = spec.dim
+        self.salt = table_salt(table_id)
+        self._signed_salt = int(self.salt.view(np.int64))
+        self._own = own.optimizer  # the caller's: a schedule is no part of the registered spec
+        self.optimizer = self._own  # with the rate that was set, if one was
+        self.rate_set: SetRate | None = None
+        self._pull, push = Codec(spec.pull, spec.dim), Codec(spec.push, spec.dim)
+        self._screen = screen_of(spec, reads.lock)
+        self._push = PushFilter(spec, self._screen) if push.code or self._screen else None
+        self._short = Short.of(spec.push)
+        if self._short is not None:
+            reads.shorten(table_id, self._short)
+
+    @property
+    def feedback(self) -> Feedback:
+        """What filters have dropped of this client's gradients, and is kept to be pushed with the next ones."""
+        return Feedback(0, 0) if self._push is None else self._push.feedback
+
+    @property
+    def screened(self) -> Screened:
+        """What a `KKT` filter has left out of this client's gradients."""
+        return Screened(0, 0) if self._screen is None else self._screen.counts
+
+    @property
+    def zstd_bytes(self) -> Saved:
+        """What pushes that `Zstd` was tried on take, uncompressed and as they were sent."""
+        return Saved(0, 0) if self._short is None else self._short.bodies
+
+    @property
+    def lends(self) -> bool:
+        """Whether what is pushed can be sent from the caller's memory."""
+        return False
+
+    def sent(self) -> None:
+        """What `source` gave last is outstanding."""
+        if self._push is not None:
+            self._push.sent()
+
+    def forget(self) -> None:
+        """What is kept of rows may be wrong from now on."""
+
+    def set_lr(self, lr: float | None) -> None:
+        """Another learning rate for all workers of the application: for this one's next step, for others' within
+        moments, and for those that open the table later, whatever they bring. None takes it back: each one's own again.
+
+        Returns when etcd has it. InputError if the optimizer has no rate, and for a schedule, which is a function of
+        one worker: open the table with that, or give each push its rate. Raises `Timeout`.
+        """
+        if not hasattr(self._own, "lr"):
+            raise InputError(f"{self.name!r}: {type(self._own).__name__} knows no learning rate")
+        given: object = lr
+        if callable(given) or isinstance(given, Schedule):
+            raise InputError(f"{self.name!r}: set_lr takes a number; a schedule is for ps.table(…) or push(…, lr=…)")
+        if lr is not None:
+            lr = float(with_rate(self._own, lr).lr)  # type: ignore[arg-type]  # checked there
+        self._changes.set_rate(self.name, self.id, lr)
+
+    def set_on_loss(self, policy: str, max_lost_steps: int | None = None) -> None:
+        """What becomes of ranges of which every replica is gone: "wait", for one of them or for a person, as it is
+        unless said otherwise; or "restore": they come back from the newest checkpoint while training goes on, without
+        the steps since, if all tables of the cluster say so. Never more than `max_lost_steps` of any worker.
+
+        For all workers, from now on. InputError; under BSP there is only "wait". Raises `Timeout`.
+        """
+        self._changes.set_on_loss(self.name, self.id, policy, max_lost_steps)
+
+    def follow(self, rate: SetRate | None) -> None:
+        """Somebody has set a rate; None: nobody has yet."""
+        if rate is not None and rate != self.rate_set and hasattr(self._own, "lr"):
+            self.rate_set = rate
+            self._choose()
+
+    def open_again(self, own: Optimizer) -> None:
+        """The caller brings another rate, maybe: it counts for all that use the table on this client."""
+        before, now = getattr(self._own, "lr", None), getattr(own, "lr", None)
+        if not same_rate(before, now):
+            _warn(
+                f"table {self.name!r} is open here with learning rate {before}: from now on {now}, for all who use it"
+            )
+        self._own = own
+        self._choose()
+
+    def opened(self) -> None:
+        """Says so if the caller's rate is not the one that counts."""
+        if self.rate_set is not None and self.rate_set.lr not in (None, getattr(self._own, "lr", None)):
+            _warn(
+                f"table {self.name!r} has learning rate {self.rate_set.lr}, which set_lr() gave all workers, not the "
+                f"{getattr(self._own, 'lr', None)} that it is opened with here; set_lr(None) takes it back"
+            )
+
+    def _choose(self) -> None:
+        lr = None if self.rate_set is None else self.rate_set.lr
+        self.optimizer = self._own if lr is None else with_rate(self._own, lr)
+
+    def _coded(
+        self, keys: NDArray[np.int64], out: NDArray[np.float32], any_replica: bool,
+        where: NDArray[np.int64] | None = None, short: Short | None = None,
+    ) -> CodedRead:  # fmt: skip
+        kind = CodedRead if self._screen is None else NotedCodedRead
+        finish, name = self._reads.finish, self.name
+        return kind(finish, self.id, self.salt, self._pull, name, keys, out, any_replica, where, short)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} of cluster {self._reads.cluster!r}>"
+
+    def _load(self, write: Callable[[Routes], Write]) -> None:
+        self._reads.ask(fill(write, self._reads.worker.id, replace=True), f"loading {self.name!r}", writes=True)
