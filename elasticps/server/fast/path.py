@@ -19,6 +19,7 @@ from elasticps.server.fast.outbox import Outbox
 from elasticps.server.fast.receive import consume, warm
 from elasticps.server.fast.receiver import Receiver
 from elasticps.server.fast.shared import Shared
+from elasticps.server.fast.told import Told
 from elasticps.server.fast.young import YoungEntries, YoungLog
 from elasticps.server.protocol import reads
 from elasticps.server.protocol.operations import positions_of
@@ -83,9 +84,7 @@ class FastPath:
         self._lanes = shared.make(at.H_LANES, (FIRST_CONNECTIONS, at.LANE))
         self._lanes[:] = -1
         self._lanes[:, at.L_PYTHON] = 0
-        self._told = shared.make(at.H_TOLD, 16)
-        self._owners = np.zeros(0, np.int64)  # of the rows of clocks, when they were looked at last
-        self._left: dict[int, int] = {}  # what workers without a row had been told
+        self._told = Told(shared)
         self.connections = shared.make(at.H_CONNECTIONS, (FIRST_CONNECTIONS, at.CONNECTION))
         self._segments = shared.make(at.H_SEGMENTS, (SEGMENTS, at.SEGMENT))
         f[at.H_SEGMENT_SIZE] = SEGMENTS
@@ -188,20 +187,7 @@ class FastPath:
         self._shared.share(at.H_CLOCKS, clocks.matrix)
         self._shared.share(at.H_WORKERS, workers)
         self._fields[at.H_WORKER_COUNT] = clocks.used
-        before, told = self._owners, self._told
-        known = min(len(before), len(workers))
-        other = np.ones(max(len(before), len(workers)), np.bool_)  # rows that belong to somebody else now
-        other[:known] = before[:known] != workers[:known]
-        for i in np.flatnonzero(other[: len(before)] & (told[: len(before)] > 0)).tolist():
-            self._left[int(before[i])] = int(told[i])
-        if len(told) != len(workers):
-            self._told = self._shared.share(at.H_TOLD, np.zeros(len(workers), np.int64))
-            self._told[:known] = told[:known]
-        fresh = np.flatnonzero(other[: len(workers)])
-        self._told[fresh] = 0
-        for i in fresh[workers[fresh] > 0].tolist():
-            self._told[i] = self._left.pop(int(workers[i]), 0)
-        self._owners = workers.copy()
+        self._told.follow(workers)
 
     def _follow_tables(self) -> None:
         rows = np.zeros((len(self.store.live), at.TABLE), np.int64)
@@ -228,13 +214,11 @@ class FastPath:
 
     def told(self) -> dict[int, int]:
         """By worker, the clock up to which it has said that it knows its steps to be committed."""
-        workers = self.replica.clocks.workers
-        here = {int(workers[i]): int(self._told[i]) for i in np.flatnonzero(self._told[: len(workers)])}
-        return self._left | here
+        return self._told.of_all(self.replica.clocks.workers)
 
     def tell(self, worker: int, clock: int) -> None:
         """Notes the same for a worker whose frame Python handled."""
-        self._told[: len(self.replica.clocks.workers)][self.replica.clocks.workers == worker] = clock
+        self._told.note(self.replica.clocks.workers, worker, clock)
 
     def stamp(self, nanoseconds: int, sample: int) -> None:
         """The time from now on, for pushes of which one in `sample` is measured."""

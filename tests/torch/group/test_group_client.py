@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,9 @@ from elasticps.torch import (
     ShardedDataset,
     TableConfig,
 )
-from elasticps.torch.group.links import Links
 from elasticps.torch.group.step import LITTLE
 from tests.torch.fake_ps import FakeClient
-from tests.torch.group.ranks import clients, linked, together
+from tests.torch.group.ranks import clients, together
 
 STEPS = 4
 BATCH = 6
@@ -308,67 +306,6 @@ def test_a_rank_may_have_no_gradient_and_the_mean_is_of_all() -> None:
     assert shared.clock == 2
 
 
-def failing(does: Callable[[GroupClient], object], error: type[Exception], match: str, **options: Any) -> None:
-    """All ranks get this error."""
-
-    def run(ps: GroupClient) -> None:
-        with pytest.raises(error, match=match):
-            does(ps)
-
-    with clients(FakeClient(), 3, **options) as group:
-        together(run, group)
-
-
-def test_ranks_that_do_different_things_are_told_which() -> None:
-    def differ(ps: GroupClient) -> None:
-        table = ps.table("rows" if ps.rank < 2 else "others", dim=2, optimizer=eps.SGD(lr=1.0))
-        table.pull([1])
-
-    failing(differ, eps.GroupLost, "rank 0 does \"table 'rows'.*while rank 2 does \"table 'others'")
-
-
-def test_what_rank_0_raises_all_raise_and_may_go_on() -> None:
-    def refuse(ps: GroupClient) -> None:
-        def full() -> None:
-            raise eps.ServerError("no room")
-
-        with pytest.raises(eps.ServerError, match="no room"):
-            ps.together("something", full)
-        tensor = ps.tensor("w", init=np.zeros(2, np.float32), optimizer=eps.SGD(lr=1.0))
-        ps.push({tensor: np.ones(2, np.float32)})
-        np.testing.assert_array_equal(tensor.pull(), [-3, -3])
-        ps.together("something", lambda: [][1])
-
-    failing(refuse, (eps.GroupLost, IndexError), "index")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("dead", [0, 2])
-def test_a_rank_that_ends_ends_the_group(dead: int) -> None:
-    def end(ps: GroupClient) -> None:
-        tensor = ps.tensor("w", init=np.zeros(2, np.float32), optimizer=eps.SGD(lr=1.0))
-        if ps.rank == dead:
-            ps.close()
-        for _ in range(2):  # whoever goes on is told again
-            with pytest.raises(eps.GroupLost, match=f"rank {dead} of the group has ended|closed at this rank"):
-                ps.push({tensor: np.ones(2, np.float32)})
-
-    with clients(FakeClient(), 3) as group:
-        together(end, group)
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    with linked(3, timeout_s=0.05) as links:
-
-        def ask(each: Links) -> None:
-            if each.rank != 1:
-                with pytest.raises(
-                    eps.GroupLost, match=r"rank 1 of the group did not come to 'sum' within|silent|answer"
-                ):
-                    each.answer(each.ask("sum")[0])
-
-        together(ask, links)
-
-
 def test_rank_0_looks_by_itself() -> None:
     shared = FakeClient()
 
@@ -448,57 +385,3 @@ def test_what_nobody_hears_yet_holds_nobody_up() -> None:
 
     with clients(shared, 2) as group:
         together(look, group)
-
-
-def test_a_forked_child_has_no_part_of_it() -> None:
-    with linked(2) as links:
-        child = os.fork()
-        if child == 0:
-            ended = all(each.fileno() < 0 for link in links for each in link._sockets.values())
-            os._exit(0 if ended else 1)
-        assert os.waitpid(child, 0)[1] == 0
-
-        def ask(each: Links) -> None:
-            each.answer(each.ask("sum")[0])
-
-        together(ask, links)
-
-
-def test_errors_with_more_than_a_text_come_as_the_kind_above() -> None:
-    def refuse(ps: GroupClient) -> None:
-        def full() -> None:
-            raise eps.NotFinite("row 3 is not finite", "rows", 3)
-
-        with pytest.raises(eps.ServerError, match="row 3") as caught:
-            ps.together("something", full)
-        assert isinstance(caught.value, eps.NotFinite) == (ps.rank == 0)
-
-    with clients(FakeClient(), 2) as group:
-        together(refuse, group)
-
-
-def test_bad_input_is_refused_before_anybody_hears_of_it() -> None:
-    def wrong(ps: GroupClient) -> None:
-        table = ps.table("rows", dim=2, optimizer=eps.SGD(lr=1.0))
-        tensor = ps.tensor("w", init=np.zeros(2, np.float32), optimizer=eps.SGD(lr=1.0))
-        ones = np.ones(2, np.float32)
-        values: list[Any] = [
-            {tensor: np.ones(2)}, {tensor: np.ones(3, np.float32)}, {table: ones}, {"w": ones},
-            {table: ([1, 2], np.ones((1, 2), np.float32))}, {table: ([0.5], np.ones((1, 2), np.float32))},
-        ]  # fmt: skip
-        for each in values:
-            with pytest.raises(eps.InputError):
-                ps.push(each)
-        with pytest.raises(eps.InputError):
-            table.pull([0.5])
-        with pytest.raises(eps.InputError, match="3 ranks"):
-            ps.shards(10, 9)
-        model = nn.Linear(2, 1)
-        optimizer = Optimizer(ps, model, eps.SGD(lr=1.0), overlap=False)
-        with pytest.raises(eps.ConfigError, match="group"):
-            optimizer.clip_grad_norm_(1.0)
-        ps.push({tensor: ones})
-        np.testing.assert_array_equal(tensor.pull(), [-3, -3])
-
-    with clients(FakeClient(), 3) as group:
-        together(wrong, group)
