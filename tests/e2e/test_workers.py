@@ -198,15 +198,15 @@ def test_a_round_that_was_decided_is_closed_by_whoever_comes(connect: Connect, m
 
 def test_who_is_overtaken_as_it_registers_is_told_so(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """By another of its name, not that the cluster cannot be reached."""
-    take, newer = WorkerSession._take, []
+    take, overtaken, newer = WorkerSession._take, list[WorkerSession](), list[eps.Client]()
 
     async def later(self: WorkerSession) -> None:
-        if not newer:
-            newer.append(self)
+        if not overtaken:
+            overtaken.append(self)
             newer.append(await asyncio.to_thread(connect, "a"))
         await take(self)
 
     monkeypatch.setattr(WorkerSession, "_take", later)
     with pytest.raises(eps.Closed, match="started again"):
         connect("a")
-    push(newer[1], 1)
+    push(newer[0], 1)
