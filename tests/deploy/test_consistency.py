@@ -343,7 +343,7 @@ def test_only_where_there_is_no_tls_may_servers_do_without(build: str) -> None:
 
 @pytest.mark.parametrize(("build", "each"), ANY_WORKLOAD)
 def test_what_a_pod_refers_to_is_there(build: str, each: Workload) -> None:
-    cluster = manifests(build) + (manifests("base") if build in ("workers", "checkpoints", "chaos") else [])
+    cluster = manifests(build) + (manifests("base") if build in ("workers", "checkpoints", "operator", "chaos") else [])
     there = {(m["kind"], m["metadata"]["name"]) for m in cluster}
     there |= {("Secret", m["spec"]["secretName"]) for m in cluster if m["kind"] == "Certificate"}
     assert ("ServiceAccount", each.spec["serviceAccountName"]) in there
