@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from elasticps.cli.local import target
+from elasticps.cli.local import worker_target
 from elasticps.cli.options import Name, Url
 from elasticps.cli.output import err, out
 from elasticps.errors import ConfigError
@@ -59,7 +59,7 @@ def export(
         with _bar("export", None) as tell:
             written = export_checkpoint(from_checkpoint, to, cut=cut, app=app, tell=tell, **how)
     else:
-        with connect(target(url, name), app=app, timeout=timeout) as ps:
+        with connect(worker_target(url, name), app=app, timeout=timeout) as ps:
             total = sum(counts.get(n, one.rows) for n, one in ps.tables().items() if not chosen or n in chosen)
             with _bar("export", total) as tell:
                 written = export(ps, to, tell=tell, **how)
@@ -87,7 +87,7 @@ def import_(
     from elasticps.exchange.load import load
 
     names = {tensor: known for known, tensor in _pairs("--table", "TABLE=TENSOR", table)}
-    with connect(target(url, name), app=app, timeout=timeout) as ps, _bar("import", None) as tell:
+    with connect(worker_target(url, name), app=app, timeout=timeout) as ps, _bar("import", None) as tell:
         loaded = load(ps, source, names=names, with_slots=with_slots, tell=tell)
     out.print(f"{source}: {len(loaded)} tables, {sum(loaded.values()):,} rows", markup=False)
 

@@ -16,7 +16,7 @@ from elasticps.cli.options import Every, Name, Url
 from elasticps.cli.output import ExitCode, err, out, print_json, sigterm_interrupts
 from elasticps.dashboard.needs import PORT, check_installed
 from elasticps.errors import ConfigError, Error
-from elasticps.local import LocalCluster, etcd, keeper, state
+from elasticps.local import LocalCluster, certificates, etcd, keeper, state
 
 if TYPE_CHECKING:
     from elasticps.dashboard.serve import Dashboard
@@ -233,6 +233,15 @@ def target(url: str | None, name: str | None) -> str:
     """The URL of the cluster that --url or --name means."""
     _one_of(url, name)
     return url if url is not None else find(None, name).url
+
+
+def worker_target(url: str | None, name: str | None) -> str:
+    """The same for a command that does what a worker does: a local cluster with TLS has another certificate for it."""
+    _one_of(url, name)
+    if url is not None:
+        return url
+    record = find(None, name)
+    return certificates.worker_url(record.url, state.folder_of(record.name))
 
 
 def processes(incomplete: str) -> list[str]:

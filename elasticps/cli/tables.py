@@ -14,7 +14,7 @@ from rich.text import Text
 from coordinator.view import ServerInfo
 from elasticps import background
 from elasticps.admin import fetch_tables
-from elasticps.cli.local import target
+from elasticps.cli.local import target, worker_target
 from elasticps.cli.options import Json, Name, Url, command
 from elasticps.cli.output import ExitCode, out, print_json, size
 from elasticps.errors import ClusterUnreachable, ConfigError, UnknownTable
@@ -78,7 +78,7 @@ def drop(
     timeout: Timeout = 30.0,
 ) -> None:  # fmt: skip
     """Forget a table: rows, slots and name. Workers that still use it get an error."""
-    _erase(target(url, name), app, table, timeout, yes, "drop")
+    _erase(worker_target(url, name), app, table, timeout, yes, "drop")
 
 
 @app.command()
@@ -88,7 +88,7 @@ def clear(
     timeout: Timeout = 30.0,
 ) -> None:  # fmt: skip
     """Forget all rows of a table, with what the optimizer keeps of them. Workers may go on using it."""
-    _erase(target(url, name), app, table, timeout, yes, "clear")
+    _erase(worker_target(url, name), app, table, timeout, yes, "clear")
 
 
 @app.command("set-lr")
@@ -102,7 +102,7 @@ def set_lr(
 
     if (lr := None if rate == "none" else _number(rate)) is not None and not 0 <= lr < float("inf"):
         raise ConfigError(f"a learning rate is a number of at least 0, or 'none', got {rate!r}")
-    with connect(target(url, name), app=app, timeout=timeout) as ps:
+    with connect(worker_target(url, name), app=app, timeout=timeout) as ps:
         try:
             ps.open(table).set_lr(lr)
         except UnknownTable as error:

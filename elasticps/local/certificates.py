@@ -26,6 +26,16 @@ def protect_etcd(url: str, folder: Path, timeout_s: float) -> None:
     background.run(protect(str(found), timeout_s))
 
 
+def worker_url(url: str, folder: Path) -> str:
+    """The cluster's URL for a worker of any name, given one for somebody else: with the certificate that workers have
+    already, since one made anew would replace its files while they are read."""
+    found = parse(url)
+    files = [folder / _FOLDER / name for name in ("ca.crt", "worker-any-any.crt", "worker-any-any.key")]
+    if found.tls is None or not all(file.exists() for file in files):
+        return url_of(url, folder, Role.WORKER)
+    return str(replace(found, tls=TlsFiles(*map(str, files))))
+
+
 def url_of(url: str, folder: Path, role: Role, name: str = ANY) -> str:
     """The cluster's URL for one of its processes; as it is where the cluster has no TLS. A worker's is for every name
     and application."""
