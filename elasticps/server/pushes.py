@@ -172,7 +172,7 @@ class Pushes:
             self._memory.take(blocks)
         except RequestError as error:
             self._herald.refused += 1
-            ticket.refusal, blocks = error, []
+            ticket.refusal, blocks = error.document, []
         mark = None
         if said.shard is not None and self._executor.shards.owns(connection.app, said.shard.set):
             connection.set_shards(said.shard.set)

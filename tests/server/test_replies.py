@@ -27,7 +27,7 @@ class Connection:
 
 def test_a_refused_push_whose_range_moves_is_told_of_both() -> None:
     connection = Connection()
-    ticket = RequestTicket(cast(Any, connection), 5, RequestError("shape", "the push has dim 3"))
+    ticket = RequestTicket(cast(Any, connection), 5, RequestError("shape", "the push has dim 3").document)
     two = np.arange(2)
     ticket.reply(Reply(ticket, Status.COMMITTED, 2, two, two + 2))
     headers = [unpack_header(frame) for frame in connection.sent]

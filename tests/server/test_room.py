@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,8 @@ from elasticps.memory import Reading, fill_mark, rows_mark
 from elasticps.optimizers import Accumulate
 from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.protocol.headroom import Memory
+from elasticps.server.protocol.replies import RequestTicket
+from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.server import Server
 from elasticps.spec import TableSpec
 from elasticps.store.index import GROWN_BYTES
@@ -231,5 +234,28 @@ def test_heads_share_a_room(run: Run) -> None:
         gauges["c"].used = rows_mark(LIMIT, 3, 3) - 4000
         look(group)
         await until(lambda: [group.servers[name].fast.room for name in "abc"] == [1000, 1000, 4000])
+
+    run(story)
+
+
+def test_a_refused_push_is_not_kept(run: Run) -> None:
+    """Nor what it brought: nothing of it waits for the collector, which seldom comes by."""
+
+    async def story(group: Group) -> None:
+        gauges = await chain(group, "ab")
+        worker = await group.connect("a")
+        assert group.view is not None
+        assert await code(worker.push(group.view, "a", 1, KEYS, 1.0)) == "ok"
+        gauges["a"].used = LIMIT
+        await until_full(group, "a")
+        gc.collect()
+        gc.disable()
+        try:
+            for clock in range(2, 12):
+                assert await code(worker.push(group.view, "a", clock, [*KEYS, *MORE], 1.0)) == "memory"
+            kept = [each for each in gc.get_objects() if isinstance(each, RequestTicket | RequestError)]
+        finally:
+            gc.enable()
+        assert len(kept) <= 2
 
     run(story)

@@ -46,7 +46,7 @@ class Once(RequestTicket):
         try:
             return self._answer()
         except RequestError as refusal:
-            return refusal
+            return refusal.with_traceback(None)  # which would keep this, in a cycle
 
     def hold(self) -> None:
         self._open = False

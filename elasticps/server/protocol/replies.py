@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from elasticps.server.protocol.asker import Asker
-from elasticps.server.protocol.request_error import RequestError
 from elasticps.wire.frames import Kind, clocks_frame, json_frame, partly_frame
 from elasticps.wire.headers import OkHeader
 from replication.effects import ClocksReply, Reply, Status
 
 
 class RequestTicket:
-    """A frame of a worker. `refusal`: what was wrong with its content, told when the step has ticked without it."""
+    """A frame of a worker. `refusal`: what was wrong with its content, told when the step has ticked without it; not
+    the error, whose traceback would keep all that it has seen in a cycle with this until the collector comes by."""
 
     __slots__ = ("connection", "refusal", "request")
 
-    def __init__(self, connection: Asker, request: int, refusal: RequestError | None = None) -> None:
+    def __init__(self, connection: Asker, request: int, refusal: dict[str, Any] | None = None) -> None:
         self.connection = connection
         self.request = request
         self.refusal = refusal
@@ -27,11 +27,11 @@ class RequestTicket:
             self._refuse(reply.status, reply.epoch)
         elif reply.moved.shape[0]:
             if self.refusal is not None:  # where the ranges are now, nobody knows of it
-                self._tell(self.refusal.document | {"partly": True}, reply.epoch)
+                self._tell(self.refusal | {"partly": True}, reply.epoch)
             self.connection.send(partly_frame(self.request, reply.epoch, reply.committed, reply.moved))
             self.connection.tell_view()
         elif self.refusal is not None:
-            self._tell(self.refusal.document, reply.epoch)
+            self._tell(self.refusal, reply.epoch)
         else:
             self.connection.send(OkHeader(self.request, reply.epoch).header().pack())
 
