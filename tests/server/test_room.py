@@ -253,7 +253,7 @@ def test_a_refused_push_is_not_kept(run: Run) -> None:
         try:
             for clock in range(2, 12):
                 assert await code(worker.push(group.view, "a", clock, [*KEYS, *MORE], 1.0)) == "memory"
-            kept = [each for each in gc.get_objects() if isinstance(each, RequestTicket | RequestError)]
+            kept = [each for each in gc.get_objects() if type(each) in (RequestTicket, RequestError)]
         finally:
             gc.enable()
         assert len(kept) <= 2
