@@ -17,7 +17,7 @@ ZOOM_S = (-0.3, 0.7)  # around the kill
 _SERVERS, _WORKERS, _REFERENCE = "#1f5fbf", ("#1f5fbf", "#12a0a0", "#7a4fc9", "#c2408f"), "#e07b1a"
 _INK, _QUIET, _RED = "#22262b", "#8a929c", "#c0392b"
 _BANDS = ("#1f5fbf", "#12a0a0", "#7a4fc9", "#e0a11b", "#c2408f", "#6c8f2c", "#8a929c", "#3f7fbf")
-_LABEL_ROWS = 4  # of what happened, above the throughput
+_LABEL_ROWS = 5  # of what happened, above the throughput
 _LETTER = 0.0066  # of the axes' width
 
 
@@ -63,7 +63,7 @@ def draw(report: Report, path: Path) -> None:
 def _events(speed: Axes, bands: Axes, report: Report) -> None:
     """A line for each thing that happened while training, and what it was, in rows above the throughput."""
     moments = [m for m in report.timeline if m.kind != "phase" and 0 <= m.t <= report.servers.seconds]
-    speed.set_ylim(0, speed.get_ylim()[1] * (1.55 if moments else 1.05))
+    speed.set_ylim(0, speed.get_ylim()[1] * (1.65 if moments else 1.05))
     free = [-1.0] * _LABEL_ROWS  # from when on there is room in each row
     span = report.servers.seconds or 1.0
     for moment in moments:
