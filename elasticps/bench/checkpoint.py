@@ -39,9 +39,7 @@ BATCH = 256
 CUTS = 20
 TIMES = 3  # that a checkpoint without work beside it is made: the median counts
 SETTLED_S = 3.0
-IDLE_S = (
-    5.0  # a virtual machine gives memory back that is free for some seconds, and to get it again costs a second per GB
-)
+IDLE_S = 5.0  # memory free for so long a virtual machine gives back; to get it again costs seconds per GB
 _AFTER_S = 0.05  # at most, from the end of a hold until it is known whether the cut was consistent
 
 

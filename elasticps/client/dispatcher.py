@@ -259,7 +259,7 @@ class Dispatcher:
             self.session.start_at(base)
             self._presence.join(base)
             begin()
-        return max(OkHeader.of(answer.header).minimum for answer in self._told(timeout_s))
+        return max((OkHeader.of(answer.header).minimum for answer in self._told(timeout_s)), default=0)
 
     def pause(self, timeout_s: float) -> None:
         """Tells every server that this worker holds nobody back, until it joins again."""

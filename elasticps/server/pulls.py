@@ -49,19 +49,17 @@ class Pulls:
         }  # fmt: skip
 
     def _join(self, connection: Connection, header: Header, body: Body) -> None:
-        said, minimum = JoinHeader.of(header), 0
-        if said.pause:
+        said = JoinHeader.of(header)
+        if said.base is not None and said.base >= MAX_CLOCK:
+            raise FrameError(f"a base clock of {said.base} is over the limit of {MAX_CLOCK}")
+        if said.pause or said.base is not None:
             self._delay.pause(connection.worker)
-            self.judge()
-        elif said.base is not None:
-            if said.base >= MAX_CLOCK:
-                raise FrameError(f"a base clock of {said.base} is over the limit of {MAX_CLOCK}")
+        minimum = self._delay.minimum(connection.app)  # of all others
+        if said.base is not None:
             connection.base = said.base
-            self._delay.pause(connection.worker)  # what others have come to is asked for
-            minimum = self._delay.minimum(connection.app)
             self._delay.join(connection.worker, said.base)
-        else:
-            minimum = self._delay.minimum(connection.app)
+        elif said.pause:
+            self.judge()
         connection.send(OkHeader(header.request, self._serving.epoch, minimum).header().pack())
 
     def _pull(self, connection: Connection, header: Header, body: Body) -> None:

@@ -12,8 +12,8 @@ from coordinator.view import View
 from replication.chain import Chains, Member, Ranges, unsafe_transition
 
 LATE_S = 0.05  # a leader that is well knows so soon who drains
-MOST_COPIES = 1.3  # for each one that changes ask for; later changes undo some of what earlier ones began
-FEW_COPIES = 2  # and so many besides: small numbers are not even
+MOST_COPIES = 1.25  # for each one that changes ask for; later changes undo some of what earlier ones began
+FEW_COPIES = 1  # and so many besides: small numbers are not even
 
 
 class Views:

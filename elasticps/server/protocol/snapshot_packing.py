@@ -8,7 +8,6 @@ from elasticps.store.deletions import NO_NOTES
 from elasticps.wire.frames import Block
 
 _ENTRY_BYTES = 40  # a shard in a worker's hands; a member of a round takes less
-_TABLE_BYTES = 80
 
 
 def size_of(content: ChunkContent) -> int:
@@ -16,8 +15,7 @@ def size_of(content: ChunkContent) -> int:
     rounds, sets = content.rounds, [one for named in content.shards.values() for one in named.values()]
     entries = sum(len(h.members) + len(h.workers) + len(h.last) for h in rounds.groups.values())
     entries += sum(len(s.returned) + sum(map(len, s.doing.values())) for s in sets)
-    names = sum(_TABLE_BYTES + len(table.spec) for table in content.tables)
-    return names + size_by_place(content) + _ENTRY_BYTES * entries
+    return sum(map(_name_bytes, content.tables)) + size_by_place(content) + _ENTRY_BYTES * entries
 
 
 def size_by_place(content: ChunkContent) -> int:
@@ -84,7 +82,11 @@ class _Packer:
 
 
 def _table_bytes(table: TableRows) -> int:
-    return _TABLE_BYTES + len(table.spec) + _rows_bytes(table)
+    return _name_bytes(table) + _rows_bytes(table)
+
+
+def _name_bytes(table: TableRows) -> int:
+    return 80 + len(table.spec)
 
 
 def _rows_bytes(table: TableRows) -> int:
