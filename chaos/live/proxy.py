@@ -72,7 +72,8 @@ class Proxy:
 
     def close(self) -> None:
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with suppress(OSError):  # what a proxy that has ended did not read
+                self._process.stdin.close()
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()

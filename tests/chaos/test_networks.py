@@ -133,6 +133,7 @@ def test_the_port_of_a_dead_process_is_refused_until_it_is_back(proxy: Proxy) ->
 
 def test_a_proxy_that_has_ended_is_told_of(proxy: Proxy) -> None:
     proxy._process.kill()
+    proxy._process.wait()  # then what is written to it stays behind, until it is closed
     with pytest.raises(Error, match="the proxy has ended with exit code -9"):
         proxy.cut([("a", "b")])
 
