@@ -17,7 +17,7 @@ from coordinator.memory import MemoryStore
 from coordinator.store import Store
 from tests.coordinator.support import Etcd, fresh_url
 
-TEST_LIMIT_S = 60.0
+TEST_LIMIT_S = 120.0
 
 Clients: TypeAlias = Callable[[], AbstractAsyncContextManager[Store]]
 
@@ -42,7 +42,7 @@ def _run(test: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop) -> No
         await asyncio.wait_for(test, TEST_LIMIT_S)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         if left:  # grpc ends its own a moment after a channel is closed
-            _, left = await asyncio.wait(left, timeout=5)
+            _, left = await asyncio.wait(left, timeout=20)
         assert not left, f"tasks left running: {left}"
 
     try:

@@ -8,8 +8,8 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from aetcd import rpc
 from coordinator.errors import StoreUnavailable
 from coordinator.store import Change, Entry, Guard, Listing, Store
 from coordinator.url import ClusterUrl, TlsFiles
+from elasticps.local.etcd import free_ports
 
-WAIT_S = 20.0
+WAIT_S = 30.0
 
 
 async def until(condition: Callable[[], object], what: str = "") -> None:
@@ -48,11 +49,12 @@ async def take(changes: AsyncGenerator[Change, None], count: int) -> list[Change
     return [await asyncio.wait_for(changes.__anext__(), WAIT_S) for _ in range(count)]
 
 
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def dead_port() -> Iterator[int]:
+    """A port of the loopback interface on which nobody listens, nor can begin to: connections are refused."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
 
 def fresh_url(etcd: Etcd) -> ClusterUrl:
@@ -66,7 +68,7 @@ class Etcd:
     def __init__(self, folder: Path, *, tls: TlsFiles | None = None) -> None:
         self.folder = folder
         self.tls = tls
-        self.client_port, self.peer_port = free_port(), free_port()
+        self.client_port, self.peer_port = free_ports(2)
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -82,7 +84,7 @@ class Etcd:
                 return
             self.kill()
             if not (self.folder / "member").exists():
-                self.client_port, self.peer_port = free_port(), free_port()
+                self.client_port, self.peer_port = free_ports(2)
         raise AssertionError("etcd does not start")
 
     def kill(self) -> None:

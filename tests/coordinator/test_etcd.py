@@ -21,7 +21,7 @@ from coordinator.etcd import EtcdStore
 from coordinator.memory import MemoryStore
 from coordinator.store import Put, Reset
 from coordinator.url import TlsFiles
-from tests.coordinator.support import Etcd, Proxy, free_port, fresh_url, take, until_key
+from tests.coordinator.support import Etcd, Proxy, dead_port, fresh_url, take, until_key
 
 NewEtcd = Callable[..., Etcd]
 
@@ -30,7 +30,7 @@ async def test_watches_and_leases_outlive_a_restart(new_etcd: NewEtcd) -> None:
     etcd = new_etcd()
     url = fresh_url(etcd)
     store, hasty = EtcdStore(url, timeout_s=20.0), EtcdStore(url, timeout_s=0.5)
-    lease = await store.grant(5)
+    lease = await store.grant(60)  # also while etcd starts again, on a machine that is busy
     first = await store.put("a", b"1", lease=lease)
     async with aclosing(store.watch("", after=first - 1)) as changes:
         assert [change.revision for change in await take(changes, 1)] == [first]
@@ -188,13 +188,13 @@ async def test_endpoints_that_are_dead_or_silent_are_passed_over(shared_etcd: Et
 
     silent = await asyncio.start_server(never_answer, "127.0.0.1", 0)
     url = fresh_url(shared_etcd)
-    dead = f"127.0.0.1:{free_port()}"
     mute = "{}:{}".format(*silent.sockets[0].getsockname())
-    store = await open_store(f"etcd://{dead},{mute},{shared_etcd.endpoint}/{url.cluster}", 20.0)
-    revision = await store.put("a", b"1")
-    async with aclosing(store.watch("a", after=revision - 1)) as changes:
-        await take(changes, 1)
-    await store.close()
+    with dead_port() as dead:
+        store = await open_store(f"etcd://127.0.0.1:{dead},{mute},{shared_etcd.endpoint}/{url.cluster}", 20.0)
+        revision = await store.put("a", b"1")
+        async with aclosing(store.watch("a", after=revision - 1)) as changes:
+            await take(changes, 1)
+        await store.close()
     silent.close()
 
 
@@ -215,12 +215,11 @@ async def test_a_store_moves_to_the_next_endpoint_and_takes_its_watches_along(sh
 
 
 async def test_an_unreachable_store_says_what_was_tried_in_time() -> None:
-    dead = f"127.0.0.1:{free_port()}"
     began, seeded = time.monotonic(), random.getstate()
-    with pytest.raises(StoreUnavailable, match=f"{dead}: .*[Cc]onnection refused"):
-        await open_store(f"etcd://{dead}/demo", 0.5)
+    with dead_port() as dead, pytest.raises(StoreUnavailable, match=f"127.0.0.1:{dead}: .*[Cc]onnection refused"):
+        await open_store(f"etcd://127.0.0.1:{dead}/demo", 1.0)
     assert random.getstate() == seeded, "what a program has seeded stays as it is"
-    assert time.monotonic() - began < 5  # the point is that it ends; the machine may be busy
+    assert time.monotonic() - began < 30  # the point is that it ends; the machine may be busy
 
 
 async def test_an_unreadable_certificate_is_named(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.coordinator.rack import FakeServer, Rack
 from tests.coordinator.support import FaultyStore, until, until_key
 
 RANGES = 16
-WAIT_S = 20
+WAIT_S = 30
 
 
 @asynccontextmanager

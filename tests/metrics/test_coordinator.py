@@ -14,8 +14,8 @@ from coordinator.memory import MemoryStore
 from coordinator.store import Entry, Put
 from elasticps.checkpoint.create import newest
 from elasticps.cli import processes
+from elasticps.local.etcd import free_ports
 from elasticps.metrics.cluster import ClusterMetrics
-from tests.coordinator.support import free_port
 
 
 def test_metrics_that_fail_end_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,8 +28,8 @@ def test_metrics_that_fail_end_the_coordinator(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("nobody has thought of this")
 
     async def run() -> None:
-        at = "127.0.0.1", free_port()
-        await asyncio.wait_for(processes._coordinate("etcd://127.0.0.1:1/test", "c0", {}, 5.0, at), 10)
+        at = "127.0.0.1", free_ports(1)[0]
+        await asyncio.wait_for(processes._coordinate("etcd://127.0.0.1:1/test", "c0", {}, 5.0, at), 30)
 
     monkeypatch.setattr(processes, "open_store", open_store)
     monkeypatch.setattr(ClusterMetrics, "_probe", fail)
