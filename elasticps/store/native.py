@@ -214,6 +214,21 @@ def float32_from_bits(typing: Any, bits: Any) -> Any:
     return types.float32(types.int64), generate
 
 
+@intrinsic
+def settled(typing: Any, value: Any) -> Any:
+    """A float32; of those that are not a number always the same one, for the reason that `values.canonical` gives. In a
+    loop that computes it, while it is in a register."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        bits = builder.bitcast(arguments[0], word)
+        magnitude = builder.and_(bits, ir.Constant(word, 0x7FFFFFFF))
+        no_number = builder.icmp_unsigned(">", magnitude, ir.Constant(word, 0x7F800000))
+        return builder.bitcast(builder.select(no_number, ir.Constant(word, 0x7FC00000), bits), ir.FloatType())
+
+    return types.float32(types.float32), generate
+
+
 def _prefetch(builder: Any, address: Any, write: int) -> None:
     byte, word = ir.IntType(8), ir.IntType(32)
     signature = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), word, word, word])

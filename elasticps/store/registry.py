@@ -16,6 +16,7 @@ from elasticps.kernels import compiled_once
 from elasticps.spec import Custom, Optimizer
 from elasticps.store import codec, columns, index, intervals, reductions, row_digests, sparse, stamps, updates
 from elasticps.store.native import FLOATS, INT, KEYS, MATRIX, WORDS, signature_of
+from elasticps.store.values import canonical
 
 # One signature each. Anything else, like int32 keys or a strided array, is a TypeError: no call ever compiles.
 _UPDATE = (WORDS, KEYS, MATRIX, FLOATS, WORDS, types.boolean)
@@ -121,6 +122,8 @@ def register_optimizer(name: str, update: Callable[..., None], *, slots: int = 0
     @njit(error_model="numpy")
     def one(kind: Any, w: Any, s: Any, g: Any, v: Any, c: Any) -> None:
         row(w, s, g, v, c)
+        canonical(w.ctypes.data, w.shape[0])
+        canonical(s.ctypes.data, s.shape[0])
 
     def apply(h: Any, keys: Any, grads: Any, v: Any, rows: Any, found: Any) -> Any:
         return run(h, keys, grads, v, rows, found, one, 0)

@@ -5,21 +5,41 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elasticps.optimizers import FTRL, SGD, Accumulate, Adagrad, Adam, AdamW, Assign, Optimizer, RowAdagrad
+from elasticps.optimizers import (
+    FTRL,
+    SGD,
+    Accumulate,
+    Adagrad,
+    Adam,
+    AdamW,
+    Assign,
+    Custom,
+    Optimizer,
+    RowAdagrad,
+)  # fmt: skip
 from elasticps.spec import TableSpec
-from elasticps.store import Table
+from elasticps.store import Table, register_optimizer
+from elasticps.store.updates import Floats
 from elasticps.store.values import all_finite
 
 DIM = 19  # vector loops and what is left over
 CANONICAL = 0x7FC00000
 STRANGE = np.array([0x7FC00001, 0xFFC12345, 0x7F800001, 0xFFFFFFFF, 0xFFC00000], np.uint32).view(np.float32)
 OPTIMIZERS = [
-    SGD(lr=0.1), SGD(lr=0.1, momentum=0.9, nesterov=True), Adagrad(lr=0.1), RowAdagrad(lr=0.1), Adam(lr=0.1),
-    AdamW(lr=0.1), FTRL(lr=0.1), Assign(), Accumulate(),
+    SGD(lr=0.1), SGD(lr=0.1, weight_decay=0.1), SGD(lr=0.1, momentum=0.9), SGD(lr=0.1, momentum=0.9, nesterov=True),
+    Adagrad(lr=0.1), RowAdagrad(lr=0.1), Adam(lr=0.1), AdamW(lr=0.1), FTRL(lr=0.1), Assign(), Accumulate(), Custom("mine", lr=0.1, slots=1),
 ]  # fmt: skip
 
 
+def mine(w: Floats, s: Floats, g: Floats, v: Floats, c: Floats) -> None:
+    for j in range(len(w)):
+        s[j] = g[j]
+        w[j] -= v[0] * g[j]
+
+
 def pushed(optimizer: Optimizer, dtype: str, strange: np.ndarray) -> Table:
+    if isinstance(optimizer, Custom):
+        register_optimizer(optimizer.name, mine, slots=optimizer.slots)
     table = Table(TableSpec("t", DIM, optimizer, dtype=dtype), 3, 2)
     values = np.full(optimizer.step_floats, 0.1, np.float32)
     keys = np.arange(10)
