@@ -27,7 +27,8 @@ CANONICAL = 0x7FC00000
 STRANGE = np.array([0x7FC00001, 0xFFC12345, 0x7F800001, 0xFFFFFFFF, 0xFFC00000], np.uint32).view(np.float32)
 OPTIMIZERS = [
     SGD(lr=0.1), SGD(lr=0.1, weight_decay=0.1), SGD(lr=0.1, momentum=0.9), SGD(lr=0.1, momentum=0.9, nesterov=True),
-    Adagrad(lr=0.1), RowAdagrad(lr=0.1), Adam(lr=0.1), AdamW(lr=0.1), FTRL(lr=0.1), Assign(), Accumulate(), Custom("mine", lr=0.1, slots=1),
+    Adagrad(lr=0.1), RowAdagrad(lr=0.1), Adam(lr=0.1), AdamW(lr=0.1), FTRL(lr=0.1), Assign(), Accumulate(),
+    Custom("mine", lr=0.1, slots=1),
 ]  # fmt: skip
 
 
