@@ -48,7 +48,7 @@ class FakeServer:
         self._connections: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._start(self._accept)
+        self._accepting = self._start(self._accept)
 
     @property
     def info(self) -> ServerInfo:
@@ -60,10 +60,15 @@ class FakeServer:
 
     def kill(self) -> None:
         """Ends at once; its address refuses connections."""
-        for sock in (self._listener, *self._connections):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
+        self._end(self._listener)
+        self._accepting.join()  # who has come just now is known
+        for sock in self._connections:
+            self._end(sock)
+
+    def _end(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        sock.close()
 
     def hang_up(self) -> None:
         """Ends every connection there is."""
@@ -82,8 +87,10 @@ class FakeServer:
             with contextlib.suppress(OSError):
                 sock.sendall(frame)
 
-    def _start(self, target: Callable[..., None], *args: object) -> None:
-        threading.Thread(target=target, args=args, daemon=True).start()
+    def _start(self, target: Callable[..., None], *args: object) -> threading.Thread:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        thread.start()
+        return thread
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -138,7 +145,7 @@ class FakeServer:
         middle = len(answer) // 2 if self.half.is_set() else len(answer)
         yield answer[:middle]
         if middle < len(answer):
-            self.go.wait(10)
+            self.go.wait(60)
             yield answer[middle:]
 
 

@@ -59,6 +59,6 @@ def test_what_another_thread_queues_while_the_last_bytes_leave_is_sent_too() -> 
     machine, link = Machine(), Busy()
     link.driver = Driver(machine, lambda link, error: None, lambda: False, lambda error: None)
     link.driver.add(cast(Link, link))
-    assert link.driver.wait(lambda: link.flushed == 2, 1.0)
+    assert link.driver.wait(lambda: link.flushed == 2, 30.0)
     assert not link.unsent
     assert machine.sockets.wanted == READABLE

@@ -12,6 +12,7 @@ import pytest
 
 import elasticps as eps
 from coordinator.view import ServerInfo, View
+from elasticps.client.connections import CONNECT_TIMEOUT_S
 from elasticps.client.protocol.session import ASKED_BYTES
 from elasticps.hashing import hash_key, range_shift, table_salt
 from elasticps.spec import Consistency
@@ -45,8 +46,9 @@ class Cluster:
         self.control = FakeRegistry(self.before)
         self.clients: list[eps.Client] = []
         patch.setattr("elasticps.client.opening.Registry", self.control)
+        patch.setattr("elasticps.client.parts.LEAVE_S", 0.1)  # some end while they are owed something
 
-    def connect(self, timeout: float = 10.0, consistency: Consistency | None = None) -> eps.Client:
+    def connect(self, timeout: float = 30.0, consistency: Consistency | None = None) -> eps.Client:
         client = eps.connect("etcd://127.0.0.1:1/fake", worker="w", timeout=timeout, consistency=consistency)
         self.clients.append(client)
         return client
@@ -60,10 +62,20 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     cluster = Cluster(monkeypatch)
     yield cluster
     for client in cluster.clients:
-        client.timeout = 0.1
         client.close()
     for server in cluster.servers:
         server.kill()
+
+
+def told(wait: Callable[[float], object], *words: str) -> str:
+    """What a wait that times out again and again says as soon as all of the words are in it."""
+    said, deadline_s = "", time.monotonic() + 40
+    while not all(word in said for word in words):
+        assert time.monotonic() < deadline_s, f"{words} not in: {said}"
+        with pytest.raises(eps.Timeout) as error:
+            wait(0.2)
+        said = str(error.value)
+    return said
 
 
 def test_a_step_that_a_lost_head_owed_goes_to_its_successor(cluster: Cluster) -> None:
@@ -197,8 +209,10 @@ def test_late_bytes_of_an_old_answer_do_not_overwrite_a_new_one(cluster: Cluster
     cluster.b.tell(chains([cluster.a.info, cluster.b.info], [[1]], epoch=2))  # a lives on, and is the tail no more
     assert set(read.result().tolist()) == {2.0}
     cluster.a.go.set()
-    time.sleep(0.2)
-    tensor.pull()
+    cluster.a.view = chains([cluster.a.info, cluster.b.info], [[0]], epoch=3)
+    cluster.b.tell(cluster.a.view)
+    eventually(lambda: ps.view.epoch == 3)
+    assert set(tensor.pull().tolist()) == {-1.0}  # behind those bytes
     assert set(out.tolist()) == {2.0}
 
 
@@ -253,7 +267,7 @@ def test_a_table_is_created_at_the_heads_of_the_newest_view(cluster: Cluster, ev
     eventually(lambda: bool(cluster.b.got(Kind.CREATE)))
     assert not done.is_set()
     cluster.b.tell(cluster.after)
-    thread.join(5)
+    thread.join(30)
     assert done.is_set()
     assert [h.epoch for h in cluster.b.got(Kind.CREATE)] == [1, 2]
 
@@ -274,7 +288,10 @@ def test_a_frozen_server_blocks_nobody_else(cluster: Cluster, accepts: bool) -> 
     for _ in range(20):
         ps.push({table: (KEYS, ONES)}).result()
         table.pull(KEYS)
-    assert time.monotonic() - started < 2
+    assert not next(p for p in ps._dispatcher.connections.peers.values() if p.info.name == "z").link.ready
+    assert (
+        time.monotonic() - started < 20 * CONNECT_TIMEOUT_S
+    )  # what an attempt takes, which is what they would wait for
     for sock in (*waiting, frozen):
         sock.close()
 
@@ -284,11 +301,9 @@ def test_a_timeout_says_who_owes_what_since_when(cluster: Cluster) -> None:
     ps.push({}).result()
     cluster.a.kill()
     step = ps.push({})
-    with pytest.raises(eps.Timeout) as error:
-        step.result(timeout=0.3)
-    text = str(error.value)
-    for part in (f"server a at {cluster.a.address}, head of 4 ranges (0, 2, 4, 6): unreachable for 0.",
-                 "(connection refused)", "owes step 2", "the cluster's view is at epoch 1"):  # fmt: skip
+    text = told(step.result, "(connection refused)")
+    for part in (f"server a at {cluster.a.address}, head of 4 ranges (0, 2, 4, 6): unreachable for ", "owes step 2",
+                 "the cluster's view is at epoch 1"):  # fmt: skip
         assert part in text
     assert "server b" not in text
 
@@ -301,10 +316,9 @@ def test_what_a_server_that_has_come_back_empty_had_alone_is_said_to_be_lost(clu
     cluster.a.incarnation = 2
     cluster.a.hang_up()
     step = ps.push({})
-    with pytest.raises(eps.Timeout, match="its data are lost") as error:
-        step.result(timeout=5)
-    assert "has begun empty, and no other server has the rows of ranges 0, 2, 4, 6, of any table" in str(error.value)
-    assert "unreachable" not in str(error.value)
+    text = told(step.result, "its data are lost")
+    assert "has begun empty, and no other server has the rows of ranges 0, 2, 4, 6, of any table" in text
+    assert "unreachable" not in text
 
 
 def alone(cluster: Cluster) -> tuple[list[int], list[int]]:
@@ -325,13 +339,13 @@ def test_who_comes_while_ranges_have_no_replica_reads_the_others(
         cluster.a.incarnation = 2
     else:
         cluster.a.kill()
-    ps = cluster.connect(timeout=2.0, consistency=consistency)
+    ps = cluster.connect(timeout=4.0, consistency=consistency)
     table = cluster.table(ps)
     cluster.b.value = 7.0
     assert (table.pull(of_b) == 7.0).all()
     why = "its data are lost" if empty else "unreachable for"
-    with pytest.raises(eps.Timeout, match=rf"server a at .*, head of 4 ranges \(0, 2, 4, 6\): {why}"):
-        table.pull_async(of_a).result(timeout=0.3)
+    text = told(lambda timeout: table.pull_async(of_a).result(timeout), why)
+    assert f"server a at {cluster.a.address}, head of 4 ranges (0, 2, 4, 6): {why}" in text
     with pytest.raises(eps.Timeout, match=why):
         ps.push({table: (KEYS, ONES)})
 
@@ -368,9 +382,7 @@ def test_what_a_neighbour_still_has_is_not_said_to_be_lost(cluster: Cluster) -> 
     ps.push({}).result()
     cluster.a.incarnation = 2
     cluster.a.hang_up()
-    with pytest.raises(eps.Timeout, match="it was started again") as error:
-        ps.push({}).result(timeout=1)
-    assert "lost: " not in str(error.value)
+    assert "lost: " not in told(ps.push({}).result, "it was started again")
 
 
 def test_a_pull_given_up_stays_given_up(cluster: Cluster) -> None:

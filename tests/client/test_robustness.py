@@ -134,7 +134,7 @@ def test_a_failure_in_the_thread_that_reads_is_told_to_all_who_wait(
 
     thread = threading.Thread(target=wait)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert isinstance(told[0], ZeroDivisionError)
     with pytest.raises(eps.Closed, match="ZeroDivisionError"):
         step.result()

@@ -65,11 +65,11 @@ def test_a_client_can_be_built_on_another_runtime_and_another_store() -> None:
     view = server.view = chains([server.info], [[0]])
     runtime = Counted()
     store = MemoryStore("fake")
-    runtime.run(store.put("config", ClusterConfig(view.ranges).to_json()), 5.0)
-    runtime.run(store.put("view", view.encode()), 5.0)
+    runtime.run(store.put("config", ClusterConfig(view.ranges).to_json()), 30.0)
+    runtime.run(store.put("view", view.encode()), 30.0)
     try:
         control = Registry(store, runtime, "memory")
-        with Client(control, "w", eps.ASP(), window=4, timeout=5.0, app="default") as ps:
+        with Client(control, "w", eps.ASP(), window=4, timeout=30.0, app="default") as ps:
             table = ps.table("t", dim=4, optimizer=eps.Accumulate())
             assert table.pull([1, 2]).shape == (2, 4)
     finally:
