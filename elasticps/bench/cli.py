@@ -31,6 +31,7 @@ def _ends_as_by_ctrl_c(context: typer.Context) -> None:
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Servers = Annotated[int, typer.Option(min=1, max=16, help="Servers of the local cluster.")]
+Tls = Annotated[bool, typer.Option("--tls", help="With TLS, certificates required of everybody.")]
 Seconds = Annotated[float, typer.Option(min=0.1, help="Time spent on each line.")]
 
 
@@ -75,6 +76,7 @@ def sparse(
         list[int] | None, typer.Option(min=1, help="Copies of each range; several are compared.  [default: 1]")
     ] = None,
     window: Annotated[int, typer.Option(min=1, help="Outstanding steps in push-window.")] = 4,
+    tls: Tls = False,
     seconds: Seconds = 4.0,
     as_json: Json = False,
 ) -> None:
@@ -82,8 +84,9 @@ def sparse(
     from elasticps.bench import sparse as bench
 
     results = bench.run(batches=batch or bench.BATCHES, rows=rows, dim=dim, servers=servers, replicas=replicas or [1],
-                        window=window, seconds=seconds, progress=_progress)  # fmt: skip
-    _show(results, f"sparse: {rows:,} rows x {dim} float32, {servers} server(s), one worker", as_json, "batch")
+                        window=window, tls=tls, seconds=seconds, progress=_progress)  # fmt: skip
+    secured = ", TLS" * tls
+    _show(results, f"sparse: {rows:,} rows x {dim} float32, {servers} server(s), one worker{secured}", as_json, "batch")
 
 
 @app.command()
@@ -173,6 +176,7 @@ def failover(
     kills: Annotated[int, typer.Option(min=1, help="How often a server dies.")] = 20,
     signal: Annotated[Signal, typer.Option(help="STOP freezes it until the others have recovered.")] = Signal.KILL,
     rows: Annotated[int, typer.Option(min=0, help="Rows of 64 floats stored first, 2/3 of them on each server.")] = 0,
+    tls: Tls = False,
     as_json: Json = False,
 ) -> None:
     """Time from the death of a server to the next committed push on its ranges: 3 servers, 2 replicas, 2 workers.
@@ -181,7 +185,7 @@ def failover(
     """
     from elasticps.bench import failover as bench
 
-    outcome = bench.run(kills=kills, stop=signal is Signal.STOP, rows=rows, progress=_progress)
+    outcome = bench.run(kills=kills, stop=signal is Signal.STOP, rows=rows, tls=tls, progress=_progress)
     if as_json:
         typer.echo(json.dumps(outcome.as_dict(), indent=2))
     else:

@@ -26,6 +26,7 @@ from elasticps.coordination import opened, read_view
 from elasticps.errors import Error, Timeout
 from elasticps.local import LocalCluster
 from elasticps.local.story import Failover, adoption, failover
+from elasticps.security import credentials_of
 from elasticps.spec import Accumulate, Adagrad
 
 SERVERS, REPLICAS, WORKERS = 3, 2, 2
@@ -146,7 +147,12 @@ class Worker:
 
 
 def run(
-    *, kills: int = 20, stop: bool = False, rows: int = 0, progress: Callable[[str], None] = lambda text: None
+    *,
+    kills: int = 20,
+    stop: bool = False,
+    rows: int = 0,
+    tls: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """Kills, or with `stop` freezes, the server that heads most ranges, `kills` times, with a repair between them.
 
@@ -154,7 +160,7 @@ def run(
     is audited, and every value compared with the pushes acknowledged. Raises Timeout where recovery does not come.
     """
     progress("starting a cluster")
-    with LocalCluster("failover", servers=SERVERS, replicas=REPLICAS) as cluster:
+    with LocalCluster("failover", servers=SERVERS, replicas=REPLICAS, tls=tls) as cluster:
         with connect(cluster.url, worker="filler", timeout=120.0) as ps:
             ps.table("counted", dim=DIM, optimizer=Accumulate())
             if rows:
@@ -194,7 +200,8 @@ def _round(cluster: LocalCluster, workers: Sequence[Worker], stop: bool) -> Kill
     view: View = _until(partial(_whole, cluster), REPAIR_TIMEOUT_S, "the repair did not end")
     heads = np.bincount(view.heads, minlength=len(view.servers))
     victim = cluster.server(view.servers[int(heads.argmax())].name)
-    held = int(background.run(fetch_status(victim.admin, 10.0))["bytes"])
+    credentials = credentials_of(cluster.operator_url)
+    held = int(background.run(fetch_status(victim.admin, 10.0, credentials))["bytes"])
     log_from = len(cluster.log("c0"))
     sent = time.time()
     if stop:

@@ -30,6 +30,7 @@ def run(
     servers: int = 1,
     replicas: Sequence[int] = (1,),
     window: int = 4,
+    tls: bool = False,
     seconds: float = 4.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Result]:
@@ -43,7 +44,7 @@ def run(
         subjects = []
         for count in replicas:
             progress(f"starting a cluster with {count} replica{'s' if count > 1 else ''}")
-            cluster = stack.enter_context(LocalCluster(servers=servers, replicas=count))
+            cluster = stack.enter_context(LocalCluster(servers=servers, replicas=count, tls=tls))
             ps = stack.enter_context(connect(cluster.url, worker="bench", window=window, timeout=120.0))
             table = ps.table("bench", dim=dim, optimizer=Adagrad(lr=0.01))
             progress(f"filling {rows:,} rows of {dim} floats")
