@@ -26,6 +26,8 @@ def audit(
 ) -> None:
     """Compare all replicas of every range bit for bit, and each worker's acknowledged steps with what is applied.
 
+    A worker says with its next push what was acknowledged, so one that has stopped is shown a step behind.
+
     Training goes on meanwhile. The exit code is 0 if all is equal, 1 if a replica differs or an acknowledged step is
     missing, 3 if not everything could be compared in time or nothing could, 4 if a server was lost meanwhile.
     """
