@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import promql_parser
@@ -142,6 +144,17 @@ def test_alarms_say_how_bad_it_is() -> None:
     for rule in rules():
         assert rule["labels"]["severity"] in ("critical", "warning")
         assert rule["annotations"]["summary"]
+
+
+def test_the_rules_without_the_operator_are_the_same(tmp_path: Path) -> None:
+    page = (ROOT / "docs/machines.md").read_text()
+    command = next(line for line in page.splitlines() if line.startswith("sed "))
+    subprocess.run(command.replace(" > ", f" > {tmp_path}/"), shell=True, cwd=ROOT, check=True)
+    (written,) = tmp_path.iterdir()
+    settings = next(block for block in re.findall(r"```yaml\n(.*?)```", page, re.S) if "scrape_configs" in block)
+    assert yaml.safe_load(settings)["rule_files"] == [written.name]
+    groups = yaml.safe_load(written.read_text())["groups"]
+    assert [rule for group in groups for rule in group["rules"]] == rules()
 
 
 def test_the_autoscaler_asks_for_what_the_adapter_gives() -> None:
