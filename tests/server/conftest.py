@@ -197,7 +197,7 @@ class Group:
         await asyncio.sleep(0)
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     """Waits for a condition."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():

@@ -75,7 +75,7 @@ def test_a_create_for_a_view_to_come_stops_no_other_and_ends_after_a_while(run: 
         header, _ = await asyncio.wait_for(create(other, 51, NOW), 10)
         assert header.kind == Kind.OK
         assert 51 in group.servers["b"].store.tables
-        with patch.object(held_frames, "HOLD_TIMEOUT_S", 0.0):
+        with patch.object(held_frames, "HOLD_TIMEOUT_S", -1.0):
             group.servers["a"].tick()
         header, document = await asyncio.wait_for(waiting, 10)
         assert json_body(document)["code"] == "stale-view"

@@ -85,7 +85,7 @@ def test_a_push_of_exactly_the_limit_goes_along_the_chain(run: Run, flags: int) 
 async def create_large(worker: Worker, group: Group) -> None:
     spec = TableSpec("large", LARGE_DIM, Accumulate()).to_json()
     body = json_frame(Kind.CREATE, {"id": LARGE, "spec": spec})[HEADER_BYTES:]
-    answer, document = await asyncio.wait_for(worker.ask(Header(Kind.CREATE, epoch=1), body), 30)
+    answer, document = await asyncio.wait_for(worker.ask(Header(Kind.CREATE, epoch=1), body), 60)
     assert answer.kind == Kind.OK, json_body(document)
 
 

@@ -183,7 +183,7 @@ def test_nothing_is_heard_that_comes_behind_what_cannot_be(run: Run) -> None:
     run(test)
 
 
-@pytest.mark.parametrize(("limit", "value"), [("MOST_BYTES", 100 << 10), ("HOLD_TIMEOUT_S", 0.0)])
+@pytest.mark.parametrize(("limit", "value"), [("MOST_BYTES", 100 << 10), ("HOLD_TIMEOUT_S", -1.0)])
 def test_what_waits_for_a_view_to_come_is_bounded_and_does_not_wait_for_ever(
     run: Run, limit: str, value: float
 ) -> None:
@@ -270,7 +270,7 @@ def test_a_table_that_is_not_registered_is_waited_for_on_its_own_connection(run:
         assert header.kind == Kind.OK
         never = create(early, 50, NOW)
         await until(lambda: server.registered.wanted)
-        with patch.object(held_frames, "HOLD_TIMEOUT_S", 0.0):
+        with patch.object(held_frames, "HOLD_TIMEOUT_S", -1.0):
             server.tick()
         _, refusal = await asyncio.wait_for(never, 10)
         assert json_body(refusal)["code"] == "unknown-table"

@@ -26,7 +26,7 @@ def server(url: str, *arguments: str) -> subprocess.Popen[str]:
 def refusal(url: str, *arguments: str) -> str:
     """The one line that a server says that does not start."""
     with server(url, *arguments) as process:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 2, errors
     assert "Traceback" not in errors
     return errors.strip().splitlines()[-1]
@@ -50,7 +50,7 @@ def test_a_name_that_somebody_lives_under_is_refused(local_cluster: NewCluster, 
         assert heir.stdout is not None
         assert '"incarnation": 3' in heir.stdout.readline()
         heir.send_signal(signal.SIGINT)
-        assert "waiting until the lease" not in heir.communicate(timeout=30)[1]
+        assert "waiting until the lease" not in heir.communicate(timeout=100)[1]
 
 
 def test_one_that_was_frozen_leaves_its_name_to_who_took_it_meanwhile(
@@ -65,7 +65,7 @@ def test_one_that_was_frozen_leaves_its_name_to_who_took_it_meanwhile(
         eventually(lambda: not cluster.server("s1").running)
         assert heir.poll() is None
         heir.send_signal(signal.SIGINT)
-        assert heir.wait(30) == 0
+        assert heir.wait(100) == 0
 
 
 def test_the_last_server_ends_at_once(local_cluster: NewCluster, eventually: Eventually) -> None:

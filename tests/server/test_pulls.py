@@ -32,7 +32,7 @@ async def read_rows(reader: asyncio.StreamReader, requests: int) -> dict[int, ND
     chunks: dict[int, list[bytes]] = {}
     left = requests
     while left:
-        raw = await asyncio.wait_for(reader.readexactly(HEADER_BYTES), 20)
+        raw = await asyncio.wait_for(reader.readexactly(HEADER_BYTES), 60)
         header = unpack_header(raw)
         content = await reader.readexactly(header.body)
         assert header.kind == Kind.ROWS, content

@@ -39,7 +39,7 @@ class Nothing:
 
 async def answered(restorer: Restorer, wanted: Wanted) -> Restored:
     """What it says when it has tried."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             answer = restorer.go_on(5, wanted)
             if answer.failed or restorer._work is None:
@@ -148,12 +148,12 @@ def test_what_is_committed_is_not_read_again_when_ranges_move(
         wanted = Wanted(tmp_path.as_uri(), 1, ((7, 7),), True)
         s0, s1 = (group.servers[name].restoring for name in ("s0", "s1"))
         s0.go_on(1, wanted)
-        await asyncio.wait_for(first_done.wait(), 20)
+        await asyncio.wait_for(first_done.wait(), 60)
         done = set(s0.go_on(1, wanted).ranges)
         assert 0 < len(done) < RANGES
         group.adopt(group.make_view(lambda r: ["s1", "s0"] if r > 7 else ["s0", "s1"]))
         moved.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(done) < RANGES:
                 for restorer in (s0, s1):
                     answer = restorer.go_on(1, wanted, to_bits(done, RANGES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -70,13 +71,21 @@ def test_a_rank_that_ends_ends_the_group(dead: int) -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with linked(3, timeout_s=0.05) as links:
+        asked = threading.Event()  # rank 2 has, before rank 0 begins to wait
+
+        def take_part(each: Links) -> None:
+            if each.rank == 0:
+                assert asked.wait(60)
+            number, _ = each.ask("sum")
+            asked.set()
+            each.answer(number)
 
         def ask(each: Links) -> None:
             if each.rank != 1:
                 with pytest.raises(
                     eps.GroupLost, match=r"rank 1 of the group did not come to 'sum' within|silent|answer"
                 ):
-                    each.answer(each.ask("sum")[0])
+                    take_part(each)
 
         together(ask, links)
 
