@@ -43,7 +43,7 @@ def restore_with_bar(url: str, place: str, cut: int | None, tables: str, timeout
 def _progress(*columns: ProgressColumn) -> Progress:
     return Progress(
         TextColumn("[bold]{task.description}"), BarColumn(bar_width=28), *columns, TimeElapsedColumn(),
-        TimeRemainingColumn(), console=err, transient=True,
+        TimeRemainingColumn(), console=err, transient=True, disable=not err.is_terminal,
     )  # fmt: skip
 
 

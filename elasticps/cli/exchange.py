@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, TextColumn
 
+from elasticps.cli.bars import bar
 from elasticps.cli.local import worker_target
 from elasticps.cli.options import Name, Url
-from elasticps.cli.output import err, out
+from elasticps.cli.output import out
 from elasticps.errors import ConfigError
 
 App = Annotated[str, typer.Option(help="The application that the tables belong to.")]
@@ -100,12 +101,5 @@ def _pairs(option: str, form: str, given: list[str] | None) -> Iterator[tuple[st
         yield left, right
 
 
-@contextmanager
-def _bar(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    columns = (
-        TextColumn("[bold]{task.description}"), BarColumn(bar_width=28), MofNCompleteColumn(), TextColumn("rows"),
-        TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=err, transient=True) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda rows: progress.advance(task, rows)
+def _bar(title: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
+    return bar(title, total, MofNCompleteColumn(), TextColumn("rows"))

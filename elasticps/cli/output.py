@@ -54,7 +54,10 @@ def size(count: float) -> str:
 
 
 # What the machine refuses, and no fault of ours.
-_SURROUNDINGS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE}
+_SURROUNDINGS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM,
+    errno.EMFILE, errno.ENFILE,
+}  # fmt: skip
 
 
 def guarded(command: Callable[_P, None]) -> Callable[_P, None]:

@@ -168,7 +168,7 @@ def _bar(title: str, total: int) -> Iterator[Callable[[News], None]]:
         TextColumn("[bold]{task.description}"), BarColumn(bar_width=28), TextColumn("{task.fields[left]} ranges left"),
         TimeElapsedColumn(), TextColumn("[yellow]{task.fields[waiting]}"),
     )  # fmt: skip
-    with Progress(*columns, console=err, transient=True) as progress:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(title, total=max(1, total), left=total, waiting="")
 
         def tell(news: News) -> None:

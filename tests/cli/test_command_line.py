@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from elasticps import cli
 from elasticps.cli.app import app
-from elasticps.cli.output import ExitCode
+from elasticps.cli.output import ExitCode, guarded
 from elasticps.local import state
 
 
@@ -101,6 +104,17 @@ def test_a_full_disk_is_said_without_a_traceback(state_folder: Path) -> None:
     assert "error: what was to be written: No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.returncode != ExitCode.OK
+
+
+@pytest.mark.parametrize("number", [errno.EFBIG, errno.EIO, errno.EDQUOT])
+def test_what_a_machine_refuses_is_one_line(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def write() -> None:
+        raise OSError(number, os.strerror(number), "model.safetensors")
+
+    with pytest.raises(typer.Exit) as ended:
+        guarded(write)()
+    assert ended.value.exit_code == ExitCode.FAILED
+    assert capsys.readouterr().err == f"error: model.safetensors: {os.strerror(number)}\n"
 
 
 def test_ctrl_c_while_the_command_is_loaded_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
