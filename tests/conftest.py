@@ -91,7 +91,7 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
         patch.setenv("ETCD_UNSAFE_NO_FSYNC", "true")  # a disk that others keep busy held it up for seconds
         patch.setattr(tempfile, "tempdir", str(folder))
         yield
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while (processes := _descendants(mark)) and time.monotonic() < deadline:
             time.sleep(0.05)
         folders = sorted(path.name for path in folder.glob("elasticps-*"))
@@ -150,7 +150,7 @@ def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     plan = EtcdPlan(folder / "data")
     process = Process.start("etcd", "etcd", plan.command(), folder, plan.environment())
     try:
-        process.wait_until(plan.healthy, time.monotonic() + 30)
+        process.wait_until(plan.healthy, time.monotonic() + 60)
         yield plan.endpoint
     finally:
         stop_all([process], grace_s=5)
@@ -177,13 +177,13 @@ def local_cluster() -> Iterator[NewCluster]:
 
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], bool]], None]:
-    """Waits until a condition holds; fails the test if it does not within 40 s: a process may have to start first, on a
-    machine that is busy."""
+    """Waits until a condition holds; fails the test if it does not within 100 s: a process may have to start first, on
+    a machine that is busy."""
 
     def wait(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 100
         while not condition():
-            assert time.monotonic() < deadline, "the condition did not come true within 40 s"
+            assert time.monotonic() < deadline, "the condition did not come true within 100 s"
             time.sleep(0.01)
 
     return wait

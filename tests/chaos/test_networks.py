@@ -16,8 +16,9 @@ from chaos.live import netns
 from chaos.live.network import Shape
 from chaos.live.proxy import Proxy
 from elasticps.errors import ConfigError, Error
+from elasticps.local.etcd import free_ports
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 QUIET_S = 0.4
 
 ECHO = """
@@ -88,13 +89,8 @@ def proxy() -> Iterator[Proxy]:
     proxy.close()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def test_a_proxy_carries_cuts_and_mends_each_direction(proxy: Proxy) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     with echo(lambda words: words, "127.0.0.1", port), dial(proxy.publish("s0", "127.0.0.1", port)) as connection:
         assert hears(connection, b"1" * 100_000)
         for pair in (("me", "s0"), ("s0", "me")):
@@ -107,7 +103,7 @@ def test_a_proxy_carries_cuts_and_mends_each_direction(proxy: Proxy) -> None:
 
 
 def test_a_proxy_delays(proxy: Proxy) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     with echo(lambda words: words, "127.0.0.1", port), dial(proxy.publish("s0", "127.0.0.1", port)) as connection:
         proxy.shape("s0", Shape(ms=2000))
         assert is_silent(connection, b"1")
@@ -117,7 +113,7 @@ def test_a_proxy_delays(proxy: Proxy) -> None:
 
 
 def test_the_port_of_a_dead_process_is_refused_until_it_is_back(proxy: Proxy) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     address = proxy.publish("s0", "127.0.0.1", port)
     host = address.rpartition(":")[0]
     with echo(lambda words: words, "127.0.0.1", port) as process, dial(address) as connection:
@@ -185,7 +181,7 @@ def inside() -> None:
     hosts = {name: network.join(name) for name in ("s0", "s1")}
     dialler = (
         "import socket, sys\n"
-        "connection = socket.create_connection((sys.argv[1], 7000), 5)\n"
+        "connection = socket.create_connection((sys.argv[1], 7000), 30)\n"
         "connection.settimeout(float(sys.argv[2]))\n"
         "for line in sys.stdin:\n"
         "    connection.sendall(line.encode())\n"

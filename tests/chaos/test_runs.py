@@ -22,15 +22,15 @@ app.command()(cli.chaos)
 READY = ("kill-each-role", "rolling-restart", "random-day", "partition", "zombie")
 
 SHORT = """
-about: two kills and a pause
+about: a pause and two kills
 duration: 6
 calm: 2
 cluster: {servers: 3, coordinators: 1, ranges: 8}
 load: {workers: 1, filling: 1000, pause_ms: 5}
 faults:
-  - {at: 0.5, do: kill, target: head-of:hottest, back: 0}
+  - {at: 0.5, do: pause, target: random, for: 0.2}
   - {at: 1, do: kill, target: worker, back: 0}
-  - {at: 3, do: pause, target: random, for: 0.2}
+  - {at: 1.5, do: kill, target: head-of:hottest, back: 0}
 """
 CUT = """
 about: one server hears nobody
@@ -73,9 +73,9 @@ def test_a_short_run_keeps_every_promise_and_tells_how(tmp_path: Path) -> None:
     assert found["kept"]
     assert found["command"] == f"elasticps chaos run {tmp_path}/short.yaml --seed 3"
     assert [(fault["do"], fault["state"]) for fault in found["faults"]] == [  # type: ignore[attr-defined]
-        ("kill", "over"), ("kill", "over"), ("pause", "over")
+        ("pause", "over"), ("kill", "over"), ("kill", "over")
     ]  # fmt: skip
-    assert found["operations"]["steps_committed"] > 100  # type: ignore[index]
+    assert found["operations"]["steps_committed"] > 10  # type: ignore[index]
     assert found["audit"]["clean"]  # type: ignore[index]
 
 
@@ -145,6 +145,6 @@ def test_the_ready_plans_are_listed() -> None:
      (["summary", "/nowhere"], "no report.json")],
 )  # fmt: skip
 def test_what_cannot_be_run_is_said_with_exit_code_2(words: list[str], text: str) -> None:
-    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
     assert text in done.stderr

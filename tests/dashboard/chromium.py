@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 RUNS = Path(__file__).parents[2] / "runs" / "dashboard"
-WAIT_MS = 40_000
+WAIT_MS = 90_000
 ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",

@@ -78,7 +78,7 @@ def test_an_interrupted_demo_ends_everything(tmp_path: Path, stop: signal.Signal
             time.sleep(0.05)
         time.sleep(1.0)
         process.send_signal(stop)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=120)
     finally:
         process.kill()
         process.wait()

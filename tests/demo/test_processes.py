@@ -22,7 +22,7 @@ def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Children:
 
 
 def wait(children: Children, kind: str) -> Event:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         event = children.next_event(timeout_s=0.5)
         if event is not None and event.kind == kind:
@@ -82,7 +82,7 @@ def test_leaving_ends_children_that_would_go_on(children: Children) -> None:
     with children:
         children.start("a", {"code": PIPE + "pipe.tell('up'); import time; time.sleep(60)"})
         wait(children, "up")
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50
 
 
 def test_leaving_kills_children_that_do_not_listen(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:

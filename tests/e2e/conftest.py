@@ -17,6 +17,11 @@ class Connect(Protocol):
     def __call__(self, worker: str = "w0", **arguments: Any) -> eps.Client: ...
 
 
+def wait_for_others(ps: eps.Client, seconds: float) -> None:
+    """For so long the pulls of a worker wait for others from now on; for servers, and all else, as it was connected."""
+    ps._parts.reads._wait_ms = int(1000 * seconds)
+
+
 _shared = ExitStack()
 _running: list[eps.LocalCluster] = []
 

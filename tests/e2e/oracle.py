@@ -173,7 +173,7 @@ class Trainers:
         if self._errors:
             raise self._errors[0]
 
-    def progress(self, steps: int = 20, timeout_s: float = 40.0) -> None:
+    def progress(self, steps: int = 20, timeout_s: float = 100.0) -> None:
         """Waits until every trainer has begun, and got acknowledged, so many more steps."""
         goals = [trainer.begun + steps for trainer in self.all]
         wait_for(
@@ -214,7 +214,7 @@ class Watcher:
         assert self._follower.view is not None
         return self._follower.view
 
-    def wait(self, condition: Callable[[View], bool], what: str, timeout_s: float = 40.0) -> View:
+    def wait(self, condition: Callable[[View], bool], what: str, timeout_s: float = 100.0) -> View:
         """The first view from now on that satisfies a condition."""
         wait_for(
             lambda: condition(self.view),

@@ -329,7 +329,7 @@ def test_a_healthy_cluster_is_clean_while_workers_push(cluster: eps.LocalCluster
             for trainer in trainers.all:
                 assert 0 < mine[trainer.ps.worker.id].told <= mine[trainer.ps.worker.id].applied
         command = [sys.executable, "-m", "elasticps", "audit", "--url", cluster.url, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr
         document = json.loads(done.stdout)
         assert document["clean"]

@@ -105,7 +105,7 @@ def test_a_wrong_url_says_what_was_tried_within_the_timeout(url: str, error: typ
     started = time.monotonic()
     with pytest.raises(error, match=text):
         eps.connect(url, timeout=1.0)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 def test_a_cluster_that_does_not_exist_is_named(cluster: eps.LocalCluster) -> None:
@@ -122,19 +122,21 @@ def server(cluster: eps.LocalCluster) -> tuple[str, int]:
     return host, int(port)
 
 
-def ask(server: tuple[str, int], data: bytes) -> list[tuple[Header, bytes]]:
-    """Sends bytes and returns the frames that come back until the server closes, or says no more for a second."""
-    with socket.create_connection(server, timeout=1.0) as sock:
+def ask(server: tuple[str, int], data: bytes, count: int = 0) -> list[tuple[Header, bytes]]:
+    """Sends bytes and returns the frames that come back: so many of them, 0 for all until the server closes."""
+    with socket.create_connection(server, timeout=60.0) as sock:
         received = b""
-        try:
+        with contextlib.suppress(ConnectionError):
             sock.sendall(data)
-            while piece := sock.recv(1 << 16):
+            while (not count or len(frames_in(received)) < count) and (piece := sock.recv(1 << 16)):
                 received += piece
-        except OSError:
-            pass
+    return frames_in(received)
+
+
+def frames_in(received: bytes) -> list[tuple[Header, bytes]]:
+    """Those that are whole."""
     frames = []
-    while len(received) >= 64:
-        header = unpack_header(received)
+    while len(received) >= 64 and len(received) >= 64 + (header := unpack_header(received)).body:
         frames.append((header, received[64 : 64 + header.body]))
         received = received[64 + header.body :]
     return frames
@@ -167,7 +169,7 @@ def test_malformed_bytes_are_answered_and_the_connection_closed(
 
 
 def test_a_hello_for_another_cluster_is_refused(server: tuple[str, int], connect: Connect) -> None:
-    ((_, body),) = ask(server, hello(connect(), cluster="other"))
+    ((_, body),) = ask(server, hello(connect(), cluster="other"), 1)
     assert json_body(body)["code"] == "cluster"
 
 
@@ -176,7 +178,7 @@ def test_an_unknown_table_is_refused_and_the_connection_goes_on(server: tuple[st
     ps.push({}).result()
     pull = Header(Kind.PULL, 0, 8, 1, ps.view.epoch, table=987_654, items=1).pack() + bytes(8)
     join = Header(Kind.JOIN, request=2).pack()
-    frames = ask(server, hello(ps) + pull + join)
+    frames = ask(server, hello(ps) + pull + join, 3)
     assert [h.kind for h, _ in frames] == [Kind.WELCOME, Kind.ERROR, Kind.OK]
     assert json_body(frames[1][1])["code"] == "unknown-table"
 
@@ -234,7 +236,8 @@ def test_random_and_mutated_frames_do_not_hurt(server: tuple[str, int], connect:
             at = rng.randrange(len(frames))
             frames[at] = rng.randrange(256)
         data = bytes(frames) if rng.random() < 0.8 else rng.randbytes(rng.randrange(300))
-        with socket.create_connection(server, timeout=0.02) as sock, contextlib.suppress(OSError):
+        with socket.create_connection(server, timeout=60.0) as sock, contextlib.suppress(OSError):
+            sock.settimeout(0.02)
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(1 << 16):  # a frame of an epoch to come is held for a while: do not wait for that

@@ -13,6 +13,7 @@ import elasticps as eps
 from elasticps.local.following import Following
 from elasticps.spec import Optimizer
 from elasticps.store import Table
+from tests.e2e.oracle import wait_for
 
 KEYS = np.arange(300, dtype=np.int64)
 DIM = 5
@@ -56,12 +57,13 @@ class Training:
         self.url, self.app, self.optimizer, self.at = url, app, optimizer, at
         self.ready = threading.Barrier(count)
         self.errors: list[BaseException] = []
+        self.ids: dict[int, int] = {}
         self.seen: dict[tuple[int, int], NDArray[np.float32]] = {}  # by worker and step
         self.threads = [threading.Thread(target=self._run, args=(i, count)) for i in range(count)]
 
     def _run(self, index: int, count: int) -> None:
         try:
-            with eps.connect(self.url, worker=f"w{index}", app=self.app, consistency=eps.BSP(), timeout=40) as ps:
+            with eps.connect(self.url, worker=f"w{index}", app=self.app, consistency=eps.BSP(), timeout=100) as ps:
                 rows, tensor = self.open(ps)
                 ids = self._enter(ps, index)
                 for step in range(1, STEPS + 1):
@@ -77,8 +79,8 @@ class Training:
     def _enter(self, ps: eps.Client, index: int) -> list[int]:
         """All enter the rounds before anybody pushes; the order of the average is that of the ids."""
         ps.table("rows", dim=DIM, optimizer=self.optimizer).pull(KEYS[:1])
-        self.ids = getattr(self, "ids", {}) | {index: ps.worker.id}
-        self.ready.wait(60)
+        self.ids[index] = ps.worker.id
+        self.ready.wait(100)
         return sorted(self.ids.values())
 
     def open(self, ps: eps.Client) -> tuple[eps.SparseTable, eps.DenseTensor]:
@@ -89,7 +91,7 @@ class Training:
         for thread in self.threads:
             thread.start()
         for thread in self.threads:
-            thread.join(120)
+            thread.join(200)
         if self.errors:
             raise self.errors[0]
 
@@ -150,7 +152,7 @@ def test_workers_join_and_leave_between_rounds(cluster: eps.LocalCluster) -> Non
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
 
     first = connect("a")
     together((first, 10.0))
@@ -168,14 +170,15 @@ def test_workers_join_and_leave_between_rounds(cluster: eps.LocalCluster) -> Non
 def test_a_wait_says_for_whom(cluster: eps.LocalCluster) -> None:
     options = {"app": "slow", "consistency": eps.BSP()}
     with (
-        eps.connect(cluster.url, worker="quick", timeout=2, **options) as quick,  # type: ignore[arg-type]
+        eps.connect(cluster.url, worker="quick", timeout=20, **options) as quick,  # type: ignore[arg-type]
         eps.connect(cluster.url, worker="dawdler", timeout=20, **options) as dawdler,  # type: ignore[arg-type]
     ):
         table = dawdler.table("t", dim=1, optimizer=eps.Accumulate())
         table.pull(np.array([1]))
         step = quick.push({})
+        wait_for(lambda: quick.committed >= step.clock, lambda: "its share is not there", 60)
         with pytest.raises(eps.Timeout, match=r"waited too long for worker slow/dawdler"):
-            step.result()
+            step.result(2)
         dawdler.push({})
         threading.Thread(target=dawdler.flush).start()
         step.result(20)

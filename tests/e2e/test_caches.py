@@ -151,7 +151,7 @@ def test_bounded_delay_holds(connect: Connect) -> None:
             table = ps.table("t", dim=2, optimizer=eps.Accumulate(), cache=eps.Cache(rows=100, staleness=3))
             ones = np.zeros((5, 2), np.float32)
             ones[:, column] = 1
-            ready.wait(20)
+            ready.wait(100)
             above[column] = ps.resume().clock
             for _ in range(steps):
                 others = above.get(1 - column)

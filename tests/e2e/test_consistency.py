@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from tests.e2e.conftest import Connect
+from tests.e2e.conftest import Connect, wait_for_others
 from tests.e2e.oracle import wait_for
 from tests.e2e.worker_process import child, counts, ones
 
@@ -159,7 +159,7 @@ def test_the_oracle_notices_a_broken_bound() -> None:
 
 
 def test_without_a_bound_nobody_waits(connect: Connect) -> None:
-    quick, idle = connect("quick", timeout=5), connect("idle")
+    quick, idle = connect("quick", timeout=10), connect("idle")
     idle.resume()
     for _ in range(50):
         quick.push({counts(quick): ones(np.array([1]))})
@@ -168,12 +168,13 @@ def test_without_a_bound_nobody_waits(connect: Connect) -> None:
 
 
 def test_a_wait_says_for_whom(connect: Connect) -> None:
-    quick, idle = connect("quick", timeout=1, consistency=eps.SSP(staleness=2)), connect("idle")
+    quick, idle = connect("quick", consistency=eps.SSP(staleness=2)), connect("idle")
     idle.resume()
     for _ in range(2):
         quick.push({})
     counts(quick).pull(np.array([1]))
     quick.push({})
+    wait_for_others(quick, 1.0)
     with pytest.raises(eps.Timeout, match=f"waited too long for worker {quick.app}/idle"):
         counts(quick).pull(np.array([1]))
 
@@ -245,7 +246,7 @@ class Apps:
 @pytest.fixture
 def apps(cluster: eps.LocalCluster, connect: Connect) -> Iterator[Apps]:
     prefix = connect("reader").app
-    bound = {"consistency": eps.SSP(staleness=0), "timeout": 10}
+    bound = {"consistency": eps.SSP(staleness=0), "timeout": 60}
     with (
         eps.connect(cluster.url, worker="w0", app=f"{prefix}-ads", **bound) as ads,  # type: ignore[arg-type]
         eps.connect(cluster.url, worker="w0", app=f"{prefix}-feed", **bound) as feed,  # type: ignore[arg-type]

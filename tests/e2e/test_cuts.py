@@ -71,7 +71,7 @@ def test_every_cut_has_each_worker_s_steps_up_to_one_and_none_later() -> None:
                 cutting = beside.submit(background.run, cut_now(Looking, store, ps=ps, sums=Sums([1, 2])))
                 if number == KILL_AT:
                     cluster.kill("s1")
-                cut, driver = cutting.result(60)
+                cut, driver = cutting.result(120)
                 assert isinstance(driver, Looking)
                 found = ledgers(trainers, cut)
                 check_sums(driver.found, found)

@@ -28,12 +28,12 @@ def test_a_coordinator_takes_checkpoints_every_so_often_and_when_a_worker_asks(t
             coordinator = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
         try:
             cluster.kill("c0")  # it comes to lead
-            steps, deadline = 0, time.monotonic() + 60
+            steps, deadline = 0, time.monotonic() + 120
             while len(catalog.cuts_of(Storage(place))) < 2:
                 assert time.monotonic() < deadline, (tmp_path / "c1.log").read_text()
                 ps.push({table: (KEYS, np.ones((len(KEYS), 2), np.float32))}).result()
                 steps += 1
-            cut = ps.checkpoint().result(60)
+            cut = ps.checkpoint().result(120)
         finally:
             coordinator.terminate()
             coordinator.wait()

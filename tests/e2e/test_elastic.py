@@ -9,7 +9,7 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -46,7 +46,17 @@ class Scene:
         wait_for(
             self.following.settled,
             lambda: f"not settled at epoch {self.following.view.epoch}: {self.following.view.reason}",
-            40.0,
+            100.0,
+            self.trainers.check,
+        )
+        return self.following.view
+
+    def until(self, condition: Callable[[View], bool]) -> View:
+        """Waits for such a view: others may have seen it, and acted on it, before it comes here."""
+        wait_for(
+            lambda: condition(self.following.view),
+            lambda: f"not at epoch {self.following.view.epoch}: {self.following.view.reason}",
+            100.0,
             self.trainers.check,
         )
         return self.following.view
@@ -88,7 +98,7 @@ def test_three_servers_become_five_and_three_again(scene: Scene) -> None:
     grown = scene.cluster.scale(5)
     assert grown.servers == ("s0", "s1", "s2", "s3", "s4")
     scene.trainers.progress(steps=5)
-    share = held(scene.following.view)
+    share = held(scene.until(lambda view: len(held(view)) == 5 and scene.following.settled()))
     assert sum(share.values()) == RANGES * REPLICAS
     assert max(share.values()) <= 1.25 * RANGES * REPLICAS / 5
     assert min(share.values()) > 0
@@ -104,10 +114,10 @@ def test_two_join_while_one_drains_and_one_dies(scene: Scene) -> None:
         each.start()
     scene.following.request_drain("s2")
     for each in work:
-        each.join(60)
+        each.join(120)
     cluster.kill("s1")
-    wait_for(lambda: scene.names() == {"s0", "s5", "s6"}, lambda: scene.following.view.reason, 40.0)
-    wait_for(lambda: not _running(cluster, "s2"), lambda: f"s2 (pid {drained}) runs on", 20.0)
+    wait_for(lambda: scene.names() == {"s0", "s5", "s6"}, lambda: scene.following.view.reason, 100.0)
+    wait_for(lambda: not _running(cluster, "s2"), lambda: f"s2 (pid {drained}) runs on", 60.0)
     scene.verify()
 
 
@@ -119,9 +129,9 @@ def test_a_server_that_gets_sigterm_hands_everything_over_and_exits_0(scene: Sce
     victim = max(scene.cluster.servers, key=lambda server: held(scene.following.view).get(server.name, 0))
     process = scene.cluster._process(victim.name)
     os.kill(victim.pid, signal.SIGTERM)
-    assert process.popen.wait(40) == 0
-    assert victim.name not in scene.names()
-    assert not (scene.following.view.chains[:, 0] < 0).any()
+    assert process.popen.wait(100) == 0
+    view = scene.until(lambda view: view.index(victim.name) < 0)
+    assert not (view.chains[:, 0] < 0).any()
     assert f"server {victim.name} (pid {victim.pid}) ended, as it was asked to" in scene.cluster.ended()
     scene.verify()
 
@@ -130,28 +140,25 @@ def test_a_server_of_twice_the_weight_gets_twice_the_share(scene: Scene) -> None
     (new,) = scene.cluster.scale(4, weight=2.0).change.start
     fair = RANGES * REPLICAS * 2.0 / (3 + 2.0)
     # A newcomer may stop short of its share where more would move more than must (tests/coordinator/test_balance.py).
-    assert 0.75 * fair <= held(scene.following.view)[new] <= 1.25 * fair
+    view = scene.until(lambda view: new in held(view) and scene.following.settled())
+    assert 0.75 * fair <= held(view)[new] <= 1.25 * fair
     scene.verify()
 
 
 def test_the_last_server_waits_and_says_so_and_replicas_are_made_when_others_come(scene: Scene) -> None:
     cluster = scene.cluster
     assert len(cluster.scale(1).servers) == 1
-    last = next(iter(scene.names()))
+    (last,) = (server.name for server in scene.until(lambda view: len(view.servers) == 1).servers)
     scene.trainers.progress(steps=5)
-    assert f"{RANGES} ranges have fewer than {REPLICAS} replicas" in scene.following.view.reason
+    scene.until(lambda view: f"{RANGES} ranges have fewer than {REPLICAS} replicas" in view.reason)
     scene.following.request_drain(last)
-    wait_for(
-        lambda: f"{last} cannot be drained: it is the last server" in scene.following.view.reason,
-        lambda: scene.following.view.reason,
-        20.0,
-    )
+    scene.until(lambda view: f"{last} cannot be drained: it is the last server" in view.reason)
     scene.trainers.progress(steps=5)
     assert cluster.cancel_drain(last)
     outcome = cluster.scale(2)
     assert len(outcome.servers) == 2
-    assert not (scene.following.view.chains < 0).any()
-    assert "fewer" not in scene.following.view.reason
+    view = scene.until(lambda view: not (view.chains < 0).any())
+    assert "fewer" not in view.reason
     scene.verify()
 
 
@@ -160,4 +167,4 @@ def test_a_server_that_no_view_knows_ends_at_once_when_asked_to_drain() -> None:
         cluster.kill("c0")  # so that nobody lists it
         late = cluster.start_server("late")
         os.kill(late.pid, signal.SIGTERM)
-        assert cluster._processes["late"].popen.wait(20) == 0
+        assert cluster._processes["late"].popen.wait(45) == 0  # before a drain would be over

@@ -29,7 +29,7 @@ def forked(url: str, forks: int, first: str = "", *, look: bool = True, **enviro
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
     code = FORKS.format(first=first, forks=forks, look=look)
     done = subprocess.run(
-        [sys.executable, "-c", code, url], env=clean | environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, url], env=clean | environment, capture_output=True, text=True, timeout=200
     )
     return done.returncode, done.stderr
 

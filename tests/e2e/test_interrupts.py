@@ -98,7 +98,7 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 def test_an_interrupted_push_happened_whole_or_not_at_all(cluster: LocalCluster) -> None:
-    with eps.connect(cluster.url, worker="push", timeout=10) as ps:
+    with eps.connect(cluster.url, worker="push", timeout=60) as ps:
         table = ps.table("push", dim=4, optimizer=eps.Accumulate())
         grads = np.ones((64, 4), np.float32)
         hits = 0
@@ -112,7 +112,7 @@ def test_an_interrupted_push_happened_whole_or_not_at_all(cluster: LocalCluster)
 
 def test_so_did_one_with_a_pull_behind_it(cluster: LocalCluster) -> None:
     """Also where the message that has both is cut."""
-    with eps.connect(cluster.url, worker="both", timeout=10) as ps:
+    with eps.connect(cluster.url, worker="both", timeout=60) as ps:
         table = ps.table("both", dim=4, optimizer=eps.Accumulate())
         tensor = ps.tensor("both-d", init=np.zeros(9, np.float32), optimizer=eps.Accumulate())
         grads, ones, hits = np.ones((64, 4), np.float32), np.ones(9, np.float32), 0
@@ -130,7 +130,7 @@ def test_so_did_one_with_a_pull_behind_it(cluster: LocalCluster) -> None:
 
 
 def test_an_interrupted_push_of_several_frames_is_copied_whole(cluster: LocalCluster) -> None:
-    with eps.connect(cluster.url, worker="large", timeout=10) as ps:
+    with eps.connect(cluster.url, worker="large", timeout=60) as ps:
         tensor = ps.tensor("large", init=np.zeros(1 << 19, np.float32), optimizer=eps.Accumulate())
         grad = np.ones(1 << 19, np.float32)
         for _ in every_point(lambda: ps.push({tensor: grad}), (KeyboardInterrupt,)):
@@ -140,7 +140,7 @@ def test_an_interrupted_push_of_several_frames_is_copied_whole(cluster: LocalClu
 
 
 def test_an_interrupted_part_of_a_step_can_be_followed_by_others(cluster: LocalCluster) -> None:
-    with eps.connect(cluster.url, worker="parts", timeout=10) as ps:
+    with eps.connect(cluster.url, worker="parts", timeout=60) as ps:
         table = ps.table("parts", dim=1, optimizer=eps.Accumulate())
         ones = np.ones((64, 1), np.float32)
         steps: list[eps.OpenStep] = []
@@ -160,7 +160,7 @@ def test_an_interrupted_part_of_a_step_can_be_followed_by_others(cluster: LocalC
 
 
 def test_an_interrupted_wait_can_be_repeated(cluster: LocalCluster) -> None:
-    with eps.connect(cluster.url, worker="wait", timeout=10) as ps:
+    with eps.connect(cluster.url, worker="wait", timeout=60) as ps:
         table = ps.table("wait", dim=4, optimizer=eps.Accumulate())
         ones = np.ones((64, 4), np.float32)
         for _ in every_point(lambda: ps.push({table: (KEYS, ones)}).result(), (KeyboardInterrupt, Stop)):
@@ -170,7 +170,7 @@ def test_an_interrupted_wait_can_be_repeated(cluster: LocalCluster) -> None:
 
 
 def test_an_interrupted_pull_leaves_its_array_alone(cluster: LocalCluster) -> None:
-    with eps.connect(cluster.url, worker="pull", timeout=10) as ps:
+    with eps.connect(cluster.url, worker="pull", timeout=60) as ps:
         table = ps.table("pull", dim=4, optimizer=eps.Accumulate())
         ps.push({table: (KEYS, np.ones((64, 4), np.float32))}).result()
         out = np.zeros((64, 4), np.float32)

@@ -209,7 +209,7 @@ def test_the_leader_is_killed_in_the_middle_of_a_repair(scene: Scene) -> None:
     filling = once_filling(scene, lambda view: os.kill(pid, signal.SIGKILL))
     scene.cluster.kill(victim)
     filling()
-    wait_for(lambda: not running(scene.cluster, first), lambda: "the leader lives", 10.0)
+    wait_for(lambda: not running(scene.cluster, first), lambda: "the leader lives", 60.0)
     trainers.progress()
     scene.repaired()
     assert leader(scene.cluster) != first
@@ -247,7 +247,7 @@ def once_filling(scene: Scene, act: Callable[[View], None]) -> Callable[[], None
             act(view)
 
     scene.watcher.on_view = look
-    return lambda: wait_for(lambda: bool(seen), lambda: "nothing was filled", 40.0)
+    return lambda: wait_for(lambda: bool(seen), lambda: "nothing was filled", 100.0)
 
 
 def test_a_frozen_server_is_left_behind_and_comes_back_as_another(scene: Scene) -> None:
@@ -264,7 +264,7 @@ def test_a_frozen_server_is_left_behind_and_comes_back_as_another(scene: Scene) 
     scene.cluster.resume(victim)
     trainers.progress(steps=50)  # the trainers check what they read: a zombie's answer would be stale
     wait_for(
-        lambda: scene.cluster.server(victim).incarnation > before.incarnation, lambda: f"{victim} did not rejoin", 40.0
+        lambda: scene.cluster.server(victim).incarnation > before.incarnation, lambda: f"{victim} did not rejoin", 100.0
     )
     scene.watcher.wait(
         lambda view: view.index(victim) >= 0 and view.servers[view.index(victim)].incarnation > before.incarnation,

@@ -36,7 +36,7 @@ def test_a_table_tells_all_that_it_holds(connect: Connect, chunk: int) -> None:
 
 def test_a_list_misses_nothing_while_a_server_dies(local_cluster: NewCluster) -> None:
     cluster = local_cluster(servers=3, replicas=2)
-    with eps.connect(cluster.url, worker="w0", timeout=30.0) as ps:
+    with eps.connect(cluster.url, worker="w0", timeout=60.0) as ps:
         table = ps.table("t", dim=1, optimizer=eps.Assign())
         keys = np.arange(20_000)
         ps.push({table: (keys, keys[:, None].astype(np.float32))}).result()
@@ -75,7 +75,7 @@ def test_rows_are_loaded_past_the_optimizer_and_their_slots_begin_anew(connect: 
 
 def test_loaded_rows_are_at_every_replica(local_cluster: NewCluster) -> None:
     cluster = local_cluster(servers=2, replicas=2)
-    with eps.connect(cluster.url, worker="w0", timeout=30.0) as ps:
+    with eps.connect(cluster.url, worker="w0", timeout=60.0) as ps:
         table = ps.table("t", dim=2, optimizer=eps.Adagrad(lr=0.1), dtype="float16")
         keys = np.arange(5_000)
         ps.push({table: (keys[::2], np.ones((2_500, 2), np.float32))})

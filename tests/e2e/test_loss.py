@@ -48,7 +48,7 @@ def kill(cluster: LocalCluster, *names: str) -> None:
 
 def state(url: str) -> dict[str, Any]:
     """What `elasticps status` shows."""
-    return background.run(look(url, 5.0))
+    return background.run(look(url, 20.0))
 
 
 @pytest.mark.parametrize(

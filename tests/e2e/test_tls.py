@@ -54,7 +54,7 @@ def test_a_cluster_with_tls_trains_renews_and_keeps_others_out(
         cluster.kill("s1")
         ps.push({table: (keys, ones)}).result()
         np.testing.assert_array_equal(table.pull(keys), 2 * ones)
-    assert background.run(look(cluster.operator_url, 5.0))["epoch"] > 1
+    assert background.run(look(cluster.operator_url, 30.0))["epoch"] > 1
     assert not audit(cluster.operator_url).wrong
     with pytest.raises(ServerError, match="takes an operator"):
         audit(cluster.url)
@@ -77,4 +77,4 @@ def test_a_cluster_with_tls_trains_renews_and_keeps_others_out(
     with pytest.raises(ClusterUnreachable):
         eps.connect(cluster.url.partition("?")[0], worker="w1", timeout=2.0)
     with pytest.raises(ConfigError, match="not spiffe://elasticps/local/worker/default/w1"):
-        eps.connect(cluster.operator_url, worker="w1", timeout=5.0)
+        eps.connect(cluster.operator_url, worker="w1", timeout=30.0)

@@ -16,7 +16,7 @@ from elasticps.local.process import Process, stop_all
 def started(plan: etcd.EtcdPlan, folder: Path) -> Process:
     process = Process.start("etcd", "etcd", plan.command(), folder, plan.environment())
     try:
-        process.wait_until(plan.healthy, time.monotonic() + 30)
+        process.wait_until(plan.healthy, time.monotonic() + 60)
     except BaseException:
         stop_all([process], grace_s=5)
         raise

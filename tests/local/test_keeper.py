@@ -14,7 +14,7 @@ SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()

@@ -38,7 +38,7 @@ def test_who_waits_for_a_server_hears_once_that_it_compiles(tmp_path: Path, capl
 
     process = Process.start("s0", "server", [sys.executable, "-c", READY, line, str(go)], tmp_path)
     try:
-        process.wait_ready(time.monotonic() + 30, CompilingTold([tmp_path / "none.log", process.log], tell))
+        process.wait_ready(time.monotonic() + 60, CompilingTold([tmp_path / "none.log", process.log], tell))
     finally:
         stop_all([process], grace_s=5)
     assert [text.partition(":")[0] for text in told] == ["compiling kernels for this machine"]

@@ -87,7 +87,7 @@ def test_end_stops_what_is_recorded_and_leaves_strangers_alone(tmp_path: Path) -
         record = state.Record("demo", "", (entry(ours), other))
         state.write(folder, record)
         state.end(folder, record)
-        assert ours.wait(5) != 0
+        assert ours.wait(40) != 0
         assert stranger.poll() is None
         stranger.kill()
     assert not folder.exists()
@@ -100,7 +100,7 @@ def test_a_cluster_with_an_owner_is_ended_by_its_owner(tmp_path: Path) -> None:
         record = state.Record("demo", "", (entry(owner, "owner"),))
         state.write(folder, record)
         state.end(folder, record)
-        assert owner.wait(5) != 0
+        assert owner.wait(40) != 0
     assert not folder.exists()
 
 

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -87,7 +88,11 @@ def test_its_descriptors_are_its_own(zygote: Zygote, folder: Path, eventually: E
     before, forked = run(zygote, folder, "e", *waits), run(zygote, folder, "f", *waits)
 
     def open_ones(pid: int) -> dict[str, str]:
-        return {n: os.readlink(f"/proc/{pid}/fd/{n}") for n in os.listdir(f"/proc/{pid}/fd")}
+        found = {}
+        for n in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                found[n] = os.readlink(f"/proc/{pid}/fd/{n}")
+        return found
 
     wanted = {"0": "/dev/null", "1": str(folder / "f.out"), "2": str(folder / "f.log")}
     eventually(lambda: open_ones(forked.pid).items() >= wanted.items())

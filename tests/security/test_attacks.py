@@ -69,7 +69,7 @@ async def ask(port: int, credentials: Credentials, hello: dict[str, Any]) -> tup
 
 
 async def raw_answer(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         header = unpack_header(await reader.readexactly(HEADER_BYTES))
         return header, await reader.readexactly(header.body)
 
@@ -203,7 +203,7 @@ async def in_the_clear(port: int, frame: bytes) -> None:
     try:
         writer.write(frame)
         while True:
-            await asyncio.wait_for(reader.readexactly(1), 10)
+            await asyncio.wait_for(reader.readexactly(1), 60)
     finally:
         writer.transport.abort()
 
@@ -212,7 +212,7 @@ async def over(port: int, context: ssl.SSLContext) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     try:
         writer.write(json_frame(Kind.HELLO, WORKER))
-        await asyncio.wait_for(reader.readexactly(1), 10)
+        await asyncio.wait_for(reader.readexactly(1), 60)
     finally:
         writer.transport.abort()
 
@@ -228,7 +228,7 @@ def test_handshakes_that_stand_still_make_room_and_end(holder: Holder, monkeypat
                 assert (await ask(s0.port, holder("worker/ads/w0"), WORKER))[0].kind == Kind.WELCOME
                 assert len(s0.server._gate._shaking) <= 8
                 for each in silent:  # the oldest at once, the others when their time is over
-                    assert await asyncio.wait_for(closed(loop, each), 10)
+                    assert await asyncio.wait_for(closed(loop, each), 60)
             assert not s0.server._gate._shaking
 
     run(main)
@@ -267,7 +267,7 @@ def test_a_connection_ends_with_its_certificate(
             assert connection._channel is not None
             connection._channel.until_s = 0.0
             s0.server.tick()
-            await asyncio.wait_for(reader.read(), 10)  # up to its end
+            await asyncio.wait_for(reader.read(), 60)  # up to its end
 
     run(main)
 

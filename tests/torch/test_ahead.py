@@ -204,7 +204,7 @@ def rounds(
     def work(i: int) -> None:
         try:
             clients[i].resume()
-            ready.wait(30)
+            ready.wait(100)
             data: Any = batches(seed=i)
             if kind is Collected and not told:
                 data = in_lists(data)
@@ -255,7 +255,8 @@ def test_one_message_to_a_server_has_the_end_of_a_step_and_what_is_pulled_behind
             header = unpack_header(data, at)
             kinds.append(Kind(header.kind))
             at += HEADER_BYTES + header.body
-        messages.append(kinds)
+        if kinds != [Kind.GET_VIEW]:  # which a client asks for when something takes long
+            messages.append(kinds)
         return send(link, buffers)
 
     ps = connect("messages")

@@ -28,7 +28,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 def ps(url: str) -> Iterator[eps.Client]:
-    with eps.connect(url, worker="w0", app=f"data{next(_apps)}", timeout=20) as ps:
+    with eps.connect(url, worker="w0", app=f"data{next(_apps)}", timeout=60) as ps:
         yield ps
 
 

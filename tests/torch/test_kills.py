@@ -63,7 +63,7 @@ def train(cluster: eps.LocalCluster, app: str, kill: str = "") -> dict[str, Any]
     torch.manual_seed(5)
     failed: list[BaseException] = []
     over = threading.Event()
-    with eps.connect(cluster.url, worker="w0", app=app, timeout=30) as ps:
+    with eps.connect(cluster.url, worker="w0", app=app, timeout=100) as ps:
         model, data = Model(ps), batches()
         optimizer = Optimizer(ps, model, eps.Adam(lr=0.01), pipeline=True, push=[eps.Int8()], pull=[eps.BFloat16()])
 
