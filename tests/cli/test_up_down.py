@@ -32,7 +32,7 @@ ELASTICPS = [sys.executable, "-m", "elasticps"]
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Types a command; one that starts nothing runs here: importing it all would take ten times as long."""
     if arguments[0] in ("up", "scale") and "--dry-run" not in arguments:
-        return subprocess.run([*ELASTICPS, *arguments], capture_output=True, text=True, timeout=100, check=False)
+        return subprocess.run([*ELASTICPS, *arguments], capture_output=True, text=True, timeout=200, check=False)
     result = CliRunner().invoke(app, arguments)
     return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
 
@@ -51,8 +51,8 @@ def test_a_detached_cluster_from_up_to_down(state_folder: Path, eventually: Even
     record = state.read(state_folder / "demo")
     assert record is not None
     try:
-        code, seen = status()
-        assert code == ExitCode.OK
+        eventually(lambda: status()[0] == ExitCode.OK)
+        seen = status()[1]
         assert seen["healthy"]
         assert seen["ranges"] == 32
         assert seen["epoch"] >= 1
@@ -101,7 +101,7 @@ def test_a_detached_cluster_from_up_to_down(state_folder: Path, eventually: Even
         assert run("kill", "s7").returncode == ExitCode.USAGE
         assert run("kill", "s1").returncode == ExitCode.OK
         eventually(lambda: not victim.running)
-        code, seen = status("--timeout", "1")
+        code, seen = status("--timeout", "10")
         silent = [server for server in seen["servers"] if server["id"] == "s1"]  # listed until its lease runs out
         assert code == (ExitCode.DEGRADED if silent else ExitCode.OK)
         for server in silent:
@@ -140,7 +140,8 @@ def test_a_detached_cluster_is_scaled_and_drained(state_folder: Path, eventually
         assert json.loads(grown.stdout)["servers"] == ["s0", "s1", "s2"]
         seen = status()[1]["servers"]
         assert [(server["id"], server["zone"]) for server in seen] == [("s0", ""), ("s1", ""), ("s2", "rack1")]
-        assert sum(server["ranges_held"] for server in seen) == 64
+        # Each says so when it has the view.
+        eventually(lambda: sum(server["ranges_held"] for server in status()[1]["servers"]) == 64)
 
         assert run("drain", "s9").returncode == ExitCode.USAGE
         assert "was not asked to drain" in run("drain", "s1", "--cancel").stderr
@@ -150,9 +151,11 @@ def test_a_detached_cluster_is_scaled_and_drained(state_folder: Path, eventually
         eventually(lambda: [server["id"] for server in status()[1]["servers"]] == ["s0", "s2"])
 
         assert json.loads(run("scale", "1", "--json", "--yes").stdout)["drain"] == ["s2"]
-        late = run("drain", "s0", "--timeout", "0.5")
-        assert late.returncode == ExitCode.UNREACHABLE
-        assert "last server" in late.stderr
+        late = [run("drain", "s0", "--timeout", "0.5")]
+        while "last server" not in late[-1].stderr and len(late) < 50:  # the leader has to say so first
+            late.append(run("drain", "s0", "--timeout", "0.5"))
+        assert {each.returncode for each in late} == {ExitCode.UNREACHABLE}
+        assert "last server" in late[-1].stderr
         assert run("drain", "s0", "--cancel").returncode == ExitCode.OK
         record = state.read(state_folder / "demo")
         assert record is not None
@@ -178,7 +181,7 @@ def test_a_cluster_in_the_foreground_ends_with_ctrl_c_or_down(state_folder: Path
                 process.send_signal(signal.SIGINT)
             else:
                 assert run("down", "--name", "local").returncode == ExitCode.OK
-            assert process.wait(30) == ExitCode.OK
+            assert process.wait(100) == ExitCode.OK
         assert not any(entry.running for entry in record.processes)
         assert not (state_folder / "local").exists()
 
@@ -196,7 +199,7 @@ def test_a_cluster_that_begins_with_a_checkpoint(state_folder: Path, tmp_path: P
     try:
         assert up.returncode == ExitCode.OK, up.stderr
         assert "restored from checkpoint 1: 1 tables, 100 rows" in up.stderr
-        with eps.connect(up.stdout.strip(), worker="w0", timeout=20) as ps:
+        with eps.connect(up.stdout.strip(), worker="w0", timeout=60) as ps:
             assert ps.tables()["t"].rows == 100
     finally:
         run("down", "--name", "again")

@@ -106,11 +106,10 @@ def test_a_cluster_grows_shrinks_and_ends_with_servers_that_others_started(
         scaled = pool.submit(cluster.scale, 3)
         eventually(lambda: len(following.view.servers) == 2 and following.settled())
         stranger.popen.send_signal(signal.SIGCONT)
-        outcome = scaled.result(60)
+        outcome = scaled.result(120)
     assert (outcome.change.start, outcome.servers) == (("s2",), ("s0", "s1", "s2"))
     with Following(cluster.url) as following:
-        assert following.settled()
-        assert sum(held(following.view).values()) == 64
+        eventually(lambda: following.settled() and sum(held(following.view).values()) == 64)
         assert {server.name for server in following.registered()} == {"s0", "s1", "s2"}
     cluster.drain("s2")
     with pytest.raises(ConfigError, match="no server called 's2'"):
@@ -118,11 +117,11 @@ def test_a_cluster_grows_shrinks_and_ends_with_servers_that_others_started(
     assert cluster.ended() == []
     outcome = cluster.scale(1)
     assert (outcome.change.drain, outcome.servers) == (("s1",), ("s0",))
-    assert stranger.popen.wait(10) == 0
+    assert stranger.popen.wait(60) == 0
     with pytest.raises(Timeout, match=r"s0 has 32 ranges left .*it is the last server.*--cancel"):
-        cluster.drain("s0", timeout_s=1.0)
+        cluster.drain("s0", timeout_s=3.0)
     assert cluster.cancel_drain("s0")
     assert not cluster.cancel_drain("s0")
     other = spawn_recorded(cluster.directory)("s1", [])
     cluster.stop()
-    assert other.popen.wait(10) is not None
+    assert other.popen.wait(60) is not None
