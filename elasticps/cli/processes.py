@@ -65,7 +65,11 @@ def server(
     ] = None,
     drain_timeout: Annotated[
         float,
-        typer.Option(min=0, help="Seconds after SIGTERM in which its ranges move to others; 0: it just ends."),
+        typer.Option(
+            min=0,
+            help="Seconds after SIGTERM in which its ranges move to others; it stays longer as long as it has the "
+            "last copy of some. 0: it just ends.",
+        ),
     ] = 60.0,
     wait: Annotated[
         float, typer.Option(min=0, help="Seconds to wait at the start for etcd (at least 10) and for the cluster.")

@@ -78,7 +78,8 @@ async def live(
     wait_s: float,
     drain_timeout_s: float,
 ) -> None:
-    """Serves until `stop` is done, or until all has moved elsewhere once `leave` is, or `drain_timeout_s` have passed.
+    """Serves until `stop` is done, or until all has moved elsewhere once `leave` is, or `drain_timeout_s` have passed
+    and nothing has its last copy here.
 
     Waits `wait_s` for the store before its first life, and as long as it takes before each other. Raises
     coordinator's `StoreUnavailable` when that was not enough, `Fenced` when the name is lost.
@@ -146,29 +147,53 @@ async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[S
 
 
 async def _drain(store: Store, server: Server, stop: asyncio.Future[str], timeout_s: float) -> None:
-    """Asks the leader to move everything off this server, and waits until it has, or for `stop`, or too long."""
+    """Asks the leader to move everything off this server, and waits until it has, or for `stop`, or too long. As long
+    as this is the last copy of something it is not too long, unless there was to be no time at all."""
     log.info("draining", ranges_held=server.subject.status()["ranges_held"], timeout_s=timeout_s)
     if not server.serving.listed:
         resolve(stop, "SIGTERM, before any view knew it")
         return
-    try:
-        if timeout_s > 0:
-            await request_drain(store, server.me.name)
-    except CoordinationError as error:
-        log.warning("cannot ask to be drained", error=error)
-        timeout_s = 0.0
     loop = asyncio.get_running_loop()
     until = loop.time() + timeout_s
-    while not (stop.done() or server.removed.done()) and (left := until - loop.time()) > 0:
+    asked = stays = False
+    while timeout_s > 0 and not (stop.done() or server.removed.done()):
+        asked = asked or await _asked(store, server)
         if await _nobody_else(store, server):
             log.warning("ends at once: no server is there that could take what it holds")
             break
-        wait_s = min(left, OTHERS_LOOK_S)
+        left = until - loop.time()
+        if left <= 0:
+            if not (alone := _last_copies(server)):
+                break
+            if not stays:
+                log.error("stays, though its time is over: it has the last copy; SIGTERM again ends it", ranges=alone)
+            stays = True
+        wait_s = OTHERS_LOOK_S if left <= 0 else min(left, OTHERS_LOOK_S)
         await asyncio.wait((stop, server.removed), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
     if not server.removed.done():
         held = server.subject.status()["ranges_held"]
         log.warning("ends with ranges still held: what has no other replica is lost", ranges_held=held)
         resolve(stop, "SIGTERM")
+
+
+async def _asked(store: Store, server: Server) -> bool:
+    """Whether the leader could be asked."""
+    try:
+        await request_drain(store, server.me.name)
+    except CoordinationError as error:
+        log.warning("cannot ask to be drained, trying on", error=error)
+        return False
+    return True
+
+
+def _last_copies(server: Server) -> int:
+    """Of how many ranges no other server has a whole copy, as far as this one has heard."""
+    view = server.serving.view
+    if view is None or not server.serving.listed:
+        return 0
+    mine = (view.chains == view.index(server.me.name)).any(axis=1)
+    alone = mine & ((view.chains >= 0).sum(axis=1) == 1)
+    return int(alone.sum())
 
 
 async def _nobody_else(store: Store, server: Server) -> bool:

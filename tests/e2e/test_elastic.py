@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -168,3 +169,28 @@ def test_a_server_that_no_view_knows_ends_at_once_when_asked_to_drain() -> None:
         late = cluster.start_server("late")
         os.kill(late.pid, signal.SIGTERM)
         assert cluster._processes["late"].popen.wait(45) == 0  # before a drain would be over
+
+
+def test_a_server_with_the_last_copy_stays_when_the_time_to_drain_is_over(tmp_path: Path) -> None:
+    settings = tmp_path / "elasticps.toml"
+    settings.write_text("[server]\ndrain-timeout = 0.5\n")
+    surroundings = {"ELASTICPS_CONFIG": str(settings)}
+    with LocalCluster(servers=2, replicas=1, ranges=16, environment=surroundings) as cluster:
+        with eps.connect(cluster.url, worker="w0", timeout=100.0) as ps:
+            table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
+            keys = np.arange(1000)
+            ps.push({table: (keys, np.ones((1000, 2), np.float32))}).result()
+            cluster.pause("c0")  # so that nothing moves
+            process = cluster._processes["s0"].popen
+            os.kill(process.pid, signal.SIGTERM)
+            wait_for(lambda: "stays, though its time is over" in cluster.log("s0"), lambda: cluster.log("s0"), 100.0)
+            assert process.poll() is None
+            assert (table.pull(keys) == -1.0).all()
+            cluster.resume("c0")
+            assert process.wait(100) == 0  # what it has is elsewhere
+            assert (table.pull(keys) == -1.0).all()
+            cluster.pause("c0")
+            process = cluster._processes["s1"].popen
+            os.kill(process.pid, signal.SIGTERM)
+            assert process.wait(100) == 0  # nobody is there for whom it could stay
+            cluster.resume("c0")
