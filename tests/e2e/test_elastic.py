@@ -175,22 +175,24 @@ def test_a_server_with_the_last_copy_stays_when_the_time_to_drain_is_over(tmp_pa
     settings = tmp_path / "elasticps.toml"
     settings.write_text("[server]\ndrain-timeout = 0.5\n")
     surroundings = {"ELASTICPS_CONFIG": str(settings)}
-    with LocalCluster(servers=2, replicas=1, ranges=16, environment=surroundings) as cluster:
-        with eps.connect(cluster.url, worker="w0", timeout=100.0) as ps:
-            table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
-            keys = np.arange(1000)
-            ps.push({table: (keys, np.ones((1000, 2), np.float32))}).result()
-            cluster.pause("c0")  # so that nothing moves
-            process = cluster._processes["s0"].popen
-            os.kill(process.pid, signal.SIGTERM)
-            wait_for(lambda: "stays, though its time is over" in cluster.log("s0"), lambda: cluster.log("s0"), 100.0)
-            assert process.poll() is None
-            assert (table.pull(keys) == -1.0).all()
-            cluster.resume("c0")
-            assert process.wait(100) == 0  # what it has is elsewhere
-            assert (table.pull(keys) == -1.0).all()
-            cluster.pause("c0")
-            process = cluster._processes["s1"].popen
-            os.kill(process.pid, signal.SIGTERM)
-            assert process.wait(100) == 0  # nobody is there for whom it could stay
-            cluster.resume("c0")
+    with (
+        LocalCluster(servers=2, replicas=1, ranges=16, environment=surroundings) as cluster,
+        eps.connect(cluster.url, worker="w0", timeout=100.0) as ps,
+    ):
+        table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
+        keys = np.arange(1000)
+        ps.push({table: (keys, np.ones((1000, 2), np.float32))}).result()
+        cluster.pause("c0")  # so that nothing moves
+        process = cluster._processes["s0"].popen
+        os.kill(process.pid, signal.SIGTERM)
+        wait_for(lambda: "stays, though its time is over" in cluster.log("s0"), lambda: cluster.log("s0"), 100.0)
+        assert process.poll() is None
+        assert (table.pull(keys) == -1.0).all()
+        cluster.resume("c0")
+        assert process.wait(100) == 0  # what it has is elsewhere
+        assert (table.pull(keys) == -1.0).all()
+        cluster.pause("c0")
+        process = cluster._processes["s1"].popen
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(100) == 0  # nobody is there for whom it could stay
+        cluster.resume("c0")
