@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from elasticps.client.protocol.routing import Readers, Routes
 from elasticps.client.pull_batch import (
+    T_FIELDS,
     T_FIRST,
     T_SALT,
     T_WORDS,
@@ -66,12 +67,13 @@ class TablesRead(Read):
         keys = np.concatenate([read.keys for read in reads])
         super().__init__(finish, 0, np.uint64(0), 0, name, keys, _NOTHING, first.any_replica, coded=coded)
         self.reads = reads
-        ends = list(itertools.accumulate([len(read.keys) for read in reads], initial=0))
-        rows = [
-            (ends[i], read.dim, address(read.flat), int(read.salt.view(np.int64)), read.table_id, read.flat.size)
-            for i, read in enumerate(reads)
-        ]
-        self._tables = np.array([*rows, (ends[-1], 0, 0, 0, 0, 0)], np.int64)
+        tables: list[int | np.int64] = []
+        at = 0
+        for read in reads:
+            flat = read.flat
+            tables += (at, read.dim, address(flat), read.salt.view(np.int64), read.table_id, len(flat))
+            at += len(read.keys)
+        self._tables = np.array([*tables, at, 0, 0, 0, 0, 0], np.int64).reshape(-1, T_FIELDS)
         self.short = next((read.short for read in reads if read.short is not None), None)
 
     def result(self, timeout: float | None = None) -> list[NDArray[np.float32]]:
@@ -147,6 +149,7 @@ class TablesPull(Generic[T]):
         self._tables = tables
         self._reads = reads
         self._groups = groups
+        self._rows: dict[T, NDArray[np.float32]] | None = None  # when they have come: each layer asks for its own
 
     def done(self) -> bool:
         """Whether `result` would return, or raise, at once."""
@@ -156,12 +159,14 @@ class TablesPull(Generic[T]):
     def result(self, timeout: float | None = None) -> dict[T, NDArray[np.float32]]:
         """Waits for the rows, float32 [n, dim] of each table, in the order of its keys, and float32 of the shape of
         each tensor; `Timeout` after `timeout` seconds (default: the client's) for each server's part."""
-        for group in self._groups:
-            group.wait(timeout)
-        return {
-            table: read.arrived() if isinstance(read, ArrayRead) else read.result(timeout)
-            for table, read in zip(self._tables, self._reads, strict=True)
-        }
+        if self._rows is None:
+            for group in self._groups:
+                group.wait(timeout)
+            self._rows = {
+                table: read.arrived() if isinstance(read, ArrayRead) else read.result(timeout)
+                for table, read in zip(self._tables, self._reads, strict=True)
+            }
+        return self._rows
 
 
 class PartRead:
@@ -200,7 +205,9 @@ def small_together(finish: Finish, reads: Sequence[ArrayRead]) -> tuple[list[Rea
 def together(finish: Finish, reads: Sequence[ArrayRead]) -> list[TablesRead | ArrayRead]:
     """What asks for these reads in as few frames as it takes: of more than MOST_BLOCKS tables, or PULL_FRAME_KEYS keys,
     several."""
-    groups, group, keys = list[TablesRead | ArrayRead](), list[ArrayRead](), 0
+    groups: list[TablesRead | ArrayRead] = []
+    group: list[ArrayRead] = []
+    keys = 0
     for read in [*reads, None]:
         n = 0 if read is None else len(read.keys)
         if group and (read is None or len(group) == MOST_BLOCKS or keys + n > PULL_FRAME_KEYS):

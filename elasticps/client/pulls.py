@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeAlias
 
@@ -113,19 +112,20 @@ class ReadPart:
         return said, data
 
 
-class RowsToCome(ABC):
-    """Rows of a table that were asked for, whoever has them."""
+class RowsToCome:
+    """Rows of a table that were asked for, whoever has them. No abstract class, nor is `Read`: to ask whether something
+    is one of those takes ten times as long, and each step asks for every table."""
 
-    @abstractmethod
     def done(self) -> bool:
         """Whether `result` would return, or raise, at once."""
+        raise NotImplementedError
 
-    @abstractmethod
     def result(self, timeout: float | None = None) -> NDArray[np.float32]:
         """Waits for the rows: float32 [n, dim]; `Timeout` after `timeout` seconds (default: the client's)."""
+        raise NotImplementedError
 
 
-class Read(ABC):
+class Read:
     """A pull in flight, of one table unless said otherwise. `result` gives the array asked for: float32, rows in the
     order of the keys.
 
@@ -206,9 +206,9 @@ class Read(ABC):
         """Who answers for a part's keys, as `plan_pull` says it."""
         return plan_pull(part.keys, self.salt, routes, readers)
 
-    @abstractmethod
     def target(self, positions: Positions, run: bool) -> Target:
         """Where the rows of a large part go; run: they lie one after another."""
+        raise NotImplementedError
 
     def moved(self, part: ReadPart, routes: Routes, readers: Readers) -> bool:
         """Whether another server than the one asked is to answer a part under this view."""
@@ -231,9 +231,9 @@ class Read(ABC):
         self._pieces.append((rows.reshape(-1), positions))
         return RowsTarget(rows)
 
-    @abstractmethod
     def place(self, rows: NDArray[np.float32], positions: NDArray[np.int64]) -> None:
         """Copies n rows, float32 one after another, to their positions, int64 [n], in the order of the keys."""
+        raise NotImplementedError
 
 
 class ArrayRead(Read):

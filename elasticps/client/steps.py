@@ -259,10 +259,11 @@ class Steps:
         known: dict[tuple[int, object], NDArray[np.float32]] = {}  # many tables have the same
         if len(values) > MAX_BLOCKS:
             raise InputError(f"a push of {len(values)} tables is over the limit of {MAX_BLOCKS}; push them in parts")
+        of_each, of_all = (rates, None) if isinstance(rates, Mapping) else (None, rates)
         for handle, value in values.items():
             if self._tables.get(getattr(handle, "name", "")) is not handle:
                 raise InputError(f"push takes the tables and tensors of this client as keys, got {handle!r}")
-            lr = _rate(handle, rates)
+            lr = of_all if of_each is None else of_each.get(handle)
             key = id(handle.optimizer), lr
             step_values = known.get(key)
             if step_values is None:

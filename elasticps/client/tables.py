@@ -156,7 +156,7 @@ class SparseTable(Target):
         return self._noted(private, kind(finish, self.id, self.salt, self.dim, name, private, rows, read == "any"))
 
     def _noted(self, keys: NDArray[np.int64], read: SparseRead) -> SparseRead:
-        if isinstance(read, NotedRead | NotedCodedRead) and self._screen is not None:
+        if self._screen is not None and isinstance(read, NotedRead | NotedCodedRead):
             read.saw = partial(self._screen.saw, keys)
         return read
 
@@ -353,7 +353,7 @@ class DenseTensor(Target):
         return self._noted(kind(self._reads.finish, self.id, self.salt, dim, name, self._blocks, out, any_replica))
 
     def _noted(self, read: ArrayRead) -> ArrayRead:
-        if isinstance(read, NotedDenseRead | NotedCodedRead) and self._screen is not None:
+        if self._screen is not None and isinstance(read, NotedDenseRead | NotedCodedRead):
             read.saw = self._screen.saw_tensor
         return read
 
