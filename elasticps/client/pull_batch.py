@@ -15,7 +15,7 @@ from elasticps.store.native import carray, copy, pointer
 from elasticps.wire.assembler import STAGING_BYTES
 from elasticps.wire.frames import BLOCK_BYTES, HEADER_BYTES, LAST, MAGIC, VERSION, Kind
 
-SMALL_BYTES = STAGING_BYTES // 2  # of the rows of a part that is received into the staging buffer, and copied
+SMALL_BYTES = STAGING_BYTES * 3 // 4  # of the rows of a part that is received into the staging buffer, and copied
 OWNERS, PUSH, PULL, FAN_OUT = 4, 1, 2, 3  # the rest of a request's number by OWNERS says whose it is
 SLOTS = 256
 ANSWERS = STAGING_BYTES // HEADER_BYTES  # as many as one buffer can hold
