@@ -50,10 +50,11 @@ class RemoteDeepFM(DeepFM):
 
 def _lists(features: Tensor, genres: Tensor) -> Jagged:
     """One id of each field, and the film's genres."""
-    known = genres != NO_GENRE
-    values = torch.cat([features.t().reshape(-1), genres[known]])
-    lengths = torch.cat([torch.ones(features.numel(), dtype=torch.int64), known.sum(dim=1)])
-    return Jagged([*FIELDS, "genre"], values, lengths)
+    ids, known = genres.numpy(), genres.numpy() != NO_GENRE  # numpy: torch takes three times as long for so few
+    values = np.concatenate([features.numpy().T.reshape(-1), ids[known]])
+    lengths = np.ones((len(FIELDS) + 1, len(ids)), np.int64)
+    lengths[-1] = known.sum(axis=1)
+    return Jagged([*FIELDS, "genre"], torch.from_numpy(values), torch.from_numpy(lengths.reshape(-1)))
 
 
 @dataclass

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -89,23 +89,25 @@ class _Layout:
         kinds = list(dict.fromkeys((config.dim, config.mode) for config in configs))
         self.configs = [config for kind in kinds for config in configs if (config.dim, config.mode) == kind]
         self.features = [name for config in self.configs for name in config.feature_names]
-        self.table_of = [i for i, config in enumerate(self.configs) for _ in config.feature_names]
+        table_of = [i for i, config in enumerate(self.configs) for _ in config.feature_names]
+        self.table_of = np.array(table_of, np.int64)
         self.groups: list[_Group] = []
         for dim, mode in kinds:
             tables = [i for i, config in enumerate(self.configs) if (config.dim, config.mode) == (dim, mode)]
-            features = [i for i, table in enumerate(self.table_of) if table in tables]
+            features = [i for i, table in enumerate(table_of) if table in tables]
             span, named = slice(tables[0], tables[-1] + 1), slice(features[0], features[-1] + 1)
             self.groups.append(_Group(dim, mode, span, named))
         self.shown = [name for config in configs for name in config.feature_names]
-        self._known: tuple[list[str], list[int]] = [], []
+        self._known: tuple[list[str], NDArray[np.int64]] = [], np.empty(0, np.int64)
 
-    def find(self, lists: Lists) -> list[int]:
+    def find(self, lists: Lists) -> NDArray[np.int64]:
         """Where each feature stands among those of a batch. InputError if one is missing."""
         known = self._known  # threads may share a layer
         if lists.keys != known[0]:
             if missing := [name for name in self.features if name not in lists.keys]:
                 raise InputError(f"the batch has no feature {missing[0]!r}, it has {lists.keys}")
-            known = self._known = list(lists.keys), [lists.keys.index(name) for name in self.features]
+            found = [lists.keys.index(name) for name in self.features]
+            known = self._known = list(lists.keys), np.array(found, np.int64)
         return known[1]
 
 
@@ -115,7 +117,7 @@ class _Lookup:
     `keys` each is; edges: of each feature's ids among these."""
 
     lists: Lists
-    found: list[int]  # where each feature stands in the batch
+    found: NDArray[np.int64]  # where each feature stands in the batch
     keys: NDArray[np.int64]
     ends: NDArray[np.int64]  # of each table's keys
     positions: NDArray[np.int64]
@@ -245,7 +247,8 @@ class Collection(nn.Module):
             elif lookup.lists.same(lists):
                 with suppress(ValueError):  # else another thread has taken it
                     self._ahead.remove(lookup)
-                    return replace(lookup, lists=lists)
+                    lookup.lists = lists  # the caller's weights, and device
+                    return lookup
         return self._ask(lists)
 
     def _ask(self, lists: Lists) -> _Lookup:
@@ -260,12 +263,13 @@ class Collection(nn.Module):
         n = lists.samples
         segments = np.empty((len(found), 3), np.int64)
         segments[:, 0] = self._layout.table_of
-        at = np.array(found, np.int64) * n
+        at = found * n
         segments[:, 1], segments[:, 2] = lists.ends[at], lists.ends[at + n]
         keys, positions, ends = distinct_tables(lists.ids, segments, len(self._tables))
         edges = [0, *np.cumsum(segments[:, 2] - segments[:, 1]).tolist()]
         starts, floats = ends.tolist(), 0
-        wanted, places = dict[Any, NDArray[np.int64]](), dict[Any, NDArray[np.float32]]()
+        wanted: dict[Any, NDArray[np.int64]] = {}
+        places: dict[Any, NDArray[np.float32]] = {}
         rows = np.empty(sum((b - a) * t.dim for a, b, t in zip(starts, starts[1:], self._tables, strict=False)), "f4")
         for table, low, high in zip(self._tables, starts, starts[1:], strict=False):
             mine, size = keys[low:high], (high - low) * table.dim
@@ -406,7 +410,7 @@ class EmbeddingBagCollection(Collection):
         if weights is None:
             return None
         n, ends = lookup.lists.samples, lookup.lists.ends
-        parts = [weights[ends[at * n] : ends[(at + 1) * n]] for at in lookup.found]
+        parts = [weights[ends[at * n] : ends[(at + 1) * n]] for at in lookup.found.tolist()]
         return torch.cat(parts).to(torch.float32)
 
 

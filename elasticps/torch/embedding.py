@@ -323,9 +323,11 @@ class Rows(nn.Module):
 
     def forget(self) -> None:
         """A step has ended: no gradients wait."""
+        trains = self._parameters["trains"]
+        assert trains is not None
         with self._lock:
             self._gradients.clear()
-            if (trains := self.trains).grad is not None:
+            if trains.grad is not None:
                 trains.grad = None
 
 

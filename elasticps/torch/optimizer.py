@@ -20,7 +20,17 @@ from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.embedding import nobody, refuse_torchs
 from elasticps.torch.expected import Exchange, Pulled, Wanted, in_one, layers_of
 from elasticps.torch.group.client import GroupClient
-from elasticps.torch.parameters import Dense, Groups, Sparse, dense_of, described, plain, tables_of, values_of
+from elasticps.torch.parameters import (
+    Dense,
+    Groups,
+    Sparse,
+    dense_of,
+    described,
+    first_edited,
+    plain,
+    tables_of,
+    values_of,
+)
 from elasticps.torch.rates import Rates
 
 if TYPE_CHECKING:
@@ -242,7 +252,8 @@ class Optimizer(torch.optim.Optimizer):
         plain = gradient.detach()
         if plain.dtype is not torch.float32 or not plain.is_cpu or not plain.is_contiguous():
             plain = plain.float().cpu().contiguous()
-        self._send(dense.tensor, plain.numpy(), 4 * plain.numel())
+        values = plain.numpy()
+        self._send(dense.tensor, values, values.nbytes)
 
     def _send_sparse(self, sparse: Sparse) -> None:
         if (taken := sparse.take_all()) is not None:
@@ -294,13 +305,8 @@ class Optimizer(torch.optim.Optimizer):
                     return f"the learning rate of group {group['name']!r}"
         return ""
 
-    def _edited(self) -> str:
-        """A parameter that somebody has changed here since it took the servers' values."""
-        trained = (dense for dense in self._dense if dense.parameter.requires_grad)
-        return next((dense.name for dense in trained if dense.edited()), "")
-
     def _check_edits(self) -> None:
-        if edited := self._edited():
+        if edited := first_edited(self._dense):
             raise ConfigError(
                 f"parameter {edited!r} was changed in place since the servers' values were taken, which the servers "
                 "cannot know and the next values undo: after load_state_dict(), say, call upload(), which gives them "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from elasticps.errors import ConfigError, SpecError
 from elasticps.optimizers import Schedule
 from elasticps.spec import Filter
 from elasticps.spec import Optimizer as ServerOptimizer
+from elasticps.torch.compared import differ
 from elasticps.torch.embedding import Gradient, Rows, refuse_torchs
 
 if TYPE_CHECKING:
@@ -37,9 +38,8 @@ class Dense:
     group: int  # index
     left: tuple[int, int] | None = None  # address and version of the gradient that has left in this step
     _taken: Tensor | None = None  # the servers' values, as the parameter took them last
-    _kept: NDArray[np.int32] | None = None  # the same, and the parameter's memory, at an address, if it is of the CPU
-    _memory: NDArray[np.int32] | None = None
-    _address: int = 0
+    _address: int = 0  # where the parameter lies, if it is float32 of the CPU
+    _plain: bool = False  # whether its floats lie there one after another
 
     def take(self, values: Tensor) -> None:
         """Gives the parameter the servers' values, float32, which are kept. Under `no_grad`."""
@@ -47,19 +47,15 @@ class Dense:
         parameter.copy_(values)
         if parameter.dtype is values.dtype and parameter.is_cpu:
             self._taken = values
-            if parameter.data_ptr() != self._address:
-                self._address, self._memory = parameter.data_ptr(), memory_of(parameter)
-            self._kept = None if self._memory is None else values.numpy().reshape(-1).view(np.int32)
+            if (address := parameter.data_ptr()) != self._address:
+                self._address, self._plain = address, parameter.is_contiguous() and values.is_contiguous()
         else:
-            self._taken, self._kept = parameter.detach().clone(), None
+            self._taken, self._address = parameter.detach().clone(), 0
 
     def edited(self) -> bool:
         """Whether somebody has changed the parameter here since. Torch's own count would not see changes of `.data`."""
         if self._taken is None:
             return False
-        if self._kept is not None and self.parameter.data_ptr() == self._address:
-            assert self._memory is not None
-            return bool((self._memory != self._kept).any())
         now = self.parameter.detach()
         bits = _BITS[now.element_size()]  # compared as integers: what is not a number equals itself then
         here, there = now.view(bits), self._taken.to(now.device, now.dtype).view(bits)
@@ -67,10 +63,22 @@ class Dense:
             return not np.array_equal(here.numpy(), there.numpy())
         return not torch.equal(here, there)
 
+    @property
+    def memory(self) -> tuple[int, int, int] | None:
+        """A pair for `differ`: the parameter and what it took last; None for what cannot be compared like that."""
+        taken = self._taken
+        if taken is None or not self._plain or self.parameter.data_ptr() != self._address:
+            return None
+        return self._address, taken.data_ptr(), taken.numel()
 
-def memory_of(parameter: nn.Parameter) -> NDArray[np.int32] | None:
-    """A float32 parameter's bits, as long as it lies where it is; None if they do not lie one after another."""
-    return parameter.detach().view(-1).numpy().view(np.int32) if parameter.is_contiguous() else None
+
+def first_edited(dense: Iterable[Dense]) -> str:
+    """The name of a parameter that somebody has changed here since it took the servers' values; empty if nobody has."""
+    dense = [each for each in dense if each.parameter.requires_grad]
+    memory = [each.memory for each in dense]
+    if dense and None not in memory and not differ(np.array(memory, np.int64)):  # nearly always
+        return ""
+    return next((each.name for each in dense if each.edited()), "")
 
 
 @dataclass(eq=False)
