@@ -192,6 +192,7 @@ class Pushes:
         if said.committed is not None and said.committed > connection.base:
             self._executor.note_committed(connection.worker, said.committed)
         self._executor.perform(self._replica.push, push)
+        ticket.warn(self._serving.epoch)
         self._executor.note_change()
 
     def forget(self, connection: Connection) -> None:

@@ -178,6 +178,22 @@ def test_a_refusal_is_kept_although_the_range_moves() -> None:
     assert step.error is error
 
 
+def test_a_refusal_is_kept_although_whoever_refused_dies() -> None:
+    """Who heads its ranges then says that the frame has ticked, and knows no more of it."""
+    wire = Wire()
+    step = wire.push()
+    a, b = (h for _, h in wire.take())
+    error = ValueError("no")
+    assert wire.pushes.refused(a.request, error, False)
+    wire.pushes.ok(b.request)
+    wire.pushes.disconnected(A)
+    wire.pushes.adopt(AFTER)
+    ((_, again),) = wire.take()
+    wire.pushes.ok(again.request)
+    assert done(step)
+    assert step.error is error
+
+
 def test_an_open_step_is_not_done_and_failing_ends_it() -> None:
     wire = Wire()
     step = wire.push(last=False)

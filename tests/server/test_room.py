@@ -238,6 +238,24 @@ def test_heads_share_a_room(run: Run) -> None:
     run(story)
 
 
+def test_a_refusal_is_told_before_all_replicas_have_it(run: Run) -> None:
+    """Should the head die before they have, whoever follows it knows that the frame has ticked, and nothing more."""
+
+    async def story(group: Group) -> None:
+        gauges = await chain(group, "ab")
+        worker = await group.connect("a")
+        assert group.view is not None
+        assert await code(worker.push(group.view, "a", 1, KEYS, 1.0)) == "ok"
+        gauges["a"].used = LIMIT
+        await until_full(group, "a")
+        group.stop("b")  # from now on nothing is committed
+        _, body = await asyncio.wait_for(worker.push(group.view, "a", 2, [*KEYS, *MORE], 1.0), 10)
+        refusal = json_body(body)
+        assert (refusal["code"], refusal["server"], refusal["partly"]) == ("memory", "a", True)
+
+    run(story)
+
+
 def test_a_refused_push_is_not_kept(run: Run) -> None:
     """Nor what it brought: nothing of it waits for the collector, which seldom comes by."""
 

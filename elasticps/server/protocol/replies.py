@@ -11,8 +11,8 @@ from replication.effects import ClocksReply, Reply, Status
 
 
 class RequestTicket:
-    """A frame of a worker. `refusal`: what was wrong with its content, told when the step has ticked without it; not
-    the error, whose traceback would keep all that it has seen in a cycle with this until the collector comes by."""
+    """A frame of a worker. `refusal`: what was wrong with its content, which ticks without it; until it was told. Not the
+    error, whose traceback would keep all that it has seen in a cycle with this until the collector comes by."""
 
     __slots__ = ("connection", "refusal", "request")
 
@@ -23,17 +23,25 @@ class RequestTicket:
 
     def reply(self, reply: Reply) -> None:
         """Answers the frame."""
+        refusal, self.refusal = self.refusal, None
         if reply.status is not Status.COMMITTED:
             self._refuse(reply.status, reply.epoch)
         elif reply.moved.shape[0]:
-            if self.refusal is not None:  # where the ranges are now, nobody knows of it
-                self._tell(self.refusal | {"partly": True}, reply.epoch)
+            if refusal is not None:
+                self._tell(refusal | {"partly": True}, reply.epoch)
             self.connection.send(partly_frame(self.request, reply.epoch, reply.committed, reply.moved))
             self.connection.tell_view()
-        elif self.refusal is not None:
-            self._tell(self.refusal, reply.epoch)
+        elif refusal is not None:
+            self._tell(refusal, reply.epoch)
         else:
             self.connection.send(OkHeader(self.request, reply.epoch).header().pack())
+
+    def warn(self, epoch: int) -> None:
+        """Tells what is wrong unless the frame has been answered, which it is when the step has ticked. Who heads its
+        ranges after us knows that it has, and nothing of what was refused."""
+        if self.refusal is not None:
+            self._tell(self.refusal | {"partly": True}, epoch)
+            self.refusal = None
 
     def clocks(self, reply: ClocksReply) -> None:
         """Answers the question."""
