@@ -19,7 +19,8 @@ from tests.conftest import NewCluster
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUN = {"README.md": 1, "start.md": None, "linear.md": None, "yours.md": None}  # how many blocks, from the first on; None: all
+# How many blocks, from the first on; None: all.
+RUN = {"README.md": 1, "start.md": None, "linear.md": None, "yours.md": None}
 ELSEWHERE = {
     "README.md",  # what follows the first script needs data of its own
     "custom.md",  # tests/store/test_custom.py

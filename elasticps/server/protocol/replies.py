@@ -11,8 +11,8 @@ from replication.effects import ClocksReply, Reply, Status
 
 
 class RequestTicket:
-    """A frame of a worker. `refusal`: what was wrong with its content, which ticks without it; until it was told. Not the
-    error, whose traceback would keep all that it has seen in a cycle with this until the collector comes by."""
+    """A frame of a worker. `refusal`: what was wrong with its content, without which it ticks; until that was told. Not
+    the error, whose traceback would keep all that it has seen in a cycle with this until the collector comes by."""
 
     __slots__ = ("connection", "refusal", "request")
 
