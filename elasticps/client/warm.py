@@ -34,6 +34,7 @@ def warm() -> None:
         sparse = Source(1, salt.view(np.int64).item(), _DIM, -1, keys, rows, rows[0])
         part = packer.pack([sparse, sparse._replace(floats=rows.size, grads=rows.reshape(-1))], routes)
         packer.fill(part, 0, 1)
+        part.writes()  # what a push is cut from again when its ranges have another head
         plan = plan_push(keys, salt, routes)
 
         pulls = Pulls(routes, 1, lambda member, buffers: None, lambda member, request: None)

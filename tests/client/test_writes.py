@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -35,3 +38,12 @@ def test_a_range_that_no_frame_can_hold_is_refused() -> None:
 def test_too_many_tables_are_refused() -> None:
     with pytest.raises(InputError, match="tables"):
         check_size([write([0])] * (MAX_BLOCKS + 1))
+
+
+def test_what_a_step_is_cut_from_again_is_compiled_before_it_is_needed() -> None:
+    """Or the first failover on a machine waits for a compiler for some 400 ms."""
+    code = (
+        "from elasticps.client.warm import warm; from elasticps.hashing import key_ranges; warm(); "
+        "assert key_ranges.signatures"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
