@@ -14,12 +14,13 @@ class RequestTicket:
     """A frame of a worker. `refusal`: what was wrong with its content, without which it ticks; until that was told. Not
     the error, whose traceback would keep all that it has seen in a cycle with this until the collector comes by."""
 
-    __slots__ = ("connection", "refusal", "request")
+    __slots__ = ("connection", "refusal", "request", "waits")
 
     def __init__(self, connection: Asker, request: int, refusal: dict[str, Any] | None = None) -> None:
         self.connection = connection
         self.request = request
         self.refusal = refusal
+        self.waits = False  # it has not ticked, and maybe will not: it may be refused as a whole
 
     def reply(self, reply: Reply) -> None:
         """Answers the frame."""
@@ -37,9 +38,9 @@ class RequestTicket:
             self.connection.send(OkHeader(self.request, reply.epoch).header().pack())
 
     def warn(self, epoch: int) -> None:
-        """Tells what is wrong unless the frame has been answered, which it is when the step has ticked. Who heads its
-        ranges after us knows that it has, and nothing of what was refused."""
-        if self.refusal is not None:
+        """Tells what is wrong if the frame has ticked, and is not answered: that follows when it is committed. Who heads
+        its ranges after us knows that it has ticked, and nothing of what was refused."""
+        if self.refusal is not None and not self.waits:
             self._tell(self.refusal | {"partly": True}, epoch)
             self.refusal = None
 
@@ -52,9 +53,11 @@ class RequestTicket:
         self.connection.send(frame)
 
     def hold(self) -> None:
+        self.waits = True
         self.connection.wait_for(self)
 
     def release(self) -> None:
+        self.waits = False
         self.connection.admitted(self)
 
     def _refuse(self, status: Status, epoch: int) -> None:
