@@ -38,8 +38,8 @@ class RequestTicket:
             self.connection.send(OkHeader(self.request, reply.epoch).header().pack())
 
     def warn(self, epoch: int) -> None:
-        """Tells what is wrong if the frame has ticked, and is not answered: that follows when it is committed. Who heads
-        its ranges after us knows that it has ticked, and nothing of what was refused."""
+        """Tells what is wrong if the frame has ticked, and is not answered: that follows when it is committed. Whoever
+        heads its ranges after us knows that it has ticked, and nothing of what was refused."""
         if self.refusal is not None and not self.waits:
             self._tell(self.refusal | {"partly": True}, epoch)
             self.refusal = None
