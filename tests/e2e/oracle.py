@@ -24,6 +24,7 @@ from coordinator.connect import open_store
 from coordinator.membership import ViewFollower
 from coordinator.view import View
 from elasticps import background
+from elasticps.audit import AuditReport, audit
 
 KEYS = np.arange(400, dtype=np.int64)
 DIM = 4
@@ -246,6 +247,17 @@ def wait_for(
         check()
         assert time.monotonic() < deadline, story()
         time.sleep(0.01)
+
+
+def audited(url: str, timeout_s: float = 100.0) -> AuditReport:
+    """An audit to which every range shows all its replicas: a server that was starved of processors may have been left
+    out for a while, and what has one replica is compared with nothing."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        report = audit(url, 30.0)
+        if report.wrong or not (report.short or report.lost or report.unjudged) or time.monotonic() >= deadline:
+            return report
+        time.sleep(0.2)
 
 
 def main() -> None:

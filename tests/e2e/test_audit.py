@@ -20,14 +20,14 @@ from coordinator.view import ServerInfo, View
 from elasticps import background
 from elasticps.admin import AdminServer, start_admin
 from elasticps.admin.subject import MarkedRange
-from elasticps.audit import AuditReport, Found, Judged, audit, audit_store, compare
+from elasticps.audit import AuditReport, Found, Judged, audit_store, compare
 from elasticps.optimizers import Accumulate
 from elasticps.server.protocol import audit as audits
 from elasticps.server.protocol.audit import MARKS_KEPT, PART_BYTES, Marks, slices
 from elasticps.server.protocol.operations import AuditMark
 from elasticps.spec import TableSpec
 from elasticps.store import Table
-from tests.e2e.oracle import Trainers
+from tests.e2e.oracle import Trainers, audited
 from tests.server.conftest import DIM, RANGES, TABLE, WORKER, Group, Worker
 
 NAMES = ["s0", "s1", "s2"]
@@ -322,7 +322,7 @@ def test_a_healthy_cluster_is_clean_while_workers_push(cluster: eps.LocalCluster
     try:
         for _ in range(5):
             trainers.progress()
-            report = audit(cluster.url)
+            report = audited(cluster.url)
             assert report.clean, report
             assert report.compared == 2 * report.ranges
             mine = {worker.id: worker for worker in report.workers}

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps.audit import audit
 from elasticps.errors import NotFinite, SpecError
 from elasticps.spec import Filter, TableSpec
 from elasticps.store import Table
 from elasticps.store.codec import Codec
 from tests.e2e.conftest import Connect
+from tests.e2e.oracle import audited
 from tests.e2e.test_push_pull import cut_connection
 
 KEYS = np.arange(500)
@@ -79,7 +79,7 @@ def test_servers_hold_what_was_sent_and_show_it_as_asked(
     assert rows.pull(KEYS[:3], read="any").tobytes() == shown[0][:3].tobytes()
     assert tensor.pull().tobytes() == shown[1].reshape(-1)[: tensor.spec.size].tobytes()
     assert (rows.feedback.rows > 0) == codecs[0].feedback
-    report = audit(cluster.url, 30.0)
+    report = audited(cluster.url)
     assert report.clean, report
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps.audit import audit
 from tests.conftest import NewCluster
 from tests.e2e.conftest import Connect
+from tests.e2e.oracle import audited
 
 
 def listed(table: eps.SparseTable, chunk: int) -> dict[int, list[float]]:
@@ -81,7 +81,7 @@ def test_loaded_rows_are_at_every_replica(local_cluster: NewCluster) -> None:
         ps.push({table: (keys[::2], np.ones((2_500, 2), np.float32))})
         rows = np.random.default_rng(0).normal(size=(5_000, 2)).astype(np.float16).astype(np.float32)
         table.load(keys, rows)
-        report = audit(cluster.operator_url)
+        report = audited(cluster.operator_url)
         assert report.clean, report
         cluster.kill("s0")
         np.testing.assert_array_equal(table.pull(keys), rows)

@@ -17,7 +17,6 @@ import elasticps as eps
 from coordinator.connect import open_store
 from coordinator.membership import RESTORING
 from elasticps import background
-from elasticps.audit import audit
 from elasticps.checkpoint.create import checkpoint_cluster
 from elasticps.checkpoint.manifest import Manifest, WorkerEntry
 from elasticps.checkpoint.restore import restore_cluster
@@ -27,6 +26,7 @@ from elasticps.spec import TableSpec
 from elasticps.store import Table
 from tests.checkpoint.writer import Change, row, write
 from tests.conftest import NewCluster
+from tests.e2e.oracle import audited
 
 ROWS = TableSpec("rows", 5, eps.Adam(lr=0.1))
 TENSOR = TableSpec.dense("tensor", (4, 3), eps.SGD(lr=0.1))
@@ -153,7 +153,7 @@ def test_a_cluster_comes_back_whatever_happens_meanwhile(
         check_rows(again, rows)
         ps.push({again: (np.array([1]), np.zeros((1, 5), np.float32))}).result()
         assert ps.committed == 47
-    assert audit(cluster.url).clean
+    assert audited(cluster.url).clean
 
 
 def cluster_rows(url: str) -> int:

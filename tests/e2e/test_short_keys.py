@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from elasticps.audit import audit
 from elasticps.spec import Filter
 from tests.e2e.conftest import Connect
+from tests.e2e.oracle import audited
 from tests.e2e.test_push_pull import cut_connection
 
 DIM = 3
@@ -37,7 +37,7 @@ def test_rows_are_those_of_a_table_with_whole_keys(cluster: eps.LocalCluster, co
     assert short.pull(every, exact=True).tobytes() == whole.pull(every, exact=True).tobytes()
     assert short.key_bytes.sent < 0.4 * short.key_bytes.whole
     assert whole.key_bytes == (0, 0)
-    report = audit(cluster.url, 30.0)
+    report = audited(cluster.url)
     assert report.clean, report
 
 
@@ -79,7 +79,7 @@ def test_pushes_are_compressed_where_that_pays(cluster: eps.LocalCluster, connec
     assert (tensor.pull() == sums).all()
     assert (table.pull(keys) == rows).all()
     assert tensor.zstd_bytes.sent + table.zstd_bytes.sent < 0.1 * (tensor.zstd_bytes.whole + table.zstd_bytes.whole)
-    report = audit(cluster.url, 30.0)
+    report = audited(cluster.url)
     assert report.clean, report
 
 
@@ -114,5 +114,5 @@ def test_sums_are_exact_though_a_server_is_killed() -> None:
             wholes[keys] += whole
         assert (coded.pull(every) == sums).all()
         assert (exact.pull(every) == wholes).all()
-        report = audit(cluster.url, 60.0)
+        report = audited(cluster.url)
         assert report.clean, report

@@ -9,10 +9,9 @@ import pytest
 
 import elasticps as eps
 from coordinator.view import View
-from elasticps.audit import audit
 from elasticps.local import LocalCluster
 from replication.chain import Kept
-from tests.e2e.oracle import Sums, Trainers, Watcher, check_sums, wait_for
+from tests.e2e.oracle import Sums, Trainers, Watcher, audited, check_sums, wait_for
 
 SEEDS = 1, 2
 APP = "suspected"
@@ -24,7 +23,7 @@ def check_all_is_there(cluster: LocalCluster, trainers: Trainers) -> None:
     assert all(ledger.begun == ledger.acknowledged for ledger in ledgers)
     with eps.connect(cluster.url, worker="reader", app=APP) as ps:
         check_sums(Sums(SEEDS).read(ps), ledgers)
-    assert audit(cluster.url, 30.0).clean
+    assert audited(cluster.url).clean
 
 
 @pytest.mark.slow

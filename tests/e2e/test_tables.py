@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import elasticps as eps
-from elasticps.audit import audit
 from elasticps.cli.app import app as command_line
 from tests.conftest import NewCluster
 from tests.e2e.conftest import Connect
+from tests.e2e.oracle import audited
 
 KEYS = np.arange(3_000)
 ONES = np.ones((len(KEYS), 2), np.float32)
@@ -269,5 +269,5 @@ def test_deletions_happen_once_while_servers_die_and_are_filled(local_cluster: N
         assert len(table) == np.count_nonzero(expected)
         np.testing.assert_array_equal(table.pull(KEYS)[:, 0], expected)
         assert ps.tables().keys() == {"t"}
-        report = audit(cluster.operator_url)
+        report = audited(cluster.operator_url)
         assert report.clean, report
