@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
+
 from elasticps.client import warm as client
 from elasticps.server import process as server
+
+_AT_IMPORT = "elasticps.torch.compared", "elasticps.torch.distinct", "elasticps.torch.group.merge"
+"""Modules whose kernels are compiled when they are imported; where there is no torch, nobody needs them."""
 
 
 def warm() -> None:
     """Compiles what the cache does not have."""
     server.warm()
     client.warm()
+    client.warm_filters()
+    if find_spec("torch"):
+        for module in _AT_IMPORT:
+            import_module(module)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ from functools import cache
 import numpy as np
 
 from coordinator.view import ServerInfo, View
+from elasticps.client.filtering import Kept
+from elasticps.client.protocol.places import Places
 from elasticps.client.protocol.routing import Routes, place_rows, plan_pull, plan_push
 from elasticps.client.pull_batch import ANSWERS, take_answers
 from elasticps.client.pull_tables import TablesRead
-from elasticps.client.pulls import Pulls, SparseRead
+from elasticps.client.pulls import Pulls, ReadPart, SparseRead
 from elasticps.client.push_batch import Packer, Source
 from elasticps.hashing import table_salt
 from elasticps.kernels import compiled_once
@@ -41,7 +43,17 @@ def warm() -> None:
         reads = [SparseRead(lambda read, timeout: None, 1, salt, _DIM, "t", keys, rows, False) for _ in range(3)]
         pulls.start([several := TablesRead(reads[0]._finish, reads[1:]), reads[0]], None, 0)
         several.floats(None, 0, len(keys))
+        several.plan(ReadPart(several, None, keys, len(keys), None), routes, routes.tails)
         pulls.adopt(routes)
         take_answers(np.zeros(STAGING_BYTES, np.uint8), 0, 0, pulls.landing.slots, np.empty(ANSWERS, np.int64))
         plan_pull(keys, salt, routes, routes.tails)
         place_rows(rows, plan.order, rows)
+
+
+def warm_filters() -> None:
+    """Those too that only some workers use: of filters that keep what they drop, and of caches."""
+    keys, places = np.arange(3), Places(4, slots=True)
+    Kept(len(keys), _DIM)
+    where, _ = places.find(keys)
+    places.judge(where, 1, 1, 1)
+    places.pushed(keys, applies=True)
