@@ -48,11 +48,11 @@ test: $(READY) ## Run the tests
 test-all: $(READY) ## Run the tests, slow ones too
 	$(BIN)/python -m pytest $(PARALLEL) -m 'slow or not slow'
 
-soak: $(READY) ## Random examples; fifty stories for each planted bug; hostile frames; then stories until stopped, from SEED=N on
+soak: $(READY) ## Random examples; fifty stories for each planted bug; hostile frames; then stories on all cores until stopped, or RUNS=N of them, from SEED=N on
 	$(BIN)/python -m pytest $(PARALLEL) -m 'hypothesis and not slow' --hypothesis-profile=random
 	$(BIN)/python -m tests.sim.planted
 	$(BIN)/python -m tests.fuzz --frames 10_000_000 --seed $(or $(SEED),0)
-	$(BIN)/elasticps sim --seed $(or $(SEED),0) --runs 0
+	$(BIN)/elasticps sim --seed $(or $(SEED),0) --runs $(or $(RUNS),0)
 
 lint: $(READY) docs ## ruff, mypy --strict, the contracts on who imports whom, and broken links in the docs
 	$(BIN)/ruff check .

@@ -6,11 +6,15 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
+import os
+import signal
+import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from multiprocessing.pool import AsyncResult
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,6 +27,59 @@ if TYPE_CHECKING:
 
 RUNS_PER_LINE = 50
 BROKEN_KEPT = 20
+STOPPED = 130  # the exit code of what Ctrl-C ends, also here
+MINUTE_S = 60
+_NO_END = 1 << 30
+AHEAD = 4  # seeds given out for each process: one long story does not have the others wait
+COUNTED = ("events", "views", "steps", "pulls", "rounds", "shards", "cuts")
+
+
+@dataclass
+class Told:
+    """What has been played: sums over all stories, the first ones that broke a promise, and what it took."""
+
+    first: int
+    last: int = -1
+    runs: int = 0
+    failed: int = 0
+    cpu_s: float = 0.0  # of all processes
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
+    broken: list[Result] = field(default_factory=list)
+    began_s: float = field(default_factory=time.monotonic)
+
+    def add(self, result: Result, cpu_s: float) -> None:
+        """One more. They come in the order of their seeds."""
+        self.runs += 1
+        self.last = result.seed
+        self.cpu_s += cpu_s
+        for what in COUNTED:
+            self.counts[what] += getattr(result, what)
+        if not result.ok:
+            self.failed += 1
+            if len(self.broken) < BROKEN_KEPT:
+                self.broken.append(result)
+
+    @property
+    def took_s(self) -> float:
+        """Real seconds so far."""
+        return time.monotonic() - self.began_s
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count:,} {what}" for what, count in {"runs": self.runs, **self.counts}.items())
+        return f"{counts}: {self.failed} broke a promise"
+
+    def speed(self, jobs: int) -> str:
+        """Which seeds, how long, how many a second. As other runs of the same seeds would not say it."""
+        took_s, runs = self.took_s, max(self.runs, 1)
+        processes = "1 process" if jobs == 1 else f"{jobs} processes"
+        rates = f"{self.runs / max(took_s, 1e-9):.2f} stories/s, {self.cpu_s / runs:.2f} CPU s a story"
+        return f"seeds {self.first} to {self.last} took {_duration(took_s)} in {processes}: {rates}"
+
+    def as_json(self, jobs: int) -> str:
+        seeds = {"first": self.first, "last": self.last} if self.runs else {}
+        took = {"jobs": jobs, "took_s": round(self.took_s, 3), "cpu_s": round(self.cpu_s, 3)}
+        broken = {"failed": self.failed, "broken": [asdict(r) | {"trace": None} for r in self.broken]}
+        return json.dumps({"runs": self.runs, **self.counts, **seeds, **took, **broken})
 
 
 def sim(
@@ -36,7 +93,9 @@ def sim(
     together: Annotated[
         bool, typer.Option("--together", help="Pull several tables at once, and behind pushes.")
     ] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="So many seeds at once, each in a process.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(min=0, help="So many seeds at once, each in a process; 0: one for each core.")
+    ] = 0,
     trace: Annotated[bool, typer.Option("--trace", help="Print every event of each run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
@@ -49,29 +108,43 @@ def sim(
     The same seed gives the same events. Exit code 1 if a promise was broken, with the command that repeats that run.
     """
     kind = _kind(flavour, training, cuts=cuts, short=short, caches=caches, together=together)
-    totals = dict.fromkeys(("runs", "events", "views", "steps", "pulls", "rounds", "shards", "cuts"), 0)
-    broken: list[Result] = []
+    jobs = min(jobs or _cores(), runs or _NO_END)
+    told = Told(seed)
+    stopped = False
     try:
-        for result in _results(range(seed, seed + runs) if runs else itertools.count(seed), kind, trace, jobs, as_json):
-            _count(totals, result)
+        seeds = range(seed, seed + runs) if runs else itertools.count(seed)
+        for result, cpu_s in _results(seeds, kind, trace, jobs, as_json):
+            told.add(result, cpu_s)
             if trace:
                 typer.echo("\n".join(result.trace))
-            if result.invariant and len(broken) < BROKEN_KEPT:
-                broken.append(result)
-                if runs == 0:
-                    typer.echo(str(result))
-            if runs == 0 and totals["runs"] % RUNS_PER_LINE == 0 and not as_json:
-                typer.echo(f"up to seed {result.seed}: {_summary(totals, len(broken))}")
+            if runs != 1 and not as_json:
+                _tell_meanwhile(told, result, jobs, every=0 if runs else RUNS_PER_LINE)
     except KeyboardInterrupt:  # how a soak ends
-        if runs:
-            raise
+        stopped = runs > 0
+    except BrokenProcessPool as error:
+        after = f"after seed {told.last}" if told.runs else f"from seed {seed} on"
+        typer.echo(f"a process that played stories is gone, in one of the {AHEAD * jobs} {after}: {error}", err=True)
+        stopped = True
+    _tell(told, jobs, as_json, timed=runs != 1)
+    raise typer.Exit(1 if told.failed else STOPPED if stopped else 0)
+
+
+def _tell_meanwhile(told: Told, result: Result, jobs: int, every: int) -> None:
+    if not result.ok and told.failed <= BROKEN_KEPT:
+        typer.echo(str(result))
+    if every and told.runs % every == 0:
+        typer.echo(f"up to seed {result.seed}: {told}; {told.speed(jobs)}")
+
+
+def _tell(told: Told, jobs: int, as_json: bool, timed: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(totals | {"broken": [asdict(r) | {"trace": None} for r in broken]}))
-    else:
-        typer.echo(_summary(totals, len(broken)))
-        for result in broken:
-            typer.echo(str(result))
-    raise typer.Exit(1 if broken else 0)
+        typer.echo(told.as_json(jobs))
+        return
+    typer.echo(str(told))
+    if timed:
+        typer.echo(told.speed(jobs))
+    for result in told.broken:
+        typer.echo(str(result))
 
 
 def _kind(flavour: str, training: str, **flags: bool) -> Kind:
@@ -86,36 +159,48 @@ def _kind(flavour: str, training: str, **flags: bool) -> Kind:
     return chaos.sim.story.Kind(flavour, training, **flags)
 
 
-def _results(seeds: Iterable[int], kind: Kind, trace: bool, jobs: int, as_json: bool) -> Iterable[Result]:
-    import chaos.sim.run  # brings in the servers' code: only this command needs it
-
-    play = partial(chaos.sim.run.run, kind=kind, trace=trace)
+def _results(seeds: Iterable[int], kind: Kind, trace: bool, jobs: int, as_json: bool) -> Iterable[tuple[Result, float]]:
+    """What came of each, in their order, and the CPU seconds that it took."""
+    play = partial(_play, kind=kind, trace=trace)
     quiet = as_json or not isinstance(seeds, range) or len(seeds) < 2
     told = track(seeds, "simulating", console=Console(stderr=True), disable=quiet, transient=True)
     if jobs == 1:
         yield from map(play, told)
         return
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        under_way: deque[AsyncResult[Result]] = deque()
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_leave_interrupts)
+    under_way: deque[Future[tuple[Result, float]]] = deque()
+    try:
         for seed in told:
-            under_way.append(pool.apply_async(play, (seed,)))
-            if len(under_way) > jobs:
-                yield under_way.popleft().get()
+            under_way.append(pool.submit(play, seed))
+            if len(under_way) >= AHEAD * jobs:
+                yield under_way.popleft().result()
         while under_way:
-            yield under_way.popleft().get()
+            yield under_way.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _count(totals: dict[str, int], result: Result) -> None:
-    totals["runs"] += 1
-    totals["events"] += result.events
-    totals["views"] += result.views
-    totals["steps"] += result.steps
-    totals["pulls"] += result.pulls
-    totals["rounds"] += result.rounds
-    totals["shards"] += result.shards
-    totals["cuts"] += result.cuts
+def _play(seed: int, kind: Kind, trace: bool) -> tuple[Result, float]:
+    import chaos.sim.run  # brings in the servers' code: only this command needs it
+
+    began = time.process_time()
+    result = chaos.sim.run.run(seed, kind=kind, trace=trace)
+    return result, time.process_time() - began
 
 
-def _summary(totals: dict[str, int], broken: int) -> str:
-    counts = ", ".join(f"{count:,} {what}" for what, count in totals.items())
-    return f"{counts}: {broken} broke a promise"
+def _leave_interrupts() -> None:
+    """Ctrl-C reaches all processes of a terminal: whoever gave out the seeds ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _duration(seconds: float) -> str:
+    """Said as people say it: 4.1 s, 3 min 20 s, 2 h 5 min."""
+    if seconds < MINUTE_S:
+        return f"{seconds:.1f} s"
+    minutes, left_s = divmod(round(seconds), MINUTE_S)
+    hours, minutes_left = divmod(minutes, 60)
+    return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {left_s} s"

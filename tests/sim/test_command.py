@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import typer
@@ -44,20 +45,69 @@ def test_a_soak_runs_until_it_is_stopped_and_then_says_what_it_saw(monkeypatch: 
         return Result(seed, kind, "progress" if seed == 12 else "", "it waits")
 
     monkeypatch.setattr(chaos.sim.run, "run", run)
-    result = CliRunner().invoke(app, ["--seed", "10", "--runs", "0"])
+    result = CliRunner().invoke(app, ["--seed", "10", "--runs", "0", "--jobs", "1"])
     assert result.exit_code == 1
     assert seen[0] == 10
     assert "elasticps sim --seed 12" in result.stdout.splitlines()[1]
     assert f"up to seed {9 + chaos.sim.cli.RUNS_PER_LINE}: {chaos.sim.cli.RUNS_PER_LINE} runs" in result.stdout
     assert f"{chaos.sim.cli.RUNS_PER_LINE + 5} runs" in result.stdout
+    assert f"seeds 10 to {14 + chaos.sim.cli.RUNS_PER_LINE} took" in result.stdout
+    assert "CPU s a story" in result.stdout
+
+
+def test_many_seeds_that_are_stopped_say_what_they_saw(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(seed: int, kind: Kind, trace: bool) -> Result:
+        if seed == 3:
+            raise KeyboardInterrupt
+        return Result(seed, kind)
+
+    monkeypatch.setattr(chaos.sim.run, "run", run)
+    result = CliRunner().invoke(app, ["--runs", "100000", "--jobs", "1"])
+    assert result.exit_code == chaos.sim.cli.STOPPED
+    assert "3 runs" in result.stdout
+    assert "0 broke a promise" in result.stdout
+    assert "seeds 0 to 2 took" in result.stdout
+
+
+def test_all_that_broke_a_promise_are_counted_and_the_first_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos.sim.run, "run", lambda seed, kind, trace: Result(seed, kind, "progress", "it waits"))
+    result = CliRunner().invoke(app, ["--runs", "30", "--jobs", "1", "--json"])
+    told = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert (told["runs"], told["failed"], told["first"], told["last"], told["jobs"]) == (30, 30, 0, 29, 1)
+    assert [each["seed"] for each in told["broken"]] == list(range(chaos.sim.cli.BROKEN_KEPT))
+
+
+def _vanish(seed: int, kind: Kind, trace: bool) -> Result:
+    os._exit(7)
+
+
+def test_a_process_that_is_gone_is_told_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos.sim.cli, "_play", _vanish)
+    result = CliRunner().invoke(app, ["--runs", "2", "--jobs", "2"])
+    assert result.exit_code == chaos.sim.cli.STOPPED
+    assert "from seed 0 on" in result.output
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(4.14, "4.1 s"), (59.9, "59.9 s"), (200.2, "3 min 20 s"), (7501, "2 h 5 min")]
+)
+def test_a_duration_is_said_in_two_units(seconds: float, told: str) -> None:
+    assert chaos.sim.cli._duration(seconds) == told
 
 
 def test_seeds_of_one_kind_run_in_several_processes_in_their_order() -> None:
     wanted = ["--seed", "3", "--runs", "3", "--flavour", "ghosts", "--training", "shards", "--json"]
     alone, shared = (CliRunner().invoke(app, [*wanted, "--jobs", jobs]) for jobs in ("1", "2"))
     assert alone.exit_code == 0
-    assert json.loads(alone.stdout)["runs"] == 3
-    assert shared.stdout == alone.stdout
+    first, second = (
+        {what: found for what, found in json.loads(told.stdout).items() if what not in ("jobs", "took_s", "cpu_s")}
+        for told in (alone, shared)
+    )
+    assert first["runs"] == 3
+    assert second == first
 
 
 def test_a_flavour_that_is_not_known_is_refused_with_those_that_are() -> None:
