@@ -14,6 +14,7 @@
 `prefetch(loader, model, ahead=n)` asks for the rows of the next batches while one is trained.
 
 `LocalGroup` makes one worker of the processes that torchrun starts on a machine: one push leaves it for all of them.
+`DeviceGroup` does the same for several devices of one process.
 
 A model's `state_dict()` has its dense weights; `full_state_dict(model)` has the rows of its tables too. `save(model,
 file)` writes that to a file, `load(model, file)` gives it back to the servers.
@@ -27,6 +28,7 @@ from __future__ import annotations
 from elasticps.torch.ahead import Ahead, prefetch
 from elasticps.torch.collection import EmbeddingBagCollection, EmbeddingCollection, TableConfig
 from elasticps.torch.data import ShardedDataset, ShardSampler
+from elasticps.torch.devices import DeviceGroup
 from elasticps.torch.embedding import Embedding, EmbeddingBag
 from elasticps.torch.group import GroupClient, LocalGroup
 from elasticps.torch.jagged import Jagged, JaggedTensor, KeyedTensor
@@ -35,6 +37,7 @@ from elasticps.torch.state import full_state_dict, load, load_full_state_dict, s
 
 __all__ = [
     "Ahead",
+    "DeviceGroup",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingBagCollection",

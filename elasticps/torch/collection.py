@@ -26,7 +26,7 @@ from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Filter, Init
 from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.distinct import distinct_tables
-from elasticps.torch.embedding import MAX_PREFETCHED, Rows, Want
+from elasticps.torch.embedding import MAX_PREFETCHED, Rows, Want, shares
 from elasticps.torch.group.client import GroupClient
 from elasticps.torch.jagged import JaggedTensor, KeyedTensor, Lists, lists_of
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from elasticps.client import Client
     from elasticps.client.pull_tables import TablesPull
     from elasticps.torch.group.several import GroupTablesRead
+    from elasticps.torch.step_rows import StepRead, StepRows
 
 MODES = ("sum", "mean")
 
@@ -125,7 +126,7 @@ class _Lookup:
     rows: NDArray[np.float32]  # of all tables, one after another
     wanted: dict[Any, NDArray[np.int64]]  # of each table its keys
     places: dict[Any, NDArray[np.float32]]  # of its rows
-    pull: TablesPull[Any] | GroupTablesRead[Any] | None = None
+    pull: TablesPull[Any] | GroupTablesRead[Any] | StepRead | None = None
     asked_at: tuple[int, int] | None = None  # of rows that were expected: clock and changes of the tables at that time
 
 
@@ -166,6 +167,7 @@ class Collection(nn.Module):
         _check(tables)
         self.ps = ps
         self.on_ids: Callable[[Any], None] | None = None  # hears of what forward passes get
+        self.step_rows: StepRows[Any] | None = None  # what other devices' models have asked for
         self._together = isinstance(ps, GroupClient)  # what one rank pulls, all do, if it is nothing
         self._layout = layout = _Layout(tables)
         made = {}
@@ -249,11 +251,13 @@ class Collection(nn.Module):
                     self._ahead.remove(lookup)
                     lookup.lists = lists  # the caller's weights, and device
                     return lookup
-        return self._ask(lists)
+        return self._ask(lists, self.step_rows if shares(self, self._tables) else None)
 
-    def _ask(self, lists: Lists) -> _Lookup:
+    def _ask(self, lists: Lists, step_rows: StepRows[Any] | None = None) -> _Lookup:
         lookup = self._plan(lists)
-        if lookup.wanted:
+        if step_rows is not None:
+            lookup.pull = step_rows.ask(self.ps.clock, lookup.wanted, lookup.places, self.ps.pull_async)
+        elif lookup.wanted:
             lookup.pull = self.ps.pull_async(lookup.wanted, lookup.places)
         return lookup
 

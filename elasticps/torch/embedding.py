@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from elasticps.client.row_cache import CachedRead
     from elasticps.torch.group import GroupTable
     from elasticps.torch.group.reads import GroupRead
+    from elasticps.torch.step_rows import StepRead, StepRows
 
 INCOMPLETE = (
     "state_dict() has not the rows of tables, which are at the servers: elasticps.torch.full_state_dict(model) has "
@@ -62,7 +63,7 @@ class _Lookup:
     keys: NDArray[np.int64]  # distinct, without the padding id
     positions: Tensor  # shape of ids: index into keys; len(keys) stands for the padding id
     rows: NDArray[np.float32]  # [keys (+ 1 of zeros if padded), dim], once the rows are there
-    future: ArrayRead | CachedRead | GroupRead | TablesPull[Any] | None  # None: no key, nothing to pull
+    future: ArrayRead | CachedRead | GroupRead | TablesPull[Any] | StepRead | None  # None: no key, nothing to pull
 
     @property
     def padded(self) -> bool:
@@ -155,6 +156,7 @@ class Rows(nn.Module):
         self._ahead: deque[tuple[Tensor, Tensor, _Lookup]] = deque(maxlen=MAX_PREFETCHED)  # ids, as they were
         self.ps = ps
         self.on_ids: Callable[[Tensor], None] | None = None  # hears of what forward passes get
+        self.step_rows: StepRows[Any] | None = None  # what other devices' models have asked for
         self._expected: list[_Lookup] = []  # of the next batch, to be asked for when this one's step has ended
         self._early: list[_Early] = []
         self.uses: weakref.WeakSet[_Use] = weakref.WeakSet()
@@ -248,7 +250,7 @@ class Rows(nn.Module):
             raise InputError(f"ids of table {self.table.name!r} must be from 0 to {self.num_embeddings - 1}")
         return keys, where, padded
 
-    def _ask(self, ids: Tensor) -> _Lookup:
+    def _ask(self, ids: Tensor, step_rows: StepRows[Any] | None = None) -> _Lookup:
         lookup = self._plan(ids)
         for early in self._early:
             found, clock, changes = early
@@ -258,9 +260,11 @@ class Rows(nn.Module):
                     lookup.rows, lookup.future = found.rows, found.future
                     return lookup
                 break
-        keys, rows = lookup.keys, lookup.rows
-        if len(keys) or self._together:
-            lookup.future = self.table.pull_async(keys, rows[: len(keys)])
+        keys, rows = lookup.keys, lookup.rows[: len(lookup.keys)]
+        if step_rows is not None:
+            lookup.future = step_rows.ask(self.ps.clock, {self.table: keys}, {self.table: rows}, self.ps.pull_async)
+        elif len(keys) or self._together:
+            lookup.future = self.table.pull_async(keys, rows)
         return lookup
 
     def _plan(self, ids: Tensor) -> _Lookup:
@@ -276,7 +280,7 @@ class Rows(nn.Module):
             if asked is ids and torch.equal(copy, ids):  # else changed in place: torch's own count does not see it all
                 self._ahead.remove(ahead)
                 return lookup
-        return self._ask(ids)
+        return self._ask(ids, self.step_rows if shares(self, [self]) else None)
 
     def _pull(self, ids: Tensor) -> tuple[Tensor, _Lookup]:
         """The rows of a batch on its device, float32 [keys (+ 1 of zeros if padded), dim], ready for autograd."""
@@ -329,6 +333,13 @@ class Rows(nn.Module):
             self._gradients.clear()
             if trains.grad is not None:
                 trains.grad = None
+
+
+def shares(layer: nn.Module, tables: Sequence[Rows]) -> bool:
+    """Whether a forward pass now may take rows that another one of its step asked for: it trains them, and they are not
+    kept anyway."""
+    kept = any(getattr(table.table, "cache", None) is not None for table in tables)
+    return layer.training and torch.is_grad_enabled() and not kept
 
 
 def refuse_torchs(optimizer: object) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from elasticps.errors import ConfigError, InputError
 from elasticps.spec import Filter
 from elasticps.spec import Optimizer as ServerOptimizer
+from elasticps.torch.devices import DeviceGroup, models_of
 from elasticps.torch.embedding import nobody, refuse_torchs
 from elasticps.torch.expected import Exchange, Pulled, Wanted, in_one, layers_of
 from elasticps.torch.group.client import GroupClient
@@ -81,7 +82,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(
         self,
         ps: Client | GroupClient,
-        model: nn.Module,
+        model: nn.Module | DeviceGroup[Any],
         optimizer: ServerOptimizer | Callable[[str, nn.Parameter], ServerOptimizer] | None = None,
         *,
         prefix: str = "model",
@@ -92,19 +93,20 @@ class Optimizer(torch.optim.Optimizer):
         pull: Sequence[Filter] = (),
     ) -> None:
         refuse_torchs(optimizer)
-        model = plain(model)
-        if any(isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel) for module in model.modules()):
+        models = models_of(model)
+        self._ps, self._models, self._model = ps, models, models[0]
+        if any(isinstance(m, nn.parallel.DistributedDataParallel | nn.DataParallel) for m in self._model.modules()):
             raise ConfigError("workers of elasticps need no (Distributed)DataParallel: take the module inside of it")
-        self._ps, self._model = ps, model
-        self._overlap, self._pipeline = overlap, pipeline
+        # Of several devices nothing leaves before all have their gradients, or one's error would leave half a step.
+        self._overlap, self._pipeline = overlap and len(models) == 1, pipeline
         # Of a group nothing leaves before all ranks have all of their gradients: a rank may die until then.
         self._bucket_limit = sys.maxsize if isinstance(ps, GroupClient) else bucket_bytes
         self._replace_others()
 
         groups: Groups = {}
-        self._dense = dense_of(ps, model, optimizer, prefix, groups, push=push, pull=pull)
-        self._sparse = tables_of(model, groups)
-        self._layers = layers_of(model)
+        self._dense = dense_of(ps, models, optimizer, prefix, groups, push=push, pull=pull)
+        self._sparse = tables_of(models, groups)
+        self._layers = [layer for each in models for layer in layers_of(each)]
         targets: list[tuple[Target, int]] = [  # and their groups' indices
             *((dense.tensor, dense.group) for dense in self._dense),
             *((sparse.table, sparse.group) for sparse in self._sparse),
@@ -127,7 +129,7 @@ class Optimizer(torch.optim.Optimizer):
         self.last_step: Step | GroupStep | None = None
         self._hooks = [*self._watch_gradients(), *self._watch_forwards()]
         Optimizer._live.add(self)
-        if model in Optimizer.loaded:
+        if self._model in Optimizer.loaded:
             self.upload()
         else:
             self.refresh()
@@ -180,10 +182,11 @@ class Optimizer(torch.optim.Optimizer):
                 optimizer._arrive()
 
         if self._pipeline:
-            yield self._model.register_state_dict_pre_hook(arrive)
-            for module in self._model.modules():
-                if module is self._model or any(p.numel() for p in module.parameters(recurse=False)):
-                    yield module.register_forward_pre_hook(arrive)
+            for model in self._models:
+                yield model.register_state_dict_pre_hook(arrive)
+                for module in model.modules():
+                    if module is model or any(p.numel() for p in module.parameters(recurse=False)):
+                        yield module.register_forward_pre_hook(arrive)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only the constructor adds groups: it alone knows the parameters' names."""
@@ -243,8 +246,11 @@ class Optimizer(torch.optim.Optimizer):
                 self._send_sparse(sparse)
 
     def _send_dense(self, dense: Dense) -> None:
+        if not dense.parameter.requires_grad:  # frozen since: an old gradient is left
+            return
+        dense.gather()
         gradient = dense.parameter.grad
-        if gradient is None or not dense.parameter.requires_grad:  # frozen since: an old gradient is left
+        if gradient is None:
             return
         if gradient.layout != torch.strided:
             raise InputError(f"the gradient of {dense.name!r} is sparse: use elasticps.torch.Embedding or sparse=False")
@@ -346,10 +352,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients, of rows too. Closes a step of which a part has left, with a RuntimeWarning."""
-        if set_to_none:
-            for dense in self._dense:
-                dense.parameter.grad = None
-        else:
+        for dense in self._dense:
+            for copy in dense.copies[0 if set_to_none else 1 :]:
+                copy.parameter.grad = None
+        if not set_to_none:
             super().zero_grad(set_to_none=False)
         left = self._forget()
         if left:
@@ -419,8 +425,10 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError("gradients leave before they can be clipped: build the Optimizer with overlap=False")
         if isinstance(self._ps, GroupClient):
             raise ConfigError("gradients of a group are added up when they leave, and no rank knows their norm before")
-        trained = (dense.parameter for dense in self._dense if dense.parameter.requires_grad)
-        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        trained = [dense for dense in self._dense if dense.parameter.requires_grad]
+        for dense in trained:
+            dense.gather()
+        gradients = [dense.parameter.grad for dense in trained if dense.parameter.grad is not None]
         for sparse in self._sparse:
             if (taken := sparse.take_all()) is not None:
                 sparse.modules[0].keep(taken)
@@ -459,11 +467,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def _arrive(self) -> None:
         if self._arriving:
-            self._check_edits()
-            self._take(self._arriving)
+            with self._lock:  # models on several devices come at once, and go on when all have theirs
+                if self._arriving:
+                    self._check_edits()
+                    self._take(self._arriving)
 
     def _take(self, arriving: list[tuple[Dense, Pulled]]) -> None:
-        self._arriving = []
-        with torch.no_grad():
-            for dense, pulled in arriving:
-                dense.take(torch.from_numpy(pulled()))
+        try:
+            with torch.no_grad():
+                for dense, pulled in arriving:
+                    values = torch.from_numpy(pulled())
+                    for copy in dense.copies:
+                        copy.take(values)
+        finally:
+            self._arriving = []

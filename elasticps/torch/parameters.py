@@ -17,6 +17,7 @@ from elasticps.spec import Filter
 from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.compared import differ
 from elasticps.torch.embedding import Gradient, Rows, refuse_torchs
+from elasticps.torch.group.merge import merged
 
 if TYPE_CHECKING:
     from elasticps.client import Client, DenseTensor, SparseTable
@@ -29,14 +30,10 @@ _OF_GROUPS = {"params", "lr", "name", "scheduled"}  # all else is fixed when a t
 
 
 @dataclass(eq=False)
-class Dense:
-    """One dense parameter and its tensor at the servers."""
+class Copy:
+    """A dense parameter as the model on one device has it."""
 
-    name: str
     parameter: nn.Parameter
-    tensor: DenseTensor | GroupTensor
-    group: int  # index
-    left: tuple[int, int] | None = None  # address and version of the gradient that has left in this step
     _taken: Tensor | None = None  # the servers' values, as the parameter took them last
     _address: int = 0  # where the parameter lies, if it is float32 of the CPU
     _plain: bool = False  # whether its floats lie there one after another
@@ -72,18 +69,45 @@ class Dense:
         return self._address, taken.data_ptr(), taken.numel()
 
 
+@dataclass(eq=False)
+class Dense:
+    """One dense parameter and its tensor at the servers. copies: at least one, in the order of a group's devices."""
+
+    name: str
+    copies: list[Copy]
+    tensor: DenseTensor | GroupTensor
+    group: int  # index
+    left: tuple[int, int] | None = None  # address and version of the gradient that has left in this step
+
+    def __post_init__(self) -> None:
+        self.parameter = self.copies[0].parameter
+
+    def gather(self) -> None:
+        """Adds the other copies' gradients to the first one's, as backward passes one after another would have; they
+        have none afterwards. Under `no_grad`."""
+        for copy in self.copies[1:]:
+            gradient, copy.parameter.grad = copy.parameter.grad, None
+            if gradient is None:
+                continue
+            here = gradient.detach().to(self.parameter.device)
+            if self.parameter.grad is None:
+                self.parameter.grad = here
+            else:
+                self.parameter.grad.add_(here)
+
+
 def first_edited(dense: Iterable[Dense]) -> str:
     """The name of a parameter that somebody has changed here since it took the servers' values; empty if nobody has."""
-    dense = [each for each in dense if each.parameter.requires_grad]
-    memory = [each.memory for each in dense]
-    if dense and None not in memory and not differ(np.array(memory, np.int64)):  # nearly always
+    copies = [(each.name, copy) for each in dense if each.parameter.requires_grad for copy in each.copies]
+    memory = [copy.memory for _, copy in copies]
+    if copies and None not in memory and not differ(np.array(memory, np.int64)):  # nearly always
         return ""
-    return next((each.name for each in dense if each.edited()), "")
+    return next((name for name, copy in copies if copy.edited()), "")
 
 
 @dataclass(eq=False)
 class Sparse:
-    """One table, with every module of the model that reads it."""
+    """One table, with every module of the models that reads it: of each place in them, one for each device."""
 
     table: SparseTable | GroupTable
     modules: list[Rows]
@@ -91,14 +115,16 @@ class Sparse:
     left: bool = False
 
     def take_all(self) -> Gradient | None:
-        """The gradients of its rows, each row once; they wait in the modules no longer."""
+        """The gradients of its rows, each row once; they wait in the modules no longer. Added up in the order of the
+        modules and of their backward passes, by the CPU: a GPU would do it in any order."""
         taken = [gradient for module in self.modules for gradient in module.take_all()]
         if len(taken) < 2:
             return taken[0] if taken else None
-        keys, where = np.unique(np.concatenate([keys for keys, _ in taken]), return_inverse=True)
-        rows = torch.cat([gradient.float() for _, gradient in taken])
-        summed = rows.new_zeros(len(keys), rows.shape[1])
-        return keys, summed.index_add_(0, torch.from_numpy(where).to(rows.device), rows)
+        given = [(keys, rows.detach().float().cpu().contiguous().numpy()) for keys, rows in taken]
+        total = sum(len(keys) for keys, _ in given)
+        keys, rows = np.empty(total, np.int64), np.empty((total, given[0][1].shape[1]), np.float32)
+        count = merged(given, 0, 1, keys, rows)
+        return keys[:count], torch.from_numpy(rows[:count])
 
 
 def values_of(parameter: nn.Parameter) -> NDArray[np.float32]:
@@ -106,26 +132,28 @@ def values_of(parameter: nn.Parameter) -> NDArray[np.float32]:
     return parameter.detach().float().cpu().contiguous().numpy()
 
 
-def plain(model: nn.Module) -> nn.Module:
+def plain(model: object) -> nn.Module:
     """Without what torch.compile puts around it, so that parameters have one name with it and without."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"the Optimizer takes a whole model, an nn.Module, not a {type(model).__name__}")
+        one = ": take one of its models" * hasattr(model, "models")
+        raise ConfigError(f"this takes a whole model, an nn.Module, not a {type(model).__name__}{one}")
     inside: nn.Module = getattr(model, "_orig_mod", model)
     return inside
 
 
 def dense_of(
     ps: Client | GroupClient,
-    model: nn.Module,
+    models: Sequence[nn.Module],
     optimizer: ServerOptimizer | Callable[[str, nn.Parameter], ServerOptimizer] | None,
     prefix: str,
     groups: Groups,
     push: Sequence[Filter],
     pull: Sequence[Filter],
 ) -> list[Dense]:
-    """Opens a tensor for each dense parameter. Adds to the groups."""
+    """Opens a tensor for each dense parameter of the first model, which the others have too. Adds to the groups."""
     dense = []
-    for name, parameter in model.named_parameters():  # a shared parameter comes once, under its first name
+    others = [dict(model.named_parameters()) for model in models[1:]]
+    for name, parameter in models[0].named_parameters():  # a shared parameter comes once, under its first name
         if isinstance(parameter, nn.UninitializedParameter):
             raise ConfigError(f"parameter {name!r} has no shape yet: run one batch through the model first")
         if parameter.dtype not in _DTYPES:
@@ -142,21 +170,26 @@ def dense_of(
         # Schedules compare equal, whatever their function.
         same = (spec, schedule and id(schedule.function))
         groups.setdefault(same, _group(f"dense{len(groups)}", spec))["params"].append(parameter)
-        dense.append(Dense(name, parameter, tensor, list(groups).index(same)))
+        copies = [Copy(parameter), *(Copy(other[name]) for other in others)]
+        dense.append(Dense(name, copies, tensor, list(groups).index(same)))
     return dense
 
 
-def tables_of(model: nn.Module, groups: Groups) -> list[Sparse]:
-    """The tables of a model's layers. Adds to the groups."""
+def tables_of(models: Sequence[nn.Module], groups: Groups) -> list[Sparse]:
+    """The tables of the models' layers, which are alike. Adds to the groups."""
     tables: dict[str, Sparse] = {}
-    for module in model.modules():
-        if isinstance(module, Rows):
-            name = module.table.name
-            if name not in tables:
-                tables[name] = Sparse(module.table, [], len(groups))
-                groups[name] = _group(name, module.table.optimizer)
-            tables[name].modules.append(module)
+    for same in zip(*map(tables_in, models), strict=True):
+        table = same[0].table
+        if table.name not in tables:
+            tables[table.name] = Sparse(table, [], len(groups))
+            groups[table.name] = _group(table.name, table.optimizer)
+        tables[table.name].modules += same
     return list(tables.values())
+
+
+def tables_in(model: nn.Module) -> list[Rows]:
+    """A model's layers over one table, also those of collections."""
+    return [module for module in model.modules() if isinstance(module, Rows)]
 
 
 def described(groups: list[tuple[Any, Any]]) -> str:

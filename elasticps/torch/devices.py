@@ -1,0 +1,161 @@
+"""Several devices of one process that are one worker: a model on each, one push for all of them.
+
+group = DeviceGroup(lambda: Net(ps), ["cuda:0", "cuda:1"])
+optimizer = Optimizer(ps, group, optimizer=eps.Adam(lr=1e-3))
+for batches in loader:                          # one for each device
+    optimizer.zero_grad()
+    losses = group.run(train, batches)          # train(model, device, batch): forward and backward pass
+    optimizer.step()                            # one step: gradients of all devices leave as one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from itertools import zip_longest
+from typing import Any, Generic, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from elasticps.errors import ConfigError, InputError
+from elasticps.torch.expected import layers_of
+from elasticps.torch.group.client import GroupClient
+from elasticps.torch.parameters import plain, tables_in
+from elasticps.torch.step_rows import StepRows
+
+MOST_DEVICES = 64
+Batch = TypeVar("Batch")
+Model = TypeVar("Model", bound=nn.Module)
+Result = TypeVar("Result")
+
+
+class DeviceGroup(Generic[Model]):
+    """A model on each of some devices, which one process trains as one worker; made for an `Optimizer`.
+
+    build: makes the model, anew for each device. devices: as torch has them; one may come several times. All models
+    begin as the first, and have the servers' dense weights after each step. ConfigError for models that differ in
+    parameters, buffers or tables, InputError for devices that there are not.
+
+    models, devices: in this order. What is not trained, such as evaluation, `save` and `load`, is done with
+    `models[0]`.
+    """
+
+    def __init__(self, build: Callable[[], Model], devices: Sequence[torch.device | str | int]) -> None:
+        self.devices = _checked(devices)
+        self.models: list[Model] = []
+        for device in self.devices:
+            model = build()
+            if not isinstance(model, nn.Module):
+                raise ConfigError(f"build gives a model, an nn.Module, not a {type(model).__name__}")
+            if any(model is other for other in self.models):
+                raise ConfigError("build gave the same model again: it is to make one for each device")
+            self.models.append(model.to(device))
+        _check_alike(self.models)
+        with torch.no_grad():
+            for model in self.models[1:]:
+                for buffer, first in zip(model.buffers(), self.models[0].buffers(), strict=True):
+                    buffer.copy_(first)
+        layers = [layer for model in self.models for layer in layers_of(plain(model))]
+        self._of_ranks = any(isinstance(layer.ps, GroupClient) for layer in layers)
+        if not self._of_ranks and len(self.models) > 1:
+            rows = StepRows[Any]()
+            for layer in layers:
+                layer.step_rows = rows
+        self._threads: list[ThreadPoolExecutor] = []
+
+    def __len__(self) -> int:
+        """How many devices there are."""
+        return len(self.models)
+
+    def __repr__(self) -> str:
+        return f"<DeviceGroup of {type(self.models[0]).__name__} on {', '.join(map(str, self.devices))}>"
+
+    def __getstate__(self) -> NoReturn:
+        raise ConfigError("a DeviceGroup cannot be copied or pickled: save its models[0], build it again")
+
+    def run(self, does: Callable[[Model, torch.device, Batch], Result], batches: Sequence[Batch]) -> list[Result]:
+        """What `does(model, device, batch)` gives for each device, each in a thread of its own, all at once.
+
+        batches: one for each device, or fewer; the last devices have nothing to do then. Threads have the caller's grad
+        mode, autocast and CUDA streams, and a device always the same one. If one raises, this raises the first device's
+        error when all have ended, and has dropped all gradients: the next step is clean.
+        InputError for too many batches, ConfigError for a group whose models belong to a rank of a LocalGroup.
+        """
+        if len(batches) > len(self.models):
+            raise InputError(f"there are {len(batches)} batches for {len(self.models)} devices: give each one at most")
+        if self._of_ranks and len(self.models) > 1:
+            raise ConfigError(
+                "ranks of a LocalGroup pull in the same order, which threads do not have: train the models one after "
+                "another, for model, device, batch in zip(group.models, group.devices, batches)"
+            )
+        if not self._threads:
+            self._threads = [ThreadPoolExecutor(1, f"elasticps-{device}") for device in self.devices]
+        running: list[Future[Result]] = []
+        for model, device, batch, thread in zip(self.models, self.devices, batches, self._threads, strict=False):
+            running.append(thread.submit(_Context(device).run, does, model, device, batch))
+        wait(running)
+        error = next((error for each in running if (error := each.exception()) is not None), None)
+        if error is not None:
+            for model in self.models:
+                model.zero_grad()
+            raise error
+        return [each.result() for each in running]
+
+
+class _Context:
+    """What torch knows of the calling thread that is to hold in another one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._autocast = {
+            kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
+            for kind in {"cpu", device.type}
+        }
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def run(self, does: Callable[..., Result], *arguments: Any) -> Result:
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, (dtype, enabled, cached) in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
+            if self._stream is not None:
+                stack.enter_context(torch.cuda.stream(self._stream))  # its device is the current one, too
+            return does(*arguments)
+
+
+def models_of(model: nn.Module | DeviceGroup[Any]) -> list[nn.Module]:
+    """The model on each device, without what torch.compile puts around it. ConfigError for anything else."""
+    return [plain(each) for each in model.models] if isinstance(model, DeviceGroup) else [plain(model)]
+
+
+def _checked(devices: Sequence[torch.device | str | int]) -> list[torch.device]:
+    if isinstance(devices, str) or not 1 <= len(devices) <= MOST_DEVICES:
+        raise ConfigError(f"a DeviceGroup takes a list of 1 to {MOST_DEVICES} devices, got {devices!r}")
+    try:
+        found = [torch.device(device) for device in devices]
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"{devices!r} are no devices of torch: {str(error).splitlines()[0]}") from None
+    for device in found:
+        if device.type == "meta":
+            raise InputError("the device meta has no memory, and cannot train")
+        if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
+            raise InputError(f"there is no device {device}: torch sees {torch.cuda.device_count()} CUDA devices")
+    return found
+
+
+def _check_alike(models: Sequence[nn.Module]) -> None:
+    """ConfigError unless all models have the same parameters, buffers and tables."""
+    first = _described(models[0])
+    for number, model in enumerate(models[1:], start=1):
+        if (other := _described(model)) == first:
+            continue
+        has = next(pair for pair in zip_longest(first, other, fillvalue="nothing more") if pair[0] != pair[1])
+        raise ConfigError(f"build made different models: where the first has {has[0]}, number {number} has {has[1]}")
+
+
+def _described(model: nn.Module) -> list[str]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [f"{name!r}, {tensor.dtype} {list(tensor.shape)}" for name, tensor in named]
+    return tensors + [f"a layer over table {layer.table.name!r}" for layer in tables_in(model)]
