@@ -28,6 +28,7 @@ from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.distinct import distinct_tables
 from elasticps.torch.embedding import MAX_PREFETCHED, Rows, Want, shares
 from elasticps.torch.group.client import GroupClient
+from elasticps.torch.host import room, sent
 from elasticps.torch.jagged import JaggedTensor, KeyedTensor, Lists, lists_of
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class _Lookup:
     ends: NDArray[np.int64]  # of each table's keys
     positions: NDArray[np.int64]
     edges: list[int]
-    rows: NDArray[np.float32]  # of all tables, one after another
+    floats: Tensor  # rows of all tables, one after another
     wanted: dict[Any, NDArray[np.int64]]  # of each table its keys
     places: dict[Any, NDArray[np.float32]]  # of its rows
     pull: TablesPull[Any] | GroupTablesRead[Any] | StepRead | None = None
@@ -274,7 +275,9 @@ class Collection(nn.Module):
         starts, floats = ends.tolist(), 0
         wanted: dict[Any, NDArray[np.int64]] = {}
         places: dict[Any, NDArray[np.float32]] = {}
-        rows = np.empty(sum((b - a) * t.dim for a, b, t in zip(starts, starts[1:], self._tables, strict=False)), "f4")
+        total = sum((b - a) * t.dim for a, b, t in zip(starts, starts[1:], self._tables, strict=False))
+        floats_of_all = room(total, device=lists.values.device)
+        rows = floats_of_all.numpy()
         for table, low, high in zip(self._tables, starts, starts[1:], strict=False):
             mine, size = keys[low:high], (high - low) * table.dim
             if size and table.num_embeddings is not None and not 0 <= mine.min() <= mine.max() < table.num_embeddings:
@@ -283,7 +286,7 @@ class Collection(nn.Module):
                 wanted[table.table] = mine
                 places[table.table] = rows[floats : floats + size].reshape(high - low, table.dim)
             floats += size
-        return _Lookup(lists, found, keys, ends, positions, edges, rows, wanted, places)
+        return _Lookup(lists, found, keys, ends, positions, edges, floats_of_all, wanted, places)
 
     def _pulled(self, given: Any) -> tuple[_Lookup, list[tuple[Tensor, Tensor]]]:
         """Of each group the rows of its tables, [keys, dim], ready for autograd, and positions of its ids in them."""
@@ -301,7 +304,7 @@ class Collection(nn.Module):
         for dim, _, tables, features in self._layout.groups:
             first, stop = starts[tables.start], starts[tables.stop]
             size = (stop - first) * dim
-            rows = torch.from_numpy(lookup.rows[floats : floats + size].reshape(stop - first, dim)).to(device)
+            rows = sent(lookup.floats[floats : floats + size].view(stop - first, dim), device)
             floats += size
             ends = starts[tables.start + 1 : tables.stop + 1]
             trained = [

@@ -92,9 +92,10 @@ class DeviceGroup(Generic[Model]):
             )
         if not self._threads:
             self._threads = [ThreadPoolExecutor(1, f"elasticps-{device}") for device in self.devices]
+        context = _Context(self.devices)
         running: list[Future[Result]] = []
         for model, device, batch, thread in zip(self.models, self.devices, batches, self._threads, strict=False):
-            running.append(thread.submit(_Context(device).run, does, model, device, batch))
+            running.append(thread.submit(context.run, device, does, model, batch))
         wait(running)
         error = next((error for each in running if (error := each.exception()) is not None), None)
         if error is not None:
@@ -107,22 +108,25 @@ class DeviceGroup(Generic[Model]):
 class _Context:
     """What torch knows of the calling thread that is to hold in another one."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         self._grad = torch.is_grad_enabled()
         self._autocast = {
             kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
-            for kind in {"cpu", device.type}
+            for kind in {"cpu", *(device.type for device in devices)}
         }
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        # Of all devices: the first that needs the new weights copies them to the others, too.
+        self._streams = {gpu: torch.cuda.current_stream(gpu) for gpu in devices if gpu.type == "cuda"}
 
-    def run(self, does: Callable[..., Result], *arguments: Any) -> Result:
+    def run(self, device: torch.device, does: Callable[..., Result], model: nn.Module, batch: object) -> Result:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, (dtype, enabled, cached) in self._autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
-            if self._stream is not None:
-                stack.enter_context(torch.cuda.stream(self._stream))  # its device is the current one, too
-            return does(*arguments)
+            for stream in self._streams.values():
+                stack.enter_context(torch.cuda.stream(stream))
+            if device in self._streams:
+                stack.enter_context(torch.cuda.device(device))
+            return does(model, device, batch)
 
 
 def models_of(model: nn.Module | DeviceGroup[Any]) -> list[nn.Module]:

@@ -25,6 +25,7 @@ from elasticps.spec import Filter, Init, Normal
 from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.distinct import distinct
 from elasticps.torch.group.client import GroupClient
+from elasticps.torch.host import room, sent
 
 if TYPE_CHECKING:
     from elasticps.client import Client, SparseTable
@@ -62,12 +63,17 @@ class _Lookup:
 
     keys: NDArray[np.int64]  # distinct, without the padding id
     positions: Tensor  # shape of ids: index into keys; len(keys) stands for the padding id
-    rows: NDArray[np.float32]  # [keys (+ 1 of zeros if padded), dim], once the rows are there
+    floats: Tensor  # [keys (+ 1 of zeros if padded), dim], once the rows are there
     future: ArrayRead | CachedRead | GroupRead | TablesPull[Any] | StepRead | None  # None: no key, nothing to pull
 
     @property
+    def rows(self) -> NDArray[np.float32]:
+        """The same memory, of the keys."""
+        return self.floats.numpy()[: len(self.keys)]
+
+    @property
     def padded(self) -> bool:
-        return len(self.rows) > len(self.keys)
+        return len(self.floats) > len(self.keys)
 
 
 @dataclass(eq=False)
@@ -182,7 +188,7 @@ class Rows(nn.Module):
             return []
         expected, self._expected, self._early = self._expected, [], []
         return [
-            Want({self.table: some.keys}, {self.table: some.rows[: len(some.keys)]}, partial(self._began, some))
+            Want({self.table: some.keys}, {self.table: some.rows}, partial(self._began, some))
             for some in expected
             if len(some.keys) or self._together
         ]
@@ -256,11 +262,11 @@ class Rows(nn.Module):
             found, clock, changes = early
             if (clock, changes) == (self.ps.clock, self._changes) and np.array_equal(found.keys, lookup.keys):
                 self._early.remove(early)
-                if len(found.rows) == len(lookup.rows):
-                    lookup.rows, lookup.future = found.rows, found.future
+                if len(found.floats) == len(lookup.floats):
+                    lookup.floats, lookup.future = found.floats, found.future
                     return lookup
                 break
-        keys, rows = lookup.keys, lookup.rows[: len(lookup.keys)]
+        keys, rows = lookup.keys, lookup.rows
         if step_rows is not None:
             lookup.future = step_rows.ask(self.ps.clock, {self.table: keys}, {self.table: rows}, self.ps.pull_async)
         elif len(keys) or self._together:
@@ -270,9 +276,10 @@ class Rows(nn.Module):
     def _plan(self, ids: Tensor) -> _Lookup:
         """What is to be asked for."""
         keys, where, padded = self.keys_of(ids)
-        rows = np.empty((len(keys) + padded, self.dim), np.float32)
-        rows[len(keys) :] = 0.0
-        return _Lookup(keys, torch.from_numpy(where).view(ids.shape).to(ids.device), rows, None)
+        floats = room(len(keys) + padded, self.dim, device=ids.device)
+        if padded:
+            floats[len(keys) :] = 0.0
+        return _Lookup(keys, torch.from_numpy(where).view(ids.shape).to(ids.device), floats, None)
 
     def _claim(self, ids: Tensor) -> _Lookup:
         for ahead in self._ahead:
@@ -293,7 +300,7 @@ class Rows(nn.Module):
         lookup = self._claim(ids)
         if lookup.future is not None:
             lookup.future.result()
-        rows = torch.from_numpy(lookup.rows).to(ids.device)
+        rows = sent(lookup.floats, ids.device)
         trained = self.training and self.trains.requires_grad
         if len(lookup.keys) and trained and torch.is_grad_enabled():
             use = _Use(weakref.ref(self), lookup.keys)

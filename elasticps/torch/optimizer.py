@@ -21,6 +21,7 @@ from elasticps.torch.devices import DeviceGroup, models_of
 from elasticps.torch.embedding import nobody, refuse_torchs
 from elasticps.torch.expected import Exchange, Pulled, Wanted, in_one, layers_of
 from elasticps.torch.group.client import GroupClient
+from elasticps.torch.host import fetched
 from elasticps.torch.parameters import (
     Dense,
     Groups,
@@ -235,7 +236,7 @@ class Optimizer(torch.optim.Optimizer):
             if dense.left is not None:
                 raise ConfigError(_AGAIN.format(what=f"parameter {dense.name!r}"))
             if not self._held:
-                self._send_dense(dense)
+                self._send_dense([dense])
 
     def _sparse_ready(self, sparse: Sparse) -> None:
         with self._lock:
@@ -243,29 +244,31 @@ class Optimizer(torch.optim.Optimizer):
                 raise ConfigError(_AGAIN.format(what=f"table {sparse.table.name!r}"))
             # A forward pass of this batch whose backward pass is still to come may add to the same rows.
             if not self._held and not any(module.uses for module in sparse.modules):
-                self._send_sparse(sparse)
+                self._send_sparse([sparse])
 
-    def _send_dense(self, dense: Dense) -> None:
-        if not dense.parameter.requires_grad:  # frozen since: an old gradient is left
-            return
-        dense.gather()
-        gradient = dense.parameter.grad
-        if gradient is None:
-            return
-        if gradient.layout != torch.strided:
-            raise InputError(f"the gradient of {dense.name!r} is sparse: use elasticps.torch.Embedding or sparse=False")
-        dense.left = (gradient.data_ptr(), gradient._version)
-        plain = gradient.detach()
-        if plain.dtype is not torch.float32 or not plain.is_cpu or not plain.is_contiguous():
-            plain = plain.float().cpu().contiguous()
-        values = plain.numpy()
-        self._send(dense.tensor, values, values.nbytes)
+    def _send_dense(self, some: Sequence[Dense]) -> None:
+        found = list[tuple[Dense, Tensor]]()
+        for dense in some:
+            if not dense.parameter.requires_grad:  # frozen since: an old gradient is left
+                continue
+            dense.gather()
+            gradient = dense.parameter.grad
+            if gradient is None:
+                continue
+            if gradient.layout != torch.strided:
+                raise InputError(
+                    f"the gradient of {dense.name!r} is sparse: use elasticps.torch.Embedding or sparse=False"
+                )
+            found.append((dense, gradient))
+        for (dense, gradient), values in zip(found, fetched([gradient for _, gradient in found]), strict=True):
+            dense.left = (gradient.data_ptr(), gradient._version)
+            self._send(dense.tensor, values, values.nbytes)
 
-    def _send_sparse(self, sparse: Sparse) -> None:
-        if (taken := sparse.take_all()) is not None:
+    def _send_sparse(self, some: Sequence[Sparse]) -> None:
+        found = [(sparse, taken) for sparse in some if (taken := sparse.take_all()) is not None]
+        for (sparse, (keys, _)), rows in zip(found, fetched([rows for _, (_, rows) in found]), strict=True):
             sparse.left = True
-            value = taken[0], taken[1].float().cpu().numpy()
-            self._send(sparse.table, value, value[0].nbytes + value[1].nbytes)
+            self._send(sparse.table, (keys, rows), keys.nbytes + rows.nbytes)
 
     def _send(self, target: Target, value: object, nbytes: int) -> None:
         self._bucket[target] = value
@@ -400,12 +403,8 @@ class Optimizer(torch.optim.Optimizer):
             except ConfigError:
                 self._forget()
                 raise
-            for dense in self._dense:
-                if dense.left is None:
-                    self._send_dense(dense)
-            for sparse in self._sparse:
-                if not sparse.left:
-                    self._send_sparse(sparse)
+            self._send_dense([dense for dense in self._dense if dense.left is None])
+            self._send_sparse([sparse for sparse in self._sparse if not sparse.left])
             wanted = self._wanted()
             if in_one(self._ps):
                 self.last_step, self._arriving = self._exchange(wanted)
@@ -476,8 +475,6 @@ class Optimizer(torch.optim.Optimizer):
         try:
             with torch.no_grad():
                 for dense, pulled in arriving:
-                    values = torch.from_numpy(pulled())
-                    for copy in dense.copies:
-                        copy.take(values)
+                    dense.take(torch.from_numpy(pulled()))
         finally:
             self._arriving = []

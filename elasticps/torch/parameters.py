@@ -18,6 +18,7 @@ from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.compared import differ
 from elasticps.torch.embedding import Gradient, Rows, refuse_torchs
 from elasticps.torch.group.merge import merged
+from elasticps.torch.host import fetched, staged
 
 if TYPE_CHECKING:
     from elasticps.client import Client, DenseTensor, SparseTable
@@ -41,7 +42,7 @@ class Copy:
     def take(self, values: Tensor) -> None:
         """Gives the parameter the servers' values, float32, which are kept. Under `no_grad`."""
         parameter = self.parameter
-        parameter.copy_(values)
+        parameter.copy_(values, non_blocking=True)
         if parameter.dtype is values.dtype and parameter.is_cpu:
             self._taken = values
             if (address := parameter.data_ptr()) != self._address:
@@ -53,12 +54,23 @@ class Copy:
         """Whether somebody has changed the parameter here since. Torch's own count would not see changes of `.data`."""
         if self._taken is None:
             return False
-        now = self.parameter.detach()
-        bits = _BITS[now.element_size()]  # compared as integers: what is not a number equals itself then
-        here, there = now.view(bits), self._taken.to(now.device, now.dtype).view(bits)
-        if now.is_cpu:  # torch's own would take several threads, and longer
+        here, there = self._bits(self._taken)
+        if here.is_cpu:  # torch's own would take several threads, and longer
             return not np.array_equal(here.numpy(), there.numpy())
         return not torch.equal(here, there)
+
+    def edited_there(self) -> Tensor | None:
+        """The same as a bool of a GPU, which nobody waits for; None for what is here."""
+        if self._taken is None or self.parameter.is_cpu:
+            return None
+        here, there = self._bits(self._taken)
+        return (here != there).any()
+
+    def _bits(self, taken: Tensor) -> tuple[Tensor, Tensor]:
+        """What there is and what was taken, as integers: what is not a number equals itself then."""
+        now = self.parameter.detach()
+        bits = _BITS[now.element_size()]
+        return now.view(bits), taken.to(now.device, now.dtype).view(bits)
 
     @property
     def memory(self) -> tuple[int, int, int] | None:
@@ -82,6 +94,12 @@ class Dense:
     def __post_init__(self) -> None:
         self.parameter = self.copies[0].parameter
 
+    def take(self, values: Tensor) -> None:
+        """Gives all copies the servers' values, float32. Under `no_grad`."""
+        there = staged(values, [copy.parameter.device for copy in self.copies])
+        for copy in self.copies:
+            copy.take(values if copy.parameter.is_cpu else there)
+
     def gather(self) -> None:
         """Adds the other copies' gradients to the first one's, as backward passes one after another would have; they
         have none afterwards. Under `no_grad`."""
@@ -102,7 +120,16 @@ def first_edited(dense: Iterable[Dense]) -> str:
     memory = [copy.memory for _, copy in copies]
     if copies and None not in memory and not differ(np.array(memory, np.int64)):  # nearly always
         return ""
-    return next((name for name, copy in copies if copy.edited()), "")
+    there = dict[torch.device, list[Tensor]]()
+    here = list[tuple[str, Copy]]()
+    for name, copy in copies:
+        if (edited := copy.edited_there()) is None:
+            here.append((name, copy))
+        else:
+            there.setdefault(edited.device, []).append(edited)
+    if any(bool(torch.stack(edited).any()) for edited in there.values()):  # each GPU is waited for once
+        here = copies
+    return next((name for name, copy in here if copy.edited()), "")
 
 
 @dataclass(eq=False)
@@ -120,7 +147,7 @@ class Sparse:
         taken = [gradient for module in self.modules for gradient in module.take_all()]
         if len(taken) < 2:
             return taken[0] if taken else None
-        given = [(keys, rows.detach().float().cpu().contiguous().numpy()) for keys, rows in taken]
+        given = list(zip([keys for keys, _ in taken], fetched([rows for _, rows in taken]), strict=True))
         total = sum(len(keys) for keys, _ in given)
         keys, rows = np.empty(total, np.int64), np.empty((total, given[0][1].shape[1]), np.float32)
         count = merged(given, 0, 1, keys, rows)
