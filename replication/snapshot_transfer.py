@@ -60,6 +60,8 @@ class SnapshotTransfer(Core):
 
     def levels(self) -> list[CaughtUp]:
         """Every CAUGHT_UP that stands: state, told again to each new leader."""
+        if not self._reported:
+            return []
         joiners = ((r, f, int(self._down[r])) for r, f in sorted(self._reported.items()))
         return [CaughtUp(r, f, self._members[down] if down >= 0 else self.me) for r, f, down in joiners]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 TURN_S = 20e-6  # the mean of what a turn costs: nothing is instantaneous, so no two processes stay in step
 _TURNS_PER_S = 1 / TURN_S
+_NEVER = math.inf
 
 
 class Clock:
@@ -53,9 +54,10 @@ class Clock:
         """Lets everything happen up to a moment, or until `done()`, which is asked after each event."""
         heap = self._heap
         while heap and heap[0][0] <= until and not done():
-            self.now, _, _, call, arguments = heappop(heap)
+            entry = heappop(heap)
+            self.now = entry[0]
             self.events += 1
-            call(*arguments)
+            entry[3](*entry[4])
         if not done():
             self.now = max(self.now, until)
 
@@ -73,9 +75,10 @@ class Process:
         self.turn: Callable[[], float | None] = lambda: None
         self.on_death: dict[Callable[[], None], None] = {}
         self._draw = clock.chance(f"turns of {name}").random
-        self._next_s = float("inf")  # the earliest turn asked for
+        self._next_s = _NEVER  # the earliest turn asked for
         self._free_s = 0.0  # until then it is busy with its last turn
         self._missed = False
+        self._takes_turn = self._turn
 
     def __repr__(self) -> str:
         return self.name
@@ -88,7 +91,7 @@ class Process:
             when = self._free_s
         if when < self._next_s and self.alive:
             self._next_s = when
-            self.clock.at(when, self._turn, when)
+            self.clock.at(when, self._takes_turn, when)
 
     def stall(self) -> None:
         """No turns from now on; sockets stay open, timers wait."""
@@ -110,12 +113,12 @@ class Process:
 
     def revive(self) -> None:
         """Has turns again, whatever became of it: to clear up after a story."""
-        self.alive, self.stalled, self._next_s = True, False, float("inf")
+        self.alive, self.stalled, self._next_s = True, False, _NEVER
 
     def _turn(self, when: float) -> None:
-        if not self.alive or when != self._next_s:
+        if when != self._next_s or not self.alive:
             return  # an earlier turn came in between
-        self._next_s = float("inf")
+        self._next_s = _NEVER
         if self.stalled:
             self._missed = True
             return

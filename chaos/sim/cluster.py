@@ -372,12 +372,19 @@ class Cluster:
             for task in list(loop.tasks):
                 task.cancel()
             loop.process.wake()
-        self.clock.run(self.clock.now + END_S, lambda: not self._tasks())
-        return self._tasks()
+        open_ = [task for loop in self._loops for task in loop.tasks]
 
-    def _tasks(self) -> list[str]:
-        """What has not ended."""
-        return [str(task) for loop in self._loops for task in loop.tasks if not task.done()]
+        def ended() -> bool:
+            while open_ and open_[-1].done():
+                open_.pop()
+            return not open_ and not self._tasks()
+
+        self.clock.run(self.clock.now + END_S, ended)
+        return [str(task) for task in self._tasks()]
+
+    def _tasks(self) -> list[asyncio.Task[Any]]:
+        """Those that have not ended, also such as others began in their last turns."""
+        return [task for loop in self._loops for task in loop.tasks if not task.done()]
 
 
 def _build(session: ServerSession, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop) -> Server:

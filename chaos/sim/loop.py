@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
-from asyncio import events
+from asyncio.events import _get_running_loop, _set_running_loop
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
+from heapq import heappop, heappush
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 from chaos.sim.clock import Process
@@ -36,29 +36,30 @@ class Loop(asyncio.AbstractEventLoop):
 
     def turn(self) -> float | None:
         """Runs what is ready; returns when there will be more."""
-        now = self.process.clock.now
-        while self._timers and self._timers[0][0] <= now:
-            timer = heapq.heappop(self._timers)[2]
-            if not timer.cancelled():
-                self._ready.append(timer)
-        if self._ready or self._unflushed:
-            before = events._get_running_loop()
-            events._set_running_loop(self)
+        now, timers, ready = self.process.clock.now, self._timers, self._ready
+        while timers and timers[0][0] <= now:
+            timer = heappop(timers)[2]
+            if not timer._cancelled:
+                ready.append(timer)
+        if ready or self._unflushed:
+            before = _get_running_loop()
+            _set_running_loop(self)
             try:
-                for _ in range(len(self._ready)):
-                    handle = self._ready.popleft()
-                    if not handle.cancelled():
+                for _ in range(len(ready)):
+                    handle = ready.popleft()
+                    if not handle._cancelled:
                         handle._run()
-                unflushed, self._unflushed = self._unflushed, {}
-                for transport in unflushed:
-                    transport.flush()
+                if self._unflushed:
+                    unflushed, self._unflushed = self._unflushed, {}
+                    for transport in unflushed:
+                        transport.flush()
             finally:
-                events._set_running_loop(before)
-        if self._ready:
-            return now
-        while self._timers and self._timers[0][2].cancelled():
-            heapq.heappop(self._timers)
-        return self._timers[0][0] if self._timers else None
+                _set_running_loop(before)
+            if ready:
+                return now
+        while timers and timers[0][2]._cancelled:
+            heappop(timers)
+        return timers[0][0] if timers else None
 
     def flush_later(self, transport: Transport) -> None:
         """What was written leaves at the end of the turn."""
@@ -74,9 +75,13 @@ class Loop(asyncio.AbstractEventLoop):
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
+        self.run_soon(handle)
+        return handle
+
+    def run_soon(self, handle: asyncio.Handle) -> None:
+        """Runs it in the next turn: a handle may be used again when it has run."""
         self._ready.append(handle)
         self.process.wake()
-        return handle
 
     def call_soon_threadsafe(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
@@ -92,7 +97,7 @@ class Loop(asyncio.AbstractEventLoop):
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)
-        heapq.heappush(self._timers, (when, next(self._serial), handle))
+        heappush(self._timers, (when, next(self._serial), handle))
         self.process.wake(when)
         return handle
 

@@ -79,6 +79,11 @@ class Network:
         for pipe in held:
             pipe.resume()
 
+    @property
+    def troubled(self) -> bool:
+        """Whether anybody cannot reach somebody."""
+        return bool(self._dark or self._lost)
+
     def reaches(self, source: str, target: str) -> bool:
         """Whether what one host sends arrives at another one."""
         if source in self._dark or target in self._dark:
@@ -207,25 +212,30 @@ class _Pipe:
         self.source = source
         self.target = target
         self._under_way: deque[tuple[float, bytes]] = deque()  # b"": the end
+        self._buffer_bytes = network.weather.buffer_bytes
         self._flying = 0
         self._last_s = 0.0
         self._moving = False
 
     @property
     def room(self) -> int:
-        return self.network.weather.buffer_bytes - self._flying - len(self.target.arrived)
+        return self._buffer_bytes - self._flying - len(self.target.arrived)
 
     def send(self, data: bytes) -> None:
         """Puts bytes on their way, in pieces; b"": the end."""
         network, random = self.network, self.source.random
+        weather, now = network.weather, network.clock.now
         self._flying += len(data)
         network.sent_bytes += len(data)
         network.tap(self.source, self.target, data)
-        for piece in _pieces(data, random, network.weather.cut):
-            due = network.clock.now + network.delay(random) + len(piece) / network.weather.bytes_per_s
-            self._last_s = max(due, self._last_s)
+        whole = len(data) < 2 or random.random() >= weather.cut
+        for piece in (data,) if whole else _pieces(data, random):
+            due = now + weather.latency_s * (0.5 + random.random()) + len(piece) / weather.bytes_per_s
+            if due > self._last_s:
+                self._last_s = due
             self._under_way.append((self._last_s, piece))
-        self._next()
+        if not self._moving:
+            self._next()
 
     def resume(self) -> None:
         """What was lost is sent again."""
@@ -239,17 +249,15 @@ class _Pipe:
             self.network.clock.at(self._under_way[0][0], self._deliver)
 
     def _deliver(self) -> None:
-        source, target = self.source.process.host, self.target.process.host
-        if not self.network.reaches(source, target):
-            self.network.hold(self)
+        network, under_way = self.network, self._under_way
+        if network.troubled and not network.reaches(self.source.process.host, self.target.process.host):
+            network.hold(self)
             return
         self._moving = False
-        if not self._under_way or self._under_way[0][0] > self.network.clock.now:  # dropped, or made late
-            self._next()
-            return
-        _, data = self._under_way.popleft()
-        self._flying -= len(data)
-        self.target.receive(data)
+        if under_way and under_way[0][0] <= network.clock.now:  # else dropped, or made late
+            data = under_way.popleft()[1]
+            self._flying -= len(data)
+            self.target.receive(data)
         self._next()
 
     def delay(self, late_s: float) -> float:
@@ -277,6 +285,7 @@ class Socket:
         self.connected = False
         self.closed = False
         self._network = network
+        self._clock = network.clock
         self._out: _Pipe | None = None
         self._ended = False  # the other end sends no more
         self._error: OSError | None = None
@@ -335,10 +344,12 @@ class Socket:
             if self.peer is not None and data:
                 self._network.clock.after(self._network.delay(self.random), self.peer.broken)
         elif self._error is None:
-            if self._network.clock.trace is not None:
-                self._network.clock.note(f"{self.peer} → {self}: {f'{len(data)} bytes' if data else 'the end'}")
-            self.arrived += data
-            self._ended |= not data
+            if self._clock.trace is not None:
+                self._clock.note(f"{self.peer} → {self}: {f'{len(data)} bytes' if data else 'the end'}")
+            if data:
+                self.arrived += data
+            else:
+                self._ended = True
             self.notify()
 
     def freed(self) -> None:
@@ -374,28 +385,27 @@ class Socket:
     def sendmsg(self, buffers: Sequence[memoryview], /) -> int:
         """Sends what there is room for, and sometimes less. BlockingIOError if there is none."""
         self._check_open()
-        if not self.connected or self._out is None or self._out.room <= 0:
+        out = self._out
+        if not self.connected or out is None or (most := out.room) <= 0:
             self._starved = True
             raise BlockingIOError(11, "Resource temporarily unavailable")
-        most = self._out.room
-        total = sum(b.nbytes for b in buffers)
+        data = b"".join(buffers)
+        total = len(data)
         if total > 1 and self.random.random() < self._network.weather.short:
             most = min(most, self.random.randint(1, total - 1))
-        data = bytearray()
-        for buffer in buffers:
-            data += buffer.cast("B")[: most - len(data)]
-            if len(data) >= most:
-                break
+        if total > most:
+            data = data[:most]
         if data:
-            self._out.send(bytes(data))
+            out.send(data)
         self._starved = len(data) < total
-        if self._starved and self._out.room > 0:  # it took less for no reason: it is writable at once
+        if self._starved and out.room > 0:  # it took less for no reason: it is writable at once
             self._network.clock.after(0.0, self.freed)
         return len(data)
 
     def recv_into(self, buffer: memoryview, /) -> int:
         """Takes what has arrived, sometimes less; 0 at the end. BlockingIOError if there is nothing."""
-        n = min(len(self.arrived), len(buffer))
+        arrived, peer = self.arrived, self.peer
+        n = min(len(arrived), len(buffer))
         if not n or self.closed:
             self._check_open()
             if self._ended:
@@ -403,10 +413,14 @@ class Socket:
             raise BlockingIOError(11, "Resource temporarily unavailable")
         if n > 1 and self.random.random() < self._network.weather.short:
             n = self.random.randint(1, n)
-        buffer[:n] = self.arrived[:n]
-        del self.arrived[:n]
-        if self.peer is not None:
-            self.peer.freed()
+        if n == len(arrived):
+            buffer[:n] = arrived
+            arrived.clear()
+        else:
+            buffer[:n] = arrived[:n]
+            del arrived[:n]
+        if peer is not None and peer._starved:
+            peer.freed()
         return n
 
     def close(self) -> None:
@@ -431,10 +445,7 @@ class Socket:
             raise self._error
 
 
-def _pieces(data: bytes, random: Random, often: float) -> Iterator[bytes]:
-    if len(data) < 2 or random.random() >= often:
-        yield data
-        return
+def _pieces(data: bytes, random: Random) -> Iterator[bytes]:
     most = len(data) - 1
     cuts = {
         random.randint(1, most if random.random() < 0.5 else min(most, HEAD_BYTES))

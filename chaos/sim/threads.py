@@ -202,19 +202,21 @@ class Lock:
         self._waiting: deque[Thread] = deque()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        self._threads.preempt()
+        threads = self._threads
+        threads.preempt()
         me = _me()
         if self._again and self._holder is me:
             self._depth += 1
             return True
-        until = None if timeout < 0 else self._threads.monotonic() + timeout
-        while self._holder is not None:
-            if not blocking or (until is not None and self._threads.monotonic() >= until):
-                return False
-            self._waiting.append(me)
-            self._threads.park(until)
+        if self._holder is not None:
+            until = None if timeout < 0 else threads.monotonic() + timeout
+            while self._holder is not None:
+                if not blocking or (until is not None and threads.monotonic() >= until):
+                    return False
+                self._waiting.append(me)
+                threads.park(until)
         self._holder, self._depth = me, 1
-        self._threads.preempt()
+        threads.preempt()
         return True
 
     def release(self) -> None:

@@ -33,6 +33,7 @@ class Transport(asyncio.Transport):
         self._closing = False
         self._lost = False
         self._asked = False  # a callback for `_ready` is on its way
+        self._wakes = asyncio.Handle(self._ready, (), loop)  # one for all times: it is never cancelled
         sock.notify = self._notified
         protocol.connection_made(self)
         self._notified()
@@ -42,7 +43,7 @@ class Transport(asyncio.Transport):
     def _notified(self) -> None:
         if not self._asked and not self._lost:
             self._asked = True
-            self._loop.call_soon(self._ready)
+            self._loop.run_soon(self._wakes)
 
     def _ready(self) -> None:
         self._asked = False

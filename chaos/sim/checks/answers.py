@@ -31,24 +31,29 @@ class Answers:
 
     def sent(self, source: Socket, target: Socket, data: bytes) -> None:
         """Bytes leave."""
-        stream = self._streams.setdefault(source, _Stream())
-        at = 0
-        while at < len(data):
+        stream = self._streams.get(source)
+        if stream is None:
+            stream = self._streams[source] = _Stream()
+        at, end = 0, len(data)
+        while at < end:
             if stream.skip:
-                step = min(stream.skip, len(data) - at)
+                step = min(stream.skip, end - at)
                 stream.skip -= step
                 at += step
-                continue
-            take = HEADER_BYTES - len(stream.head)
-            stream.head += data[at : at + take]
-            at += take
-            if len(stream.head) == HEADER_BYTES:
-                stream.skip = self._frame(source, target, stream.head)
-                stream.head.clear()
+            elif not stream.head and end - at >= HEADER_BYTES:  # mostly headers are sent as a whole
+                stream.skip = self._frame(source, target, data, at)
+                at += HEADER_BYTES
+            else:
+                take = HEADER_BYTES - len(stream.head)
+                stream.head += data[at : at + take]
+                at += take
+                if len(stream.head) == HEADER_BYTES:
+                    stream.skip = self._frame(source, target, stream.head, 0)
+                    stream.head.clear()
 
-    def _frame(self, source: Socket, target: Socket, head: bytearray) -> int:
-        """A frame begins; the length of what follows its header."""
-        magic, kind, flags, body, request = _START.unpack_from(head)
+    def _frame(self, source: Socket, target: Socket, data: bytes | bytearray, at: int) -> int:
+        """A frame begins there; the length of what follows its header."""
+        magic, kind, flags, body, request = _START.unpack_from(data, at)
         if magic != MAGIC:
             raise Violation("frames", f"{source} sends {target} what is no frame")
         if request and (kind < _FIRST_OF_REPLICAS or _FIRST_LATER <= kind < _FIRST_ANSWER):

@@ -18,6 +18,17 @@ from replication.effects import CaughtUp
 _OUT = int(Role.OUT)
 
 
+class _Seen:
+    """What was looked at after a server's last turn."""
+
+    __slots__ = ("epoch", "looked_at", "view")
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.view: View | None = None
+        self.looked_at: tuple[object, ...] = ()
+
+
 class Lasting:
     """Follows the view that stands, and servers after each of their turns. life: the server of a member, if it lives;
     on_level: hears of each tail that reports a joiner level."""
@@ -27,10 +38,9 @@ class Lasting:
         self._life = life
         self._view: View | None = None
         self._acked = np.zeros(ranges, np.int64)  # ever, by anybody
-        self._epochs: dict[Member, int] = {}
         self._levels: dict[CaughtUp, Member] = {}  # those of the view that stands, with who has reported them
         self._replicas: list[tuple[Member, np.ndarray]] = []  # of the view that stands, with the ranges of each
-        self._seen: dict[Member, tuple[object, ...]] = {}  # what was looked at after a server's last turn
+        self._seen: dict[Server, _Seen] = {}
 
     def on_write(self, view: View) -> None:
         """A view was written."""
@@ -43,17 +53,20 @@ class Lasting:
 
     def turned(self, server: Server) -> None:
         """A server had its turn."""
-        epoch = self._epochs.get(server.member, 0)
-        if server.serving.epoch != epoch:
-            self._epochs[server.member] = server.serving.epoch
-            if server.serving.epoch < epoch:
-                raise Violation("views go on", f"{server.member} goes back from epoch {epoch} to an older one")
+        seen = self._seen.get(server)
+        if seen is None:
+            seen = self._seen[server] = _Seen()
+        epoch = server.serving.epoch
+        if epoch != seen.epoch:
+            before, seen.epoch = seen.epoch, epoch
+            if epoch < before:
+                raise Violation("views go on", f"{server.member} goes back from epoch {before} to an older one")
         replica = server.replica
         acked, levels = replica.acked, replica.levels()
-        looked_at = (self._view, replica.role.tobytes(), replica.seq.tobytes(), acked.tobytes(), levels)
-        if self._seen.get(server.member) == looked_at:  # most turns change nothing of it
+        looked_at = (replica.seq.tobytes(), acked.tobytes(), replica.role.tobytes(), levels)
+        if seen.view is self._view and seen.looked_at == looked_at:  # most turns change nothing of it
             return
-        self._seen[server.member] = looked_at
+        seen.view, seen.looked_at = self._view, looked_at
         if np.count_nonzero(replica.seq[replica.role == _OUT]):
             r = int(np.flatnonzero((replica.role == _OUT) & (replica.seq > 0))[0])
             raise Violation("replicas only", f"{server.member} has steps of range {r}, and is no replica")
