@@ -30,10 +30,10 @@ from elasticps.errors import ConfigError
 from elasticps.spec import BSP
 from elasticps.torch.collection import Collection, Table
 from elasticps.torch.data import ShardedDataset, ShardSampler
+from elasticps.torch.devices import DeviceGroup, models_of
 from elasticps.torch.embedding import Rows
 from elasticps.torch.expected import layers_of
 from elasticps.torch.group.client import GroupClient
-from elasticps.torch.parameters import plain
 
 CACHE_BYTES = 256 << 20  # of a table that has no cache of its own
 PLACE_BYTES = 120
@@ -54,7 +54,11 @@ class _Wanted(NamedTuple):
 
 
 def prefetch(
-    loader: Iterable[Batch], model: nn.Module, ahead: int = 2, *, ids: Callable[[Batch], Ids] | None = None
+    loader: Iterable[Batch],
+    model: nn.Module | DeviceGroup[Any],
+    ahead: int = 2,
+    *,
+    ids: Callable[[Batch], Ids] | None = None,
 ) -> Ahead[Batch]:
     """The batches of `loader`, with rows of the next `ahead` on their way while one is trained.
 
@@ -62,7 +66,7 @@ def prefetch(
     pushes are in it. Under `SSP` the bound holds, so that `ahead` counts up to it. Under `BSP` results are those
     without: the next batch's rows are asked for as a step ends.
     ids: of a batch, what layers will get: {layer: ids} or pairs of them, of a collection its lists of ids. None: those
-    parts of a batch that layers got of the first one.
+    parts of a batch that layers got of the first one. Of a DeviceGroup a batch is a list, one for each device.
     ConfigError for a model without elasticps embeddings, one of a group, for data in shards, which belong to the step
     that begins next, and when what layers get is not in a batch.
     """
@@ -73,8 +77,9 @@ class Ahead(Generic[Batch]):
     """Made by `prefetch`; each iteration goes through the loader once."""
 
     def __init__(
-        self, loader: Iterable[Batch], model: nn.Module, ahead: int, ids: Callable[[Batch], Ids] | None
-    ) -> None:
+        self, loader: Iterable[Batch], model: nn.Module | DeviceGroup[Any], ahead: int,
+        ids: Callable[[Batch], Ids] | None,
+    ) -> None:  # fmt: skip
         given: object = ahead
         if isinstance(given, bool) or not isinstance(given, int) or not 1 <= ahead <= MOST_AHEAD:
             raise ConfigError(f"ahead must be a number of batches from 1 to {MOST_AHEAD}, got {ahead!r}")
@@ -84,7 +89,7 @@ class Ahead(Generic[Batch]):
                 "a shard belongs to the step that begins next, so its data cannot be looked at ahead: use a loader "
                 "without shards, or no prefetch"
             )
-        self._layers = layers_of(plain(model))
+        self._layers = [layer for each in models_of(model) for layer in layers_of(each)]
         if not self._layers:
             raise ConfigError("the model has no elasticps embedding whose rows could be asked for ahead")
         if any(isinstance(layer.ps, GroupClient) for layer in self._layers):
@@ -185,7 +190,8 @@ class Ahead(Generic[Batch]):
 
     def _wanted(self, batch: Batch) -> list[_Wanted]:
         if self._ids is None:
-            pairs: Iterable[tuple[Layer, Any]] = [(layer, _at(batch, path)) for layer, path in self._paths]
+            found = [(layer, _at(batch, path)) for layer, path in self._paths]
+            pairs: Iterable[tuple[Layer, Any]] = [(layer, given) for layer, given in found if given is not None]
         else:
             given = self._ids(batch)
             pairs = given.items() if isinstance(given, Mapping) else given
@@ -248,7 +254,10 @@ def _leaves(part: object, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _at(batch: Any, path: Path) -> Any:
+    """None where the last step of a group has no batch for a device."""
     for step in path:
+        if isinstance(batch, list | tuple) and step >= len(batch):
+            return None
         batch = batch[step]
     return batch
 

@@ -10,7 +10,8 @@ for batches in loader:                          # one for each device
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from itertools import zip_longest
@@ -18,6 +19,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from elasticps.errors import ConfigError, InputError
 from elasticps.torch.expected import layers_of
@@ -29,6 +31,7 @@ MOST_DEVICES = 64
 Batch = TypeVar("Batch")
 Model = TypeVar("Model", bound=nn.Module)
 Result = TypeVar("Result")
+_running = threading.local()
 
 
 class DeviceGroup(Generic[Model]):
@@ -49,8 +52,6 @@ class DeviceGroup(Generic[Model]):
             model = build()
             if not isinstance(model, nn.Module):
                 raise ConfigError(f"build gives a model, an nn.Module, not a {type(model).__name__}")
-            if any(model is other for other in self.models):
-                raise ConfigError("build gave the same model again: it is to make one for each device")
             self.models.append(model.to(device))
         _check_alike(self.models)
         with torch.no_grad():
@@ -75,16 +76,20 @@ class DeviceGroup(Generic[Model]):
     def __getstate__(self) -> NoReturn:
         raise ConfigError("a DeviceGroup cannot be copied or pickled: save its models[0], build it again")
 
-    def run(self, does: Callable[[Model, torch.device, Batch], Result], batches: Sequence[Batch]) -> list[Result]:
+    def run(self, does: Callable[[Model, torch.device, Batch], Result], batches: Iterable[Batch]) -> list[Result]:
         """What `does(model, device, batch)` gives for each device, each in a thread of its own, all at once.
 
         batches: one for each device, or fewer; the last devices have nothing to do then. Threads have the caller's grad
         mode, autocast and CUDA streams, and a device always the same one. If one raises, this raises the first device's
         error when all have ended, and has dropped all gradients: the next step is clean.
-        InputError for too many batches, ConfigError for a group whose models belong to a rank of a LocalGroup.
+        InputError for too many batches, ConfigError inside of `does`, and for a group whose models belong to a rank of
+        a LocalGroup.
         """
-        if len(batches) > len(self.models):
-            raise InputError(f"there are {len(batches)} batches for {len(self.models)} devices: give each one at most")
+        given = list(batches)
+        if len(given) > len(self.models):
+            raise InputError(f"there are {len(given)} batches for {len(self.models)} devices: give each one at most")
+        if getattr(_running, "group", None) == id(self):
+            raise ConfigError("a device computes already: what `run` calls cannot call it again")
         if self._of_ranks and len(self.models) > 1:
             raise ConfigError(
                 "ranks of a LocalGroup pull in the same order, which threads do not have: train the models one after "
@@ -94,14 +99,15 @@ class DeviceGroup(Generic[Model]):
             self._threads = [ThreadPoolExecutor(1, f"elasticps-{device}") for device in self.devices]
         context = _Context(self.devices)
         running: list[Future[Result]] = []
-        for model, device, batch, thread in zip(self.models, self.devices, batches, self._threads, strict=False):
-            running.append(thread.submit(context.run, device, does, model, batch))
+        for model, device, batch, thread in zip(self.models, self.devices, given, self._threads, strict=False):
+            running.append(thread.submit(context.run, id(self), device, does, model, batch))
         wait(running)
-        error = next((error for each in running if (error := each.exception()) is not None), None)
-        if error is not None:
-            for model in self.models:
-                model.zero_grad()
-            raise error
+        for number, each in enumerate(running):
+            if (error := each.exception()) is not None:
+                for model in self.models:
+                    model.zero_grad()
+                error.add_note(f"It was raised for models[{number}] of a DeviceGroup, on {self.devices[number]}.")
+                raise error
         return [each.result() for each in running]
 
 
@@ -117,7 +123,15 @@ class _Context:
         # Of all devices: the first that needs the new weights copies them to the others, too.
         self._streams = {gpu: torch.cuda.current_stream(gpu) for gpu in devices if gpu.type == "cuda"}
 
-    def run(self, device: torch.device, does: Callable[..., Result], model: nn.Module, batch: object) -> Result:
+    def run(
+        self,
+        group: int,
+        device: torch.device,
+        does: Callable[..., Result],
+        model: nn.Module,
+        batch: object,
+    ) -> Result:
+        _running.group = group  # its id, of one group for good: the thread must not keep it
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, (dtype, enabled, cached) in self._autocast.items():
@@ -150,7 +164,15 @@ def _checked(devices: Sequence[torch.device | str | int]) -> list[torch.device]:
 
 
 def _check_alike(models: Sequence[nn.Module]) -> None:
-    """ConfigError unless all models have the same parameters, buffers and tables."""
+    """ConfigError unless all models have parameters, buffers and tables of the same kind, and none in common."""
+    known = set[int]()
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if is_lazy(parameter):
+                raise ConfigError(f"parameter {name!r} has no shape yet: have build run one batch through the model")
+            if id(parameter) in known:
+                raise ConfigError(f"build gave models that share {name!r}: it is to make all of a model anew")
+        known |= set(map(id, model.parameters()))
     first = _described(models[0])
     for number, model in enumerate(models[1:], start=1):
         if (other := _described(model)) == first:

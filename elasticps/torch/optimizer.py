@@ -98,8 +98,8 @@ class Optimizer(torch.optim.Optimizer):
         self._ps, self._models, self._model = ps, models, models[0]
         if any(isinstance(m, nn.parallel.DistributedDataParallel | nn.DataParallel) for m in self._model.modules()):
             raise ConfigError("workers of elasticps need no (Distributed)DataParallel: take the module inside of it")
-        # Of several devices nothing leaves before all have their gradients, or one's error would leave half a step.
-        self._overlap, self._pipeline = overlap and len(models) == 1, pipeline
+        # Of a group nothing leaves before all devices have their gradients: one's error would leave half a step.
+        self._overlap, self._pipeline = overlap and not isinstance(model, DeviceGroup), pipeline
         # Of a group nothing leaves before all ranks have all of their gradients: a rank may die until then.
         self._bucket_limit = sys.maxsize if isinstance(ps, GroupClient) else bucket_bytes
         self._replace_others()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import re
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,10 +186,10 @@ def test_each_row_is_asked_for_once_in_a_step() -> None:
     assert ps.tables["rows"].pulls == [[5], [5]]
 
 
-@pytest.mark.parametrize("failing", [0, 2])
-def test_an_error_of_one_device_ends_the_step_and_the_next_one_is_clean(failing: int) -> None:
+@pytest.mark.parametrize(("devices", "failing"), [(3, 0), (3, 2), (1, 0)])
+def test_an_error_of_one_device_ends_the_step_and_the_next_one_is_clean(devices: int, failing: int) -> None:
     ps: Any = FakeClient()
-    group = DeviceGroup(lambda: Net(ps), ["cpu"] * 3)
+    group = DeviceGroup(lambda: Net(ps), ["cpu"] * devices)
     optimizer = Optimizer(ps, group, eps.Adam(lr=0.05), pipeline=True)
 
     def fails(model: Net, device: torch.device, given: Batch) -> None:
@@ -196,16 +199,17 @@ def test_an_error_of_one_device_ends_the_step_and_the_next_one_is_clean(failing:
 
     for step in range(STEPS):
         if step == 2:
-            with pytest.raises(ArithmeticError, match="no number"):
-                group.run(fails, batches(step, 3))
+            with pytest.raises(ArithmeticError, match="no number") as raised:
+                group.run(fails, batches(step, devices))
+            assert raised.value.__notes__ == [f"It was raised for models[{failing}] of a DeviceGroup, on cpu."]
             assert all(parameter.grad is None for model in group.models for parameter in model.parameters())
             with pytest.raises(eps.InputError, match="int64"):
                 group.run(backward, [(torch.rand(4, 3), torch.rand(4, 1))])
             assert ps.clock == step
-        group.run(backward, batches(step, 3))  # without zero_grad(), nothing is left of it
+        group.run(backward, iter(batches(step, devices)))  # without zero_grad(), nothing is left of it
         optimizer.step()
         optimizer.zero_grad()
-    same(ps, alone(3))
+    same(ps, alone(devices))
 
 
 def test_rows_that_did_not_come_are_asked_for_again() -> None:
@@ -395,7 +399,7 @@ def test_rows_that_are_expected_come_with_the_step() -> None:
     group = DeviceGroup(lambda: Net(ps), ["cpu"] * 3)
     optimizer = Optimizer(ps, group, eps.Adam(lr=0.05))
     with pytest.raises(eps.ConfigError, match="take one of its models"):
-        prefetch([], group)  # type: ignore[arg-type]
+        full_state_dict(group)  # type: ignore[arg-type]
     for step in range(STEPS):
         optimizer.zero_grad()
         group.run(backward, batches(step, 3))
@@ -403,6 +407,40 @@ def test_rows_that_are_expected_come_with_the_step() -> None:
             model.rows.expect(given[0][:, 1])
         optimizer.step()
     same(ps, alone(3))
+
+
+def test_rows_of_the_next_lists_of_batches_are_asked_for_ahead() -> None:
+    """In step 1 a device has no batch."""
+
+    class Plain(nn.Module):
+        def __init__(self, ps: Any) -> None:
+            super().__init__()
+            self.rows = Embedding(ps, "words", 4, optimizer=eps.Adagrad(lr=0.1), init=eps.Normal(std=0.1, seed=1))
+
+        def forward(self, given: Tensor) -> Tensor:
+            out: Tensor = self.rows(given).sum(dim=(1, 2))[:, None]
+            return out
+
+    ps: Any = FakeClient()
+    ps.consistency = eps.BSP()
+    group = DeviceGroup(lambda: Plain(ps), ["cpu"] * 3)
+    optimizer = Optimizer(ps, group)
+    asked = []
+    for given in prefetch([batches(step, 3) for step in range(STEPS)], group):
+        asked.append(len(ps.tables["words"].pulls))
+        optimizer.zero_grad()
+        group.run(backward, given)
+        asked[-1] = len(ps.tables["words"].pulls) - asked[-1]
+        optimizer.step()
+    assert asked[2:] == [0] * (STEPS - 2), "a forward pass asks for nothing"
+    expected: Any = FakeClient()
+    model = Plain(expected)
+    single = Optimizer(expected, model, overlap=False)
+    for step in range(STEPS):
+        for one in batches(step, 3):
+            backward(model, torch.device("cpu"), one)
+        single.step()
+    same(ps, expected)
 
 
 def test_ranks_with_several_devices_each_add_up_what_these_have() -> None:
@@ -450,7 +488,9 @@ def test_ranks_with_several_devices_each_add_up_what_these_have() -> None:
         (lambda: nn.Linear(2, 2), ["cpu", None], "no devices of torch"),
         (lambda: nn.Linear(2, 2), [f"cuda:{CUDA}"], "there is no device"),
         (lambda: "model", ["cpu"], "not a str"),
-        (lambda: ONE, ["cpu", "cpu"], "the same model again"),
+        (lambda: ONE, ["cpu", "cpu"], "share 'weight'"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), ONE), ["cpu", "cpu"], r"share '1\.weight'"),
+        (lambda: nn.LazyLinear(2), ["cpu", "cpu"], "no shape yet"),
     ],
 )
 def test_what_is_no_group_of_devices_is_refused(build: Any, devices: Any, match: str) -> None:
@@ -473,7 +513,32 @@ def test_too_many_batches_and_copies_are_refused() -> None:
     group = DeviceGroup(lambda: nn.Linear(2, 2), ["cpu", "cpu"])
     with pytest.raises(eps.InputError, match="3 batches for 2 devices"):
         group.run(lambda *_: None, [1, 2, 3])
+    with pytest.raises(eps.ConfigError, match="cannot call it again"):
+        group.run(lambda *_: group.run(lambda *_: None, [1]), [1])
     with pytest.raises(eps.ConfigError, match="cannot be copied"):
         copy.deepcopy(group)
     assert repr(group) == "<DeviceGroup of Linear on cpu, cpu>"
     assert len(group) == 2
+
+
+def test_what_the_page_on_groups_shows_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs/groups.md").read_text(encoding="utf-8")
+    block = (
+        re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)[1].replace("cuda:0", "cpu").replace("cuda:1", "cpu")
+    )
+    ps: Any = FakeClient()
+    batch = torch.tensor([[1, 2], [2, 3]]), torch.tensor([0.0, 1.0])
+    scope: dict[str, Any] = {"eps": eps, "torch": torch, "ps": ps, "loader": [[batch, batch]] * 3}
+    exec(compile(block, "groups.md", "exec"), scope)
+    assert ps.clock == 3
+    assert len(scope["losses"]) == 2
+
+
+def test_a_group_that_nobody_has_goes_and_its_threads_end(eventually: Callable[[Callable[[], bool]], None]) -> None:
+    group = DeviceGroup(lambda: nn.Linear(2, 2), ["cpu", "cpu"])
+    threads = group.run(lambda *_: threading.current_thread(), [1, 2])
+    gone = weakref.ref(group)
+    del group
+    gc.collect()
+    assert gone() is None
+    eventually(lambda: not any(thread.is_alive() for thread in threads))
