@@ -65,13 +65,23 @@ class Etcd:
 
     def set_full(self, full: bool) -> bool:
         """Raises, or ends, the alarm with which etcd refuses every write once its quota of space is used up; False if
-        no member answers. (With a file system that is full it ends, as if it were killed.)"""
-        action = {"action": "ACTIVATE" if full else "DEACTIVATE", "alarm": "NOSPACE", "memberID": _ALARM_OF}
+        no member answers. (With a file system that is full it ends, as if it were killed.)
+
+        A frozen member does what it was asked when it goes on, though nobody waits for it any more. So it is not told
+        to raise an alarm, and whoever was told may have raised it, answer or not.
+        """
         for member in self.members:
-            status, _ = ask(member.host, member.client, self.tls, "/v3/maintenance/alarm", json.dumps(action))
-            if status == 200:
+            if not full and self._alarm(member, "DEACTIVATE"):
+                return True
+            if full and self._alarm(member, "GET"):
+                self._alarm(member, "ACTIVATE")
                 return True
         return False
+
+    def _alarm(self, member: Member, action: str) -> bool:
+        """Whether it answers."""
+        body = json.dumps({"action": action, "alarm": "NOSPACE", "memberID": _ALARM_OF})
+        return ask(member.host, member.client, self.tls, "/v3/maintenance/alarm", body)[0] == 200
 
     def _data(self, name: str) -> Path:
         return self._folder / f"{name}.etcd"
