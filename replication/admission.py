@@ -163,7 +163,8 @@ class Admission(SnapshotTransfer):
             self._refuse(push, Status.FENCED, out)
             return
         if ranges.shape[0] == 0:
-            out.append(Reply(push.token, Status.COMMITTED, self.epoch, ranges, NO_RANGES))
+            why = "" if push.refusal is None else push.refusal.why
+            out.append(Reply(push.token, Status.COMMITTED, self.epoch, ranges, NO_RANGES, why))
             return
         if push.clock:
             self._admit_step(push, ranges, out)
@@ -184,7 +185,7 @@ class Admission(SnapshotTransfer):
         have = row[ranges]
         if np.count_nonzero(have != expected) == 0 and not push.repeat:
             row[ranges] = after
-            operation = Operation(push.kind, push.worker, after, push.payload, push.nbytes)
+            operation = Operation(push.kind, push.worker, after, push.payload, push.nbytes, push.refusal)
             self._log_operation(push, operation, ranges, expected, out)
             return
         fresh, repeated = self._judge(push, have, expected, after)
@@ -192,11 +193,13 @@ class Admission(SnapshotTransfer):
         if unapplied + np.count_nonzero(repeated) < ranges.shape[0] or (unapplied and push.repeat):
             self._refuse(push, Status.GAP, out)
             return
-        operation = Operation(push.kind, push.worker, after, push.payload, push.nbytes)
+        operation = Operation(push.kind, push.worker, after, push.payload, push.nbytes, push.refusal)
         frame = self._frame(operation, push.token, ranges)
         # Counted before the fresh part is performed, so that the frame is answered once, when both are committed.
         again = ranges[repeated]
         targets = self.seq[again]
+        # Of what is repeated counts what was refused then, not what would be now.
+        frame.refusal = self.refusals.look(push.worker, push.clock, again) or (frame.refusal if unapplied else "")
         if unapplied:
             ticked = ranges[fresh]
             row[ticked] = after
@@ -246,7 +249,8 @@ class Admission(SnapshotTransfer):
             return
         applied = self.clocks.read(ask.worker)
         committed = self._committed(ask.worker, applied)
-        out.append(ClocksReply(ask.token, status, self.epoch, ranges, applied[ranges], committed[ranges]))
+        refused = self.refusals.of(ask.worker, ranges)
+        out.append(ClocksReply(ask.token, status, self.epoch, ranges, applied[ranges], committed[ranges], refused))
 
     def _committed(self, worker: int, applied: Progress) -> Progress:
         """The worker's progress as the tail is known to have it: before its oldest operation still in the log."""

@@ -12,7 +12,8 @@ from replication.chain import Chains, Member, Ranges, Role
 from replication.effects import Apply, Effects, Reply, Send, Status
 from replication.log import Frame, Log
 from replication.messages import Ack, Forward, Message, Operation, Seqs
-from replication.progress import Clocks, Progress
+from replication.progress import Clocks, Progress, touched_clock
+from replication.refusals import Refusals
 from replication.retained import Retained
 
 _TREATMENTS_KEPT = 8
@@ -102,6 +103,7 @@ class Core:
         self.seq: Seqs = np.zeros(ranges, dtype=np.int64)
         self.acked: Seqs = np.zeros(ranges, dtype=np.int64)
         self.clocks = Clocks(ranges)
+        self.refusals = Refusals(ranges)
         self.log = Log() if log is None else log
         self.retained = Retained(ranges)
         self.version = 0  # grows with every change of neighbours, links or fillings
@@ -194,6 +196,10 @@ class Core:
         The caller has set seq and the worker's progress.
         """
         operation = frame.operation
+        if operation.refusal is not None:
+            self.refusals.note(operation.worker, touched_clock(operation.after), ranges, operation.refusal)
+        elif operation.after == 0 and self.refusals:
+            self.refusals.forget(operation.worker, ranges)
         sent, kept, final, vouched, quiet = self._treatment(ranges)
         for lane, chosen, part in sent:
             self._send(lane, Forward(self.epoch, part, seqs[chosen], operation), out)
@@ -238,11 +244,11 @@ class Core:
         if frame.token is None:
             return
         if not frame.moved:
-            out.append(Reply(frame.token, Status.COMMITTED, self.epoch, frame.ranges, NO_RANGES))
+            out.append(Reply(frame.token, Status.COMMITTED, self.epoch, frame.ranges, NO_RANGES, frame.refusal))
             return
         moved = np.unique(np.concatenate(frame.moved))
         committed = frame.ranges[~np.isin(frame.ranges, moved)]
-        out.append(Reply(frame.token, Status.COMMITTED, self.epoch, committed, moved))
+        out.append(Reply(frame.token, Status.COMMITTED, self.epoch, committed, moved, frame.refusal))
 
     def _check_waiters(self, out: Effects) -> None:
         kept: list[Waiter] = []

@@ -9,13 +9,14 @@ Apply that fails ends the process: a replica never goes on differing from what i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 from replication.chain import Member, Ranges
 from replication.messages import Message, Operation, OperationKind, Payload, Seqs
 from replication.progress import Progress
+from replication.refusals import Refusal
 
 
 class Status(IntEnum):
@@ -40,12 +41,13 @@ class Push:
     ranges: those it ticks, None for all that its receiver heads at `epoch`. base: the clock that the worker starts
     above. roster: the roster version at which the worker registered. repeat: the content was left out, because the
     sender was told that it is applied; such a frame is acknowledged as a duplicate or refused, never applied.
+    refusal: its head refuses the content, which the payload has no more: it ticks without.
     token: handed back in the Reply; any object.
     """
 
     __slots__ = (
-        "after", "base", "clock", "epoch", "first", "kind", "last", "nbytes", "part", "payload", "ranges", "repeat",
-        "roster", "token", "worker",
+        "after", "base", "clock", "epoch", "first", "kind", "last", "nbytes", "part", "payload", "ranges", "refusal",
+        "repeat", "roster", "token", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -65,6 +67,7 @@ class Push:
         kind: int = OperationKind.PUSH,
         after: int = 0,
         first: int = -1,
+        refusal: Refusal | None = None,
     ) -> None:
         self.token = token
         self.worker = worker
@@ -81,6 +84,7 @@ class Push:
         self.kind = kind
         self.after = after
         self.first = part if first < 0 else first
+        self.refusal = refusal
 
 
 class Ask(NamedTuple):
@@ -111,18 +115,21 @@ class Apply(NamedTuple):
 
 class Reply(NamedTuple):
     """Answer a push. `moved`: ranges of it that left this server before they were committed; the sender looks for
-    their new head in a view of at least `epoch`."""
+    their new head in a view of at least `epoch`. refusal: why something of the step was refused when it ticked, now or
+    before, "" if nothing was."""
 
     token: object
     status: Status
     epoch: int
     committed: Ranges
     moved: Ranges
+    refusal: str = ""
 
 
 class ClocksReply(NamedTuple):
     """Answer an Ask: progress per range headed here, applied and committed. Only committed frees a step.
-    status COMMITTED: as said; STALE_VIEW or FENCED: no answer."""
+    refused: (clock, why) of steps that ticked without what was refused of them there, by clock, unless the worker is
+    known to know. status COMMITTED: as said; STALE_VIEW or FENCED: no answer."""
 
     token: object
     status: Status
@@ -130,6 +137,7 @@ class ClocksReply(NamedTuple):
     ranges: Ranges
     applied: Progress
     committed: Progress
+    refused: Sequence[tuple[int, str]] = ()
 
 
 class Hold(NamedTuple):

@@ -17,14 +17,16 @@ from replication.progress import Progress
 
 
 class Frame:
-    """One operation as it came in: what it waits for, and whom to tell. token None: nobody here was asked."""
+    """One operation as it came in: what it waits for, and whom to tell. token None: nobody here was asked. refusal:
+    why its content was refused, "" if it was not."""
 
-    __slots__ = ("left", "moved", "nbytes", "operation", "ranges", "token")
+    __slots__ = ("left", "moved", "nbytes", "operation", "ranges", "refusal", "token")
 
     def __init__(self, operation: Operation, token: object, ranges: Ranges) -> None:
         self.operation = operation
         self.token = token
         self.ranges = ranges
+        self.refusal = "" if operation.refusal is None else operation.refusal.why
         self.nbytes = 0
         self.left = 0
         self.moved: list[Ranges] = []

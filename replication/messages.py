@@ -6,6 +6,7 @@ about range r is heard if and only if its sender is r's current neighbour in my 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replication.chain import Ranges
+from replication.refusals import Refusal, RefusedStep
 
 Seqs = NDArray[np.int64]
 """Positions in the logs of ranges, int64 [n], beside a `Ranges` of the same length."""
@@ -46,6 +48,8 @@ class OperationKind(IntEnum):
 ERASER = 1 << 31
 """With this added, a worker's id stands for its deletions: whose progress they are. Ids of workers are below."""
 
+MAX_WORKER = (1 << 32) - 1
+
 
 class Payload(Protocol):
     """Content that replication carries and never looks into. The executor cuts it by range to send or apply it."""
@@ -56,16 +60,20 @@ class Operation:
 
     `worker` is the worker whose progress in the operation's ranges becomes `after`, or -1 for nobody's.
     `nbytes` is the memory that stays in use until every range of it is acknowledged.
+    `refusal`: of a push whose head refused the content; it ticks without it.
     """
 
-    __slots__ = ("after", "kind", "nbytes", "payload", "worker")
+    __slots__ = ("after", "kind", "nbytes", "payload", "refusal", "worker")
 
-    def __init__(self, kind: int, worker: int, after: int, payload: Payload | None, nbytes: int) -> None:
+    def __init__(
+        self, kind: int, worker: int, after: int, payload: Payload | None, nbytes: int, refusal: Refusal | None = None
+    ) -> None:  # fmt: skip
         self.kind = kind
         self.worker = worker
         self.after = after
         self.payload = payload
         self.nbytes = nbytes
+        self.refusal = refusal
 
     def __repr__(self) -> str:
         return f"{OperationKind(self.kind).name}(worker={self.worker}, after={self.after >> 16}.{self.after & 0xFFFF})"
@@ -103,7 +111,8 @@ class Resync(NamedTuple):
 class SnapshotChunk(NamedTuple):
     """Tail to joiner: the content of range `range` for key hashes in [end of the piece before, `upto`).
 
-    The first one (number 0) makes the joiner forget what it had, and carries the range's position and vector clocks.
+    The first one (number 0) makes the joiner forget what it had, and carries the range's position and vector clocks,
+    with what was refused (`replication.refusals`).
     """
 
     epoch: int
@@ -116,6 +125,7 @@ class SnapshotChunk(NamedTuple):
     workers: NDArray[np.int64]
     progress: NDArray[np.int64]
     payload: Payload
+    refused: Sequence[RefusedStep] = ()
 
 
 class ChunkAck(NamedTuple):

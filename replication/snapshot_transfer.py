@@ -28,6 +28,7 @@ from replication.core import Core, PeerError
 from replication.effects import CaughtUp, Effects, Erase, Install, NextChunk, SnapshotRange
 from replication.log import Log
 from replication.messages import NOTHING, ChunkAck, Forward, Payload, Seqs, SnapshotChunk
+from replication.refusals import RefusedStep
 
 _NOBODY = np.empty(0, dtype=np.int64)
 
@@ -81,13 +82,15 @@ class SnapshotTransfer(Core):
         if fill is None or fill.serial != serial or not self._linked[fill.lane]:
             return out
         workers, progress, number = _NOBODY, _NOBODY, fill.number
+        refused: list[RefusedStep] = []
         if number == 0:
             workers, progress = self.clocks.column(r)
+            refused = self.refusals.column(r)
             self._synced[r] = True
             self._recode()
         fill.number += 1
         seq = int(self.seq[r])
-        piece = SnapshotChunk(self.epoch, r, fill.fill, number, upto, last, seq, workers, progress, payload)
+        piece = SnapshotChunk(self.epoch, r, fill.fill, number, upto, last, seq, workers, progress, payload, refused)
         self._send(fill.lane, piece, out)
         return out
 
@@ -205,6 +208,7 @@ class SnapshotTransfer(Core):
             self._erase(one, out)
             self.seq[r] = message.seq
             self.clocks.set_column(r, message.workers, message.progress)
+            self.refusals.set_column(r, message.refused)
         elif message.number != self._pieces.get(r):
             raise PeerError(f"{self.me}: piece {message.number} of range {r} came, not {self._pieces.get(r)}")
         elif message.seq != self.seq[r]:
@@ -227,6 +231,7 @@ class SnapshotTransfer(Core):
         self.acked[ranges] = 0
         self.filled[ranges] = False
         self.clocks.clear(ranges)
+        self.refusals.clear(ranges)
         for r in ranges.tolist():
             self._bounds.pop(r, None)
             self._pieces.pop(r, None)

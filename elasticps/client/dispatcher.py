@@ -38,6 +38,7 @@ from elasticps.wire.frames import (
     read_partly,
 )
 from elasticps.wire.headers import GetViewHeader, OkHeader
+from elasticps.wire.refusals import decode_told
 from elasticps.wire.use import Use, UseHeader
 from elasticps.wire.views import read_view
 from replication.chain import Member
@@ -326,7 +327,9 @@ class Dispatcher:
             elif kind == Kind.PARTLY and owner == PUSH:
                 self.pushes.partly(request, header.epoch, *read_partly(header, body))
             elif kind == Kind.CLOCKS and owner == PUSH:
-                self.pushes.clocks(request, header.epoch, *read_clocks(header, body))
+                ranges, applied, committed, told = read_clocks(header, body)
+                refused = [(clock, server_error(why, link.server.name)) for clock, why in decode_told(told)]
+                self.pushes.clocks(request, header.epoch, ranges, applied, committed, refused)
             elif kind == Kind.PARTLY:
                 self._stall(request, owner, header.epoch)
             elif kind in (Kind.OK, Kind.CLOCKS, Kind.BARRIER_DECISION, Kind.SHARDS, Kind.KEYS, Kind.REDUCED):

@@ -193,11 +193,19 @@ class Pushes:
             self._perform(self.session.clocks(ask.ask, status, epoch, NO_RANGES, none, none))
         return sent is not None or ask is not None
 
-    def clocks(self, request: int, epoch: int, ranges: Ranges, applied: Progress, committed: Progress) -> bool:
-        """A server said how far our steps are there."""
+    def clocks(
+        self, request: int, epoch: int, ranges: Ranges, applied: Progress, committed: Progress,
+        refused: Sequence[tuple[int, Exception]] = (),
+    ) -> bool:  # fmt: skip
+        """A server said how far our steps are there, and why steps are without something there: whoever was to say so
+        may be gone."""
         ask = self._asks.pop(request, None)
         if ask is None:
             return False
+        for clock, error in refused:
+            if (state := self._states.get(clock)) is not None:
+                state.error = state.error or error
+                self.on_refused()
         self._perform(self.session.clocks(ask.ask, Status.COMMITTED, epoch, ranges, applied, committed))
         return True
 

@@ -27,11 +27,13 @@ from elasticps.server.protocol.serving import Serving
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push
 from elasticps.wire.headers import EraseHeader, GetClocksHeader, InitHeader, PushHeader
+from elasticps.wire.refusals import why
 from replication.chain import Ranges
 from replication.core import NO_RANGES
 from replication.effects import Ask, Push
 from replication.messages import ERASER, OperationKind
 from replication.progress import MAX_CLOCK, MAX_PARTS
+from replication.refusals import Refusal
 
 MAX_DROPPED = 1 << 16  # tables that a server remembers, some hundred bytes each: their ids must not come again
 
@@ -166,13 +168,13 @@ class Pushes:
             ranges, positions = self._order_of(said.epoch)
         else:
             ranges, positions = self._named(named)
-        ticket = RequestTicket(connection, said.request)
+        refusal = None
         try:
             self._check(connection, blocks, positions, OperationKind.PUSH)
             self._memory.take(blocks)
         except RequestError as error:
             self._herald.refused += 1
-            ticket.refusal, blocks = error.document, []
+            refusal, blocks = Refusal(why(error.document), said.committed or 0), []
         mark = None
         if said.shard is not None and self._executor.shards.owns(connection.app, said.shard.set):
             connection.set_shards(said.shard.set)
@@ -181,9 +183,9 @@ class Pushes:
         if said.round:
             content = Contribution(connection.app, said.clock, blocks, ranges, positions, mark)
         push = Push(
-            ticket, connection.worker, said.epoch, said.clock, said.part, said.last,
+            RequestTicket(connection, said.request), connection.worker, said.epoch, said.clock, said.part, said.last,
             None if named is None else ranges, content, len(body), connection.base,
-            repeat=said.repeat, first=said.first,
+            repeat=said.repeat, first=said.first, refusal=refusal,
         )  # fmt: skip
         self._counts["pushes"] += 1
         self._counts["rows_pushed"] += sum([len(block.keys) for block in blocks])
@@ -192,7 +194,6 @@ class Pushes:
         if said.committed is not None and said.committed > connection.base:
             self._executor.note_committed(connection.worker, said.committed)
         self._executor.perform(self._replica.push, push)
-        ticket.warn(self._serving.epoch)
         self._executor.note_change()
 
     def forget(self, connection: Connection) -> None:

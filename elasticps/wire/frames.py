@@ -87,6 +87,7 @@ SHORT = 512  # PULL, PUSH: some keys are left out, or stand as differences, see 
 PACKED = 1024  # PUSH: the body is compressed, see `packed`
 DIGESTS = 2048  # PULL: what the rows hash to, instead of them
 TABLES = 4096  # PULL: of several tables, in blocks as a PUSH has them, of keys alone
+REFUSED = 8192  # FORWARD: a PUSH without what was refused of it. SNAPSHOT_CHUNK, CLOCKS: with that; see `refusals`
 
 _KINDS = frozenset(int(k) for k in Kind)
 _HEADER = struct.Struct("<IBBHQQQQIHHIIII")
@@ -204,23 +205,26 @@ def padded(body: bytes) -> bytes:
 
 
 def clocks_frame(
-    request: int, epoch: int, ranges: NDArray[np.int64], applied: NDArray[np.int64], committed: NDArray[np.int64]
-) -> bytes:
-    """CLOCKS: a worker's progress, int64 [n] each, in `ranges`, int64 [n]."""
-    body = padded(ranges.astype("<i4").tobytes()) + applied.tobytes() + committed.tobytes()
-    return Header(Kind.CLOCKS, 0, len(body), request, epoch, items=len(ranges)).pack() + body
+    request: int, epoch: int, ranges: NDArray[np.int64], applied: NDArray[np.int64], committed: NDArray[np.int64],
+    refused: bytes = b"",
+) -> bytes:  # fmt: skip
+    """CLOCKS: a worker's progress, int64 [n] each, in `ranges`, int64 [n]. refused: what `refusals` writes of its steps
+    there, if there are such."""
+    body = padded(ranges.astype("<i4").tobytes()) + applied.tobytes() + committed.tobytes() + refused
+    return Header(Kind.CLOCKS, REFUSED * bool(refused), len(body), request, epoch, items=len(ranges)).pack() + body
 
 
 def read_clocks(
     header: Header, body: NDArray[np.uint8]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The inverse of `clocks_frame`: (ranges, applied, committed), copies."""
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
+    """The inverse of `clocks_frame`: (ranges, applied, committed, refused), copies but for the last."""
     n = header.items
     at = (4 * n + 7) & ~7
-    if n > MAX_RANGES or len(body) != at + 16 * n:
+    end = at + 16 * n
+    if n > MAX_RANGES or end > len(body) or (end < len(body)) != bool(header.flags & REFUSED):
         raise FrameError(f"a CLOCKS frame of {n} ranges has a body of {len(body)} bytes")
-    numbers = body[at:].copy().view(np.int64)
-    return body[: 4 * n].view(np.int32).astype(np.int64), numbers[:n], numbers[n:]
+    numbers = body[at:end].copy().view(np.int64)
+    return body[: 4 * n].view(np.int32).astype(np.int64), numbers[:n], numbers[n:], body[end:]
 
 
 def partly_frame(request: int, epoch: int, committed: NDArray[np.int64], moved: NDArray[np.int64]) -> bytes:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from elasticps.wire.frames import LAST, ROUND, Header, Kind
+from elasticps.wire.frames import LAST, REFUSED, ROUND, Header, Kind
 from elasticps.wire.headers import Shard, shard_fields, shard_of
 
 
 class ForwardHeader(NamedTuple):
     """FORWARD: an operation's part in `ranges` ranges. kind: of operation; worker: whose progress becomes `after`, 0
-    for nobody's; blocks: of a push. round: it is kept for a synchronous round."""
+    for nobody's; blocks: of a push. round: it is kept for a synchronous round. refused: its head has refused what a
+    push brought, and says why."""
 
     epoch: int
     kind: int
@@ -20,19 +21,21 @@ class ForwardHeader(NamedTuple):
     blocks: int = 0
     round: bool = False
     shard: Shard | None = None
+    refused: bool = False
 
     def header(self, body_bytes: int) -> Header:
         """The 64 bytes' fields, before a body of so many bytes."""
         bound, wait_ms = shard_fields(self.shard)
         return Header(
-            Kind.FORWARD, self.round * ROUND, body_bytes, 0, self.epoch, self.after, self.worker, part=self.kind,
-            table=self.ranges, items=self.blocks, bound=bound, wait_ms=wait_ms,
+            Kind.FORWARD, self.round * ROUND | self.refused * REFUSED, body_bytes, 0, self.epoch, self.after,
+            self.worker, part=self.kind, table=self.ranges, items=self.blocks, bound=bound, wait_ms=wait_ms,
         )  # fmt: skip
 
     @classmethod
     def of(cls, h: Header) -> ForwardHeader:
         """The inverse of `header`."""
-        return cls(h.epoch, h.part, h.worker, h.clock, h.table, h.items, bool(h.flags & ROUND), shard_of(h))
+        marks = bool(h.flags & ROUND), shard_of(h), bool(h.flags & REFUSED)
+        return cls(h.epoch, h.part, h.worker, h.clock, h.table, h.items, *marks)
 
 
 class RangesHeader(NamedTuple):
@@ -54,7 +57,8 @@ class RangesHeader(NamedTuple):
 
 class SnapshotChunkHeader(NamedTuple):
     """SNAPSHOT_CHUNK: number `number` of transfer `fill` of a range, at `seq` of its log, behind cut `cut` (0: none);
-    with the progress of `workers` workers (in the first one), and rows of `tables` tables."""
+    with the progress of `workers` workers (in the first one), and rows of `tables` tables. refused: and with steps of
+    which something was refused (in the first one)."""
 
     epoch: int
     range: int
@@ -65,18 +69,20 @@ class SnapshotChunkHeader(NamedTuple):
     workers: int
     tables: int
     cut: int = 0
+    refused: bool = False
 
     def header(self, body_bytes: int) -> Header:
         """The 64 bytes' fields, before a body of so many bytes."""
         return Header(
-            Kind.SNAPSHOT_CHUNK, self.last * LAST, body_bytes, self.fill, self.epoch, self.seq, self.range,
-            table=self.workers, items=self.tables, bound=self.number, wait_ms=self.cut,
+            Kind.SNAPSHOT_CHUNK, self.last * LAST | self.refused * REFUSED, body_bytes, self.fill, self.epoch,
+            self.seq, self.range, table=self.workers, items=self.tables, bound=self.number, wait_ms=self.cut,
         )  # fmt: skip
 
     @classmethod
     def of(cls, h: Header) -> SnapshotChunkHeader:
         """The inverse of `header`."""
-        return cls(h.epoch, h.worker, h.request, h.bound, bool(h.flags & LAST), h.clock, h.table, h.items, h.wait_ms)
+        last, refused = bool(h.flags & LAST), bool(h.flags & REFUSED)
+        return cls(h.epoch, h.worker, h.request, h.bound, last, h.clock, h.table, h.items, h.wait_ms, refused)
 
 
 class ChunkAckHeader(NamedTuple):

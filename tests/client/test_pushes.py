@@ -178,20 +178,40 @@ def test_a_refusal_is_kept_although_the_range_moves() -> None:
     assert step.error is error
 
 
-def test_a_refusal_is_kept_although_whoever_refused_dies() -> None:
-    """Who heads its ranges then says that the frame has ticked, and knows no more of it."""
+def test_a_refusal_is_told_by_who_follows_whoever_refused() -> None:
     wire = Wire()
     step = wire.push()
     a, b = (h for _, h in wire.take())
-    error = ValueError("no")
-    assert wire.pushes.refused(a.request, error, False)
     wire.pushes.ok(b.request)
     wire.pushes.disconnected(A)
     wire.pushes.adopt(AFTER)
     ((_, again),) = wire.take()
-    wire.pushes.ok(again.request)
+    error = ValueError("no")
+    assert not wire.pushes.refused(a.request, ValueError("who does not live any more"), True)
+    assert wire.pushes.refused(again.request, error, True)
     assert done(step)
     assert step.error is error
+
+
+def test_a_refusal_is_told_with_the_clocks_before_they_say_that_the_step_is_committed() -> None:
+    wire = Wire()
+    step, later = wire.push(), wire.push()
+    wire.take()
+    wire.pushes.disconnected(A)
+    wire.pushes.disconnected(B)
+    wire.pushes.connected(A)
+    wire.pushes.connected(B)
+    error, told = ValueError("no"), list[int]()
+    wire.pushes.on_refused = lambda: told.append(1)
+    for member, ask in wire.take():
+        ranges = headed(BEFORE, member)
+        both = np.full(len(ranges), 2 << 16, np.int64)
+        refused = [(1, error), (7, ValueError("of a step that is over"))] if member == A else []
+        assert wire.pushes.clocks(ask.request, 1, ranges, both, both, refused)
+    assert done(step)
+    assert done(later)
+    assert (step.error, later.error) == (error, None)
+    assert told == [1]
 
 
 def test_an_open_step_is_not_done_and_failing_ends_it() -> None:

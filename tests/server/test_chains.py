@@ -61,7 +61,7 @@ def test_the_next_head_goes_on_when_the_head_dies(run: Run) -> None:
         group.adopt(view)
         await until(lambda: second.views)  # the new head tells its workers
         header, body = await second.ask(Header(Kind.GET_CLOCKS, epoch=view.epoch, worker=WORKER))
-        ranges, applied, committed = read_clocks(header, np.frombuffer(body, np.uint8))
+        ranges, applied, committed, _ = read_clocks(header, np.frombuffer(body, np.uint8))
         assert len(ranges) == RANGES
         assert (applied == 1 << 16).all()
         assert (committed == 1 << 16).all()

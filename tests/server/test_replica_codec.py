@@ -27,7 +27,9 @@ from elasticps.sharding import ShardSpec
 from elasticps.spec import TableSpec
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Block, FrameError, Header, Kind, json_frame, unpack_header
+from elasticps.wire.refusals import MAX_WHY, told, why
 from replication.messages import Ack, ChunkAck, Forward, Message, Operation, OperationKind, Resync, SnapshotChunk
+from replication.refusals import Refusal, RefusedStep
 
 P = 16
 SPEC = TableSpec("a", 3, Accumulate()).to_json()
@@ -50,7 +52,8 @@ def same(a: object, b: object) -> bool:
         return isinstance(b, np.ndarray) and np.array_equal(a, b)
     if isinstance(a, Operation):
         assert isinstance(b, Operation)
-        return (a.kind, a.worker, a.after) == (b.kind, b.worker, b.after) and same(a.payload, b.payload)
+        mine, other = (a.kind, a.worker, a.after, a.refusal), (b.kind, b.worker, b.after, b.refusal)
+        return mine == other and same(a.payload, b.payload)
     if isinstance(a, Content):
         assert isinstance(b, Content)
         return same(a.blocks, b.blocks) and same(a.ranges, b.ranges) and a.mark == b.mark
@@ -99,6 +102,14 @@ THE_STATE = RestoredState(
 A_GROUP = BarrierGroup({5: 3}, 4, (5, 6), {5: 4, 2: 1}, 9)
 OTHER_SPEC = TableSpec("b", 1, Accumulate()).to_json()
 STAMPS, NOTES = np.array([7, 3], np.uint16), np.array([[5, 4], [6, 5]], np.int64)
+ONE = numbers(1)
+WHY = why({"code": "memory", "message": "no room", "server": "s\N{SNOWMAN}", "bytes": 5})
+A_REFUSED_PUSH = Operation(
+    OperationKind.PUSH, 5, 7 << 16, Content([], ONE, positions_of(ONE, P)), 10, Refusal(WHY, 3)
+)  # fmt: skip
+A_REFUSED_SHARE = Operation(
+    OperationKind.PUSH, 5, 7 << 16, Contribution("ads", 7, [], ONE, positions_of(ONE, P)), 10, Refusal(WHY)
+)  # fmt: skip
 A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.float32))
 
 
@@ -117,6 +128,12 @@ A_BLOCK = Block(1, numbers(4, 9), np.ones((2, 3), np.float32), np.empty(0, np.fl
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.BARRIER_CLOSE, -1, 0, A_ROUND, 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.BARRIER_LEAVE, -1, 0, RoundStep("a", 0, (5,)), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.CLAIM_SHARDS, -1, 0, A_TAKE, 10)),
+        Forward(4, numbers(1), numbers(9), A_REFUSED_PUSH),
+        Forward(4, numbers(1), numbers(9), A_REFUSED_SHARE),
+        SnapshotChunk(
+            4, 3, 2, 0, 1 << 61, False, 44, numbers(5), numbers(1 << 16),
+            ChunkContent([], RangeRounds({}, {}, []), {}), [RefusedStep(5, 1, WHY), RefusedStep(5, 2, WHY)],
+        ),
         SnapshotChunk(
             4, 3, 2, 1, 1 << 61, False, 44, numbers(5, 6), numbers(1 << 16, 1 << 17),
             ChunkContent(
@@ -175,6 +192,9 @@ def test_damaged_messages_raise_frame_errors_only(data: st.DataObject) -> None:
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.AUDIT, -1, 0, AuditMark(3), 10)),
         Forward(4, numbers(1), numbers(9), Operation(OperationKind.CLAIM_SHARDS, -1, 0, A_TAKE, 10)),
         SnapshotChunk(4, 3, 2, 1, 9, False, 4, numbers(5), numbers(1), rows),
+        SnapshotChunk(4, 3, 2, 0, 9, False, 4, numbers(5), numbers(1), rows, [RefusedStep(5, 1, WHY)]),
+        Forward(4, numbers(1), numbers(9), A_REFUSED_PUSH),
+        Forward(4, numbers(1), numbers(9), A_REFUSED_SHARE),
     ]
     codec = ReplicaCodec(store.tables, P)
     frame = bytearray(b"".join(bytes(p) for p in codec.encode(data.draw(st.sampled_from(messages)))))
@@ -207,6 +227,27 @@ def test_a_take_of_shards_that_cannot_be_is_refused(spec: tuple[object, ...]) ->
         through_the_wire(
             Forward(4, numbers(1), numbers(9), Operation(OperationKind.CLAIM_SHARDS, -1, 0, take, 10)), a_store()
         )
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        Operation(OperationKind.AUDIT, -1, 0, AuditMark(1), 10, Refusal(WHY)),
+        Operation(OperationKind.PUSH, 5, 7 << 16, Content([], ONE, positions_of(ONE, P)), 10, Refusal("no JSON")),
+        Operation(OperationKind.PUSH, 5, 7 << 16, Content([], ONE, positions_of(ONE, P)), 10, Refusal('{"code": 5}')),
+        Operation(OperationKind.PUSH, 5, 7 << 16, Content([], ONE, positions_of(ONE, P)), 10, Refusal(WHY, -1)),
+        Operation(OperationKind.PUSH, 5, 7 << 16, Content([], ONE, positions_of(ONE, P)), 10, Refusal(WHY, 1 << 70)),
+    ],
+)
+def test_what_cannot_have_been_refused_is_refused(operation: Operation) -> None:
+    with pytest.raises(FrameError):
+        through_the_wire(Forward(4, ONE, numbers(9), operation), a_store())
+
+
+def test_why_something_is_refused_is_never_too_long_to_be_replicated() -> None:
+    written = why({"code": "memory", "message": '"' * 2000, "table": "\x00" * 2000})
+    assert len(written) <= MAX_WHY
+    assert told(written)["code"] == "memory"
 
 
 ROUND = {"id": 1, "app": "a", "workers": [1]}

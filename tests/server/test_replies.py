@@ -7,8 +7,8 @@ from typing import Any, cast
 import numpy as np
 
 from elasticps.server.protocol.replies import RequestTicket
-from elasticps.server.protocol.request_error import RequestError
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Kind, json_body, json_frame, unpack_header
+from elasticps.wire.refusals import why
 from replication.effects import Reply, Status
 
 
@@ -27,13 +27,13 @@ class Connection:
 
 def test_a_refused_push_whose_range_moves_is_told_of_both() -> None:
     connection = Connection()
-    ticket = RequestTicket(cast(Any, connection), 5, RequestError("shape", "the push has dim 3").document)
+    ticket = RequestTicket(cast(Any, connection), 5)
     two = np.arange(2)
-    ticket.reply(Reply(ticket, Status.COMMITTED, 2, two, two + 2))
+    ticket.reply(Reply(ticket, Status.COMMITTED, 2, two, two + 2, why({"code": "shape", "message": "it has dim 3"})))
     headers = [unpack_header(frame) for frame in connection.sent]
     assert [(h.kind, h.request) for h in headers] == [(Kind.ERROR, 5), (Kind.PARTLY, 5), (Kind.VIEW, 0)]
     assert json_body(connection.sent[0][HEADER_BYTES:]) == {
         "code": "shape",
-        "message": "the push has dim 3",
+        "message": "it has dim 3",
         "partly": True,
     }

@@ -18,8 +18,9 @@ from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.server import Server
 from elasticps.spec import TableSpec
 from elasticps.store.index import GROWN_BYTES
-from elasticps.wire.frames import Kind, json_body
-from tests.server.conftest import DIM, RANGES, TABLE, Answer, Group, Run, until
+from elasticps.wire.frames import Header, Kind, json_body, read_clocks
+from elasticps.wire.refusals import decode_told
+from tests.server.conftest import DIM, RANGES, TABLE, WORKER, Answer, Group, Run, Worker, until
 
 LIMIT = 1 << 30
 KEYS = list(range(200))
@@ -238,22 +239,48 @@ def test_heads_share_a_room(run: Run) -> None:
     run(story)
 
 
-def test_a_refusal_is_told_before_all_replicas_have_it(run: Run) -> None:
-    """Should the head die before they have, whoever follows it knows that the frame has ticked, and nothing more."""
+@pytest.mark.parametrize("compiled", [True, False])
+def test_whoever_follows_the_head_that_refused_says_the_same(run: Run, compiled: bool) -> None:
+    """The worker may have heard nothing of it: its head, or the connection, may have been gone before."""
 
     async def story(group: Group) -> None:
-        gauges = await chain(group, "ab")
+        gauges = await chain(group, "abc")
+        for server in group.servers.values():
+            server.fast.h[H_ENABLED] = compiled
         worker = await group.connect("a")
         assert group.view is not None
         assert await code(worker.push(group.view, "a", 1, KEYS, 1.0)) == "ok"
         gauges["a"].used = LIMIT
         await until_full(group, "a")
-        group.stop("b")  # from now on nothing is committed
-        _, body = await asyncio.wait_for(worker.push(group.view, "a", 2, [*KEYS, *MORE], 1.0), 10)
-        refusal = json_body(body)
-        assert (refusal["code"], refusal["server"], refusal["partly"]) == ("memory", "a", True)
+        assert await code(worker.push(group.view, "a", 2, [*KEYS, *MORE], 1.0)) == "memory"
+        assert await code(worker.push(group.view, "a", 3, KEYS, 1.0)) == "ok"
+        again = await group.connect("a", create=False)
+        assert await code(again.push(group.view, "a", 2, [*KEYS, *MORE], 1.0)) == "memory"
+        gauges["a"].used = 0
+        look(group)
+        assert await code(again.push(group.view, "a", 2, [*KEYS, *MORE], 1.0)) == "memory", "it is not applied now"
+        assert await refused(again, group.view.epoch) == [2]
+        second = await group.connect("b", create=False)
+        group.stop("a")
+        view = group.make_view(lambda r: ["b", "c"])
+        group.adopt(view)
+        await until(lambda: second.views)
+        assert await refused(second, view.epoch) == [2]
+        assert await code(second.push(view, "b", 2, [*KEYS, *MORE], 1.0)) == "memory"
+        assert await code(second.push(view, "b", 3, KEYS, 1.0)) == "ok"
+        assert await code(second.push(view, "b", 4, [*KEYS, *MORE], 1.0)) == "ok"
+        assert digests(group.servers["b"]) == digests(group.servers["c"])
 
     run(story)
+
+
+async def refused(worker: Worker, epoch: int) -> list[int]:
+    """The steps that a head says to be without something."""
+    header, body = await worker.ask(Header(Kind.GET_CLOCKS, epoch=epoch, worker=WORKER))
+    *_, steps = read_clocks(header, np.frombuffer(body, np.uint8))
+    said = decode_told(steps)
+    assert all((why["code"], why["server"], why["table"]) == ("memory", "a", "t") for _, why in said)
+    return [clock for clock, _ in said]
 
 
 def test_a_refused_push_is_not_kept(run: Run) -> None:

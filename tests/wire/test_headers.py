@@ -82,10 +82,15 @@ GOLDEN: list[tuple[Any, int, tuple[int, ...]]] = [
         ForwardHeader(5, 2, 11, 9 << 16, 3, 2, True, Shard(1 << 16, 8)),
         96, (16, 16, 96, 0, 5, 9 << 16, 11, 0, 2, 3, 2, 9, 1 << 16),
     ),
+    (ForwardHeader(5, 0, 11, 9 << 16, 3, refused=True), 96, (16, 8192, 96, 0, 5, 9 << 16, 11, 0, 0, 3, 0, 0, 0)),
     (RangesHeader(Kind.ACK, 5, 3), 40, (17, 0, 40, 0, 5, 0, 0, 0, 0, 3, 0, 0, 0)),
     (RangesHeader(Kind.RESYNC, 5, 3), 64, (18, 0, 64, 0, 5, 0, 0, 0, 0, 3, 0, 0, 0)),
     (SnapshotChunkHeader(5, 3, 4, 2, True, 99, 6, 1), 128, (19, 1, 128, 4, 5, 99, 3, 0, 0, 6, 1, 2, 0)),
     (SnapshotChunkHeader(5, 3, 4, 2, True, 99, 6, 1, 8), 128, (19, 1, 128, 4, 5, 99, 3, 0, 0, 6, 1, 2, 8)),
+    (
+        SnapshotChunkHeader(5, 3, 4, 0, False, 99, 6, 1, 8, True),
+        128, (19, 8192, 128, 4, 5, 99, 3, 0, 0, 6, 1, 0, 8),
+    ),
     (ChunkAckHeader(5, 3, 4, 2, False, 99), -1, (20, 0, 0, 4, 5, 99, 3, 0, 0, 0, 0, 2, 0)),
 ]  # fmt: skip
 

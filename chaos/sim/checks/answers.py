@@ -28,6 +28,7 @@ class Answers:
     def __init__(self) -> None:
         self._streams: dict[Socket, _Stream] = {}  # by who sends
         self._asked: dict[Socket, set[int]] = {}  # by who has asked: requests without an answer
+        self._partly: dict[Socket, set[int]] = {}  # refused, maybe only a part: one more answer may follow
 
     def sent(self, source: Socket, target: Socket, data: bytes) -> None:
         """Bytes leave."""
@@ -59,10 +60,14 @@ class Answers:
         if request and (kind < _FIRST_OF_REPLICAS or _FIRST_LATER <= kind < _FIRST_ANSWER):
             self._asked.setdefault(source, set()).add(request)
         elif request and kind >= _FIRST_ANSWER:
-            asked = self._asked.get(target, set())
-            if request not in asked:
+            asked, partly = self._asked.get(target, set()), self._partly.setdefault(target, set())
+            if request in partly and kind != Kind.ERROR:
+                partly.discard(request)
+            elif request not in asked:
                 text = f"{source} answers {target} request {request} ({Kind(kind).name}), which it has not asked there"
                 raise Violation("answers", text)
+            elif kind == Kind.ERROR:
+                partly.add(request)
             if kind != Kind.ROWS or flags & LAST:
                 asked.discard(request)
         return int(body)

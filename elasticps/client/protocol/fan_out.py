@@ -236,7 +236,7 @@ def clocks_of(worker: int, timeout_s: float) -> Script[tuple[Progress, Progress]
     answers = yield Request(questions, timeout_s, f"asking for the clocks of worker {worker}")
     applied, committed = (np.zeros(ranges, np.int64) for _ in range(2))
     for answer in answers:
-        named, has, safe = read_clocks(answer.header, np.frombuffer(answer.body, np.uint8))
+        named, has, safe, _ = read_clocks(answer.header, np.frombuffer(answer.body, np.uint8))
         applied[named], committed[named] = has, safe
     return applied, committed
 

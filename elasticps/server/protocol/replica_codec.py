@@ -51,15 +51,25 @@ from elasticps.wire.frames import (
     wholes,
 )
 from elasticps.wire.headers import PushHeader, Shard
+from elasticps.wire.refusals import decode_refusal, decode_steps, encode_refusal, encode_steps
 from elasticps.wire.replica_headers import ChunkAckHeader, ForwardHeader, RangesHeader, SnapshotChunkHeader
 from replication.chain import Ranges
-from replication.messages import Ack, ChunkAck, Forward, Message, Operation, OperationKind, Resync, SnapshotChunk
+from replication.messages import (
+    MAX_WORKER,
+    Ack,
+    ChunkAck,
+    Forward,
+    Message,
+    Operation,
+    OperationKind,
+    Resync,
+    SnapshotChunk,
+)
 from replication.progress import MAX_CLOCK
 
 _MAX_POSITION = 1 << 62  # of progress, of logs, of epochs: int64 with room for sums
 MAX_NAME = 255
 MAX_CUT = (1 << 32) - 1
-MAX_WORKER = (1 << 32) - 1
 MAX_TABLE = (1 << 32) - 1
 _ROWS = (OperationKind.PUSH, OperationKind.INIT, OperationKind.LOAD, OperationKind.DELETE)
 _ROUND_STEPS = (
@@ -121,6 +131,8 @@ class ReplicaCodec:
         parts: list[Buffer] = [self._range_bytes(message.ranges), message.seqs.tobytes()]
         blocks: list[Block] = []
         mark = None
+        if operation.refusal is not None:
+            parts.append(encode_refusal(operation.refusal))
         if isinstance(payload, Content):
             mark = payload.mark
             if isinstance(payload, Contribution):
@@ -144,7 +156,7 @@ class ReplicaCodec:
             parts.append(_json({"id": payload.worker, "take": payload}))
         header = ForwardHeader(
             message.epoch, operation.kind, max(operation.worker, 0), operation.after, len(message.ranges), len(blocks),
-            isinstance(payload, Contribution), None if mark is None else Shard(*mark),
+            isinstance(payload, Contribution), None if mark is None else Shard(*mark), operation.refusal is not None,
         )  # fmt: skip
         return [header.header(_length(parts)).pack(), *parts]
 
@@ -160,10 +172,11 @@ class ReplicaCodec:
     def _encode_piece(self, message: SnapshotChunk) -> list[Buffer]:
         numbers = message.upto.to_bytes(8, "little") + message.workers.tobytes() + message.progress.tobytes()
         content: ChunkContent = message.payload  # type: ignore[assignment]
-        parts: list[Buffer] = [numbers, *encode_content(content)]
+        refused = [encode_steps(message.refused)] if message.refused else []
+        parts: list[Buffer] = [numbers, *refused, *encode_content(content)]
         header = SnapshotChunkHeader(
             message.epoch, message.range, message.fill, message.number, message.last, message.seq,
-            len(message.workers), len(content.tables), content.cut,
+            len(message.workers), len(content.tables), content.cut, bool(refused),
         )  # fmt: skip
         return [header.header(_length(parts)).pack(), *parts]
 
@@ -204,6 +217,11 @@ class ReplicaCodec:
         payload: Any
         said = ForwardHeader.of(header)
         mark = None if said.shard is None else ShardMark(*said.shard)
+        refusal = None
+        if said.refused:
+            if said.kind != OperationKind.PUSH or not said.worker or not said.after:
+                raise FrameError("a FORWARD has something refused of what is no push")
+            refusal, at = decode_refusal(body, at)
         if said.kind == OperationKind.PUSH and said.round:
             document, at = _read_section(body, at)
             blocks = read_blocks(said.blocks, body, at)
@@ -241,7 +259,7 @@ class ReplicaCodec:
             payload = _take(_document(body, at).get("take"))
         else:
             raise FrameError(f"a FORWARD carries an operation of unknown kind {said.kind}")
-        operation = Operation(said.kind, said.worker or -1, said.after, payload, len(body))
+        operation = Operation(said.kind, said.worker or -1, said.after, payload, len(body), refusal)
         return Forward(header.epoch, ranges, seqs, operation)
 
     def _decode_ack(self, header: Header, body: Bytes) -> Ack:
@@ -264,9 +282,11 @@ class ReplicaCodec:
         workers, progress = numbers[: said.workers], numbers[said.workers :]
         if said.workers and (workers.min() < 1 or workers.max() > MAX_WORKER or progress.min() < 0):
             raise FrameError("a SNAPSHOT_CHUNK has clocks of nobody, or below 0")
+        refused, at = decode_steps(body, at) if said.refused else ([], at)
         content = decode_content(said.tables, body, at)._replace(cut=said.cut)
         return SnapshotChunk(
-            said.epoch, said.range, said.fill, said.number, upto, said.last, said.seq, workers, progress, content
+            said.epoch, said.range, said.fill, said.number, upto, said.last, said.seq, workers, progress, content,
+            refused,
         )  # fmt: skip
 
     def _decode_installed(self, header: Header, body: Bytes) -> ChunkAck:

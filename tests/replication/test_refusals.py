@@ -1,0 +1,191 @@
+"""What a head has refused: whoever follows it says the same."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replication import refusals
+from replication.chain import Chains, Member
+from replication.effects import Ask, ClocksReply, Install, Reply, SnapshotRange, Status
+from replication.refusals import Refusal, Refusals, RefusedStep
+from tests.replication.cluster import Cluster, P
+from tests.replication.views import plan_failover, plan_move
+
+WHY = '{"code": "memory"}'
+
+
+def answers(c: Cluster) -> list[tuple[object, Status, str]]:
+    return [(e.token, e.status, e.refusal) for _, e in c.effects if isinstance(e, Reply)]
+
+
+def asked(c: Cluster, member: Member, worker: int = 1) -> list[tuple[int, str]]:
+    c.take(member, c.replicas[member].ask(Ask("ask", worker, c.view.epoch)))
+    told = c.effects[-1][1]
+    assert isinstance(told, ClocksReply)
+    return list(told.refused)
+
+
+def follow(c: Cluster, decision: object) -> None:
+    chains = getattr(decision, "chains", None)
+    assert isinstance(chains, Chains)
+    c.adopt(chains)
+    c.settle()
+
+
+def column(c: Cluster, member: Member, r: int = 0) -> list[RefusedStep]:
+    return c.replicas[member].refusals.column(r)
+
+
+def test_a_repeat_of_what_was_refused_is_answered_with_that_by_whoever_heads_it_now() -> None:
+    c = Cluster(servers=4, replicas=3, alike=True)
+    first, middle, last = c.view.members_of(0)
+    c.push(first, 1, refusal=Refusal(WHY))
+    c.deliver(first, middle)  # the first one vanishes before anybody is told
+    c.kill(first)
+    follow(c, plan_failover(c.view, {first}, {}))
+    assert column(c, middle) == column(c, last) == [RefusedStep(1, 1, WHY)]
+    c.push(middle, 1, token="again")
+    c.push(middle, 1, token="repeat", repeat=True)
+    c.push(middle, 2, token="next")
+    c.settle()
+    said = [(t, why) for t, status, why in answers(c) if status == Status.COMMITTED]
+    assert said == [("again", WHY), ("repeat", WHY), ("next", "")]
+    assert asked(c, middle) == [(1, WHY)]
+    assert asked(c, middle, worker=2) == []
+
+
+def test_it_is_answered_only_when_the_tail_has_it() -> None:
+    c = Cluster()
+    head = c.head(0)
+    c.push(head, 1, refusal=Refusal(WHY))
+    c.push(head, 1, token="again")
+    assert answers(c) == []
+    c.settle()
+    assert answers(c) == [(("t", 1), Status.COMMITTED, WHY), ("again", Status.COMMITTED, WHY)]
+
+
+def test_what_was_applied_is_done_though_it_would_be_refused_now() -> None:
+    c = Cluster()
+    head = c.head(0)
+    c.push(head, 1)
+    c.push(head, 1, token="again", refusal=Refusal(WHY))
+    c.settle()
+    assert [why for _, _, why in answers(c)] == ["", ""]
+    assert column(c, head) == []
+
+
+def test_of_a_frame_that_has_ticked_in_some_ranges_the_rest_is_judged_now() -> None:
+    c = Cluster(servers=2, replicas=1)
+    head = c.head(0)
+    c.push(head, 1, token="a", ranges=np.array([0]), refusal=Refusal(WHY))
+    c.push(head, 1, token="b", ranges=np.array([0, 1]))
+    c.push(head, 1, token="c", ranges=np.array([1]))
+    c.push(head, 1, token="d", ranges=np.array([1, 2]), refusal=Refusal("other"))
+    assert answers(c) == [
+        ("a", Status.COMMITTED, WHY),
+        ("b", Status.COMMITTED, WHY),
+        ("c", Status.COMMITTED, ""),
+        ("d", Status.COMMITTED, "other"),
+    ]
+    assert [column(c, head, r) for r in range(3)] == [[RefusedStep(1, 1, WHY)], [], [RefusedStep(1, 1, "other")]]
+
+
+def test_what_the_worker_knows_is_forgotten_and_so_is_one_that_retires() -> None:
+    c = Cluster()
+    head, tail = c.view.members_of(0)
+    for clock in (1, 2, 3, 4):
+        c.push(head, clock, refusal=Refusal(str(clock), told=max(0, clock - 2)))
+    c.settle()
+    assert column(c, head) == column(c, tail) == [RefusedStep(1, 3, "3"), RefusedStep(1, 4, "4")]
+    c.push(head, 0, kind=3, after=0)
+    c.settle()
+    assert column(c, head) == column(c, tail) == []
+    assert not c.replicas[tail].refusals or column(c, tail, 1)
+
+
+def test_a_part_counts_for_its_step() -> None:
+    c = Cluster()
+    head = c.head(0)
+    c.push(head, 1, part=0, last=False, refusal=Refusal(WHY))
+    c.settle()
+    assert asked(c, head) == [(1, WHY)]
+    c.push(head, 1, part=1)
+    c.push(head, 1, part=1, token="again", repeat=True)
+    c.settle()
+    assert answers(c)[-1] == ("again", Status.COMMITTED, WHY)
+
+
+def test_it_goes_with_the_range() -> None:
+    c = Cluster(servers=4, replicas=2, alike=True)
+    head, tail = c.view.members_of(0)
+    c.push(head, 1, refusal=Refusal(WHY))
+    c.settle()
+    new = next(m for m in c.members if m not in (head, tail))
+    follow(c, plan_move(c.view, 0, new))
+    fill = next(e for _, e in c.effects if isinstance(e, SnapshotRange))
+    c.push(head, 2, refusal=Refusal("before"))
+    c.take(tail, c.replicas[tail].piece(0, fill.serial, 1 << 62, True, cast(Any, None)))
+    c.push(head, 3, refusal=Refusal("behind"))
+    c.settle()
+    assert any(isinstance(e, Install) for _, e in c.effects)
+    known = [RefusedStep(1, 1, WHY), RefusedStep(1, 2, "before"), RefusedStep(1, 3, "behind")]
+    assert column(c, head) == column(c, tail) == column(c, new) == known
+    assert column(c, new, 1) == []
+
+
+_WORKERS, _CLOCKS = st.integers(1, 3), st.integers(1, 6)
+_SOME = st.sets(st.integers(0, P - 1), min_size=1).map(sorted)
+_DO = st.one_of(
+    st.tuples(st.just("note"), _WORKERS, _CLOCKS, _SOME, st.sampled_from("xy"), st.integers(0, 5)),
+    st.tuples(st.just("clear"), _SOME),
+    st.tuples(st.just("forget"), _WORKERS, _SOME),
+    st.tuples(st.just("copy"), st.integers(0, P - 1), st.integers(0, P - 1)),
+)
+
+
+@given(st.lists(_DO, max_size=30))
+def test_refusals_are_what_a_list_of_all_would_be(story: list[tuple[Any, ...]]) -> None:
+    found, twin = Refusals(P), set[tuple[int, int, int, str]]()
+    for what, *said in story:
+        if what == "note":
+            worker, clock, ranges, why, told = said
+            found.note(worker, clock, np.array(ranges), Refusal(why, told))
+            twin = {e for e in twin if not (e[0] == worker and e[1] <= told and e[2] in ranges)}
+            twin |= {(worker, clock, r, why) for r in ranges}
+        elif what == "clear":
+            found.clear(np.array(said[0]))
+            twin = {e for e in twin if e[2] not in said[0]}
+        elif what == "forget":
+            found.forget(said[0], np.array(said[1]))
+            twin = {e for e in twin if not (e[0] == said[0] and e[2] in said[1])}
+        else:
+            source, target = said
+            found.set_column(target, found.column(source))
+            twin = {e for e in twin if e[2] != target} | {(w, c, target, y) for w, c, r, y in twin if r == source}
+        columns = {(w, c, r, why) for r in range(P) for w, c, why in found.column(r)}
+        assert columns == twin
+        assert len(found) == len({e[:2] for e in twin})
+        assert bool(found) == bool(twin)
+        for worker in (1, 2, 3):
+            some = np.array([0, 2])
+            assert {(c, y) for c, y in found.of(worker, some)} == {
+                (c, y) for w, c, r, y in twin if w == worker and r in (0, 2)
+            }
+            whys = {y for w, c, r, y in twin if (w, c) == (worker, 2) and r in (0, 2)}
+            assert (found.look(worker, 2, some) in whys) if whys else found.look(worker, 2, some) == ""
+
+
+def test_there_is_no_end_of_workers_but_of_what_is_kept() -> None:
+    found = Refusals(P)
+    one = np.array([0])
+    before, refusals.MOST_STEPS = refusals.MOST_STEPS, 4
+    try:
+        for worker in (1, 2, 1, 3, 4, 1):
+            found.note(worker, 10 + len(found), one, Refusal(WHY))
+    finally:
+        refusals.MOST_STEPS = before
+    assert [step.worker for step in found.column(0)] == [1, 1, 1, 4]
