@@ -111,6 +111,7 @@ def sim(
     jobs = min(jobs or _cores(), runs or _NO_END)
     told = Told(seed)
     stopped = False
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a soak in the background ends by it
     try:
         seeds = range(seed, seed + runs) if runs else itertools.count(seed)
         for result, cpu_s in _results(seeds, kind, trace, jobs, as_json):
@@ -119,12 +120,14 @@ def sim(
                 typer.echo("\n".join(result.trace))
             if runs != 1 and not as_json:
                 _tell_meanwhile(told, result, jobs, every=0 if runs else RUNS_PER_LINE)
-    except KeyboardInterrupt:  # how a soak ends
+    except KeyboardInterrupt:  # Ctrl-C: how a soak ends
         stopped = runs > 0
     except BrokenProcessPool as error:
         after = f"after seed {told.last}" if told.runs else f"from seed {seed} on"
         typer.echo(f"a process that played stories is gone, in one of the {AHEAD * jobs} {after}: {error}", err=True)
         stopped = True
+    finally:
+        signal.signal(signal.SIGTERM, before)
     _tell(told, jobs, as_json, timed=runs != 1)
     raise typer.Exit(1 if told.failed else STOPPED if stopped else 0)
 

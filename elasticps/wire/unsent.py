@@ -49,13 +49,17 @@ class Unsent:
         """
         queue = self._queue
         while queue:
-            batch = list(itertools.islice(queue, BUFFERS_PER_CALL))
+            whole = len(queue) <= BUFFERS_PER_CALL
+            batch = list(queue) if whole else list(itertools.islice(queue, BUFFERS_PER_CALL))
             try:
                 sent = socket.sendmsg(batch)
             except (BlockingIOError, InterruptedError):
                 return False
             self.nbytes -= sent
             self.sent += sent
+            if whole and not self.nbytes:  # as mostly: nothing is left to be looked at
+                queue.clear()
+                return True
             for view in batch:
                 if sent < len(view):
                     queue[0] = view[sent:]

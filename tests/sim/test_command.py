@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
 
 import pytest
 import typer
@@ -13,6 +13,7 @@ import chaos.sim.cli
 import chaos.sim.run
 from chaos.sim.run import Result
 from chaos.sim.story import Kind
+from tests.sim.vanishing import vanish
 
 app = typer.Typer()
 app.command()(chaos.sim.cli.sim)
@@ -55,12 +56,13 @@ def test_a_soak_runs_until_it_is_stopped_and_then_says_what_it_saw(monkeypatch: 
     assert "CPU s a story" in result.stdout
 
 
-def test_many_seeds_that_are_stopped_say_what_they_saw(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_many_seeds_that_are_stopped_say_what_they_saw(by: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
     def run(seed: int, kind: Kind, trace: bool) -> Result:
         if seed == 3:
-            raise KeyboardInterrupt
+            signal.raise_signal(by)
         return Result(seed, kind)
 
     monkeypatch.setattr(chaos.sim.run, "run", run)
@@ -69,6 +71,7 @@ def test_many_seeds_that_are_stopped_say_what_they_saw(
     assert "3 runs" in result.stdout
     assert "0 broke a promise" in result.stdout
     assert "seeds 0 to 2 took" in result.stdout
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_all_that_broke_a_promise_are_counted_and_the_first_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,12 +83,8 @@ def test_all_that_broke_a_promise_are_counted_and_the_first_are_told(monkeypatch
     assert [each["seed"] for each in told["broken"]] == list(range(chaos.sim.cli.BROKEN_KEPT))
 
 
-def _vanish(seed: int, kind: Kind, trace: bool) -> Result:
-    os._exit(7)
-
-
 def test_a_process_that_is_gone_is_told_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chaos.sim.cli, "_play", _vanish)
+    monkeypatch.setattr(chaos.sim.cli, "_play", vanish)
     result = CliRunner().invoke(app, ["--runs", "2", "--jobs", "2"])
     assert result.exit_code == chaos.sim.cli.STOPPED
     assert "from seed 0 on" in result.output
