@@ -70,9 +70,10 @@ class Told:
 
     def speed(self, jobs: int) -> str:
         """Which seeds, how long, how many a second. As other runs of the same seeds would not say it."""
-        took_s, runs = self.took_s, max(self.runs, 1)
-        processes = "1 process" if jobs == 1 else f"{jobs} processes"
-        rates = f"{self.runs / max(took_s, 1e-9):.2f} stories/s, {self.cpu_s / runs:.2f} CPU s a story"
+        took_s, processes = self.took_s, "1 process" if jobs == 1 else f"{jobs} processes"
+        if not self.runs:
+            return f"no story came to its end within {_duration(took_s)} in {processes}"
+        rates = f"{self.runs / max(took_s, 1e-9):.2f} stories/s, {self.cpu_s / self.runs:.2f} CPU s a story"
         return f"seeds {self.first} to {self.last} took {_duration(took_s)} in {processes}: {rates}"
 
     def as_json(self, jobs: int) -> str:

@@ -88,6 +88,7 @@ def test_a_process_that_is_gone_is_told_and_nobody_waits_for_it(monkeypatch: pyt
     result = CliRunner().invoke(app, ["--runs", "2", "--jobs", "2"])
     assert result.exit_code == chaos.sim.cli.STOPPED
     assert "from seed 0 on" in result.output
+    assert "no story came to its end" in result.output
 
 
 @pytest.mark.parametrize(
