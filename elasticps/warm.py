@@ -6,6 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from elasticps.client import warm as client
+from elasticps.security import openssl
 from elasticps.server import process as server
 
 _AT_IMPORT = "elasticps.torch.compared", "elasticps.torch.distinct", "elasticps.torch.group.merge"
@@ -20,6 +21,10 @@ def warm() -> None:
     if find_spec("torch"):
         for module in _AT_IMPORT:
             import_module(module)
+    if openssl.LIBRARY is not None:
+        from elasticps.security import records  # only where OpenSSL can be called
+
+        records.warm()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from coordinator.view import ServerInfo
 from elasticps.client.runtime import READABLE, WRITABLE, Runtime, Stream
-from elasticps.security.stream import TlsStream
+from elasticps.security.stream import Secured, secured
 from elasticps.wire.assembler import Assembler
 from elasticps.wire.frames import MAX_BODY_BYTES, Buffer, FrameError, Header, Kind
 from elasticps.wire.unsent import Unsent
@@ -59,7 +59,7 @@ class Link:
     ) -> None:
         self._runtime = runtime
         self._credentials = credentials
-        self._tls: TlsStream | None = None
+        self._tls: Secured | None = None
         self.server = server
         self.member = Member(server.name, server.incarnation)
         self.ready = False
@@ -85,7 +85,7 @@ class Link:
         with self._lock:
             self._tls = None
             if self._credentials is not None:
-                sock = self._tls = TlsStream(sock, self._credentials, self.server.name)
+                sock = self._tls = secured(sock, self._credentials, self.server.name)
             self._assembler = Assembler(self._frame, MAX_BODY_BYTES, self._target, self._usual)
             self._unsent.clear()
             self._unsent.add((hello,))

@@ -26,25 +26,46 @@ Expect: TypeAlias = Callable[[Identity], None]
 """Raises NotAuthorised unless the peer is whom it should be."""
 
 
-class Channel:
-    """One end of a TLS connection.
+class Proof:
+    """Who the other end of a connection is, and for how long that is good.
 
-    peer    who the other end is, once `shake` has returned True
+    peer    once the handshake is done
     until_s Unix time at which the first of the two certificates ends
     """
 
-    def __init__(self, credentials: Credentials, expect: Expect, *, server: bool) -> None:
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        context = credentials.server_context() if server else credentials.client_context()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
+    def __init__(self, credentials: Credentials, expect: Expect) -> None:
         self._credentials = credentials
         self._generation = credentials.generation
         self._own_until_s = credentials.until_s
         self._expect = expect
-        self._received = 0
         self._renew_s = 0.0
         self.peer: Identity | None = None
         self.until_s = 0.0
+
+    def _accept(self, peer: Identity, until_s: float) -> None:
+        """NotAuthorised if it should be somebody else."""
+        self._expect(peer)
+        self.until_s = min(self._own_until_s, until_s)
+        self._renew_s = renew_at(self.until_s)
+        self.peer = peer
+
+    @property
+    def stale(self) -> bool:
+        """Whether whoever dialled should do so again: our certificate was renewed, or one of the two ends soon."""
+        self._credentials.refresh()
+        ends_soon = self.peer is not None and time.time() > self._renew_s
+        return ends_soon or self._generation != self._credentials.generation
+
+
+class Channel(Proof):
+    """One end of a TLS connection, by Python's `ssl`."""
+
+    def __init__(self, credentials: Credentials, expect: Expect, *, server: bool) -> None:
+        context = credentials.server_context() if server else credentials.client_context()
+        super().__init__(credentials, expect)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
+        self._received = 0
 
     def received(self, data: Buffer) -> None:
         """Takes bytes that came from the other end. ConnectionResetError if a handshake has too many."""
@@ -63,17 +84,13 @@ class Channel:
             return True
         try:
             self._tls.do_handshake()
-            peer, until_s = proved(self._tls)
-            self._expect(peer)
+            self._accept(*proved(self._tls))
         except ssl.SSLWantReadError:
             return False
         except ssl.SSLError as error:
             raise ConnectionResetError(_why(error)) from None
         except NotAuthorised as error:
             raise ConnectionResetError(str(error)) from None
-        self.until_s = min(self._own_until_s, until_s)
-        self._renew_s = renew_at(self.until_s)
-        self.peer = peer
         return True
 
     def read_into(self, buffer: memoryview) -> int:
@@ -113,13 +130,6 @@ class Channel:
     def outgoing(self) -> bytes:
         """What is to be sent to the other end now; b"" if there is nothing."""
         return self._outgoing.read() if self._outgoing.pending else b""
-
-    @property
-    def stale(self) -> bool:
-        """Whether whoever dialled should do so again: our certificate was renewed, or one of the two ends soon."""
-        self._credentials.refresh()
-        ends_soon = self.peer is not None and time.time() > self._renew_s
-        return ends_soon or self._generation != self._credentials.generation
 
 
 def renew_at(until_s: float) -> float:

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from coordinator.url import TlsFiles
 from elasticps.errors import ConfigError
+from elasticps.security import openssl
 from elasticps.security.identity import Identity, NotAuthorised, Role, identity_among
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class _Loaded:
     until_s: float  # Unix time at which the certificate ends
     server: ssl.SSLContext
     client: ssl.SSLContext
+    native: openssl.Context | None  # None where only Python's `ssl` can be had
     pems: Pems
 
 
@@ -103,6 +105,11 @@ class Credentials:
         self.refresh()
         return self._loaded.client
 
+    def native_context(self) -> openssl.Context | None:
+        """For either; None where only Python's `ssl` can be had."""
+        self.refresh()
+        return self._loaded.native
+
     def pems(self) -> Pems:
         """For gRPC."""
         self.refresh()
@@ -133,6 +140,7 @@ def _load(files: TlsFiles, cluster: str) -> _Loaded:
     try:
         certificate = x509.load_pem_x509_certificate(pems.cert)
         server, client = _context(files, ssl.PROTOCOL_TLS_SERVER), _context(files, ssl.PROTOCOL_TLS_CLIENT)
+        native = None if openssl.LIBRARY is None else openssl.Context(files)
     except (ValueError, OSError) as error:  # ssl.SSLError is an OSError
         raise ConfigError(f"the certificate {files.cert}, its key or its authority cannot be used: {error}") from None
     # What gRPC would negotiate an older TLS with, and slow to sign with.
@@ -148,7 +156,7 @@ def _load(files: TlsFiles, cluster: str) -> _Loaded:
     until_s = certificate.not_valid_after_utc.timestamp()
     if until_s <= time.time():
         raise ConfigError(f"{files.cert} ended on {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
-    return _Loaded(identity, until_s, server, client, pems)
+    return _Loaded(identity, until_s, server, client, native, pems)
 
 
 def _context(files: TlsFiles, protocol: int) -> ssl.SSLContext:

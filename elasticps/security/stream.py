@@ -26,6 +26,34 @@ class Socket(Protocol):
     def close(self) -> None: ...
 
 
+class Secured(Socket, Protocol):
+    """With TLS: some of what was sent, or has come, is neither in the socket nor with the caller."""
+
+    @property
+    def unsent(self) -> bool:
+        """Whether `flush` has something to send."""
+
+    @property
+    def buffered(self) -> bool:
+        """Whether `recv_into` may have more although the socket has not."""
+
+    @property
+    def stale(self) -> bool:
+        """Whether it is time to connect anew, because certificates were renewed or are about to end."""
+
+    def flush(self) -> bool:
+        """Sends what was encrypted and did not fit into the socket; True if nothing of that is left."""
+
+
+def secured(sock: Socket, credentials: Credentials, server: str) -> Secured:
+    """A connection to the server called `server`, over a socket that is connected or connects."""
+    if credentials.native_context() is None:
+        return TlsStream(sock, credentials, server)
+    from elasticps.security.compiled_stream import CompiledStream  # its kernels are not to be loaded without TLS
+
+    return CompiledStream(sock, credentials, server)
+
+
 class TlsStream:
     """To the server called `server`. Any thread may send, one at a time receive; both at once too. What is sent before
     the handshake is done leaves when it is: an introduction, no more."""

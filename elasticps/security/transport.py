@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from elasticps.security.channel import Buffer, Channel, Expect
 
@@ -204,12 +204,22 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
         return self.channel if name == "channel" else self._lower.get_extra_info(name, default)
 
 
+class Shaking(Protocol):
+    """A connection that was accepted, until its handshake is over."""
+
+    def give_up(self, why: str, *, gently: bool = False) -> None:
+        """Ends it. gently: what the peer was told leaves first."""
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """As of a transport."""
+
+
 class Gate:
     """How connections of a server begin: in the clear without credentials, else with TLS."""
 
     def __init__(self, credentials: Credentials | None = None) -> None:
         self.credentials = credentials
-        self._shaking: dict[TlsTransport, None] = {}  # those that were accepted, oldest first
+        self._shaking: dict[Shaking, None] = {}  # those that were accepted, oldest first
         self._told_s = 0.0
         self._untold = 0
 
@@ -217,14 +227,19 @@ class Gate:
         """What a listener gives a new connection, for `protocol` to serve."""
         if self.credentials is None:
             return protocol
-        channel = Channel(self.credentials, _anybody, server=True)
-        transport = TlsTransport(protocol, channel, self._accepted)
+        channel = Channel(self.credentials, anybody, server=True)
+        transport = TlsTransport(protocol, channel, self.accepted)
+        self.admit(transport)
+        return transport
+
+    def admit(self, transport: Shaking) -> None:
+        """A handshake begins, which `accepted` is told the end of; if there are too many, the oldest makes room."""
         self._shaking[transport] = None
         if len(self._shaking) > MAX_HANDSHAKES:
             next(iter(self._shaking)).give_up("too many handshakes at once")
-        return transport
 
-    def _accepted(self, transport: TlsTransport, error: Exception | None) -> None:
+    def accepted(self, transport: Shaking, error: Exception | None) -> None:
+        """It is over, well or not."""
         self._shaking.pop(transport, None)
         if error is None:
             return
@@ -263,5 +278,5 @@ class Gate:
             raise
 
 
-def _anybody(peer: object) -> None:
+def anybody(peer: object) -> None:
     """Whoever has a certificate; what it may do depends on what it says it came for."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 from coordinator import fields
-from elasticps.security.channel import Channel
+from elasticps.security.channel import Proof
 from elasticps.security.identity import Identity, NotAuthorised
 from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
@@ -90,7 +90,7 @@ class Connection(asyncio.BufferedProtocol):
         self.holding = False  # frames wait for a view or roster
         self._timer: asyncio.TimerHandle | None = None
         self.transport: asyncio.Transport
-        self._channel: Channel | None = None
+        self._channel: Proof | None = None
         self.peer = "?"
         self.known = False  # the peer has said who it is
         self.refused = False  # it said what nobody can

@@ -13,14 +13,13 @@ import logging
 import os
 import select
 import socket
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, cast
 
 from elasticps.server.fast import layout as at
 from elasticps.server.fast import sockets
 from elasticps.server.fast.path import FastPath
-from elasticps.wire.frames import Buffer
-from elasticps.wire.unsent import Unsent
+from elasticps.server.socket_transport import SocketTransport
 
 if TYPE_CHECKING:
     from elasticps.server.connection import Connection
@@ -28,20 +27,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HIGH_BYTES = 64 << 10
 TURNS = 32  # of the compiled code, then timers and others have theirs
 ACCEPTED_AT_ONCE = 64
 FULL_PAUSE_S = 1.0  # nothing is accepted for so long when there are no descriptors left
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-def streams(loop: asyncio.AbstractEventLoop, path: FastPath, linger: Linger) -> Streams:
+def streams(loop: asyncio.AbstractEventLoop, path: FastPath, linger: Linger) -> Pump | asyncio.AbstractEventLoop:
     """What makes a server's connections: a pump, or the loop itself where it, or the system, has no descriptors that
     compiled code could wait for."""
+    return Pump(loop, path, linger) if hasattr(select, "epoll") and watches(loop) else loop
+
+
+def watches(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether a loop waits for descriptors of others."""
     real = getattr(type(loop), "add_reader", asyncio.AbstractEventLoop.add_reader)
-    if hasattr(select, "epoll") and real is not asyncio.AbstractEventLoop.add_reader:
-        return Pump(loop, path, linger)
-    return loop
+    return real is not asyncio.AbstractEventLoop.add_reader
 
 
 class Pump:
@@ -69,22 +70,12 @@ class Pump:
 
     async def create_connection(self, make: Callable[[], Connection], host: str, port: int) -> None:
         """Connects to a server; OSError if none of its addresses answers."""
-        error: OSError | None = None
-        for family, kind, protocol, _, address in await self.loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            sock = socket.socket(family, kind, protocol)
-            try:
-                sock.setblocking(False)
-                await self.loop.sock_connect(sock, address)
-                self.adopt(make(), sock)
-            except OSError as failure:
-                sock.close()
-                error = failure
-            except BaseException:
-                sock.close()
-                raise
-            else:
-                return
-        raise error or OSError(f"no address for {host}")
+        sock = await connected(self.loop, host, port)
+        try:
+            self.adopt(make(), sock)
+        except BaseException:
+            sock.close()
+            raise
 
     def adopt(self, connection: Connection, sock: socket.socket) -> None:
         """A connection over a socket that is connected and does not block."""
@@ -128,10 +119,38 @@ class Pump:
             connection.fail(error)
 
 
+async def connected(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socket.socket:
+    """A socket that is connected and does not block; OSError if none of the host's addresses answers."""
+    error: OSError | None = None
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, address)
+        except OSError as failure:
+            sock.close()
+            error = failure
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise error or OSError(f"no address for {host}")
+
+
+class Adopts(Protocol):
+    """Who takes connections that came."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def adopt(self, connection: Connection, sock: socket.socket) -> None:
+        """A connection over a socket that is connected and does not block."""
+
+
 class Listener:
     """Accepts connections."""
 
-    def __init__(self, pump: Pump, make: Callable[[], Connection], sock: socket.socket) -> None:
+    def __init__(self, pump: Adopts, make: Callable[[], Connection], sock: socket.socket) -> None:
         self._pump = pump
         self._make = make
         self._socket = sock
@@ -172,19 +191,12 @@ class Listener:
             self._pump.adopt(self._make(), sock)
 
 
-class Transport(asyncio.Transport):
-    """One connection's socket, as much as Python has to do with it. Buffers are sent from where they lie."""
+class Transport(SocketTransport):
+    """One connection's socket, as much as Python has to do with it."""
 
     def __init__(self, pump: Pump, connection: Connection, sock: socket.socket) -> None:
-        super().__init__({"peername": _peer_of(sock), "socket": sock})
+        super().__init__(pump.loop, connection, sock)
         self._pump = pump
-        self._connection = connection
-        self._socket = sock
-        self._unsent = Unsent()
-        self._high, self._low = HIGH_BYTES, HIGH_BYTES // 4
-        self._reading = True
-        self._writing_paused = False
-        self._closing = self._ended = False
         self._mask = select.EPOLLIN
         pump.epoll.register(sock, self._mask)
         connection.connection_made(self)
@@ -192,7 +204,6 @@ class Transport(asyncio.Transport):
             pump.path.watch(connection.slot, sock.fileno())
 
     def _look_for(self) -> None:
-        """Has the epoll wait for what this connection waits for."""
         mask = select.EPOLLIN if self.is_reading() else 0
         if self._unsent:
             mask |= select.EPOLLOUT
@@ -200,83 +211,12 @@ class Transport(asyncio.Transport):
             self._mask = mask
             self._pump.epoll.modify(self._socket, mask)
 
-    # --- reading ----------------------------------------------------------------------------------------------------
+    def _waits(self) -> bool:
+        return bool(self._unsent) or self._pump.path.queued(self._connection.slot)
 
-    def is_reading(self) -> bool:
-        return self._reading and not self._closing
-
-    def pause_reading(self) -> None:
-        self._reading = False
-        self._look_for()
-
-    def resume_reading(self) -> None:
-        self._reading = True
-        self._look_for()
-
-    # --- writing ----------------------------------------------------------------------------------------------------
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        self._high = HIGH_BYTES if high is None else high
-        self._low = self._high // 4 if low is None else low
-
-    def get_write_buffer_size(self) -> int:
-        return self._unsent.nbytes
-
-    def write(self, data: Buffer) -> None:
-        self.writelines((data,))
-
-    def writelines(self, list_of_data: Iterable[Any]) -> None:
-        if self._closing:
-            return
-        full = bool(self._unsent) or self._pump.path.queued(self._connection.slot)
-        self._unsent.add(list_of_data)
-        if full:
-            self._look_for()
-        else:
-            self.send_queued()
-        self._pause_if_full()
-
-    def send_queued(self) -> None:
-        """Gives the socket what it takes."""
-        try:
-            self._unsent.send(self._socket)
-        except OSError as error:
-            self.end(error)
-            return
-        if self._ended:
-            return
+    def _send(self) -> None:
+        self._unsent.send(self._socket)
         self._pump.path.set_queued(self._connection.slot, bool(self._unsent))
-        self._look_for()
-        if self._writing_paused and self._unsent.nbytes <= self._low:
-            self._writing_paused = False
-            self._connection.resume_writing()
-        if self._closing and not self._unsent:
-            self.end(None)
-
-    def _pause_if_full(self) -> None:
-        if self._unsent.nbytes > self._high and not self._writing_paused and not self._ended:
-            self._writing_paused = True
-            self._connection.pause_writing()
-
-    def can_write_eof(self) -> bool:
-        return False
-
-    # --- the end ----------------------------------------------------------------------------------------------------
-
-    def is_closing(self) -> bool:
-        return self._closing
-
-    def close(self) -> None:
-        """Ends when what is queued has left."""
-        if not self._closing:
-            self._closing = True
-            if self._unsent:
-                self._look_for()
-            else:
-                self.end(None)
-
-    def abort(self) -> None:
-        self.end(None)
 
     def ended(self, number: int) -> None:
         """The peer has closed the connection (0), or it is broken (errno)."""
@@ -285,24 +225,6 @@ class Transport(asyncio.Transport):
         else:
             self.close()
 
-    def end(self, error: Exception | None) -> None:
-        """Ends at once; what is queued is dropped."""
-        self._closing = True
-        if self._ended:
-            return
-        self._ended = True
-        self._unsent.clear()
+    def _drop(self) -> None:
         self._pump.path.unwatch(self._connection.slot)
         self._pump.epoll.unregister(self._socket)
-        self._socket.close()
-        self._pump.loop.call_soon(self._connection.connection_lost, error)
-
-
-def _peer_of(sock: socket.socket) -> Any:
-    try:
-        return sock.getpeername()
-    except OSError:  # it has gone already
-        return None
-
-
-Streams = Pump | asyncio.AbstractEventLoop

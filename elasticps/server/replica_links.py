@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
 from coordinator import fields
 from coordinator.view import ServerInfo, View
+from elasticps.security.channel import Expect
 from elasticps.security.identity import Identity, Role
-from elasticps.security.transport import Gate
 from elasticps.server import fatal
 from elasticps.server.connection import Connection, Handler
 from elasticps.server.executor import Executor
@@ -25,7 +26,6 @@ from elasticps.server.protocol.asker import Body
 from elasticps.server.protocol.held_frames import HOLD_TIMEOUT_S
 from elasticps.server.protocol.operations import NewTable
 from elasticps.server.protocol.replica_codec import ReplicaCodec
-from elasticps.server.pump import Streams
 from elasticps.store import Table
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind, json_frame
 from elasticps.wire.headers import GetViewHeader
@@ -45,6 +45,9 @@ SILENCE_S = 1.5  # a link on which nothing came for so long is dropped: the peer
 MOST_BYTES = 320 << 20  # that wait here for a view, or on a link: more than a correct peer's log can hold
 MESSAGE_BYTES = 1024  # that one which waits takes at least
 
+Dial: TypeAlias = Callable[[Connection, str, int, Expect], Awaitable[None]]
+"""Connects to a host and port, where whom `Expect` lets pass has to be; OSError if that fails."""
+
 
 class ReplicaLinks:
     """Keeps the links that the view wants, and knows since when one is missing. What comes on them is the replica's.
@@ -58,12 +61,10 @@ class ReplicaLinks:
         ranges: int,
         executor: Executor,
         loop: asyncio.AbstractEventLoop,
-        streams: Streams,
+        dial: Dial,
         make_connection: Callable[[], Connection],
-        gate: Gate,
         news: News,
     ) -> None:
-        self._gate = gate
         self._executor = executor
         self._replica = executor.replica
         self._me = executor.replica.me
@@ -74,7 +75,7 @@ class ReplicaLinks:
         news.ask_peers = self.ask_for_view
         self.make_way: Callable[[Member], None] = lambda member: None
         self._loop = loop
-        self._streams = streams
+        self._connect = dial
         self._make_connection = make_connection
         self._wanted: dict[Member, ServerInfo] = {}
         self._links: dict[Member, Connection] = {}
@@ -317,7 +318,7 @@ class ReplicaLinks:
 
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self._gate.dial(self._streams.create_connection, connection, host.strip("[]"), int(port), expect)
+                await self._connect(connection, host.strip("[]"), int(port), expect)
         except (OSError, ValueError) as error:  # nobody there in time, or an address that is none
             log.debug("no link", peer=member, reason=error)
             return

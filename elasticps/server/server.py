@@ -15,6 +15,7 @@ from typing import cast
 from coordinator import fields
 from coordinator.view import Roster, ServerInfo, View
 from elasticps.checkpoint.filing import Filing, ThreadFiling
+from elasticps.security.channel import Expect
 from elasticps.security.transport import Gate
 from elasticps.server.checkpoints import ASIDE_BYTES, WORKING_S, Checkpoints
 from elasticps.server.connection import Connection, Role
@@ -37,11 +38,12 @@ from elasticps.server.protocol.herald import Herald
 from elasticps.server.protocol.registered import Entry, Registered
 from elasticps.server.protocol.serving import Serving
 from elasticps.server.pulls import Pulls
-from elasticps.server.pump import Pump, streams
+from elasticps.server.pump import Pump
 from elasticps.server.pushes import Pushes
 from elasticps.server.reductions import Reductions
 from elasticps.server.replica_links import ReplicaLinks
 from elasticps.server.restoring import KEPT_BYTES, Restorer
+from elasticps.server.secure import SecureStreams, streams
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.server.standstill import Standstill
 from elasticps.server.subject import Subject
@@ -82,8 +84,8 @@ class Server:
         self.herald = herald = Herald(loop.call_soon)
         self.news = news = News(loop, executor, serving, self.adopt)
         self.held = held = HeldFrames(serving, herald, clock, news.need_view, news.need)
-        self.streams = loop if gate.credentials is not None else streams(loop, self.fast, self._linger)
-        self.links = ReplicaLinks(cluster, ranges, executor, loop, self.streams, self.connection, gate, news)
+        self.streams = streams(loop, gate, self.fast, self._linger)
+        self.links = ReplicaLinks(cluster, ranges, executor, loop, self._dial, self.connection, news)
         self.snapshots = SnapshotSender(loop, executor, serving, self.links)
         served = self.snapshots.served
         self.delay = BoundedDelay(ranges, self.replica.clocks, clock)
@@ -130,7 +132,15 @@ class Server:
 
     def accept(self) -> Connection:
         """What a listener gives a connection that came; with TLS, what stands between the two."""
+        if isinstance(self.streams, SecureStreams):
+            return self.connection()
         return cast(Connection, self._gate.accept(self.connection()))
+
+    async def _dial(self, connection: Connection, host: str, port: int, expect: Expect) -> None:
+        if isinstance(self.streams, SecureStreams):
+            await self.streams.dial(connection, host, port, expect)
+        else:
+            await self._gate.dial(self.streams.create_connection, connection, host, port, expect)
 
     def close(self) -> None:
         """Drops every connection, and gives up what is being written of a checkpoint, or read."""

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
-from elasticps.security import transport
+from elasticps.security import openssl, transport
 from elasticps.security.authority import Authority
 from elasticps.security.credentials import Credentials
 from elasticps.security.identity import Identity
@@ -29,6 +29,15 @@ RANGES = 16
 WORKER = {"cluster": "train", "worker": 5, "name": "ads/w0", "app": "ads"}
 LEADER = {"cluster": "train", "leader": "c0", "to": ["s0", 1]}
 PEER = {"cluster": "train", "peer": ["s1", 1], "to": ["s0", 1], "number": 1}
+
+
+@pytest.fixture(params=["compiled", "python"], autouse=True)
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers speak TLS both ways, and are not to differ."""
+    if request.param == "python":
+        monkeypatch.setattr(Credentials, "native_context", lambda credentials: None)
+    else:
+        assert openssl.LIBRARY is not None, "compiled code would not be tested with this Python"
 
 
 class Target:
@@ -51,8 +60,9 @@ class Target:
 @asynccontextmanager
 async def target(credentials: Credentials) -> AsyncIterator[Target]:
     found = Target(credentials)
-    listener = await asyncio.get_running_loop().create_server(found.server.accept, "127.0.0.1", 0)
-    found.port = listener.sockets[0].getsockname()[1]
+    sock = socket.create_server(("127.0.0.1", 0))
+    found.port = sock.getsockname()[1]
+    listener = await found.server.streams.create_server(found.server.accept, sock=sock)
     try:
         yield found
     finally:

@@ -14,7 +14,7 @@ from elasticps.security.authority import Authority
 from elasticps.security.channel import MAX_HANDSHAKE_BYTES, RENEW_MIN_S, Channel
 from elasticps.security.credentials import LOOK_S, Credentials
 from elasticps.security.identity import Identity, Role
-from elasticps.security.stream import TlsStream
+from elasticps.security.stream import Secured, TlsStream, secured
 from tests.security.conftest import Holder, issued
 
 
@@ -138,12 +138,20 @@ def test_a_connection_is_stale_when_certificates_are_renewed_or_about_to_end(
     assert a.stale
 
 
-def test_a_stream_sends_and_receives_at_once_what_sockets_cannot_hold(holder: Holder) -> None:
+@pytest.fixture(params=["compiled", "python"])
+def stream_of(request: pytest.FixtureRequest) -> Callable[..., Secured]:
+    """How a worker's connection gets TLS."""
+    return secured if request.param == "compiled" else TlsStream
+
+
+def test_a_stream_sends_and_receives_at_once_what_sockets_cannot_hold(
+    holder: Holder, stream_of: Callable[..., Secured]
+) -> None:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(True)
     server = holder("server/s0").server_context()
-    stream = TlsStream(ours, holder("worker/ads/w0"), "s0")
+    stream = stream_of(ours, holder("worker/ads/w0"), "s0")
     there, back = os.urandom(3_000_000), os.urandom(3_000_000)
     got = bytearray()
 
@@ -180,11 +188,11 @@ def test_a_stream_sends_and_receives_at_once_what_sockets_cannot_hold(holder: Ho
     assert not stream.buffered
 
 
-def test_a_stream_to_another_server_is_refused(holder: Holder) -> None:
+def test_a_stream_to_another_server_is_refused(holder: Holder, stream_of: Callable[..., Secured]) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         ours.setblocking(False)
-        stream = TlsStream(ours, holder("worker/ads/w0"), "s1")
+        stream = stream_of(ours, holder("worker/ads/w0"), "s1")
         far = Channel(holder("server/s0"), anybody, server=True)
         assert stream.flush()
         far.received(theirs.recv(65536))

@@ -1,0 +1,151 @@
+"""A connection's socket as asyncio has it, a transport, for sockets that no event loop reads and writes: what waits to
+be sent, pauses, the end. Who receives, and how bytes are sent, is for those that derive from it to say."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from elasticps.wire.frames import Buffer
+from elasticps.wire.unsent import Unsent
+
+if TYPE_CHECKING:
+    from elasticps.server.connection import Connection
+
+HIGH_BYTES = 64 << 10
+
+
+class SocketTransport(asyncio.Transport):
+    """Buffers are sent from where they lie."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, connection: Connection, sock: socket.socket) -> None:
+        super().__init__({"peername": _peer_of(sock), "socket": sock})
+        self._loop = loop
+        self._connection = connection
+        self._socket = sock
+        self._unsent = Unsent()
+        self._high, self._low = HIGH_BYTES, HIGH_BYTES // 4
+        self._reading = True
+        self._writing_paused = False
+        self._closing = self._ended = False
+
+    @abstractmethod
+    def _look_for(self) -> None:
+        """Has whoever waits for the socket wait for what this connection waits for."""
+
+    def _left(self) -> bool:
+        """Whether something has not left yet."""
+        return bool(self._unsent)
+
+    def _waits(self) -> bool:
+        """Whether what is written now has to wait for what was written before."""
+        return self._left()
+
+    @abstractmethod
+    def _send(self) -> None:
+        """Gives the socket what it takes."""
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Nobody waits for the socket any more; it is closed next."""
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def is_reading(self) -> bool:
+        return self._reading and not self._closing
+
+    def pause_reading(self) -> None:
+        self._reading = False
+        self._look_for()
+
+    def resume_reading(self) -> None:
+        self._reading = True
+        self._look_for()
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._high = HIGH_BYTES if high is None else high
+        self._low = self._high // 4 if low is None else low
+
+    def get_write_buffer_size(self) -> int:
+        return self._unsent.nbytes
+
+    def write(self, data: Buffer) -> None:
+        self.writelines((data,))
+
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        if self._closing:
+            return
+        full = self._waits()
+        self._unsent.add(list_of_data)
+        if full:
+            self._look_for()
+        else:
+            self.send_queued()
+        self._pause_if_full()
+
+    def send_queued(self) -> None:
+        """Gives the socket what it takes."""
+        try:
+            self._send()
+        except OSError as error:
+            self.end(error)
+            return
+        if self._ended:
+            return
+        self._look_for()
+        if self._writing_paused and self._unsent.nbytes <= self._low:
+            self._writing_paused = False
+            self._connection.resume_writing()
+        if self._closing and not self._left():
+            self.end(None)
+
+    def _pause_if_full(self) -> None:
+        if self._unsent.nbytes > self._high and not self._writing_paused and not self._ended:
+            self._writing_paused = True
+            self._connection.pause_writing()
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def close(self) -> None:
+        """Ends when what is queued has left."""
+        if not self._closing:
+            self._closing = True
+            if self._left():
+                self._look_for()
+            else:
+                self.end(None)
+
+    def abort(self) -> None:
+        self.end(None)
+
+    def end(self, error: Exception | None) -> None:
+        """Ends at once; what is queued is dropped."""
+        self._closing = True
+        if self._ended:
+            return
+        self._ended = True
+        self._unsent.clear()
+        self._drop()
+        self._socket.close()
+        self._tell_lost(error)
+
+    def _tell_lost(self, error: Exception | None) -> None:
+        self._loop.call_soon(self._connection.connection_lost, error)
+
+
+def _peer_of(sock: socket.socket) -> Any:
+    try:
+        return sock.getpeername()
+    except OSError:  # it has gone already
+        return None
