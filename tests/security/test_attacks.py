@@ -16,6 +16,7 @@ import uvloop
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.security import openssl, transport
 from elasticps.security.authority import Authority
+from elasticps.security.channel import Channel
 from elasticps.security.credentials import Credentials
 from elasticps.security.identity import Identity
 from elasticps.security.transport import Gate
@@ -299,5 +300,33 @@ def test_new_files_are_shown_to_whoever_connects_next(authority: Authority, hold
             issued(authority, "server/s0")
             now += 10
             assert await serial(s0.port) != before
+
+    run(main)
+
+
+def test_half_a_record_holds_up_nobody(holder: Holder) -> None:
+    """What a peer has sent of a record waits with its connection; others are answered, and so is it when it goes on."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        async with target(holder("server/s0")) as s0:
+            channel = Channel(holder("worker/ads/w0"), lambda peer: None, server=False)
+            sock = socket.create_connection(("127.0.0.1", s0.port))
+            sock.setblocking(False)
+            with sock:
+                while not channel.shake():
+                    await loop.sock_sendall(sock, channel.outgoing())
+                    channel.received(await asyncio.wait_for(loop.sock_recv(sock, 65536), 60))
+                channel.write([json_frame(Kind.HELLO, WORKER)])
+                said = channel.outgoing()
+                await loop.sock_sendall(sock, said[:-40])
+                assert (await ask(s0.port, holder("coordinator/c0"), LEADER))[0].kind == Kind.WELCOME
+                for byte in said[-40:]:
+                    await loop.sock_sendall(sock, bytes([byte]))
+                buffer, n = memoryview(bytearray(4096)), 0
+                while not n:
+                    channel.received(await asyncio.wait_for(loop.sock_recv(sock, 65536), 60))
+                    n = channel.read_into(buffer)
+                assert unpack_header(buffer[:n]).kind == Kind.WELCOME
 
     run(main)
