@@ -63,9 +63,10 @@ class Batch:
 
 @dataclass(eq=False)
 class Slots:
-    """A question for slots of rows at some places. asked: it has left."""
+    """A question for slots of rows at some places. asked: somebody sends it; begun: it has left, or will not."""
 
     number: int
     where: Where
     read: SparseRead
     asked: bool = False
+    begun: bool = False

@@ -346,7 +346,7 @@ class RowCache:
     def _settle_slots(self, *, ask: bool) -> None:
         """Slots: keeps what has come; asks for what lacks."""
         with self._guarded():
-            for each in [each for each in self._slots if each.asked and each.read.done()]:
+            for each in [each for each in self._slots if each.begun and each.read.done()]:
                 self._slots.remove(each)
                 if each.read.error is not None:
                     self.places.abandon(each.where, each.number)
@@ -366,6 +366,8 @@ class RowCache:
             except BaseException:
                 self.clear()
                 raise
+            finally:
+                each.begun = True  # until then it looks done to other threads
 
     # --- what this worker changes -----------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -345,3 +346,30 @@ def test_several_threads_share_a_cache(connect: Connect) -> None:
     assert not failed
     assert (table.pull(KEYS)[:, 0] == pushed).all()
     assert (table.pull(KEYS, exact=True)[:, 0] == pushed).all()
+
+
+def test_a_thread_takes_no_slots_of_a_question_that_another_one_is_about_to_send(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, ps, keys = connect("w0"), connect("w1"), KEYS[:20]
+    made = [
+        each.table("t", dim=DIM, optimizer=eps.Adagrad(lr=0.1), cache=eps.Cache(rows=40, staleness=9) if own else None)
+        for each, own in ((other, False), (ps, True))
+    ]
+    other.push({made[0]: (keys, np.ones((20, DIM), np.float32))}).result()
+    cache = made[1]._cache
+    assert cache is not None
+    start = cache._reads.start
+
+    def late(*given: Any) -> Any:
+        beside = threading.Thread(target=lambda: cache.settle(ask=False))
+        beside.start()
+        beside.join()
+        return start(*given)
+
+    monkeypatch.setattr(cache._reads, "start", late)
+    made[1].fetch(keys, 5)
+    for _ in range(3):
+        made[1].pull(keys)
+        ps.push({made[1]: (keys, np.ones((20, DIM), np.float32))}).result()
+        assert made[1].pull(keys).tobytes() == made[1].pull(keys, exact=True).tobytes()
