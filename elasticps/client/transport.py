@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from coordinator.view import ServerInfo
 from elasticps.client.runtime import READABLE, WRITABLE, Runtime, Stream
-from elasticps.security.stream import Secured, secured
+from elasticps.security.sockets import Secured
+from elasticps.security.stream import secured
 from elasticps.wire.assembler import Assembler
 from elasticps.wire.frames import MAX_BODY_BYTES, Buffer, FrameError, Header, Kind
 from elasticps.wire.unsent import Unsent

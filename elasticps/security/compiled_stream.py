@@ -12,7 +12,7 @@ from elasticps.security.session import Session
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
-    from elasticps.security.stream import Socket
+    from elasticps.security.sockets import Socket
 
 CLOSE_S = 0.5  # for another thread's call; in a forked child that thread, and its call, is only the parent's
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from elasticps.security.channel import Channel
 from elasticps.security.identity import Role
+from elasticps.security.sockets import Secured, Socket
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
@@ -15,34 +16,6 @@ if TYPE_CHECKING:
 _READ_BYTES = 256 << 10
 _WRITE_BYTES = 256 << 10  # encrypted in one go; a socket takes about as much
 _SMALL_BYTES = 16 << 10  # a record
-
-
-class Socket(Protocol):
-    """A non-blocking one."""
-
-    def fileno(self) -> int: ...
-    def sendmsg(self, buffers: Sequence[memoryview], /) -> int: ...
-    def recv_into(self, buffer: memoryview, /) -> int: ...
-    def close(self) -> None: ...
-
-
-class Secured(Socket, Protocol):
-    """With TLS: some of what was sent, or has come, is neither in the socket nor with the caller."""
-
-    @property
-    def unsent(self) -> bool:
-        """Whether `flush` has something to send."""
-
-    @property
-    def buffered(self) -> bool:
-        """Whether `recv_into` may have more although the socket has not."""
-
-    @property
-    def stale(self) -> bool:
-        """Whether it is time to connect anew, because certificates were renewed or are about to end."""
-
-    def flush(self) -> bool:
-        """Sends what was encrypted and did not fit into the socket; True if nothing of that is left."""
 
 
 def secured(sock: Socket, credentials: Credentials, server: str) -> Secured:

@@ -29,7 +29,7 @@ warm()
 before = compiled()
 assert len(before) > 20, before
 keys, ones = np.array([1, 2, 3, 3, 900]), np.ones((5, 8), np.float32)
-with eps.connect(sys.argv[1], worker="w0", app="warm") as ps:
+with eps.connect(sys.argv[1], worker="w0", app="compiled") as ps:
     filters = [[eps.Int8()], [eps.TopK(0.1)], [eps.Threshold(0.5), eps.BFloat16()], [eps.KeysOnce(), eps.KeyDeltas()]]
     tables = [ps.table(f[0].kind, dim=8, optimizer=eps.Adagrad(lr=0.1), push=f, pull=[eps.BFloat16()]) for f in filters]
     tables.append(ps.table("cached", dim=8, optimizer=eps.SGD(lr=0.1), cache=eps.Cache(rows=100, staleness=3)))
