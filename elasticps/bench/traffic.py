@@ -18,9 +18,11 @@ from elasticps.bench.failover import Worker
 from elasticps.local import LocalCluster
 
 FILTERS = {
-    "dlrm": ("none", "bfloat16", "float16", "int8", "int8+once", "int8+keys", "cache", "cache+int8+keys"),
+    "dlrm": (
+        "none", "bfloat16", "float16", "int8", "int8+once", "int8+keys", "int8+keys+top_k", "cache", "cache+int8+keys",
+    ),
     "digits": ("none", "top_k", "top_k+int8", "random_k+int8", "threshold+top_k", "threshold+zstd"),
-}
+}  # fmt: skip
 """By model; the digits' network pulls without filters."""
 MBIT = (1000, 100)
 LEAST_STEPS = 4

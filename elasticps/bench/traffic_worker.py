@@ -49,6 +49,7 @@ FILTERS: dict[str, tuple[Sequence[Filter], Sequence[Filter]]] = {
     "float16": ([eps.Float16()], [eps.Float16()]),
     "int8": ([eps.Int8()], [eps.Int8()]),
     "int8+keys": ([eps.Int8(), *KEYS], [eps.Int8(), *KEYS]),
+    "int8+keys+top_k": ([eps.Int8(), *KEYS], [eps.Int8(), *KEYS]),
     "int8+once": ([eps.Int8(), eps.KeysOnce()], [eps.Int8(), eps.KeysOnce()]),
     "top_k": ([eps.TopK(0.01)], ()),
     "top_k+int8": ([eps.TopK(0.01), eps.Int8()], ()),
@@ -59,6 +60,8 @@ FILTERS: dict[str, tuple[Sequence[Filter], Sequence[Filter]]] = {
     "cache+int8+keys": ([eps.Int8(), *KEYS], ()),
 }
 """For pushes and for pulls, by name."""
+DENSE: dict[str, Sequence[Filter]] = {"int8+keys+top_k": [eps.TopK(0.1), eps.Int8()]}
+"""For pushes of DLRM's dense weights, where those have filters of their own."""
 CACHE = eps.Cache(rows=1 << 20, staleness=8)  # where the name says so
 
 
@@ -106,7 +109,7 @@ class Clicks:
             assert isinstance(layer.table, SparseTable)
             self._table = layer.table
         self.model = DLRM(self._local or layer)
-        self.optimizer = Optimizer(ps, self.model, eps.Adam(lr=DENSE_LR), push=push, pull=pull)
+        self.optimizer = Optimizer(ps, self.model, eps.Adam(lr=DENSE_LR), push=DENSE.get(name, push), pull=pull)
 
     @property
     def keys(self) -> Saved:
