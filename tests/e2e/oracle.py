@@ -249,15 +249,17 @@ def wait_for(
         time.sleep(0.01)
 
 
-def audited(url: str, timeout_s: float = 100.0) -> AuditReport:
+def audited(url: str) -> AuditReport:
     """An audit to which every range shows all its replicas: a server that was starved of processors may have been left
     out for a while, and what has one replica is compared with nothing."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        report = audit(url, 30.0)
-        if report.wrong or not (report.short or report.lost or report.unjudged) or time.monotonic() >= deadline:
-            return report
-        time.sleep(0.2)
+    reports: list[AuditReport] = []
+
+    def judged() -> bool:
+        reports.append(report := audit(url, 30.0))
+        return report.wrong or not (report.short or report.lost or report.unjudged)
+
+    wait_for(judged, lambda: str(reports[-1]), 100.0)
+    return reports[-1]
 
 
 def main() -> None:
