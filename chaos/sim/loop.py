@@ -52,7 +52,7 @@ class Loop(asyncio.AbstractEventLoop):
                 if self._unflushed:
                     unflushed, self._unflushed = self._unflushed, {}
                     for transport in unflushed:
-                        transport.flush()
+                        transport.send_queued()
             finally:
                 _set_running_loop(before)
             if ready:

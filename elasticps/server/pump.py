@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from elasticps.server.fast import layout as at
 from elasticps.server.fast import sockets
 from elasticps.server.fast.path import FastPath
-from elasticps.server.socket_transport import SocketTransport
+from elasticps.server.socket_transport import SocketTransport, described
 
 if TYPE_CHECKING:
     from elasticps.server.connection import Connection
@@ -191,12 +191,13 @@ class Listener:
             self._pump.adopt(self._make(), sock)
 
 
-class Transport(SocketTransport):
+class Transport(SocketTransport["Connection"]):
     """One connection's socket, as much as Python has to do with it."""
 
     def __init__(self, pump: Pump, connection: Connection, sock: socket.socket) -> None:
-        super().__init__(pump.loop, connection, sock)
+        super().__init__(pump.loop, connection, described(sock))
         self._pump = pump
+        self._socket = sock
         self._mask = select.EPOLLIN
         pump.epoll.register(sock, self._mask)
         connection.connection_made(self)
@@ -225,6 +226,7 @@ class Transport(SocketTransport):
         else:
             self.close()
 
-    def _drop(self) -> None:
+    def _close(self) -> None:
         self._pump.path.unwatch(self._connection.slot)
         self._pump.epoll.unregister(self._socket)
+        self._socket.close()

@@ -20,7 +20,7 @@ from elasticps.security.session import Session
 from elasticps.security.transport import Gate, anybody
 from elasticps.server import pump
 from elasticps.server.pump import Listener, Pump, connected
-from elasticps.server.socket_transport import SocketTransport
+from elasticps.server.socket_transport import SocketTransport, described
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
@@ -89,13 +89,14 @@ class SecureStreams:
         return Session(self._credentials, expect, sock.fileno(), server=server)
 
 
-class SecureTransport(SocketTransport):
+class SecureTransport(SocketTransport["Connection"]):
     """`connection` gets this as its transport once the handshake is done, and hears nothing of it where it fails."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, connection: Connection, sock: socket.socket, session: Session
     ) -> None:
-        super().__init__(loop, connection, sock)
+        super().__init__(loop, connection, described(sock))
+        self._socket = sock
         self._session = session
         self._descriptor = sock.fileno()
         self._open = False  # the handshake is done
@@ -216,10 +217,11 @@ class SecureTransport(SocketTransport):
                 self._session.say_goodbye()
         super().end(error)
 
-    def _drop(self) -> None:
+    def _close(self) -> None:
         self._look_for()
         self._end_handshake(ConnectionResetError("the connection was given up"))
         self._session.close()
+        self._socket.close()
 
     def _tell_lost(self, error: Exception | None) -> None:
         if self._open:

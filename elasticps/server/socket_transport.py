@@ -1,31 +1,33 @@
 """A connection's socket as asyncio has it, a transport, for sockets that no event loop reads and writes: what waits to
-be sent, pauses, the end. Who receives, and how bytes are sent, is for those that derive from it to say."""
+be sent, pauses, the end. Who receives, and when and how bytes are sent, is for those that derive from it to say: a
+server's in the clear and with TLS, and the simulator's."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from abc import abstractmethod
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Generic, TypeVar
 
 from elasticps.wire.frames import Buffer
 from elasticps.wire.unsent import Unsent
 
-if TYPE_CHECKING:
-    from elasticps.server.connection import Connection
+P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 HIGH_BYTES = 64 << 10
 
 
-class SocketTransport(asyncio.Transport):
-    """Buffers are sent from where they lie."""
+class SocketTransport(asyncio.Transport, Generic[P]):
+    """Between a socket and a protocol, `connection`. Buffers are sent from where they lie.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, connection: Connection, sock: socket.socket) -> None:
-        super().__init__({"peername": _peer_of(sock), "socket": sock})
+    extra: what `get_extra_info` tells.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, connection: P, extra: Mapping[str, Any]) -> None:
+        super().__init__(extra)
         self._loop = loop
         self._connection = connection
-        self._socket = sock
         self._unsent = Unsent()
         self._high, self._low = HIGH_BYTES, HIGH_BYTES // 4
         self._reading = True
@@ -44,13 +46,20 @@ class SocketTransport(asyncio.Transport):
         """Whether what is written now has to wait for what was written before."""
         return self._left()
 
+    def _leave(self, behind: bool) -> None:
+        """What was written goes: at once, or behind what waits."""
+        if behind:
+            self._look_for()
+        else:
+            self.send_queued()
+
     @abstractmethod
     def _send(self) -> None:
         """Gives the socket what it takes."""
 
     @abstractmethod
-    def _drop(self) -> None:
-        """Nobody waits for the socket any more; it is closed next."""
+    def _close(self) -> None:
+        """Nobody waits for the socket any more; it is closed."""
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -80,12 +89,9 @@ class SocketTransport(asyncio.Transport):
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         if self._closing:
             return
-        full = self._waits()
+        behind = self._waits()
         self._unsent.add(list_of_data)
-        if full:
-            self._look_for()
-        else:
-            self.send_queued()
+        self._leave(behind)
         self._pause_if_full()
 
     def send_queued(self) -> None:
@@ -136,16 +142,17 @@ class SocketTransport(asyncio.Transport):
             return
         self._ended = True
         self._unsent.clear()
-        self._drop()
-        self._socket.close()
+        self._close()
         self._tell_lost(error)
 
     def _tell_lost(self, error: Exception | None) -> None:
         self._loop.call_soon(self._connection.connection_lost, error)
 
 
-def _peer_of(sock: socket.socket) -> Any:
+def described(sock: socket.socket) -> dict[str, Any]:
+    """What a transport over it tells."""
     try:
-        return sock.getpeername()
+        peer = sock.getpeername()
     except OSError:  # it has gone already
-        return None
+        peer = None
+    return {"peername": peer, "socket": sock}
