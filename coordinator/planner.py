@@ -360,6 +360,7 @@ class _Step:
         problem = _unlawful(old.as_chains, chains, self.health.level, self.ended)
         if problem:
             raise UnsafePlan(f"view {chains.epoch} ({reason}) must not follow: {problem}")
+        again = [now for server in servers if (now := self._newer(server)) is not None]
         return View(
             cluster=old.cluster,
             epoch=chains.epoch,
@@ -373,6 +374,7 @@ class _Step:
             leaving=draft.indices([s.member for s in servers])[draft.intended],
             kept=chains.kept,
             anew=chains.anew,
+            empty=tuple((server.name, server.incarnation) for server in again),
         )
 
 

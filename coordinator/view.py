@@ -89,6 +89,8 @@ class View:
              there again and gets what it lacks. Left out, there is none.
     anew     int64 [ranges]: the epoch in which all that a range had was given up, because nobody is left who has it: it
              begins anew, from a checkpoint; 0 = never. Until somebody has brought it back it has no replica.
+    empty    (name, incarnation): what is listed here under that name has ended, and keeps its place because nobody
+             else has what it had; it has registered again as that newer incarnation, without its data
     """
 
     cluster: str
@@ -103,6 +105,7 @@ class View:
     leaving: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     kept: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     anew: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    empty: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         check_identity(self.cluster)
@@ -115,6 +118,13 @@ class View:
         object.__setattr__(self, "servers", tuple(self.servers))
         if len(self._by_name) != len(self.servers):
             raise ValueError("a view lists each server name once")
+        for name, incarnation in self.empty:
+            check_name("server", name)
+            _check_count("incarnation", incarnation, 1, 1 << 62)
+            if (i := self.index(name)) < 0 or incarnation <= self.servers[i].incarnation:
+                raise ValueError(f"a view says that {name} came back as {incarnation}, which it lists as no older one")
+        if len(dict(self.empty)) != len(self.empty):
+            raise ValueError("a view says twice that a server came back")
         object.__setattr__(self, "chains", _frozen("chains", self.chains, np.int32, (self.ranges, self.replicas)))
         object.__setattr__(self, "joining", _frozen("joining", self.joining, np.int32, (self.ranges,)))
         object.__setattr__(self, "since", _frozen("since", self.since, np.int64, (self.ranges,)))
@@ -179,8 +189,8 @@ class View:
         if not isinstance(other, View):
             return NotImplemented
         return (
-            (self.cluster, self.epoch, self.ranges, self.replicas, self.servers, self.reason)
-            == (other.cluster, other.epoch, other.ranges, other.replicas, other.servers, other.reason)
+            (self.cluster, self.epoch, self.ranges, self.replicas, self.servers, self.reason, self.empty)
+            == (other.cluster, other.epoch, other.ranges, other.replicas, other.servers, other.reason, other.empty)
             and np.array_equal(self.chains, other.chains)
             and np.array_equal(self.joining, other.joining)
             and np.array_equal(self.since, other.since)
@@ -202,7 +212,8 @@ class View:
     @cached_property
     def _encoded(self) -> bytes:
         servers = [[s.name, s.incarnation, s.address, s.admin, s.zone, s.weight] for s in self.servers]
-        meta = json.dumps([self.cluster, self.reason, servers], separators=(",", ":")).encode()
+        more = [self.empty] if self.empty else []
+        meta = json.dumps([self.cluster, self.reason, servers, *more], separators=(",", ":")).encode()
         body = b"".join(
             (
                 _FIXED.pack(self.epoch, self.ranges, self.replicas, len(meta)),
@@ -397,13 +408,13 @@ def _rows(what: str, rows: Any, width: int) -> list[list[Any]]:
     return rows
 
 
-def _meta(data: bytes) -> tuple[str, str, tuple[ServerInfo, ...]]:
+def _meta(data: bytes) -> tuple[str, str, tuple[ServerInfo, ...], tuple[tuple[str, int], ...]]:
     meta = _json("view", data)
-    if not isinstance(meta, list) or len(meta) != 3:
+    if not isinstance(meta, list) or len(meta) not in (3, 4):
         raise ValueError("not a view: expected cluster, reason and servers")
-    rows = _rows("view", meta[2], 6)
+    rows, empty = _rows("view", meta[2], 6), _rows("view", meta[3] if len(meta) > 3 else [], 2)
     try:
-        return meta[0], meta[1], tuple(_server(*row) for row in rows)
+        return meta[0], meta[1], tuple(_server(*row) for row in rows), tuple((name, number) for name, number in empty)
     except TypeError as error:  # a list or an object in place of a name
         raise ValueError(f"not a view: {error}") from None
 
@@ -426,11 +437,11 @@ def _view(data: bytes) -> View:
     arrays_at = _FIXED.size + meta_size
     if len(body) != arrays_at + ranges * (4 * replicas + 4 + 4 + 4 + 8 + 8):
         raise ValueError(f"a view of {ranges} ranges and {replicas} replicas has {len(body)} bytes: wrong length")
-    cluster, reason, servers = _meta(body[_FIXED.size : arrays_at])
+    cluster, reason, servers, empty = _meta(body[_FIXED.size : arrays_at])
     chains = np.frombuffer(body, "<i4", ranges * replicas, arrays_at)
     joining, leaving, kept = np.frombuffer(body, "<i4", 3 * ranges, arrays_at + chains.nbytes).reshape(3, ranges)
     since, anew = np.frombuffer(body, "<i8", 2 * ranges, arrays_at + chains.nbytes + 12 * ranges).reshape(2, ranges)
     chains = chains.reshape(ranges, replicas)
-    view = View(cluster, epoch, ranges, replicas, servers, chains, joining, since, reason, leaving, kept, anew)
+    view = View(cluster, epoch, ranges, replicas, servers, chains, joining, since, reason, leaving, kept, anew, empty)
     view.__dict__["_encoded"] = data
     return view

@@ -90,14 +90,17 @@ class Connections:
             if member not in routes.index_of:
                 del self.peers[member]
                 self._drop(peer)
+        empty = dict(routes.view.empty)  # such a server may listen elsewhere now, where its hello says it to nobody
         for info, member in zip(routes.view.servers, routes.members, strict=True):
             known = self.peers.get(member)
             if known is not None and known.info.address == info.address:
+                known.empty_as = empty.get(info.name, known.empty_as)
                 continue
             if known is not None:
                 self._drop(known)
             link = Link(self._runtime, info, self._on_frame, self._sink, self._usual, self._credentials)
-            self.peers[member] = Peer(info, member, link, down_since_s=self._runtime.monotonic())
+            since = self._runtime.monotonic()
+            self.peers[member] = Peer(info, member, link, down_since_s=since, empty_as=empty.get(info.name, 0))
         self._driver.nudge()
 
     def send(self, member: Member, buffers: Sequence[Buffer]) -> None:

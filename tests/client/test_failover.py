@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -318,6 +319,23 @@ def test_what_a_server_that_has_come_back_empty_had_alone_is_said_to_be_lost(clu
     step = ps.push({})
     text = told(step.result, "its data are lost")
     assert "has begun empty, and no other server has the rows of ranges 0, 2, 4, 6, of any table" in text
+    assert "unreachable" not in text
+
+
+def test_so_it_is_when_it_has_come_back_at_another_address(cluster: Cluster) -> None:
+    """As a pod does: at the old address nobody answers any more, and the view says what has become of it."""
+    alone = chains([cluster.a.info, cluster.b.info], [[0], [1]])
+    cluster.a.view = cluster.b.view = cluster.control.view = alone
+    ps = cluster.connect()
+    ps.push({}).result()
+    cluster.a.kill()
+    step = ps.push({})
+    told(step.result, "unreachable for")
+    cluster.b.view = cluster.control.view = replace(
+        chains([cluster.a.info, cluster.b.info], [[0], [1]], epoch=2), empty=(("a", 2),)
+    )
+    text = told(step.result, "its data are lost")
+    assert "it came back as incarnation 2 and has begun empty" in text
     assert "unreachable" not in text
 
 

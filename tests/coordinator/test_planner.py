@@ -190,8 +190,11 @@ def test_the_last_replica_waits_and_the_reason_says_for_whom() -> None:
     assert again.reason.endswith(
         f"; waiting: a came back as incarnation 2 without the data of incarnation 1: {headed} ranges wait"
     )
+    assert (gone.empty, again.empty) == ((), (("a", 2),))
+    assert written(again, server("a", 3), server("b"), config=config).empty == (("a", 3),)
     well = written(gone, server("a"), server("b"), config=config)
     assert well.reason == "nothing waits any more"
+    assert well.empty == ()
     assert decide(well, server("a"), server("b"), config=config) is None
 
 

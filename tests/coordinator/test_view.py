@@ -48,7 +48,11 @@ def views(draw: st.DrawFn) -> View:
     kept[(chains[:, 0] < 0) & (joining >= 0)] = Kept.ANEW
     anew = np.where(chains[:, 0] < 0, since, draw(st.sampled_from([0, 1])))
     reason = draw(st.text(max_size=40))
-    return View(draw(NAMES), epoch, ranges, replicas, servers, chains, joining, since, reason, kept=kept, anew=anew)
+    again = [(s.name, s.incarnation + 1) for s in servers if s.incarnation < 1 << 62 and draw(st.booleans())]
+    return View(
+        draw(NAMES), epoch, ranges, replicas, servers, chains, joining, since, reason, kept=kept, anew=anew,
+        empty=tuple(again),
+    )  # fmt: skip
 
 
 def small(**changes: Any) -> View:
@@ -132,6 +136,11 @@ def test_views_are_equal_by_value() -> None:
         ({"kept": np.array([0, -1])}, "brought back that has replicas"),
         ({"anew": np.array([0, 9])}, "began anew, but is older"),
         ({"reason": "x" * 1001}, "reason"),
+        ({"empty": (("a", 1),)}, "no older one"),
+        ({"empty": (("c", 2),)}, "no older one"),
+        ({"empty": (("a", 2.0),)}, "incarnation"),
+        ({"empty": (([], 2),)}, "server name"),
+        ({"empty": (("a", 2), ("a", 3))}, "twice"),
         ({"reason": None}, "reason"),
     ],
 )
