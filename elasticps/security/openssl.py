@@ -45,7 +45,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "CRYPTO_free": (None, [c_void_p, c_char_p, c_int]),
     "CRYPTO_realloc": (c_void_p, [c_void_p, c_size_t, c_char_p, c_int]),
     "ERR_clear_error": (None, []),
-    "ERR_peek_last_error": (c_ulong, []),
+    "ERR_peek_error": (c_ulong, []),
     "ERR_reason_error_string": (c_char_p, [c_ulong]),
     "SSL_CTX_check_private_key": (c_int, [c_void_p]),
     "SSL_CTX_ctrl": (c_long, [c_void_p, c_int, c_long, c_void_p]),
@@ -121,7 +121,7 @@ class Context:
             and lib.SSL_CTX_set_num_tickets(context, 0)  # a session that is taken up again shows no certificate
         )
         if not done:
-            why = reason_of(lib.ERR_peek_last_error())
+            why = reason_of(lib.ERR_peek_error())
             raise ConfigError(f"the certificate {files.cert}, its key or its authority cannot be used: {why}")
         lib.SSL_CTX_set_verify(context, VERIFY_PEER | VERIFY_FAIL_IF_NO_PEER_CERT, None)
         lib.SSL_CTX_set_options(context, _IGNORE_UNEXPECTED_EOF)

@@ -48,7 +48,7 @@ _DONT_WAIT, _NO_SIGNAL = 0x40, 0x4000
 _AGAIN, _INTERRUPTED = 11, 4
 
 for _name in (
-    "BIO_get_data", "CRYPTO_free", "CRYPTO_realloc", "ERR_clear_error", "ERR_peek_last_error", "SSL_get_error",
+    "BIO_get_data", "CRYPTO_free", "CRYPTO_realloc", "ERR_clear_error", "ERR_peek_error", "SSL_get_error",
     "SSL_has_pending", "SSL_read", "SSL_write",
 ):  # fmt: skip
     add_symbol(f"elasticps_{_name}", address_of(_name))
@@ -58,7 +58,7 @@ _get_data: Any = types.ExternalFunction("elasticps_BIO_get_data", _long(_long))
 _free: Any = types.ExternalFunction("elasticps_CRYPTO_free", types.void(_long, _long, _int))
 _realloc: Any = types.ExternalFunction("elasticps_CRYPTO_realloc", _long(_long, _long, _long, _int))
 _clear_error: Any = types.ExternalFunction("elasticps_ERR_clear_error", types.void())
-_last_error: Any = types.ExternalFunction("elasticps_ERR_peek_last_error", _long())
+_first_error: Any = types.ExternalFunction("elasticps_ERR_peek_error", _long())
 _get_error: Any = types.ExternalFunction("elasticps_SSL_get_error", _int(_long, _int))
 _has_pending: Any = types.ExternalFunction("elasticps_SSL_has_pending", _int(_long))
 _ssl_read: Any = types.ExternalFunction("elasticps_SSL_read", _int(_long, _long, _int))
@@ -131,7 +131,7 @@ def _broken(s, returned):
     why = _get_error(s[S_SSL], np.int32(returned))
     s[S_WHY] = why
     if why == ERROR_SSL:
-        s[S_ERROR] = _last_error()
+        s[S_ERROR] = _first_error()
     elif why == ERROR_SYSCALL:
         s[S_ERROR] = _errno()
     return why != WANT_READ

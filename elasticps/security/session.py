@@ -104,7 +104,7 @@ class Session(Proof):
         if why == openssl.ERROR_SYSCALL:
             told = os.strerror(errno).lower() if errno else "the peer closed the connection during the handshake"
         elif why == openssl.ERROR_SSL:
-            told = self._reason(lib.ERR_peek_last_error())
+            told = self._reason(lib.ERR_peek_error())
         elif why == openssl.ZERO_RETURN:
             told = "the peer closed the connection during the handshake"
         elif done != 1 and lib.BIO_number_read(self._reads) > MAX_HANDSHAKE_BYTES:
