@@ -99,7 +99,7 @@ def test_what_was_changed_on_its_way_ends_the_connection(holder: Holder) -> None
     sent = bytearray(a.outgoing())
     sent[-1] ^= 1
     b.received(sent)
-    with pytest.raises(ConnectionResetError, match="bad record mac|record layer failure"):
+    with pytest.raises(ConnectionResetError, match=r"bad record mac|record layer failure"):
         read(b)
 
 
