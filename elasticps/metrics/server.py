@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from coordinator.membership import ServerSession
 from elasticps.metrics.exposition import Scrape
 from elasticps.metrics.timing import Histogram, Meter, TimedServer
-from elasticps.security.transport import Gate
+from elasticps.security.gate import Gate
 from elasticps.server.protocol.headroom import NO_LIMIT, Memory
 from elasticps.server.server import Server
 

@@ -30,7 +30,7 @@ from coordinator.store import Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps import logs
 from elasticps.errors import SpecError
-from elasticps.security.transport import Gate
+from elasticps.security.gate import Gate
 from elasticps.server import fatal
 from elasticps.server.protocol.headroom import NO_LIMIT, Memory
 from elasticps.server.protocol.registered import Entry
@@ -137,7 +137,7 @@ async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[S
         follower.subscribe_roster(server.follow)
         await follower.start()
         server.know_tables(await _tables(store))
-        listener = await server.streams.create_server(server.accept, sock=around.sock.dup())
+        listener = await server.streams.create_server(server.connection, sock=around.sock.dup())
         stack.callback(listener.close)
         for work in (_beat(server), _report(server), _refresh(store, server)):
             task = asyncio.create_task(work)

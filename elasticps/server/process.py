@@ -26,8 +26,8 @@ from elasticps.errors import ConfigError
 from elasticps.kernels import compiled
 from elasticps.memory import find_limit, make_reader
 from elasticps.security import credentials_of
+from elasticps.security.gate import Gate
 from elasticps.security.identity import Role
-from elasticps.security.transport import Gate
 from elasticps.server.addresses import found_under, is_loopback, joined, listen
 from elasticps.server.fast import receive as fast_path
 from elasticps.server.fast import sockets

@@ -1,8 +1,7 @@
 """The I/O around a server's core: sockets that compiled code receives from and sends to (`fast/sockets.py`).
 
-Same interface as an event loop's own streams (`create_server`, `create_connection`, a transport for each connection),
-at a third of their cost per message. Only what is not usual happens here in Python: connections that come and go,
-pauses, bytes that a socket did not take at once.
+A third of what an event loop's own streams cost per message (`streams.py`). Only what is not usual happens here in
+Python: connections that come and go, pauses, bytes that a socket did not take at once.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from elasticps.server.fast.path import FastPath
 from elasticps.server.socket_transport import SocketTransport, described
 
 if TYPE_CHECKING:
+    from elasticps.security.channel import Expect
     from elasticps.server.connection import Connection
     from elasticps.server.linger import Linger
 
@@ -31,18 +31,6 @@ TURNS = 32  # of the compiled code, then timers and others have theirs
 ACCEPTED_AT_ONCE = 64
 FULL_PAUSE_S = 1.0  # nothing is accepted for so long when there are no descriptors left
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-
-def streams(loop: asyncio.AbstractEventLoop, path: FastPath, linger: Linger) -> Pump | asyncio.AbstractEventLoop:
-    """What makes a server's connections: a pump, or the loop itself where it, or the system, has no descriptors that
-    compiled code could wait for."""
-    return Pump(loop, path, linger) if hasattr(select, "epoll") and watches(loop) else loop
-
-
-def watches(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether a loop waits for descriptors of others."""
-    real = getattr(type(loop), "add_reader", asyncio.AbstractEventLoop.add_reader)
-    return real is not asyncio.AbstractEventLoop.add_reader
 
 
 class Pump:
@@ -68,11 +56,11 @@ class Pump:
         """Accepts connections from a socket that listens, until the listener is closed, and the socket with it."""
         return Listener(self, make, sock)
 
-    async def create_connection(self, make: Callable[[], Connection], host: str, port: int) -> None:
-        """Connects to a server; OSError if none of its addresses answers."""
+    async def dial(self, connection: Connection, host: str, port: int, expect: Expect) -> None:
+        """Connects `connection`; OSError if nobody answers. In the clear, whoever does is whom we expect."""
         sock = await connected(self.loop, host, port)
         try:
-            self.adopt(make(), sock)
+            self.adopt(connection, sock)
         except BaseException:
             sock.close()
             raise

@@ -1,9 +1,5 @@
 """A server's connections with TLS: sockets that one compiled call receives from and decrypts, or encrypts for and sends
-to (`security/session.py`). The event loop only says when.
-
-Same interface as `server/pump.py`. Until a peer has proved who it is, its connection costs a socket, OpenSSL's state
-and at most MAX_HANDSHAKE_BYTES, for at most HANDSHAKE_S; how many there are at once is the gate's to limit.
-"""
+to (`security/session.py`). The event loop only says when."""
 
 from __future__ import annotations
 
@@ -12,32 +8,20 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from elasticps.security import records, transport
+from elasticps.security import records
 from elasticps.security.channel import Expect
+from elasticps.security.gate import Gate, Handshake, Over, anybody, told
 from elasticps.security.session import Session
-from elasticps.security.transport import Gate, anybody
-from elasticps.server import pump
-from elasticps.server.pump import Listener, Pump, connected
+from elasticps.server.pump import Listener, connected
 from elasticps.server.socket_transport import SocketTransport, described
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
     from elasticps.server.connection import Connection
-    from elasticps.server.fast.path import FastPath
-    from elasticps.server.linger import Linger
 
 log = logging.getLogger(__name__)
-
-
-def streams(loop: asyncio.AbstractEventLoop, gate: Gate, path: FastPath, linger: Linger) -> Streams:
-    """What makes a server's connections: compiled code where it can, else the loop itself."""
-    if gate.credentials is None:
-        return pump.streams(loop, path, linger)
-    if gate.credentials.native_context() is None or not pump.watches(loop):
-        return loop
-    return SecureStreams(loop, gate, gate.credentials)
 
 
 class SecureStreams:
@@ -55,34 +39,31 @@ class SecureStreams:
 
     def adopt(self, connection: Connection, sock: socket.socket) -> None:
         """A connection that was accepted; its protocol hears of it when the peer has proved who it is."""
-        accepted = SecureTransport(self.loop, connection, sock, self._session(sock, anybody, server=True))
+        session = self._session(sock, anybody, server=True)
+        accepted = SecureTransport(self.loop, connection, sock, session, self._gate.accepted)
         self._gate.admit(accepted)
-        accepted.shake(lambda error: self._gate.accepted(accepted, error))
+        if not accepted.is_closing():
+            accepted.shake()
 
     async def dial(self, connection: Connection, host: str, port: int, expect: Expect) -> None:
         """Connects `connection`; returns when it has its transport. OSError if nobody, or another one, answers."""
         sock = await connected(self.loop, host, port)
+        proved: asyncio.Future[None] = self.loop.create_future()
         try:
-            dialled = SecureTransport(self.loop, connection, sock, self._session(sock, expect, server=False))
+            session = self._session(sock, expect, server=False)
         except BaseException:
             sock.close()
             raise
-        done: asyncio.Future[None] = self.loop.create_future()
-
-        def over(error: Exception | None) -> None:
-            if done.done():
-                return
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-
-        dialled.shake(over)
+        dialled = SecureTransport(self.loop, connection, sock, session, told(proved))
+        dialled.shake()
         try:
-            await done
+            await proved
         except asyncio.CancelledError:
             dialled.abort()
             raise
+
+    def close(self) -> None:
+        """There is nothing to close but the connections."""
 
     def _session(self, sock: socket.socket, expect: Expect, *, server: bool) -> Session:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -90,18 +71,18 @@ class SecureStreams:
 
 
 class SecureTransport(SocketTransport["Connection"]):
-    """`connection` gets this as its transport once the handshake is done, and hears nothing of it where it fails."""
+    """`connection` gets this as its transport once the handshake is done, and hears nothing of it where it fails;
+    `over` is told in any case."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, connection: Connection, sock: socket.socket, session: Session
+        self, loop: asyncio.AbstractEventLoop, connection: Connection, sock: socket.socket, session: Session, over: Over
     ) -> None:
         super().__init__(loop, connection, described(sock))
         self._socket = sock
         self._session = session
         self._descriptor = sock.fileno()
+        self._handshake = Handshake(loop, self, over)
         self._open = False  # the handshake is done
-        self._timer: asyncio.TimerHandle | None = None
-        self._done: Callable[[Exception | None], None] | None = None  # until it is, or has failed
         self._watched = (False, False)  # for reading, for writing
         self._busy = False  # what has come is being handed on
 
@@ -110,18 +91,12 @@ class SecureTransport(SocketTransport["Connection"]):
 
     # --- the handshake ----------------------------------------------------------------------------------------------
 
-    def shake(self, done: Callable[[Exception | None], None]) -> None:
-        """Begins. done(error) is called when it is over, with None if it succeeded."""
-        self._done = done
-        limit_s = transport.HANDSHAKE_S
-        self._timer = self._loop.call_later(limit_s, self.give_up, f"no handshake within {limit_s:.0f} s")
-        self._go_on_shaking()
-
-    def _go_on_shaking(self) -> None:
+    def shake(self) -> None:
+        """Begins, or goes on."""
         try:
             if self._session.shake():
                 self._open = True
-                self._end_handshake(None)
+                self._handshake.end(None)
                 self._connection.connection_made(self)
                 self._look_for()
                 self._read()
@@ -132,17 +107,8 @@ class SecureTransport(SocketTransport["Connection"]):
 
     def give_up(self, why: str, *, gently: bool = False) -> None:
         """Ends a connection whose peer has not proved who it is."""
-        if self._done is not None:
-            self._end_handshake(ConnectionResetError(why))
+        if self._handshake.end(ConnectionResetError(why)):
             self.end(None)
-
-    def _end_handshake(self, error: Exception | None) -> None:
-        done, self._done = self._done, None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if done is not None:
-            done(error)
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -167,7 +133,7 @@ class SecureTransport(SocketTransport["Connection"]):
         if self._open:
             self._read()
         else:
-            self._go_on_shaking()
+            self.shake()
 
     def resume_reading(self) -> None:
         super().resume_reading()
@@ -219,13 +185,10 @@ class SecureTransport(SocketTransport["Connection"]):
 
     def _close(self) -> None:
         self._look_for()
-        self._end_handshake(ConnectionResetError("the connection was given up"))
+        self._handshake.end(ConnectionResetError("the connection was given up"))
         self._session.close()
         self._socket.close()
 
     def _tell_lost(self, error: Exception | None) -> None:
         if self._open:
             super()._tell_lost(error)
-
-
-Streams: TypeAlias = SecureStreams | Pump | asyncio.AbstractEventLoop

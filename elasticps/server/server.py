@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import cast
 
 from coordinator import fields
 from coordinator.view import Roster, ServerInfo, View
 from elasticps.checkpoint.filing import Filing, ThreadFiling
-from elasticps.security.channel import Expect
-from elasticps.security.transport import Gate
+from elasticps.security.gate import Gate
 from elasticps.server.checkpoints import ASIDE_BYTES, WORKING_S, Checkpoints
 from elasticps.server.connection import Connection, Role
 from elasticps.server.counts import Counts
@@ -38,14 +36,13 @@ from elasticps.server.protocol.herald import Herald
 from elasticps.server.protocol.registered import Entry, Registered
 from elasticps.server.protocol.serving import Serving
 from elasticps.server.pulls import Pulls
-from elasticps.server.pump import Pump
 from elasticps.server.pushes import Pushes
 from elasticps.server.reductions import Reductions
 from elasticps.server.replica_links import ReplicaLinks
 from elasticps.server.restoring import KEPT_BYTES, Restorer
-from elasticps.server.secure import SecureStreams, streams
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.server.standstill import Standstill
+from elasticps.server.streams import streams
 from elasticps.server.subject import Subject
 from elasticps.server.uses import Uses
 from replication.chain import Member
@@ -67,7 +64,6 @@ class Server:
         linger: Linger | None = None, memory: Memory = NO_LIMIT, gate: Gate | None = None,
         filing: Filing | None = None,
     ) -> None:  # fmt: skip
-        self._gate = gate = gate or Gate()
         self.me = me
         self.member = Member(me.name, me.incarnation)
         self.cluster = cluster
@@ -84,8 +80,8 @@ class Server:
         self.herald = herald = Herald(loop.call_soon)
         self.news = news = News(loop, executor, serving, self.adopt)
         self.held = held = HeldFrames(serving, herald, clock, news.need_view, news.need)
-        self.streams = streams(loop, gate, self.fast, self._linger)
-        self.links = ReplicaLinks(cluster, ranges, executor, loop, self._dial, self.connection, news)
+        self.streams = streams(loop, Gate() if gate is None else gate, self.fast, self._linger)
+        self.links = ReplicaLinks(cluster, ranges, executor, loop, self.streams.dial, self.connection, news)
         self.snapshots = SnapshotSender(loop, executor, serving, self.links)
         served = self.snapshots.served
         self.delay = BoundedDelay(ranges, self.replica.clocks, clock)
@@ -130,26 +126,13 @@ class Server:
         """A protocol object for a new connection, accepted or dialled."""
         return Connection(self.handshake.newcomer, self.herald, self._loop, self._linger, self.fast)
 
-    def accept(self) -> Connection:
-        """What a listener gives a connection that came; with TLS, what stands between the two."""
-        if isinstance(self.streams, SecureStreams):
-            return self.connection()
-        return cast(Connection, self._gate.accept(self.connection()))
-
-    async def _dial(self, connection: Connection, host: str, port: int, expect: Expect) -> None:
-        if isinstance(self.streams, SecureStreams):
-            await self.streams.dial(connection, host, port, expect)
-        else:
-            await self._gate.dial(self.streams.create_connection, connection, host, port, expect)
-
     def close(self) -> None:
         """Drops every connection, and gives up what is being written of a checkpoint, or read."""
         self.checkpoints.close()
         self.restoring.close()
         self.links.close()
         self.handshake.close()
-        if isinstance(self.streams, Pump):
-            self.streams.close()
+        self.streams.close()
 
     # --- views and rosters ------------------------------------------------------------------------------------------
 

@@ -14,12 +14,12 @@ import pytest
 import uvloop
 
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
-from elasticps.security import openssl, transport
+from elasticps.security import gate, openssl
 from elasticps.security.authority import Authority
 from elasticps.security.channel import Channel
 from elasticps.security.credentials import Credentials
+from elasticps.security.gate import Gate
 from elasticps.security.identity import Identity
-from elasticps.security.transport import Gate
 from elasticps.server.server import Server
 from elasticps.wire.frames import HEADER_BYTES, Header, Kind, json_body, json_frame, unpack_header
 from elasticps.wire.views import view_frame
@@ -47,7 +47,8 @@ class Target:
     def __init__(self, credentials: Credentials) -> None:
         loop = asyncio.get_running_loop()
         self.info = ServerInfo("s0", 1, "127.0.0.1:1")
-        self.server = Server(self.info, "train", RANGES, loop, gate=Gate(credentials))
+        self.gate = Gate(credentials)
+        self.server = Server(self.info, "train", RANGES, loop, gate=self.gate)
         self.server.follow(Roster(1, (WorkerInfo(5, "ads/w0", 1, "ads"), WorkerInfo(6, "shop/w0", 1, "shop")), "train"))
         self.server.adopt(self.view(1))
         self.port = 0
@@ -63,7 +64,7 @@ async def target(credentials: Credentials) -> AsyncIterator[Target]:
     found = Target(credentials)
     sock = socket.create_server(("127.0.0.1", 0))
     found.port = sock.getsockname()[1]
-    listener = await found.server.streams.create_server(found.server.accept, sock=sock)
+    listener = await found.server.streams.create_server(found.server.connection, sock=sock)
     try:
         yield found
     finally:
@@ -229,18 +230,31 @@ async def over(port: int, context: ssl.SSLContext) -> None:
 
 
 def test_handshakes_that_stand_still_make_room_and_end(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "MAX_HANDSHAKES", 8)
-    monkeypatch.setattr(transport, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(gate, "MAX_HANDSHAKES", 8)
+    monkeypatch.setattr(gate, "HANDSHAKE_S", 0.5)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         async with target(holder("server/s0")) as s0:
             with mute(s0.port, 20) as silent:
                 assert (await ask(s0.port, holder("worker/ads/w0"), WORKER))[0].kind == Kind.WELCOME
-                assert len(s0.server._gate._shaking) <= 8
+                assert s0.gate.shaking <= 8
                 for each in silent:  # the oldest at once, the others when their time is over
                     assert await asyncio.wait_for(closed(loop, each), 60)
-            assert not s0.server._gate._shaking
+            assert not s0.gate.shaking
+
+    run(main)
+
+
+def test_who_is_refused_before_it_has_begun_leaves_nothing(holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MAX_HANDSHAKES", 0)
+
+    async def main() -> None:
+        async with target(holder("server/s0")) as s0:
+            with mute(s0.port, 3) as silent:
+                for each in silent:
+                    assert await asyncio.wait_for(closed(asyncio.get_running_loop(), each), 60)
+            assert not s0.gate.shaking
 
     run(main)
 

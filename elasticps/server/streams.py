@@ -1,0 +1,113 @@
+"""What makes a server's connections: compiled code where it can, else the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from elasticps.security.channel import Channel, Expect
+from elasticps.security.gate import Gate, anybody, told
+from elasticps.security.transport import TlsTransport
+from elasticps.server.pump import Pump
+from elasticps.server.secure import SecureStreams
+
+if TYPE_CHECKING:
+    from elasticps.security.credentials import Credentials
+    from elasticps.server.connection import Connection
+    from elasticps.server.fast.path import FastPath
+    from elasticps.server.linger import Linger
+
+
+class Listening(Protocol):
+    """Accepts connections."""
+
+    def close(self) -> None:
+        """Accepts no more."""
+
+
+class Streams(Protocol):
+    """Makes the connections of one server, in the thread of the event loop. With TLS, a connection hears nothing before
+    its peer has proved who it is, nor of one that does not."""
+
+    async def create_server(self, make: Callable[[], Connection], *, sock: socket.socket) -> Listening:
+        """Accepts connections from a socket that listens, until the listener is closed, and the socket with it."""
+
+    async def dial(self, connection: Connection, host: str, port: int, expect: Expect) -> None:
+        """Connects `connection`; returns when it has its transport. OSError if nobody answers or, with TLS, another one
+        than `expect` lets pass."""
+
+    def close(self) -> None:
+        """After all connections."""
+
+
+def streams(loop: asyncio.AbstractEventLoop, gate: Gate, path: FastPath, linger: Linger) -> Streams:
+    """Those of a server. The loop itself makes them where it, or the system, has no descriptors that compiled code
+    could wait for, and with TLS where compiled code finds no OpenSSL."""
+    credentials, watching = gate.credentials, watches(loop)
+    if credentials is None:
+        return Pump(loop, path, linger) if watching and hasattr(select, "epoll") else LoopStreams(loop)
+    if watching and credentials.native_context() is not None:
+        return SecureStreams(loop, gate, credentials)
+    return TlsStreams(loop, gate, credentials)
+
+
+def watches(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether a loop waits for descriptors of others."""
+    real = getattr(type(loop), "add_reader", asyncio.AbstractEventLoop.add_reader)
+    return real is not asyncio.AbstractEventLoop.add_reader
+
+
+class LoopStreams:
+    """Streams of an event loop, in the clear."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    async def create_server(self, make: Callable[[], Connection], *, sock: socket.socket) -> Listening:
+        """Accepts connections from a socket that listens."""
+        return await self._loop.create_server(make, sock=sock)
+
+    async def dial(self, connection: Connection, host: str, port: int, expect: Expect) -> None:
+        """Connects `connection`; OSError if nobody answers."""
+        await self._loop.create_connection(lambda: connection, host, port)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class TlsStreams:
+    """Streams of an event loop, with TLS in Python."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, gate: Gate, credentials: Credentials) -> None:
+        self._loop = loop
+        self._gate = gate
+        self._credentials = credentials
+
+    async def create_server(self, make: Callable[[], Connection], *, sock: socket.socket) -> Listening:
+        """Accepts connections from a socket that listens."""
+
+        def accept() -> TlsTransport:
+            channel = Channel(self._credentials, anybody, server=True)
+            accepted = TlsTransport(make(), channel, self._gate.accepted)
+            self._gate.admit(accepted)
+            return accepted
+
+        return await self._loop.create_server(accept, sock=sock)
+
+    async def dial(self, connection: Connection, host: str, port: int, expect: Expect) -> None:
+        """Connects `connection`; OSError if nobody answers, or another one than `expect` lets pass."""
+        proved: asyncio.Future[None] = self._loop.create_future()
+        channel = Channel(self._credentials, expect, server=False)
+        dialled = TlsTransport(connection, channel, told(proved))
+        await self._loop.create_connection(lambda: dialled, host, port)
+        try:
+            await proved
+        except asyncio.CancelledError:
+            dialled.abort()
+            raise
+
+    def close(self) -> None:
+        """There is nothing to close."""
