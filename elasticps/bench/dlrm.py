@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from elasticps.bench.criteo import CATEGORIES, NUMBERS
 
 DIM = 16
-BOTTOM, TOP = (64, DIM), (64, 32)
+BOTTOM, TOP = 64, (64, 32)
 
 
 class DLRM(nn.Module):
-    """`rows`: ids [n, categories] -> [n, categories, DIM]; a module, or not one of the model's."""
+    """`rows`: ids [n, categories] -> [n, categories, dim]; a module, or not one of the model's."""
 
-    def __init__(self, rows: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, rows: Callable[[Tensor], Tensor], dim: int = DIM) -> None:
         super().__init__()
         self.rows = rows
         vectors = CATEGORIES + 1
-        self.bottom = _layers(NUMBERS, *BOTTOM)
-        self.top = nn.Sequential(*_layers(DIM + vectors * (vectors - 1) // 2, *TOP), nn.Linear(TOP[-1], 1))
+        self.bottom = _layers(NUMBERS, BOTTOM, dim)
+        self.top = nn.Sequential(*_layers(dim + vectors * (vectors - 1) // 2, *TOP), nn.Linear(TOP[-1], 1))
         self.register_buffer("pairs", torch.tril_indices(vectors, vectors, -1), persistent=False)
 
     def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:

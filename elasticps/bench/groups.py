@@ -66,11 +66,12 @@ def run(
     processes: int = 4,
     mbit: int = 1000,
     batch: int = 64,
+    dim: int = 16,
     servers: int = 2,
     seconds: float = 6.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Line]:
-    """Yields two lines for each model. Trains each way for about `seconds`."""
+    """Yields two lines for each model. Trains each way for about `seconds`; rows of DLRM have `dim` floats."""
     with tempfile.TemporaryDirectory(prefix="elasticps-groups-") as folder, ExitStack() as stack:
         progress(f"starting {servers} servers and {processes} processes")
         cluster = stack.enter_context(LocalCluster(servers=servers, replicas=1))
@@ -78,7 +79,7 @@ def run(
         relay = Worker("elasticps.bench.relay", *addresses)
         stack.callback(relay.close)
         ports = dict(zip(addresses, relay.answer(), strict=True))
-        common = {"processes": processes, "batch": batch, "url": cluster.url, "ports": ports}
+        common = {"processes": processes, "batch": batch, "dim": dim, "url": cluster.url, "ports": ports}
         common["meeting"] = str(Path(folder) / "meeting")
         team = Team("elasticps.bench.groups_worker", [{**common, "rank": rank} for rank in range(processes)])
         stack.callback(team.close)

@@ -64,6 +64,7 @@ def groups(
     processes: Annotated[int, typer.Option(min=2, max=16, help="Ranks of the group, or separate workers.")] = 4,
     mbit: Annotated[int, typer.Option(min=0, help="Mbit/s of their machine's link; 0: any amount.")] = 1000,
     batch: Annotated[int, typer.Option(min=1, help="Samples of each process in a step.")] = 64,
+    dim: Annotated[int, typer.Option(min=1, max=1024, help="Floats of a row, of DLRM.")] = 16,
     seconds: Annotated[float, typer.Option(min=0.1, help="Time spent on each line.")] = 6.0,
     as_json: Json = False,
 ) -> None:
@@ -71,7 +72,7 @@ def groups(
     clicks that are made up, and a model whose weights are all dense."""
     from elasticps.bench import groups as bench
 
-    lines = list(bench.run(processes=processes, mbit=mbit, batch=batch, seconds=seconds, progress=_progress))
+    lines = list(bench.run(processes=processes, mbit=mbit, batch=batch, dim=dim, seconds=seconds, progress=_progress))
     if as_json:
         typer.echo(json.dumps([line.to_dict() for line in lines], indent=2))
         return

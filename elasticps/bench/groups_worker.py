@@ -1,8 +1,8 @@
 """One process of `elasticps bench groups`: `python -m elasticps.bench.groups_worker JOB`, with the job as JSON.
 
-{"rank": 0, "processes": 4, "meeting": FILE, "url": …, "ports": {"HOST:PORT": 4711, …}, "batch": 256}: all meet through
-the file, and reach servers through `ports` of this machine. A line on standard input asks for something, a line of JSON
-on standard output answers:
+{"rank": 0, "processes": 4, "meeting": FILE, "url": …, "ports": {"HOST:PORT": 4711, …}, "batch": 256, "dim": 16}: all
+meet through the file, and reach servers through `ports` of this machine. A line on standard input asks for something, a
+line of JSON on standard output answers:
 
     build MODEL WAY    "dlrm" or "dense"; "separate", where each process is a worker, or "group"
     train STEPS        trains so many steps: {"began", "ended"} in monotonic seconds; ended: when all is committed
@@ -23,7 +23,7 @@ from torch.nn import functional
 
 import elasticps as eps
 from elasticps.bench.criteo import Source
-from elasticps.bench.dlrm import DIM, DLRM
+from elasticps.bench.dlrm import DLRM
 from elasticps.bench.traffic_worker import TIMEOUT_S, ThroughPorts
 from elasticps.bench.trainer import DENSE_LR, ROWS_LR, ROWS_STD, answer_all, answers
 from elasticps.client.client import Client
@@ -67,9 +67,10 @@ class Rank:
         self._ps = ps
         torch.manual_seed(SEED)
         if model == "dlrm":
+            dim = int(self._job["dim"])
             init = eps.Normal(std=ROWS_STD, seed=SEED)
-            self._rows = Embedding(ps, "categories", DIM, optimizer=eps.Adagrad(lr=ROWS_LR), init=init)
-            self._model: nn.Module = DLRM(self._rows)
+            self._rows = Embedding(ps, "categories", dim, optimizer=eps.Adagrad(lr=ROWS_LR), init=init)
+            self._model: nn.Module = DLRM(self._rows, dim)
             self._batches: list[Any] = self._clicks
         else:
             layers = [layer for _ in range(3) for layer in (nn.Linear(WIDE, WIDE), nn.ReLU())]
