@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from elasticps.security.channel import Channel
-from elasticps.security.identity import Role
-from elasticps.security.sockets import Secured, Socket
+from elasticps.security.sockets import Secured, Socket, server_called
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
@@ -27,15 +25,12 @@ def secured(sock: Socket, credentials: Credentials, server: str) -> Secured:
     return CompiledStream(sock, credentials, server)
 
 
-class TlsStream:
-    """To the server called `server`. Any thread may send, one at a time receive; both at once too. What is sent before
-    the handshake is done leaves when it is: an introduction, no more."""
+class TlsStream(Secured):
+    """To the server called `server`."""
 
     def __init__(self, sock: Socket, credentials: Credentials, server: str) -> None:
-        cluster = credentials.cluster
-        self._socket = sock
-        self._channel = Channel(credentials, lambda p: p.require(cluster, Role.SERVER, server), server=False)
-        self._lock = threading.Lock()  # OpenSSL's state is not for two threads at once
+        self._channel = Channel(credentials, server_called(server, credentials), server=False)
+        super().__init__(sock, self._channel)
         self._raw = memoryview(bytearray(_READ_BYTES))
         self._unsent = memoryview(b"")  # encrypted already
         self._early: list[bytes] | None = []  # until the handshake is done
@@ -43,36 +38,22 @@ class TlsStream:
         self._channel.shake()
         self._unsent = memoryview(self._channel.outgoing())
 
-    def fileno(self) -> int:
-        """The socket's."""
-        return self._socket.fileno()
-
     def close(self) -> None:
-        """At once; the other end hears of it from its socket."""
         self._socket.close()
 
     @property
-    def stale(self) -> bool:
-        """Whether it is time to connect anew, because certificates were renewed or are about to end."""
-        return self._channel.stale
-
-    @property
     def unsent(self) -> bool:
-        """Whether `flush` has something to send."""
         return bool(self._unsent)
 
     @property
     def buffered(self) -> bool:
-        """Whether `recv_into` may have more although the socket has not."""
         return self._more
 
     def flush(self) -> bool:
-        """Sends what was encrypted and did not fit into the socket; True if nothing of that is left."""
         with self._lock:
             return self._flush()
 
     def sendmsg(self, buffers: Sequence[memoryview], /) -> int:
-        """How many bytes were taken; they may still wait for `flush`. BlockingIOError: none."""
         with self._lock:
             if not self._flush():
                 raise BlockingIOError
@@ -92,7 +73,6 @@ class TlsStream:
             return taken
 
     def recv_into(self, buffer: memoryview, /) -> int:
-        """As much as there is, up to the buffer's length. BlockingIOError: nothing."""
         with self._lock:
             filled = self._read(buffer)
             while not filled:
