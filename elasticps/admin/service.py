@@ -215,7 +215,10 @@ async def start_admin(
         else:
             bound = server.add_secure_port(f"{name}:{port}", _secured(credentials))
     except RuntimeError as error:
-        raise ConfigError(f"the admin port {name}:{port} cannot be had: {error}") from error
+        raise ConfigError(  # why is in gRPC's own log only
+            f"the admin port {name}:{port} cannot be had: another process listens there, or this machine has no such "
+            "address; take another --admin-port, or 0 for any free one"
+        ) from error
     running = AdminServer(server, health_servicer, f"{name}:{bound}")
     await running.set_serving(False)
     await server.start()

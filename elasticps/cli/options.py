@@ -74,10 +74,16 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
         kwargs.pop("config", None)  # read already
         guarded(function)(*args, **kwargs)
 
+    run.__doc__ = _flowing(function.__doc__)
     signature = inspect.signature(function, eval_str=True)
     config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Config)
     run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), config])  # type: ignore[attr-defined]
     return run
+
+
+def _flowing(text: str | None) -> str | None:
+    """A docstring whose paragraphs are a line each: a help text breaks them where its terminal ends."""
+    return text and "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
 
 
 def _read(ctx: typer.Context, path: Path | None) -> None:
@@ -115,13 +121,15 @@ def _defaults(ctx: typer.Context, document: dict[str, Any]) -> dict[str, Any]:
     commands = getattr(root, "commands", {})
     if strangers := sorted(document.keys() - general.keys() - commands.keys()):
         raise ValueError(f"there is no command called {strangers[0]!r}")
-    known = set().union(*(_options(one) for one in commands.values()))
+    known = set().union(*(_options(one) for one in _all(root)))
     if strangers := sorted(general.keys() - known):
         raise ValueError(f"no command has an option --{strangers[0]}")
     mine = _options(ctx.command)
     own: Any = document
     for name in path:
         own = own.get(name, {}) if isinstance(own, dict) else {}
+    below = getattr(ctx.command, "commands", {})  # tables of their own
+    own = {key: value for key, value in own.items() if not (isinstance(value, dict) and key in below)}
     if strangers := sorted(own.keys() - mine.keys()):
         raise ValueError(f"{' '.join(path)} has no option --{strangers[0]}; it has {', '.join(sorted(mine))}")
     return {mine[key]: value for key, value in {**general, **own}.items() if key in mine}
@@ -132,6 +140,13 @@ def _chain(ctx: typer.Context) -> Iterator[typer.Context]:
     if ctx.parent is not None:
         yield from _chain(ctx.parent)  # type: ignore[arg-type]
         yield ctx
+
+
+def _all(command: Any) -> Iterator[Any]:
+    """A command and all below it."""
+    yield command
+    for one in getattr(command, "commands", {}).values():
+        yield from _all(one)
 
 
 def _options(command: Any) -> dict[str, str]:

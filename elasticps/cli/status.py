@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.loss import find_loss, told
+from coordinator.loss import Loss, find_loss, spans, told
 from coordinator.losses import held_up, losses_of
-from coordinator.membership import ROSTER, SERVERS, VIEW, list_drains
+from coordinator.membership import CONFIG, ROSTER, SERVERS, VIEW, list_drains
 from coordinator.store import Store
 from coordinator.url import parse
 from coordinator.view import Roster, ServerInfo, View
+from coordinator.wording import names
 from elasticps import background
 from elasticps.admin import fetch_status
 from elasticps.cli import hot as hottest
@@ -36,6 +38,11 @@ if TYPE_CHECKING:
 
 _ASKED_AT_ONCE = 64
 _LOSSES_SHOWN = 3  # the newest
+_NOT_YET = "no view has been formed: no server has served yet"
+_NO_CLUSTER = (
+    "this etcd knows of no cluster {!r}: `elasticps up` or a coordinator makes one; if it has lost its data while "
+    "servers live, `elasticps cluster adopt` takes them over"
+)
 WARN_SHARE = 0.8  # of what a server may use for new rows: from here on `status` says so
 
 
@@ -97,7 +104,7 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
     async def read(store: Store) -> tuple[Any, Any, Any]:
         return await _read(store), await losses_of(store), await held_up(store)
 
-    (view, roster, registered, drains), losses, why = await read_store(url, timeout_s, read)
+    (view, roster, registered, drains, config), losses, why = await read_store(url, timeout_s, read)
     limit = asyncio.Semaphore(_ASKED_AT_ONCE)
     known = {server.name: server for server in (*(view.servers if view else ()), *registered)}
     servers = await asyncio.gather(
@@ -105,16 +112,17 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
     )
     for server in servers:
         server["draining"] = drains.get(server["id"]) == server["incarnation"]
+    cluster = parse(url).cluster
     loss = None if view is None else find_loss(view, registered)
     return {
-        "cluster": parse(url).cluster,
+        "cluster": cluster,
         "url": url,
         "healthy": view is not None and not loss and not any(server["error"] for server in servers),
         "epoch": view.epoch if view else 0,
-        "reason": view.reason if view else "no view has been formed",
+        "reason": view.reason if view else _NOT_YET if config else _NO_CLUSTER.format(cluster),
         "ranges": view.ranges if view else 0,
         "replicas": view.replicas if view else 0,
-        "ranges_short": _short(view) if view else 0,
+        **_short(view, loss, [server["id"] for server in servers if server["error"]]),
         "ranges_lost": [] if loss is None else loss.lost.tolist(),
         "ranges_waiting": [] if loss is None else loss.waiting.tolist(),
         "loss": [] if loss is None else [*loss.lines, *([f"they are not brought back: {why}"] if why else [])],
@@ -130,15 +138,16 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
     }
 
 
-async def _read(store: Store) -> tuple[View | None, Roster | None, list[ServerInfo], dict[str, int]]:
-    view, roster, listing, drains = await asyncio.gather(
-        store.get(VIEW), store.get(ROSTER), store.list(SERVERS), list_drains(store)
+async def _read(store: Store) -> tuple[View | None, Roster | None, list[ServerInfo], dict[str, int], bool]:
+    view, roster, listing, drains, config = await asyncio.gather(
+        store.get(VIEW), store.get(ROSTER), store.list(SERVERS), list_drains(store), store.get(CONFIG)
     )
     return (
         View.decode(view.value) if view else None,
         Roster.decode(roster.value) if roster else None,
         [ServerInfo.from_json(entry.value) for entry in listing.entries],
         drains,
+        config is not None,
     )
 
 
@@ -212,9 +221,26 @@ async def _ask(
     return {**from_view, **answer}
 
 
-def _short(view: View) -> int:
-    """Ranges with fewer replicas than wanted."""
-    return int((view.chains < 0).any(axis=1).sum())
+def _short(view: View | None, loss: Loss | None, silent: Collection[str]) -> dict[str, Any]:
+    """Ranges that have fewer replicas than they should: those that have some, how many of these are being filled, and
+    in words those that nobody has but `silent` servers. Leases of these may live still, so that the leader need not
+    have said anything."""
+    if view is None or loss is None:
+        return {"ranges_short": 0, "ranges_repairing": 0, "ranges_filling": 0, "silent": []}
+    away = np.array([*(server.name in silent for server in view.servers), True])  # index -1, nobody, finds the last
+    told_already = np.zeros(view.ranges, bool)
+    told_already[np.concatenate([loss.lost, loss.waiting, loss.coming])] = True
+    unheard = away[view.chains].all(axis=1) & ~told_already
+    ranges, short = np.flatnonzero(unheard), (view.chains < 0).any(axis=1)
+    who = [view.servers[i].name for i in np.unique(view.chains[ranges]).tolist() if i >= 0]
+    text = f"{len(ranges)} ranges ({spans(ranges)}) are only at {names(who)}: no answer"
+    repairing = short & ~told_already & ~unheard
+    return {
+        "ranges_short": int(short.sum()),
+        "ranges_repairing": int(repairing.sum()),
+        "ranges_filling": int((repairing & (view.joining >= 0)).sum()),
+        "silent": [text] if len(ranges) else [],
+    }
 
 
 def _render(found: dict[str, Any]) -> Group:
@@ -226,9 +252,11 @@ def _render(found: dict[str, Any]) -> Group:
         head.append(f"\n{line}", "bold red")
     for each in found["losses"][-_LOSSES_SHOWN:]:
         head.append(f"\n{'; '.join(told(each))}", "yellow")
-    if found["ranges_short"] > len(found["ranges_lost"]) + len(found["ranges_waiting"]):
-        filling = found["ranges_joining"] - found["ranges_moving"]
-        head.append(f"\n{found['ranges_short']} ranges have fewer replicas; {filling} are being filled", "yellow")
+    for line in found["silent"]:
+        head.append(f"\n{line}", "red")
+    if found["ranges_repairing"]:
+        few = f"fewer replicas than {found['replicas']}; {found['ranges_filling']} are being filled"
+        head.append(f"\n{found['ranges_repairing']} ranges have {few}", "yellow")
     if found["ranges_moving"]:
         head.append(f"\n{found['ranges_moving']} ranges are on their way to another server", "cyan")
     table = Table(box=None, header_style="bold", pad_edge=False)

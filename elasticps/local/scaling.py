@@ -101,7 +101,8 @@ class Memory:
     enough.
 
     each     that each would use; mark: up to where each would take new rows; limit: what each may use
-    servers  how many it takes so that each uses less than that
+    servers  how many it takes so that each uses less than that: as many as asked for, or fewer, or else the next
+             number. One more than there are replicas may be too few where fewer would do: it keeps room for repairs
     """
 
     each: int
@@ -122,8 +123,16 @@ def memory(statuses: Collection[Mapping[str, Any]], view: View, wanted: int) -> 
     def each(servers: int) -> int:
         return int(base + rows / servers * min(1.0, servers / view.replicas))
 
-    enough = (n for n in range(view.replicas, NEEDED_MAX) if each(n) < rows_mark(limit, n, view.replicas))
-    return Memory(each(wanted), rows_mark(limit, wanted, view.replicas), limit, next(enough, 0))
+    def enough(servers: int) -> bool:
+        return each(servers) < rows_mark(limit, servers, view.replicas)
+
+    least = max(wanted, view.replicas)
+    if enough(least):
+        while least > view.replicas and enough(least - 1):
+            least -= 1
+    else:
+        least = next(filter(enough, range(least, NEEDED_MAX)), 0)
+    return Memory(each(wanted), rows_mark(limit, wanted, view.replicas), limit, least)
 
 
 def scale(

@@ -8,6 +8,7 @@ loop still turns, which is what a liveness probe of a coordinator asks `/healthz
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -54,7 +55,10 @@ class Scrape:
         try:
             scrape._listener = await asyncio.start_server(scrape._answer, host, port, limit=MAX_HEAD_BYTES)
         except OSError as error:
-            raise ConfigError(f"the metrics port {host}:{port} cannot be had: {error.strerror or error}") from error
+            why = os.strerror(error.errno).lower() if error.errno else str(error)
+            raise ConfigError(
+                f"the metrics port {host}:{port} cannot be had: {why}; take another --metrics-port"
+            ) from error
         scrape.port = scrape._listener.sockets[0].getsockname()[1]
         return scrape
 

@@ -24,7 +24,7 @@ from elasticps import store as table_store
 from elasticps.admin.service import start_admin
 from elasticps.errors import ConfigError
 from elasticps.kernels import compiled
-from elasticps.memory import find_limit, make_reader
+from elasticps.memory import find_limit, make_reader, rows_mark
 from elasticps.security import credentials_of
 from elasticps.security.gate import Gate
 from elasticps.security.identity import Role
@@ -80,6 +80,10 @@ async def serve(
     When ready it prints one line of JSON on stdout. Raises coordinator's `StoreUnavailable` when the coordination
     store cannot be reached at start, `Fenced` when the name is lost later.
     """
+    try:
+        ServerInfo(name, 1, joined(advertise or "127.0.0.1", 1), zone=zone, weight=weight)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     credentials = credentials_of(url)
     if credentials is not None:
         credentials.require(Role.SERVER, name)
@@ -118,7 +122,7 @@ async def serve(
         stack.push_async_callback(admin.stop)
         address = joined(host_found, sock.getsockname()[1])
         admin_address = joined(host_found, int(admin.address.rpartition(":")[2]))
-        memory = Memory(memory_limit or find_limit(), make_reader())
+        memory = _memory(memory_limit)
         gate = Gate(credentials)
         tell: Callable[[bool], object] = bool  # nobody
         build: Build = partial(plain, memory=memory, gate=gate)
@@ -167,6 +171,18 @@ def _warm_elsewhere() -> None:
     if not is_warm():
         command = [sys.executable, "-c", f"from {__name__} import warm; warm()"]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+
+
+def _memory(limit: int) -> Memory:
+    """ConfigError for a limit that is used up before there is any row."""
+    memory = Memory(limit or find_limit(), make_reader())
+    used = 0 if memory.read is None else memory.read().used
+    if limit and used >= rows_mark(limit, 1, 1):
+        raise ConfigError(
+            f"--memory-limit {limit:,} bytes: an empty server uses {used:,}, and takes new rows up to "
+            f"{rows_mark(limit, 1, 1):,} of that limit; give it more"
+        )
+    return memory
 
 
 def _say_ready(me: ServerInfo) -> None:

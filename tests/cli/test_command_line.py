@@ -18,6 +18,8 @@ from elasticps.cli.app import app
 from elasticps.cli.output import ExitCode, guarded
 from elasticps.local import state
 
+SERVER = ["server", "--url", "etcd://127.0.0.1:1/x"]
+
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
@@ -48,6 +50,13 @@ def test_version_and_help() -> None:
         assert command in run("--help").output
 
 
+def test_a_paragraph_of_a_help_text_flows_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = [" ".join(line.split()) for line in run("status", "--help").output.splitlines()]
+    told = "The exit code is 0 if all servers answer, 3 if etcd does not, 4 if the cluster has no view,"
+    assert f"{told} a server is silent, or ranges have no replica." in lines
+
+
 def test_an_unknown_command_is_a_usage_error() -> None:
     assert run("fly").exit_code == ExitCode.USAGE
 
@@ -76,6 +85,11 @@ def test_an_unknown_command_is_a_usage_error() -> None:
         (["status", "--url", "etcd://127.0.0.1:1/x", "--name", "x"], "--url and --name exclude each other"),
         (["coordinator", "--url", "etcd://127.0.0.1:1/x", "--name", "a b"], "usable coordinator name"),
         (["coordinator", "--url", "etcd://127.0.0.1:1/x", "--name", "c0", "--log-level", "loud"], "no log level"),
+        ([*SERVER, "--name", "a b"], "usable server name"),
+        ([*SERVER, "--name", ""], "usable server name"),
+        ([*SERVER, "--name", "s0", "--zone", "a b"], "usable zone"),
+        ([*SERVER, "--name", "s0", "--weight", "99"], "weight must be above 0"),
+        ([*SERVER, "--name", "s0", "--advertise", "a b"], "server address"),
     ],
 )
 def test_what_cannot_work_is_said_without_a_traceback(arguments: list[str], says: str, state_folder: Path) -> None:

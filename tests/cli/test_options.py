@@ -102,6 +102,23 @@ def test_a_wrong_file_is_said_without_a_traceback(text: str, says: str | None, t
     assert "Traceback" not in result.output
 
 
+def test_a_file_may_speak_of_commands_below_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state_folder: Path
+) -> None:
+    text = (
+        f'url = "{ELSEWHERE}"\nfull = true\n[tables]\ntimeout = 0.1\n[tables.list]\ntimeout = 0.2\n[checkpoint.list]\n'
+    )
+    monkeypatch.setenv("ELASTICPS_CONFIG", written(tmp_path, text))
+    for command in (["tables"], ["tables", "list"]):
+        result = run(*command)
+        assert result.exit_code == ExitCode.UNREACHABLE, result.output
+        assert "127.0.0.1:2" in plain(result)
+    monkeypatch.setenv("ELASTICPS_CONFIG", written(tmp_path, "[tables.list]\nno = 1\n"))
+    assert "tables list has no option --no" in plain(run("tables", "list"))
+    monkeypatch.setenv("ELASTICPS_CONFIG", written(tmp_path, "[tables.fist]\n"))
+    assert "tables has no option --fist" in plain(run("tables"))
+
+
 def test_a_file_that_is_not_there() -> None:
     result = run("status", "--config", "/nowhere/x.toml")
     assert result.exit_code == ExitCode.USAGE

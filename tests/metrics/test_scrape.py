@@ -103,7 +103,10 @@ def test_a_process_tells_that_it_is_alive_and_ends_for_a_port_in_use(fleet: Flee
     assert get(ports[0], "/healthz") == get(ports[1], "/healthz") == "ok\n"
     process = fleet.start("s9", ["server", "--url", url, "--name", "s9", "--metrics-port", str(ports[0])])
     assert process.popen.wait(120) == 2
-    assert f"the metrics port 127.0.0.1:{ports[0]} cannot be had" in process.log.read_text()
+    assert (
+        f"the metrics port 127.0.0.1:{ports[0]} cannot be had: address already in use; take another --metrics-port"
+        in process.log.read_text()
+    )
 
 
 def test_a_server_waits_for_its_cluster_and_can_be_asked_to_end_meanwhile(

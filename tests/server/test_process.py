@@ -41,6 +41,11 @@ def test_a_name_that_somebody_lives_under_is_refused(local_cluster: NewCluster, 
 
     port = cluster.server("s0").address.rpartition(":")[2]
     assert f"cannot listen on 127.0.0.1:{port}: another process" in refusal(cluster.url, "--name", "x", "--port", port)
+    said = refusal(cluster.url, "--name", "x", "--admin-port", port)
+    assert f"the admin port 127.0.0.1:{port} cannot be had: another process listens there" in said
+    assert "GRPC_VERBOSITY" not in said
+    said = refusal(cluster.url, "--name", "x", "--memory-limit", "20MiB")
+    assert "--memory-limit 20,971,520 bytes: an empty server uses " in said
 
     with server(cluster.url, "--name", "s0", "--take-over") as taker:
         eventually(lambda: not cluster.server("s0").running)
