@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from coordinator.view import View
 from elasticps.memory import Reading, fill_mark, rows_mark
 from elasticps.optimizers import Accumulate
 from elasticps.server.fast.layout import H_ENABLED
@@ -48,6 +49,16 @@ async def chain(group: Group, names: str) -> dict[str, Gauge]:
     return gauges
 
 
+async def begin(group: Group, names: str, compiled: bool = True) -> tuple[dict[str, Gauge], Worker, View]:
+    """A chain with one worker at its head, whose frames compiled code takes, or Python; and the view."""
+    gauges = await chain(group, names)
+    for server in group.servers.values():
+        server.fast.h[H_ENABLED] = compiled
+    worker = await group.connect(names[0])
+    assert group.view is not None
+    return gauges, worker, group.view
+
+
 def test_buffers_fit_above_the_upper_mark() -> None:
     """The log, as much of it again that TLS has made for a successor which does not read, and what is kept aside."""
     assert fill_mark(LIMIT) + 3 * Memory(LIMIT).share(LIMIT) <= LIMIT
@@ -78,18 +89,14 @@ def digests(server: Server) -> list[int]:
 @pytest.mark.parametrize("who", ["a", "b", "c"])
 def test_a_push_adds_no_rows_where_anybody_in_the_chain_is_full(run: Run, who: str, compiled: bool) -> None:
     async def story(group: Group) -> None:
-        gauges = await chain(group, "abc")
-        for server in group.servers.values():
-            server.fast.h[H_ENABLED] = compiled
-        worker = await group.connect("a")
-        assert group.view is not None
-        assert await code(worker.push(group.view, "a", 1, KEYS, 1.0)) == "ok"
+        gauges, worker, view = await begin(group, "abc", compiled)
+        assert await code(worker.push(view, "a", 1, KEYS, 1.0)) == "ok"
         gauges[who].used = LIMIT
         look(group)  # b hears of c, and then a of b
         await until(lambda: who == "a" or group.servers["b"].headroom.least.nbytes < 0 or who == "b")
         await until_full(group, "a")
 
-        header, body = await asyncio.wait_for(worker.push(group.view, "a", 2, [*KEYS, *MORE], 1.0), 10)
+        header, body = await asyncio.wait_for(worker.push(view, "a", 2, [*KEYS, *MORE], 1.0), 10)
         refusal = json_body(body)
         assert header.kind == Kind.ERROR
         assert (refusal["code"], refusal["server"], refusal["table"]) == ("memory", who, "t")
@@ -97,7 +104,7 @@ def test_a_push_adds_no_rows_where_anybody_in_the_chain_is_full(run: Run, who: s
         assert f"server {who} uses" in refusal["message"]
         assert "scale" in refusal["message"]
         # It ticked as empty: the next step follows it, updates what is there, and all replicas are the same.
-        assert await code(worker.push(group.view, "a", 3, KEYS, 1.0)) == "ok"
+        assert await code(worker.push(view, "a", 3, KEYS, 1.0)) == "ok"
         tables = [server.store.tables[TABLE] for server in group.servers.values()]
         assert [table.rows for table in tables] == [len(KEYS)] * 3
         assert digests(group.servers["a"]) == digests(group.servers["b"]) == digests(group.servers["c"])
@@ -108,7 +115,7 @@ def test_a_push_adds_no_rows_where_anybody_in_the_chain_is_full(run: Run, who: s
         look(group)
         await until(lambda: group.servers["a"].headroom.least.nbytes > 0)
         look(group)
-        assert await code(worker.push(group.view, "a", 4, MORE, 1.0)) == "ok"
+        assert await code(worker.push(view, "a", 4, MORE, 1.0)) == "ok"
         assert [table.rows for table in tables] == [len(KEYS) + len(MORE)] * 3
 
     run(story)
@@ -119,14 +126,10 @@ def test_room_is_used_up_between_two_looks(run: Run, compiled: bool) -> None:
     """Nothing is read or told meanwhile: the head counts what it gives away."""
 
     async def story(group: Group) -> None:
-        gauges = await chain(group, "ab")
-        for server in group.servers.values():
-            server.fast.h[H_ENABLED] = compiled
-        worker = await group.connect("a")
-        assert group.view is not None
+        gauges, worker, view = await begin(group, "ab", compiled)
         gauges["b"].used = rows_mark(LIMIT, 2, 3) - 64 * 1024
         await until_full(group, "a", 64 * 1024)
-        answers = [worker.push(group.view, "a", n + 1, range(100 * n, 100 * n + 100), 1.0) for n in range(20)]
+        answers = [worker.push(view, "a", n + 1, range(100 * n, 100 * n + 100), 1.0) for n in range(20)]
         codes = [await code(answer) for answer in answers]
         assert codes[0] == "ok"
         assert "memory" in codes
@@ -140,16 +143,14 @@ def test_room_is_used_up_between_two_looks(run: Run, compiled: bool) -> None:
 
 def test_initial_values_are_refused_and_nothing_is_made(run: Run) -> None:
     async def story(group: Group) -> None:
-        gauges = await chain(group, "ab")
-        worker = await group.connect("a")
-        assert group.view is not None
+        gauges, worker, view = await begin(group, "ab")
         gauges["a"].used = LIMIT
         await until_full(group, "a")
-        assert await code(worker.init(group.view, "a", KEYS, 1.0)) == "memory"
+        assert await code(worker.init(view, "a", KEYS, 1.0)) == "memory"
         assert group.servers["a"].store.rows == group.servers["b"].store.rows == 0
         gauges["a"].used = 0
         look(group)
-        assert await code(worker.init(group.view, "a", KEYS, 1.0)) == "ok"
+        assert await code(worker.init(view, "a", KEYS, 1.0)) == "ok"
         assert group.servers["a"].store.rows == group.servers["b"].store.rows == len(KEYS)
 
     run(story)
@@ -157,25 +158,21 @@ def test_initial_values_are_refused_and_nothing_is_made(run: Run) -> None:
 
 def test_what_the_machine_has_left_counts_too(run: Run) -> None:
     async def story(group: Group) -> None:
-        gauges = await chain(group, "ab")
-        worker = await group.connect("a")
-        assert group.view is not None
+        gauges, worker, view = await begin(group, "ab")
         gauges["b"].available = 10 << 20
         await until_full(group, "a")
-        assert await code(worker.push(group.view, "a", 1, KEYS, 1.0)) == "memory"
+        assert await code(worker.push(view, "a", 1, KEYS, 1.0)) == "memory"
 
     run(story)
 
 
 def test_dropped_rows_are_room(run: Run) -> None:
     async def story(group: Group) -> None:
-        gauge = (await chain(group, "a"))["a"]
-        worker = await group.connect("a")
-        assert group.view is not None
+        gauges, worker, view = await begin(group, "a")
         server = group.servers["a"]
-        assert await code(worker.push(group.view, "a", 1, range(20_000), 1.0)) == "ok"
+        assert await code(worker.push(view, "a", 1, range(20_000), 1.0)) == "ok"
         table = server.store.tables[TABLE]
-        gauge.used = server.headroom.mark
+        gauges["a"].used = server.headroom.mark
         server.memory.look()
         assert server.fast.room == 0
         table.drop_range(0)
@@ -244,22 +241,18 @@ def test_whoever_follows_the_head_that_refused_says_the_same(run: Run, compiled:
     """The worker may have heard nothing of it: its head, or the connection, may have been gone before."""
 
     async def story(group: Group) -> None:
-        gauges = await chain(group, "abc")
-        for server in group.servers.values():
-            server.fast.h[H_ENABLED] = compiled
-        worker = await group.connect("a")
-        assert group.view is not None
-        assert await code(worker.push(group.view, "a", 1, KEYS, 1.0)) == "ok"
+        gauges, worker, view = await begin(group, "abc", compiled)
+        assert await code(worker.push(view, "a", 1, KEYS, 1.0)) == "ok"
         gauges["a"].used = LIMIT
         await until_full(group, "a")
-        assert await code(worker.push(group.view, "a", 2, [*KEYS, *MORE], 1.0)) == "memory"
-        assert await code(worker.push(group.view, "a", 3, KEYS, 1.0)) == "ok"
+        assert await code(worker.push(view, "a", 2, [*KEYS, *MORE], 1.0)) == "memory"
+        assert await code(worker.push(view, "a", 3, KEYS, 1.0)) == "ok"
         again = await group.connect("a", create=False)
-        assert await code(again.push(group.view, "a", 2, [*KEYS, *MORE], 1.0)) == "memory"
+        assert await code(again.push(view, "a", 2, [*KEYS, *MORE], 1.0)) == "memory"
         gauges["a"].used = 0
         look(group)
-        assert await code(again.push(group.view, "a", 2, [*KEYS, *MORE], 1.0)) == "memory", "it is not applied now"
-        assert await refused(again, group.view.epoch) == [2]
+        assert await code(again.push(view, "a", 2, [*KEYS, *MORE], 1.0)) == "memory", "it is not applied now"
+        assert await refused(again, view.epoch) == [2]
         second = await group.connect("b", create=False)
         group.stop("a")
         view = group.make_view(lambda r: ["b", "c"])
@@ -290,10 +283,8 @@ def test_a_refused_push_is_not_kept(run: Run) -> None:
         return [each for each in gc.get_objects() if type(each) in (RequestTicket, RequestError)]
 
     async def story(group: Group) -> None:
-        gauges = await chain(group, "ab")
-        worker = await group.connect("a")
-        assert group.view is not None
-        assert await code(worker.push(group.view, "a", 1, KEYS, 1.0)) == "ok"
+        gauges, worker, view = await begin(group, "ab")
+        assert await code(worker.push(view, "a", 1, KEYS, 1.0)) == "ok"
         gauges["a"].used = LIMIT
         await until_full(group, "a")
         gc.collect()
@@ -301,8 +292,8 @@ def test_a_refused_push_is_not_kept(run: Run) -> None:
         gc.disable()
         try:
             for clock in range(2, 12):
-                assert await code(worker.push(group.view, "a", clock, [*KEYS, *MORE], 1.0)) == "memory"
-            assert await code(worker.push(group.view, "a", 12, KEYS, 1.0)) == "ok"  # all replicas have the others, too
+                assert await code(worker.push(view, "a", clock, [*KEYS, *MORE], 1.0)) == "memory"
+            assert await code(worker.push(view, "a", 12, KEYS, 1.0)) == "ok"  # all replicas have the others, too
             kept = held()
         finally:
             gc.enable()
