@@ -28,7 +28,7 @@ from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.distinct import distinct_tables
 from elasticps.torch.embedding import MAX_PREFETCHED, Rows, Want, shares
 from elasticps.torch.group.client import GroupClient
-from elasticps.torch.host import room, sent
+from elasticps.torch.host import moved, room, sent
 from elasticps.torch.jagged import JaggedTensor, KeyedTensor, Lists, lists_of
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ class Collection(nn.Module):
             positions = lookup.positions[lookup.edges[features.start] : lookup.edges[features.stop]]
             if first:
                 positions -= first
-            yield rows, torch.from_numpy(positions).to(device)
+            yield rows, moved(torch.from_numpy(positions), device)
 
     def extra_repr(self) -> str:
         return f"features={self.features}"
@@ -380,7 +380,7 @@ class EmbeddingBagCollection(Collection):
         n, weights = lookup.lists.samples, self._weights(lookup)
         bags: dict[str, Tensor] = {}
         for (rows, positions), (dim, mode, _, named) in zip(groups, self._layout.groups, strict=True):
-            offsets = torch.from_numpy(self._offsets(lookup, named)).to(positions.device)
+            offsets = moved(torch.from_numpy(self._offsets(lookup, named)), positions.device)
             low, high = lookup.edges[named.start], lookup.edges[named.stop]
             pooled = functional.embedding_bag(
                 positions, rows, offsets, mode=mode, include_last_offset=True,

@@ -25,7 +25,7 @@ from elasticps.spec import Filter, Init, Normal
 from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.distinct import distinct
 from elasticps.torch.group.client import GroupClient
-from elasticps.torch.host import room, sent
+from elasticps.torch.host import moved, room, sent
 
 if TYPE_CHECKING:
     from elasticps.client import Client, SparseTable
@@ -279,7 +279,7 @@ class Rows(nn.Module):
         floats = room(len(keys) + padded, self.dim, device=ids.device)
         if padded:
             floats[len(keys) :] = 0.0
-        return _Lookup(keys, torch.from_numpy(where).view(ids.shape).to(ids.device), floats, None)
+        return _Lookup(keys, moved(torch.from_numpy(where).view(ids.shape), ids.device), floats, None)
 
     def _claim(self, ids: Tensor) -> _Lookup:
         for ahead in self._ahead:

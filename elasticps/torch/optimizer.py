@@ -21,11 +21,13 @@ from elasticps.torch.devices import DeviceGroup, models_of
 from elasticps.torch.embedding import nobody, refuse_torchs
 from elasticps.torch.expected import Exchange, Pulled, Wanted, in_one, layers_of
 from elasticps.torch.group.client import GroupClient
-from elasticps.torch.host import fetched
+from elasticps.torch.host import Fetch
+from elasticps.torch.leaving import Leaving
 from elasticps.torch.parameters import (
     Dense,
     Groups,
     Sparse,
+    Summed,
     dense_of,
     described,
     first_edited,
@@ -123,6 +125,7 @@ class Optimizer(torch.optim.Optimizer):
         self._lock = threading.RLock()
         self._open: OpenStep | None = None
         self._sent_rates: list[float] = []  # of the groups, as the open step has them
+        self._leaving = Leaving()
         self._bucket: dict[Any, Any] = {}  # by target
         self._bucket_bytes = 0
         self._held = 0
@@ -236,7 +239,8 @@ class Optimizer(torch.optim.Optimizer):
             if dense.left is not None:
                 raise ConfigError(_AGAIN.format(what=f"parameter {dense.name!r}"))
             if not self._held:
-                self._send_dense([dense])
+                self._begin_dense([dense])
+                self._depart(wait=False)
 
     def _sparse_ready(self, sparse: Sparse) -> None:
         with self._lock:
@@ -244,9 +248,10 @@ class Optimizer(torch.optim.Optimizer):
                 raise ConfigError(_AGAIN.format(what=f"table {sparse.table.name!r}"))
             # A forward pass of this batch whose backward pass is still to come may add to the same rows.
             if not self._held and not any(module.uses for module in sparse.modules):
-                self._send_sparse([sparse])
+                self._begin_sparse([sparse])
+                self._depart(wait=False)
 
-    def _send_dense(self, some: Sequence[Dense]) -> None:
+    def _begin_dense(self, some: Sequence[Dense]) -> None:
         found = list[tuple[Dense, Tensor]]()
         for dense in some:
             if not dense.parameter.requires_grad:  # frozen since: an old gradient is left
@@ -260,19 +265,24 @@ class Optimizer(torch.optim.Optimizer):
                     f"the gradient of {dense.name!r} is sparse: use elasticps.torch.Embedding or sparse=False"
                 )
             found.append((dense, gradient))
-        for (dense, gradient), values in zip(found, fetched([gradient for _, gradient in found]), strict=True):
+        for dense, gradient in found:
             dense.left = (gradient.data_ptr(), gradient._version)
-            self._send(dense.tensor, values, values.nbytes)
+            self._leaving.add(dense.tensor, Fetch(gradient))
 
-    def _send_sparse(self, some: Sequence[Sparse]) -> None:
-        found = [(sparse, taken) for sparse in some if (taken := sparse.take_all()) is not None]
-        for (sparse, (keys, _)), rows in zip(found, fetched([rows for _, (_, rows) in found]), strict=True):
-            sparse.left = True
-            self._send(sparse.table, (keys, rows), keys.nbytes + rows.nbytes)
+    def _begin_sparse(self, some: Sequence[Sparse]) -> None:
+        for sparse in some:
+            if taken := sparse.take():
+                sparse.left = True
+                self._leaving.add(sparse.table, Summed(taken))
 
-    def _send(self, target: Target, value: object, nbytes: int) -> None:
+    def _depart(self, wait: bool) -> None:
+        """Sends what has come from devices, and waits for the rest of it or not."""
+        for target, value in self._leaving.here(wait):
+            self._send(target, value)
+
+    def _send(self, target: Target, value: Any) -> None:
         self._bucket[target] = value
-        self._bucket_bytes += nbytes
+        self._bucket_bytes += sum(each.nbytes for each in value) if isinstance(value, tuple) else value.nbytes
         if self._bucket_bytes >= self._bucket_limit:
             self._send_bucket()
 
@@ -325,8 +335,9 @@ class Optimizer(torch.optim.Optimizer):
     def _forget(self) -> str:
         """Ends a step that will not be completed: drops what has not left, and ticks if something has. Says what."""
         with self._lock:
-            names = [d.name for d in self._dense if d.left is not None and d.tensor not in self._bucket]
-            names += [s.table.name for s in self._sparse if s.left and s.table not in self._bucket]
+            here = self._leaving, self._bucket
+            names = [d.name for d in self._dense if d.left is not None and not any(d.tensor in some for some in here)]
+            names += [s.table.name for s in self._sparse if s.left and not any(s.table in some for some in here)]
             if self._open is not None:
                 self.last_step = self._open.commit()
             self._clear()
@@ -334,6 +345,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _clear(self) -> None:
         self._open = None
+        self._leaving.clear()
         self._bucket, self._bucket_bytes = {}, 0
         for dense in self._dense:
             dense.left = None
@@ -399,12 +411,14 @@ class Optimizer(torch.optim.Optimizer):
                 )
             try:
                 self._rates.check(self.param_groups)
-                self._check_edits()
+                self._depart(wait=True)  # what left during the backward pass, which a GPU may still compute
+                self._begin_dense([dense for dense in self._dense if dense.left is None])
+                self._begin_sparse([sparse for sparse in self._sparse if not sparse.left])
+                self._check_edits()  # waits for all that a GPU computes
             except ConfigError:
                 self._forget()
                 raise
-            self._send_dense([dense for dense in self._dense if dense.left is None])
-            self._send_sparse([sparse for sparse in self._sparse if not sparse.left])
+            self._depart(wait=True)
             wanted = self._wanted()
             if in_one(self._ps):
                 self.last_step, self._arriving = self._exchange(wanted)

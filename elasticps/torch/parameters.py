@@ -18,7 +18,7 @@ from elasticps.spec import Optimizer as ServerOptimizer
 from elasticps.torch.compared import differ
 from elasticps.torch.embedding import Gradient, Rows, refuse_torchs
 from elasticps.torch.group.merge import merged
-from elasticps.torch.host import fetched, staged
+from elasticps.torch.host import Fetch, staged
 
 if TYPE_CHECKING:
     from elasticps.client import Client, DenseTensor, SparseTable
@@ -141,17 +141,39 @@ class Sparse:
     group: int  # index
     left: bool = False
 
+    def take(self) -> list[Gradient]:
+        """The gradients of its rows, which wait in the modules no longer, in the order of those and of their backward
+        passes."""
+        return [gradient for module in self.modules for gradient in module.take_all()]
+
     def take_all(self) -> Gradient | None:
-        """The gradients of its rows, each row once; they wait in the modules no longer. Added up in the order of the
-        modules and of their backward passes, by the CPU: a GPU would do it in any order."""
-        taken = [gradient for module in self.modules for gradient in module.take_all()]
+        """The same as one, each row once."""
+        taken = self.take()
         if len(taken) < 2:
             return taken[0] if taken else None
-        given = list(zip([keys for keys, _ in taken], fetched([rows for _, rows in taken]), strict=True))
+        keys, rows = Summed(taken).result()
+        return keys, torch.from_numpy(rows)
+
+
+class Summed:
+    """At least one gradient of a table on its way here, to be one: (keys [n], rows [n, dim]). Each row once, added up
+    in the order given, by the CPU: a GPU would do it in any order."""
+
+    def __init__(self, given: Sequence[Gradient]) -> None:
+        self._given = [(keys, Fetch(rows)) for keys, rows in given]
+
+    def done(self) -> bool:
+        return all(rows.done() for _, rows in self._given)
+
+    def result(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Waits until all are here."""
+        given = [(keys, rows.result()) for keys, rows in self._given]
+        if len(given) == 1:
+            return given[0]
         total = sum(len(keys) for keys, _ in given)
         keys, rows = np.empty(total, np.int64), np.empty((total, given[0][1].shape[1]), np.float32)
         count = merged(given, 0, 1, keys, rows)
-        return keys[:count], torch.from_numpy(rows[:count])
+        return keys[:count], rows[:count]
 
 
 def values_of(parameter: nn.Parameter) -> NDArray[np.float32]:
