@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from elasticps.torch import DeviceGroup, Embedding, EmbeddingBag, EmbeddingBagCo
 from elasticps.torch.host import Fetch, fetched, room, sent
 from elasticps.torch.streams import Lane
 from tests.torch.fake_ps import FakeClient
+from tests.torch.group.ranks import clients, together
 from tests.torch.lazy_device import LazyDevice, LazyEvent
 
 CPU = torch.device("cpu")
@@ -27,16 +29,26 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def lazy(seed: int, *, late: bool = False) -> Iterator[LazyDevice]:
-    """The CPU has side streams, which run when they like. late: a test gives it what it computes, which is late too."""
+    """The CPU has side streams, which run when they like; each thread has its own. late: a test gives it what it
+    computes, which is late too."""
+    known: dict[int, tuple[LazyDevice, Lane]] = {}
+
+    def here() -> tuple[LazyDevice, Lane]:
+        thread = threading.get_ident()
+        if thread not in known:
+            device = LazyDevice(seed)
+            device.compute.is_torchs = not late
+            known[thread] = device, Lane(CPU, device)
+        return known[thread]
+
+    def instead(name: str) -> Callable[..., Any]:
+        return lambda tensor, *args, **options: getattr(here()[0], name)(tensor, *args, **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        device = LazyDevice(seed)
-        device.compute.is_torchs = not late
-        lane = Lane(CPU, device)
-        patch.setattr(host, "lane_of", lambda _: lane)
+        patch.setattr(host, "lane_of", lambda _: here()[1])
         for name in ("copy_", "to", "record_stream"):
-            method = getattr(device, name)
-            patch.setattr(Tensor, name, lambda tensor, *a, method=method, **k: method(tensor, *a, **k))
-        yield device
+            patch.setattr(Tensor, name, instead(name))
+        yield here()[0]
 
 
 def write(device: LazyDevice, into: Tensor, value: float) -> None:
@@ -145,6 +157,23 @@ def test_training_is_bit_for_bit_the_same(seed: int, devices: int, options: Any)
     with lazy(seed) as device:
         assert weights(trained()) == weights(expected)
         assert device.copies > 30
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_ranks_of_a_group_add_up_what_has_come_from_their_devices(overlap: bool) -> None:
+    def rank(ps: Any) -> None:
+        model = Net(ps)
+        train(ps, model, Optimizer(ps, model, eps.Adam(lr=0.1), overlap=overlap), first=10 * ps.rank)
+
+    def trained() -> Any:
+        ps = FakeClient()
+        with clients(ps, 2) as ranks:
+            together(rank, ranks)
+        return ps
+
+    expected = trained()
+    with lazy(1):
+        assert weights(trained()) == weights(expected)
 
 
 @pytest.mark.parametrize("soon", [True, False])
