@@ -7,10 +7,16 @@ from contextlib import asynccontextmanager
 
 from coordinator.adoption import TABLES, TableEntry, table_of
 from coordinator.connect import open_store
-from coordinator.membership import VIEW
+from coordinator.membership import CONFIG, VIEW
 from coordinator.store import Store
 from coordinator.view import View
 from elasticps.errors import ClusterUnreachable, ConfigError, Error
+
+NOT_YET = "cluster {!r} has no view: no server has served yet"
+NO_CLUSTER = (
+    "this etcd knows of no cluster {!r}: `elasticps up` or a coordinator makes one; if it has lost its data while "
+    "servers live, `elasticps cluster adopt` takes them over"
+)
 
 
 @asynccontextmanager
@@ -31,7 +37,8 @@ async def read_view(store: Store, error: type[Error] = ClusterUnreachable) -> Vi
     """The view of the cluster whose store this is; `error` if it has none yet."""
     entry = await store.get(VIEW)
     if entry is None:
-        raise error(f"cluster {store.cluster!r} has no view: no server has served yet")
+        made = await store.get(CONFIG) is not None
+        raise error(NOT_YET.format(store.cluster) if made else NO_CLUSTER.format(store.cluster))
     return View.decode(entry.value)
 
 

@@ -29,6 +29,7 @@ from elasticps.cli.local import target
 from elasticps.cli.options import Json, Name, Url
 from elasticps.cli.output import ExitCode, out, print_json, size
 from elasticps.cli.reading import read_store
+from elasticps.coordination import NO_CLUSTER, NOT_YET
 from elasticps.errors import ClusterUnreachable, ServerError
 from elasticps.local.scaling import by_number
 from elasticps.security import credentials_of
@@ -38,11 +39,6 @@ if TYPE_CHECKING:
 
 _ASKED_AT_ONCE = 64
 _LOSSES_SHOWN = 3  # the newest
-_NOT_YET = "no view has been formed: no server has served yet"
-_NO_CLUSTER = (
-    "this etcd knows of no cluster {!r}: `elasticps up` or a coordinator makes one; if it has lost its data while "
-    "servers live, `elasticps cluster adopt` takes them over"
-)
 WARN_SHARE = 0.8  # of what a server may use for new rows: from here on `status` says so
 
 
@@ -119,7 +115,7 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
         "url": url,
         "healthy": view is not None and not loss and not any(server["error"] for server in servers),
         "epoch": view.epoch if view else 0,
-        "reason": view.reason if view else _NOT_YET if config else _NO_CLUSTER.format(cluster),
+        "reason": view.reason if view else (NOT_YET if config else NO_CLUSTER).format(cluster),
         "ranges": view.ranges if view else 0,
         "replicas": view.replicas if view else 0,
         **_short(view, loss, [server["id"] for server in servers if server["error"]]),

@@ -39,7 +39,8 @@ def lost(peer: Peer, routes: Routes, peers: Mapping[Member, Peer]) -> str:
         return ""
     return (
         f"its data are lost: it came back as incarnation {peer.empty_as} and has begun empty, and no other server "
-        f"has the rows of ranges {spans(ranges)}, of any table"
+        f"has the rows of ranges {spans(ranges)}, of any table (`elasticps restore --ranges all-lost` brings them back "
+        "from a checkpoint)"
     )
 
 

@@ -336,6 +336,7 @@ def test_so_it_is_when_it_has_come_back_at_another_address(cluster: Cluster) -> 
     )
     text = told(step.result, "its data are lost")
     assert "it came back as incarnation 2 and has begun empty" in text
+    assert "`elasticps restore --ranges all-lost` brings them back" in text
     assert "unreachable" not in text
 
 

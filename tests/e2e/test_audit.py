@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 import elasticps as eps
+from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
-from coordinator.view import ServerInfo, View
+from coordinator.view import ClusterConfig, ServerInfo, View
 from elasticps import background
 from elasticps.admin import AdminServer, start_admin
 from elasticps.admin.subject import MarkedRange
 from elasticps.audit import AuditReport, Found, Judged, audit_store, compare
+from elasticps.coordination import read_view
 from elasticps.optimizers import Accumulate
 from elasticps.server.protocol import audit as audits
 from elasticps.server.protocol.audit import MARKS_KEPT, PART_BYTES, Marks, slices
@@ -337,3 +339,15 @@ def test_a_healthy_cluster_is_clean_while_workers_push(cluster: eps.LocalCluster
         trainers.finish()
     finally:
         trainers.close()
+
+
+def test_an_etcd_that_knows_no_such_cluster_is_told_from_one_whose_servers_have_not_come_yet() -> None:
+    async def main() -> None:
+        store = MemoryStore("demo")
+        with pytest.raises(eps.ClusterUnreachable, match=r"knows of no cluster 'demo'.*`elasticps cluster adopt`"):
+            await read_view(store)
+        await create_cluster(store, ClusterConfig())
+        with pytest.raises(eps.ClusterUnreachable, match="cluster 'demo' has no view: no server has served yet"):
+            await read_view(store)
+
+    background.run(main())
