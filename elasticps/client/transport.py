@@ -135,12 +135,13 @@ class Link:
             return sock is None or (self._unsent.send(sock) and (self._tls is None or self._tls.flush()))
 
     def receive(self) -> None:
-        """Takes what the socket has, up to a limit. OSError if the peer closed or broke the connection."""
+        """Takes what the socket has, up to a limit, and all that TLS has taken from it: of that a poller knows nothing.
+        OSError if the peer closed or broke the connection."""
         assembler, sock = self._assembler, self.socket
         if assembler is None or sock is None:
             return
         calls, tls = 0, self._tls
-        while calls < RECEIVE_CALLS_PER_TURN or (tls is not None and tls.buffered):  # of which a poller knows nothing
+        while True:
             calls += 1
             buffer = assembler.buffer()
             try:
@@ -157,7 +158,7 @@ class Link:
                 raise ConnectionResetError(f"server {self.server.name} closed the connection")
             self.received += n
             assembler.received(n)
-            if n < len(buffer):
+            if (n < len(buffer) or calls >= RECEIVE_CALLS_PER_TURN) and not (tls is not None and tls.buffered):
                 return
 
     def _target(self, header: Header) -> Sequence[memoryview] | None:
