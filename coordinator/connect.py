@@ -15,6 +15,8 @@ from coordinator.url import parse
 T = TypeVar("T")
 _AGAIN_S = 0.1
 
+_HUNG_UP = "Socket closed"  # what gRPC calls a peer that has taken the connection and ended it
+
 
 async def open_store(url: str, timeout_s: float = 10.0, *, call_timeout_s: float = 5.0) -> Store:
     """Connects to the etcd that `url` names and makes sure that it answers.
@@ -22,9 +24,15 @@ async def open_store(url: str, timeout_s: float = 10.0, *, call_timeout_s: float
     Raises ValueError for an unusable URL or TLS file, StoreUnavailable within `timeout_s` seconds with the endpoints
     tried and what each said. `call_timeout_s` bounds each later call.
     """
-    store = EtcdStore(parse(url), timeout_s=call_timeout_s)
+    where = parse(url)
+    store = EtcdStore(where, timeout_s=call_timeout_s)
     try:
         await store.ping(timeout_s)
+    except StoreUnavailable as error:
+        await store.close()
+        if where.tls is None and _HUNG_UP in str(error):
+            raise StoreUnavailable(f"{error}. If it wants TLS, name files in the URL: ?ca=…&cert=…&key=…") from error
+        raise
     except BaseException:
         await store.close()
         raise

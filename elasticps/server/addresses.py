@@ -46,7 +46,7 @@ def found_under(host: str, advertise: str, endpoints: Sequence[str]) -> str:
     for endpoint in endpoints:
         name, _, port = endpoint.rpartition(":")
         with suppress(OSError):
-            found = _local_address(name.strip("[]"), int(port))
+            found, _ = _way(name.strip("[]"), int(port))
             if not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
                 return found
     raise ConfigError(
@@ -62,6 +62,19 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
+def hidden(host: str, endpoints: Sequence[str]) -> bool:
+    """Whether a server that is found under `host` is found by this machine alone, and etcd, so others too, on another."""
+    if not is_loopback(host):
+        return False
+    for endpoint in endpoints:
+        name, _, port = endpoint.rpartition(":")
+        with suppress(OSError):
+            ours, theirs = _way(name.strip("[]"), int(port))
+            if ours != theirs:
+                return True
+    return False
+
+
 def joined(host: str, port: int) -> str:
     """As "host:port", brackets around IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -73,9 +86,9 @@ def _is_any(host: str) -> bool:
     return not host
 
 
-def _local_address(host: str, port: int) -> str:
-    """Ours on the way to `host`; a datagram socket's connect sends nothing."""
+def _way(host: str, port: int) -> tuple[str, str]:
+    """Our address on the way to `host`, and its own; a datagram socket's connect sends nothing."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
-        return str(probe.getsockname()[0])
+        return str(probe.getsockname()[0]), str(probe.getpeername()[0])

@@ -28,7 +28,7 @@ from elasticps.memory import find_limit, make_reader, rows_mark
 from elasticps.security import credentials_of
 from elasticps.security.gate import Gate
 from elasticps.security.identity import Role
-from elasticps.server.addresses import found_under, is_loopback, joined, listen
+from elasticps.server.addresses import found_under, hidden, is_loopback, joined, listen
 from elasticps.server.fast import receive as fast_path
 from elasticps.server.fast import sockets
 from elasticps.server.lives import Build, Identity, Surroundings, live, plain, resolve
@@ -94,6 +94,8 @@ async def serve(
         )
     endpoints = parse(url).endpoints
     host_found = found_under(host, advertise, endpoints)
+    if hidden(host_found, endpoints):
+        log.warning("only this machine can reach the server, and etcd is on another one; --host names its address here")
     for plugin in plugins:
         load_plugin(plugin)
     _warm_elsewhere()
@@ -210,6 +212,12 @@ def load_plugin(name: str) -> None:
 
     The folder that the server was started in is looked through last: an installed command has it not on its path, as
     `python -m elasticps` has."""
+    if os.sep in name or name.endswith(".py"):
+        module = os.path.basename(name).removesuffix(".py")
+        raise ConfigError(
+            f"plug-in {name!r} is a path; name it as `import` would, {module!r}, and start the server in its folder or "
+            "put that on PYTHONPATH"
+        )
     try:
         here = os.getcwd()
         if not sys.flags.safe_path and here not in sys.path:

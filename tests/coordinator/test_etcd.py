@@ -256,8 +256,8 @@ async def test_tls_with_certificates_on_both_sides(new_etcd: NewEtcd, certificat
     assert entry is not None
     assert entry.value == b"1"
     await store.close()
-    for tls in (None, TlsFiles(ca=certificates.ca)):
-        with pytest.raises(StoreUnavailable, match=etcd.endpoint):
+    for tls, says in ((None, "If it wants TLS, name files in the URL"), (TlsFiles(ca=certificates.ca), etcd.endpoint)):
+        with pytest.raises(StoreUnavailable, match=says):
             await open_store(str(replace(url, tls=tls)), 1.0)
 
 

@@ -18,17 +18,25 @@ def test_a_server_is_found_where_it_listens_or_where_it_says() -> None:
 def test_every_address_is_no_address(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"etcd0": "127.0.0.1", "etcd1": "192.0.2.7"}
 
-    def local_address(name: str, port: int) -> str:
+    def way(name: str, port: int) -> tuple[str, str]:
         if name not in ways:
             raise OSError("no route")
-        return ways[name]
+        return ways[name], "192.0.2.9"
 
-    monkeypatch.setattr(addresses, "_local_address", local_address)
+    monkeypatch.setattr(addresses, "_way", way)
     assert addresses.found_under(host, "", ["gone:2379", "etcd0:2379", "etcd1:2379"]) == "192.0.2.7"
     with pytest.raises(ConfigError, match="--advertise ADDRESS"):
         addresses.found_under(host, "", ["gone:2379", "etcd0:2379"])
     with pytest.raises(ConfigError, match="no address that others can connect to"):
         addresses.found_under(host, host or "0.0.0.0", ["etcd1:2379"])
+
+
+def test_a_server_that_only_this_machine_can_reach_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {"here": ("192.0.2.7", "192.0.2.7"), "there": ("192.0.2.7", "192.0.2.8")}
+    monkeypatch.setattr(addresses, "_way", lambda name, port: ways[name])
+    assert addresses.hidden("127.0.0.1", ["here:2379", "there:2379"])
+    assert not addresses.hidden("127.0.0.1", ["here:2379"])
+    assert not addresses.hidden("192.0.2.7", ["there:2379"])
 
 
 def test_the_way_to_an_etcd_here_is_loopback() -> None:

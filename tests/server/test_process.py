@@ -100,6 +100,12 @@ def test_a_plugin_that_fails_is_one_line(text: str, says: str, tmp_path: Path, m
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["../my_plugin.py", "my_plugin.py", "folder/my_plugin"])
+def test_a_plugin_that_is_a_path_is_told_its_name(name: str) -> None:
+    with pytest.raises(ConfigError, match="is a path; name it as `import` would, 'my_plugin'"):
+        load_plugin(name)
+
+
 def test_a_plugin_is_found_where_the_server_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_plugin_here.py").write_text("found = True\n")
     monkeypatch.chdir(tmp_path)
