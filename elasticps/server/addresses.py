@@ -63,7 +63,7 @@ def is_loopback(host: str) -> bool:
 
 
 def hidden(host: str, endpoints: Sequence[str]) -> bool:
-    """Whether a server that is found under `host` is found by this machine alone, and etcd, so others too, on another."""
+    """Whether only this machine can reach a server that is found under `host`, although etcd is on another one."""
     if not is_loopback(host):
         return False
     for endpoint in endpoints:
