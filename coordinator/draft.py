@@ -128,7 +128,8 @@ class Draft:
 
         level: range -> fill id that its tail reported level. cut: members that cannot reach each other: where they
         are neighbours the second one leaves, and its place in the chain's order is lost. silent: those of `gone` that
-        may live. Where they, or those cut off, leave a single replica, the last of them keeps its copy.
+        may live. Where they, or those cut off, leave a single replica, also one that was level only, the last of them
+        keeps its copy.
         """
         old_chains, old_joining = self.chains, np.where(self.away, np.int32(-1), self.joining)
         gone_at, ended_at = self.flags(gone), self.flags(set(gone) - set(silent))
@@ -142,9 +143,10 @@ class Draft:
         parted = self._part(out, ~stuck, self.pairs(cut), level_now) if cut else np.zeros(len(out), np.bool_)
         out[stuck] = False
         promoted = out.any(axis=1) & ready
+        keeping = out & ~ended_at[old_chains] & ~(promoted & self.complete)[:, None]
         self._compact(out)
-        kept = self._keep(out & ~ended_at[old_chains] & ~promoted[:, None], old_chains)
         self._append(promoted)
+        kept = self._keep(keeping, old_chains, promoted)
         moved = (self.chains != old_chains).any(axis=1) & ~self.away
         return Loss(
             self._removed(old_chains, old_joining),
@@ -347,14 +349,14 @@ class Draft:
         self.joining[rows] = -1
         self.kept[rows] = Kept.NOT
 
-    def _keep(self, out: Flags, before: NDArray[np.int32]) -> int:
-        """Where one replica is left of the chains `before`, the last of those marked in `out` keeps its copy; returns
-        in how many ranges."""
+    def _keep(self, out: Flags, before: NDArray[np.int32], promoted: Flags) -> int:
+        """Where one replica is left of the chains `before`, or one is there that joined them, the last of those marked
+        in `out` keeps its copy; returns in how many ranges."""
         at = np.flatnonzero(out.any(axis=1) & (self.lengths == 1))
         stood = out.shape[1] - 1 - np.argmax(out[at, ::-1], axis=1)
         left = np.argmax(before[at] == self.chains[at, :1], axis=1)
         self.joining[at] = before[at, stood]
-        self.kept[at] = np.where(stood > left, Kept.BEHIND, Kept.BEFORE)
+        self.kept[at] = np.where((stood > left) & ~promoted[at], Kept.BEHIND, Kept.BEFORE)
         return len(at)
 
     def _removed(self, chains: NDArray[np.int32], joining: NDArray[np.int32]) -> tuple[Member, ...]:

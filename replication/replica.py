@@ -149,7 +149,9 @@ class Replica(Admission):
             self._reported.pop(r, None)
         last = changed & where.tail
         self._retain(view, changed, last)
-        self.acked[last & ~complete] = self.seq[last & ~complete]
+        joined = promoted & (view.kept == Kept.BEFORE)  # whoever is kept stood before us, and has all that we have
+        sure = last & (joined | ~complete)
+        self.acked[sure] = self.seq[sure]
         self.waiting |= last & complete
         self._joined[last & complete] = self.acked[last & complete]
         headed = view.headed_by(view.index(self.me))

@@ -207,7 +207,8 @@ class Scene:
                     if app.name in self.sums:
                         table = sums_table(ps, "sums", self.story.short)
                         rows = table.pull(np.arange(KEYS))
-                        server = next(s.now for s in self.cluster.servers.values() if s.now is not None)
+                        lives = (server.now for server in self.cluster.servers.values())
+                        server = next(s for s in lives if s is not None and table.id in s.store.tables)
                         ranges = server.store.tables[table.id].ranges_of(np.arange(KEYS))
                         self.sums[app.name].check_end(rows, ranges)
                     elif app.name in self.handed:

@@ -306,6 +306,24 @@ def test_who_kept_its_copy_stands_in_for_the_one_that_was_left_and_dies() -> Non
     assert np.array_equal(waits.kept[alone], LEFT.kept[alone])
 
 
+def test_who_falls_silent_keeps_its_copy_where_a_level_one_takes_its_place() -> None:
+    """That one was dead already, and the only other copy was thrown away."""
+    single = written(FIRST, *FIRST.servers, health=lost(server("b")))
+    filled = written(single, *(s for s in single.servers if s.name != "b"))
+    r = next(r for r in range(filled.ranges) if names(filled, r) == (server("a").member,) and filled.joining[r] >= 0)
+    other = joiner(filled, r)
+    assert other is not None
+    silent = Health(
+        gone={server("a").member: "silent"}, silent=frozenset({server("a").member}), level={r: int(filled.since[r])}
+    )
+    view = written(filled, *filled.servers, health=silent)
+    assert names(view, r) == (other,)
+    assert (joiner(view, r), view.kept[r]) == (server("a").member, Kept.BEFORE)
+    assert names(written(view, *view.servers, health=Health({other: "killed"})), r) == (server("a").member,)
+    ended = written(filled, *filled.servers, health=replace(silent, silent=frozenset()))
+    assert (names(ended, r), ended.kept[r]) == ((other,), Kept.NOT), "who is dead keeps nothing"
+
+
 def test_who_is_heard_again_goes_on_where_it_stood_behind_and_is_asked_back_where_it_stood_before() -> None:
     health = Health(alone=ALONE)
     view = written(LEFT, *LEFT.servers, health=health)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.draft import Draft
-from replication.chain import Chains, Kept, Member
-from replication.effects import Erase, Reply, SnapshotRange, Status
+from replication.chain import Chains, Kept, Member, unsafe_transition
+from replication.effects import CaughtUp, Erase, Reply, SnapshotRange, Status
 from tests.replication.cluster import Cluster, P
 
 
-def without(view: Chains, silent: Member) -> Chains:
+def without(view: Chains, silent: Member, level: Mapping[int, int] | None = None) -> Chains:
     draft = Draft(view)
-    draft.lose({silent}, {}, silent={silent})
+    draft.lose({silent}, level or {}, silent={silent})
     return draft.build(view.members)
 
 
@@ -43,6 +44,21 @@ def two() -> tuple[Cluster, Member, Member]:
     c = Cluster(servers=2, alike=True)
     head, tail = c.view.members_of(0)
     return c, head, tail
+
+
+def joined() -> tuple[Cluster, Member, Member, dict[int, int]]:
+    """All ranges have one replica, and another one that is level: as was reported."""
+    c, head, other = two()
+    c.adopt(taken(c.view, other))
+    draft = Draft(c.view)
+    for r in range(P):
+        draft.fill(r, draft.members.index(other))
+    c.adopt(draft.build(c.view.members))
+    c.settle()
+    for fill in [e for _, e in c.effects if isinstance(e, SnapshotRange)]:
+        c.take(head, c.replicas[head].piece(fill.range, fill.serial, 1 << 62, True, cast(Any, None)))
+    c.settle()
+    return c, head, other, {e.range: e.fill for _, e in c.effects if isinstance(e, CaughtUp)}
 
 
 def test_who_is_left_acknowledges_nothing_and_shows_nothing_until_it_is_confirmed() -> None:
@@ -124,13 +140,19 @@ def by_range(applied: tuple[int, int, int]) -> int:
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
 @settings(deadline=None)
-@given(before=ACTIONS, apart=ACTIONS, together=ACTIONS, behind=st.booleans())
+@given(before=ACTIONS, apart=ACTIONS, together=ACTIONS, where=st.sampled_from(["behind", "before", "joined"]))
 def test_what_is_acknowledged_is_in_every_copy_that_goes_on(
-    outcome: str, before: Sequence[str], apart: Sequence[str], together: Sequence[str], behind: bool
+    outcome: str, before: Sequence[str], apart: Sequence[str], together: Sequence[str], where: str
 ) -> None:
-    """apart: only the one that is left knows the view; together: both do. Links work all the time: who is silent
-    towards the leader may be well."""
-    c, head, tail = two()
+    """apart: only the one that is left knows the view; together: both do. where: the silent one stood, or the other one
+    had only joined. Links work all the time: who is silent towards the leader may be well."""
+    level: dict[int, int] = {}
+    if where == "joined":
+        c, head, tail, level = joined()
+        assert sorted(level) == list(range(P))
+    else:
+        c, head, tail = two()
+    behind = where == "behind"
     silent, left = (tail, head) if behind else (head, tail)
     clocks = dict.fromkeys(c.members, 0)
 
@@ -148,7 +170,10 @@ def test_what_is_acknowledged_is_in_every_copy_that_goes_on(
                 clocks[member] += not refused
 
     act(before)
-    c.adopt(without(c.view, silent), left)
+    before_it = c.view
+    c.adopt(without(c.view, silent, level), left)
+    assert unsafe_transition(before_it, c.view, level) == ""
+    assert c.view.kept.tolist() == [Kept.BEHIND if behind else Kept.BEFORE] * P
     act(apart)
     c.adopt(c.view, silent)
     act(together)

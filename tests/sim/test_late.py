@@ -180,3 +180,35 @@ def test_those_stories_find_what_is_planted(
     STORIES[story](monkeypatch)
     with pytest.raises(AssertionError):
         story(cluster)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_who_falls_silent_as_one_that_is_level_takes_its_place_keeps_its_copy(cluster: Cluster, dies: bool) -> None:
+    """That one was dead, or dies before it has acknowledged anything alone: the only other copy was thrown away."""
+    pushing = Pushing(cluster)
+    wait_for(cluster, cluster.whole)
+    cluster.kill(cluster.servers["s1"].process, power=True)
+    cluster.start_server("s1")
+    only = cluster.servers["s0"].now
+    assert only is not None
+    wait_for(cluster, lambda: (v := cluster.view) is not None and bool((v.joining >= 0).any()))
+    cluster.store.up = False  # the leader can write no view
+    wait_for(cluster, lambda: len(only.replica.shared().reported) > 0)
+    cluster.clock.run(cluster.clock.now + 0.1)  # it hears what is level
+    cluster.servers["s0"].process.stall()
+    cluster.clock.run(cluster.clock.now + 1.0)
+    cluster.store.up = True
+    wait_for(cluster, lambda: (v := cluster.view) is not None and v.index("s1") in v.heads.tolist())
+    if dies:
+        cluster.kill(cluster.servers["s1"].process, power=True)
+    else:
+        wait_for(cluster, lambda: kept(cluster) == {Kept.LATE})
+        pushing.go_on()
+    cluster.servers["s0"].process.thaw()
+    if dies:
+        wait_for(cluster, lambda: (v := cluster.view) is not None and set(v.heads.tolist()) == {v.index("s0")})
+        pushing.go_on()
+    else:
+        rest_on(cluster, "s0", "s1")
+    assert cluster.servers["s0"].now is only
+    pushing.end()
