@@ -204,8 +204,8 @@ def unsafe_transition(
             return f"range {r}: {joined_after} is joining and full"
         if kept_after == Kept.ANEW and (before or after or joined_after is None or not new.anew[r]):
             return f"range {r}: {joined_after} is to bring back what is not lost"
-        joined = () if joined_before is None or kept_before in COMPLETE else (joined_before,)
-        if kept_after in COMPLETE and (fault := _unkept((*before, *joined), after, joined_after, kept_after)):
+        level_one = None if kept_before in COMPLETE else joined_before
+        if kept_after in COMPLETE and (fault := _unkept(before, level_one, after, joined_after, kept_after)):
             return f"range {r}: {fault}"
         if kept_after in _FROM and (
             kept_before not in _FROM[kept_after] or (before, joined_before) != (after, joined_after)
@@ -232,11 +232,14 @@ def unsafe_transition(
     return ""
 
 
-def _unkept(before: tuple[Member, ...], after: tuple[Member, ...], joiner: Member | None, kept: int) -> str:
-    """Why the joiner cannot be kept as it is; "" if it can. before: with the one that was being filled."""
-    if joiner not in before or len(after) != 1 or after[0] not in before:
-        return f"{joiner} is kept behind {_names(after)}, but it was not one of two or more full replicas"
-    stood = Kept.BEHIND if before.index(joiner) > before.index(after[0]) else Kept.BEFORE
+def _unkept(
+    before: tuple[Member, ...], filled: Member | None, after: tuple[Member, ...], joiner: Member | None, kept: int
+) -> str:
+    """Why the joiner cannot be kept as it is; "" if it can. filled: who stood behind all of `before`."""
+    if joiner not in before or len(after) != 1 or after[0] not in (*before, filled):
+        return f"{joiner} is kept behind {_names(after)}, but it was not one of two or more replicas, and full"
+    ahead = after[0] not in before or before.index(joiner) < before.index(after[0])
+    stood = Kept.BEFORE if ahead else Kept.BEHIND
     return "" if kept == stood else f"{joiner} is kept as if it had stood elsewhere in {_names(before)}"
 
 
