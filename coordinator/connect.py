@@ -28,13 +28,10 @@ async def open_store(url: str, timeout_s: float = 10.0, *, call_timeout_s: float
     store = EtcdStore(where, timeout_s=call_timeout_s)
     try:
         await store.ping(timeout_s)
-    except StoreUnavailable as error:
+    except BaseException as error:
         await store.close()
-        if where.tls is None and _HUNG_UP in str(error):
+        if isinstance(error, StoreUnavailable) and where.tls is None and _HUNG_UP in str(error):
             raise StoreUnavailable(f"{error}. If it wants TLS, name files in the URL: ?ca=…&cert=…&key=…") from error
-        raise
-    except BaseException:
-        await store.close()
         raise
     return store
 

@@ -67,6 +67,15 @@ def told(future: asyncio.Future[None]) -> Over:
     return over
 
 
+async def proof(proved: asyncio.Future[None], dialled: asyncio.Transport) -> None:
+    """Waits for the handshake of a connection that was dialled; who waits no longer gives it up."""
+    try:
+        await proved
+    except asyncio.CancelledError:
+        dialled.abort()
+        raise
+
+
 class Gate:
     """Who came to a process and has not proved yet who he is. Without credentials nobody has to."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from elasticps.errors import ConfigError
@@ -43,12 +43,9 @@ def found_under(host: str, advertise: str, endpoints: Sequence[str]) -> str:
         return advertise
     if not _is_any(host):
         return host
-    for endpoint in endpoints:
-        name, _, port = endpoint.rpartition(":")
-        with suppress(OSError):
-            found, _ = _way(name.strip("[]"), int(port))
-            if not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
-                return found
+    for found, _ in _ways(endpoints):
+        if not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+            return found
     raise ConfigError(
         f"--host {host} listens on every address, and the way to etcd at {', '.join(endpoints)} does not tell which of "
         "them others can reach: give it as --advertise ADDRESS"
@@ -64,15 +61,7 @@ def is_loopback(host: str) -> bool:
 
 def hidden(host: str, endpoints: Sequence[str]) -> bool:
     """Whether only this machine can reach a server that is found under `host`, although etcd is on another one."""
-    if not is_loopback(host):
-        return False
-    for endpoint in endpoints:
-        name, _, port = endpoint.rpartition(":")
-        with suppress(OSError):
-            ours, theirs = _way(name.strip("[]"), int(port))
-            if ours != theirs:
-                return True
-    return False
+    return is_loopback(host) and any(ours != theirs for ours, theirs in _ways(endpoints))
 
 
 def joined(host: str, port: int) -> str:
@@ -84,6 +73,14 @@ def _is_any(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_unspecified
     return not host
+
+
+def _ways(endpoints: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """`_way` to each endpoint to which there is one."""
+    for endpoint in endpoints:
+        name, _, port = endpoint.rpartition(":")
+        with suppress(OSError):
+            yield _way(name.strip("[]"), int(port))
 
 
 def _way(host: str, port: int) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticps.security import records
 from elasticps.security.channel import Expect
-from elasticps.security.gate import Gate, Handshake, Over, anybody, told
+from elasticps.security.gate import Gate, Handshake, Over, anybody, proof, told
 from elasticps.security.session import Session
 from elasticps.server.pump import Listener, connected
 from elasticps.server.socket_transport import SocketTransport, described
@@ -56,11 +56,7 @@ class SecureStreams:
             raise
         dialled = SecureTransport(self.loop, connection, sock, session, told(proved))
         dialled.shake()
-        try:
-            await proved
-        except asyncio.CancelledError:
-            dialled.abort()
-            raise
+        await proof(proved, dialled)
 
     def close(self) -> None:
         """There is nothing to close but the connections."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from elasticps.security.channel import Channel, Expect
-from elasticps.security.gate import Gate, anybody, told
+from elasticps.security.gate import Gate, anybody, proof, told
 from elasticps.security.transport import TlsTransport
 from elasticps.server.pump import Pump
 from elasticps.server.secure import SecureStreams
@@ -103,11 +103,7 @@ class TlsStreams:
         channel = Channel(self._credentials, expect, server=False)
         dialled = TlsTransport(connection, channel, told(proved))
         await self._loop.create_connection(lambda: dialled, host, port)
-        try:
-            await proved
-        except asyncio.CancelledError:
-            dialled.abort()
-            raise
+        await proof(proved, dialled)
 
     def close(self) -> None:
         """There is nothing to close."""
