@@ -196,6 +196,7 @@ class _Demo:
             for name, job in jobs.items():
                 self._start(children, name, job)
             self._wait_ready(children, {*self._workers, "evaluator"})
+        self._evaluator_away = False
         began = time.time()
         self._note("training begins", at=began)
         result = Run(loss={name: [] for name in self._workers})
@@ -222,6 +223,7 @@ class _Demo:
                     if self._is_due(sum(samples.values()) / total):
                         self._act(self._due.popleft()[1], children, jobs, screen, result, began)
                 elif event.kind == "ready" and event.source == "evaluator":  # it is back, too
+                    self._evaluator_away = False
                     for _ in asked:
                         children.say("evaluator", "evaluate")
                 elif event.kind == "ready":  # a worker is back
@@ -234,7 +236,8 @@ class _Demo:
                     while asked_last < min(finished.values()):
                         asked_last += 1
                         asked.append((asked_last, event.t))
-                        children.say("evaluator", "evaluate")
+                        if not self._evaluator_away:  # else it is asked when it is back, and not twice
+                            children.say("evaluator", "evaluate")
                 elif event.kind == "evaluated":
                     epoch, at = asked.pop(0)
                     self._verdict(
@@ -317,6 +320,7 @@ class _Demo:
         left = time.time()
         self._tell("kill -9 of everything", "membership", screen)
         self._following.close()  # or it tells what it misses
+        self._evaluator_away = True
         for name in jobs:
             children.kill(name)
         kill_everything(self._cluster)
