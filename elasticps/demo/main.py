@@ -20,6 +20,7 @@ from elasticps.audit import audit
 from elasticps.dashboard.needs import PORT
 from elasticps.dashboard.serve import begin_beside
 from elasticps.demo import data
+from elasticps.demo.evaluations import Evaluations
 from elasticps.demo.loss import Checkpoints, kill_everything
 from elasticps.demo.processes import Children, Event
 from elasticps.demo.report import AGREE, AuditAnswer, Evaluation, Kill, Moment, Report, Run, longest_pause
@@ -123,6 +124,7 @@ class _Demo:
         self._ranges: list[tuple[float, dict[str, int]]] = []  # time of day
         self._audit = AuditAnswer()
         self._workers = [f"w{i}" for i in range(workers)]
+        self._evaluations = Evaluations(self._workers)
         self._timeline: list[tuple[float, str, str]] = []  # times of day
 
     def run(self) -> Report:
@@ -196,18 +198,14 @@ class _Demo:
             for name, job in jobs.items():
                 self._start(children, name, job)
             self._wait_ready(children, {*self._workers, "evaluator"})
-        self._evaluator_away = False
         began = time.time()
         self._note("training begins", at=began)
         result = Run(loss={name: [] for name in self._workers})
-        finished = dict.fromkeys(self._workers, 0)  # epochs
         samples = dict.fromkeys(self._workers, 0)
         total = sum(self._samples(i, len(self._workers)) for i in range(len(self._workers)))
         self._due.extend([(0.2, "kill")] if self._kill is not None else [])
         self._due.extend([(0.3, "grow"), (0.45, "worker"), (0.5, "shrink")] if self._elastic else [])
         self._due.extend([(0.7, "save"), (0.75, "lose")] if self._checkpoints is not None else [])
-        asked_last = 0
-        asked: list[tuple[int, float]] = []  # evaluations under way: epoch, and when its last worker finished it
         with Screen(self._console) as screen:
             for i, name in enumerate(self._workers):
                 screen.add(name, self._samples(i, len(self._workers)))
@@ -223,23 +221,17 @@ class _Demo:
                     if self._is_due(sum(samples.values()) / total):
                         self._act(self._due.popleft()[1], children, jobs, screen, result, began)
                 elif event.kind == "ready" and event.source == "evaluator":  # it is back, too
-                    self._evaluator_away = False
-                    for _ in asked:
-                        children.say("evaluator", "evaluate")
+                    self._evaluate(children, self._evaluations.back())
                 elif event.kind == "ready":  # a worker is back
                     self._tell(
                         f"{event.source} goes on at its step {event.values['steps'] + 1:,}", "membership", screen
                     )
                     children.say(event.source, "go")
                 elif event.kind == "epoch":
-                    finished[event.source] = max(finished[event.source], event.values["epoch"])
-                    while asked_last < min(finished.values()):
-                        asked_last += 1
-                        asked.append((asked_last, event.t))
-                        if not self._evaluator_away:  # else it is asked when it is back, and not twice
-                            children.say("evaluator", "evaluate")
+                    due = self._evaluations.finished(event.source, event.values["epoch"], event.t)
+                    self._evaluate(children, due)
                 elif event.kind == "evaluated":
-                    epoch, at = asked.pop(0)
+                    epoch, at = self._evaluations.answered()
                     self._verdict(
                         screen, result, Evaluation(epoch, at - began, event.values["auc"], event.values["loss"])
                     )
@@ -320,7 +312,7 @@ class _Demo:
         left = time.time()
         self._tell("kill -9 of everything", "membership", screen)
         self._following.close()  # or it tells what it misses
-        self._evaluator_away = True
+        self._evaluations.goes()
         for name in jobs:
             children.kill(name)
         kill_everything(self._cluster)
@@ -390,6 +382,11 @@ class _Demo:
             if "as it was asked to" not in text:
                 self._note(text, kind="membership")
             screen.say(f"[yellow]{text}[/]")
+
+    @staticmethod
+    def _evaluate(children: Children, times: int) -> None:
+        for _ in range(times):
+            children.say("evaluator", "evaluate")
 
     @staticmethod
     def _progress(screen: Screen, result: Run, event: Event, began: float) -> None:
