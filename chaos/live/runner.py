@@ -279,7 +279,8 @@ class Run:
         assert self.nemesis is not None
         assert self.load is not None
         outcome, started = self.outcome, time.monotonic()
-        while self.nemesis.busy and time.monotonic() - started < START_S:
+        patience_s = max(START_S, self._plan.promises.settle_s)  # who drains copies all that it has, and starts again
+        while self.nemesis.busy and time.monotonic() - started < patience_s:
             self._tell(self.nemesis.step(self.now))
             self._look_after(stage)
         outcome.broken += [f"did not end: {fault}" for fault in self.nemesis.faults if fault.state == "running"]

@@ -21,6 +21,7 @@ RESTART_S = 0.4  # a supervisor starts what has died again after about so long
 LOOK_S = 0.1  # until a server may be hit
 PATIENCE_S = 3.0
 HEIR_S = 1.4  # before a server is suspected that nobody but workers and leaders hears
+SUSPECTED_S = 1.0  # a server that is silent for so long is suspected
 AT_ONCE_S = 0.05  # so soon after one is suspected the other dies
 CROWD = 60  # more than a server whose limits are small allows
 
@@ -73,6 +74,7 @@ class Faults:
             "server joins": self._server_joins,
             "server drains": self._server_drains,
             "level joiner cut off": self._level_joiner_cut_off,
+            "level joiner takes over": self._level_joiner_takes_over,
             "server cut off": self._server_cut_off,
             "server and worker die": self._server_and_worker_die,
             "servers drain": self._servers_drain,
@@ -330,6 +332,47 @@ class Faults:
                     self._kill_leader(name)
 
         self.cluster.lasting.on_level = cut
+
+    def _level_joiner_takes_over(self, fault: Fault) -> None:
+        """No view can be written as the next joiner is level, and its tail falls silent. So it takes that one's place,
+        and mostly dies at once: the silent one's copy is the only other."""
+        cluster = self.cluster
+
+        def level(tail: Member, level: CaughtUp) -> None:
+            cluster.lasting.on_level = lambda tail, level: None
+            if self.over or self._hit or not s_alive(cluster, tail.name):
+                return
+            self._hit[tail.name] = None
+            self._store_away(replace(fault, for_s=LOOK_S + SUSPECTED_S))
+            cluster.clock.after(LOOK_S, silent, tail.name, level)  # the leader has heard of it
+
+        def silent(name: str, level: CaughtUp) -> None:
+            self._healed(name)
+            if self.over or not s_alive(cluster, name):
+                return
+            process, joiner = cluster.servers[name].process, level.joiner.name
+            self._note(f"{name} stalls until another has its place")
+            process.stall()
+
+            def taken(view: View) -> None:
+                chain = [view.servers[i].name for i in view.chains[level.range] if i >= 0]
+                if name not in chain and joiner in chain:
+                    cluster.on_view = lambda view: None
+                    if level.range in cluster.uncopied(without=joiner):
+                        text = f"{joiner} alone has range {level.range} as it takes over from {name}"
+                        cluster.broken(Violation("a suspicion and a death", text))
+                    cluster.clock.after(self._random.uniform(0, AT_ONCE_S), die, joiner)
+
+            cluster.on_view = taken
+            self._later(2 * SUSPECTED_S + fault.for_s, process.thaw)
+
+        def die(joiner: str) -> None:
+            spared = self.over or fault.pick < 0.2 or not s_alive(cluster, joiner)
+            if not spared and not cluster.uncopied(without=joiner):
+                self._hit[joiner] = None
+                self._die(joiner)
+
+        cluster.lasting.on_level = level
 
     def _crowd(self, fault: Fault) -> None:
         """More connect to a server than it allows, and say nothing."""

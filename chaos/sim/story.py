@@ -12,7 +12,7 @@ from coordinator.membership import LEASE_S
 FLAVOURS = (
     "calm", "kills", "stalls", "partitions", "resets", "readers", "store", "moves", "crowds", "mixed",
     "limps", "tangles", "terms", "ghosts", "flaps", "alone", "drains", "tight", "suspicions", "levels",
-    "outcasts", "heirs", "exodus",
+    "outcasts", "heirs", "exodus", "takers",
 )  # fmt: skip
 ASKED_FOR = ("frozen",)  # told only when asked for: workers that stand still for longer than their leases
 TRAININGS = ("free", "bounded", "rounds", "shards", "shards in rounds")
@@ -70,6 +70,7 @@ _USUAL: dict[str, tuple[str, ...]] = {
     "drains": ("server drains", "server drains", "server drains", "server joins", "worker restarts"),
     "tight": ("server joins", "server drains", "reset", "worker restarts"),
     "levels": ("level joiner cut off", "level joiner cut off", "server joins", "server drains", "server dies"),
+    "takers": ("level joiner takes over", "level joiner takes over", "server dies", "server dies", "server joins"),
     "heirs": ("server and worker die",),
     "exodus": ("servers drain", "servers drain", "server joins"),
     "outcasts": ("server cut off", "server cut off", "server cut off", "leader stalls", "worker restarts"),
@@ -88,7 +89,7 @@ _LONG_S = {
     "frozen": (LEASE_S + 0.5, LEASE_S + 2),
 }  # fmt: skip
 """How long they last; of others of any length between an instant and more than a lease."""
-_LASTS_S = {"limps": 1.7, "heirs": 1.7, "terms": 1.0, "frozen": LEASE_S + 2}
+_LASTS_S = {"limps": 1.7, "heirs": 1.7, "takers": 2.5, "terms": 1.0, "frozen": LEASE_S + 2}
 """So long before the end of training no more begins: it would not come to its end."""
 
 

@@ -72,6 +72,7 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     kept.confirm_whom_nobody_has_heard: ("suspicions", "free", 1),
     kept.forget_kept_copies_at_an_election: ("suspicions", "free", 0),
     kept.keep_no_copy: ("suspicions", "free", 0),
+    kept.keep_no_copy_behind_one_that_takes_over: ("takers", "free", 32),
     rounds.decide_again_after_the_head_of_the_home_range_moved: ("moves", "rounds", 0),
     rounds.wait_for_workers_that_died: ("ghosts", "rounds", 0),
     rounds.go_on_without_those_who_are_late: ("calm", "rounds", 0),

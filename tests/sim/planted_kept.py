@@ -72,4 +72,14 @@ def forget_kept_copies_at_an_election(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_no_copy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Draft, "_keep", lambda self, out, before: 0)
+    patch.setattr(Draft, "_keep", lambda self, out, before, promoted: 0)
+
+
+def keep_no_copy_behind_one_that_takes_over(patch: pytest.MonkeyPatch) -> None:
+    """That one was level, and may be dead."""
+    keep = Draft._keep
+
+    def mutant(self: Draft, out: Any, before: Any, promoted: Any) -> int:
+        return keep(self, out & ~promoted[:, None], before, promoted)
+
+    patch.setattr(Draft, "_keep", mutant)
