@@ -338,7 +338,7 @@ class Faults:
         and mostly dies at once: the silent one's copy is the only other."""
         cluster = self.cluster
 
-        def level(tail: Member, level: CaughtUp) -> None:
+        def away(tail: Member, level: CaughtUp) -> None:
             cluster.lasting.on_level = lambda tail, level: None
             if self.over or self._hit or not s_alive(cluster, tail.name):
                 return
@@ -356,7 +356,7 @@ class Faults:
 
             def taken(view: View) -> None:
                 chain = [view.servers[i].name for i in view.chains[level.range] if i >= 0]
-                if name not in chain and joiner in chain:
+                if process.alive and process.stalled and name not in chain and joiner in chain:
                     cluster.on_view = lambda view: None
                     if level.range in cluster.uncopied(without=joiner):
                         text = f"{joiner} alone has range {level.range} as it takes over from {name}"
@@ -372,7 +372,7 @@ class Faults:
                 self._hit[joiner] = None
                 self._die(joiner)
 
-        cluster.lasting.on_level = level
+        cluster.lasting.on_level = away
 
     def _crowd(self, fault: Fault) -> None:
         """More connect to a server than it allows, and say nothing."""
