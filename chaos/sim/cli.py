@@ -9,12 +9,15 @@ import multiprocessing
 import os
 import signal
 import time
+import traceback
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,6 +33,8 @@ BROKEN_KEPT = 20
 STOPPED = 130  # the exit code of what Ctrl-C ends, also here
 MINUTE_S = 60
 _NO_END = 1 << 30
+MOST_CPU_S = 300.0  # of a story, which takes one or two: virtual time stands still if something goes round and round
+FRAMES_TOLD = 8
 AHEAD = 4  # seeds given out for each process: one long story does not have the others wait
 COUNTED = ("events", "views", "steps", "pulls", "rounds", "shards", "cuts")
 
@@ -171,6 +176,7 @@ def _results(seeds: Iterable[int], kind: Kind, trace: bool, jobs: int, as_json: 
     if jobs == 1:
         yield from map(play, told)
         return
+    others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_leave_interrupts)
     under_way: deque[Future[tuple[Result, float]]] = deque()
     try:
@@ -180,6 +186,10 @@ def _results(seeds: Iterable[int], kind: Kind, trace: bool, jobs: int, as_json: 
                 yield under_way.popleft().result()
         while under_way:
             yield under_way.popleft().result()
+    except BaseException:  # nobody waits for stories that are not told
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -188,8 +198,28 @@ def _play(seed: int, kind: Kind, trace: bool) -> tuple[Result, float]:
     import chaos.sim.run  # brings in the servers' code: only this command needs it
 
     began = time.process_time()
-    result = chaos.sim.run.run(seed, kind=kind, trace=trace)
+    with _patience():
+        result = chaos.sim.run.run(seed, kind=kind, trace=trace)
     return result, time.process_time() - began
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """Whatever takes longer than MOST_CPU_S breaks the promise that all come to rest."""
+
+    def give_up(_: int, frame: FrameType | None) -> None:
+        from chaos.sim.violation import Violation
+
+        where = "".join(traceback.format_stack(frame)[-FRAMES_TOLD:])
+        raise Violation("progress", f"no end within {MOST_CPU_S:g} s of CPU:\n{where}")
+
+    before = signal.signal(signal.SIGPROF, give_up)
+    signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S, MOST_CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _leave_interrupts() -> None:

@@ -29,10 +29,12 @@ SMALL: dict[str, int] = {
 }
 TIGHT_ROWS = 18  # of sums: so many just fit into a frame that names all ranges, and not into a FORWARD to half of them
 TIGHT_BODY_BYTES = 24 + 104 * TIGHT_ROWS + 8 + 4 * MOST_RANGES
+TIGHT_MOST_BYTES = TIGHT_BODY_BYTES // 2  # of a piece of a snapshot: headers of blocks come on top of it
 TIGHT: dict[str, int] = {
     "elasticps.server.connection.MAX_BODY_BYTES": TIGHT_BODY_BYTES,
     "elasticps.server.connection.MAX_LINK_BODY_BYTES": TIGHT_BODY_BYTES + 12 * MOST_RANGES + 64,
-    "elasticps.server.snapshots.MOST_BYTES": TIGHT_BODY_BYTES // 2,  # headers of blocks come on top of it
+    "elasticps.server.snapshots.MOST_BYTES": TIGHT_MOST_BYTES,
+    "elasticps.server.snapshots.PIECE_BYTES": TIGHT_MOST_BYTES // 4,  # as everywhere: what is too large is cut smaller
 }
 """Of frames. What workers send has to fit: see `Free`."""
 SHORT: dict[str, int] = {

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import typer
@@ -11,9 +15,10 @@ from typer.testing import CliRunner
 
 import chaos.sim.cli
 import chaos.sim.run
+from chaos.sim.cluster import Cluster
 from chaos.sim.run import Result
 from chaos.sim.story import Kind
-from tests.sim.vanishing import vanish
+from tests.sim.odd import BEGUN, stay, vanish
 
 app = typer.Typer()
 app.command()(chaos.sim.cli.sim)
@@ -72,6 +77,42 @@ def test_many_seeds_that_are_stopped_say_what_they_saw(by: int, monkeypatch: pyt
     assert "0 broke a promise" in result.stdout
     assert "seeds 0 to 2 took" in result.stdout
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_story_that_goes_round_at_one_moment_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No virtual time passes, so only that of the machine can tell."""
+
+    def round_and_round(cluster: Cluster, *_: object) -> None:
+        while not cluster.over:
+            pass
+
+    monkeypatch.setattr(chaos.sim.cli, "MOST_CPU_S", 0.5)
+    monkeypatch.setattr(Cluster, "start_worker", round_and_round)
+    result = CliRunner().invoke(app, ["--seed", "4"])
+    assert result.exit_code == 1
+    assert "no end within 0.5 s of CPU" in result.stdout
+    assert "in round_and_round" in result.stdout
+    assert "elasticps sim --seed 4" in result.stdout
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_nobody_waits_for_the_end_of_a_story_when_it_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, eventually: Callable[[Callable[[], bool]], None]
+) -> None:
+    begun = tmp_path / "begun"
+    monkeypatch.setenv(BEGUN, str(begun))
+    monkeypatch.setattr(chaos.sim.cli, "_play", stay)
+
+    def stop() -> None:
+        eventually(begun.exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    result = CliRunner().invoke(app, ["--runs", "9", "--jobs", "2"])
+    stopping.join()
+    assert result.exit_code == chaos.sim.cli.STOPPED
+    assert "no story came to its end" in result.output
 
 
 def test_all_that_broke_a_promise_are_counted_and_the_first_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from chaos.sim.cluster import Cluster
+from chaos.sim.knobs import turned
 from chaos.sim.threads import Threads
 from elasticps.optimizers import Accumulate
+from elasticps.server import snapshots
 from elasticps.spec import ASP
 from tests.sim.conftest import wait_for
 
@@ -68,3 +70,11 @@ def test_a_loss_one_way_and_then_the_death_of_who_was_not_left_out_takes_nothing
     over[0] = True
     wait_for(cluster, lambda: bool(rows))
     assert rows == [float(steps[0])] * 9
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("tight", [False, True])
+def test_a_piece_that_is_too_large_is_cut_smaller_whatever_the_limits_are(small: bool, tight: bool) -> None:
+    """One of 1,012 bytes, where pieces had 1,024 and at most 984, was cut again and again (seed 3001409)."""
+    with turned(small, tight, False):
+        assert snapshots.PIECE_BYTES <= snapshots.MOST_BYTES // 2
