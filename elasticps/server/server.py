@@ -154,9 +154,8 @@ class Server:
         self.executor.perform(self.replica.adopt, view.as_chains)
         self.leaders.adopt(view)
         log.info("adopted", epoch=view.epoch, headed=len(serving.headed), reason=view.reason)
-        # Who has ranges now tells workers first. One that pauses asks nobody: pulls at a new tail would wait for it.
-        workers = self.handshake.workers
-        self.herald.tell_all(workers if serving.gained() else (w for w in workers if self.delay.paused(w.worker)))
+        if serving.concerns_workers():
+            self.herald.tell_all(self.handshake.workers)
         self._judge()
 
     def follow(self, roster: Roster) -> None:

@@ -10,7 +10,7 @@ from chaos.sim.knobs import turned
 from chaos.sim.threads import Threads
 from elasticps.optimizers import Accumulate
 from elasticps.server import snapshots
-from elasticps.spec import ASP
+from elasticps.spec import ASP, SSP
 from tests.sim.conftest import wait_for
 
 
@@ -78,3 +78,37 @@ def test_a_piece_that_is_too_large_is_cut_smaller_whatever_the_limits_are(small:
     """One of 1,012 bytes, where pieces had 1,024 and at most 984, was cut again and again (seed 3001409)."""
     with turned(small, tight, False):
         assert snapshots.PIECE_BYTES <= snapshots.MOST_BYTES // 2
+
+
+def test_one_that_rests_holds_back_reads_at_a_server_that_came_meanwhile(cluster: Cluster) -> None:
+    """It has joined and pushed nothing, and asks nobody: it did not know the new tail, nor that one it (seed 3001639).
+    After a second pulls there went on without it."""
+    told: list[str] = []
+
+    def rests(threads: Threads) -> None:
+        with cluster.connect(threads, "w1", SSP(staleness=0), 1, "app") as ps:
+            table = ps.table("t", dim=1, optimizer=Accumulate())
+            ps.resume()
+            told.append("joined")
+            threads.sleep(5.0)
+            told.append("pushes")
+            ps.push({table: (np.arange(9), np.ones((9, 1), np.float32))}).result()
+            ps.flush()
+
+    def reads(threads: Threads) -> None:
+        with cluster.connect(threads, "w0", SSP(staleness=0), 1, "app") as ps:
+            table = ps.table("t", dim=1, optimizer=Accumulate())
+            ps.resume()
+            while "joined" not in told or "s2" not in [s.name for s in ps.view.servers]:
+                threads.sleep(0.01)
+            threads.sleep(1.5)
+            ps.push({table: (np.arange(9), np.ones((9, 1), np.float32))}).result()
+            told.append("asks")
+            told.append(f"read {table.pull(np.arange(9)).sum():g}")
+
+    cluster.start_worker("w1", rests)
+    cluster.start_worker("w0", reads)
+    wait_for(cluster, lambda: "joined" in told)
+    cluster.start_server("s2")
+    wait_for(cluster, lambda: bool(told[3:]))
+    assert told == ["joined", "asks", "pushes", "read 18"]

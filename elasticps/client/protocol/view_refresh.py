@@ -1,7 +1,8 @@
 """When a client should look for a newer view, and where. Pure: time is an argument.
 
-Servers tell their workers of a view that makes them head of other ranges; for everything else the client asks: while a
-server cannot be reached, somebody spoke of a newer view, or an answer takes suspiciously long.
+Servers tell their workers of a view that has them head or answer for other ranges, or that has another server; for
+everything else the client asks: while a server cannot be reached, somebody spoke of a newer view, or an answer takes
+suspiciously long.
 """
 
 from __future__ import annotations

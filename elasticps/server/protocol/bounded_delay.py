@@ -74,10 +74,6 @@ class BoundedDelay:
         self._deadlines: list[tuple[float, int]] = []
         self._judged_by: tuple[int, int] | None = None  # the epochs that `judge` was told; None: judge all anew
 
-    def paused(self, worker: int) -> bool:
-        """Whether a worker has said that it takes no part now."""
-        return worker in self._paused
-
     def __len__(self) -> int:
         return len(self._parked)
 

@@ -30,7 +30,8 @@ class Serving:
         self.newest: dict[tuple[str, str], int] = {}  # the same ids by application and name
         self.roster_version = 0
         self.tailed = self.held = NO_RANGES
-        self._had = NO_RANGES, NO_RANGES  # headed and tailed when `gained` was asked last
+        self._had = NO_RANGES, NO_RANGES  # headed and tailed when `concerns_workers` was asked last
+        self._met: frozenset[Member] = frozenset()  # the servers of the view then
         self.tail_since = self.full_since = _NEVER
 
     @property
@@ -69,10 +70,14 @@ class Serving:
         self.tailed, self.held = tailed, held
         return True
 
-    def gained(self) -> bool:
-        """Whether ranges are headed here, or read, that were not when this was asked last."""
+    def concerns_workers(self) -> bool:
+        """Whether they are to hear of the view unasked: since this was asked last ranges are headed here, or read, that
+        were not; or there is a server that they have not met. Those that are quiet ask nobody, and pulls there have to
+        know whom they wait for."""
         had, self._had = self._had, (self.headed, self.tailed)
-        return any(len(np.setdiff1d(now, before)) for now, before in zip(self._had, had, strict=True))
+        met, self._met = self._met, frozenset(() if self.view is None else self.view.as_chains.members)
+        gained = any(len(np.setdiff1d(now, before)) for now, before in zip(self._had, had, strict=True))
+        return gained or not self._met <= met
 
     def follow(self, roster: Roster) -> None:
         """Takes a newer roster."""
