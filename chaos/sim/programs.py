@@ -309,12 +309,14 @@ class Together:
         worker, ps = self.worker, self.ps
         grads, wanted = worker.sums.grads(column, keys), self._wanted()
         asked = worker.sums.ask(column, wanted[self.table], worker.now, tail=True, kept=worker.kept)
-        column.begin(at, keys)
         if len(keys) > 1 and worker.random.random() < SELDOM:
             opened = ps.step()
+            column.begin(at, keys[:1])
             opened.push({self.table: (keys[:1], grads[:1])})
+            column.begin(at, keys[1:])  # killed before, it leaves the first part alone
             step, pull = ps.push_pull({self.table: (keys[1:], grads[1:])}, wanted, step=opened)
         else:
+            column.begin(at, keys)
             step, pull = ps.push_pull({self.table: (keys, grads)}, wanted)
         keys[:], grads[:] = 0, -1  # they are the caller's again
         worker.landed(column, step.clock, at)
