@@ -21,7 +21,8 @@ from chaos.sim.checks.shards import Handed
 from chaos.sim.checks.sums import KEYS, Sums
 from chaos.sim.cluster import Cluster
 from chaos.sim.cuts import Cutter
-from chaos.sim.faults import RESTART_S, Faults
+from chaos.sim.faults import inject
+from chaos.sim.injector import RESTART_S, Injector
 from chaos.sim.keeper import ask_restore
 from chaos.sim.knobs import turned
 from chaos.sim.programs import Free, Sharded, Synchronous, Worker, sums_table
@@ -96,7 +97,7 @@ class Scene:
         self._doubled: dict[str, list[Worker]] = {}  # those before them that lived as they started
         self._app_of: dict[str, App] = {}
         self.processes: dict[str, Threads] = {}
-        self.faults = Faults(self.cluster, self.processes, self.restart, self.double)
+        self.injector = Injector(self.cluster, self.processes, self.restart, self.double)
         check = CutCheck(self.sums, self.rounds, self._tables)
         self.cutter = Cutter(self.cluster, check, lambda: self.on, story.flavour == "calm")
         if story.kind.cuts:
@@ -118,7 +119,7 @@ class Scene:
         if story.kind.cuts:
             self.cutter.start()
         for fault in story.faults:
-            self.cluster.clock.at(fault.at_s, self.faults.begin, fault)
+            self.cluster.clock.at(fault.at_s, inject, self.injector, fault)
 
     def _worker(self, name: str) -> Worker:
         app, cluster = self._app_of[name], self.cluster
@@ -172,7 +173,7 @@ class Scene:
 
         clock.run(self.story.training_s, broken)
         self.on = False
-        self.faults.end()
+        self.injector.end()
         until = clock.now + BOUND_S
         why = "there was no time"
         while not broken() and clock.now < until:
@@ -271,7 +272,7 @@ def _promises(scene: Scene) -> tuple[str, str]:
 def _result(scene: Scene, invariant: str, text: str) -> Result:
     cluster, story = scene.cluster, scene.story
     view = cluster.view
-    mark = repr((cluster.clock.now, cluster.clock.events, cluster.network.sent_bytes, scene.faults.happened))
+    mark = repr((cluster.clock.now, cluster.clock.events, cluster.network.sent_bytes, scene.injector.happened))
     return Result(
         seed=story.seed,
         kind=story.kind,
