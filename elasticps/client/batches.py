@@ -46,8 +46,10 @@ class Batch:
     rows: SparseRead | None = None
     slots: SparseRead | None = None
     check: SparseRead | None = None
+    due: bool = True  # nobody has been asked yet
     left: bool = False  # what it asks for is on its way
     over: bool = False
+    given_up: bool = False  # over, and rows lack
     error: Error | None = None
 
     @property

@@ -150,14 +150,18 @@ class Reads:
         return self._dispatcher.routes
 
     def finish(self, read: Read, timeout: float | None) -> None:
-        """Waits until all of it has arrived."""
-        timeout = self._timeout_s if timeout is None else timeout
-        if self._bound is not None:  # the servers, who know whom it waits for, give up first
-            timeout += BOUND_GRACE_S
+        """Waits until all of it has arrived; gives it up if that takes too long."""
         try:
-            self._dispatcher.wait(read.done, timeout, f"a pull of {read.name!r}")
+            self.wait(read, timeout)
         except Timeout as error:
             self._dispatcher.forget_read(read, error)
             raise
         if read.error is not None:
             raise read.error
+
+    def wait(self, read: Read, timeout: float | None) -> None:
+        """Waits until all of it has arrived, or it has ended with an error; `Timeout` if that takes too long."""
+        timeout = self._timeout_s if timeout is None else timeout
+        if self._bound is not None:  # the servers, who know whom it waits for, give up first
+            timeout += BOUND_GRACE_S
+        self._dispatcher.wait(read.done, timeout, f"a pull of {read.name!r}")

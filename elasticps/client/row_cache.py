@@ -112,12 +112,15 @@ class RowCache:
     def pull_left(self, batch: Batch, left: Where, timeout: float | None) -> None:
         """Asks for rows of the keys at indices `left`, whoever else does, and waits."""
         assert batch.values is not None
-        clock, keys = self._reads.clock(), batch.keys[left]
         values = np.empty((len(left), self._dim), np.float32)
-        with self._guarded():
-            again = self._looked(keys, self.places.find(keys)[0], values, batch.any_replica, clock, take=True)
-        self._ask(again)
-        self.finish(again, timeout)
+        given_up = True
+        while given_up:  # by another thread, which was to ask for the rest of it
+            clock, keys = self._reads.clock(), batch.keys[left]
+            with self._guarded():
+                again = self._looked(keys, self.places.find(keys)[0], values, batch.any_replica, clock, take=True)
+            self._ask(again)
+            self.finish(again, timeout)
+            given_up = again.given_up
         batch.values[left] = values
 
     def _looked(
@@ -156,14 +159,11 @@ class RowCache:
     def _ask(self, batch: Batch) -> None:
         if batch.over:
             return
-        try:
-            with batch.lock:
-                self._send(batch)
-        except BaseException:
-            self._abandon(batch)
-            raise
+        with batch.lock:
+            self._go_on(batch)
         if len(self._batches) > MOST_BATCHES:
-            self.finish(next(iter(list(self._batches.values()))), None)
+            with suppress(Error):  # whoever waits for that is told
+                self.finish(next(iter(list(self._batches.values()))), None)
 
     def _send(self, batch: Batch) -> None:
         """Asks for what it names; under its lock."""
@@ -187,15 +187,9 @@ class RowCache:
     # --- answers --------------------------------------------------------------------------------------------------
 
     def finish(self, batch: Batch, timeout: float | None) -> None:
-        """Waits for what a batch asks for, and keeps it."""
+        """Waits for what a batch asks for, and keeps it; gives it up if that takes too long."""
         try:
-            while not batch.over:
-                with batch.lock:
-                    for read in batch.reads:
-                        read.result(timeout)
-                    with self._guarded():
-                        self._keep(batch)
-                    self._go_on(batch)
+            self._follow(batch, timeout, self._reads.finish)
         except BaseException:
             self._abandon(batch)
             raise
@@ -203,6 +197,20 @@ class RowCache:
             raise batch.error
         if self._slots:  # at once: whoever waits for a pull pushes to its rows soon
             self._settle_slots(ask=True)
+
+    def finish_other(self, batch: Batch, timeout: float | None) -> None:
+        """The same for a batch that somebody else waits for, or nobody, who is told what goes wrong."""
+        with suppress(Error):
+            self._follow(batch, timeout, self._reads.wait)
+
+    def _follow(self, batch: Batch, timeout: float | None, wait: Callable[[SparseRead, float | None], None]) -> None:
+        while not batch.over:
+            for read in batch.reads:
+                wait(read, timeout)
+            with batch.lock:
+                with self._guarded():
+                    self._keep(batch)
+                self._go_on(batch)
 
     def settle(self, *, ask: bool) -> None:
         """Keeps what has come. ask: and asks for what that shows to be lacking; not while a push waits."""
@@ -291,19 +299,27 @@ class RowCache:
                 self._changed[kind] = FORGETS * self._changed[kind] + (1 - FORGETS) * part
 
     def _go_on(self, batch: Batch) -> None:
-        """Asks for what has changed, or ends; under its lock."""
+        """Asks for what it names, then for what has changed, then ends; under its lock. Whoever comes first asks: a
+        batch can be found by other threads before the one that made it has the lock."""
         if batch.left or batch.over:
             return
-        if len(batch.wanted):
-            batch.asked, batch.compared, batch.wanted = batch.wanted, NOTHING, NOTHING
-            batch.upto = self._reads.begun
-            self._send(batch)
+        if not batch.due and not len(batch.wanted):
+            batch.over = True
+            self._batches.pop(batch.number, None)
             return
-        batch.over = True
-        self._batches.pop(batch.number, None)
+        try:
+            if not batch.due:
+                batch.asked, batch.compared, batch.wanted = batch.wanted, NOTHING, NOTHING
+                batch.upto = self._reads.begun
+            batch.due = False
+            self._send(batch)
+        except BaseException:
+            self._abandon(batch)
+            raise
 
     def _abandon(self, batch: Batch) -> None:
         with self._lock:
+            batch.given_up = batch.given_up or not batch.over
             batch.over = True
             self._batches.pop(batch.number, None)
             self.places.abandon(batch.where, batch.number)
@@ -435,11 +451,12 @@ class CachedRead(RowsToCome):
             return self._out
         cache, batch = self._cache, self._batch
         cache.finish(batch, timeout)
-        if len(batch.coming):
+        if batch.given_up:  # by another thread; or by this one, whose first wait took too long
+            cache.pull_left(batch, np.arange(len(batch.keys)), timeout)
+        elif len(batch.coming):
             for number in batch.others:
                 if (other := cache.other(number)) is not None:
-                    with suppress(Error):  # whoever waits for that is told
-                        cache.finish(other, timeout)
+                    cache.finish_other(other, timeout)
             if len(left := cache.show_coming(batch, self._clock)):
                 cache.pull_left(batch, left, timeout)
         if self._inverse is not None:

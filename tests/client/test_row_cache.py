@@ -1,0 +1,134 @@
+"""Several threads of a worker and one cache: what is shown are the servers' rows, whoever asks for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+import pytest
+
+import elasticps as eps
+from elasticps.caching import Cache
+from elasticps.client.batches import Batch, Keys, Rows
+from elasticps.client.pulls import Read, ReadPart, SparseRead
+from elasticps.client.reads import Reads
+from elasticps.client.row_cache import CachedRead, RowCache
+from elasticps.errors import ClusterUnreachable, Timeout
+from elasticps.hashing import table_salt
+from elasticps.spec import TableSpec
+
+DIM = 3
+KEYS = np.arange(10, 18)
+
+
+def rows_of(keys: Keys) -> Rows:
+    """What the servers have."""
+    return (keys[:, None] * 10 + np.arange(DIM)).astype(np.float32)
+
+
+class Servers:
+    """What a cache asks, and gets at once. unsent: so many questions cannot be sent; late: so many are answered by
+    nothing, and waits for them end with `Timeout`."""
+
+    begun = 1
+
+    def __init__(self) -> None:
+        self.late = self.unsent = 0
+
+    def lock(self) -> threading.Lock:
+        return threading.Lock()
+
+    def clock(self) -> int:
+        return 1
+
+    def start(self, read: SparseRead, kept: int = 0) -> SparseRead:
+        if self.unsent:
+            self.unsent -= 1
+            raise ClusterUnreachable("nobody is there")
+        read.clock = 1
+        if self.late:
+            self.late -= 1
+            read.parts = cast(dict[int, ReadPart], {1: None})
+        else:
+            read.value[:] = rows_of(read.keys)
+        return read
+
+    def wait(self, read: Read, timeout: float | None) -> None:
+        if not read.done():
+            raise Timeout("it took too long")
+
+    def finish(self, read: Read, timeout: float | None) -> None:
+        self.wait(read, timeout)
+
+
+class Cached(RowCache):
+    """Before a batch asks, what is in `between` happens: another thread has the processor."""
+
+    def __init__(self, servers: Servers) -> None:
+        self.between: list[Callable[[], object]] = []
+        spec, salt = TableSpec("t", DIM, eps.SGD(0.1)), table_salt(1)
+
+        def prepare(keys: Keys, any_replica: bool) -> SparseRead:
+            out = np.empty((len(keys), DIM), np.float32)
+            return SparseRead(servers.finish, 1, salt, DIM, "t", keys, out, any_replica)
+
+        super().__init__(Cache(rows=64, staleness=2), spec, 1, cast(Reads, servers), prepare)
+
+    def _ask(self, batch: Batch) -> None:
+        if self.between:
+            self.between.pop()()
+        super()._ask(batch)
+
+    def pull(self, keys: Keys = KEYS) -> CachedRead:
+        """Asks; what is not filled shows as NaN."""
+        return self.start(keys, np.full((len(keys), DIM), np.nan, np.float32), False)
+
+
+@pytest.fixture
+def servers() -> Servers:
+    return Servers()
+
+
+@pytest.fixture
+def cache(servers: Servers) -> Cached:
+    return Cached(servers)
+
+
+def test_a_batch_that_another_thread_finds_before_it_has_asked(cache: Cached) -> None:
+    theirs: list[Rows] = []
+    cache.between.append(lambda: theirs.append(cache.pull().result()))
+    mine = cache.pull().result()
+    np.testing.assert_array_equal(theirs[0], rows_of(KEYS))
+    np.testing.assert_array_equal(mine, rows_of(KEYS))
+
+
+def test_the_same_when_the_question_of_the_other_thread_cannot_be_sent(servers: Servers, cache: Cached) -> None:
+    theirs: list[Rows] = []
+
+    def other() -> None:
+        servers.unsent = 1
+        theirs.append(cache.pull().result())
+
+    cache.between.append(other)
+    mine = cache.pull().result()
+    np.testing.assert_array_equal(theirs[0], rows_of(KEYS))
+    np.testing.assert_array_equal(mine, rows_of(KEYS))
+
+
+def test_a_result_that_is_asked_for_again_after_its_timeout(servers: Servers, cache: Cached) -> None:
+    servers.late = 1
+    read = cache.pull()
+    with pytest.raises(Timeout):
+        read.result(0.1)
+    np.testing.assert_array_equal(read.result(), rows_of(KEYS))
+
+
+def test_the_short_patience_of_one_thread_gives_up_nothing_of_another(servers: Servers, cache: Cached) -> None:
+    servers.late = 1
+    mine = cache.pull()
+    np.testing.assert_array_equal(cache.pull(KEYS[:3]).result(0.1), rows_of(KEYS[:3]))
+    with pytest.raises(Timeout):
+        mine.result(0.1)
+    np.testing.assert_array_equal(mine.result(), rows_of(KEYS))
