@@ -367,6 +367,11 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.write(json_frame(Kind.ERROR, {"code": code, "message": str(error)}))
             self.transport.close()
 
+    def give_up(self) -> None:
+        """Ends, without a look at what has come: its peer uses another one."""
+        self._held.clear()
+        self.transport.abort()
+
     def tell_view(self) -> None:
         """Sends the newest view unless the peer has it from here."""
         self._herald.tell(self)

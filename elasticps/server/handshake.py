@@ -46,6 +46,7 @@ class Handshake:
         self.connections: dict[Connection, None] = {}  # in the order in which they came
         self._unknown: dict[Connection, None] = {}  # those without a hello, in the same order
         self._as_workers: dict[Connection, None] = {}  # those that say that they are workers
+        self._of_worker: dict[int, Connection] = {}  # by id, the newest of each
         handlers: dict[int, Handler] = {
             Kind.HELLO: self._hello, Kind.WELCOME: self._welcomed, Kind.ERROR: self._rejected,
         }  # fmt: skip
@@ -84,6 +85,8 @@ class Handshake:
         """It is gone."""
         for those in (self.connections, self._unknown, self._as_workers):
             those.pop(connection, None)
+        if self._of_worker.get(connection.worker) is connection:
+            del self._of_worker[connection.worker]
         self._held.forget(connection)
 
     def _opened(self, connection: Connection) -> None:
@@ -155,8 +158,17 @@ class Handshake:
             raise NotAuthorised(f"worker {worker} is {known.name!r} of {known.app!r}, not {name!r} of {app!r}")
         self._prove(connection, PeerRole.WORKER, known.name.rpartition("/")[2], known.app)
         connection.is_worker(worker, known.name, known.app)
+        self._replace(connection)
         self._welcome(connection, header, self._worker)
         self._greet(connection)
+
+    def _replace(self, connection: Connection) -> None:
+        """A worker has one connection. It has given an older one up, whose end may not have come yet: what that still
+        brings was asked again, and must not be taken for something newer."""
+        before = self._of_worker.get(connection.worker)
+        self._of_worker[connection.worker] = connection
+        if before is not None and before is not connection:
+            before.give_up()
 
     def _hello_peer(self, connection: Connection, header: Header, body: Body, document: dict[str, Any]) -> None:
         match document:

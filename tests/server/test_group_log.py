@@ -16,6 +16,7 @@ from elasticps.server.protocol.barrier_state import Rounds
 from elasticps.server.protocol.data_shards import ShardDispenser
 from elasticps.server.protocol.data_shards_state import Shards
 from elasticps.server.protocol.group_log import GroupLog
+from elasticps.server.protocol.request_error import RequestError
 from elasticps.wire.frames import HEADER_BYTES, Buffer, Header, Kind, json_frame
 from replication.core import NO_RANGES
 from replication.effects import Push, Reply, Status
@@ -60,6 +61,7 @@ class Head:
         self.replica = SimpleNamespace(push=None, waits=lambda ticket: ticket in self.waiting)
         self.waiting: list[object] = []
         self.logged: list[Push] = []
+        self.refused: list[tuple[int, str]] = []  # id of a worker, and why
         self.full = self.asked_for_a_roster = False
 
     def log(self) -> GroupLog:
@@ -90,6 +92,9 @@ class Head:
             self.rounds.decide(step.app, step.clock, step.workers)
         else:
             self.shards.take(step)
+
+    def refuse(self, asker: Worker, request: int, error: RequestError) -> None:
+        self.refused.append((asker.worker, error.document["code"]))
 
     def need_roster(self) -> None:
         self.asked_for_a_roster = True
@@ -156,3 +161,64 @@ def test_nothing_is_decided_while_a_member_waits_for_room_in_the_log() -> None:
     assert head.rounds.groups[APP].decided == 0  # the second one is in it
     barrier.handlers[Kind.BARRIER_ARRIVE](second, Header(Kind.BARRIER_ARRIVE, epoch=1, clock=1), np.empty(0, np.uint8))
     assert head.rounds.groups[APP].workers == (1, 2)
+
+
+class TwoWorkers:
+    """Two workers in synchronous rounds, and the head of their group range."""
+
+    def __init__(self) -> None:
+        self.head = Head()
+        self.barrier = self.head.barrier()
+        self.first, self.second = Worker(1), Worker(2)
+        for worker in (self.first, self.second):
+            self.barrier.handlers[Kind.BARRIER_JOIN](worker, Header(Kind.BARRIER_JOIN, epoch=1), np.empty(0, np.uint8))
+
+    def arrive(self, worker: Worker) -> None:
+        self.barrier.handlers[Kind.BARRIER_ARRIVE](
+            worker, Header(Kind.BARRIER_ARRIVE, epoch=1, clock=1), np.empty(0, np.uint8)
+        )
+
+    def decide(self) -> None:
+        """Whatever waits for room in the log is logged, and committed."""
+        for push in self.head.logged[2:]:
+            self.head.apply(push)
+            self.head.commit(push)
+
+
+@pytest.fixture
+def rounds() -> TwoWorkers:
+    return TwoWorkers()
+
+
+def test_who_asks_again_while_the_decision_waits_for_room_in_the_log_hears_of_it(rounds: TwoWorkers) -> None:
+    """It waited for the next one, as long as it had patience (seeds 3108831 and 3200942)."""
+    rounds.head.full = True
+    rounds.arrive(rounds.first)
+    rounds.arrive(rounds.second)
+    again = Worker(1)  # its connection broke
+    rounds.arrive(again)
+    rounds.decide()
+    assert again.answers == [{"round": 1, "workers": [1, 2]}]
+    assert rounds.second.answers == [{"round": 1, "workers": [1, 2]}]
+
+
+def test_a_newer_question_is_answered_though_an_older_one_is_read_after_it(rounds: TwoWorkers) -> None:
+    again = Worker(1)
+    rounds.arrive(again)
+    rounds.arrive(rounds.first)
+    rounds.arrive(rounds.second)
+    rounds.decide()
+    for worker in (again, rounds.first, rounds.second):
+        assert worker.answers == [{"round": 1, "workers": [1, 2]}]
+
+
+def test_who_was_away_at_the_decision_and_asks_before_it_is_made_is_told_so(rounds: TwoWorkers) -> None:
+    rounds.head.full = True
+    both = rounds.head.workers
+    rounds.head.workers = {1: both[1]}
+    rounds.arrive(rounds.first)
+    rounds.head.workers = both
+    rounds.arrive(rounds.second)
+    rounds.decide()
+    assert rounds.first.answers == [{"round": 1, "workers": [1]}]
+    assert rounds.head.refused == [(2, "left-out")]

@@ -30,10 +30,11 @@ from replication.progress import MAX_CLOCK
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A worker that is done with a round, and until when it waits for the others."""
+    """A worker that is done with a round, and until when it waits for the others. tickets: one of each connection that
+    it has said so on, for what an old one brings may be read after what a new one does."""
 
     clock: int
-    ticket: RequestTicket
+    tickets: list[RequestTicket]
     deadline_s: float
 
 
@@ -62,6 +63,7 @@ class BarrierCoordinator:
         self._clock = clock
         self._waiting: dict[str, dict[int, _Waiting]] = {}  # app -> worker
         self._joining: dict[str, list[RequestTicket]] = {}  # app -> those that wait for room in the log
+        self._deciding: dict[str, tuple[int, _Several]] = {}  # app -> the newest round decided here
         self._closing: dict[str, tuple[int, _Several]] = {}  # app -> the newest round closed here
         self.handlers: dict[int, Callable[[Asker, Header, Body], None]] = {
             Kind.BARRIER_JOIN: self._join,
@@ -111,7 +113,7 @@ class BarrierCoordinator:
         state, said = self._rounds.groups.get(app, BarrierGroup()), BarrierArriveHeader.of(header)
         if said.clock <= state.decided:
             if said.clock < state.decided or worker not in state.workers:
-                raise RequestError("left-out", f"round {said.clock} of {app!r} was closed without this worker")
+                raise _left_out(said.clock, app)
             # decided, but maybe not committed yet: the answer waits for an operation behind it
             self._group.log(self._decided(connection, header, app), OperationKind.BARRIER_DECISION,
                       RoundStep(app, state.decided, state.workers), group)  # fmt: skip
@@ -119,13 +121,22 @@ class BarrierCoordinator:
         if worker not in state.members or said.clock != state.decided + 1:
             raise RequestError("left-out", f"worker {connection.worker_name!r} is not in round {said.clock} of {app!r}")
         ticket = self._decided(connection, header, app)
+        newest, several = self._deciding.get(app, (0, None))
+        if several is not None and newest == said.clock and several.tickets:  # the decision waits for room in the log
+            several.tickets.append(ticket)
+            return
+        waiting, tickets = self._waiting.setdefault(app, {}), [ticket]
+        if (one := waiting.get(worker)) is not None and one.clock == said.clock:
+            tickets = [each for each in one.tickets if each.connection is not connection] + tickets
         deadline_s = self._clock() + (said.wait_ms / 1e3 or DEFAULT_WAIT_S)
-        self._waiting.setdefault(app, {})[worker] = _Waiting(said.clock, ticket, deadline_s)
+        waiting[worker] = _Waiting(said.clock, tickets, deadline_s)
         self._decide(app)
 
     def _decided(self, connection: Asker, header: Header, app: str) -> RequestTicket:
         def answer() -> bytes:
             state = self._rounds.groups[app]
+            if connection.worker not in state.workers:
+                raise _left_out(state.decided, app)
             document = {"round": state.decided, "workers": list(state.workers)}
             return json_frame(Kind.BARRIER_DECISION, document, request=header.request, epoch=self._serving.epoch)
 
@@ -145,14 +156,15 @@ class BarrierCoordinator:
         required = {w for w, above in state.members.items() if above < clock and w in self._serving.workers}
         if not required or not all(worker in waiting and waiting[worker].clock == clock for worker in required):
             return
-        tickets = [waiting.pop(worker).ticket for worker in sorted(required)]
+        tickets = [ticket for worker in sorted(required) for ticket in waiting.pop(worker).tickets]
         group = np.array([group_range(app, self._serving.ranges)], np.int64)
         step = RoundStep(app, clock, tuple(sorted(required)))
-        self._group.log(_Several(group, tickets), OperationKind.BARRIER_DECISION, step, group)
+        several = _Several(group, tickets)
+        self._deciding[app] = clock, several
+        self._group.log(several, OperationKind.BARRIER_DECISION, step, group)
         for worker in [w for w, one in waiting.items() if one.clock <= clock]:  # it was away: what it waits for is over
             one = waiting.pop(worker)
-            text = f"round {one.clock} of {app!r} was closed without this worker"
-            self._group.herald.refuse(one.ticket.connection, one.ticket.request, RequestError("left-out", text))
+            self._refuse(one, _left_out(one.clock, app))
 
     def judge(self) -> None:
         """The roster or the view has changed, or time has passed."""
@@ -163,7 +175,8 @@ class BarrierCoordinator:
                 self._end_waits(app)
             else:
                 for waiting in self._waiting.pop(app).values():
-                    self._group.stale(waiting.ticket.connection, waiting.ticket.request)
+                    for ticket in waiting.tickets:
+                        self._group.stale(ticket.connection, ticket.request)
 
     def _end_waits(self, app: str) -> None:
         """Tells those that have waited too long for whom they did."""
@@ -175,9 +188,11 @@ class BarrierCoordinator:
             if now >= one.deadline_s:
                 del waiting[worker]
                 text = f"round {one.clock} of {app!r} waited too long for worker {', '.join(names)}"
-                self._group.herald.refuse(
-                    one.ticket.connection, one.ticket.request, RequestError("behind", text, behind=names)
-                )
+                self._refuse(one, RequestError("behind", text, behind=names))
+
+    def _refuse(self, one: _Waiting, error: RequestError) -> None:
+        for ticket in one.tickets:
+            self._group.herald.refuse(ticket.connection, ticket.request, error)
 
     # --- all ranges ---------------------------------------------------------------------------------------------------
 
@@ -204,6 +219,10 @@ class BarrierCoordinator:
         self._closing[step.app] = clock, several
         push = Push(several, -1, header.epoch, 0, 0, True, None, step, 64, kind=OperationKind.BARRIER_CLOSE)
         self._group.perform(self._group.replica.push, push)
+
+
+def _left_out(clock: int, app: str) -> RequestError:
+    return RequestError("left-out", f"round {clock} of {app!r} was closed without this worker")
 
 
 def _ids(workers: list[object]) -> bool:

@@ -1,0 +1,39 @@
+"""A worker has one connection to a server."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from coordinator.view import Roster, WorkerInfo
+from elasticps.wire.frames import Header, Kind
+from elasticps.wire.headers import JoinHeader, OkHeader
+from tests.server.conftest import WORKER, Group, Run, until
+
+SECOND = WORKER + 1
+
+
+def test_what_an_older_connection_still_holds_is_not_taken_for_something_newer(run: Run) -> None:
+    """It said that the worker pauses, behind a frame that waits for a view; the worker had gone on meanwhile."""
+
+    async def test(group: Group) -> None:
+        infos = (WorkerInfo(WORKER, "w", 1, "default"), WorkerInfo(SECOND, "v", 1, "default"))
+        group.roster = Roster(1, infos, "c")
+        server = await group.start("a")
+        group.adopt(group.make_view(lambda r: ["a"]))
+        older = await group.connect("a", base=3)
+        older.ask(Header(Kind.LIST_KEYS, epoch=2))
+        older.ask(JoinHeader(pause=True).header())
+        await until(lambda: any(connection.holding for connection in server.handshake.connections))
+        await group.connect("a", base=7)
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await asyncio.wait_for(older.task, 10)
+        group.adopt(group.make_view(lambda r: ["a"]))
+        other = await group.connect("a", worker=SECOND, worker_name="v")
+        header, _ = await other.ask(JoinHeader().header())
+        assert OkHeader.of(header).minimum == 0  # its own
+        header, _ = await other.ask(JoinHeader(pause=True).header())
+        assert OkHeader.of(header).minimum == 7
+
+    run(test)
