@@ -128,7 +128,7 @@ class _Peer:
     heard    last sign of life; at first, when we began to listen
     met      it has reported; load: what it said last of its bytes and requests
     lost     when its connection ended, None while there is one or it was never made
-    alone    as it reported last
+    alone    as it reported last, on the connection that there is: with that it may have ended
     back     since when it has been there, after it had not
     overdue  it has been gone for so long that nobody waits for it
     """
@@ -203,7 +203,7 @@ class Detector:
         """The connection ended. Nothing is known yet: the next attempt tells."""
         peer = self._peers.get(member)
         if peer is not None and peer.lost is None:
-            peer.lost = now
+            peer.lost, peer.alone = now, 0
         return False
 
     def refused(self, member: Member, why: str, now: float) -> bool:

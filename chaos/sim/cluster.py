@@ -35,6 +35,7 @@ from elasticps.server.linger import Linger
 from elasticps.server.lives import Identity, Surroundings, live
 from elasticps.server.server import Server
 from elasticps.spec import Consistency
+from replication.chain import COMPLETE, Member
 
 NAME = "sim"
 PORT = 7000
@@ -191,6 +192,8 @@ class Cluster:
             found.now = server
             if server is not None:
                 self.on_server(server)
+                if found.asked:
+                    self.views.on_asked(name, self.clock.now)  # it could not say so before
 
         store = self.store.client(name, STORE_TIMEOUT_S)
         around = Surroundings(store, self.config, listener, _build, show)  # type: ignore[arg-type]
@@ -202,8 +205,8 @@ class Cluster:
             self._failed(found.process, error, "a server ended")
         self.clock.note(f"{found.process} ends: {found.stop.result() if found.stop.done() else ''}")
         found.left = found.asked
-        if found.asked and not self.over:
-            self._check_drained(name)
+        if found.asked and found.now is not None and not self.over:
+            self._check_drained(found.now.serving.me)
         found.process.kill()
 
     def _turn(self, found: ServerProcess) -> float | None:
@@ -215,12 +218,12 @@ class Cluster:
                 self.broken(violation)
         return again
 
-    def _check_drained(self, name: str) -> None:
+    def _check_drained(self, member: Member) -> None:
         view = self.view
-        index = -1 if view is None else next((i for i, s in enumerate(view.servers) if s.name == name), -1)
+        index = -1 if view is None else view.as_chains.index(member)
         if view is not None and index >= 0 and (view.chains == index).any():
             ranges = np.flatnonzero((view.chains == index).any(axis=1)).tolist()
-            self.broken(Violation("drain", f"{name} ends as a replica of ranges {ranges} in epoch {view.epoch}"))
+            self.broken(Violation("drain", f"{member} ends as a replica of ranges {ranges} in epoch {view.epoch}"))
 
     def drain(self, name: str) -> None:
         """As SIGTERM: a server is asked to move what it has to others, and to end."""
@@ -328,11 +331,18 @@ class Cluster:
         return True
 
     def uncopied(self, without: str) -> set[int]:
-        """The ranges that have no complete copy, by the newest view, in a process that lives, without a server."""
+        """The ranges that have no complete copy, by the newest view, in a process that lives, without a server. A copy
+        that is kept counts until the one that is left has asked to go on without it: that may be on its way."""
         view = self.view
         assert view is not None
-        lives = [s.name != without and self.life(s.name, s.incarnation) is not None for s in view.servers]
-        copied = np.array([*lives, False])[view.as_chains.copies].any(axis=1)
+        servers = [self.life(s.name, s.incarnation) for s in view.servers]
+        lives = [server is not None and s.name != without for s, server in zip(view.servers, servers, strict=True)]
+        alone = np.array([*(0 if server is None else server.leaders.alone for server in servers), 0])
+        late = np.isin(view.kept, COMPLETE) & (alone[view.tails] >= view.since)
+        copies = np.where(
+            late[:, None], np.pad(view.chains, ((0, 0), (0, 1)), constant_values=-1), view.as_chains.copies
+        )
+        copied = np.array([*lives, False])[copies].any(axis=1)
         return set(np.flatnonzero(~copied).tolist())
 
     def _well(self, name: str, incarnation: int, epoch: int) -> bool:

@@ -101,6 +101,17 @@ def test_who_has_lived_on_alone_is_told_to_the_planner_once() -> None:
     assert story.detector.health(None).alone == {A: 2}
 
 
+def test_who_has_lived_on_alone_says_so_again_when_its_connection_has_ended() -> None:
+    """It may have died: then the copy that is kept beside it is the last (seed 3113482)."""
+    story = Story(A, B)
+    assert story.detector.heard(A, Report(3, alone=2), story.now)
+    story.detector.lost(A, story.now)
+    assert story.detector.health(None).alone == {}
+    story.detector.connected(A, story.now)
+    assert story.detector.heard(A, Report(3, alone=2), story.now)
+    assert story.detector.health(None).alone == {A: 2}
+
+
 def test_nobody_is_waited_for_that_has_been_silent_for_long() -> None:
     story = Story(A, B)
     story.run(SILENCE_S + OVERDUE_S, B)

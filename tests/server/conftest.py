@@ -121,6 +121,13 @@ class Group:
         self.view: View | None = None
         self.roster = Roster(1, (WorkerInfo(WORKER, "w", 1, "default"),), "c")
 
+    def enrol(self, count: int) -> list[int]:
+        """So many more workers, whom servers started from now on know; their ids."""
+        ids = list(range(WORKER + 1, WORKER + 1 + count))
+        infos = (WorkerInfo(id_, f"w{id_}", 1, "default") for id_ in ids)
+        self.roster = Roster(1, (*self.roster.workers, *infos), "c")
+        return ids
+
     async def start(
         self, name: str, incarnation: int = 1, log_budget_bytes: int = LOG_BUDGET_BYTES, memory: Memory = NO_LIMIT
     ) -> Server:
@@ -173,13 +180,14 @@ class Group:
         create: bool = True,
         base: int = 0,
         worker: int = WORKER,
-        worker_name: str = "w",
+        worker_name: str = "",
         app: str = "default",
     ) -> Worker:
         host, _, port = self.infos[name].address.rpartition(":")
         spoken = Worker(*await asyncio.open_connection(host, int(port)), worker)
         self.workers.append(spoken)
-        hello = {"cluster": "c", "worker": worker, "name": worker_name, "app": app}
+        known = {info.id: info.name for info in self.roster.workers}
+        hello = {"cluster": "c", "worker": worker, "name": worker_name or known.get(worker, "w"), "app": app}
         spoken.writer.write(json_frame(Kind.HELLO, hello))
         await spoken.ask(Header(Kind.JOIN, LAST, clock=base))
         if create:

@@ -316,6 +316,7 @@ def test_a_cut_that_waited_with_pushes_notes_what_its_place_in_the_log_has(run: 
 
 def test_workers_are_told_to_hold_also_behind_their_welcome_and_to_go_on(run: Run) -> None:
     async def test(group: Group) -> None:
+        (second,) = group.enrol(1)
         server = await group.start("s0")
         group.adopt(group.make_view(lambda r: ["s0"]))
         cuts = server.subject.cuts
@@ -326,7 +327,8 @@ def test_workers_are_told_to_hold_also_behind_their_welcome_and_to_go_on(run: Ru
         host, _, port = group.infos["s0"].address.rpartition(":")
         late = Worker(*await asyncio.open_connection(host, int(port)))
         group.workers.append(late)
-        late.writer.write(json_frame(Kind.HELLO, {"cluster": "c", "worker": WORKER, "name": "w", "app": "default"}))
+        hello = {"cluster": "c", "worker": second, "name": f"w{second}", "app": "default"}
+        late.writer.write(json_frame(Kind.HELLO, hello))
         await until(lambda: len(late.told) == 2)  # else the release may be over before it is heard
         early.writer.write(HeldHeader(3, WORKER, 8).header().pack())
         await until(lambda: cuts.held(3))

@@ -68,8 +68,9 @@ def test_a_close_of_a_round_that_fits_no_number_ends_its_connection_only(run: Ru
 
 def test_a_create_for_a_view_to_come_stops_no_other_and_ends_after_a_while(run: Run) -> None:
     async def test(group: Group) -> None:
+        (second,) = group.enrol(1)
         await pair(group)
-        early, other = await group.connect("a"), await group.connect("a")
+        early, other = await group.connect("a"), await group.connect("a", worker=second)
         waiting = create(early, 50, LATER)
         await until(lambda: any(c.holding for c in group.servers["a"].handshake.connections))
         header, _ = await asyncio.wait_for(create(other, 51, NOW), 10)
@@ -86,8 +87,9 @@ def test_a_create_for_a_view_to_come_stops_no_other_and_ends_after_a_while(run: 
 
 def test_questions_for_a_view_to_come_wait_on_their_own_connection(run: Run) -> None:
     async def test(group: Group) -> None:
+        (second,) = group.enrol(1)
         await pair(group)
-        early, other = await group.connect("a"), await group.connect("a")
+        early, other = await group.connect("a"), await group.connect("a", worker=second)
         for _ in range(500):
             early.ask(Header(Kind.GET_CLOCKS, epoch=LATER, worker=WORKER))
         await until(lambda: any(c.holding for c in group.servers["a"].handshake.connections))
@@ -158,9 +160,10 @@ def test_a_task_that_fails_ends_the_process(run: Run) -> None:
 def test_as_many_workers_as_there_may_be_keep_no_leader_and_no_server_out(run: Run) -> None:
     async def test(group: Group) -> None:
         with patch.object(handshake, "MAX_WORKERS", 3):
+            ids = group.enrol(3)
             await pair(group)
-            for _ in range(3):
-                await group.connect("b", create=False)
+            for worker in ids:
+                await group.connect("b", create=False, worker=worker)
             host, _, port = group.infos["b"].address.rpartition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(json_frame(Kind.HELLO, {"cluster": "c", "worker": WORKER, "name": "w", "app": "default"}))

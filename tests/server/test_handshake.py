@@ -6,20 +6,16 @@ import asyncio
 
 import pytest
 
-from coordinator.view import Roster, WorkerInfo
 from elasticps.wire.frames import Header, Kind
 from elasticps.wire.headers import JoinHeader, OkHeader
-from tests.server.conftest import WORKER, Group, Run, until
-
-SECOND = WORKER + 1
+from tests.server.conftest import Group, Run, until
 
 
 def test_what_an_older_connection_still_holds_is_not_taken_for_something_newer(run: Run) -> None:
     """It said that the worker pauses, behind a frame that waits for a view; the worker had gone on meanwhile."""
 
     async def test(group: Group) -> None:
-        infos = (WorkerInfo(WORKER, "w", 1, "default"), WorkerInfo(SECOND, "v", 1, "default"))
-        group.roster = Roster(1, infos, "c")
+        (second,) = group.enrol(1)
         server = await group.start("a")
         group.adopt(group.make_view(lambda r: ["a"]))
         older = await group.connect("a", base=3)
@@ -30,7 +26,7 @@ def test_what_an_older_connection_still_holds_is_not_taken_for_something_newer(r
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await asyncio.wait_for(older.task, 10)
         group.adopt(group.make_view(lambda r: ["a"]))
-        other = await group.connect("a", worker=SECOND, worker_name="v")
+        other = await group.connect("a", worker=second)
         header, _ = await other.ask(JoinHeader().header())
         assert OkHeader.of(header).minimum == 0  # its own
         header, _ = await other.ask(JoinHeader(pause=True).header())

@@ -134,10 +134,11 @@ def test_a_view_that_cannot_be_read_ends_its_link_and_nothing_else(run: Run) -> 
 
 def test_a_server_that_gets_ranges_tells_its_workers_once(run: Run) -> None:
     async def test(group: Group) -> None:
+        ids = group.enrol(3)
         for name in ("a", "b"):
             await group.start(name)
         group.adopt(group.make_view(lambda r: ["a", "b"]))
-        workers = [await group.connect("b", create=False) for _ in range(3)]
+        workers = [await group.connect("b", create=False, worker=worker) for worker in ids]
         view = View.decode(group.make_view(lambda r: ["b", "a"]).encode())
         group.adopt(view)
         await until(lambda: all(worker.views and worker.views[-1] == view for worker in workers))

@@ -257,10 +257,12 @@ def test_one_table_with_two_specs_at_two_heads_is_the_registered_one_everywhere(
 
 def test_a_table_that_is_not_registered_is_waited_for_on_its_own_connection(run: Run) -> None:
     async def test(group: Group) -> None:
+        (second,) = group.enrol(1)
         server = await group.start("a")
         group.adopt(group.make_view(lambda r: ["a"]))
         server.know_tables({})
-        early, other = await group.connect("a", create=False), await group.connect("a", create=False)
+        early = await group.connect("a", create=False)
+        other = await group.connect("a", create=False, worker=second)
         answer = create(early, TABLE, NOW, SPEC)
         await until(lambda: server.registered.wanted and server.news.behind.is_set())
         header, _ = await asyncio.wait_for(other.ask(Header(Kind.GET_CLOCKS, epoch=NOW, worker=WORKER)), 10)

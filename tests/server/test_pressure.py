@@ -56,6 +56,7 @@ def waiting_bytes(server: Server) -> int:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_worker_that_reads_nothing_costs_a_bounded_amount(run: Run, compiled: bool) -> None:
     async def story(group: Group) -> None:
+        (second,) = group.enrol(1)
         server = await group.start("a")
         server.fast.h[H_ENABLED] = compiled
         group.adopt(group.make_view(lambda r: ["a"]))
@@ -63,7 +64,9 @@ def test_a_worker_that_reads_nothing_costs_a_bounded_amount(run: Run, compiled: 
         loop, asked = asyncio.get_running_loop(), pulls(ASKED)
         sending = loop.create_task(loop.sock_sendall(sock, asked))
         await until(lambda: waiting_bytes(server) > 0)
-        other = await group.connect("a")  # somebody else is served meanwhile, and long enough to show what waits
+        other = await group.connect(
+            "a", worker=second
+        )  # somebody else is served meanwhile, and long enough to show what waits
         for _ in range(50):
             header, _ = await asyncio.wait_for(other.ask(Header(Kind.JOIN)), 10)
             assert header.kind == Kind.OK

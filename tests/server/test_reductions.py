@@ -68,10 +68,11 @@ def test_others_have_their_turn_between_slices(run: Run, monkeypatch: pytest.Mon
     monkeypatch.setattr(partial, "SLICE_ROWS", 1)
 
     async def story(group: Group) -> None:
+        (second,) = group.enrol(1)
         server = await group.start("a")
         view = group.make_view(lambda r: ["a"])
         group.adopt(view)
-        one, other = await group.connect("a"), await group.connect("a", worker=WORKER)
+        one, other = await group.connect("a"), await group.connect("a", worker=second)
         await asyncio.wait_for(one.push(view, "a", 1, KEYS.tolist(), 1.0), 10)
         asked = [ask(one, view.epoch, r) for r in range(view.ranges)]
         first = await asyncio.wait_for(asked[0], 10)
@@ -82,7 +83,7 @@ def test_others_have_their_turn_between_slices(run: Run, monkeypatch: pytest.Mon
         own = await asyncio.wait_for(ask(other, view.epoch, 0), 10)
         assert own[1] == first[1]
         assert not asked[-1].done()  # connections take turns
-        assert (await asyncio.wait_for(other.push(view, "a", 2, KEYS.tolist(), 1.0), 10))[0].kind == Kind.OK
+        assert (await asyncio.wait_for(other.push(view, "a", 1, KEYS.tolist(), 1.0), 10))[0].kind == Kind.OK
         done = [await asyncio.wait_for(answer, 20) for answer in asked]
         assert sum(header.clock for header, _ in done) == len(KEYS)
         assert server.store.rows == len(KEYS)

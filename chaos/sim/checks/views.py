@@ -36,12 +36,16 @@ class Views:
 
     def on_drain(self, name: str, now: float) -> None:
         """A server is asked to go: all that it has, or is getting, goes to others."""
-        self._asked[name] = now
+        self.on_asked(name, now)
         view = self._newest
         index = -1 if view is None else next((i for i, s in enumerate(view.servers) if s.name == name), -1)
         if view is not None and index >= 0:
             self._changes += 1
             self._ideal += 1 + int((view.chains == index).sum()) + int((view.joining == index).sum())
+
+    def on_asked(self, name: str, now: float) -> None:
+        """A server that is asked to go can say so from now on."""
+        self._asked[name] = now
 
     def on_write(self, view: View, now: float) -> None:
         """A view was written."""
