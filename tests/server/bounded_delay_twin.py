@@ -29,6 +29,9 @@ class BoundedDelayTwin:
         self._workers: Mapping[int, WorkerInfo] = {}
         self._bases: dict[int, int] = {}  # of the active workers: those that have joined and are in the roster
         self._paused: set[int] = set()  # those that said they take no part now
+        self._least: dict[
+            str, int
+        ] = {}  # what an application's active workers had all reached when one joined, at most
         self._awaited: dict[int, float] = {}  # those that have said nothing yet, and until when it may be news
 
     def __len__(self) -> int:
@@ -59,14 +62,20 @@ class BoundedDelayTwin:
         self._paused.discard(worker)
         self._awaited.pop(worker, None)
         if worker in self._workers:
+            app = self._workers[worker].app
+            self._least[app] = self.minimum(app)
             self._bases[worker] = base
 
     def minimum(self, app: str) -> int:
         """The lowest clock of an application's active workers, 0 if there is none: that of what any read shows here."""
-        return max(
-            min((clock for w, clock in self._minimums(app, ranges).items() if w not in self._awaited), default=0)
+        clocks = [
+            min(there)
             for ranges in (self.tailed, self.held)
-        )
+            if (there := [clock for w, clock in self._minimums(app, ranges).items() if w not in self._awaited])
+        ]
+        if not clocks:
+            self._least[app] = 0
+        return max([*clocks, self._least.get(app, 0)])
 
     def behind(self, read: Read) -> list[str]:
         """The workers that a pull has to wait for: its own pushes (read your writes), then the bounded delay's."""

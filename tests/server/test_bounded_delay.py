@@ -100,6 +100,20 @@ def test_a_silent_worker_is_awaited_for_a_moment_when_ranges_come() -> None:
     assert scene.behind(9) == []
 
 
+def test_one_that_joins_low_does_not_have_the_next_one_start_there() -> None:
+    """The others had been shown each other's steps up to 9, and keep that for a while (seed 3100966)."""
+    scene = Scene()
+    scene.delay.serve(ALL, ALL)
+    scene.delay.join(1, 0)
+    scene.at(1, 9)
+    scene.delay.join(2, 3)  # where it was told to, a moment ago
+    assert scene.behind(9) == ["other"]
+    assert scene.delay.minimum("a") == 9
+    for worker in (1, 2):
+        scene.delay.pause(worker)
+    assert scene.delay.minimum("a") == 0
+
+
 def test_one_that_never_speaks_is_not_awaited_for_ever() -> None:
     scene = Scene()
     scene.delay.serve(ALL, ALL)

@@ -62,6 +62,9 @@ class BoundedDelay:
         self._clock = clock
         self._workers: Mapping[int, WorkerInfo] = {}
         self._bases: dict[int, int] = {}  # of the active workers: those that have joined and are in the roster
+        self._least: dict[
+            str, int
+        ] = {}  # what an application's active workers had all reached when one joined, at most
         self._paused: set[int] = set()  # those that said they take no part now
         self._awaited: set[int] = set()  # those that have said nothing yet, and
         self._awaited_until_s = 0.0  # until when it may be news
@@ -115,15 +118,22 @@ class BoundedDelay:
         self._paused.discard(worker)
         self._awaited.discard(worker)
         if worker in self._workers:
+            app = self._workers[worker].app
+            self._least[app] = self.minimum(app)
             self._bases[worker] = base
-            for company in self._companies_of(self._workers[worker].app):
+            for company in self._companies_of(app):
                 company.remove(worker)
                 company.heard.add(worker, base)
 
     def minimum(self, app: str) -> int:
-        """The lowest clock of an application's active workers, 0 if there is none: that of what any read shows here."""
+        """The lowest clock of an application's active workers, 0 if there is none: that of what any read shows here.
+        One that joins below what the others have reached lowers it for reads that come now, and not for whoever joins
+        next: reads of before may be shown for a while (`eps.Cache`)."""
         firsts = [self._company(app, anywhere).heard.first() for anywhere in (False, True)]
-        return max(0 if first is None else first[0] for first in firsts)
+        clocks = [first[0] for first in firsts if first is not None]
+        if not clocks:
+            self._least.pop(app, None)
+        return max(*clocks, self._least.get(app, 0)) if clocks else 0
 
     def _companies_of(self, app: str) -> list[Company]:
         return [company for key in ((app, False), (app, True)) if (company := self._companies.get(key)) is not None]
