@@ -30,11 +30,10 @@ from replication.progress import MAX_CLOCK
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A worker that is done with a round, and until when it waits for the others. tickets: one of each connection that
-    it has said so on, for what an old one brings may be read after what a new one does."""
+    """A worker that is done with a round, and until when it waits for the others."""
 
     clock: int
-    tickets: list[RequestTicket]
+    ticket: RequestTicket
     deadline_s: float
 
 
@@ -63,7 +62,6 @@ class BarrierCoordinator:
         self._clock = clock
         self._waiting: dict[str, dict[int, _Waiting]] = {}  # app -> worker
         self._joining: dict[str, list[RequestTicket]] = {}  # app -> those that wait for room in the log
-        self._deciding: dict[str, tuple[int, _Several]] = {}  # app -> the newest round decided here
         self._closing: dict[str, tuple[int, _Several]] = {}  # app -> the newest round closed here
         self.handlers: dict[int, Callable[[Asker, Header, Body], None]] = {
             Kind.BARRIER_JOIN: self._join,
@@ -112,35 +110,32 @@ class BarrierCoordinator:
             return
         state, said = self._rounds.groups.get(app, BarrierGroup()), BarrierArriveHeader.of(header)
         if said.clock <= state.decided:
-            if said.clock < state.decided or worker not in state.workers:
-                raise _left_out(said.clock, app)
-            # decided, but maybe not committed yet: the answer waits for an operation behind it
-            self._group.log(self._decided(connection, header, app), OperationKind.BARRIER_DECISION,
-                      RoundStep(app, state.decided, state.workers), group)  # fmt: skip
+            self._repeat(app, said.clock, worker, self._decided(connection, header, app))
             return
         if worker not in state.members or said.clock != state.decided + 1:
             raise RequestError("left-out", f"worker {connection.worker_name!r} is not in round {said.clock} of {app!r}")
         ticket = self._decided(connection, header, app)
-        newest, several = self._deciding.get(app, (0, None))
-        if several is not None and newest == said.clock and several.tickets:  # the decision waits for room in the log
-            several.tickets.append(ticket)
-            return
-        waiting, tickets = self._waiting.setdefault(app, {}), [ticket]
-        if (one := waiting.get(worker)) is not None and one.clock == said.clock:
-            tickets = [each for each in one.tickets if each.connection is not connection] + tickets
         deadline_s = self._clock() + (said.wait_ms / 1e3 or DEFAULT_WAIT_S)
-        waiting[worker] = _Waiting(said.clock, tickets, deadline_s)
+        self._waiting.setdefault(app, {})[worker] = _Waiting(said.clock, ticket, deadline_s)
         self._decide(app)
 
     def _decided(self, connection: Asker, header: Header, app: str) -> RequestTicket:
         def answer() -> bytes:
             state = self._rounds.groups[app]
-            if connection.worker not in state.workers:
-                raise _left_out(state.decided, app)
             document = {"round": state.decided, "workers": list(state.workers)}
             return json_frame(Kind.BARRIER_DECISION, document, request=header.request, epoch=self._serving.epoch)
 
         return self._group.once(connection, header.request, answer)
+
+    def _repeat(self, app: str, clock: int, worker: int, ticket: RequestTicket) -> None:
+        """Answers who asks for a round that is decided, but maybe not committed yet: behind an operation of its own."""
+        state = self._rounds.groups.get(app, BarrierGroup())
+        if clock < state.decided or worker not in state.workers:
+            self._group.herald.refuse(ticket.connection, ticket.request, _left_out(clock, app))
+            return
+        group = np.array([group_range(app, self._serving.ranges)], np.int64)
+        step = RoundStep(app, state.decided, state.workers)
+        self._group.log(ticket, OperationKind.BARRIER_DECISION, step, group)
 
     def _decide(self, app: str) -> None:
         """Closes the list of the next round's workers, if all that are still there are done."""
@@ -156,27 +151,32 @@ class BarrierCoordinator:
         required = {w for w, above in state.members.items() if above < clock and w in self._serving.workers}
         if not required or not all(worker in waiting and waiting[worker].clock == clock for worker in required):
             return
-        tickets = [ticket for worker in sorted(required) for ticket in waiting.pop(worker).tickets]
+        tickets = [waiting.pop(worker).ticket for worker in sorted(required)]
         group = np.array([group_range(app, self._serving.ranges)], np.int64)
         step = RoundStep(app, clock, tuple(sorted(required)))
-        several = _Several(group, tickets)
-        self._deciding[app] = clock, several
-        self._group.log(several, OperationKind.BARRIER_DECISION, step, group)
+        self._group.log(_Several(group, tickets), OperationKind.BARRIER_DECISION, step, group)
         for worker in [w for w, one in waiting.items() if one.clock <= clock]:  # it was away: what it waits for is over
             one = waiting.pop(worker)
-            self._refuse(one, _left_out(one.clock, app))
+            self._group.herald.refuse(one.ticket.connection, one.ticket.request, _left_out(one.clock, app))
 
     def judge(self) -> None:
         """The roster or the view has changed, or time has passed."""
         headed = set(self._serving.headed.tolist())
         for app in list(self._waiting):
             if group_range(app, self._serving.ranges) in headed:
+                self._answer_decided(app)
                 self._decide(app)
                 self._end_waits(app)
             else:
                 for waiting in self._waiting.pop(app).values():
-                    for ticket in waiting.tickets:
-                        self._group.stale(ticket.connection, ticket.request)
+                    self._group.stale(waiting.ticket.connection, waiting.ticket.request)
+
+    def _answer_decided(self, app: str) -> None:
+        """Those that asked again, on a new connection, while the decision waited for room in the log."""
+        state, waiting = self._rounds.groups.get(app, BarrierGroup()), self._waiting[app]
+        for worker in [w for w, one in waiting.items() if one.clock <= state.decided]:
+            one = waiting.pop(worker)
+            self._repeat(app, one.clock, worker, one.ticket)
 
     def _end_waits(self, app: str) -> None:
         """Tells those that have waited too long for whom they did."""
@@ -188,11 +188,9 @@ class BarrierCoordinator:
             if now >= one.deadline_s:
                 del waiting[worker]
                 text = f"round {one.clock} of {app!r} waited too long for worker {', '.join(names)}"
-                self._refuse(one, RequestError("behind", text, behind=names))
-
-    def _refuse(self, one: _Waiting, error: RequestError) -> None:
-        for ticket in one.tickets:
-            self._group.herald.refuse(ticket.connection, ticket.request, error)
+                self._group.herald.refuse(
+                    one.ticket.connection, one.ticket.request, RequestError("behind", text, behind=names)
+                )
 
     # --- all ranges ---------------------------------------------------------------------------------------------------
 
