@@ -6,13 +6,16 @@ import contextlib
 import random
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import elasticps as eps
+from coordinator.view import WorkerInfo
+from elasticps.client.registry import Registry
+from elasticps.client.runtime import Runtime
 from elasticps.wire.frames import ALL_RANGES, LAST, Header, Kind, block_head, json_body, json_frame, unpack_header
 from tests.e2e.conftest import Connect
 
@@ -142,8 +145,17 @@ def frames_in(received: bytes) -> list[tuple[Header, bytes]]:
     return frames
 
 
-def hello(ps: eps.Client, cluster: str = "") -> bytes:
-    worker, cluster = ps.worker, cluster or ps.view.cluster
+@pytest.fixture
+def guest(cluster: eps.LocalCluster, connect: Connect) -> Iterator[WorkerInfo]:
+    """A worker whose only connection to a server is the test's own."""
+    registry = Registry.open(cluster.url, 20.0, Runtime())
+    ps = connect("host")
+    yield registry.register("guest", ps.app, lambda why: None, 20.0, ps.view.cluster)
+    registry.close()
+
+
+def hello(ps: eps.Client, cluster: str = "", worker: WorkerInfo | None = None) -> bytes:
+    worker, cluster = worker or ps.worker, cluster or ps.view.cluster
     return json_frame(Kind.HELLO, {"cluster": cluster, "worker": worker.id, "name": worker.name, "app": worker.app})
 
 
@@ -173,12 +185,14 @@ def test_a_hello_for_another_cluster_is_refused(server: tuple[str, int], connect
     assert json_body(body)["code"] == "cluster"
 
 
-def test_an_unknown_table_is_refused_and_the_connection_goes_on(server: tuple[str, int], connect: Connect) -> None:
+def test_an_unknown_table_is_refused_and_the_connection_goes_on(
+    server: tuple[str, int], connect: Connect, guest: WorkerInfo
+) -> None:
     ps = connect()
     ps.push({}).result()
     pull = Header(Kind.PULL, 0, 8, 1, ps.view.epoch, table=987_654, items=1).pack() + bytes(8)
     join = Header(Kind.JOIN, request=2).pack()
-    frames = ask(server, hello(ps) + pull + join, 3)
+    frames = ask(server, hello(ps, worker=guest) + pull + join, 3)
     assert [h.kind for h, _ in frames] == [Kind.WELCOME, Kind.ERROR, Kind.OK]
     assert json_body(frames[1][1])["code"] == "unknown-table"
 
@@ -195,7 +209,7 @@ def test_frames_cut_short_leave_the_server_serving(server: tuple[str, int], conn
 
 
 def test_a_client_that_stops_reading_costs_no_memory_and_holds_nobody_up(
-    server: tuple[str, int], cluster: eps.LocalCluster, connect: Connect
+    server: tuple[str, int], cluster: eps.LocalCluster, connect: Connect, guest: WorkerInfo
 ) -> None:
     import psutil
 
@@ -206,7 +220,7 @@ def test_a_client_that_stops_reading_costs_no_memory_and_holds_nobody_up(
     process = psutil.Process(cluster.servers[0].pid)
     before = process.memory_info().rss
     with socket.create_connection(server, timeout=1.0) as sock:
-        sock.sendall(hello(ps))
+        sock.sendall(hello(ps, worker=guest))
         with pytest.raises(TimeoutError):  # it blocks once the server stops reading
             sock.sendall(pull * 20_000)  # 4 MiB of answers each
         assert process.memory_info().rss - before < 200 << 20
