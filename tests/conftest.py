@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
 import uuid
@@ -27,6 +28,9 @@ settings.register_profile("random", _FIXED, derandomize=False, max_examples=1000
 settings.load_profile("fixed")
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile two hundred modules
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background: what tests start would ignore Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _MARK = "ELASTICPS_TEST_RUN"
 
