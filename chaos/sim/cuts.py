@@ -16,7 +16,7 @@ from coordinator.view import ServerInfo
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
 from elasticps.admin.service import Admin
 from elasticps.admin.subject import CutState, CutWritten, Subject
-from elasticps.checkpoint.driver import Driver, GivenUp, Inconsistent
+from elasticps.checkpoint.driver import Driver, GivenUp, Inconsistent, RoundsDiffer
 from elasticps.errors import ClusterUnreachable
 
 T = TypeVar("T")
@@ -27,6 +27,7 @@ ANSWER_S = 0.5
 TRAVEL_S = 0.002  # of a call, and of its answer
 SLOW, SLOW_S = 0.1, (0.02, 0.1)  # so many calls to log a cut take long
 QUIET_S = 1.0  # so long after a worker has died its successor is there
+CLOSED_S = 4.0  # so long after it has closed the round that its predecessor was closing
 
 
 class Afar:
@@ -138,6 +139,8 @@ class Cutter:
             try:
                 cut = await driver.attempt("")
             except Inconsistent as error:  # what proves it is there for the worst: all keep their word here
+                if isinstance(error, RoundsDiffer) and began_s < self.died_s + CLOSED_S:
+                    continue
                 cluster.broken(Violation("who holds writes nothing", str(error)))
                 return
             except (GivenUp, StoreUnavailable) as error:

@@ -24,7 +24,8 @@ class Verdict:
     clocks        worker id, also of deletions -> the step up to which all of its are in the cut, and none later
     left_out      the same -> range -> progress, of workers that are gone, in the midst of a step perhaps
     rounds        application -> the last round that is closed, in all ranges
-    rounds_torn   the same by range, of applications without workers, the last of whom went while a round was closed
+    rounds_torn   the same by range, of applications without workers, the last of whom went while a round was closed;
+                  in a cut that is not consistent for that alone, of the one that has some
     """
 
     why: str = ""
@@ -60,7 +61,10 @@ def judge(taken: Sequence[CutTaken], present: Mapping[int, str], said: Mapping[i
         if len(closed) == 1:
             rounds[app] = closed.pop()
         elif app in present.values():
-            return Verdict(f"the rounds of {app!r} that are closed differ: {sorted(closed)}")
+            by_range = {r: one.closed.get(app, 0) for one in taken for r in one.ranges}
+            return Verdict(
+                f"the rounds of {app!r} that are closed differ: {sorted(closed)}", rounds_torn={app: by_range}
+            )
         else:
             torn[app] = {r: one.closed.get(app, 0) for one in taken for r in one.ranges}
     for worker in present:

@@ -64,6 +64,10 @@ class Inconsistent(GivenUp):
     """Somebody wrote on who had said that they hold, or had not been told."""
 
 
+class RoundsDiffer(Inconsistent):
+    """Or who was closing a round died, and those that are there have not closed it yet."""
+
+
 @dataclass(frozen=True)
 class Cut:
     """A consistent cut. states: of the servers that have logged it, and write it; roster: after it; said: the clocks up
@@ -118,7 +122,8 @@ class Driver:
             raise GivenUp(f"cut {number} is lost in part: {why}")
         verdict = judge(taken, {worker.id: worker.app for worker in roster}, said)
         if verdict.why:
-            raise Inconsistent(f"cut {number} was not consistent: {verdict.why}")
+            error = RoundsDiffer if verdict.rounds_torn else Inconsistent
+            raise error(f"cut {number} was not consistent: {verdict.why}")
         return Cut(number, since, url, view, verdict, states, roster, said, held_s)
 
     # --- the steps --------------------------------------------------------------------------------------------------
