@@ -58,15 +58,14 @@ def judge(taken: Sequence[CutTaken], present: Mapping[int, str], said: Mapping[i
     torn: dict[str, dict[int, int]] = {}
     for app in sorted({app for one in taken for app in one.closed}):
         closed = {one.closed.get(app, 0) for one in taken}
+        by_range = {r: one.closed.get(app, 0) for one in taken for r in one.ranges}
         if len(closed) == 1:
             rounds[app] = closed.pop()
         elif app in present.values():
-            by_range = {r: one.closed.get(app, 0) for one in taken for r in one.ranges}
-            return Verdict(
-                f"the rounds of {app!r} that are closed differ: {sorted(closed)}", rounds_torn={app: by_range}
-            )
+            why = f"the rounds of {app!r} that are closed differ: {sorted(closed)}"
+            return Verdict(why, rounds_torn={app: by_range})
         else:
-            torn[app] = {r: one.closed.get(app, 0) for one in taken for r in one.ranges}
+            torn[app] = by_range
     for worker in present:
         clocks.setdefault(worker, said.get(worker, 0))
     return Verdict("", clocks, left_out, rounds, torn)
