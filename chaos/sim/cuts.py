@@ -26,6 +26,7 @@ PAUSE_S = 0.1
 ANSWER_S = 0.5
 TRAVEL_S = 0.002  # of a call, and of its answer
 SLOW, SLOW_S = 0.1, (0.02, 0.1)  # so many calls to log a cut take long
+THOUGHTS = 20  # a step hardly takes as long as so many
 QUIET_S = 1.0  # so long after a worker has died its successor is there
 CLOSED_S = 4.0  # so long after it has closed the round that its predecessor was closing
 
@@ -114,12 +115,14 @@ async def _now(value: T) -> T:
 
 class Cutter:
     """Takes cuts as long as `on()`; counts those that were consistent. calm: no process and no link is slow, so
-    all come about but those in which a worker dies, the last at `died_s`."""
+    all come about but those in which a worker dies, the last at `died_s`, and those shorter than a worker may take for
+    a step; think_s: the mean between two things that one does."""
 
-    def __init__(self, cluster: Cluster, check: CutCheck, on: Callable[[], bool], calm: bool) -> None:
+    def __init__(self, cluster: Cluster, check: CutCheck, on: Callable[[], bool], calm: bool, think_s: float) -> None:
         self.taken = 0
         self.died_s = -QUIET_S
         self._calm = calm
+        self._long_s = THOUGHTS * think_s
         self._cluster = cluster
         self._check = check
         self._on = on
@@ -135,7 +138,8 @@ class Cutter:
         while self._on():
             await asyncio.sleep(random.expovariate(1 / PAUSE_S))
             began_s, formed = cluster.clock.now, cluster.view is not None
-            driver = Driver(store, lambda info: Afar(cluster, info, random), random.uniform(*HOLD_S))
+            hold_s = random.uniform(*HOLD_S)
+            driver = Driver(store, lambda info: Afar(cluster, info, random), hold_s)
             try:
                 cut = await driver.attempt("")
             except Inconsistent as error:  # what proves it is there for the worst: all keep their word here
@@ -144,7 +148,8 @@ class Cutter:
                 cluster.broken(Violation("who holds writes nothing", str(error)))
                 return
             except (GivenUp, StoreUnavailable) as error:
-                if self._calm and formed and self._on() and began_s > self.died_s + QUIET_S:
+                late = began_s <= self.died_s + QUIET_S or hold_s < self._long_s
+                if self._calm and formed and self._on() and not late:
                     cluster.broken(Violation("cuts come about", str(error)))
                 cluster.clock.note(f"no cut: {error}")
                 continue

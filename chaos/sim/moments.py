@@ -160,8 +160,8 @@ def level_joiner_takes_over(injector: Injector, fault: Fault) -> None:
 
     def silent(name: str, level: CaughtUp) -> None:
         injector.recovered(name)
-        if not injector.lives(name):
-            return
+        if not injector.lives(name) or any(server.process.stalled for server in cluster.servers.values()):
+            return  # with another one that is silent, both copies may be
         process, joiner = cluster.servers[name].process, level.joiner.name
         injector.note(f"{name} stalls until another has its place")
         process.stall()

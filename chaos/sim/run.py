@@ -100,7 +100,9 @@ class Scene:
         self.processes: dict[str, Threads] = {}
         self.injector = Injector(self.cluster, self.processes, self.restart, self.double)
         check = CutCheck(self.sums, self.rounds, self._tables)
-        self.cutter = Cutter(self.cluster, check, lambda: self.on, story.flavour == "calm")
+        self.cutter = Cutter(
+            self.cluster, check, lambda: self.on, story.flavour == "calm", max(app.think_s for app in story.apps)
+        )
         if story.kind.cuts:
             self.cluster.on_server = lambda server: check.follow(server, self.cluster.broken)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -248,6 +249,20 @@ class Dispatcher:
         what = "being held for a checkpoint"
         self.wait(lambda: self.error is not None or not holds(clock), self.holding.left_s + timeout_s, what)
         self.check()
+
+    @contextmanager
+    def entering(self, timeout_s: float) -> Iterator[None]:
+        """While this worker begins to take part in rounds: not while it holds for a cut."""
+        while True:
+            with self.lock:
+                self.check()
+                if self.holding.enter():
+                    break
+            self.wait_released(0, timeout_s)
+        try:
+            yield
+        finally:
+            self.holding.entered()
 
     def carry_out(self, script: Script[T]) -> T:
         """Asks whatever a script wants to know, and returns what came of it."""

@@ -28,6 +28,7 @@ class Holding:
         self._connections = connections
         self._writing = writing
         self._hold = Hold(session.worker)
+        self._entering = False  # the rounds: not apart from them any more, and in none yet
         self._settled = (0, 0)  # the cut, and the step, for which `settle` was called
 
     def hear(self, server: Member, header: Header) -> None:
@@ -46,6 +47,17 @@ class Holding:
         """Whether step `clock` (0: whatever else is written) has to wait, as a cut is taken."""
         return bool(self._hold.cut) and self._hold.holds(clock, self._runtime.monotonic())
 
+    def enter(self) -> bool:
+        """Is about to take part in rounds, or not as long as a cut is taken: who holds apart from them may have said
+        so, and would close rounds, and push to one that others have open. Under the lock."""
+        self._entering = not self.holds(0)
+        return self._entering
+
+    def entered(self) -> None:
+        """Takes part, or it came to nothing."""
+        self._entering = False
+        self.tell()
+
     @property
     def left_s(self) -> float:
         """For how long at most."""
@@ -57,7 +69,7 @@ class Holding:
             return
         with self._lock:
             session, in_round = self._session, self.in_round()
-            done = not (session.outstanding or self._writing())
+            done = not (session.outstanding or self._writing() or self._entering)
             written = Written(session.clock, done and not in_round, in_round is not None)
             for member, said in self._hold.answers(written, self._runtime.monotonic()):
                 self._connections.send(member, [said.header().pack()])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from elasticps.client.barrier import Barrier
 from elasticps.client.dispatcher import Dispatcher
@@ -43,11 +44,12 @@ class Joining:
         """Takes part from now on; no effect if the worker does already. What is returned is of the first time."""
         with self._lock:
             if not self.active:
-                if self._resume is None:
-                    self._resume = self._first()
-                else:
-                    self._again()
-                self.active = True
+                with nullcontext() if self._barrier is None else self._dispatcher.entering(self._timeout_s):
+                    if self._resume is None:
+                        self._resume = self._first()
+                    else:
+                        self._again()
+                    self.active = True
             assert self._resume is not None
             return self._resume
 

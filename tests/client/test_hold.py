@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import elasticps as eps
 from elasticps.client.protocol.hold import Hold, Written
 from elasticps.wire.frames import Kind
 from elasticps.wire.headers import HeldHeader, HoldHeader, ReleaseHeader
@@ -242,3 +244,35 @@ def test_it_says_so_again_on_each_connection(cluster: Cluster) -> None:
     pushing.join(20)
     assert ps.committed == 1
     assert np.array_equal(held(cluster)[0], [0, 0])
+
+
+def test_who_holds_apart_from_rounds_enters_none_before_it_is_released(cluster: Cluster) -> None:
+    cluster.a.greeting = cluster.b.greeting = HoldHeader(4, 60_000, 1).header().pack()  # others wait for round 1
+    for server in cluster.servers:
+        server.silent.add(Kind.BARRIER_JOIN)
+    ps = cluster.connect(consistency=eps.BSP())
+    eventually(lambda: held(cluster) == [[0], [0]])
+    waits: list[int] = []
+    wait_released = ps._dispatcher.wait_released
+
+    def waiting(clock: int, timeout_s: float) -> None:
+        waits.append(clock)
+        wait_released(clock, timeout_s)
+
+    ps._dispatcher.wait_released = waiting  # type: ignore[method-assign]
+
+    def push() -> None:
+        with suppress(eps.Closed):
+            ps.push({})
+
+    def entered() -> bool:
+        return any(server.got(Kind.BARRIER_JOIN) for server in cluster.servers)
+
+    pushing = beside(push)
+    eventually(lambda: waits or entered())
+    assert not entered()
+    cluster.a.say(ReleaseHeader(4).header().pack())
+    eventually(entered)
+    ps.close()
+    pushing.join(20)
+    assert not pushing.is_alive()

@@ -41,6 +41,7 @@ class Column:
     counts: list[Counts] = field(default_factory=lambda: [np.zeros(KEYS, np.int64)])
     marks: list[tuple[int, Counts]] = field(default_factory=list)  # by step: what others had to be shown with then
     told: list[tuple[float, int]] = field(default_factory=lambda: [(-1e9, 0)])  # when it knew which clock committed
+    every: Counts = field(default_factory=lambda: np.zeros(KEYS, np.int64))  # that it has begun, counted or not
     pushed: int = 0
     worker: int = -1
     ended: bool = False
@@ -53,6 +54,7 @@ class Column:
 
     def begin(self, clock: int, keys: Keys) -> None:
         """A step, or one more part of it, is about to be pushed."""
+        np.add.at(self.every, keys, 1)
         if self.sealed:  # by a ghost: none of it may count
             return
         total = self.counts[-1].copy()
@@ -201,6 +203,8 @@ class Sums:
         most = np.zeros((COLUMNS, KEYS), np.int64)
         for column in self.columns:
             most[column.index] = column.counts[-1]
+        if asked.kept:  # a ghost's own rows may have steps that no server will ever see
+            most[asked.column.index] = asked.column.every
         for other, upto in asked.company:
             if not other.ended:
                 asked.least[other.index] = np.maximum(asked.least[other.index], upto)
