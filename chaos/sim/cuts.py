@@ -116,12 +116,14 @@ async def _now(value: T) -> T:
 class Cutter:
     """Takes cuts as long as `on()`; counts those that were consistent. calm: no process and no link is slow, so
     all come about but those in which a worker dies, the last at `died_s`, and those shorter than a worker may take for
-    a step; think_s: the mean between two things that one does."""
+    a step. One may fail, but not two in a row: who pulls in the midst of a step may wait for somebody who holds already,
+    under bounded delay; think_s: the mean between two things that one does."""
 
     def __init__(self, cluster: Cluster, check: CutCheck, on: Callable[[], bool], calm: bool, think_s: float) -> None:
         self.taken = 0
         self.died_s = -QUIET_S
         self._calm = calm
+        self._failed = False  # the last one, for no good reason
         self._long_s = THOUGHTS * think_s
         self._cluster = cluster
         self._check = check
@@ -149,10 +151,12 @@ class Cutter:
                 return
             except (GivenUp, StoreUnavailable) as error:
                 late = began_s <= self.died_s + QUIET_S or hold_s < self._long_s
-                if self._calm and formed and self._on() and not late:
+                failed = self._calm and formed and self._on() and not late
+                if failed and self._failed:
                     cluster.broken(Violation("cuts come about", str(error)))
+                self._failed = failed
                 cluster.clock.note(f"no cut: {error}")
                 continue
             self._check.consistent(cut)
-            self.taken += 1
+            self.taken, self._failed = self.taken + 1, False
             cluster.clock.note(f"cut {cut.number} after {cut.held_s:.4f} s: {dict(cut.verdict.clocks)}")
