@@ -116,7 +116,7 @@ async def _now(value: T) -> T:
 class Cutter:
     """Takes cuts as long as `on()`; counts those that were consistent. calm: no process and no link is slow, so
     all come about but those in which a worker dies, the last at `died_s`, and those shorter than a worker may take for
-    a step. One may fail, but not two in a row: who pulls in the midst of a step may wait for somebody who holds already,
+    a step. One may fail, but not two in a row: who pulls in the midst of a step may wait for one that holds already,
     under bounded delay; think_s: the mean between two things that one does."""
 
     def __init__(self, cluster: Cluster, check: CutCheck, on: Callable[[], bool], calm: bool, think_s: float) -> None:
