@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 CODE := $(patsubst %/__init__.py,%,$(wildcard */__init__.py)) tests examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all soak lint docs format bench dist proto hashes clean distclean
+.PHONY: help setup demo test test-all soak stories lint docs format bench dist proto hashes clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,11 +48,15 @@ test: $(READY) ## Run the tests
 test-all: $(READY) ## Run the tests, slow ones too
 	$(BIN)/python -m pytest $(PARALLEL) -m 'slow or not slow'
 
-soak: $(READY) ## Random examples; fifty stories for each planted bug; hostile frames; then stories on all cores until stopped, or RUNS=N of them, from SEED=N on
+soak: $(READY) ## Random examples; fifty stories for each planted bug; ten million hostile frames; then stories, as `make stories`
 	$(BIN)/python -m pytest $(PARALLEL) -m 'hypothesis and not slow' --hypothesis-profile=random
 	$(BIN)/python -m tests.sim.planted
 	$(BIN)/python -m tests.fuzz --frames 10_000_000 --seed $(or $(SEED),0)
-	$(BIN)/elasticps sim --seed $(or $(SEED),0) --runs $(or $(RUNS),0)
+	$(MAKE) stories
+
+# A hundred thousand take half a day: what was played of the same code counts, whoever stopped it.
+stories: $(READY) ## Stories on all cores until stopped, or RUNS=N in all; goes on behind tests/sim/played.json, or from SEED=N on
+	$(BIN)/elasticps sim --runs $(or $(RUNS),0) $(if $(SEED),--seed $(SEED),--record tests/sim/played.json)
 
 lint: $(READY) docs ## ruff, mypy --strict, the contracts on who imports whom, and broken links in the docs
 	$(BIN)/ruff check .

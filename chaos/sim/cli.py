@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,73 +25,31 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from chaos.sim.told import BROKEN_KEPT, Record, RecordError, Told
+
 if TYPE_CHECKING:
     from chaos.sim.run import Result
     from chaos.sim.story import Kind
 
 RUNS_PER_LINE = 50
-BROKEN_KEPT = 20
 STOPPED = 130  # the exit code of what Ctrl-C ends, also here
-MINUTE_S = 60
 _NO_END = 1 << 30
 MOST_CPU_S = 300.0  # of a story, which takes one or two: virtual time stands still if something goes round and round
 FRAMES_TOLD = 8
 AHEAD = 4  # seeds given out for each process: one long story does not have the others wait
-COUNTED = ("events", "views", "steps", "pulls", "rounds", "shards", "cuts")
-
-
-@dataclass
-class Told:
-    """What has been played: sums over all stories, the first ones that broke a promise, and what it took."""
-
-    first: int
-    last: int = -1
-    runs: int = 0
-    failed: int = 0
-    cpu_s: float = 0.0  # of all processes
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
-    broken: list[Result] = field(default_factory=list)
-    began_s: float = field(default_factory=time.monotonic)
-
-    def add(self, result: Result, cpu_s: float) -> None:
-        """One more. They come in the order of their seeds."""
-        self.runs += 1
-        self.last = result.seed
-        self.cpu_s += cpu_s
-        for what in COUNTED:
-            self.counts[what] += getattr(result, what)
-        if not result.ok:
-            self.failed += 1
-            if len(self.broken) < BROKEN_KEPT:
-                self.broken.append(result)
-
-    @property
-    def took_s(self) -> float:
-        """Real seconds so far."""
-        return time.monotonic() - self.began_s
-
-    def __str__(self) -> str:
-        counts = ", ".join(f"{count:,} {what}" for what, count in {"runs": self.runs, **self.counts}.items())
-        return f"{counts}: {self.failed} broke a promise"
-
-    def speed(self, jobs: int) -> str:
-        """Which seeds, how long, how many a second. As other runs of the same seeds would not say it."""
-        took_s, processes = self.took_s, "1 process" if jobs == 1 else f"{jobs} processes"
-        if not self.runs:
-            return f"no story came to its end within {_duration(took_s)} in {processes}"
-        rates = f"{self.runs / max(took_s, 1e-9):.2f} stories/s, {self.cpu_s / self.runs:.2f} CPU s a story"
-        return f"seeds {self.first} to {self.last} took {_duration(took_s)} in {processes}: {rates}"
-
-    def as_json(self, jobs: int) -> str:
-        seeds = {"first": self.first, "last": self.last} if self.runs else {}
-        took = {"jobs": jobs, "took_s": round(self.took_s, 3), "cpu_s": round(self.cpu_s, 3)}
-        broken = {"failed": self.failed, "broken": [asdict(r) | {"trace": None} for r in self.broken]}
-        return json.dumps({"runs": self.runs, **self.counts, **seeds, **took, **broken})
 
 
 def sim(
-    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="The first seed; 0 unless a record goes on.")] = None,
     runs: Annotated[int, typer.Option(min=0, help="How many seeds, one after another; 0: until stopped.")] = 1,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            help="Keep what they came to in this file, and go on behind it while the code that stories play is the "
+            "same, until there are so many RUNS in all.",
+        ),
+    ] = None,
     flavour: Annotated[str, typer.Option(help="What goes wrong, in all of them; otherwise the seed says it.")] = "",
     training: Annotated[str, typer.Option(help="How they train, likewise.")] = "",
     cuts: Annotated[bool, typer.Option("--cuts", help="Take consistent cuts meanwhile.")] = False,
@@ -115,27 +74,58 @@ def sim(
     """
     kind = _kind(flavour, training, cuts=cuts, short=short, caches=caches, together=together)
     jobs = min(jobs or _cores(), runs or _NO_END)
-    told = Told(seed)
-    stopped = False
+    kept = None if record is None else Record(record, _code(), asdict(kind))
+    try:
+        told = _begin(kept, seed)
+        stopped = _play_all(told, kept, kind, runs, jobs, trace=trace, as_json=as_json)
+    except RecordError as error:
+        raise typer.BadParameter(str(error), param_hint="--record") from None
+    _tell(told, jobs, as_json, timed=runs != 1)
+    raise typer.Exit(1 if told.failed else STOPPED if stopped else 0)
+
+
+def _begin(record: Record | None, seed: int | None) -> Told:
+    """Where a record has come to, or nothing yet."""
+    told = None if record is None else record.read()
+    if record is None or told is None:
+        if record is not None and record.path.exists():
+            typer.echo(f"{record.path} is of other code than this: it begins anew", err=True)
+        return Told(seed or 0)
+    if seed not in (None, told.first):
+        said = f"{record.path} goes on behind seed {told.last}: leave --seed out, or name another file"
+        raise typer.BadParameter(said, param_hint="--seed")
+    return told
+
+
+def _play_all(
+    told: Told, record: Record | None, kind: Kind, runs: int, jobs: int, *, trace: bool, as_json: bool
+) -> bool:
+    """Plays what is wanted beyond what has been told. Whether it was stopped before that."""
+    if record is not None:
+        record.write(told, jobs)  # where that cannot be done, better now than after hours
+    begin = told.last + 1 if told.runs else told.first
+    seeds = range(begin, told.first + runs) if runs else itertools.count(begin)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a soak in the background ends by it
     try:
-        seeds = range(seed, seed + runs) if runs else itertools.count(seed)
         for result, cpu_s in _results(seeds, kind, trace, jobs, as_json):
             told.add(result, cpu_s)
+            if record is not None and told.runs % RUNS_PER_LINE == 0:
+                record.write(told, jobs)
             if trace:
                 typer.echo("\n".join(result.trace))
             if runs != 1 and not as_json:
                 _tell_meanwhile(told, result, jobs, every=0 if runs else RUNS_PER_LINE)
     except KeyboardInterrupt:  # Ctrl-C: how a soak ends
-        stopped = runs > 0
+        return runs > 0
     except BrokenProcessPool as error:
-        after = f"after seed {told.last}" if told.runs else f"from seed {seed} on"
+        after = f"after seed {told.last}" if told.runs else f"from seed {begin} on"
         typer.echo(f"a process that played stories is gone, in one of the {AHEAD * jobs} {after}: {error}", err=True)
-        stopped = True
+        return True
     finally:
         signal.signal(signal.SIGTERM, before)
-    _tell(told, jobs, as_json, timed=runs != 1)
-    raise typer.Exit(1 if told.failed else STOPPED if stopped else 0)
+        if record is not None:
+            record.write(told, jobs)
+    return False
 
 
 def _tell_meanwhile(told: Told, result: Result, jobs: int, every: int) -> None:
@@ -147,13 +137,19 @@ def _tell_meanwhile(told: Told, result: Result, jobs: int, every: int) -> None:
 
 def _tell(told: Told, jobs: int, as_json: bool, timed: bool) -> None:
     if as_json:
-        typer.echo(told.as_json(jobs))
+        typer.echo(json.dumps(told.as_json(jobs)))
         return
     typer.echo(str(told))
     if timed:
         typer.echo(told.speed(jobs))
-    for result in told.broken:
-        typer.echo(str(result))
+    for broken in told.broken:
+        typer.echo(broken["told"])
+
+
+def _code() -> str:
+    from chaos.sim.code import digest  # starts a process that imports the servers' code
+
+    return digest()
 
 
 def _kind(flavour: str, training: str, **flags: bool) -> Kind:
@@ -229,12 +225,3 @@ def _leave_interrupts() -> None:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def _duration(seconds: float) -> str:
-    """Said as people say it: 4.1 s, 3 min 20 s, 2 h 5 min."""
-    if seconds < MINUTE_S:
-        return f"{seconds:.1f} s"
-    minutes, left_s = divmod(round(seconds), MINUTE_S)
-    hours, minutes_left = divmod(minutes, 60)
-    return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {left_s} s"

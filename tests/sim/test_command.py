@@ -18,6 +18,7 @@ import chaos.sim.run
 from chaos.sim.cluster import Cluster
 from chaos.sim.run import Result
 from chaos.sim.story import Kind
+from chaos.sim.told import BROKEN_KEPT, duration
 from tests.sim.odd import BEGUN, stay, vanish
 
 app = typer.Typer()
@@ -121,7 +122,7 @@ def test_all_that_broke_a_promise_are_counted_and_the_first_are_told(monkeypatch
     told = json.loads(result.stdout)
     assert result.exit_code == 1
     assert (told["runs"], told["failed"], told["first"], told["last"], told["jobs"]) == (30, 30, 0, 29, 1)
-    assert [each["seed"] for each in told["broken"]] == list(range(chaos.sim.cli.BROKEN_KEPT))
+    assert [each["seed"] for each in told["broken"]] == list(range(BROKEN_KEPT))
 
 
 def test_a_process_that_is_gone_is_told_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +137,7 @@ def test_a_process_that_is_gone_is_told_and_nobody_waits_for_it(monkeypatch: pyt
     ("seconds", "told"), [(4.14, "4.1 s"), (59.9, "59.9 s"), (200.2, "3 min 20 s"), (7501, "2 h 5 min")]
 )
 def test_a_duration_is_said_in_two_units(seconds: float, told: str) -> None:
-    assert chaos.sim.cli._duration(seconds) == told
+    assert duration(seconds) == told
 
 
 def test_seeds_of_one_kind_run_in_several_processes_in_their_order() -> None:
