@@ -173,7 +173,7 @@ class Free(Worker):
 
     def _cache(self) -> Cache | None:
         self.kept = None
-        if not self.training.story.kind.caches or self.random.random() < SELDOM:
+        if not self.training.story.caches or self.random.random() < SELDOM:
             return None
         self.kept = self.random.randint(0, min(MOST_KEPT, MOST_KEPT if self.sums.bound is None else self.sums.bound))
         return Cache(rows=self.random.choice((5, 40, KEYS)), staleness=self.kept)

@@ -103,7 +103,7 @@ class Scene:
         self.cutter = Cutter(
             self.cluster, check, lambda: self.on, story.flavour == "calm", max(app.think_s for app in story.apps)
         )
-        if story.kind.cuts:
+        if story.cuts:
             self.cluster.on_server = lambda server: check.follow(server, self.cluster.broken)
 
     def begin(self) -> None:
@@ -119,7 +119,7 @@ class Scene:
                 self._app_of[name] = app
                 self.workers[name] = self._worker(name)
                 self._start(name)
-        if story.kind.cuts:
+        if story.cuts:
             self.cutter.start()
         for fault in story.faults:
             self.cluster.clock.at(fault.at_s, inject, self.injector, fault)

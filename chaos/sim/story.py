@@ -144,7 +144,7 @@ class Kind:
 
 
 ANY = Kind()
-SHORT = 0.25  # of the stories of any kind
+SHARE = 0.25  # of the stories of any kind have what a kind may ask for
 
 
 @dataclass(frozen=True)
@@ -168,14 +168,28 @@ class Story:
         return self.flavour in CALM
 
     @property
+    def cuts(self) -> bool:
+        """Whether consistent cuts are taken meanwhile."""
+        return self._has("cuts")
+
+    @property
     def short(self) -> bool:
         """Whether keys go once or as differences, and pushes compressed."""
-        return self.kind.short or (self.kind == ANY and Random(f"short {self.seed}").random() < SHORT)
+        return self._has("short")
+
+    @property
+    def caches(self) -> bool:
+        """Whether workers keep rows."""
+        return self._has("caches")
 
     @property
     def together(self) -> bool:
         """Whether pulls are of several tables, and behind pushes."""
-        return self.kind.together or (self.kind == ANY and Random(f"together {self.seed}").random() < SHORT)
+        return self._has("together")
+
+    def _has(self, what: str) -> bool:
+        chance = Random(f"{what} {self.seed}").random()
+        return bool(getattr(self.kind, what)) or (self.kind == ANY and chance < SHARE)
 
     @property
     def tight(self) -> bool:
