@@ -229,7 +229,7 @@ def tell(seed: int, kind: Kind = ANY) -> Story:
 def _app(random: Random, index: int, flavour: str, training: str) -> App:
     kinds = TRAININGS[:1] if flavour == "tight" else TRAININGS[:2] if flavour == "readers" else TRAININGS
     chosen = random.choice((*kinds, "free"))
-    kind = training or chosen
+    kind = training if training and flavour != "tight" else chosen  # whose frames have room for nothing else
     return App(
         f"app{index}",
         kind,

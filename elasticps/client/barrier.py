@@ -49,9 +49,9 @@ class Barrier:
         """Is in no further round, until it enters again."""
         self._dispatcher.carry_out(barrier.leaving(self.app, self._worker, timeout_s))
 
-    def settle(self, wait_committed: Callable[[], None], push_again: Callable[[], None], timeout_s: float) -> None:
+    def settle(self, wait_committed: Callable[[], None], push_again: Callable[[], bool], timeout_s: float) -> None:
         """Closes the open round, if there is one. Raises `Timeout`, which says for whom it waited. `push_again()` has
-        the step begun anew in a later round."""
+        the step begun anew in a later round, unless it was in this one after all; it says whether."""
         with self._lock:
             while clock := self._open:
                 wait_committed()
@@ -59,7 +59,7 @@ class Barrier:
                     self._dispatcher.carry_out(barrier.settling(self.app, self._worker, clock, timeout_s))
                 except LeftOut:
                     self._first = self._first or clock
-                    push_again()
-                else:
-                    self._closed, self._first = clock, 0
-                    self._dispatcher.holding.tell()
+                    if push_again():
+                        continue
+                self._closed, self._first = clock, 0
+                self._dispatcher.holding.tell()

@@ -253,16 +253,17 @@ class Dispatcher:
     @contextmanager
     def entering(self, timeout_s: float) -> Iterator[None]:
         """While this worker begins to take part in rounds: not while it holds for a cut."""
-        while True:
-            with self.lock:
-                self.check()
-                if self.holding.enter():
-                    break
-            self.wait_released(0, timeout_s)
         try:
+            while not self._enter():
+                self.wait_released(0, timeout_s)
             yield
         finally:
             self.holding.entered()
+
+    def _enter(self) -> bool:
+        with self.lock:
+            self.check()
+            return self.holding.enter()
 
     def carry_out(self, script: Script[T]) -> T:
         """Asks whatever a script wants to know, and returns what came of it."""
@@ -356,7 +357,7 @@ class Dispatcher:
                 if view is not None:
                     self._adopt(view)
             elif kind == Kind.WELCOME:
-                self._welcomed(link, json_body(body.data))
+                self._welcomed(link, header.epoch, json_body(body.data))
             elif kind == Kind.HOLD:
                 self.holding.hear(link.member, header)
             elif kind == Kind.RELEASE:
@@ -440,8 +441,10 @@ class Dispatcher:
 
     # --- connections --------------------------------------------------------------------------------------------
 
-    def _welcomed(self, link: Link, document: dict[str, object]) -> None:
-        """A server knows us: tell it whether, and where, we take part, then whatever it has to do for us."""
+    def _welcomed(self, link: Link, epoch: int, document: dict[str, object]) -> None:
+        """A server knows us: tell it whether, and where, we take part, then whatever it has to do for us. Its view may
+        be one of which it has told its workers before we were among them."""
+        self._refresh.epoch = max(self._refresh.epoch, epoch)
         if self.connections.welcomed(link, document):
             self._presence.tell(link.member)
             self.pushes.connected(link.member)

@@ -122,14 +122,18 @@ class Joining:
 
     # --- after a round that was closed without this worker ------------------------------------------------------------
 
-    def later(self, push_again: Callable[[], None]) -> None:
-        """Goes on after the last round, with the newest step, which was in none: `push_again()` begins it anew."""
+    def later(self, push_again: Callable[[], None]) -> bool:
+        """Goes on after the last round; whether with the newest step, which was in none: `push_again()` begins it anew.
+        A worker that was away may have been in that round, and have missed the answer that said so."""
         with self._lock:
-            lost, name = self._session.clock, self._dispatcher.worker.name
-            start = self._dispatcher.carry_out(self._starting.lowest())
-            if start < lost:
-                raise ServerError(f"worker {name!r} is in round {lost}, its application only after round {start}")
-            if not self._keep(past_again(self._past, lost - 1, start)):
+            newest, name = self._session.clock, self._dispatcher.worker.name
+            start, last = self._dispatcher.carry_out(self._starting.again())
+            if start < newest:
+                raise ServerError(f"worker {name!r} is in round {newest}, its application only after round {start}")
+            lost = last < newest
+            if not self._keep(past_again(self._past, newest - 1 if lost else newest, start)):
                 raise self._started_again()
-            log.warning("round %d was closed without worker %s, which goes on after round %d", lost, name, start)
-            self._dispatcher.join(start, self._timeout_s, push_again)
+            if lost:
+                log.warning("round %d was closed without worker %s, which goes on after round %d", newest, name, start)
+            self._dispatcher.join(start, self._timeout_s, push_again if lost else lambda: None)
+            return lost

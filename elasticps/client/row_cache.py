@@ -192,9 +192,11 @@ class RowCache:
             self._follow(batch, timeout, self._reads.finish)
         except BaseException:
             self._abandon(batch)
+            batch.error = None
             raise
-        if batch.error is not None:
-            raise batch.error
+        error, batch.error = batch.error, None
+        if error is not None:  # told once: whoever wants the rows still asks anew
+            raise error
         if self._slots:  # at once: whoever waits for a pull pushes to its rows soon
             self._settle_slots(ask=True)
 
@@ -230,8 +232,8 @@ class RowCache:
             self._settle_slots(ask=ask)
 
     def _keep(self, batch: Batch) -> None:
-        """Puts what has come where it belongs, once."""
-        if not batch.come:
+        """Puts what has come where it belongs, once, unless it was given up meanwhile: whoever waited has gone."""
+        if batch.over or not batch.come:
             return
         rows, check = batch.rows, batch.check
         if rows is not None:

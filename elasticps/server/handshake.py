@@ -143,7 +143,7 @@ class Handshake:
             raise FrameError("a worker's hello gives its id (above 0), its name and its app")
         self._unknown.pop(connection, None)
         self._as_workers[connection] = None
-        if len(self._as_workers) > MAX_WORKERS:
+        if len(self._as_workers) > MAX_WORKERS + (worker in self._of_worker):  # one that comes back takes its own place
             raise FrameError(f"server {self._me.name} already has {MAX_WORKERS} connections of workers")
         if worker not in self._serving.workers:
             if self._serving.newest.get((str(app), str(name)), 0) > worker:

@@ -52,14 +52,14 @@ class Pulls:
         said = JoinHeader.of(header)
         if said.base is not None and said.base >= MAX_CLOCK:
             raise FrameError(f"a base clock of {said.base} is over the limit of {MAX_CLOCK}")
-        if said.pause or said.base is not None:
-            self._delay.pause(connection.worker)
-        minimum = self._delay.minimum(connection.app)  # of all others
         if said.base is not None:
             connection.base = said.base
-            self._delay.join(connection.worker, said.base)
-        elif said.pause:
-            self.judge()
+            minimum = self._delay.join(connection.worker, said.base, connection.app)
+        else:
+            if said.pause:
+                self._delay.pause(connection.worker)
+                self.judge()
+            minimum = self._delay.minimum(connection.app)
         connection.send(OkHeader(header.request, self._serving.epoch, minimum).header().pack())
 
     def _pull(self, connection: Connection, header: Header, body: Body) -> None:

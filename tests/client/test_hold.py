@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elasticps as eps
+from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.protocol.hold import Hold, Written
 from elasticps.wire.frames import Kind
 from elasticps.wire.headers import HeldHeader, HoldHeader, ReleaseHeader
@@ -276,3 +279,19 @@ def test_who_holds_apart_from_rounds_enters_none_before_it_is_released(cluster: 
     ps.close()
     pushing.join(20)
     assert not pushing.is_alive()
+
+
+def test_one_that_is_interrupted_as_it_enters_rounds_says_later_on_that_it_holds() -> None:
+    """Found in a review: each cut was given up for it, until it entered again."""
+    entering: list[bool] = []
+
+    class Interrupted:
+        holding = SimpleNamespace(entered=entering.clear)
+
+        def _enter(self) -> bool:
+            entering.append(True)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Dispatcher.entering(cast(Dispatcher, Interrupted()), 1.0):
+        pass
+    assert not entering

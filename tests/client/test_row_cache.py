@@ -132,3 +132,47 @@ def test_the_short_patience_of_one_thread_gives_up_nothing_of_another(servers: S
     with pytest.raises(Timeout):
         mine.result(0.1)
     np.testing.assert_array_equal(mine.result(), rows_of(KEYS))
+
+
+class Between(Servers):
+    """What is in `after` happens when a wait has ended with a timeout, before whoever waited does more."""
+
+    after: Callable[[], object] | None = None
+
+    def finish(self, read: Read, timeout: float | None) -> None:
+        try:
+            self.wait(read, timeout)
+        except Timeout as error:
+            read.error, read.parts = error, {}  # it is forgotten
+            if self.after is not None:
+                self.after()
+            raise
+        if read.error is not None:
+            raise read.error
+
+
+def test_the_same_where_another_thread_finds_what_was_given_up() -> None:
+    """Found in a review: it noted the error for whoever would ask, who was told of it each time."""
+    servers = Between()
+    cache = Cached(servers)
+    servers.late, servers.after = 1, lambda: cache.settle(ask=True)
+    read = cache.pull()
+    with pytest.raises(Timeout):
+        read.result(0.1)
+    np.testing.assert_array_equal(read.result(), rows_of(KEYS))
+
+
+def test_rows_that_come_after_they_were_given_up_are_put_nowhere(servers: Servers, cache: Cached) -> None:
+    out = np.full((len(KEYS), DIM), np.nan, np.float32)
+    servers.late = 1
+    read = cache.start(KEYS, out, False)
+    batch = read._batch
+    with pytest.raises(Timeout):
+        read.result(0.1)
+    asked = batch.rows
+    assert asked is not None
+    asked.value[:] = 7.0
+    asked.parts = {}
+    with cache._guarded():
+        cache._keep(batch)  # by a thread that had found it before
+    assert np.isnan(out).all()

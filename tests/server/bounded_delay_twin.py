@@ -29,9 +29,7 @@ class BoundedDelayTwin:
         self._workers: Mapping[int, WorkerInfo] = {}
         self._bases: dict[int, int] = {}  # of the active workers: those that have joined and are in the roster
         self._paused: set[int] = set()  # those that said they take no part now
-        self._least: dict[
-            str, int
-        ] = {}  # what an application's active workers had all reached when one joined, at most
+        self._least: dict[str, int] = {}  # what an application's others had all reached when one joined, at most
         self._awaited: dict[int, float] = {}  # those that have said nothing yet, and until when it may be news
 
     def __len__(self) -> int:
@@ -57,14 +55,19 @@ class BoundedDelayTwin:
         if worker in self._workers:
             self._paused.add(worker)
 
-    def join(self, worker: int, base: int) -> None:
-        """A worker is active from now on; its clock counts as at least `base`."""
+    def join(self, worker: int, base: int, app: str) -> int:
+        """A worker is active from now on; its clock counts as at least `base`. Returns the lowest clock of the others,
+        which is kept for whoever joins next unless this one only says again what it said, or was seen beyond it."""
+        seen = max((int(p) >> PART_BITS for p in self._clocks.read(worker)[self.held]), default=0)
+        again = worker in self._bases and self._bases[worker] == base
+        self.pause(worker)
+        others = self.minimum(app)
         self._paused.discard(worker)
-        self._awaited.pop(worker, None)
         if worker in self._workers:
-            app = self._workers[worker].app
-            self._least[app] = self.minimum(app)
+            if not again and seen <= base:
+                self._least[app] = others
             self._bases[worker] = base
+        return others
 
     def minimum(self, app: str) -> int:
         """The lowest clock of an application's active workers, 0 if there is none: that of what any read shows here."""

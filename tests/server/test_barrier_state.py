@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from elasticps.server.protocol import barrier_state
 from elasticps.server.protocol.barrier_state import Rounds
 from elasticps.store.codec import Codec
 from elasticps.wire.frames import Block
@@ -54,3 +55,14 @@ def test_replicas_of_other_ranges_apply_the_same(groups: list[list[int]]) -> Non
     held = sorted(r for group in groups for r in group)
     means = closed([0, 1, 2, 3], [[0, 1, 2, 3]])
     assert closed(held, groups) == {key: mean for key, mean in means.items() if key // 10 in held}
+
+
+def test_the_last_rounds_that_are_forgotten_are_those_of_workers_that_have_long_been_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of a low id that was in each round would be told that it was in none."""
+    monkeypatch.setattr(barrier_state, "MAX_REMEMBERED", 3)
+    rounds = Rounds(4)
+    for clock in range(1, 9):
+        rounds.decide("app", clock, [1, clock + 10])
+    assert rounds.groups["app"].last == {1: 8, 17: 7, 18: 8}

@@ -26,6 +26,10 @@ class Scene:
         self.roster = {w: WorkerInfo(w, n, 1, "b" if n == "elsewhere" else "a") for w, n in NAMES.items()}
         self.delay.follow(self.roster)
 
+    def join(self, worker: int, base: int) -> int:
+        """It is active from now on."""
+        return self.delay.join(worker, base, "a")
+
     def at(self, worker: int, clock: int) -> None:
         self.clocks.row(worker)[:] = clock << 16
 
@@ -47,7 +51,7 @@ class Scene:
 def a_scene() -> Scene:
     scene = Scene()
     scene.delay.serve(ALL, ALL)
-    scene.delay.join(1, 0)
+    scene.join(1, 0)
     scene.at(1, 9)
     scene.now = 2 * GRACE_S  # nobody is awaited any more
     return scene
@@ -56,7 +60,7 @@ def a_scene() -> Scene:
 def test_own_steps_come_first_then_the_others() -> None:
     scene = a_scene()
     assert scene.behind(10) == ["asker"]
-    scene.delay.join(2, 4)
+    scene.join(2, 4)
     assert scene.behind(9, bound=5) == []
     assert scene.behind(9, bound=4) == ["other"]
     scene.at(2, 5)
@@ -65,12 +69,12 @@ def test_own_steps_come_first_then_the_others() -> None:
 
 def test_a_worker_that_pauses_or_leaves_holds_nobody_back_until_it_joins_again() -> None:
     scene = a_scene()
-    scene.delay.join(2, 4)
+    scene.join(2, 4)
     scene.delay.pause(2)
     scene.at(2, 5)
     assert scene.behind(9) == []
     assert scene.delay.minimum("a") == 9
-    scene.delay.join(2, 8)
+    scene.join(2, 8)
     assert scene.behind(9) == ["other"]
     scene.delay.follow({w: info for w, info in scene.roster.items() if w != 2})
     assert scene.behind(9) == []
@@ -92,7 +96,7 @@ def test_a_silent_worker_is_awaited_for_a_moment_when_ranges_come() -> None:
     scene.delay.serve(ALL, ALL)
     assert scene.behind(9) == ["other"]
     assert scene.delay.minimum("a") == 9  # nobody should start at 0 because of it
-    scene.delay.join(2, 9)
+    scene.join(2, 9)
     assert scene.behind(9) == []
     scene.delay.serve(ALL[:1], ALL[:1])
     scene.delay.pause(2)
@@ -104,9 +108,9 @@ def test_one_that_joins_low_does_not_have_the_next_one_start_there() -> None:
     """The others had been shown each other's steps up to 9, and keep that for a while (seed 3100966)."""
     scene = Scene()
     scene.delay.serve(ALL, ALL)
-    scene.delay.join(1, 0)
+    scene.join(1, 0)
     scene.at(1, 9)
-    scene.delay.join(2, 3)  # where it was told to, a moment ago
+    scene.join(2, 3)  # where it was told to, a moment ago
     assert scene.behind(9) == ["other"]
     assert scene.delay.minimum("a") == 9
     for worker in (1, 2):
@@ -114,10 +118,31 @@ def test_one_that_joins_low_does_not_have_the_next_one_start_there() -> None:
     assert scene.delay.minimum("a") == 0
 
 
+def test_one_that_connects_again_does_not_have_the_next_one_start_where_the_fast_ones_are() -> None:
+    scene = Scene()
+    scene.delay.serve(ALL, ALL)
+    scene.join(1, 0)
+    scene.join(2, 0)
+    scene.at(1, 100)
+    scene.at(2, 3)
+    assert scene.join(2, 0) == 100, "that is of the others"
+    assert scene.delay.minimum("a") == 3
+
+
+def test_nor_does_one_that_comes_to_a_server_which_its_steps_came_to_before() -> None:
+    scene = Scene()
+    scene.delay.serve(ALL, ALL)
+    for worker, clock in ((1, 100), (2, 3)):
+        scene.at(worker, clock)
+    for worker in (1, 2):
+        scene.join(worker, 0)
+    assert scene.delay.minimum("a") == 3
+
+
 def test_one_that_never_speaks_is_not_awaited_for_ever() -> None:
     scene = Scene()
     scene.delay.serve(ALL, ALL)
-    scene.delay.join(1, 0)
+    scene.join(1, 0)
     scene.at(1, 9)
     assert scene.behind(9) == ["other"]
     scene.now = GRACE_S
@@ -127,14 +152,14 @@ def test_one_that_never_speaks_is_not_awaited_for_ever() -> None:
 def test_a_pull_that_waited_too_long_names_everybody_that_it_waits_for_and_nobody_else() -> None:
     scene = Scene()
     scene.delay.serve(ALL, ALL)
-    scene.delay.join(1, 9)
+    scene.join(1, 9)
     scene.at(1, 9)
     roster = scene.roster | {w: WorkerInfo(w, n, 1, "a") for w, n in ((4, "slow"), (5, "silent"), (6, "ahead"))}
     scene.delay.follow(roster)
     scene.delay.serve(ALL[:2], ALL[:2])
     scene.delay.serve(ALL, ALL)  # the silent one is awaited for a moment, no longer
     for worker, base in ((2, 0), (4, 8), (6, 9)):
-        scene.delay.join(worker, base)
+        scene.join(worker, base)
     scene.park(9, GRACE_S + 1)
     scene.now = GRACE_S + 1
     ((_, refusal),) = scene.delay.judge(0, 0)

@@ -75,8 +75,8 @@ class Both:
                 self.slow.follow(roster)
             case "join", worker, base:
                 self.askers[worker].base = base
-                self.fast.join(worker, base)
-                self.slow.join(worker, base)
+                app = self.askers[worker].app
+                assert self.fast.join(worker, base, app) == self.slow.join(worker, base, app)
             case "pause", worker:
                 self.fast.pause(worker)
                 self.slow.pause(worker)

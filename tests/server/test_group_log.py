@@ -224,3 +224,25 @@ def test_who_asks_for_a_round_that_cannot_be_is_told_so() -> None:
     barrier = head.barrier()
     barrier.handlers[Kind.BARRIER_ARRIVE](worker, Header(Kind.BARRIER_ARRIVE, epoch=1, clock=0), np.empty(0, np.uint8))
     assert head.refused == [(1, "left-out")]
+
+
+def test_who_asks_again_hears_of_its_round_though_the_next_is_decided_before_that_is_committed(
+    rounds: TwoWorkers,
+) -> None:
+    """Found in a review. It was told of the next round, took itself for left out, and pushed its step anew."""
+    head, again = rounds.head, Worker(1)
+    for worker in (rounds.first, rounds.second):
+        rounds.arrive(worker)
+    head.commit(head.logged[-1])
+    head.full = True
+    rounds.arrive(again)  # its connection had broken before it heard that
+    repeat = head.logged[-1]
+    del head.workers[1]  # it stands still for longer than its lease
+    header = Header(Kind.BARRIER_ARRIVE, epoch=1, clock=2)
+    rounds.barrier.handlers[Kind.BARRIER_ARRIVE](rounds.second, header, np.empty(0, np.uint8))
+    head.full = False
+    for push in (repeat, head.logged[-1]):
+        head.apply(push)
+    assert head.rounds.groups[APP].decided == 2
+    head.commit(repeat)
+    assert again.answers == [{"round": 1, "workers": [1, 2]}]

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from elasticps.server import handshake
 from elasticps.wire.frames import Header, Kind
 from elasticps.wire.headers import JoinHeader, OkHeader
 from tests.server.conftest import Group, Run, until
@@ -29,5 +30,23 @@ def test_what_an_older_connection_still_holds_is_not_taken_for_something_newer(r
         other = await group.connect("a", worker=second)
         header, _ = await other.ask(JoinHeader().header())
         assert OkHeader.of(header).minimum == 7
+
+    run(test)
+
+
+def test_one_that_connects_again_has_its_place_where_there_is_none_for_others(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of its older connection may not have come."""
+    monkeypatch.setattr(handshake, "MAX_WORKERS", 2)
+
+    async def test(group: Group) -> None:
+        first, second, third = group.enrol(3)
+        await group.start("a")
+        group.adopt(group.make_view(lambda r: ["a"]))
+        for worker in (first, second, first):
+            assert not (await asyncio.wait_for(group.connect("a", create=False, worker=worker), 10)).refused
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await asyncio.wait_for(group.connect("a", create=False, worker=third), 10)
 
     run(test)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from chaos.sim.cluster import Cluster
 from chaos.sim.knobs import turned
 from chaos.sim.threads import Threads
+from elasticps.client.registry import Registry
 from elasticps.optimizers import Accumulate
 from elasticps.server import snapshots
 from elasticps.spec import ASP, SSP
@@ -112,3 +115,85 @@ def test_one_that_rests_holds_back_reads_at_a_server_that_came_meanwhile(cluster
     cluster.start_server("s2")
     wait_for(cluster, lambda: bool(told[3:]))
     assert told == ["joined", "asks", "pushes", "read 18"]
+
+
+def test_so_does_one_that_read_the_view_before_and_connected_after_servers_had_told_of_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found in a review. Servers tell who is connected when a view changes; it asked nobody, and never knew."""
+    told: list[str] = []
+    register = Registry.register
+
+    def slowly(self: Registry, name: str, *rest: Any) -> Any:
+        if name == "w1":
+            told.append("has read the view")
+            while "all serve s2" not in told:
+                self.runtime.sleep(0.001)
+        return register(self, name, *rest)
+
+    monkeypatch.setattr(Registry, "register", slowly)
+
+    def rests(threads: Threads) -> None:
+        with cluster.connect(threads, "w1", SSP(staleness=0), 1, "app") as ps:
+            ps.resume()
+            told.append("joined")
+            threads.sleep(5.0)
+            table = ps.table("t", dim=1, optimizer=Accumulate())
+            told.append("pushes")
+            ps.push({table: (np.arange(9), np.ones((9, 1), np.float32))}).result()
+            ps.flush()
+
+    def reads(threads: Threads) -> None:
+        with cluster.connect(threads, "w0", SSP(staleness=0), 1, "app") as ps:
+            table = ps.table("t", dim=1, optimizer=Accumulate())
+            ps.resume()
+            told.append("w0 is there")
+            while "joined" not in told or "s2" not in [s.name for s in ps.view.servers]:
+                threads.sleep(0.01)
+            threads.sleep(2.5)
+            ps.push({table: (np.arange(9), np.ones((9, 1), np.float32))}).result()
+            told.append("asks")
+            told.append(f"read {table.pull(np.arange(9)).sum():g}")
+
+    cluster.start_worker("w0", reads)
+    cluster.start_worker("w1", rests)
+    wait_for(cluster, lambda: {"has read the view", "w0 is there"} <= set(told))
+    cluster.start_server("s2")
+    wait_for(cluster, lambda: cluster.view is not None and len(cluster.view.servers) == 3 and cluster.whole())
+    told.append("all serve s2")
+    wait_for(cluster, lambda: "read" in told[-1])
+    assert told[-4:] == ["joined", "asks", "pushes", "read 18"]
+
+
+def test_one_that_comes_after_a_slow_worker_has_connected_again_starts_where_that_one_is(cluster: Cluster) -> None:
+    """Found in a review. It started where the fast one was, and its pulls waited for the slow one for minutes."""
+    clocks = {"w0": 0, "w1": 0}
+    training, started = [True], list[int]()
+
+    def trains(threads: Threads) -> None:
+        name = threads.process.host
+        with cluster.connect(threads, name, ASP(), 1, "app") as ps:
+            table = ps.table("t", dim=1, optimizer=Accumulate())
+            while training:
+                ps.push({table: (np.arange(9), np.ones((9, 1), np.float32))}).result()
+                clocks[name] = ps.clock
+                threads.sleep(0.01 if name == "w0" else 1.0)
+
+    def comes(threads: Threads) -> None:
+        with cluster.connect(threads, "w2", SSP(staleness=1), 1, "app") as ps:
+            table = ps.table("t", dim=1, optimizer=Accumulate())
+            at = ps.resume().clock
+            slow = clocks["w1"]
+            table.pull(np.arange(9))
+            started.extend((at, slow))
+
+    for name in clocks:
+        cluster.start_worker(name, trains)
+    wait_for(cluster, lambda: clocks["w0"] > 100 and clocks["w1"] > 1)
+    for sock in [s for s in cluster.network.sockets if s.process.host == "w1"]:
+        cluster.network.reset(sock)
+    cluster.clock.run(cluster.clock.now + 2.0)
+    cluster.start_worker("w2", comes)
+    wait_for(cluster, lambda: bool(started))
+    training.clear()
+    assert started[0] <= started[1]

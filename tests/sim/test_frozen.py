@@ -12,7 +12,10 @@ from chaos.sim.checks.sums import COLUMNS, KEYS
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
 from elasticps.optimizers import Accumulate
+from elasticps.server.protocol.asker import Asker, Body
+from elasticps.server.protocol.barrier import BarrierCoordinator
 from elasticps.spec import ASP, BSP, Consistency
+from elasticps.wire.frames import Header
 from tests.sim.conftest import wait_for
 
 FROZEN_S = 13.0
@@ -154,3 +157,58 @@ def test_a_worker_that_was_frozen_while_it_waited_for_another_goes_on(cluster: C
     wait_for(cluster, lambda: steps["w1"] > before["w1"] + 2)
     training.clear()
     wait_for(cluster, lambda: over == {"w0", "w1"})
+
+
+def test_a_step_counts_once_whose_worker_was_in_the_round_and_never_heard_so(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cut off as it says that it is done, loses its lease, and asks again when there has been one more round: it
+    was told that this one had been closed without it, and pushed the step anew."""
+    steps, rows, over = {"w0": 0, "w1": 0}, list[float](), set[str]()
+    training, away = [True], list[float]()
+
+    def program(threads: Threads) -> None:
+        name = threads.process.host
+        with cluster.connect(threads, name, BSP(), 1, "app") as ps:
+            table = ps.table("t", dim=1, optimizer=Accumulate())
+            ps.resume()
+            over.add(name)
+            while len(over) < 2:
+                threads.sleep(0.01)
+            while training:
+                threads.sleep(0.5 if name == "w0" else 0.01)
+                key = 0 if name == "w0" else 100 + steps[name]  # one for each of its steps
+                ps.push({table: (np.array([key]), np.ones((1, 1), np.float32))}).result()
+                steps[name] += 1
+            ps.flush()
+            if name == "w1":
+                rows.extend(table.pull(np.arange(100, 100 + steps[name]))[:, 0].tolist())
+
+    arrive = BarrierCoordinator._arrive
+
+    def last_heard(self: BarrierCoordinator, connection: Asker, header: Header, body: Body) -> None:
+        if connection.worker_name.endswith("w1") and header.clock == 3 and not away:
+            away.append(cluster.clock.now)
+            for host in ("s0", "s1", "store"):
+                cluster.network.lose(host, "w1")
+                cluster.network.lose("w1", host)
+        arrive(self, connection, header, body)
+
+    monkeypatch.setattr(BarrierCoordinator, "_arrive", last_heard)
+    for name in ("w0", "w1"):
+        cluster.start_worker(name, program)
+    wait_for(cluster, lambda: bool(away))
+    cluster.clock.run(cluster.clock.now + 1.0)
+    for sock in [s for s in cluster.network.sockets if s.process.host == "w1"]:
+        cluster.network.reset(sock)
+    wait_for(cluster, lambda: len(cluster.counted) == 1)
+    closed = steps["w0"]
+    wait_for(cluster, lambda: steps["w0"] > closed + 1)
+    done = steps["w1"]
+    for host in ("s0", "s1", "store"):
+        cluster.network.heal(host, "w1")
+        cluster.network.heal("w1", host)
+    wait_for(cluster, lambda: steps["w1"] > done + 1)
+    training.clear()
+    wait_for(cluster, lambda: bool(rows))
+    assert rows[:4] == [0.5] * 4, "each was in one round, of two"

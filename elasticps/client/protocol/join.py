@@ -69,6 +69,10 @@ class Starting:
         steps = past.steps + trained - past.base
         return Resume(start, trained if trained > past.base else past.trained, begun, steps, True)
 
+    def again(self) -> Script[tuple[int, int]]:
+        """The last round, in which it is counted from now on, and the last one that it was in."""
+        return (yield from entering(self._app, self._worker, self._worker, self._timeout_s))
+
     def lowest(self) -> Script[int]:
         """Where one starts that has nothing to come back to: at the last round, in which it is counted from now on; or
         at the lowest clock of the active workers, 0 if there is none."""

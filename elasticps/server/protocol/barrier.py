@@ -110,7 +110,7 @@ class BarrierCoordinator:
             return
         state, said = self._rounds.groups.get(app, BarrierGroup()), BarrierArriveHeader.of(header)
         if said.clock <= state.decided:
-            self._repeat(app, said.clock, worker, self._decided(connection, header, app))
+            self._repeat(app, said.clock, worker, RequestTicket(connection, header.request))
             return
         if worker not in state.members or said.clock != state.decided + 1:
             raise RequestError("left-out", f"worker {connection.worker_name!r} is not in round {said.clock} of {app!r}")
@@ -122,20 +122,25 @@ class BarrierCoordinator:
     def _decided(self, connection: Asker, header: Header, app: str) -> RequestTicket:
         def answer() -> bytes:
             state = self._rounds.groups[app]
-            document = {"round": state.decided, "workers": list(state.workers)}
-            return json_frame(Kind.BARRIER_DECISION, document, request=header.request, epoch=self._serving.epoch)
+            return self._decision(header.request, state.decided, state.workers)
 
         return self._group.once(connection, header.request, answer)
 
+    def _decision(self, request: int, clock: int, workers: tuple[int, ...]) -> bytes:
+        document = {"round": clock, "workers": list(workers)}
+        return json_frame(Kind.BARRIER_DECISION, document, request=request, epoch=self._serving.epoch)
+
     def _repeat(self, app: str, clock: int, worker: int, ticket: RequestTicket) -> None:
-        """Answers who asks for a round that is decided, but maybe not committed yet: behind an operation of its own."""
+        """Answers who asks for a round that is decided, but maybe not committed yet: behind an operation of its own. By
+        the time that this is committed the next round may be decided, which is not what was asked for."""
         state = self._rounds.groups.get(app, BarrierGroup())
         if clock < state.decided or worker not in state.workers:
             self._group.herald.refuse(ticket.connection, ticket.request, _left_out(clock, app))
             return
+        workers, request = state.workers, ticket.request
         group = np.array([group_range(app, self._serving.ranges)], np.int64)
-        step = RoundStep(app, state.decided, state.workers)
-        self._group.log(ticket, OperationKind.BARRIER_DECISION, step, group)
+        said = self._group.once(ticket.connection, request, lambda: self._decision(request, clock, workers))
+        self._group.log(said, OperationKind.BARRIER_DECISION, RoundStep(app, clock, workers), group)
 
     def _decide(self, app: str) -> None:
         """Closes the list of the next round's workers, if all that are still there are done."""

@@ -138,7 +138,7 @@ class Rounds:
         group.decided, group.workers = clock, tuple(sorted(workers))
         group.last.update(dict.fromkeys(group.workers, clock))
         while len(group.last) > MAX_REMEMBERED:
-            del group.last[min(group.last)]  # the oldest incarnation
+            del group.last[min(group.last, key=lambda worker: (group.last[worker], worker))]  # away for the longest
         group.members = {w: above for w, above in group.members.items() if w in group.workers or above >= clock}
 
     def close(

@@ -13,7 +13,7 @@ from elasticps.server.protocol.asker import Asker
 from elasticps.server.protocol.reads import DEFAULT_WAIT_S, MAX_PARKED, Read
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.slowest import Reached, Slowest
-from replication.progress import Clocks
+from replication.progress import PART_BITS, Clocks
 
 Ranges = NDArray[np.intp]
 Numbers = list[tuple[int, int]]  # a heap of (clock waited for, number of the pull)
@@ -62,9 +62,7 @@ class BoundedDelay:
         self._clock = clock
         self._workers: Mapping[int, WorkerInfo] = {}
         self._bases: dict[int, int] = {}  # of the active workers: those that have joined and are in the roster
-        self._least: dict[
-            str, int
-        ] = {}  # what an application's active workers had all reached when one joined, at most
+        self._least: dict[str, int] = {}  # what an application's others had all reached when one joined, at most
         self._paused: set[int] = set()  # those that said they take no part now
         self._awaited: set[int] = set()  # those that have said nothing yet, and
         self._awaited_until_s = 0.0  # until when it may be news
@@ -113,17 +111,26 @@ class BoundedDelay:
             for company in self._companies_of(self._workers[worker].app):
                 company.remove(worker)
 
-    def join(self, worker: int, base: int) -> None:
-        """A worker is active from now on; its clock counts as at least `base`."""
+    def join(self, worker: int, base: int, app: str) -> int:
+        """A worker is active from now on; its clock counts as at least `base`. Returns the lowest clock of the others.
+
+        Each says so again on each new connection, to servers that may be new themselves: the others have not got ahead
+        of one that was active all the time without whoever joins next having to wait for it, too."""
+        known = self._bases.get(worker) == base or self._got_past(worker, base)
+        self.pause(worker)
+        others = self.minimum(app)
         self._paused.discard(worker)
-        self._awaited.discard(worker)
         if worker in self._workers:
-            app = self._workers[worker].app
-            self._least[app] = self.minimum(app)
+            if not known:
+                self._least[app] = others
             self._bases[worker] = base
             for company in self._companies_of(app):
-                company.remove(worker)
                 company.heard.add(worker, base)
+        return others
+
+    def _got_past(self, worker: int, base: int) -> bool:
+        """Whether anything is seen here of a step after `base`."""
+        return self._clocks.known(worker) and bool((self._clocks.read(worker)[self.held] >> PART_BITS > base).any())
 
     def minimum(self, app: str) -> int:
         """The lowest clock of an application's active workers, 0 if there is none: that of what any read shows here.
