@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +26,7 @@ from elasticps.admin.client import fetch_marked, take_mark
 from elasticps.coordination import opened, read_view
 from elasticps.errors import ClusterUnreachable
 from elasticps.security import credentials_of
+from replication.chain import Member
 from replication.messages import ERASER
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 MARK_BITS = 62
 _PAUSE_S = 0.1  # between rounds
+_LOOK_S = 0.25  # how often somebody looks whether the servers that do not answer are still there
 
 
 class Found(NamedTuple):
@@ -144,7 +146,7 @@ async def audit_store(store: Store, timeout_s: float, credentials: Credentials |
     began = time.monotonic()
     deadline = began + timeout_s
     view = await read_view(store)
-    told, _ = await _ask(view.servers, 0, deadline, credentials)
+    told, _ = await _ask(store, view.servers, 0, deadline, credentials)
     promised = _newest(told.values())
     judged, lost = Judged(view.ranges), dict[str, str]()
     while True:
@@ -260,11 +262,10 @@ async def _round(store: Store, view: View, judged: Judged, deadline: float, cred
     """One mark through the open ranges."""
     mark = secrets.randbelow(1 << MARK_BITS) + 1
     heads = np.unique(view.heads[sorted(judged.open)])
-    await asyncio.gather(
-        *(_mark(view.servers[i], mark, deadline, credentials) for i in heads.tolist() if i >= 0),
-    )
+    marked = {view.servers[i].member: _mark(view.servers[i], mark, deadline, credentials) for i in heads if i >= 0}
+    await _while_listed(store, marked)
     holders = [view.servers[i] for i in np.unique(view.chains).tolist() if i >= 0]
-    answers, unreachable = await _ask(holders, mark, deadline, credentials)
+    answers, unreachable = await _ask(store, holders, mark, deadline, credentials)
     found = {name: _found(answer) for name, answer in answers.items()}
     judged.judge(view, await read_view(store), found)
     for r in judged.open:
@@ -278,8 +279,26 @@ async def _mark(server: ServerInfo, mark: int, deadline: float, credentials: Cre
         await take_mark(server.admin, mark, _left(deadline), credentials)
 
 
+async def _while_listed(store: Store, calls: Mapping[Member, Coroutine[Any, Any, None]]) -> None:
+    """Waits for calls of servers; not for those that are left out of the view meanwhile, which may answer never."""
+    members = {asyncio.ensure_future(call): member for member, call in calls.items()}
+    waiting = set(members)
+    try:
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=_LOOK_S)
+            for call in done:
+                call.result()
+            if waiting:
+                listed = {server.member for server in (await read_view(store)).servers}
+                waiting = {call for call in waiting if members[call] in listed}
+    finally:
+        for call in members:
+            call.cancel()
+        await asyncio.gather(*members, return_exceptions=True)
+
+
 async def _ask(
-    servers: Iterable[ServerInfo], mark: int, deadline: float, credentials: Credentials | None
+    store: Store, servers: Iterable[ServerInfo], mark: int, deadline: float, credentials: Credentials | None
 ) -> tuple[dict[str, admin_pb2.MarkedResponse], dict[str, str]]:
     """What servers found at a mark, by name, and why the others did not answer."""
     answers: dict[str, admin_pb2.MarkedResponse] = {}
@@ -296,7 +315,8 @@ async def _ask(
             else:
                 unreachable[server.name] = f"{server.name} is incarnation {answer.incarnation} now"
 
-    await asyncio.gather(*(ask(server) for server in servers))
+    asked = {server.member: server for server in servers}
+    await _while_listed(store, {member: ask(server) for member, server in asked.items()})
     return answers, unreachable
 
 

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from typing import Any
 
@@ -105,6 +105,19 @@ class Stage:
 
     async def audit(self, timeout_s: float = 10.0) -> AuditReport:
         return await audit_store(self.store, timeout_s)
+
+    async def lose_s2(self) -> None:
+        """It is left out of the view."""
+        view = self.group.make_view(lambda r: NAMES[:2])
+        await self.write(replace(view, servers=view.servers[:2], reason="s2 lost (silent for 0.8 s)"))
+
+    async def write(self, view: View) -> None:
+        """It is the newest."""
+        entry = await self.store.get("view")
+        assert entry is not None
+        await self.store.compare_and_set("view", view.encode(), expect=entry.revision)
+        self.group.view = view
+        self.group.adopt(view)
 
 
 def staged(test: Callable[[Stage], Awaitable[None]]) -> None:
@@ -281,13 +294,7 @@ def test_a_server_that_is_lost_meanwhile_is_part_of_the_answer() -> None:
 
         async def lose_first(mark: int) -> bool:
             if group.view is before:
-                view = group.make_view(lambda r: NAMES[:2])
-                view = replace(view, servers=view.servers[:2], reason="s2 lost (silent for 0.8 s)")
-                entry = await stage.store.get("view")
-                assert entry is not None
-                await stage.store.compare_and_set("view", view.encode(), expect=entry.revision)
-                group.view = view
-                group.adopt(view)
+                await stage.lose_s2()
             return await admin(mark)
 
         group.servers["s0"].subject.mark = lose_first  # type: ignore[method-assign]
@@ -295,6 +302,33 @@ def test_a_server_that_is_lost_meanwhile_is_part_of_the_answer() -> None:
         assert not report.differences
         assert report.lost == {"s2": "s2 lost (silent for 0.8 s)"}
         assert not report.clean
+
+    staged(test)
+
+
+def test_nobody_waits_for_a_server_that_is_left_out_before_it_has_answered() -> None:
+    """A frozen one had all the time there was, and nothing was compared then."""
+
+    async def test(stage: Stage) -> None:
+        asked = asyncio.Event()
+
+        async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.set()
+            with closing(writer):
+                await reader.read()
+                await reader.read()
+
+        async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as frozen:
+            host, port = frozen.sockets[0].getsockname()
+            stage.group.infos["s2"] = replace(stage.group.infos["s2"], admin=f"{host}:{port}")
+            await stage.write(stage.group.make_view(lambda r: NAMES))
+            auditing = asyncio.create_task(stage.audit(timeout_s=300.0))
+            await asked.wait()
+            await stage.lose_s2()
+            report = await asyncio.wait_for(auditing, 60.0)
+        assert report.compared == 2 * RANGES
+        assert not report.unjudged
+        assert report.lost == {"s2": "s2 lost (silent for 0.8 s)"}
 
     staged(test)
 
