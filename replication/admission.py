@@ -138,8 +138,8 @@ class Admission(SnapshotTransfer):
             elif isinstance(event, Push):
                 let_in += event.nbytes
                 looked = event.kind in _LOOK
-                out.append(Release(event.token))
                 self._admit(event, out)
+                out.append(Release(event.token))  # behind its Apply: what is told of it is what there is then
             else:
                 self._tell_clocks(event, out)
         return out

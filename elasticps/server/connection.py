@@ -88,7 +88,8 @@ class Connection(asyncio.BufferedProtocol):
         self._tell_full: Callable[[bool], None] | None = None
         self._held: deque[tuple[Header, Body]] = deque()
         self.holding = False  # frames wait for a view or roster
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # for who does not read
+        self._hello: asyncio.TimerHandle | None = None  # for who does not say who it is
         self.transport: asyncio.Transport
         self._channel: Proof | None = None
         self.peer = "?"
@@ -113,7 +114,7 @@ class Connection(asyncio.BufferedProtocol):
         self.peer = _address(transport.get_extra_info("peername"))
         self._channel = transport.get_extra_info("channel")
         self.transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
-        self._timer = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
+        self._hello = self._loop.call_later(HELLO_TIMEOUT_S, self._no_hello)
         self.slot = self._path.open(self, MAX_CONTROL_BYTES)
         if self._role.opened is not None:
             self._role.opened(self)
@@ -150,6 +151,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
+        self._cancel_hello()
         self._answers.clear()
         self._held.clear()
         for closed in self._role.closed:
@@ -185,7 +187,7 @@ class Connection(asyncio.BufferedProtocol):
         """The peer is who it says: full-size frames from now on."""
         self.known, self._role = True, role
         self._set(at.C_LIMIT, MAX_BODY_BYTES if self.member is None else MAX_LINK_BODY_BYTES)
-        self._cancel_timer()
+        self._cancel_hello()
 
     def _set(self, field: int, value: int) -> None:
         self._path.connections[self.slot, field] = value
@@ -300,7 +302,7 @@ class Connection(asyncio.BufferedProtocol):
         self.holding = False
         self._choose_path()
         try:
-            while self._held and not self.holding:
+            while self._held and not (self.holding or self.refused):
                 self._handle(*self._held.popleft())
         except FrameError as error:
             self.refuse(error)
@@ -436,8 +438,13 @@ class Connection(asyncio.BufferedProtocol):
             self._timer.cancel()
             self._timer = None
 
+    def _cancel_hello(self) -> None:
+        if self._hello is not None:
+            self._hello.cancel()
+            self._hello = None
+
     def _no_hello(self) -> None:
-        self._timer = None
+        self._hello = None
         if not self.known:
             self.refuse(FrameError(f"no hello within {HELLO_TIMEOUT_S:.0f} s"))
 

@@ -107,7 +107,9 @@ class Cuts:
         taken = [CutTaken(tuple(ranges), column.clocks(), dict(column.closed), column.kept)
                  for column, ranges in by_column(mine).items()]  # fmt: skip
         homes = {r: noted.home for r, noted in mine if noted.home is not None}
-        return CutState(me.incarnation, self._serving.epoch, max(notes.newest, self._holding.cut), taken, homes)
+        passed = int(self._executor.store.cuts.newest.max())  # a range may have come with it, or from a checkpoint
+        newest = max(notes.newest, self._holding.cut, passed)
+        return CutState(me.incarnation, self._serving.epoch, newest, taken, homes)
 
     async def written(self, cut: int, wait_s: float) -> CutWritten:
         """How far this server has written them, once that is over or after `wait_s`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -44,6 +44,7 @@ class Pulls:
         self._counts = counts
         self._served = served
         self._unshown: dict[Asker, None] = {}  # whose answers hold values that must not be shown yet
+        self._said: dict[Connection, int | None] = {}  # the base above which each takes part, None: it pauses
         self.handlers: dict[int, Handler] = {
             Kind.PULL: self._pull, Kind.JOIN: self._join, Kind.LIST_KEYS: self._list_keys,
         }  # fmt: skip
@@ -53,14 +54,25 @@ class Pulls:
         if said.base is not None and said.base >= MAX_CLOCK:
             raise FrameError(f"a base clock of {said.base} is over the limit of {MAX_CLOCK}")
         if said.base is not None:
-            connection.base = said.base
+            connection.base = self._said[connection] = said.base
             minimum = self._delay.join(connection.worker, said.base, connection.app)
         else:
             if said.pause:
+                self._said[connection] = None
                 self._delay.pause(connection.worker)
                 self.judge()
             minimum = self._delay.minimum(connection.app)
         connection.send(OkHeader(header.request, self._serving.epoch, minimum).header().pack())
+
+    def came_back(self, connections: Iterable[Connection]) -> None:
+        """The roster has these workers again, as their leases had run out. Each has said on its connection whether it
+        takes part, and does not say so again as long as that lasts."""
+        for connection in connections:
+            base = self._said.get(connection, -1)
+            if base is None:
+                self._delay.pause(connection.worker)
+            elif base >= 0:
+                self._delay.join(connection.worker, base, connection.app)
 
     def _pull(self, connection: Connection, header: Header, body: Body) -> None:
         if self._held.wait_for_view(connection, header, body):
@@ -155,3 +167,4 @@ class Pulls:
     def forget(self, connection: Connection) -> None:
         """Nobody waits for its answers any more."""
         self._delay.forget(connection)
+        self._said.pop(connection, None)

@@ -162,9 +162,11 @@ class Server:
         """Takes a newer roster: fences older incarnations, forgets who left, lets what waits be judged again."""
         if roster.version <= self.serving.roster_version or roster.cluster != self.cluster:
             return
+        before = self.serving.workers
         self.serving.follow(roster)
         workers = self.serving.workers
         self.delay.follow(workers)
+        self.pulls.came_back(c for c in self.handshake.workers if c.worker in workers.keys() - before.keys())
         self.handshake.follow()
         self.executor.perform(self.replica.adopt_roster, roster.version, frozenset(workers))
         self._judge()

@@ -132,6 +132,7 @@ class SnapshotSender:
         late, self._late = self._late, set()
         for r in sorted(late):
             if self._loop.time() >= self._free_s and self._may_go(r):
+                self._ready.discard(r)
                 self._piece(r)
             elif r not in self._late:
                 self._get_ready(r)

@@ -13,6 +13,7 @@ import pytest
 from coordinator.view import ServerInfo
 from elasticps.monitor import dial_server
 from elasticps.optimizers import Accumulate
+from elasticps.server import connection as connections
 from elasticps.server import fatal, handshake
 from elasticps.server.protocol import held_frames
 from elasticps.server.server import Server
@@ -230,6 +231,27 @@ def test_connections_whose_hello_is_refused_keep_nobody_out(run: Run) -> None:
             assert b"have not said who they are" in await asyncio.wait_for(strange[0][0].read(), 10)
             for _, writer in strange:
                 writer.close()
+
+    run(test)
+
+
+def test_a_connection_that_has_let_refusals_pile_up_still_has_to_say_who_it_is(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found in a review: one timer was for both, and it stayed for ever."""
+    monkeypatch.setattr(connections, "HELLO_TIMEOUT_S", 0.5)
+
+    async def test(group: Group) -> None:
+        server = await group.start("a")
+        host, _, port = group.infos["a"].address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        await until(lambda: bool(server.handshake.connections))
+        (connection,) = server.handshake.connections
+        connection.pause_writing()  # what its transport says: it does not read what it is told,
+        connection.resume_writing()  # and then it does
+        assert b"no hello" in await asyncio.wait_for(reader.read(), 10)
+        await until(lambda: not server.handshake.connections)
+        writer.close()
 
     run(test)
 

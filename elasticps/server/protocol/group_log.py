@@ -28,7 +28,7 @@ class Once(RequestTicket):
     """Answers in its own way when the operation is committed, with what there was when it was applied: what was logged
     behind it may yet be lost, and whoever is told of it would act on it."""
 
-    __slots__ = ("_answer", "_herald", "_made", "_open")
+    __slots__ = ("_answer", "_herald", "_made", "_open", "_told")
 
     def __init__(self, herald: Herald, connection: Asker, request: int, answer: Callable[[], bytes]) -> None:
         super().__init__(connection, request)
@@ -36,6 +36,7 @@ class Once(RequestTicket):
         self._answer = answer
         self._made: bytes | RequestError | None = None
         self._open = True  # nothing is settled yet: neither answered, nor does it wait for admission
+        self._told = False
 
     def applied(self) -> None:
         """The operation has been logged and applied just now, unless it waits for room in the log or was refused."""
@@ -52,8 +53,14 @@ class Once(RequestTicket):
         self._open = False
         super().hold()
 
+    def release(self) -> None:
+        """What waited for admission has been logged and applied just now, unless it was refused."""
+        if not self._told:
+            self._made = self._make()
+        super().release()
+
     def reply(self, reply: Reply) -> None:
-        self._open = False
+        self._open, self._told = False, True
         if reply.status is not Status.COMMITTED or len(reply.moved):
             super().reply(reply)
             return

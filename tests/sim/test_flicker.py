@@ -1,0 +1,112 @@
+"""A worker that loses its lease for a moment, and its place in the roster, while all its connections stay: it says once
+on each of them whether it takes part."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from chaos.sim.cluster import Cluster
+from chaos.sim.threads import Threads
+from elasticps.optimizers import Accumulate
+from elasticps.spec import SSP
+from tests.sim.conftest import wait_for
+
+FROZEN_S = 13.0
+SETTLED_S = 2.0
+KEYS = np.arange(9)
+ONES = np.ones((9, 1), np.float32)
+
+
+def lose_lease(cluster: Cluster, worker: Threads, frozen: bool) -> None:
+    """It is out of the roster, and in it again. frozen: it stands still; else it is cut off from the store alone."""
+    name = worker.process.host
+    if frozen:
+        worker.process.stall()
+        cluster.clock.run(cluster.clock.now + FROZEN_S)
+        assert len(cluster.counted) == 1
+        worker.process.thaw()
+    else:
+        for source, target in (("store", name), (name, "store")):
+            cluster.network.lose(source, target)
+        wait_for(cluster, lambda: len(cluster.counted) == 1)
+        for source, target in (("store", name), (name, "store")):
+            cluster.network.heal(source, target)
+    wait_for(cluster, lambda: len(cluster.counted) == 2)
+    cluster.clock.run(cluster.clock.now + SETTLED_S)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_one_that_pauses_holds_nobody_back_then(cluster: Cluster, frozen: bool) -> None:
+    """Found in a review: pulls of others waited for it until their time was over."""
+    told: list[str] = []
+    waited_s: list[float] = []
+
+    def pauses(threads: Threads) -> None:
+        with cluster.connect(threads, "w1", SSP(staleness=0), 1, "app") as ps:
+            table = ps.table("t", dim=1, optimizer=Accumulate())
+            for _ in ps.shards(4, 1):
+                ps.push({table: (KEYS, ONES)}).result()
+            told.append("done")  # there are no more: others need not wait for it
+            while not waited_s:
+                threads.sleep(0.1)
+
+    def goes_on(threads: Threads) -> None:
+        while "done" not in told:
+            threads.sleep(0.01)
+        with cluster.connect(threads, "w0", SSP(staleness=0), 1, "app") as ps:
+            table = ps.table("t", dim=1, optimizer=Accumulate())
+            for _ in range(9):
+                ps.push({table: (KEYS, ONES)}).result()
+            table.pull(KEYS)
+            told.append("before")
+            while "back" not in told:
+                threads.sleep(0.01)
+            began = cluster.clock.now
+            table.pull(KEYS)
+            waited_s.append(cluster.clock.now - began)
+
+    worker = cluster.start_worker("w1", pauses)
+    cluster.start_worker("w0", goes_on)
+    wait_for(cluster, lambda: "before" in told)
+    lose_lease(cluster, worker, frozen)
+    told.append("back")
+    wait_for(cluster, lambda: bool(waited_s))
+    assert waited_s[0] < 1.0
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_one_that_rests_holds_others_back_then(cluster: Cluster, frozen: bool) -> None:
+    """Found in a review: it had joined and pushed nothing, so nobody waited for it."""
+    told: list[str] = []
+
+    def rests(threads: Threads) -> None:
+        with cluster.connect(threads, "w1", SSP(staleness=0), 1, "app") as ps:
+            table = ps.table("t", dim=1, optimizer=Accumulate())
+            ps.resume()
+            told.append("joined")
+            while "asks" not in told:
+                threads.sleep(0.01)
+            threads.sleep(5.0)
+            told.append("pushes")
+            ps.push({table: (KEYS, ONES)}).result()
+            ps.flush()
+
+    def reads(threads: Threads) -> None:
+        with cluster.connect(threads, "w0", SSP(staleness=0), 1, "app") as ps:
+            table = ps.table("t", dim=1, optimizer=Accumulate())
+            ps.resume()
+            told.append("there")
+            while "back" not in told:
+                threads.sleep(0.01)
+            ps.push({table: (KEYS, ONES)}).result()
+            told.append("asks")
+            told.append(f"read {table.pull(KEYS).sum():g}")
+
+    worker = cluster.start_worker("w1", rests)
+    cluster.start_worker("w0", reads)
+    wait_for(cluster, lambda: {"joined", "there"} <= set(told))
+    lose_lease(cluster, worker, frozen)
+    told.append("back")
+    wait_for(cluster, lambda: any(each.startswith("read") for each in told) and "pushes" in told)
+    assert told[-3:] == ["asks", "pushes", "read 18"]
