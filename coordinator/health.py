@@ -271,7 +271,7 @@ class Detector:
             pending=frozenset(member for member, peer in self._peers.items() if not peer.met),
             silent=frozenset(member for member, gone in self.gone.items() if not gone.ended),
             overdue=frozenset(member for member, peer in self._peers.items() if peer.overdue),
-            spent=self._spent,
+            spent=dict(self._spent),
             alone={member: peer.alone for member, peer in self._peers.items() if peer.alone},
             places={m: load.memory.places(size) for m, load in self.loads.items() if load.memory.full},
         )

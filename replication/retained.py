@@ -50,7 +50,8 @@ class Retained:
         return kept
 
     def begin(self, ranges: Ranges, floor: Seqs, parted: Seqs, logged: list[Entry]) -> None:
-        """Keeps all above `floor` from now on: of `logged`, and of what is added."""
+        """Keeps all above `floor` from now on: of `logged`, and of what is added. If a table ends in what is logged,
+        nothing: see `add`."""
         if ranges.size:
             self._floor[ranges], self._parted[ranges] = floor, parted
             self.active = True
@@ -59,6 +60,8 @@ class Retained:
             for entry in logged:
                 chosen = fresh[entry.ranges]
                 self._add(entry.frame.operation, entry.ranges[chosen], entry.seqs[chosen])
+            if any(part.operation.kind == OperationKind.DROP for part in self._parts):
+                self.give_up_all()
 
     def add(self, operation: Operation, ranges: Ranges, seqs: Seqs, log_bytes: int) -> None:
         """An operation is applied here. What comes before the end of a table cannot be sent any more after it."""

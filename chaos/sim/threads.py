@@ -215,6 +215,8 @@ class Lock:
                     return False
                 self._waiting.append(me)
                 threads.park(until)
+                if me in self._waiting:  # its time is over: whoever waits behind it is to be woken
+                    self._waiting.remove(me)
         self._holder, self._depth = me, 1
         threads.preempt()
         return True

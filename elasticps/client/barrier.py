@@ -13,7 +13,9 @@ from collections.abc import Callable
 
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.protocol import barrier
-from elasticps.errors import LeftOut
+from elasticps.errors import LeftOut, Timeout
+
+LONG_S = 1e6  # a lock takes no endless time
 
 
 class Barrier:
@@ -52,7 +54,9 @@ class Barrier:
     def settle(self, wait_committed: Callable[[], None], push_again: Callable[[], bool], timeout_s: float) -> None:
         """Closes the open round, if there is one. Raises `Timeout`, which says for whom it waited. `push_again()` has
         the step begun anew in a later round, unless it was in this one after all; it says whether."""
-        with self._lock:
+        if not self._lock.acquire(timeout=min(timeout_s, LONG_S)):
+            raise Timeout(f"a round that another thread closes took longer than {timeout_s:.1f} s")
+        try:
             while clock := self._open:
                 wait_committed()
                 try:
@@ -63,3 +67,5 @@ class Barrier:
                         continue
                 self._closed, self._first = clock, 0
                 self._dispatcher.holding.tell()
+        finally:
+            self._lock.release()

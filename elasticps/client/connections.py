@@ -143,7 +143,7 @@ class Connections:
     def welcomed(self, link: Link, document: dict[str, object]) -> bool:
         """A server has answered our hello. False if it is not wanted any more; raises if it is not the one we think."""
         peer = self.peers.get(link.member)
-        if peer is None or peer.link is not link:
+        if peer is None or peer.link is not link or link.socket is None:  # closed, after this had been received
             return False
         incarnation = document.get("incarnation")
         if incarnation != peer.info.incarnation:

@@ -54,13 +54,24 @@ class Joining:
             return self._resume
 
     def pause(self) -> None:
-        """Holds nobody back from now on; nothing may be outstanding."""
+        """Holds nobody back from now on; no effect as long as another thread has something outstanding."""
         with self._lock:
-            if self.active:
+            if not self.active or not self._rests():
+                return
+            try:
                 if self._barrier is not None:
                     self._barrier.leave(self._timeout_s)
                 self._dispatcher.pause(self._timeout_s)
-                self.active = False
+            except BaseException:
+                self.active = True
+                raise
+
+    def _rests(self) -> bool:
+        """Whether nothing is outstanding, and no round open: then no step begins before `enter`."""
+        with self._dispatcher.lock:
+            in_round = self._barrier is not None and self._barrier.is_open
+            self.active = bool(self._session.outstanding) or in_round
+            return not self.active
 
     # --- the first time ---------------------------------------------------------------------------------------------
 

@@ -97,9 +97,10 @@ class Tables:
         found = self._find(name)
         if found.spec.shape is not None:
             raise InputError(f"{name!r} is a tensor, and has no rows to clear: load values, or drop it")
-        SparseTable(self._reads, found.spec, found.id, found.spec, self).clear()
-        if (handle := self.opened.get(name)) is not None:
-            handle.forget()
+        handle = self.opened.get(name)
+        if not isinstance(handle, SparseTable) or handle.id != found.id:
+            handle = SparseTable(self._reads, found.spec, found.id, found.spec, self)
+        handle.clear()
 
     def drop(self, name: str) -> None:
         """Forgets a table, its name too. Raises UnknownTable."""

@@ -13,6 +13,7 @@ from elasticps.client.pull_tables import TablesPull, in_groups
 from elasticps.client.pulls import ArrayRead, RowsToCome
 from elasticps.client.reads import Reads
 from elasticps.client.tables import DenseTensor, SparseTable
+from elasticps.errors import Error
 
 H = TypeVar("H", SparseTable, DenseTensor, SparseTable | DenseTensor)
 T = TypeVar("T")  # one of these
@@ -43,8 +44,14 @@ class PullBehind(Generic[T]):
         self.then = None if reads.in_rounds else partial(reads.start_behind, self._groups)
 
     def begun(self) -> TablesPull[T]:
-        """The pull, now that the step has left."""
-        if self.then is None:
-            self._reads.start_all(self._groups)
-        started = [self._asked[h] if h in self._asked else self._begin[h]() for h in self._handles]
-        return TablesPull(self._handles, started, self._groups)
+        """The pull, now that the step has left: what is raised here its `result` raises, for whoever calls again would
+        push again."""
+        give_up = self._reads.give_up
+        try:
+            if self.then is None:
+                self._reads.start_all(self._groups)
+            started = [self._asked[h] if h in self._asked else self._begin[h]() for h in self._handles]
+        except Error as error:
+            give_up(self._groups)
+            return TablesPull(self._handles, [], [], give_up, error)
+        return TablesPull(self._handles, started, self._groups, give_up)

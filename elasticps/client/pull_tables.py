@@ -7,7 +7,7 @@ Else it is a pull like others: each part of it is asked again by itself when ser
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -34,6 +34,7 @@ from elasticps.client.pulls import (
 )
 from elasticps.client.push_batch import address
 from elasticps.client.short_keys import MOST_BLOCKS, ShortKeys
+from elasticps.errors import Error
 from elasticps.hashing import hash_key
 from elasticps.kernels import njit
 from elasticps.wire.frames import ANY, BLOCK_BYTES, CODED, HEADER_BYTES, TABLES, Buffer, table_block
@@ -145,7 +146,12 @@ class TablesPull(Generic[T]):
     """A pull of several tables and tensors in flight: `reads`, one for each of `tables`; those of tables that keep no
     rows are asked for by way of `groups`."""
 
-    def __init__(self, tables: Sequence[T], reads: Sequence[ArrayRead | RowsToCome], groups: Sequence[Read]) -> None:
+    def __init__(
+        self, tables: Sequence[T], reads: Sequence[ArrayRead | RowsToCome], groups: Sequence[Read],
+        give_up: Callable[[Sequence[Read]], None], failed: Error | None = None,
+    ) -> None:  # fmt: skip
+        self._give_up = give_up  # what is still on its way: its memory is the caller's again
+        self._failed = failed  # nobody could be asked
         self._tables = tables
         self._reads = reads
         self._groups = groups
@@ -159,13 +165,19 @@ class TablesPull(Generic[T]):
     def result(self, timeout: float | None = None) -> dict[T, NDArray[np.float32]]:
         """Waits for the rows, float32 [n, dim] of each table, in the order of its keys, and float32 of the shape of
         each tensor; `Timeout` after `timeout` seconds (default: the client's) for each server's part."""
+        if self._failed is not None:
+            raise self._failed
         if self._rows is None:
-            for group in self._groups:
-                group.wait(timeout)
-            self._rows = {
-                table: read.arrived() if isinstance(read, ArrayRead) else read.result(timeout)
-                for table, read in zip(self._tables, self._reads, strict=True)
-            }
+            try:
+                for group in self._groups:
+                    group.wait(timeout)
+                self._rows = {
+                    table: read.arrived() if isinstance(read, ArrayRead) else read.result(timeout)
+                    for table, read in zip(self._tables, self._reads, strict=True)
+                }
+            except Error:
+                self._give_up(self._groups)
+                raise
         return self._rows
 
 

@@ -390,8 +390,8 @@ class PackedPart:
             writes.append(Write(table, rows, offsets, blocks[0].step_values))
         return writes
 
-    def with_values(self, values: Callable[[int], NDArray[np.float32]]) -> Part:
-        """The same rows with other step values, by table's id."""
+    def with_values(self, values: Callable[[int], NDArray[np.float32] | None]) -> Part:
+        """As `Part.with_values`."""
         return self._unpacked().with_values(values)
 
     def _unpacked(self) -> Part:

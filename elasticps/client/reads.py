@@ -106,7 +106,7 @@ class Reads:
         """Asks for rows of several tables, and tensors, each server once."""
         groups = in_groups(self.finish, reads)
         self.start_all(groups)
-        return TablesPull(tables, reads, groups)
+        return TablesPull(tables, reads, groups, self.give_up)
 
     def pulled_tables(
         self, tables: Sequence[T], reads: Sequence[ArrayRead | RowsToCome]
@@ -115,11 +115,16 @@ class Reads:
         groups = in_groups(self.finish, reads)
         try:
             self.start_all(groups)
-            return TablesPull(tables, reads, groups).result()
+            return TablesPull(tables, reads, groups, self.give_up).result()
         except BaseException:
-            for group in groups:
-                self._dispatcher.forget_read(group, Timeout("nobody waits for it"))
+            self.give_up(groups)
             raise
+
+    def give_up(self, reads: Sequence[Read]) -> None:
+        """Nobody waits any more for what has not come of these."""
+        for read in reads:
+            if not read.done():
+                self._dispatcher.forget_read(read, Timeout("nobody waits for it"))
 
     def ask(self, questions: Questions, what: str, writes: bool = False) -> list[Answer]:
         """What servers answer to questions that are no pulls. writes: they change rows."""

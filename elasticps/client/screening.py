@@ -3,7 +3,9 @@ them at zero."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from elasticps.spec import TableSpec
 KEPT_BYTES = 64 << 20
 """Of a sparse table's rows. Memory is taken as rows come; a key that gave way to others is sent whole."""
 
+RECENT = 64  # pushes that are remembered: rows that were asked for before all of them show nothing
 Keys = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
@@ -50,11 +53,24 @@ class Screen:
         else:
             self._zero = KeptBlocks(self._blocks)
         self._last: tuple[Keys, Screened] | None = None  # what leaves next, or does not
+        self._sends = 0
+        self._recent: deque[tuple[int, Keys]] = deque(maxlen=RECENT)  # the keys that each of these has sent
 
-    def saw(self, keys: Keys, rows: Floats) -> None:
-        """Rows float32 [n, dim] of keys [n] have been pulled."""
+    def noting(self, keys: Keys) -> Callable[[Floats], None]:
+        """Who is to be told of the rows of keys [n] that are asked for now: float32 [n, dim]. What this worker has
+        pushed when they come is not in them."""
+        return partial(self.saw, keys, asked=self._sends)
+
+    def saw(self, keys: Keys, rows: Floats, asked: int | None = None) -> None:
+        """Rows float32 [n, dim] of keys [n] have been pulled, behind so many pushes; None: behind all."""
         zero = (rows == 0).astype(np.float32)
         with self._lock:
+            since = 0 if asked is None else self._sends - asked
+            if since > len(self._recent):
+                zero[:] = 0
+            for number, sent in self._recent if since else ():
+                if number > self._sends - since:
+                    zero[np.isin(keys, sent)] = 0
             self._zero.keep(keys, zero)
 
     def screen(self, keys: Keys, grads: Floats) -> Floats:
@@ -75,13 +91,19 @@ class Screen:
             self._last = None
             with self._lock:
                 self._zero.keep(keys, np.zeros((len(keys), self._dim), np.float32))
+                self._sends += 1
+                self._recent.append((self._sends, keys))
 
-    def saw_tensor(self, values: Floats) -> None:
+    def noting_tensor(self) -> Callable[[Floats], None]:
+        """As `noting`, of a whole tensor."""
+        return partial(self.saw_tensor, asked=self._sends)
+
+    def saw_tensor(self, values: Floats, asked: int | None = None) -> None:
         """A whole tensor has been pulled."""
         assert isinstance(self._zero, KeptBlocks)
         blocks = np.zeros(self._blocks, np.float32)
         blocks.reshape(-1)[: values.size] = values.reshape(-1)
-        self.saw(np.arange(len(blocks)), blocks)
+        self.saw(np.arange(len(blocks)), blocks, asked)
 
 
 class _Noted(ArrayRead):

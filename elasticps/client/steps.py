@@ -172,14 +172,21 @@ class Steps:
                     step.state = None
                 if step.state is None and session.open:
                     raise InputError(f"step {session.clock} is still open; commit it before pushing another")
-                held = step.state is None and dispatcher.holding.holds(session.clock + 1)
-                if step.state is not None or (session.room and not held):
+                begins = step.state is None
+                paused = begins and not self._joining.active  # by another thread
+                unsettled = begins and self.barrier is not None and self.barrier.is_open  # of another thread
+                held = begins and dispatcher.holding.holds(session.clock + 1)
+                if not begins or (session.room and not (paused or held or unsettled)):
                     if then is None:
                         self._push(step, values, rates, last, copy)
                     else:
                         self._push_and(then, step, values, rates, last, copy)
                     break
-            if held:
+            if paused:
+                self._joining.enter()
+            elif unsettled:
+                self.settle(None)
+            elif held:
                 dispatcher.wait_released(session.clock + 1, self.timeout_s)
             else:
                 self._wait(lambda: session.room, None, "room in the window")
@@ -209,7 +216,7 @@ class Steps:
             clock = session.clock
             if not last and session.parts >= MAX_PARTS - 1:
                 raise InputError(f"a step has at most {MAX_PARTS} parts")
-        part = self._part(values, clock, rates, copy)
+        part = self._part(values, clock, rates, copy or self.barrier is not None)  # it may be pushed again
         try:
             if begins is not None:
                 step.state = begins
@@ -239,8 +246,9 @@ class Steps:
         assert share is not None
         handles = {handle.id: handle for handle in self._tables.values()}
 
-        def values(table: int) -> NDArray[np.float32]:
-            handle = handles[table]
+        def values(table: int) -> NDArray[np.float32] | None:
+            if (handle := handles.get(table)) is None:  # dropped meanwhile
+                return None
             return handle.optimizer.step_values(clock, _rate(handle, share.rates))
 
         parts = [part.with_values(values) for part in share.parts if isinstance(part, Part | PackedPart)]

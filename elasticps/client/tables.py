@@ -118,7 +118,7 @@ class SparseTable(Target):
         assert self._cache is not None
         asked = self._cache.start(keys, rows, read == "any")
         if self._screen is not None:
-            asked.saw = partial(self._screen.saw, keys)
+            asked.saw = self._screen.noting(keys)
         return asked
 
     def _rows(self, keys: NDArray[np.int64], any_replica: bool) -> SparseRead:
@@ -157,7 +157,7 @@ class SparseTable(Target):
 
     def _noted(self, keys: NDArray[np.int64], read: SparseRead) -> SparseRead:
         if self._screen is not None and isinstance(read, NotedRead | NotedCodedRead):
-            read.saw = partial(self._screen.saw, keys)
+            read.saw = self._screen.noting(keys)
         return read
 
     def _in_order(self, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -354,7 +354,7 @@ class DenseTensor(Target):
 
     def _noted(self, read: ArrayRead) -> ArrayRead:
         if self._screen is not None and isinstance(read, NotedDenseRead | NotedCodedRead):
-            read.saw = self._screen.saw_tensor
+            read.saw = self._screen.noting_tensor()
         return read
 
     def _count(self) -> int:

@@ -32,7 +32,8 @@ class Training:
         Returns at once, unless `window` steps are outstanding already. Gradients of keys that repeat are summed. An
         empty mapping, or empty keys, is a step that only ticks the clock. `lr` overrides the optimizers' rates, for
         all tables or by table. `copy=False` lends tensors' gradients instead of copying them: they must not change
-        until the step is committed. Raises `InputError` before anything is sent, `Timeout` when the window stays full.
+        until the step is committed; under BSP, where it may be pushed again after that, they are copied. Raises
+        `InputError` before anything is sent, `Timeout` when the window stays full.
         """
         return self._steps.whole(values, lr, copy=copy)
 

@@ -97,6 +97,7 @@ class Link:
         """Drops the connection; what was queued is gone, what was sent may or may not have arrived."""
         self.ready = False
         with self._lock:
+            self.sinking = 0
             sock, self.socket = self.socket, None
             self._unsent.clear()
         if sock is not None:
@@ -164,9 +165,12 @@ class Link:
     def _target(self, header: Header) -> Sequence[memoryview] | None:
         if header.kind != Kind.ROWS:
             return None
+        self.sinking = header.request  # first: who gives it up now finds that here, or it is not found there
         targets = self._sink(header)
-        if targets is not None:
-            self.sinking = header.request
+        if targets is None:
+            self.sinking = 0
+        elif self.sinking != header.request:  # the link was closed in between
+            raise ConnectionResetError("its answer was no longer wanted")
         return targets
 
     def _frame(self, header: Header, body: NDArray[np.uint8]) -> None:

@@ -115,9 +115,10 @@ class Part:
         ranks = self._routes.rank_of[ranges]
         return any(bool((w.offsets[ranks] < w.offsets[ranks + 1]).any()) for w in self.writes)
 
-    def with_values(self, values: Callable[[int], NDArray[np.float32]]) -> Part:
-        """The same rows with other step values, by table's id."""
-        return Part([replace(write, step_values=values(write.table_id)) for write in self.writes], self._routes)
+    def with_values(self, values: Callable[[int], NDArray[np.float32] | None]) -> Part:
+        """The same rows with other step values, by table's id; without those of tables that have none."""
+        given = [(write, values(write.table_id)) for write in self.writes]
+        return Part([replace(write, step_values=k) for write, k in given if k is not None], self._routes)
 
     def complete(self) -> None:
         """Makes the part independent of the caller's arrays, except those that are lent."""

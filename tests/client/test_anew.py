@@ -8,18 +8,21 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from coordinator.view import ServerInfo
 from elasticps.client.protocol.session import ASKED_BYTES, Ask, Effect, Frame, Session
 from replication.chain import Chains, Kept, Member, unsafe_transition
-from replication.effects import Apply, ClocksReply, Effects, Push, Reply
+from replication.effects import Apply, ClocksReply, Effects, Push, Reply, Status
 from replication.effects import Ask as AskReplica
 from replication.messages import OperationKind
 from replication.progress import PART_BITS
 from replication.replica import Replica
+from tests.client.test_failover import RANGES, chains
 
 DEAD, LIVE = Member("a", 1), Member("x", 2)
 WORKER, LOST, OTHER = 1, 0, 1
@@ -193,3 +196,22 @@ def test_what_is_left_out_is_found(bugs: str) -> None:
         return False
 
     assert any(fails(seed) for seed in range(300))
+
+
+def test_a_head_is_asked_again_whose_range_began_anew_in_views_that_the_client_never_saw() -> None:
+    """Found in a review: it headed the same ranges as before, so what it lacked was never sent."""
+    session = Session(WORKER, RANGES, 4)
+    infos = [ServerInfo(name, 1, f"{name}:1") for name in "ab"]
+    before = chains(infos, [[0], [1]])
+    after = replace(chains(infos, [[0], [1]], epoch=9), anew=np.where(np.arange(RANGES) == 0, 9, 0))
+    session.adopt(before.as_chains)
+    a, b = before.as_chains.members
+    for member in (a, b):
+        session.connected(member)
+    everything: Any = SimpleNamespace(nbytes=1 << 30, touches=lambda ranges: True)
+    frames = {effect.head: effect.frame for effect in session.push(everything) if isinstance(effect, Frame)}
+    session.reply(frames[a], Status.COMMITTED, 1, None, np.empty(0, np.int64))
+    effects = session.adopt(after.as_chains)
+    effects += session.reply(frames[b], Status.COMMITTED, 9, None, np.empty(0, np.int64))
+    assert a in session.owing()
+    assert [effect.head for effect in effects if isinstance(effect, Ask | Frame)] == [a]

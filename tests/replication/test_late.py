@@ -127,6 +127,23 @@ def test_what_is_not_kept_any_more_is_not_sent_in_part(how: str) -> None:
     assert asked_back(c.view, c.replicas[left].spent()).joining.tolist() == [-1] * P
 
 
+@pytest.mark.parametrize("behind", [True, False])
+def test_nothing_is_kept_where_a_table_ended_before_the_other_was_confirmed(behind: bool) -> None:
+    """What came before its end is in the log, and can be sent no more once the table is forgotten."""
+    story = Story(behind)
+    c, left = story.c, story.left
+    c.adopt(without(c.view, story.silent), left)
+    c.push(left, 1)
+    c.push(left, 0, worker=-1, kind=OperationKind.DROP, token="drop")
+    c.adopt(confirmed(c.view), left)
+    assert c.replies()[-1] == ("drop", Status.COMMITTED)
+    assert c.replicas[left].spent() == [(r, c.view.epoch) for r in ALL]
+    assert c.replicas[left].retained.nbytes == 0
+    story.come_back()
+    assert story.end() == []
+    assert c.applied[story.silent] == []
+
+
 def test_a_link_that_is_lost_in_the_middle_is_made_good() -> None:
     story = Story(behind=True)
     c, left, silent = story.c, story.left, story.silent

@@ -241,7 +241,7 @@ class Session:
         for index in np.unique(view.heads[view.heads >= 0]).tolist():
             member, order = view.members[index], view.headed_by(index)
             head = self._heads.get(member)
-            if head is not None and np.array_equal(np.sort(head.order), np.sort(order)):
+            if head is not None and np.array_equal(np.sort(head.order), np.sort(order)) and not anew[order].any():
                 head.order = order
             else:
                 head = _Head(order)

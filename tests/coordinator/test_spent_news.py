@@ -1,0 +1,45 @@
+"""News of a late copy that can have no more what it lacks is news, also while what is level waits for more."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import numpy as np
+
+from coordinator.health import Report
+from coordinator.leader import _Term
+from coordinator.lines import Lines
+from coordinator.memory import MemoryStore
+from coordinator.store import Guard
+from coordinator.view import ServerInfo, View
+from replication.chain import Kept, Member
+from replication.effects import CaughtUp
+
+A, B = Member("a", 1), Member("b", 1)
+VIEW = View(
+    "c@x",
+    5,
+    2,
+    2,
+    (ServerInfo("a", 1, "a:1"), ServerInfo("b", 1, "b:1")),
+    chains=np.array([[0, -1], [0, -1]], np.int32),
+    joining=np.array([1, 1], np.int32),
+    since=np.array([5, 5]),
+    reason="",
+    kept=np.array([Kept.NOT, Kept.BACK], np.int32),
+)
+
+
+async def test_it_makes_the_leader_plan() -> None:
+    lines = Lines(lambda server, cluster: None, lambda ill: None)  # type: ignore[arg-type, return-value]
+    term = _Term(MemoryStore(), Guard("election", 1), 0.02, lines, lambda *_: None)
+    detector, now = lines._detector, asyncio.get_running_loop().time()
+    detector.watch({A: True, B: True}, now)
+    lines._view = term._view = VIEW
+    for member in (A, B):
+        detector.heard(member, Report(5, levels=(CaughtUp(0, 5, B),)), now)
+    term._paced_by = dataclasses.replace(lines.health(), level={})  # as `_paced` leaves it when what is level waits
+    assert detector.heard(A, Report(5, levels=(CaughtUp(0, 5, B),), spent=((1, 5),)), now)
+    term._heard(False)
+    assert term._alarm._rung.is_set()

@@ -1,0 +1,83 @@
+"""A table is pushed to and dropped while a server stands still, before the others are confirmed: what is kept for the
+one that is away has its push and its end, and can be sent no more once the table is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from chaos.sim.cluster import Cluster
+from chaos.sim.network import Weather
+from chaos.sim.run import virtual
+from chaos.sim.threads import Threads
+from coordinator.view import ClusterConfig
+from elasticps.errors import UnknownTable
+from elasticps.optimizers import Accumulate
+from elasticps.spec import ASP
+from replication.chain import Kept
+from tests.sim.conftest import wait_for
+
+KEYS = np.arange(64)
+ONES = np.ones((len(KEYS), 1), np.float32)
+
+
+@pytest.fixture
+def three() -> Iterator[Cluster]:
+    with virtual() as install:
+        found = Cluster(1, Weather(), ClusterConfig(ranges=16, replicas=2, min_servers=3))
+        install(found)
+        found.start_leader("c0")
+        for name in ("s0", "s1", "s2"):
+            found.start_server(name)
+        yield found
+        found.end()
+
+
+@pytest.mark.parametrize("name", ["s0", "s1", "s2"])
+def test_a_table_that_ends_before_the_others_are_confirmed_ends_no_server_as_one_comes_back(
+    three: Cluster, name: str
+) -> None:
+    """Found in a review: the only one that had what was acknowledged meanwhile ended itself."""
+    cluster, told, rows = three, list[str](), list[float]()
+    steps = [0]
+
+    def program(threads: Threads) -> None:
+        # The push that nobody waited for may be refused: the table has gone.
+        with suppress(UnknownTable), cluster.connect(threads, "w0", ASP(), 4, "app") as ps:
+            t = ps.table("t", dim=1, optimizer=Accumulate())
+            u = ps.table("u", dim=1, optimizer=Accumulate())
+            for _ in range(3):
+                ps.push({t: (KEYS, ONES), u: (KEYS, ONES)}).result()
+                steps[0] += 1
+            told.append("ready")
+            while "stalled" not in told:
+                threads.sleep(0.01)
+            ps.push({t: (KEYS, ONES)})
+            ps.drop_table("t")
+            told.append("dropped")
+            while "over" not in told:
+                ps.push({u: (KEYS, ONES)}).result()
+                steps[0] += 1
+                threads.sleep(0.02)
+            rows.extend(u.pull(KEYS)[:, 0].tolist())
+
+    cluster.start_worker("w0", program)
+    wait_for(cluster, lambda: "ready" in told and cluster.clock.now > 1.0)
+    wait_for(cluster, cluster.whole)
+    cluster.servers[name].process.stall()
+    told.append("stalled")
+    wait_for(cluster, lambda: (v := cluster.view) is not None and Kept.LATE in v.kept.tolist())
+    wait_for(cluster, lambda: "dropped" in told)
+    before = steps[0]
+    wait_for(cluster, lambda: steps[0] > before + 3)
+    cluster.servers[name].process.thaw()
+    wait_for(cluster, lambda: (v := cluster.view) is not None and Kept.LATE not in v.kept.tolist())
+    cluster.clock.run(cluster.clock.now + 2.0)
+    assert cluster.violation is None, cluster.violation
+    wait_for(cluster, cluster.whole)
+    told.append("over")
+    wait_for(cluster, lambda: bool(rows))
+    assert rows == [float(steps[0])] * len(KEYS)
