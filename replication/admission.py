@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +27,15 @@ from replication.messages import Operation, OperationKind, Seqs
 from replication.progress import Progress, after_part, before_part
 from replication.snapshot_transfer import SnapshotTransfer
 
-_LOOK = (OperationKind.AUDIT, OperationKind.CUT)  # as these are applied, clocks are those of their place in the log
+_LOOK = (OperationKind.AUDIT, OperationKind.CUT, OperationKind.DROP)
+"""As the first two are applied, clocks are those of their place in the log; what comes behind the end of a table is
+looked at again."""
 _LET_IN_BYTES = 1 << 20  # of pushes that waited: what they send is out, and may fill a link, before more are let in
 
 
 class Admission(SnapshotTransfer):
-    """A head's side towards workers. `budget_bytes` bounds its log: beyond it pushes wait."""
+    """A head's side towards workers. `budget_bytes` bounds its log: beyond it pushes wait. `look_again` is called with
+    each push that has waited as it is let in, and may change its payload, or refuse it."""
 
     def __init__(self, me: Member, ranges: int, budget_bytes: int, log: Log | None = None) -> None:
         super().__init__(me, ranges, log)
@@ -41,6 +45,7 @@ class Admission(SnapshotTransfer):
         self._roster_version = 0
         self._parked: deque[Push | Ask] = deque()
         self._doubtful = False
+        self.look_again: Callable[[Push], None] = lambda push: None
         self.unsettled = False  # pushes that waited could go on, with `go_on`, once what is to be sent has been
 
     def adopt_roster(self, version: int, workers: frozenset[int]) -> Effects:
@@ -138,6 +143,7 @@ class Admission(SnapshotTransfer):
             elif isinstance(event, Push):
                 let_in += event.nbytes
                 looked = event.kind in _LOOK
+                self.look_again(event)
                 self._admit(event, out)
                 out.append(Release(event.token))  # behind its Apply: what is told of it is what there is then
             else:

@@ -58,6 +58,7 @@ def sim(
     together: Annotated[
         bool, typer.Option("--together", help="Pull several tables at once, and behind pushes.")
     ] = False,
+    drops: Annotated[bool, typer.Option("--drops", help="Have tables come and go beside.")] = False,
     jobs: Annotated[
         int, typer.Option(min=0, help="So many seeds at once, each in a process; 0: one for each core.")
     ] = 0,
@@ -72,7 +73,7 @@ def sim(
 
     The same seed gives the same events. Exit code 1 if a promise was broken, with the command that repeats that run.
     """
-    kind = _kind(flavour, training, cuts=cuts, short=short, caches=caches, together=together)
+    kind = _kind(flavour, training, cuts=cuts, short=short, caches=caches, together=together, drops=drops)
     jobs = min(jobs or _cores(), runs or _NO_END)
     kept = None if record is None else Record(record, _code(), asdict(kind))
     try:

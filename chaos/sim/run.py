@@ -26,7 +26,8 @@ from chaos.sim.injector import RESTART_S, Injector
 from chaos.sim.keeper import ask_restore
 from chaos.sim.knobs import turned
 from chaos.sim.programs import Free, Sharded, Synchronous, Worker, sums_table
-from chaos.sim.story import ANY, App, Kind, Story, tell
+from chaos.sim.story import ANY, FLAGS, App, Kind, Story, tell
+from chaos.sim.tables import Fickle, Known
 from chaos.sim.threads import Threads
 from chaos.sim.violation import Violation
 from coordinator.view import ClusterConfig
@@ -79,7 +80,7 @@ class Result:
         kind = self.kind
         flavour = f" --flavour {kind.flavour}" * bool(kind.flavour)
         training = f" --training {kind.training!r}" * bool(kind.training)
-        flags = "".join(f" --{name}" for name in ("cuts", "short", "caches", "together") if getattr(kind, name))
+        flags = "".join(f" --{name}" for name in FLAGS if getattr(kind, name))
         return f"{flavour}{training}{flags} --seed {self.seed}"
 
 
@@ -94,6 +95,7 @@ class Scene:
         self.sums: dict[str, Sums] = {}
         self.rounds: dict[str, Rounds] = {}
         self.handed: dict[str, Handed] = {}
+        self.known: dict[int, Known] = {}
         self.workers: dict[str, Worker] = {}
         self._doubled: dict[str, list[Worker]] = {}  # those before them that lived as they started
         self._app_of: dict[str, App] = {}
@@ -132,6 +134,8 @@ class Scene:
             return Synchronous(cluster, name, app, self, rounds)
         if app.kind in ("shards", "shards in rounds"):
             return Sharded(cluster, name, app, self, self.handed.setdefault(app.name, Handed(app.name, KEYS)))
+        if app.kind == "tables":
+            return Fickle(cluster, name, app, self, self.known)
         sums = self.sums.setdefault(app.name, Sums(app.name, app.bound if app.kind == "bounded" else None))
         sums.calm = self.story.calm
         return Free(cluster, name, app, self, sums, self.story.tight)

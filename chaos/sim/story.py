@@ -133,7 +133,8 @@ class App:
 class Kind:
     """What stories have in common: what goes wrong in them, and how they train; "": as chance has it. cuts: consistent
     cuts are taken meanwhile. short: workers shorten what they send. caches: those that push as they like keep rows.
-    together: these pull several tables and tensors at once, and behind pushes, and ask for sums of all rows."""
+    together: these pull several tables and tensors at once, and behind pushes, and ask for sums of all rows. drops:
+    there is an application beside whose tables come and go."""
 
     flavour: str = ""
     training: str = ""
@@ -141,9 +142,12 @@ class Kind:
     short: bool = False
     caches: bool = False
     together: bool = False
+    drops: bool = False
 
 
+DROPS = App("drops", "tables", 2, 4, 0, large=False, readers=0, think_s=0.02, eager=False)
 ANY = Kind()
+FLAGS = ("cuts", "short", "caches", "together", "drops")
 SHARE = 0.25  # of the stories of any kind have what a kind may ask for
 
 
@@ -188,13 +192,17 @@ class Story:
         return self._has("together")
 
     def _has(self, what: str) -> bool:
-        chance = Random(f"{what} {self.seed}").random()
-        return bool(getattr(self.kind, what)) or (self.kind == ANY and chance < SHARE)
+        return _has(self.seed, self.kind, what)
 
     @property
     def tight(self) -> bool:
         """Whether frames may be but small."""
         return self.flavour == "tight"
+
+
+def _has(seed: int, kind: Kind, what: str) -> bool:
+    chance = Random(f"{what} {seed}").random()
+    return bool(getattr(kind, what)) or (kind == ANY and chance < SHARE)
 
 
 def tell(seed: int, kind: Kind = ANY) -> Story:
@@ -219,7 +227,8 @@ def tell(seed: int, kind: Kind = ANY) -> Story:
         1 if flavour == "alone" else random.choice((2, 2, min(3, servers))),
         max(random.choice((4, 8, 8, MOST_RANGES)), MOST_RANGES if flavour == "tight" else 0),
         weather,
-        tuple(_app(random, i, flavour, kind.training) for i in range(random.choice((1, 1, 2)))),
+        tuple(_app(random, i, flavour, kind.training) for i in range(random.choice((1, 1, 2))))
+        + (DROPS,) * (flavour != "tight" and _has(seed, kind, "drops")),
         tuple(sorted(_faults(random, flavour, training_s), key=lambda fault: fault.at_s)),
         training_s,
         random.random() < 0.6 or flavour == "tight",  # what fills a replica has to fit into frames, too

@@ -55,6 +55,7 @@ class Pushes:
         self._counts = counts
         self._served = served
         self._order = NO_RANGES, positions_of(NO_RANGES, serving.ranges)  # the newest answer of `_order_of`
+        self._replica.look_again = self._look_again
         self.handlers: dict[int, Handler] = {
             Kind.PUSH: self._push,
             Kind.GET_CLOCKS: self._get_clocks,
@@ -195,6 +196,21 @@ class Pushes:
             self._executor.note_committed(connection.worker, said.committed)
         self._executor.perform(self._replica.push, push)
         self._executor.note_change()
+
+    def _look_again(self, push: Push) -> None:
+        """It has waited, and a table that it changes may have been dropped meanwhile: behind that nothing of the table
+        may be logged, for as soon as all replicas have it nobody knows the table any more."""
+        content = push.payload
+        if not isinstance(content, Content):
+            return
+        gone = [block.table for block in content.blocks if block.table not in self._store.live]
+        if not gone:
+            return
+        push.payload = content.empty()
+        if push.kind == OperationKind.PUSH:
+            self._herald.refused += 1
+            error = unknown_table(self._serving.me.name, gone[0])
+            push.refusal = Refusal(why(error.document), 0 if push.refusal is None else push.refusal.told)
 
     def forget(self, connection: Connection) -> None:
         """Nobody waits for its answers any more."""

@@ -83,7 +83,9 @@ class Store:
     def clear(self, table_id: int, r: int, bound: int | None = None) -> None:
         """Forgets a table's rows in a range, or those at places below a bound; increments from before hold the range as
         a whole."""
-        table = self.tables[table_id]
+        table = self.tables.get(table_id)
+        if table is None:  # it was dropped as this waited, and nobody has it any more
+            return
         if bound is not None:
             table.drop_interval(r, 0, bound)
         else:

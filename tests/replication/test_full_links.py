@@ -8,6 +8,7 @@ from replication.chain import Member
 from replication.effects import (
     Apply,
     Hold,
+    Push,
     SnapshotRange,
     Status,
 )
@@ -82,6 +83,29 @@ def test_nothing_is_let_in_behind_a_cut_before_it_is_applied() -> None:
     assert c.replicas[head].unsettled
     c.take(head, c.replicas[head].go_on())
     assert [e.operation.kind for _, e in c.effects if isinstance(e, Apply)][-1] == OperationKind.PUSH
+
+
+def test_what_has_waited_behind_the_end_of_a_table_is_looked_at_again_when_that_is_applied() -> None:
+    """Found by stories in which tables come and go: by then all may have forgotten the table, and who applied the push,
+    or was sent it, ended."""
+    c = Cluster()
+    head = c.head(0)
+    replica, looked = c.replicas[head], list[tuple[object, bool]]()
+
+    def look_again(push: Push) -> None:
+        applied = [e.operation.kind for _, e in c.effects if isinstance(e, Apply)]
+        looked.append((push.token, OperationKind.DROP in applied))
+
+    replica.look_again = look_again
+    c.take(head, replica.limit_log(0))
+    c.push(head, 0, kind=OperationKind.DROP, worker=-1, token="drop")
+    c.push(head, 1, token="push")
+    c.effects.clear()
+    c.take(head, replica.limit_log(1 << 20))
+    c.take(head, replica.go_on())
+    assert looked == [("drop", False), ("push", True)]
+    c.push(head, 2, token="at once")
+    assert len(looked) == 2
 
 
 def test_of_many_pushes_that_wait_some_are_let_in_before_the_link_is_looked_at_again() -> None:

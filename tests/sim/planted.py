@@ -14,6 +14,7 @@ from chaos.sim.story import Kind
 from tests.sim import planted_caches as caches
 from tests.sim import planted_chain as chain
 from tests.sim import planted_cuts as cuts
+from tests.sim import planted_drops as drops
 from tests.sim import planted_kept as kept
 from tests.sim import planted_rounds as rounds
 from tests.sim import planted_shell as shell
@@ -141,8 +142,9 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     caches.keep_rows_that_were_asked_for_in_an_open_step: ("readers", "free", 19),
     caches.take_rows_as_they_are_for_what_was_asked: ("calm", "free", 0),
     together.ask_as_if_nothing_had_been_pushed: ("calm", "free", 0),
+    drops.log_what_waited_behind_the_end_of_its_table: ("limps", "free", 2),
     cuts.take_an_open_round_for_a_closed_one: ("calm", "rounds", 0),
-    cuts.tell_nobody_that_a_round_has_begun: ("calm", "rounds", 1),
+    cuts.tell_nobody_that_a_round_has_begun: ("calm", "rounds", 177),
 }
 
 
@@ -175,7 +177,7 @@ ALONE: dict[Patch, tuple[str, str]] = {
 def kind_of(plant: Patch) -> Kind:
     """Of the stories that have to find it."""
     flavour, training, _ = PLANTED[plant]
-    of = [plant.__module__ == module.__name__ for module in (cuts, short, caches, together)]
+    of = [plant.__module__ == module.__name__ for module in (cuts, short, caches, together, drops)]
     return Kind(flavour, training, *of)
 
 

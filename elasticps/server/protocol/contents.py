@@ -76,7 +76,7 @@ def _check_operation(store: Store, server: str, message: Forward) -> None:
             check_block(store.tables, block, payload.positions, server, message.operation.kind)
     elif isinstance(payload, RestoredRows):
         check_rows(store, server, int(message.ranges[0]), payload)
-    elif isinstance(payload, Cleared) and payload.table not in store.tables:
+    elif isinstance(payload, Cleared) and payload.table not in store.tables and payload.table not in store.dropped:
         raise unknown_table(server, payload.table)
 
 

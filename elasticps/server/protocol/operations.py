@@ -6,6 +6,7 @@ All of it is immutable: logs, sockets and the store share the same memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +42,12 @@ class Content:
     def nbytes(self) -> int:
         """Bytes of keys and values."""
         return sum(block.keys.nbytes + block.grads.nbytes for block in self.blocks)
+
+    def empty(self) -> Content:
+        """The same without rows."""
+        made = copy(self)
+        made.blocks = []
+        return made
 
     def part(self, ranges: Ranges, tables: Mapping[int, Table]) -> list[Block]:
         """The rows that lie in `ranges`, some of mine in the same order: slices where they are neighbours."""
