@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from chaos.sim.run import run
-from chaos.sim.story import ANY, FLAVOURS, TRAININGS, tell
+from chaos.sim.story import ANY, DROPS, FLAVOURS, TRAININGS, tell
 from tests.sim.planted import PLANTED, kind_of
 
 ORDINARY = 40
@@ -30,7 +30,7 @@ def test_the_stories_have_all_flavours_and_all_kinds_of_training() -> None:
     assert len(STORIES) >= 100
     stories = [tell(seed, kind) for kind, seed in STORIES]
     assert {story.flavour for story in stories} == set(FLAVOURS)
-    assert {app.kind for story in stories for app in story.apps} == set(TRAININGS)
+    assert {app.kind for story in stories for app in story.apps} == {*TRAININGS, DROPS.kind}
 
 
 @pytest.mark.parametrize("seed", [12])
