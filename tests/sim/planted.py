@@ -148,7 +148,7 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
 
 
 # Bugs that no story shows: peers that are as they should be never come to where they are, or too much has to go wrong
-# at once (one calm story in 200 shows `tell_nobody_that_a_round_has_begun`). The test of one part alone that finds each,
+# at once (one calm story in 200 shows `tell_nobody_that_a_round_has_begun`). The test of one part that finds each,
 # by its module.
 ALONE: dict[Patch, tuple[str, str]] = {
     chain.accept_a_step_beyond_the_next: (
