@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coordinator import fields
-from coordinator.adoption import ON_LOSS, RATES
+from coordinator.adoption import ON_LOSS, RATES, TABLES
 from coordinator.errors import StoreUnavailable
 from coordinator.membership import LAST_WORKER, NEWEST_CHECKPOINT, RESTORING
 from coordinator.store import Store
@@ -108,12 +108,19 @@ async def _attempt(
     store: Store, storage: Storage, connect: Connect, full: bool, hold_s: float, tell: Tell
 ) -> Manifest:  # fmt: skip
     cluster = (await read_view(store, CheckpointError)).cluster
-    since, floor = await asyncio.to_thread(_before, storage, cluster, full)
+    restored = await _restored(store)
+    since, floor = await asyncio.to_thread(_before, storage, cluster, full, restored)
     cut = await Driver(store, connect, hold_s).take(storage.url, since, floor=floor)
     files = await _written(store, cut, connect, tell)
-    manifest = await _manifest(store, cut, files)
+    torn = await _restored(store) - restored  # rows of theirs came as the cut passed, perhaps
+    manifest = await _manifest(store, cut, [file for file in files if file.table not in torn])
     if lacks := await asyncio.to_thread(catalog.lacking, storage, manifest):
         raise GivenUp(f"checkpoint {cut.number}: {lacks}: somebody has deleted or replaced what servers have written")
+    if cut.since:
+        try:
+            await asyncio.to_thread(catalog.chain, storage, cut.since)
+        except CheckpointError as error:
+            raise GivenUp(f"checkpoint {cut.number}: what it adds to is gone: {error}") from error
     if not await asyncio.to_thread(catalog.publish, storage, manifest):
         await asyncio.to_thread(storage.delete, [f"{manifest.folder}/{file.path}" for file in manifest.files])
         raise GivenUp(f"{storage.url} has a checkpoint {cut.number} that somebody else has made meanwhile")
@@ -126,8 +133,15 @@ async def _attempt(
     return manifest
 
 
-def _before(storage: Storage, cluster: str, full: bool) -> tuple[int, int]:
-    """(the cut that the next checkpoint adds to, 0 for none; the highest number that is used there)."""
+async def _restored(store: Store) -> set[int]:
+    """Registered tables that came from a checkpoint: their rows were there before they were registered."""
+    found = (json.loads(entry.value) for entry in (await store.list(TABLES)).entries)
+    return {one["id"] for one in found if not one.get("creator")}
+
+
+def _before(storage: Storage, cluster: str, full: bool, restored: set[int]) -> tuple[int, int]:
+    """(the cut that the next checkpoint adds to, 0 for none; the highest number that is used there). restored: tables
+    that came from a checkpoint: they may have had rows as one was taken that does not have them."""
     cuts = catalog.cuts_of(storage)
     floor = max(cuts, default=0)
     if full or not cuts:
@@ -136,7 +150,8 @@ def _before(storage: Storage, cluster: str, full: bool) -> tuple[int, int]:
         chain = catalog.chain(storage)
     except CheckpointError:  # what is there cannot be built on
         return 0, floor
-    fits = chain[-1].cluster == cluster and len(chain) <= MOST_INCREMENTS
+    has = {id_ for id_, _ in chain[-1].tables.values()}
+    fits = chain[-1].cluster == cluster and len(chain) <= MOST_INCREMENTS and restored <= has
     return chain[-1].cut if fits else 0, floor
 
 

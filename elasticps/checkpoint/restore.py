@@ -372,6 +372,9 @@ class _Driver:
             await asyncio.sleep(_PAUSE_S)
 
     async def _undo(self, plan: Plan) -> None:
+        """Whoever goes on with it, should this die, takes other tables: servers make none again that was dropped."""
+        if plan.whole:
+            await self._store.put(RESTORING, replace(plan, tables={}).to_json())
         async with asyncio.timeout(_ASK_S * 2):
             await self._end([new for _, new in plan.tables.values()])
         if plan.whole:
@@ -407,10 +410,16 @@ class _Driver:
 
     async def _register(self, plan: Plan) -> None:
         """Tables have names, workers their past, and the cluster is open."""
+        made: dict[str, int] = {}
         for name, (old, new) in plan.tables.items():
             spec = self._manifest.spec(old).to_json()
             value = json.dumps({"id": new, "spec": spec, "creator": 0, "by": "", "ready": True}).encode()
-            if await self._store.compare_and_set(TABLES + name, value, expect=0) is None and not plan.whole:
+            revision = await self._store.compare_and_set(TABLES + name, value, expect=0)
+            if revision is not None:
+                made[TABLES + name] = revision
+            elif not plan.whole:
+                for key, known in made.items():
+                    await self._store.delete(key, expect=known)
                 await self._undo(plan)
                 raise ConfigError(f"somebody has made a table {name!r} meanwhile: nothing was restored")
             for prefix in (RATES, ON_LOSS):

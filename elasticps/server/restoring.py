@@ -19,7 +19,7 @@ from elasticps.checkpoint.contents import UNIT_BYTES, Contents, Rows
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.portions import Job, Portion, Sizes, from_bits, portions
 from elasticps.checkpoint.storage import Storage, Take, new_memory
-from elasticps.errors import Error
+from elasticps.errors import CheckpointError, Error
 from elasticps.server.executor import Executor
 from elasticps.server.memory_limit import MemoryLimit
 from elasticps.server.protocol.operations import Dropped, NewTable
@@ -94,7 +94,7 @@ class Restorer:
             self.close()  # of another one, whose rows nobody waits for any more
             self._work = _Work(self._loop, self._executor, self._serving, self._memory, wanted, self._kept_bytes)
         work = self._work
-        work.asked_s = self._loop.time()
+        work.asked_s, work.asked_epoch = self._loop.time(), self._serving.epoch
         work.done.update(from_bits(done, self._serving.ranges))
         if work.over:  # told once: who asks again wants it tried again
             self._work = None
@@ -103,6 +103,8 @@ class Restorer:
     async def end(self, serial: int, dropped: Iterable[int]) -> bool:
         """Ends it, so that nothing of it comes later, and forgets these tables; False: the view has changed, ask
         again."""
+        if serial + 1 < self._serial:  # somebody else has gone on with it since
+            return True
         self._serial = max(self._serial, serial + 1)
         if self._work is not None:
             work, self._work = self._work, None
@@ -131,6 +133,7 @@ class _Work:
         self.rows = 0
         self.failed = ""
         self.asked_s = loop.time()
+        self.asked_epoch = 0  # of the view in which it was asked last
         self._loop = loop
         self._executor = executor
         self._serving = serving
@@ -158,7 +161,8 @@ class _Work:
                 if self.wanted.anew:
                     mine = self._executor.replica.brings_back()
                 else:
-                    mine = np.setdiff1d(self._serving.headed, np.array(sorted(self.done), np.int64))
+                    left = np.setdiff1d(self._serving.headed, np.array(sorted(self.done), np.int64))
+                    mine = left[[self._since_of(r) <= self.asked_epoch for r in left.tolist()]]
                 if len(mine):
                     try:
                         await self._bring_back(contents, mine)
@@ -193,6 +197,9 @@ class _Work:
         specs = {new: manifest.spec(old) for old, new in self._read_from}
         for (_, new), text in zip(self.wanted.tables, self.wanted.specs, strict=False):
             specs[new] = TableSpec.from_json(text)
+        dropped = self._executor.store.dropped
+        if not self.wanted.anew and (gone := [new for new in specs if new in dropped]):
+            raise CheckpointError(f"table {specs[gone[0]].name!r} was dropped meanwhile")
         self._since = {r: self._since_of(r) for r in mine.tolist()}
         for new, spec in specs.items():
             self._executor.store.create(spec, new)
@@ -256,7 +263,18 @@ class _Work:
         if self.wanted.anew:
             self._apply(operations)
             return
+        await self._asked({r for _, _, ranges in operations for r in ranges.tolist()})
         await _logged(self._loop, self._executor, operations)
+
+    async def _asked(self, ranges: set[int]) -> None:
+        """Waits until it is asked again where chains have changed since it was: those ranges may have been elsewhere
+        meanwhile, brought back there, and trained on."""
+        while any(self._since_of(r) > self.asked_epoch for r in ranges):
+            if self._loop.time() - self.asked_s >= UNASKED_S:
+                raise _Moved
+            await asyncio.sleep(_LOOK_S)
+        if not self.done.isdisjoint(ranges):
+            raise _Moved
 
     def _apply(self, operations: Sequence[_Operation]) -> None:
         """Nobody else has these ranges: there is no log yet."""

@@ -94,14 +94,20 @@ class Store:
 
     def pass_cut(self, ranges: NDArray[np.int64], cut: int) -> None:
         """A cut passes in some ranges: every replica does this at the same place of their logs."""
+        newest, base = self.cuts.newest[ranges], self.cuts.base[ranges]
+        begun = ranges[(newest < cut) & (newest > 0) & (newest == base)].tolist()
         behind, anew = self.cuts.passed(ranges, cut)
         for table in self.tables.values():
+            for r in begun:  # whatever checkpoint this adds to, the range may not have come from that one
+                table.deletions.forget(r, cut)
             table.pass_cut(behind, anew)
 
     def begin_at(self, ranges: NDArray[np.int64], cut: int) -> None:
-        """Some ranges hold what was restored from the checkpoint of a cut, and no stamps yet: go on from there."""
-        self._set_cuts(ranges, cut, cut - 1)
+        """Some ranges hold what was restored from the checkpoint of a cut: go on from there, without stamps. Who has
+        passed no cut since is told by its base."""
+        self.cuts.newest[ranges] = self.cuts.base[ranges] = cut
         for table in self.tables.values():
+            table.pass_cut(ranges, ranges)
             for r in ranges.tolist():
                 table.deletions.forget(r, cut)
 

@@ -312,3 +312,54 @@ def test_the_leader_makes_one_so_often_and_answers_those_who_ask(scene: Scene, m
         duty.cancel()
 
     asyncio.run(main())
+
+
+def test_a_table_that_is_being_restored_is_in_no_checkpoint_in_part(scene: Scene) -> None:
+    """It is registered before the last file is there; and had rows before the cut, which no increment would have."""
+
+    async def story() -> None:
+        await scene.begin()
+        spec = TableSpec("back", 2, Accumulate()).to_json()
+        table = {"id": 12, "spec": spec, "creator": 0, "by": "", "ready": True}
+        for server in scene.servers.values():
+
+            async def written(cut: int, wait_s: float, of: Fake = server) -> CutWritten:
+                said = await Fake.written(of, cut, wait_s)
+                await scene.store.put("tables/default/back", json.dumps(table).encode())
+                if said.writing is None or not said.writing.files:
+                    return said
+                path = f"back/s{of.index}-1.000.safetensors"
+                scene.storage.put(f"{cut:06d}/{path}", bytes(100))
+                file = said.writing.files[0]._replace(path=path, table=12)
+                return said._replace(writing=said.writing._replace(files=[*said.writing.files, file]))
+
+            server.written = written  # type: ignore[method-assign]
+        first = await scene.take()
+        assert "default/back" not in first.tables
+        second = await scene.take()
+        assert "default/back" in second.tables
+        assert second.since == 0
+        assert (await scene.take()).since == second.cut
+
+    asyncio.run(story())
+
+
+def test_what_it_adds_to_is_deleted_meanwhile(scene: Scene) -> None:
+    """Nobody could ever read it: it is begun again, as a full one."""
+
+    async def story() -> None:
+        await scene.begin()
+        first = await scene.take()
+        server = scene.servers["s0"]
+        take = server.take
+
+        async def deleted(cut: int, since: int, url: str) -> bool:
+            if since:
+                catalog.delete(scene.storage, [first.cut])
+            return await take(cut, since, url)
+
+        server.take = deleted  # type: ignore[method-assign]
+        second = await scene.take()
+        assert [manifest.cut for manifest in catalog.chain(scene.storage)] == [second.cut]
+
+    asyncio.run(story())

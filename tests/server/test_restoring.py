@@ -30,8 +30,8 @@ class Nothing:
     """A server that heads no range."""
 
     headed = np.empty(0, np.int64)
-    replica = None
-    ranges = 4
+    replica = view = None
+    ranges, epoch = 4, 0
 
     def note_change(self) -> None:
         pass

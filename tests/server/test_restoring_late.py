@@ -1,0 +1,140 @@
+"""Who restores late, or again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from elasticps import spec
+from elasticps.admin.subject import Wanted
+from elasticps.checkpoint.portions import to_bits
+from elasticps.checkpoint.storage import Storage
+from elasticps.server import fatal
+from elasticps.spec import TableSpec
+from tests.checkpoint.writer import Change, row, write
+from tests.server.conftest import RANGES, Group, Run, until
+
+TABLE = TableSpec("t", 3, spec.Adagrad(0.1))
+ROWS = {key: row(TABLE, key) for key in range(400)}
+
+
+@pytest.fixture(autouse=True)
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(fatal, "end", lambda me, error: said.append(f"{me.name}: {error!r}"))
+    return said
+
+
+def place(path: Path) -> Wanted:
+    write(Storage(str(path)), 1, {"default/t": (7, TABLE)}, {"default/t": Change(ROWS)}, ranges=RANGES)
+    return Wanted(path.as_uri(), 1, ((7, 7),), True)
+
+
+async def all_done(group: Group, serial: int, wanted: Wanted) -> str:
+    done: set[int] = set()
+    async with asyncio.timeout(5):
+        while len(done) < RANGES:
+            for server in group.servers.values():
+                answer = server.restoring.go_on(serial, wanted, to_bits(done, RANGES))
+                if answer.failed:
+                    return answer.failed
+                done |= set(answer.ranges)
+            await asyncio.sleep(0.01)
+    return ""
+
+
+def test_what_was_undone_and_is_begun_again_ends_no_server(run: Run, tmp_path: Path, ended: list[str]) -> None:
+    """Whoever undid it was killed before `restoring` went: the next one goes on with tables that were dropped."""
+    wanted = place(tmp_path)
+
+    async def test(group: Group) -> None:
+        for name in ("s0", "s1"):
+            await group.start(name)
+        group.adopt(group.make_view(lambda r: ["s0", "s1"] if r % 2 else ["s1", "s0"]))
+        assert await all_done(group, 1, wanted) == ""
+        for server in group.servers.values():
+            assert await server.restoring.end(1, [7])
+        await asyncio.sleep(0.2)
+        said = await asyncio.wait_for(all_done(group, 2, wanted), 20)
+        assert ended == []
+        assert "dropped" in said
+
+    run(test)
+
+
+def test_an_aborted_one_and_a_failover(run: Run, tmp_path: Path, ended: list[str]) -> None:
+    """s1 headed ranges as it was asked, and then only followed; s0 has ended it and dropped the table; s0 dies."""
+    wanted = place(tmp_path)
+
+    async def test(group: Group) -> None:
+        for name in ("s0", "s1"):
+            await group.start(name)
+        group.adopt(group.make_view(lambda r: ["s0", "s1"] if r % 2 else ["s1", "s0"]))
+        assert await all_done(group, 1, wanted) == ""
+        group.adopt(group.make_view(lambda r: ["s0", "s1"]))  # say, s1 was away for a moment
+        await asyncio.sleep(0.1)
+        assert await group.servers["s0"].restoring.end(1, [7])
+        await asyncio.sleep(0.2)
+        assert 7 not in group.servers["s1"].store.tables
+        group.stop("s0")
+        s1 = group.servers["s1"].restoring
+        assert s1._work is not None
+        s1._work.done.clear()  # its ranges were done by s0, say
+        group.adopt(group.make_view(lambda r: ["s1"]))
+        await asyncio.sleep(1.0)
+        assert ended == []
+
+    run(test)
+
+
+def test_who_was_away_as_it_ended_brings_nothing_back(run: Run, tmp_path: Path, ended: list[str]) -> None:
+    """s2 headed some ranges, was frozen and left out; the others have done all, and workers have trained since. It
+    comes back, and heads them."""
+    wanted = place(tmp_path)
+
+    async def test(group: Group) -> None:
+        for name in ("s0", "s2"):
+            await group.start(name)
+        s0, s2 = (group.servers[name] for name in ("s0", "s2"))
+        group.adopt(group.make_view(lambda r: ["s2", "s0"] if r < 4 else ["s0", "s2"]))
+        assert not s2.restoring.go_on(1, wanted).failed
+        group.adopt(group.make_view(lambda r: ["s0"]))  # s2 is left out, as its lease has ended
+        del group.servers["s2"]
+        assert await all_done(group, 1, wanted) == ""
+        assert await s0.restoring.end(1, ())
+        s0.store.tables[7].put(np.array([7]), np.full((1, 3), 5.0, np.float32))  # workers train
+        group.servers["s2"] = s2
+        group.adopt(group.make_view(lambda r: ["s0"], lambda r: "s2"))
+        await until(lambda: s2.replica.filled.all())
+        group.adopt(group.make_view(lambda r: ["s0", "s2"]))
+        await asyncio.sleep(0.2)
+        group.adopt(group.make_view(lambda r: ["s2"]))
+        await asyncio.sleep(1.0)
+        found = np.zeros((1, 3), np.float32)
+        s2.store.tables[7].gather(np.array([7]), found)
+        assert found.tolist() == [[5.0] * 3]
+        assert ended == []
+
+    run(test)
+
+
+def test_an_end_that_comes_late_ends_nothing_of_who_has_gone_on(run: Run, tmp_path: Path, ended: list[str]) -> None:
+    """Said by a driver that has died, to a server that was frozen."""
+    wanted = place(tmp_path)
+
+    async def test(group: Group) -> None:
+        await group.start("s0")
+        group.adopt(group.make_view(lambda r: ["s0"]))
+        restorer = group.servers["s0"].restoring
+        assert await all_done(group, 4, wanted) == ""
+        assert await restorer.end(2, [7])
+        assert group.servers["s0"].store.tables[7].rows == 400
+        assert await restorer.end(4, [7])
+        assert await restorer.end(4, [7])
+        await until(lambda: not group.servers["s0"].store.tables)
+        assert ended == []
+
+    run(test)
