@@ -46,15 +46,20 @@ async def all_done(group: Group, serial: int, wanted: Wanted) -> str:
     return ""
 
 
+async def two_with_all(group: Group, wanted: Wanted) -> None:
+    """s0 and s1, each at the head of every other range, have brought everything back."""
+    for name in ("s0", "s1"):
+        await group.start(name)
+    group.adopt(group.make_view(lambda r: ["s0", "s1"] if r % 2 else ["s1", "s0"]))
+    assert await all_done(group, 1, wanted) == ""
+
+
 def test_what_was_undone_and_is_begun_again_ends_no_server(run: Run, tmp_path: Path, ended: list[str]) -> None:
     """Whoever undid it was killed before `restoring` went: the next one goes on with tables that were dropped."""
     wanted = place(tmp_path)
 
     async def test(group: Group) -> None:
-        for name in ("s0", "s1"):
-            await group.start(name)
-        group.adopt(group.make_view(lambda r: ["s0", "s1"] if r % 2 else ["s1", "s0"]))
-        assert await all_done(group, 1, wanted) == ""
+        await two_with_all(group, wanted)
         for server in group.servers.values():
             assert await server.restoring.end(1, [7])
         await until(lambda: not any(server.store.tables for server in group.servers.values()))
@@ -70,10 +75,7 @@ def test_an_aborted_one_and_a_failover(run: Run, tmp_path: Path, ended: list[str
     wanted = place(tmp_path)
 
     async def test(group: Group) -> None:
-        for name in ("s0", "s1"):
-            await group.start(name)
-        group.adopt(group.make_view(lambda r: ["s0", "s1"] if r % 2 else ["s1", "s0"]))
-        assert await all_done(group, 1, wanted) == ""
+        await two_with_all(group, wanted)
         group.adopt(group.make_view(lambda r: ["s0", "s1"]))  # say, s1 was away for a moment
         await asyncio.sleep(0.1)
         assert await group.servers["s0"].restoring.end(1, [7])
