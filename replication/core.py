@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -131,6 +132,7 @@ class Core:
         self._linked: list[bool] = []
         self._bounds: dict[int, int] = {}
         self._waiters: list[Waiter] = []
+        self.wrong: Callable[[Message], str] = lambda message: ""  # why a content cannot be applied; set by who does
 
     # -- members and links ------------------------------------------------------------------------------------------
 
@@ -152,6 +154,12 @@ class Core:
         if epoch < self._newest_since:
             ok &= self._since[ranges] <= epoch
         return ok
+
+    def _check_content(self, slot: int, message: Message) -> None:
+        """Its content can be applied. Only for what is heard: a deposed head may speak of tables that are long gone.
+        Raises PeerError."""
+        if why := self.wrong(message):
+            raise PeerError(f"{self.me}: {self._members[slot]} sent what cannot be: {why}")
 
     # -- treatments ---------------------------------------------------------------------------------------------------
 

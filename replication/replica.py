@@ -41,7 +41,6 @@ back (see `Core`), and sends them when the link has room again or is lost.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,8 +68,7 @@ _ORDERS_KEPT = 64
 
 class Replica(Admission):
     """The state machine. `ranges` is P; `budget_bytes` bounds the log at a head: beyond it pushes wait. `log`: where
-    entries are kept, by default a log of its own. wrong: why a message's content cannot be applied, "" if it can; set
-    by who applies it."""
+    entries are kept, by default a log of its own."""
 
     def __init__(self, me: Member, ranges: int, budget_bytes: int = 256 << 20, log: Log | None = None) -> None:
         super().__init__(me, ranges, budget_bytes, log)
@@ -79,7 +77,6 @@ class Replica(Admission):
         self._holds: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)
         self._mute: NDArray[np.bool_] = np.zeros(ranges, dtype=np.bool_)  # joined as `Kept.BEFORE`: no successor
         self._held: dict[int, deque[Message]] = {}
-        self.wrong: Callable[[Message], str] = lambda message: ""
 
     # -- views ------------------------------------------------------------------------------------------------------
 
@@ -300,8 +297,6 @@ class Replica(Admission):
 
     def _hear(self, slot: int, message: Message, out: Effects) -> None:
         try:
-            if why := self.wrong(message):
-                raise PeerError(f"{self.me}: {self._members[slot]} sent what cannot be: {why}")
             self._handle(slot, message, out)
         except PeerError as error:
             self._unlink(slot)
@@ -333,6 +328,7 @@ class Replica(Admission):
             ranges, seqs = ranges[fresh], seqs[fresh]
             if ranges.shape[0] == 0:
                 return
+        self._check_content(slot, message)
         operation = message.operation
         before: int | Progress = 0
         if operation.worker >= 0:

@@ -203,6 +203,7 @@ class SnapshotTransfer(Core):
         r = message.range
         if self._up[r] != slot or self.role[r] != Role.JOINING or message.epoch < self._since[r]:
             return
+        self._check_content(slot, message)
         if message.number == 0:
             one = np.array([r], dtype=np.int64)
             self._erase(one, out)

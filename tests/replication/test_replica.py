@@ -179,6 +179,42 @@ def test_what_a_neighbour_said_before_it_was_to_be_filled_anew_is_void() -> None
     assert sorted(e.range for _, e in c.effects if isinstance(e, SnapshotRange)) == list(range(P))
 
 
+def test_only_what_is_heard_is_judged() -> None:
+    """Found by the simulator (seed 332): a deposed head came back and sent again what it had in its log, of a table
+    that had been dropped and forgotten meanwhile. Its link was cut, as if it had said what no correct server can."""
+    c = Cluster()
+    head, tail = c.view.members_of(0)
+    c.push(head, 1)
+    lost = plan_failover(c.view, {head}, {})
+    assert lost is not None
+    c.adopt(lost.chains, tail)
+    c.replicas[tail].wrong = lambda message: "it has no table with id 36"
+    c.deliver(head, tail)
+    assert c.applied[tail] == []
+    filled = plan_repair(c.view, [head, tail], {}, 2, 8)
+    assert filled is not None
+    c.adopt(filled.chains)
+    c.replicas[tail].wrong = lambda message: ""
+    c.settle()
+    assert sorted(e.range for _, e in c.effects if isinstance(e, SnapshotRange)) == list(range(P))
+    assert not [e for _, e in c.effects if isinstance(e, Distrust)]
+
+
+def test_what_is_heard_and_cannot_be_applied_changes_nothing() -> None:
+    c = Cluster()
+    head, tail = c.view.members_of(0)
+    c.push(head, 1)
+    replica = c.replicas[tail]
+    before = replica.seq.copy()
+    replica.wrong = lambda message: "it has no table with id 36"
+    c.deliver(head, tail)
+    (effect,) = [e for _, e in c.effects if isinstance(e, Distrust)]
+    assert effect.peer == head
+    assert "sent what cannot be: it has no table with id 36" in effect.why
+    assert np.array_equal(before, replica.seq)
+    assert c.applied[tail] == []
+
+
 def _operation() -> Any:
     from replication.messages import Operation
 
