@@ -58,7 +58,8 @@ class Summing:
         self, links: Links, handles: Sequence[Handle], mean: bool, chunk: int = CHUNK, little: int = LITTLE
     ) -> None:
         self._links, self._handles, self._mean, self._chunk, self._little = links, handles, mean, chunk, little
-        self._room = 0  # bytes of each rank's region; the same at all ranks once they have heard of the last push
+        self._room = 0  # bytes of each rank's region, the same at all ranks
+        self._next = 0  # the same from when all ranks hear of a push, which may fail
 
     def sums(self, values: Mapping[Handle, object]) -> Sums:
         """Adds up what the ranks have; InputError before anybody hears of it. Elsewhere than at rank 0 nothing."""
@@ -81,11 +82,11 @@ class Summing:
     @property
     def room(self) -> int:
         """What all ranks have to hear from rank 0 with the answer of a push, and set."""
-        return self._room
+        return self._next
 
     @room.setter
     def room(self, room: int) -> None:
-        self._room = room
+        self._room = self._next = room
 
     # -- what is little
 
@@ -106,8 +107,8 @@ class Summing:
             values = dict(self._added(targets, given))
             if not all(each[1] for each in heard):
                 sizes = [each[2 : 2 + len(has)] for each in heard]
-                self._room = room_for(targets, sizes, self._chunk)
-                links.share(GRADIENTS, layout(targets, sizes, self._chunk, self._room).nbytes)
+                self._next = room_for(targets, sizes, self._chunk)
+                links.share(GRADIENTS, layout(targets, sizes, self._chunk, self._next).nbytes)
             return Sums(number, values)
 
     def _region(self, targets: Sequence[Target], has: Has, rank: int) -> tuple[Region, Sequence[int], int]:
@@ -169,7 +170,7 @@ class Summing:
         same = all(tensors_of(targets, each) == plan.tensors for each in given)
         if all(each[-1] for each in said) and same and fits(plan, self._room, self._nbytes):
             return plan
-        self._room = room_for(targets, given, self._chunk)
+        self.room = room_for(targets, given, self._chunk)
         plan = layout(targets, given, self._chunk, self._room)
         if plan.nbytes:
             number, _ = self._links.ask("memory")

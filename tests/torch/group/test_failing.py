@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -142,3 +142,35 @@ def test_bad_input_is_refused_before_anybody_hears_of_it() -> None:
 
     with clients(FakeClient(), 3) as group:
         together(wrong, group)
+
+
+def test_a_push_that_fails_leaves_all_ranks_with_as_much_room() -> None:
+    """A rank that has more than its room gets more with the answer of the push, which rank 0's error takes the place
+    of. Rank 0 would look for the next gradients where nobody puts them."""
+
+    class Failing(FakeClient):
+        def push(self, grads: Mapping[Any, Any], lr: Mapping[Any, float] | None = None) -> Any:
+            if any(len(value[0]) > 50 for value in grads.values()):
+                raise eps.Timeout("the servers do not answer")
+            return super().push(grads, lr)
+
+    def rows(first: int, n: int) -> tuple[Any, Any]:
+        return np.arange(first, first + n), np.full((n, 2), first + 1.0, np.float32)
+
+    def push_and_settle(group: GroupClient, values: Any) -> None:
+        group.push(values)
+        group.settle()
+
+    def train(group: GroupClient) -> None:
+        table = group.table("t", dim=2, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
+        push_and_settle(group, {table: rows(10 * group.rank, 5)})
+        with pytest.raises(eps.Timeout):
+            push_and_settle(group, {table: rows(1_000, 1 + 500 * group.rank)})
+        for _ in range(2):
+            push_and_settle(group, {table: rows(10 * group.rank, 5)})
+
+    ps: Any = Failing()
+    with clients(ps, 3) as group:
+        together(train, group)
+    wanted = {10 * rank + i: -3 * (10.0 * rank + 1) for rank in range(3) for i in range(5)}
+    assert {key: row[0] for key, row in ps.targets["t"].weights.items()} == wanted
