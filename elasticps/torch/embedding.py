@@ -302,10 +302,12 @@ class Rows(nn.Module):
             lookup.future.result()
         rows = sent(lookup.floats, ids.device)
         trained = self.training and self.trains.requires_grad
-        if len(lookup.keys) and trained and torch.is_grad_enabled():
-            use = _Use(weakref.ref(self), lookup.keys)
-            rows.requires_grad_().register_post_accumulate_grad_hook(use)
-            self.uses.add(use)
+        if trained and torch.is_grad_enabled():
+            rows.requires_grad_()  # also of padding alone: a backward pass goes through
+            if len(lookup.keys):
+                use = _Use(weakref.ref(self), lookup.keys)
+                rows.register_post_accumulate_grad_hook(use)
+                self.uses.add(use)
         return rows, lookup
 
     def take(self, use: _Use, gradient: Tensor) -> None:

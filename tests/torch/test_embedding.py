@@ -442,3 +442,18 @@ def test_ids_may_be_a_column_of_others(ps: Any, layer: Any) -> None:
     ids = torch.tensor([[1, 7], [2, 7], [1, 7]])
     column = ids[:, :1] if layer is EmbeddingBag else ids[:, 0]
     torch.testing.assert_close(rows(column), rows(column.clone()))
+
+
+@pytest.mark.parametrize("ids", [[0, 0], []])
+@pytest.mark.parametrize("bag", [False, True])
+def test_a_backward_pass_goes_through_a_batch_without_any_row(ps: Any, bag: bool, ids: list[int]) -> None:
+    """As through torch's layers, and collections; in a model whose rows are all that it trains."""
+    kind: Any = EmbeddingBag if bag else Embedding
+    embedding = kind(ps, "users", 2, optimizer=SGD(lr=1.0), init=Zeros(), padding_idx=0)
+    optimizer = Optimizer(ps, embedding)
+    offsets = (torch.tensor([0, 0]),) if bag else ()
+    embedding(torch.tensor(ids, dtype=torch.int64), *offsets).sum().backward()
+    optimizer.step()
+    embedding(torch.tensor([3, 0]), *offsets).sum().backward()
+    optimizer.step()
+    assert {key: row.tolist() for key, row in ps.targets["users"].weights.items()} == {3: [-1.0, -1.0]}
