@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def _columns(
     elif count is None:
         nothing = np.empty((0, RowLayout.of(spec).stride), np.uint8)
         empty = np.empty(0, np.int64), weights(spec, nothing), slots(spec, nothing) if with_slots else {}
-        for keys, weight, kept in (empty, *pieces):  # so that a table without rows has its columns too
+        for keys, weight, kept in chain([empty], pieces):  # so that a table without rows has its columns too
             yield {"keys": keys, "weight": cast(weight, dtype, spec.name), **kept}
     else:
         yield from _in_order(spec, count, pieces, with_slots, dtype, part)

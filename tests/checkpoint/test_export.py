@@ -120,3 +120,24 @@ def test_what_cannot_be_leaves_nothing(place: str, tmp_path: Path) -> None:
     assert done.exit_code == 1
     assert "altered" in done.output
     assert [path.name for path in tmp_path.iterdir()] == ["copied"]
+
+
+def test_a_table_is_written_as_it_is_read(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for some of its rows is enough."""
+    read, ahead = 0, list[int]()
+
+    def weights(spec: TableSpec, rows: np.ndarray) -> np.ndarray:
+        nonlocal read
+        read += len(rows)
+        return real(spec, rows)
+
+    def tell(rows: int) -> None:
+        nonlocal read
+        read -= rows
+        ahead.append(read)
+
+    real = exporting.weights
+    monkeypatch.setattr(exporting, "weights", weights)
+    export_checkpoint(place, tmp_path / "out", tables=["open"], tell=tell)
+    assert len(ahead) > 4
+    assert not any(ahead)
