@@ -59,7 +59,8 @@ class SafetensorsWriter:
     """A file for each column: `<table>.<column>.safetensors`, with one tensor called `<prefix>.<column>`; without a
     prefix `<table>.safetensors` with the only column. Behind PART_BYTES the next rows go into a file with `-00001`
     behind the column's name, and so on; each says at which row it begins, as `torch.distributed.checkpoint` does
-    (`HuggingFaceStorageReader` puts them together).
+    (`HuggingFaceStorageReader` puts them together). Readers go by the tensors' names: where a file's name is taken it
+    has a `_` more.
 
     The header, at the front, has the shape: it is written last, into room that was left, and padded with blanks.
     """
@@ -89,7 +90,9 @@ class SafetensorsWriter:
     def _begin(self, name: str, array: NDArray[Any], before: _Part | None) -> _Part:
         number = 0 if before is None else before.number + 1
         stem = f"{self._path}.{name}" if self._prefix else str(self._path)
-        path = f"{stem}-{number:05d}.safetensors" if number else f"{stem}.safetensors"
+        part = f"-{number:05d}" if number else ""
+        while (path := Path(f"{stem}{part}.safetensors")).exists():  # a tensor may be called as a table's column is
+            stem += "_"
         file = open(path, "wb")  # noqa: SIM115  # until it is finished
         file.write(b" " * _HEADER_BYTES)
         first = 0 if before is None else before.first + before.rows

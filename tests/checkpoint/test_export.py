@@ -96,6 +96,23 @@ def test_large_columns_are_parts_that_torch_puts_together(
         assert column(a, b).tobytes() == wanted[a:b].tobytes()
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_files_of_a_table_and_of_a_tensor_that_is_called_like_its_column(tmp_path: Path, order: int) -> None:
+    url = f"memory://{uuid.uuid4()}"
+    like = TableSpec.dense("open.weight", (3, 5), spec.SGD(0.1))
+    tables = {"default/open": (7, OPEN), "default/open.weight": (8, like)}
+    write(Storage(url), 1, tables, {"default/open": Change(ROWS), "default/open.weight": Change({0: BLOCK})})
+    written = export_checkpoint(url, tmp_path / "out", tables=["open", "open.weight"][::order])
+    assert written == {"open": 40, "open.weight": 3}
+    found = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        found |= load_file(path)
+    assert found["embedding_bags.open.weight"].shape == (40, 3)
+    assert found["open.weight"].tobytes() == np.frombuffer(BLOCK, np.float32)[:15].tobytes()
+    columns = load._columns(tmp_path / "out", "safetensors", "open.weight", like)
+    assert columns["open.weight"](0, 3).tobytes() == found["open.weight"].tobytes()
+
+
 @pytest.mark.parametrize("kind", ["npz", "parquet"])
 def test_in_other_formats_and_older_ones(place: str, tmp_path: Path, kind: str) -> None:
     written = export_checkpoint(place, tmp_path / "out", cut=1, tables=["open"], kind=kind, dtype="float16")
