@@ -39,10 +39,17 @@ class TableEntry:
 
 def table_of(key: str, value: bytes) -> TableEntry | None:
     """What the store says of a table; None: it is about to go. ValueError, KeyError, TypeError for what is not one."""
-    document = json.loads(value)
+    try:
+        document = json.loads(value)
+    except RecursionError as error:
+        raise ValueError(f"{key} is nested too deeply") from error
+    if not isinstance(document, dict):
+        raise TypeError(f"{key} is no object")
     if document.get("dropping"):
         return None
-    return TableEntry(key.removeprefix(TABLES), int(document["id"]), str(document["spec"]))
+    if not isinstance(number := document["id"], int):
+        raise TypeError(f"{key} has the id {number!r}")
+    return TableEntry(key.removeprefix(TABLES), number, str(document["spec"]))
 
 
 class CannotAdopt(CoordinationError):

@@ -27,7 +27,10 @@ def number(value: object, what: str, low: float = 0.0, below: float = FLOAT32_LI
     """`value` as a float with low <= value < below, both checked."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise SpecError(f"{what} must be a number, got {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number: of what JSON has, or a caller
+        number = math.inf
     if not low <= number < below:  # also false for NaN
         bound = f"at least {low:g}" if below == FLOAT32_LIMIT else f"at least {low:g} and below {below:g}"
         raise SpecError(f"{what} must be finite and {bound}, got {value!r}")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
 
+from coordinator.adoption import TABLES
+from coordinator.memory import MemoryStore
 from coordinator.view import Roster, WorkerInfo
+from elasticps.server import lives
 from elasticps.server.fast import layout as at
 from elasticps.server.protocol.registered import Entry
+from elasticps.spec import SGD, TableSpec
 from elasticps.wire.frames import Header, Kind, json_body
 from replication.messages import OperationKind
 from tests.server.conftest import DIM, SPEC, TABLE, WORKER, Group, Run, until
@@ -81,3 +86,27 @@ def test_a_server_that_made_a_table_by_anothers_word_looks_whose_it_is(run: Run)
         assert not tail.registered.wanted
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"[]",
+        b"7",
+        b"[" * 100_000,
+        b'{"id": 1e999, "spec": "{}"}',
+        json.dumps({"id": 9, "spec": TableSpec("bad", 2, SGD(3.25)).to_json().replace("3.25", "1" * 400)}).encode(),
+    ],
+    ids=["list", "number", "nested", "infinite id", "huge rate"],
+)
+def test_what_a_worker_has_put_in_the_place_of_a_table_ends_no_server(said: bytes) -> None:
+    """A server reads the registry as it starts, and when somebody speaks of a table that it does not know: all servers
+    would end, again and again."""
+
+    async def known() -> dict[int, Entry]:
+        store = MemoryStore("c")
+        await store.put(f"{TABLES}default/bad", said)
+        await store.put(f"{TABLES}default/t", json.dumps({"id": TABLE, "spec": SPEC.to_json()}).encode())
+        return await lives._tables(store)
+
+    assert asyncio.run(known())[TABLE] == Entry("default", SPEC)
