@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,17 +81,14 @@ def _put(
 
 
 def _load_export(ps: Client, source: Path, tell: Tell, with_slots: bool) -> dict[str, int]:
-    manifest = json.loads((source / MANIFEST).read_text())
-    if manifest.get("version") != VERSION:
-        raise ConfigError(f"{source} was written by another version of elasticps: {manifest.get('version')!r}")
+    kind, tables = _said(source)
     loaded = {}
-    for name, said in manifest["tables"].items():
-        spec = TableSpec.from_json(json.dumps(said["spec"]))
-        columns = _columns(source, manifest["format"], name, spec)
+    for name, (spec, count) in tables.items():
+        columns = _columns(source, kind, name, spec)
         if spec.shape is not None:
             if name not in columns:
                 raise ConfigError(f"{source} has no values of tensor {name!r}: its file is missing")
-            values = columns[name](0, said["rows"]).astype(np.float32).reshape(spec.shape)
+            values = columns[name](0, count).astype(np.float32).reshape(spec.shape)
             handle: Any = ps.tensor(name, init=values, **_kept(spec))
             loaded[name] = _put(handle, np.empty(0, np.int64), values, tell)
             continue
@@ -101,10 +99,25 @@ def _load_export(ps: Client, source: Path, tell: Tell, with_slots: bool) -> dict
         slots = list(handle.optimizer.slot_shapes(spec.dim)) if with_slots else []
         if missing := [slot for slot in slots if slot not in columns]:
             raise ConfigError(f"{source} has no slot {missing[0]!r} of table {name!r}: was it written with them?")
-        for at, keys, rows in _cut(columns["weight"], columns.get("keys"), said["rows"], spec.dim):
+        for at, keys, rows in _cut(columns["weight"], columns.get("keys"), count, spec.dim):
             end = at + len(rows)
             loaded[name] += _put(handle, keys, rows, tell, {slot: columns[slot](at, end) for slot in slots})
     return loaded
+
+
+def _said(source: Path) -> tuple[str, dict[str, tuple[TableSpec, int]]]:
+    """The format of an export, and of each table what it is, and its rows."""
+    manifest = json.loads((source / MANIFEST).read_text())
+    try:
+        if manifest.get("version") != VERSION:
+            raise ConfigError(f"{source} was written by another version of elasticps: {manifest.get('version')!r}")
+        tables = {
+            name: (TableSpec.from_json(json.dumps(said["spec"])), int(said["rows"]))
+            for name, said in manifest["tables"].items()
+        }
+        return str(manifest["format"]), tables
+    except (AttributeError, TypeError, OverflowError) as error:
+        raise ConfigError(f"{source} cannot be read: its {MANIFEST} is none: {error}") from error
 
 
 def _kept(spec: TableSpec) -> dict[str, Any]:
@@ -155,12 +168,27 @@ def _joined(parts: list[tuple[int, Slice]]) -> Slice:
     return parts[0][1] if len(parts) == 1 else cut
 
 
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Of a safetensors file, and where its tensors begin. ValueError for what is none: nothing is read that is not
+    there."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if 8 + size > path.stat().st_size:
+            raise ValueError(f"{path.name} was cut off, or is no safetensors file")
+        header = json.loads(file.read(size))
+    if not isinstance(header, dict):
+        raise ValueError(f"{path.name} is no safetensors file")
+    return header, 8 + size
+
+
 def _first_rows(path: Path) -> dict[str, int]:
     """At which row of a tensor a file begins that has a part of it, by tensor."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    said = json.loads(header.get("__metadata__", {}).get(SHARDING, "{}"))
-    return {name: int(one["saved_offsets"][0]) for name, one in said.items() if one["saved_offsets"]}
+    header, _ = _header(path)
+    try:
+        said = json.loads(header.get("__metadata__", {}).get(SHARDING, "{}"))
+        return {name: int(one["saved_offsets"][0]) for name, one in said.items() if one["saved_offsets"]}
+    except (AttributeError, TypeError, OverflowError) as error:
+        raise ValueError(f"{path.name} says wrongly which rows it has: {error}") from error
 
 
 def _safetensors(path: Path) -> dict[str, Slice]:
@@ -173,10 +201,22 @@ def _safetensors(path: Path) -> dict[str, Slice]:
     def slice_of(name: str, a: int, b: int) -> NDArray[Any]:
         there = file.get_slice(name)
         shape = there.get_shape()
+        if there.get_dtype() == "BF16":  # which NumPy has not
+            return _bfloat16(path, name, shape, a, b)
         part: NDArray[Any] = there[a : min(b, shape[0])] if shape else file.get_tensor(name)
         return part
 
     return {name: partial(slice_of, name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+
+
+def _bfloat16(path: Path, name: str, shape: Sequence[int], a: int, b: int) -> NDArray[np.float32]:
+    """Rows a … b - 1 of a tensor of this shape, or a number."""
+    header, at = _header(path)
+    first = at + int(header[name]["data_offsets"][0])
+    width = math.prod(shape[1:])
+    rows = [max(min(b, shape[0]) - a, 0), *shape[1:]] if shape else []
+    halves = np.fromfile(path, "<u2", math.prod(rows), offset=first + (2 * a * width if shape else 0))
+    return (halves.astype(np.uint32) << 16).view(np.float32).reshape(rows)
 
 
 def _arrays(path: Path) -> dict[str, Slice]:
