@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from elasticps.checkpoint.rows import Encoded, checksum
+from elasticps.checkpoint.rows import MOST_HEADER, Encoded, checksum
 from elasticps.errors import CheckpointError, SpecError
 from elasticps.spec import TableSpec
 
 VERSION = 1
 NAME = "manifest.json"
 MAX_CUT = (1 << 31) - 1
+MAX_ID = (1 << 32) - 1  # of a table or worker; of deletions too
+MAX_PROGRESS = (1 << 63) - 1  # of a worker in a range: its clock, and 16 bits
+MAX_CLOCK = MAX_PROGRESS >> 16
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class Manifest:
             return _checked(said)
         except CheckpointError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError, SpecError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, SpecError, RecursionError, OverflowError) as error:
             raise CheckpointError(f"{where} is no manifest of a checkpoint, or was cut off: {error!r}") from error
 
 
@@ -172,22 +176,37 @@ def _checked(said: dict[str, Any]) -> Manifest:
         spec = TableSpec.from_json(json.dumps(one["spec"]))
         if not name.endswith(f"/{spec.name}"):
             raise ValueError(f"table {name!r} is called {spec.name!r}")
-        tables[name] = _whole(one["id"], (1 << 32) - 1), spec
+        tables[name] = _whole(one["id"], MAX_ID), spec
     ids = {id_ for id_, _ in tables.values()}
     files = tuple(FileEntry(**one | {"ranges": tuple(one["ranges"])}) for one in said["files"])
     for file in files:
         if file.table not in ids or not all(0 <= r < ranges for r in file.ranges) or ".." in file.path.split("/"):
             raise ValueError(f"file {file.path}")
-        _whole(file.bytes, 1 << 62), _whole(file.header, file.bytes), _whole(file.rows, 1 << 62)
-    left_out = {int(id_): tuple(progress) for id_, progress in said["left_out"].items()}
+        _whole(file.bytes, 1 << 62), _whole(file.rows, 1 << 62)
+        _whole(file.header, min(file.bytes, MOST_HEADER + 8))  # which is read at once
+        _text(file.blake2b), [_whole(r, ranges - 1) for r in file.ranges]
+    workers = {name: WorkerEntry(**one) for name, one in said["workers"].items()}
+    for worker in workers.values():
+        _whole(worker.id, MAX_ID), _text(worker.app)
+        for clock in (worker.clock, worker.base, worker.trained, worker.steps):
+            _whole(clock, MAX_CLOCK)
+    former = {_whole(int(id_), MAX_ID): _whole(clock, MAX_CLOCK) for id_, clock in said["former"].items()}
+    left_out = {
+        _whole(int(id_), MAX_ID): tuple(_whole(each, MAX_PROGRESS) for each in progress)
+        for id_, progress in said["left_out"].items()
+    }
+    closed = {_text(app): _whole(clock, MAX_PROGRESS) for app, clock in said["closed"].items()}
+    settings = said.get("settings", {})  # which the first ones did not have
+    if not all(isinstance(each, dict) for each in (*said["groups"], *said["shards"], *settings.values())):
+        raise ValueError("groups, shards and settings are objects")
+    if not math.isfinite(time := float(said["time"])):
+        raise ValueError(f"its time is {time}")
     if any(len(progress) != ranges for progress in left_out.values()) or len(ids) != len(tables):
         raise ValueError("it contradicts itself")
     return Manifest(
-        said["cluster"], **numbers, time=float(said["time"]), tables=tables, files=files,
-        workers={name: WorkerEntry(**one) for name, one in said["workers"].items()},
-        former={int(id_): clock for id_, clock in said["former"].items()}, left_out=left_out,
-        closed=dict(said["closed"]), groups=tuple(said["groups"]), shards=tuple(said["shards"]),
-        settings=dict(said.get("settings", {})),  # which the first ones did not have
+        _text(said["cluster"]), **numbers, time=time, tables=tables, files=files, workers=workers, former=former,
+        left_out=left_out, closed=closed, groups=tuple(said["groups"]), shards=tuple(said["shards"]),
+        settings=dict(settings),
     )  # fmt: skip
 
 
@@ -195,3 +214,9 @@ def _whole(number: object, most: int) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= most:
         raise ValueError(f"{number!r} is no number from 0 to {most}")
     return number
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value

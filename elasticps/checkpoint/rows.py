@@ -27,6 +27,7 @@ from elasticps.store.columns import split
 from elasticps.store.layout import RowLayout
 
 FILE_BYTES = 64 << 20
+MOST_HEADER = 64 << 20
 VERSION = "1"
 Bytes = NDArray[np.uint8]
 Keys = NDArray[np.int64]
@@ -34,7 +35,6 @@ Stamps = NDArray[np.int32]
 NO_KEYS = np.empty(0, np.int64)
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _FIRST_BYTES = 1 << 16
-_MOST_HEADER = 64 << 20
 
 
 class Segment(NamedTuple):
@@ -322,7 +322,7 @@ def decode(spec: TableSpec, data: bytes | memoryview, name: str = "a file") -> l
 def _read_header(header: bytes, spec: TableSpec) -> tuple[list[Segment], list[int]]:
     """The segments, and where keys, each column and deleted begin in the file."""
     size = struct.unpack_from("<Q", header)[0]
-    if size + 8 != len(header) or size > _MOST_HEADER:
+    if size + 8 != len(header) or size > MOST_HEADER:
         raise ValueError(f"a header of {size} bytes in {len(header)}")
     said = json.loads(header[8:])
     metadata = said.pop("__metadata__")

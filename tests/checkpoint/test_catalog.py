@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import uuid
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from elasticps import spec
 from elasticps.checkpoint import catalog
+from elasticps.checkpoint import manifest as manifests
 from elasticps.checkpoint.chain import Keep, builds_on, chain_of, deletion, superfluous
 from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry
 from elasticps.checkpoint.storage import Storage
@@ -75,6 +77,48 @@ def test_what_contradicts_itself_is_refused(wrong: dict[str, Any]) -> None:
     fields = MANIFEST.__dict__ | wrong
     with pytest.raises(CheckpointError):
         Manifest.decode(Manifest(**fields).encode())
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        (("time",), 10**400),
+        (("time",), float("nan")),
+        (("cluster",), 7),
+        (("workers", "a", "id"), "4"),
+        (("workers", "a", "id"), -1),
+        (("workers", "a", "clock"), None),
+        (("workers", "a", "clock"), 1.5),
+        (("workers", "a", "clock"), -1),
+        (("workers", "a", "app"), []),
+        (("workers", "a", "steps"), "1"),
+        (("former", "9"), "12"),
+        (("former", "9"), -12),
+        (("left_out", "11", 2), "3"),
+        (("left_out", "11", 2), None),
+        (("closed", "default"), "17"),
+        (("groups", 0), 3),
+        (("shards", 0), []),
+        (("files", 0, "blake2b"), 3),
+        (("files", 0, "ranges", 1), 1.5),
+        (("files", 0, "header"), 1 << 40),
+        (("settings",), {"rates/default/t": 1}),
+        (("tables", "default/t", "spec", "optimizer", "eps"), 10**400),
+    ],
+    ids=range(22),
+)
+def test_what_nobody_writes_is_refused_where_it_is_read(path: tuple[Any, ...], wrong: object) -> None:
+    """Though its sum is right: not in the middle of a restore."""
+    fields = dataclasses.replace(MANIFEST, files=(dataclasses.replace(FILES[0], bytes=1 << 41),))
+    said = json.loads(fields.encode())
+    at = said
+    for step in path[:-1]:
+        at = at[step]
+    at[path[-1]] = wrong
+    version, _ = said.pop("version"), said.pop("blake2b")
+    data = json.dumps({"version": version, "blake2b": manifests._sum(said), **said}).encode()
+    with pytest.raises(CheckpointError):
+        Manifest.decode(data)
 
 
 def some(cut: int, since: int, time: float = 0.0, cluster: str = "c@1") -> Manifest:
