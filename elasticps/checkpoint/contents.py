@@ -146,4 +146,8 @@ def reader_of(storage: Storage, manifest: Manifest, entry: FileEntry, spec: Tabl
     reader = RowReader(where, spec, header, partial(storage.get_ranges, path))
     if tuple(s.range for s in reader.segments) != entry.ranges or sum(s.rows for s in reader.segments) != entry.rows:
         raise CheckpointError(f"{where} has other ranges or rows than the manifest says")
+    if reader.nbytes != entry.bytes:  # before memory is taken for what it says it has
+        raise CheckpointError(
+            f"{where} has {entry.bytes} bytes as the manifest says, {reader.nbytes} as its header does"
+        )
     return reader

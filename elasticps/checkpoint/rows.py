@@ -13,7 +13,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -275,7 +275,7 @@ class RowReader:
         self._columns = columns(spec)
         self._layout = RowLayout.of(spec)
         try:
-            self.segments, self._at = _read_header(header, spec)
+            self.segments, self._at, self.nbytes = _read_header(header, spec)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error, RecursionError) as error:
             raise CheckpointError(f"{name} is no file of table {spec.name!r}, or was altered: {error!r}") from error
 
@@ -319,8 +319,8 @@ def decode(spec: TableSpec, data: bytes | memoryview, name: str = "a file") -> l
     return reader.read(reader.segments)
 
 
-def _read_header(header: bytes, spec: TableSpec) -> tuple[list[Segment], list[int]]:
-    """The segments, and where keys, each column and deleted begin in the file."""
+def _read_header(header: bytes, spec: TableSpec) -> tuple[list[Segment], list[int], int]:
+    """The segments, where keys, each column and deleted begin in the file, and where that ends."""
     size = struct.unpack_from("<Q", header)[0]
     if size + 8 != len(header) or size > MOST_HEADER:
         raise ValueError(f"a header of {size} bytes in {len(header)}")
@@ -335,13 +335,15 @@ def _read_header(header: bytes, spec: TableSpec) -> tuple[list[Segment], list[in
     tensors = _tensors(spec, n, m)
     if list(said.items()) != list(_described(tensors).items()):
         raise ValueError(f"its tensors are {said}")
-    starts = len(header) + np.cumsum([0, *(tensor.nbytes for tensor in tensors[:-1])])
+    *starts, end = accumulate((tensor.nbytes for tensor in tensors), initial=len(header))
     rows = deleted = 0
     before = -1
     for s in segments:
+        if any(type(number) is not int for number in s[:5]):  # nor is a bool one
+            raise ValueError(f"segment {s}")
         if (s.first, s.first_deleted) != (rows, deleted) or s.range <= before or min(s.rows, s.deleted) < 0:
             raise ValueError(f"segment {s}")
         rows, deleted, before = rows + s.rows, deleted + s.deleted, s.range
     if (rows, deleted) != (n, m):
         raise ValueError(f"segments of {rows} rows and {deleted} deleted keys, and there are {n} and {m}")
-    return segments, starts.tolist()
+    return segments, starts, end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from elasticps import spec
 from elasticps.checkpoint import catalog, contents, rows, upkeep
 from elasticps.checkpoint.contents import Contents
+from elasticps.checkpoint.manifest import FileEntry, Manifest
+from elasticps.checkpoint.rows import checksum
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError
 from elasticps.spec import TableSpec
@@ -137,3 +140,21 @@ def test_a_range_that_is_missing_is_found() -> None:
     for one in manifest.files:
         storage.put(f"000002/{one.path}", storage.get(f"000001/{one.path}"))
     assert "lacks range 2" in upkeep.verify(storage, lacking)[0]
+
+
+@pytest.mark.parametrize("some", [1 << 45, 2.0])
+def test_nothing_is_read_that_a_file_cannot_have(tmp_path: Path, some: float) -> None:
+    """Though all sums are right: no memory is taken for it."""
+    many: Any = some  # rows
+    header = rows._header(rows._tensors(OLD, many, 0), [rows.Segment(0, 0, many, 0, 0, True, "")])
+    entry = FileEntry("old-7/s0-1.000.safetensors", 7, len(header), len(header), int(some), checksum([header]), (0,))
+    storage = Storage(tmp_path.as_uri())
+    storage.put(f"000001/{entry.path}", header)
+    manifest = Manifest("c@1", 1, 0, RANGES, 0.0, TABLES, (entry,))
+
+    def read() -> None:
+        reader = contents.reader_of(storage, manifest, entry, OLD)
+        reader.read(reader.segments)
+
+    with pytest.raises(CheckpointError):
+        read()
