@@ -378,14 +378,15 @@ class RowCache:
             lacking = [each for each in self._slots if ask and not each.asked]
             for each in lacking:
                 each.asked = True
-        for each in lacking:
-            try:
+        try:
+            for each in lacking:
                 self._reads.start(each.read, self.options.staleness)
-            except BaseException:
-                self.clear()
-                raise
-            finally:
                 each.begun = True  # until then it looks done to other threads
+        except BaseException:
+            self.clear()
+            for each in lacking:  # also those that will not leave: nobody wants them now
+                each.begun = True
+            raise
 
     # --- what this worker changes -----------------------------------------------------------------------------------
 

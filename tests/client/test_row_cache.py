@@ -17,7 +17,7 @@ from elasticps.client.reads import Reads
 from elasticps.client.row_cache import CachedRead, RowCache
 from elasticps.errors import ClusterUnreachable, Timeout
 from elasticps.hashing import table_salt
-from elasticps.spec import TableSpec
+from elasticps.spec import Optimizer, TableSpec
 
 DIM = 3
 KEYS = np.arange(10, 18)
@@ -52,7 +52,7 @@ class Servers:
             self.late -= 1
             read.parts = cast(dict[int, ReadPart], {1: None})
         else:
-            read.value[:] = rows_of(read.keys)
+            read.value[:] = 0.5 if read.slots else rows_of(read.keys)
         return read
 
     def wait(self, read: Read, timeout: float | None) -> None:
@@ -66,9 +66,9 @@ class Servers:
 class Cached(RowCache):
     """Before a batch asks, what is in `between` happens: another thread has the processor."""
 
-    def __init__(self, servers: Servers) -> None:
+    def __init__(self, servers: Servers, optimizer: Optimizer | None = None) -> None:
         self.between: list[Callable[[], object]] = []
-        spec, salt = TableSpec("t", DIM, eps.SGD(0.1)), table_salt(1)
+        spec, salt = TableSpec("t", DIM, optimizer or eps.SGD(0.1)), table_salt(1)
 
         def prepare(keys: Keys, any_replica: bool) -> SparseRead:
             out = np.empty((len(keys), DIM), np.float32)
@@ -176,3 +176,23 @@ def test_rows_that_come_after_they_were_given_up_are_put_nowhere(servers: Server
     with cache._guarded():
         cache._keep(batch)  # by a thread that had found it before
     assert np.isnan(out).all()
+
+
+def test_slots_that_were_not_asked_for_are_forgotten(servers: Servers) -> None:
+    """Of several questions one cannot be sent: no other one waits for ever for an answer."""
+    cache = Cached(servers, eps.Adagrad(0.1))
+    servers.late = 2
+    cache.fetch(KEYS, 1)
+    cache.fetch(KEYS + 100, 1)
+    for batch in list(cache._batches.values()):
+        assert batch.rows is not None
+        batch.rows.value[:] = rows_of(batch.rows.keys)
+        batch.rows.parts = {}
+    cache.settle(ask=False)
+    assert len(cache._slots) == 2
+    servers.unsent = 1
+    with pytest.raises(ClusterUnreachable):
+        cache.settle(ask=True)
+    cache.settle(ask=True)
+    assert cache._slots == []
+    np.testing.assert_array_equal(cache.pull().result(), rows_of(KEYS))
