@@ -164,6 +164,10 @@ class Links:
         finally:
             os.close(descriptor)
 
+    def unshare(self, number: int) -> None:
+        """At rank 0: memory of this number is new when it is shared next; who has the old one keeps it."""
+        self._memory.pop(number, None)
+
     def close(self) -> None:
         """Ends; the others find out with their next operation."""
         self._over = self._over or GroupLost("the group was closed at this rank")

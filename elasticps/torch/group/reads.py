@@ -61,7 +61,18 @@ class Slots:
         self._left[number] = arriving
         self._flags(number)[:] = 0
 
+    def asked(self, number: int, ask: Callable[[], Sequence[Pending]]) -> Sequence[Pending]:
+        """At rank 0: what `ask` gives, which arrives there. When it raises nobody is told of the slot, and other memory
+        takes its place: whatever of it was sent may still be answered."""
+        try:
+            return ask()
+        except BaseException:
+            self._links.unshare(number)
+            raise
+
     def _free(self, number: int) -> bool:
+        if not self._links.shared(number):
+            return True
         return not self._flags(number).any() and all(each.done() for each in self._left.get(number, ()))
 
     def _flags(self, number: int) -> Words:
@@ -170,7 +181,7 @@ def ask_rows(
         for each in said:
             words += [at, len(each)]
             at += 8 * len(each)
-        return slot, [pull(union, rows)] if len(union) else [], words
+        return slot, slots.asked(slot, lambda: [pull(union, rows)] if len(union) else []), words
 
     number = links.ask_later(operation, keys.copy(), lambda said: ticket.begin(partial(start, said)))
     return GroupRead(links, ticket.asked(number), dim, out)
@@ -213,7 +224,8 @@ def ask_weights(
         memory = links.memory(slot)
         counts = (int(np.prod(shape, dtype=np.int64)) for shape in shapes)
         floats = [memory.floats(at, count) for at, count in zip(places, counts, strict=True)]
-        return slot, pull([each.reshape(shape) for each, shape in zip(floats, shapes, strict=True)]), []
+        outs = [each.reshape(shape) for each, shape in zip(floats, shapes, strict=True)]
+        return slot, slots.asked(slot, lambda: pull(outs)), []
 
     links.catch_up()
     number = links.ask_later(f"pull of {len(shapes)} tensors", numbers, lambda said: links.agree(said, "tensors"))

@@ -74,7 +74,8 @@ def ask_tables(
                 words += [first, size]
                 first += 8 * size
             rows.append(memory.floats(begin, table.dim * len(union)).reshape(-1, table.dim))
-        return slot, [pull(tables, [union for union, _, _ in found], rows)], words
+        unions = [union for union, _, _ in found]
+        return slot, slots.asked(slot, lambda: [pull(tables, unions, rows)]), words
 
     def heard(said: list[Words]) -> None:
         links.agree([each[: len(tables)] for each in said], "tables")

@@ -174,3 +174,21 @@ def test_a_push_that_fails_leaves_all_ranks_with_as_much_room() -> None:
         together(train, group)
     wanted = {10 * rank + i: -3 * (10.0 * rank + 1) for rank in range(3) for i in range(5)}
     assert {key: row[0] for key, row in ps.targets["t"].weights.items()} == wanted
+
+
+def test_pulls_that_rank_0_cannot_begin_take_no_memory_with_them() -> None:
+    class Failing(FakeClient):
+        def pull_async(self, keys: Mapping[Any, Any], out: Mapping[Any, Any], **_: Any) -> Any:
+            raise eps.Timeout("the servers do not answer")
+
+    def pull(group: GroupClient) -> None:
+        table = group.table("t", dim=2, optimizer=eps.SGD(lr=1.0))
+        for _ in range(5):
+            with pytest.raises(eps.Timeout):
+                group.pull({table: np.arange(3)})
+        if not group.rank:
+            assert group.slots._made == 1
+
+    ps: Any = Failing()
+    with clients(ps, 2) as group:
+        together(pull, group)
