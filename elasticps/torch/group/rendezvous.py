@@ -117,12 +117,14 @@ def _accepted(listener: socket.socket, token: bytes, size: int, deadline_s: floa
 def _caller(peer: socket.socket, token: bytes) -> int | None:
     """Which rank calls; None for whoever is none: another user, or somebody without the token."""
     _, user, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if user != os.getuid():  # not after it has kept us waiting
+        return None
     peer.settimeout(5.0)
     try:
         hello = peer.recv(_HELLO.size, socket.MSG_WAITALL)
     except OSError:
         return None
-    if user != os.getuid() or len(hello) != _HELLO.size:
+    if len(hello) != _HELLO.size:
         return None
     said, rank = _HELLO.unpack(hello)
     return int(rank) if secrets.compare_digest(said, token) else None

@@ -16,6 +16,7 @@ from elasticps.torch import (
     GroupClient,
     Optimizer,
 )
+from elasticps.torch.group import rendezvous
 from elasticps.torch.group.links import Links
 from tests.torch.fake_ps import FakeClient
 from tests.torch.group.ranks import clients, linked, together
@@ -192,3 +193,19 @@ def test_pulls_that_rank_0_cannot_begin_take_no_memory_with_them() -> None:
     ps: Any = Failing()
     with clients(ps, 2) as group:
         together(pull, group)
+
+
+def test_whoever_is_another_user_holds_nobody_up() -> None:
+    """Any user may call an abstract address, and say nothing."""
+
+    class Silent:
+        def getsockopt(self, *_: int) -> bytes:
+            return rendezvous._PEER.pack(1, os.getuid() + 1, 1)
+
+        def settimeout(self, seconds: float) -> None: ...
+
+        def recv(self, *_: int) -> bytes:
+            raise AssertionError("it waits for what a stranger says")
+
+    peer: Any = Silent()
+    assert rendezvous._caller(peer, b"t" * 16) is None
