@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from elasticps import spec
 from elasticps.checkpoint.storage import Storage
 from elasticps.client import Client
-from elasticps.errors import ConfigError
+from elasticps.errors import ConfigError, UnknownTable
 from elasticps.exchange import load as loading
 from elasticps.exchange.checkpoint import export_checkpoint
 from elasticps.spec import TableSpec
@@ -82,3 +82,10 @@ def test_bfloat16_weights_of_a_safetensors_file(tmp_path: Path) -> None:
     for a, b in ((0, 9), (2, 5), (8, 20), (9, 12)):
         part = loading._safetensors(tmp_path / "m.safetensors")["open.weight"](a, b)
         np.testing.assert_array_equal(part, given["open.weight"][a:b].float().numpy(), strict=True)
+
+
+@pytest.mark.parametrize("saved", [torch.ones(3), [torch.ones(3)], {1: torch.ones(3)}, 7])
+def test_what_torch_saved_and_is_no_state_dict_is_refused(tmp_path: Path, saved: object) -> None:
+    torch.save(saved, tmp_path / "m.pt")
+    with pytest.raises((ConfigError, UnknownTable), match=r"m\.pt"):
+        loading.load(cast(Client, Loaded()), tmp_path / "m.pt")
