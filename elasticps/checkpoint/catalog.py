@@ -39,12 +39,17 @@ def publish(storage: Storage, manifest: Manifest) -> bool:
 
 def read(storage: Storage, cut: int) -> Manifest:
     """A checkpoint's manifest. Raises CheckpointError."""
-    path = path_of(cut)
     try:
-        manifest = Manifest.decode(storage.get(path), f"{storage.url}/{path}")
+        return _manifest(storage, cut)
     except NotThere:
         there = ", ".join(map(str, cuts_of(storage))) or "none"
         raise CheckpointError(f"{storage.url} has no checkpoint {cut}; there are {there}") from None
+
+
+def _manifest(storage: Storage, cut: int) -> Manifest:
+    """The same. Raises NotThere too."""
+    path = path_of(cut)
+    manifest = Manifest.decode(storage.get(path), f"{storage.url}/{path}")
     if manifest.cut != cut:
         raise CheckpointError(f"{storage.url}/{path} is the manifest of checkpoint {manifest.cut}: it was moved there")
     return manifest
@@ -60,7 +65,7 @@ def look(storage: Storage) -> Catalog:
     manifests, unreadable, unpublished = {}, {}, []
     for cut in cuts_of(storage):
         try:
-            manifests[cut] = Manifest.decode(storage.get(path_of(cut)), f"{storage.url}/{path_of(cut)}")
+            manifests[cut] = _manifest(storage, cut)
         except NotThere:
             unpublished.append(cut)
         except CheckpointError as error:

@@ -218,3 +218,17 @@ def test_thinning_out_deletes_what_is_not_kept() -> None:
     assert sorted(catalog.look(storage).manifests) == [3, 4]
     with pytest.raises(CheckpointError):
         catalog.newest(Storage(f"memory://{uuid.uuid4()}"))
+
+
+def test_a_checkpoint_that_was_copied_to_another_number_displaces_none(tmp_path: Any) -> None:
+    """`read` refuses it: as the only one that is kept it would leave nothing to restore."""
+    storage = Storage(tmp_path.as_uri())
+    for cut in (1, 2):
+        write(storage, cut, {}, {}, time=float(cut))
+    for path, _ in storage.files("000001"):
+        storage.put(path.replace("000001", "000003"), storage.get(path))
+    there = catalog.look(storage)
+    assert sorted(there.manifests) == [1, 2]
+    assert "it was moved there" in there.unreadable[3]
+    assert catalog.thin_out(storage, Keep(last=1)) == [1]
+    assert catalog.chain(storage, 2)[-1].cut == 2
