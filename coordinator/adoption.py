@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from coordinator.errors import CoordinationError
 from coordinator.membership import CONFIG, DRAINS, INCARNATIONS, LAST_WORKER, ROSTER, SERVERS, VIEW, identity_of
+from coordinator.records import read
 from coordinator.store import Entry, Store
 from coordinator.view import ClusterConfig, Roster, View
 
@@ -30,26 +31,21 @@ def table_key(app: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class TableEntry:
-    """A table as the store has it. name: "application/name"; spec: as JSON."""
+    """A table as the store has it. name: "application/name"; spec: as JSON; restored: it came from a checkpoint."""
 
     name: str
     id: int
     spec: str
+    restored: bool = False
 
 
 def table_of(key: str, value: bytes) -> TableEntry | None:
-    """What the store says of a table; None: it is about to go. ValueError, KeyError, TypeError for what is not one."""
-    try:
-        document = json.loads(value)
-    except RecursionError as error:
-        raise ValueError(f"{key} is nested too deeply") from error
-    if not isinstance(document, dict):
-        raise TypeError(f"{key} is no object")
+    """What the store says of a table; None: it is about to go. ValueError for what is not one."""
+    document = read(key, value)
     if document.get("dropping"):
         return None
-    if not isinstance(number := document["id"], int):
-        raise TypeError(f"{key} has the id {number!r}")
-    return TableEntry(key.removeprefix(TABLES), number, str(document["spec"]))
+    document = read(key, value, id=int, spec=str)
+    return TableEntry(key.removeprefix(TABLES), document["id"], document["spec"], not document.get("creator"))
 
 
 class CannotAdopt(CoordinationError):

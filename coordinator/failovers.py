@@ -9,6 +9,7 @@ from typing import NamedTuple
 from coordinator import fields
 from coordinator.errors import CoordinationError
 from coordinator.membership import FAILOVER
+from coordinator.records import read
 from coordinator.store import Store
 
 log = fields.logger(__name__)
@@ -27,9 +28,9 @@ class Failover(NamedTuple):
 
     @classmethod
     def from_json(cls, value: bytes) -> Failover:
-        """The inverse of `to_json`. ValueError, KeyError or TypeError for anything else."""
-        said = json.loads(value)
-        found = cls(int(said["epoch"]), float(said["detected"]), float(said["written"]))
+        """The inverse of `to_json`. ValueError for anything else."""
+        said = read(FAILOVER, value, epoch=int, detected=float, written=float)
+        found = cls(said["epoch"], said["detected"], said["written"])
         if not 0 <= found.written - found.detected < 3600:
             raise ValueError(f"a failover was found at {found.detected}, and written at {found.written}")
         return found

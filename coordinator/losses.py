@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+from coordinator.records import read
 from coordinator.store import Store
 
 LOSSES = "losses/"  # below it, by the epoch in which the ranges began anew
@@ -40,8 +42,9 @@ def merged(entries: Mapping[str, bytes]) -> list[dict[str, Any]]:
     for key in sorted(key for key in entries if key.startswith(LOSSES)):
         told = json.loads(entries[key])
         for worker in told["workers"]:
-            own = entries.get(known_key(told["epoch"], worker["id"]))
-            worker["to"] = worker["to"] if own is None else json.loads(own)["committed"]
+            own = known_key(told["epoch"], worker["id"])
+            with suppress(ValueError):  # the leader's word stays
+                worker["to"] = read(own, entries.get(own, b""), committed=int)["committed"]
         found.append(told)
     return found
 

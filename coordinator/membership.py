@@ -20,6 +20,7 @@ from typing import Generic, Protocol, TypeVar
 from coordinator import fields
 from coordinator.errors import Fenced, LeaseLost, OtherCluster, StoreUnavailable, UnknownServer
 from coordinator.names import check_name
+from coordinator.records import read
 from coordinator.store import Entry, Guard, Put, Reset, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from replication.chain import Member
@@ -139,10 +140,9 @@ async def list_drains(store: Store) -> dict[str, int]:
 
 def drained_incarnation(value: bytes) -> int:
     """What is under `drains/<name>`. ValueError if it makes no sense."""
-    found = json.loads(value)
-    number = found.get("incarnation") if isinstance(found, dict) else None
-    if type(number) is not int or number < 1:
-        raise ValueError(f"not a request to drain: {value[:100]!r}")
+    number: int = read("a request to drain", value, incarnation=int)["incarnation"]
+    if not number:
+        raise ValueError("no server has incarnation 0")
     return number
 
 
@@ -474,25 +474,28 @@ def other_cluster(ours: str, found: str) -> str:
 
 
 def begins_anew(value: bytes) -> tuple[frozenset[int], frozenset[Member]]:
-    """What is under `begin-anew`: ranges, and members that are given up."""
-    said = json.loads(value)
-    given_up = frozenset(Member(str(name), int(incarnation)) for name, incarnation in said["given_up"])
-    return frozenset(map(int, said["ranges"])), given_up
+    """What is under `begin-anew`: ranges, and members that are given up. ValueError if it makes no sense."""
+    said = read(BEGIN_ANEW, value, ranges=list, given_up=list)
+    try:
+        given_up = frozenset(Member(str(name), int(incarnation)) for name, incarnation in said["given_up"])
+        return frozenset(map(int, said["ranges"])), given_up
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"{BEGIN_ANEW} makes no sense: {error}") from None
 
 
 def last_worker(value: bytes) -> int:
-    """The id in a record below `last-worker/`."""
-    return int(json.loads(value)["id"])
+    """The id in a record below `last-worker/`. ValueError if there is none."""
+    number: int = read("a record of a worker", value, id=int)["id"]
+    return number
 
 
 def _incarnation(value: bytes) -> int:
     """Whose key it is; 0 for what is no registration."""
     try:
-        found = json.loads(value)
+        number: int = read("a registration", value, incarnation=int)["incarnation"]
     except ValueError:
         return 0
-    number = found.get("incarnation") if isinstance(found, dict) else 0
-    return number if isinstance(number, int) else 0
+    return number
 
 
 def _count(entry: Entry | None) -> int:

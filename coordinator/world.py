@@ -164,7 +164,7 @@ class World:
     def _put_record(self, entry: Entry) -> News:
         try:
             self.records[entry.key] = last_worker(entry.value), entry.revision
-        except (ValueError, TypeError, KeyError):
+        except ValueError:
             log.exception("an entry is ignored", key=entry.key)
         return News.CHANGE if len(self.records) > REMEMBERED else News.NOTHING
 
@@ -190,7 +190,7 @@ class World:
         self.anew, self.given_up = frozenset(), frozenset()
         try:
             self.anew, self.given_up = begins_anew(entry.value)
-        except (ValueError, TypeError, KeyError):
+        except ValueError:
             log.exception("an entry is ignored", key=entry.key)
 
     def _replaces(self, key: str) -> bool:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from coordinator import fields
 from coordinator.adoption import TABLES, TableEntry, table_of
 from coordinator.connect import open_store
 from coordinator.membership import CONFIG, VIEW
 from coordinator.store import Store
 from coordinator.view import View
 from elasticps.errors import ClusterUnreachable, ConfigError, Error
+
+log = fields.logger(__name__)
 
 NOT_YET = "cluster {!r} has no view: no server has served yet"
 NO_CLUSTER = (
@@ -43,6 +46,13 @@ async def read_view(store: Store, error: type[Error] = ClusterUnreachable) -> Vi
 
 
 async def read_tables(store: Store) -> list[TableEntry]:
-    """The tables that are registered, without those that are about to go."""
-    found = (table_of(entry.key, entry.value) for entry in (await store.list(TABLES)).entries)
-    return [table for table in found if table is not None]
+    """The tables that are registered, without those that are about to go, and without what is none."""
+    found = []
+    for entry in (await store.list(TABLES)).entries:
+        try:
+            table = table_of(entry.key, entry.value)
+        except ValueError as error:
+            log.warning("an entry is left out", why=error)
+        else:
+            found += [] if table is None else [table]
+    return found

@@ -181,7 +181,7 @@ class Nemesis:
             return ""
         gone = {name for name, incarnation in scene.down if view.index(name) >= 0
                 and view.servers[view.index(name)].incarnation == incarnation}  # fmt: skip
-        left = len(set(scene.running.get("server", ())) - gone) - 1
+        left = len(set(scene.running.get("server", ())) - gone - self._left) - 1  # they may be back empty for a while
         needed = max(view.replicas, self._least if action.do == "shrink" else 0)
         return f"a drain needs {needed} other servers, there are {left}" if left < needed else ""
 

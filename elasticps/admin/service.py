@@ -140,7 +140,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
     async def CutWritten(  # noqa: N802
         self, request: admin_pb2.CutWrittenRequest, context: Context
     ) -> admin_pb2.CutWrittenResponse:
-        cuts = (await self._subject(context, Act.LOOK)).cuts
+        cuts = (await self._subject(context, Act.CUT)).cuts  # to ask how far it is has it written
         return write_written(await cuts.written(request.cut, min(request.wait_ms / 1000, _MOST_WAIT_S)))
 
 

@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coordinator import fields
-from coordinator.adoption import ON_LOSS, RATES, TABLES
+from coordinator.adoption import ON_LOSS, RATES
 from coordinator.errors import StoreUnavailable
 from coordinator.membership import LAST_WORKER, NEWEST_CHECKPOINT, RESTORING
+from coordinator.records import read
 from coordinator.store import Store
 from coordinator.view import ServerInfo
 from elasticps import background
@@ -135,8 +136,7 @@ async def _attempt(
 
 async def _restored(store: Store) -> set[int]:
     """Registered tables that came from a checkpoint: their rows were there before they were registered."""
-    found = (json.loads(entry.value) for entry in (await store.list(TABLES)).entries)
-    return {one["id"] for one in found if not one.get("creator")}
+    return {table.id for table in await read_tables(store) if table.restored}
 
 
 def _before(storage: Storage, cluster: str, full: bool, restored: set[int]) -> tuple[int, int]:
@@ -219,13 +219,17 @@ async def _manifest(store: Store, cut: Cut, files: list[WrittenFile]) -> Manifes
     apps = {worker.id: worker.app for worker in cut.roster}
     workers: dict[str, WorkerEntry] = {}
     for entry in (await store.list(LAST_WORKER)).entries:
-        name, past = entry.key.removeprefix(LAST_WORKER), json.loads(entry.value)
-        id_ = past["id"]
-        if id_ in verdict.clocks or id_ in verdict.left_out:
-            out = verdict.left_out.get(id_, {})
-            clock = verdict.clocks.get(id_, max(map(touched_clock, out.values()), default=0))
-            app = apps.get(id_, name.partition("/")[0] if "/" in name else "default")
-            workers[name] = WorkerEntry(id_, app, clock, past["base"], past["trained"], past["steps"])
+        name = entry.key.removeprefix(LAST_WORKER)
+        try:
+            past = read(entry.key, entry.value, id=int, base=int, trained=int, steps=int)
+            id_ = past["id"]
+            if id_ in verdict.clocks or id_ in verdict.left_out:
+                out = verdict.left_out.get(id_, {})
+                clock = verdict.clocks.get(id_, max(map(touched_clock, out.values()), default=0))
+                app = apps.get(id_, name.partition("/")[0] if "/" in name else "default")
+                workers[name] = WorkerEntry(id_, app, clock, past["base"], past["trained"], past["steps"]).checked()
+        except ValueError as error:
+            log.warning("an entry is left out", why=error)
     named = {worker.id for worker in workers.values()}
     homes: list[Any] = [home for state in cut.states.values() for _, home in sorted(state.homes.items())]
     closed = {app: max(rounds.values()) for app, rounds in verdict.rounds_torn.items()} | dict(verdict.rounds)
@@ -262,5 +266,10 @@ async def _tables(store: Store) -> dict[str, tuple[int, TableSpec]]:
 
 
 async def _settings(store: Store) -> dict[str, dict[str, Any]]:
-    entries = [entry for prefix in (RATES, ON_LOSS) for entry in (await store.list(prefix)).entries]
-    return {entry.key: json.loads(entry.value) for entry in entries}
+    found = {}
+    for entry in [entry for prefix in (RATES, ON_LOSS) for entry in (await store.list(prefix)).entries]:
+        try:
+            found[entry.key] = read(entry.key, entry.value)
+        except ValueError as error:
+            log.warning("an entry is left out", why=error)
+    return found

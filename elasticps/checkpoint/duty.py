@@ -16,6 +16,7 @@ from typing import Any
 from coordinator import fields
 from coordinator.errors import CoordinationError
 from coordinator.membership import NEWEST_CHECKPOINT, WANTED_CHECKPOINTS
+from coordinator.records import read
 from coordinator.store import Entry, Store
 from elasticps.checkpoint.create import newest
 from elasticps.checkpoint.manifest import Manifest
@@ -76,9 +77,8 @@ class Duty:
         now, found = asyncio.get_running_loop().time(), []
         for entry in (await self._store.list(WANTED_CHECKPOINTS)).entries:
             try:
-                said = json.loads(entry.value)
-                said["full"]
-            except (ValueError, KeyError, TypeError):
+                said = read(entry.key, entry.value, full=bool)
+            except ValueError:
                 said = {"error": "not a request"}
             if "cut" not in said and "error" not in said:
                 found.append((entry, said))

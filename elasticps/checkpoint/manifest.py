@@ -12,13 +12,13 @@ from typing import Any
 from elasticps.checkpoint.rows import MOST_HEADER, Encoded, checksum
 from elasticps.errors import CheckpointError, SpecError
 from elasticps.spec import TableSpec
+from replication.progress import MAX_CLOCK
 
 VERSION = 1
 NAME = "manifest.json"
 MAX_CUT = (1 << 31) - 1
 MAX_ID = (1 << 32) - 1  # of a table or worker; of deletions too
-MAX_PROGRESS = (1 << 63) - 1  # of a worker in a range: its clock, and 16 bits
-MAX_CLOCK = MAX_PROGRESS >> 16
+MAX_PROGRESS = (1 << 63) - 1  # of a worker in a range: its clock, and a part
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,13 @@ class WorkerEntry:
     base: int = 0
     trained: int = 0
     steps: int = 0
+
+    def checked(self) -> WorkerEntry:
+        """Itself. ValueError for what no worker is."""
+        _whole(self.id, MAX_ID), _text(self.app)
+        for clock in (self.clock, self.base, self.trained, self.steps):
+            _whole(clock, MAX_CLOCK - 1)
+        return self
 
 
 @dataclass(frozen=True)
@@ -185,11 +192,7 @@ def _checked(said: dict[str, Any]) -> Manifest:
         _whole(file.bytes, 1 << 62), _whole(file.rows, 1 << 62)
         _whole(file.header, min(file.bytes, MOST_HEADER + 8))  # which is read at once
         _text(file.blake2b), [_whole(r, ranges - 1) for r in file.ranges]
-    workers = {name: WorkerEntry(**one) for name, one in said["workers"].items()}
-    for worker in workers.values():
-        _whole(worker.id, MAX_ID), _text(worker.app)
-        for clock in (worker.clock, worker.base, worker.trained, worker.steps):
-            _whole(clock, MAX_CLOCK)
+    workers = {name: WorkerEntry(**one).checked() for name, one in said["workers"].items()}
     former = {_whole(int(id_), MAX_ID): _whole(clock, MAX_CLOCK) for id_, clock in said["former"].items()}
     left_out = {
         _whole(int(id_), MAX_ID): tuple(_whole(each, MAX_PROGRESS) for each in progress)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from coordinator.adoption import RATES
+from coordinator.records import read
 from coordinator.store import Entry, Put, Reset, Store
 from elasticps.optimizers import Optimizer, Schedule, number
 
@@ -108,11 +109,11 @@ class SetRates:
         if known is not None and known.revision >= entry.revision:
             return
         try:
-            said = json.loads(entry.value)
+            said = read(entry.key, entry.value, table=int, lr=object)
             lr = None if said["lr"] is None else number(said["lr"], "lr")
-            self._rates[name] = SetRate(int(said["table"]), lr, entry.revision)
+            self._rates[name] = SetRate(said["table"], lr, entry.revision)
             self._heard(name)
-        except (ValueError, TypeError, KeyError) as error:
+        except ValueError as error:
             log.warning("the learning rate under %s makes no sense: %s", entry.key, error)
         else:
             self._belongings[entry.key] = entry.value

@@ -6,7 +6,6 @@ entries, servers that are gone for a while.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,6 +23,7 @@ from coordinator.membership import (
     drained_incarnation,
 )
 from coordinator.planner import Members
+from coordinator.records import read
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps.dashboard import ring
 from elasticps.dashboard.fleet import Fleet
@@ -94,10 +94,10 @@ class Model:
         elif key == CONFIG:
             self.config = ClusterConfig.from_json(value)
         elif key == ELECTION:
-            self._elect(now, str(json.loads(value)["name"]))
+            self._elect(now, read(key, value, name=str)["name"])
         elif key == NEWEST_CHECKPOINT:
-            said = json.loads(value)
-            self._newest_checkpoint(now, int(said["cut"]), float(said["time"]))
+            said = read(key, value, cut=int, time=float)
+            self._newest_checkpoint(now, said["cut"], said["time"])
         elif key == FAILOVER:
             found = Failover.from_json(value)
             self._recoveries.detected(found.epoch, found.written - found.detected)

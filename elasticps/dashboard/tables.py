@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from coordinator.adoption import RATES, TABLES, table_of
+from coordinator.records import read
 
 TABLES_MAX = 1000  # shown
 
@@ -28,8 +29,8 @@ class Tables:
             app = table.name.partition("/")[0]
             self._known[key] = {"id": table.id, "app": app, **_shape(json.loads(table.spec))}
         elif key.startswith(RATES):
-            document = json.loads(value)
-            self._rates[key] = int(document["table"]), document["lr"]
+            document = read(key, value, table=int, lr=object)
+            self._rates[key] = document["table"], document["lr"]
         else:
             return False
         return True

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +17,7 @@ from coordinator.adoption import RATES
 from coordinator.connect import open_store
 from coordinator.forecast import forecast
 from coordinator.planner import Members
+from coordinator.records import read
 from coordinator.view import ClusterConfig, ServerInfo, View
 from elasticps import background
 from elasticps.admin import fetch_status
@@ -130,11 +131,14 @@ class Following:
         for all workers."""
         found = {}
         for table in self._run(read_tables(self._store)):
-            found[table.id] = {"app": table.name.partition("/")[0], **json.loads(table.spec), "lr_set": None}
+            with suppress(ValueError):  # workers say so, here and below
+                spec = read(table.name, table.spec.encode(), name=str)
+                found[table.id] = {"app": table.name.partition("/")[0], **spec, "lr_set": None}
         for entry in self._run(self._store.list(RATES)).entries:
-            document = json.loads(entry.value)
-            if (one := found.get(document["table"])) is not None:
-                one["lr_set"] = document["lr"]
+            with suppress(ValueError):
+                document = read(entry.key, entry.value, table=int, lr=object)
+                if (one := found.get(document["table"])) is not None:
+                    one["lr_set"] = document["lr"]
         return found
 
     def statuses(self) -> dict[str, dict[str, Any]]:

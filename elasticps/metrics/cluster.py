@@ -7,7 +7,6 @@ that cannot see etcd is noticed before it is needed.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Set
@@ -23,6 +22,7 @@ from coordinator.leader import ELECTION
 from coordinator.losses import KNOWN, LOSSES, merged
 from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW, drained_incarnation
 from coordinator.office import first_of
+from coordinator.records import read
 from coordinator.store import Change, Delete, Entry, Put, Reset, Store
 from coordinator.view import Roster, ServerInfo, View
 from elasticps.metrics.exposition import Scrape
@@ -114,10 +114,10 @@ class ClusterMetrics(Collector):
             elif key == ROSTER:
                 self._roster = Roster.decode(entry.value)
             elif key == ELECTION:
-                self._leader = str(json.loads(entry.value)["name"])
+                self._leader = read(key, entry.value, name=str)["name"]
             elif key == NEWEST_CHECKPOINT:
-                said = json.loads(entry.value)
-                self._checkpoint = int(said["cut"]), float(said["time"])
+                said = read(key, entry.value, cut=int, time=float)
+                self._checkpoint = said["cut"], said["time"]
             elif key.startswith((LOSSES, KNOWN)):
                 merged(self._losses | {key: entry.value})
                 self._losses[key] = entry.value
@@ -125,7 +125,7 @@ class ClusterMetrics(Collector):
                 self._servers[key.removeprefix(SERVERS)] = ServerInfo.from_json(entry.value)
             elif key.startswith(DRAINS):
                 self._drains[key.removeprefix(DRAINS)] = drained_incarnation(entry.value)
-        except (ValueError, KeyError, TypeError):
+        except ValueError:
             log.warning("an entry makes no sense and is left out of the metrics", key=key)
 
     def _delete(self, change: Delete) -> None:

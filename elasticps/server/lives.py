@@ -13,7 +13,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from coordinator import fields
-from coordinator.adoption import TABLES, table_of
 from coordinator.errors import CoordinationError, StoreUnavailable
 from coordinator.membership import (
     ROSTER,
@@ -29,6 +28,7 @@ from coordinator.membership import (
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps import logs
+from elasticps.coordination import read_tables
 from elasticps.errors import SpecError
 from elasticps.security.gate import Gate
 from elasticps.server import fatal
@@ -113,6 +113,8 @@ async def live(
                     await _drain(around.store, server, stop, drain_timeout_s)
                 if not stop.done() and await _drained(around.store, session):
                     resolve(stop, "drained")
+                if leave.done():  # as another one it would be given ranges, and go with them
+                    resolve(stop, "SIGTERM; the view has left it out before it was drained")
         except StoreUnavailable as error:  # only before it serves: from then on it does without the store
             if not served and loop.time() > registered_by:
                 raise
@@ -271,12 +273,9 @@ async def _refresh(store: Store, server: Server) -> None:
 async def _tables(store: Store) -> dict[int, Entry]:
     """What is registered; what cannot be read is left out."""
     found = {}
-    for entry in (await store.list(TABLES)).entries:
-        with suppress(ValueError, KeyError, TypeError):
-            if (table := table_of(entry.key, entry.value)) is None:
-                continue
-            spec = None
-            with suppress(SpecError):  # a plug-in that is not here
-                spec = TableSpec.from_json(table.spec)
-            found[table.id] = Entry(table.name.rpartition("/")[0], spec)
+    for table in await read_tables(store):
+        spec = None
+        with suppress(SpecError):  # a plug-in that is not here
+            spec = TableSpec.from_json(table.spec)
+        found[table.id] = Entry(table.name.rpartition("/")[0], spec)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from chaos.live.nemesis import PATIENCE_S, Nemesis
 from chaos.live.network import Loopback, Shape
@@ -277,6 +278,20 @@ def test_nobody_is_taken_away_for_good_where_the_others_could_not_hold_what_is_s
     nemesis.step(1.0)
     assert stage.story == ["terminate s2"]
     assert nemesis.faults[0].note == "a drain needs 4 other servers, there are 3"
+
+
+def test_who_is_on_its_way_out_does_not_count_when_it_is_back_empty_in_between() -> None:
+    """Found in a run of `everything`: one that drained was left out of the view and began another life. Three were
+    taken away where two could be spared, and the others had no memory for the replicas that were missing."""
+    stage, scene = FakeStage(), scene_of(RING, **ROLES)
+    actions = [action_of("shrink", "s1"), action_of("shrink", "s2", at=2.0)]
+    nemesis = Nemesis(stage, actions, lambda: scene, least=3)
+    nemesis.step(1.0)
+    lives = tuple(replace(s, incarnation=s.incarnation + (s.name == "s1")) for s in RING.servers)
+    scene = scene_of(replace(RING, servers=lives), **ROLES)
+    nemesis.step(2.0)
+    assert stage.story == ["terminate s1"]
+    assert nemesis.faults[1].note == "a drain needs 3 other servers, there are 2"
 
 
 def test_who_was_taken_away_for_good_is_not_waited_for_by_another_fault() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -12,17 +13,31 @@ from coordinator.view import ClusterConfig
 PATIENCE_S = 20.0
 
 
+@contextmanager
+def begun(servers: int, ranges: int) -> Iterator[Cluster]:
+    """One leader, two replicas."""
+    with virtual() as install:
+        found = Cluster(1, Weather(), ClusterConfig(ranges=ranges, replicas=2, min_servers=servers))
+        install(found)
+        found.start_leader("c0")
+        for i in range(servers):
+            found.start_server(f"s{i}")
+        yield found
+        found.end()
+
+
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """Two servers, one leader, two replicas, on virtual time."""
-    with virtual() as install:
-        found = Cluster(1, Weather(), ClusterConfig(ranges=4, replicas=2, min_servers=2))
-        install(found)
-        found.start_leader("c0")
-        found.start_server("s0")
-        found.start_server("s1")
+    with begun(2, 4) as found:
         yield found
-        found.end()
+
+
+@pytest.fixture
+def three() -> Iterator[Cluster]:
+    """The same of three servers."""
+    with begun(3, 16) as found:
+        yield found
 
 
 def wait_for(cluster: Cluster, what: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:

@@ -3,17 +3,13 @@ one that is away has its push and its end, and can be sent no more once the tabl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from chaos.sim.cluster import Cluster
-from chaos.sim.network import Weather
-from chaos.sim.run import virtual
 from chaos.sim.threads import Threads
-from coordinator.view import ClusterConfig
 from elasticps.errors import UnknownTable
 from elasticps.optimizers import Accumulate
 from elasticps.spec import ASP
@@ -22,18 +18,6 @@ from tests.sim.conftest import wait_for
 
 KEYS = np.arange(64)
 ONES = np.ones((len(KEYS), 1), np.float32)
-
-
-@pytest.fixture
-def three() -> Iterator[Cluster]:
-    with virtual() as install:
-        found = Cluster(1, Weather(), ClusterConfig(ranges=16, replicas=2, min_servers=3))
-        install(found)
-        found.start_leader("c0")
-        for name in ("s0", "s1", "s2"):
-            found.start_server(name)
-        yield found
-        found.end()
 
 
 @pytest.mark.parametrize("name", ["s0", "s1", "s2"])

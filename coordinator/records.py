@@ -1,0 +1,33 @@
+"""JSON objects that the store has under keys. Whoever may write there may have written anything: what is not what it
+should be is a ValueError, so that who reads on can leave it out."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+MOST = (1 << 63) - 1
+
+
+def read(key: str, value: bytes, **kinds: type) -> dict[str, Any]:
+    """The object under a key, which has at least these fields, of these types; whole numbers are from 0 to `MOST`,
+    floats finite, and `object` is anything. ValueError for all else, by name."""
+    try:
+        said = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{key} is no JSON: {error}") from None
+    if not isinstance(said, dict):
+        raise ValueError(f"{key} is no JSON object")
+    for name, kind in kinds.items():
+        if name not in said or not _fits(said[name], kind):
+            raise ValueError(f"{key} has no {name} that is a {kind.__name__}")
+    return said
+
+
+def _fits(value: object, kind: type) -> bool:
+    if kind is int:
+        return type(value) is int and 0 <= value <= MOST
+    if kind is float:
+        return (type(value) is int and abs(value) <= MOST) or (type(value) is float and math.isfinite(value))
+    return isinstance(value, kind)

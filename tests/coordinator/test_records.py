@@ -1,0 +1,54 @@
+"""What the store has under keys that others may write is read with care."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.losses import known_key, losses_of
+from coordinator.memory import MemoryStore
+from coordinator.records import MOST, read
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+)
+
+
+@given(VALUES, st.sampled_from([int, float, str, bool, list, dict, object]))
+def test_what_is_read_is_of_the_type_that_was_asked_for(value: Any, kind: type) -> None:
+    try:
+        found = read("k", json.dumps({"a": value}).encode(), a=kind)["a"]
+    except ValueError as error:
+        assert "k has no a" in str(error)
+        assert not isinstance(value, kind) or kind in (int, float)
+        return
+    if kind is int:
+        assert type(found) is int
+        assert 0 <= found <= MOST
+    elif kind is float:
+        assert type(found) in (int, float)
+        float(found)
+        assert abs(found) < float("inf")
+    else:
+        assert isinstance(found, kind)
+
+
+@given(st.binary(max_size=20))
+def test_anything_else_is_a_value_error(value: bytes) -> None:
+    with pytest.raises(ValueError, match="^k "):
+        read("k", value, a=int)
+
+
+@pytest.mark.parametrize("own", [b"[" * 100_000, b"[]", b'{"committed": "9"}', b'{"committed": -1}'])
+async def test_a_worker_that_adds_nonsense_to_a_loss_changes_nothing_of_it(own: bytes) -> None:
+    store = MemoryStore()
+    told = {"epoch": 3, "workers": [{"id": 5, "to": 7}, {"id": 6, "to": 8}]}
+    await store.put("losses/000000000003", json.dumps(told).encode())
+    await store.put(known_key(3, 5), own)
+    await store.put(known_key(3, 6), b'{"committed": 9}')
+    assert [worker["to"] for worker in (await losses_of(store))[0]["workers"]] == [7, 9]

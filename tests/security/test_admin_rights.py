@@ -1,0 +1,49 @@
+"""Who may ask what of a server's administration."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from elasticps.admin import admin_pb2, admin_pb2_grpc
+from elasticps.admin.client import open_channel
+from elasticps.admin.service import start_admin
+from elasticps.security.credentials import Credentials
+from tests.admin.test_admin import Subject
+from tests.security.conftest import Holder
+
+
+@asynccontextmanager
+async def serving(subject: Subject, credentials: Credentials) -> AsyncIterator[str]:
+    server = await start_admin("127.0.0.1", 0, lambda: subject, credentials)
+    try:
+        await server.set_serving(True)
+        yield server.address
+    finally:
+        await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("who", "may"),
+    [("worker/ads/w0", False), ("server/s1", False), ("coordinator/c0", True), ("operator/me", True)],
+)
+def test_only_who_takes_checkpoints_has_one_written(holder: Holder, who: str, may: bool) -> None:
+    """To ask how far it is begins it: too early, and the ranges that have not passed the cut make it fail."""
+
+    async def test() -> None:
+        subject = Subject()
+        async with serving(subject, holder("server/s0")) as address, open_channel(address, holder(who)) as channel:
+            asked = admin_pb2_grpc.AdminStub(channel).CutWritten(admin_pb2.CutWrittenRequest(cut=2), timeout=60)
+            if may:
+                assert (await asked).writes
+            else:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await asked
+                assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+            assert subject.cuts.happened == ([("written", 2, 0.0)] if may else [])
+
+    asyncio.run(test())

@@ -1,0 +1,33 @@
+"""A server that is asked to go, and is left out of the view before it has drained."""
+
+from __future__ import annotations
+
+from chaos.sim.cluster import Cluster
+from coordinator.membership import DRAINS, SERVERS
+from tests.sim.conftest import wait_for
+
+
+def test_it_ends_instead_of_coming_back_as_another_one_for_a_moment(three: Cluster) -> None:
+    """Found in a run of `chaos run everything`: it was given ranges, and went with them."""
+    cluster, lives = three, set[int]()
+
+    def there(prefix: str) -> bool:
+        return cluster.store.run(cluster.store.data.get(f"{prefix}s2")) is not None
+
+    wait_for(cluster, cluster.whole)
+    server = cluster.servers["s2"]
+    cluster.drain("s2")
+    cluster.clock.run(cluster.clock.now + 1.0, lambda: there(DRAINS))
+    server.process.stall()
+    wait_for(cluster, lambda: not there(SERVERS) and not there(DRAINS))  # its lease has run out, and it is left out
+    server.process.thaw()
+
+    def ended() -> bool:
+        if server.now is not None:
+            lives.add(server.now.me.incarnation)
+        return server.left
+
+    wait_for(cluster, ended)
+    assert lives == {1}
+    assert not there(SERVERS)
+    wait_for(cluster, cluster.whole)
