@@ -254,7 +254,8 @@ class Session(ABC, Generic[Info]):
             log.warning("the lease ran out; registering again", key=self._key, incarnation=self.info.incarnation)
             await self._take()
             return
-        if await self._check_newest() is None:
+        entry = await self._check_newest()
+        if entry is None or entry.value != self.info.to_json():  # nobody would find us by what else is there
             await self._take()
         else:
             self.deadline = sent + left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import time
 from collections import deque
@@ -42,6 +43,8 @@ MAX_HELD_FRAMES = 4096
 
 _ENDED = (7, 8)  # TCP_CLOSE and TCP_CLOSE_WAIT, as the kernel counts states
 
+_arrivals = itertools.count()
+
 Chunks = Iterator[list[Buffer]]
 Handler = Callable[["Connection", Header, Body], None]
 
@@ -77,6 +80,7 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(
         self, role: Role, herald: Herald, loop: asyncio.AbstractEventLoop, linger: Linger, path: FastPath
     ) -> None:  # fmt: skip
+        self.arrival = next(_arrivals)  # of two, the one that came later has more
         self._role = role
         self._herald = herald
         self._loop = loop

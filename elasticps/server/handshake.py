@@ -157,6 +157,11 @@ class Handshake:
         if (name, app) != (known.name, known.app):
             raise NotAuthorised(f"worker {worker} is {known.name!r} of {known.app!r}, not {name!r} of {app!r}")
         self._prove(connection, PeerRole.WORKER, known.name.rpartition("/")[2], known.app)
+        before = self._of_worker.get(worker)
+        if before is not None and before.arrival > connection.arrival:  # its hello is late: the worker has given it up
+            connection.refused = True
+            connection.give_up()
+            return
         connection.is_worker(worker, known.name, known.app)
         self._replace(connection)
         self._welcome(connection, header, self._worker)

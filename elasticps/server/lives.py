@@ -25,6 +25,7 @@ from coordinator.membership import (
     register_server,
     request_drain,
 )
+from coordinator.store import Entry as StoreEntry
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View
 from elasticps import logs
@@ -37,6 +38,7 @@ from elasticps.server.protocol.registered import Entry
 from elasticps.server.replica_links import BEAT_S
 from elasticps.server.server import Server
 from elasticps.spec import TableSpec
+from replication.chain import Member
 
 log = fields.logger(__name__)
 
@@ -182,7 +184,7 @@ async def _asked(store: Store, server: Server) -> bool:
     """Whether the leader could be asked."""
     try:
         await request_drain(store, server.me.name)
-    except CoordinationError as error:
+    except (CoordinationError, ValueError) as error:  # or what is there under our name cannot be read
         log.warning("cannot ask to be drained, trying on", error=error)
         return False
     return True
@@ -199,14 +201,23 @@ def _last_copies(server: Server) -> int:
 
 
 async def _nobody_else(store: Store, server: Server) -> bool:
-    """Whether every server that is registered, or in the view, has been asked to go."""
+    """Whether every server that is registered, or in the view, has been asked to go. One whose entry cannot be read has
+    not."""
     try:
         listing, drains = await store.list(SERVERS), await list_drains(store)
     except StoreUnavailable:
         return False
-    there = {ServerInfo.from_json(entry.value).member for entry in listing.entries}
+    there = {_member(entry) for entry in listing.entries}
     there |= {other.member for other in view.servers} if (view := server.serving.view) is not None else set()
     return all(drains.get(member.name) == member.incarnation for member in there)
+
+
+def _member(entry: StoreEntry) -> Member:
+    """Who is registered; of an entry that cannot be read, an incarnation that there never is."""
+    try:
+        return ServerInfo.from_json(entry.value).member
+    except ValueError:
+        return Member(entry.key.removeprefix(SERVERS), 0)
 
 
 async def _drained(store: Store, session: ServerSession) -> bool:

@@ -36,7 +36,16 @@ async def wait_for_name(
     until = loop.time() + _LEASE_S
     told = False
     while (entry := await insist(lambda: store.get(SERVERS + name), timeout_s)) is not None:
-        other = ServerInfo.from_json(entry.value)
+        try:
+            other = ServerInfo.from_json(entry.value)
+        except ValueError as error:
+            if loop.time() > until:
+                raise ConfigError(
+                    f"what is registered under {SERVERS + name} cannot be read: {error}. Delete that key, or give "
+                    "--take-over to put this server in its place"
+                ) from None
+            await asyncio.sleep(_LOOK_S)
+            continue
         if other.address == address or await _refuses(other.address):
             return
         if loop.time() > until or await _answers(other, credentials):

@@ -104,7 +104,7 @@ def test_files_of_a_table_and_of_a_tensor_that_is_called_like_its_column(tmp_pat
     write(Storage(url), 1, tables, {"default/open": Change(ROWS), "default/open.weight": Change({0: BLOCK})})
     written = export_checkpoint(url, tmp_path / "out", tables=["open", "open.weight"][::order])
     assert written == {"open": 40, "open.weight": 3}
-    found = {}
+    found: dict[str, np.ndarray] = {}
     for path in (tmp_path / "out").glob("*.safetensors"):
         found |= load_file(path)
     assert found["embedding_bags.open.weight"].shape == (40, 3)

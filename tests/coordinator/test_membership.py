@@ -162,6 +162,16 @@ async def test_a_key_that_was_deleted_is_put_back(clients: Clients) -> None:
         await session.close()
 
 
+async def test_a_key_that_was_damaged_is_put_back(clients: Clients) -> None:
+    async with clients() as store:
+        session = await register_server(store, name="s0", address="h:1", ttl_s=1.0, on_lost=lambda reason: None)
+        await store.put("servers/s0", b'{"name": "s0"')
+        entry = await until_key(store, "servers/s0", lambda entry: entry and entry.value == session.info.to_json())
+        assert entry is not None
+        await session.close()
+        assert await store.get("servers/s0") is None  # under its lease again
+
+
 async def test_an_outage_longer_than_the_lease_costs_nothing() -> None:
     memory = MemoryStore()
     faulty = FaultyStore(memory.client())

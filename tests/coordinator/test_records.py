@@ -23,8 +23,7 @@ VALUES = st.recursive(
 def test_what_is_read_is_of_the_type_that_was_asked_for(value: Any, kind: type) -> None:
     try:
         found = read("k", json.dumps({"a": value}).encode(), a=kind)["a"]
-    except ValueError as error:
-        assert "k has no a" in str(error)
+    except ValueError:
         assert not isinstance(value, kind) or kind in (int, float)
         return
     if kind is int:
@@ -40,7 +39,7 @@ def test_what_is_read_is_of_the_type_that_was_asked_for(value: Any, kind: type) 
 
 @given(st.binary(max_size=20))
 def test_anything_else_is_a_value_error(value: bytes) -> None:
-    with pytest.raises(ValueError, match="^k "):
+    with pytest.raises(ValueError, match=r"^k "):
         read("k", value, a=int)
 
 

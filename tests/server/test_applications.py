@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from coordinator.adoption import TABLES
+from coordinator.adoption import TABLES, table_key
 from coordinator.memory import MemoryStore
 from coordinator.view import Roster, WorkerInfo
 from elasticps.server import lives
@@ -17,6 +17,7 @@ from elasticps.server.protocol.registered import Entry
 from elasticps.spec import SGD, TableSpec
 from elasticps.wire.frames import Header, Kind, json_body
 from replication.messages import OperationKind
+from tests.coordinator.support import FaultyStore
 from tests.server.conftest import DIM, SPEC, TABLE, WORKER, Group, Run, until
 from tests.server.test_edge import create
 
@@ -110,3 +111,34 @@ def test_what_a_worker_has_put_in_the_place_of_a_table_ends_no_server(said: byte
         return await lives._tables(store)
 
     assert asyncio.run(known())[TABLE] == Entry("default", SPEC)
+
+
+def test_a_server_looks_whose_a_table_is_until_the_store_has_said_it(run: Run) -> None:
+    """Until then workers of every application reach the table."""
+
+    async def test(group: Group) -> None:
+        for name in ("a", "b"):
+            await group.start(name)
+        group.adopt(group.make_view(lambda r: ["a", "b"]))
+        tail, store = group.servers["b"], FaultyStore(MemoryStore())
+        tail.know_tables({})
+        await store.put(table_key("default", "t"), json.dumps({"id": TABLE, "spec": SPEC.to_json()}).encode())
+        group.servers["a"].know_tables({TABLE: Entry("default", SPEC)})
+        store.out = True
+        reads = asyncio.create_task(lives._refresh(store, tail))
+        try:
+            await group.connect("a")
+            await until(lambda: TABLE in tail.store.live)
+            tail.tick()
+            await until(lambda: store.refused and not tail.news.behind.is_set())
+            store.out = False
+
+            def told() -> bool:
+                tail.tick()
+                return tail.store.live[TABLE].app == "default"
+
+            await until(told)
+        finally:
+            reads.cancel()
+
+    run(test)

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from elasticps.server import handshake
-from elasticps.wire.frames import Header, Kind
+from elasticps.wire.frames import Header, Kind, json_frame
 from elasticps.wire.headers import JoinHeader, OkHeader
-from tests.server.conftest import Group, Run, until
+from tests.server.conftest import WORKER, Group, Run, Worker, until
 
 
 def test_what_an_older_connection_still_holds_is_not_taken_for_something_newer(run: Run) -> None:
@@ -48,5 +48,27 @@ def test_one_that_connects_again_has_its_place_where_there_is_none_for_others(
             assert not (await asyncio.wait_for(group.connect("a", create=False, worker=worker), 10)).refused
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await asyncio.wait_for(group.connect("a", create=False, worker=third), 10)
+
+    run(test)
+
+
+def test_an_older_connection_that_says_late_who_it_is_takes_no_place(run: Run) -> None:
+    """Its hello was lost on the way and sent again; the worker had given it up and come back meanwhile."""
+
+    async def test(group: Group) -> None:
+        server = await group.start("a")
+        group.adopt(group.make_view(lambda r: ["a"]))
+        host, _, port = group.infos["a"].address.rpartition(":")
+        older = Worker(*await asyncio.open_connection(host, int(port)), WORKER)
+        group.workers.append(older)
+        await until(lambda: len(server.handshake.connections) == 1)
+        newer = await group.connect("a", base=7)
+        older.writer.write(json_frame(Kind.HELLO, {"cluster": "c", "worker": WORKER, "name": "w", "app": "default"}))
+        older.ask(JoinHeader(pause=True).header())
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await asyncio.wait_for(older.task, 10)
+        header, _ = await asyncio.wait_for(newer.ask(JoinHeader().header()), 10)
+        assert header.kind == Kind.OK
+        assert [connection.worker for connection in server.handshake.workers] == [WORKER]
 
     run(test)

@@ -12,6 +12,8 @@ from elasticps.server.protocol.request_error import RequestError
 from elasticps.spec import TableSpec
 from elasticps.store import Store
 
+MOST_LOOKS = 127  # between two reads for a table that may belong to nobody
+
 
 class Entry(NamedTuple):
     """A table as the registry has it. spec: None where it cannot be read here, as of a plug-in that is missing."""
@@ -30,7 +32,8 @@ class Registered:
         self._store = store
         self._need = need
         self._entries: Mapping[int, Entry] | None = None
-        self._looked_for: set[int] = set()  # tables whose application was asked for
+        self._unknown: frozenset[int] = frozenset()  # tables here whose application is not known
+        self._pause = self._left = 0  # looks until it is asked for again, and how many of them are left
 
     def follow(self, entries: Mapping[int, Entry]) -> None:
         """These are registered, by id."""
@@ -45,12 +48,18 @@ class Registered:
         return missing
 
     def look_for_owners(self) -> None:
-        """Has them read again if there are tables here, made by other servers' word, whose application is not known."""
-        if self._entries is not None:
-            unknown = {number for number, table in self._store.live.items() if not table.app} - self._looked_for
-            if unknown:
-                self._looked_for |= unknown
-                self._read_again()
+        """Has them read again, more and more seldom, as long as there are tables here, made by other servers' word,
+        whose application is not known: a read may fail, or have begun before the table was registered."""
+        if self._entries is None:
+            return
+        before, self._unknown = self._unknown, frozenset(n for n, table in self._store.live.items() if not table.app)
+        if self._unknown - before:
+            self._pause = self._left = 0
+        if self._unknown and self._left == 0:
+            self._pause = self._left = min(2 * self._pause + 1, MOST_LOOKS)
+            self._read_again()
+        elif self._unknown:
+            self._left -= 1
 
     def _read_again(self) -> None:
         self.wanted = True
