@@ -14,7 +14,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.errors import CoordinationError
-from coordinator.membership import CONFIG, DRAINS, INCARNATIONS, LAST_WORKER, ROSTER, SERVERS, VIEW, identity_of
+from coordinator.losses import HELD_UP, KNOWN, LOSSES
+from coordinator.membership import (
+    BEGIN_ANEW,
+    CONFIG,
+    DRAINS,
+    INCARNATIONS,
+    LAST_WORKER,
+    RESTORING,
+    ROSTER,
+    SERVERS,
+    VIEW,
+    identity_of,
+)
 from coordinator.records import read
 from coordinator.store import Entry, Store
 from coordinator.view import ClusterConfig, Roster, View
@@ -22,6 +34,9 @@ from coordinator.view import ClusterConfig, Roster, View
 TABLES = "tables/"
 RATES = "rates/"  # that were set for all workers: <application>/<table>
 ON_LOSS = "on-loss/"  # what becomes of a table where every replica of a range is gone: <application>/<table>
+
+_KEYS = (VIEW, ROSTER, RESTORING, BEGIN_ANEW, HELD_UP)  # of one identity
+_BELOW = (TABLES, LAST_WORKER, DRAINS, LOSSES, KNOWN)
 
 
 def table_key(app: str, name: str) -> str:
@@ -162,14 +177,27 @@ async def reset(store: Store, new_id: str) -> ClusterConfig:
     if await store.compare_and_set(CONFIG, made.to_json(), expect=config.revision) is None:
         raise CannotAdopt(f"somebody else has changed cluster {store.cluster} just now")
     await _clear(store, entries)
+    ours = made.identity(store.cluster)
+    for key, cluster in ((VIEW, _cluster_of_view), (ROSTER, _cluster_of_roster)):
+        # A leader that has not heard of it yet may have written one more.
+        while (entry := await store.get(key)) is not None and cluster(entry.value) != ours:
+            await store.delete(key, expect=entry.revision)
     return made
 
 
 async def _clear(store: Store, entries: Iterable[Entry]) -> None:
     """Deletes what belongs to one identity. The config is replaced, never deleted: numbers count from its creation."""
     for entry in entries:
-        if entry.key in (VIEW, ROSTER) or entry.key.startswith((TABLES, LAST_WORKER, DRAINS)):
+        if entry.key in _KEYS or entry.key.startswith(_BELOW):
             await store.delete(entry.key, expect=entry.revision)
+
+
+def _cluster_of_view(value: bytes) -> str:
+    return View.decode(value).cluster
+
+
+def _cluster_of_roster(value: bytes) -> str:
+    return Roster.decode(value).cluster
 
 
 def _find(entries: Iterable[Entry], key: str) -> Entry | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,3 +131,50 @@ async def test_a_worker_lives_through_a_second_new_store_though_no_number_was_gi
         known = replace(known, roster=Roster.decode(second.writes["roster"]))
     assert not lost
     await session.close()
+
+
+class _LeaderIsFaster(MemoryStore):
+    """A leader that has not heard of it yet writes between a reset's look and its write, and after that."""
+
+    async def compare_and_set(self, key: str, value: bytes, **how: Any) -> int | None:
+        if key == "config":
+            await self._write_on()
+        done = await super().compare_and_set(key, value, **how)
+        if key == "config":
+            await self._write_on()
+        return done
+
+    async def _write_on(self) -> None:
+        for key, newer in (("view", _newer_view), ("roster", _newer_roster)):
+            entry = await self.get(key)
+            assert entry is not None
+            assert await super().compare_and_set(key, newer(entry.value), expect=entry.revision) is not None
+
+
+def _newer_view(value: bytes) -> bytes:
+    view = View.decode(value)
+    return replace(view, epoch=view.epoch + 1).encode()
+
+
+def _newer_roster(value: bytes) -> bytes:
+    roster = Roster.decode(value)
+    return replace(roster, version=roster.version + 1).encode()
+
+
+async def test_a_reset_leaves_nothing_that_a_leader_wrote_meanwhile() -> None:
+    """The new cluster would have no view, or no worker, for ever: what is there is another cluster's."""
+    store = _LeaderIsFaster("test", shared=(plain := MemoryStore("test"))._data)
+    await adopt(plain, plan_adoption([witness("a"), witness("b")], (), "x"))
+    await reset(store, "three")
+    assert [await store.get(key) for key in ("view", "roster")] == [None, None]
+
+
+async def test_a_reset_ends_a_restore_and_a_request_to_begin_anew() -> None:
+    """Workers of the new cluster would wait for what was to come back into the old one."""
+    store = MemoryStore("test")
+    await adopt(store, plan_adoption([witness("a"), witness("b")], (), "x"))
+    gone = ("restoring", "begin-anew", "losses/000000000003", "losses-known/000000000003/5", "losses-held-up")
+    for key in (*gone, "rates/x/t"):
+        await store.put(key, b"{}")
+    await reset(store, "three")
+    assert {entry.key for entry in (await store.list("")).entries} & {*gone, "rates/x/t"} == {"rates/x/t"}
