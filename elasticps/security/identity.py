@@ -14,6 +14,7 @@ such as the pods of a Deployment.
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from coordinator.names import check_name
 ANY = "*"
 _PREFIX = "spiffe://elasticps/"
 _CN_MAX = 64  # characters of a common name (RFC 5280, ub-common-name)
+_DIGITS = 16  # of a digest in one
 
 
 class Role(enum.StrEnum):
@@ -88,8 +90,13 @@ class Identity:
 
     @property
     def common_name(self) -> str:
-        """Of a certificate: etcd takes it for the user. Role and cluster, whatever the name is."""
-        return f"{self.role}.{self.cluster}"[:_CN_MAX]
+        """Of a certificate: etcd takes it for the user. Role and cluster, whatever the name is; where that is too long,
+        its beginning and a digest, as clusters whose names begin alike are not to be one user."""
+        whole = f"{self.role}.{self.cluster}"
+        if len(whole) <= _CN_MAX:
+            return whole
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:_DIGITS]
+        return f"{whole[: _CN_MAX - 1 - _DIGITS]}-{digest}"
 
     def may(self, act: Act) -> bool:
         """Whether the role may do such things."""

@@ -94,3 +94,12 @@ def test_each_role_may_look_and_does_its_own_work_only() -> None:
 def test_a_common_name_fits_into_a_certificate() -> None:
     assert Identity("train", Role.SERVER, "s0").common_name == "server.train"
     assert len(Identity("c" * 63, Role.COORDINATOR, "x").common_name) == 64
+
+
+@pytest.mark.parametrize("role", Role)
+def test_clusters_with_long_names_have_common_names_of_their_own(role: Role) -> None:
+    """etcd would take the one's processes for the other's."""
+    app = "a" if role is Role.WORKER else ""
+    names = {Identity("c" * 62 + last, role, "x", app).common_name for last in "ab"}
+    assert len(names) == 2
+    assert all(len(name) <= 64 for name in names)
