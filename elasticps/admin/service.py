@@ -144,6 +144,26 @@ class Admin(admin_pb2_grpc.AdminServicer):
         return write_written(await cuts.written(request.cut, min(request.wait_ms / 1000, _MOST_WAIT_S)))
 
 
+class _Health(health.HealthServicer):  # type: ignore[misc]  # it has no types
+    """The standard service, for whoever may look."""
+
+    def __init__(self, credentials: Credentials | None) -> None:
+        super().__init__()
+        self._credentials = credentials
+
+    async def Check(self, request: Any, context: Context) -> Any:  # noqa: N802
+        await self._admit(context)
+        return await super().Check(request, context)
+
+    async def Watch(self, request: Any, context: Context) -> None:  # noqa: N802
+        await self._admit(context)
+        await super().Watch(request, context)
+
+    async def _admit(self, context: Context) -> None:
+        if self._credentials is not None and (why := _objection(context, Act.LOOK, self._credentials.cluster)):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
+
+
 def _objection(context: Context, act: Act, cluster: str) -> str:
     """Why whoever calls may not do that; "" if they may."""
     proof = context.auth_context()
@@ -205,7 +225,7 @@ async def start_admin(
     Raises ConfigError when the port cannot be had.
     """
     server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS_AT_ONCE)
-    health_servicer = health.HealthServicer()
+    health_servicer = _Health(credentials)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     admin_pb2_grpc.add_AdminServicer_to_server(Admin(subject, credentials), server)
     name = f"[{host}]" if ":" in host else host

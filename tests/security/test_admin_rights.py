@@ -8,11 +8,15 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from elasticps.admin import admin_pb2, admin_pb2_grpc
-from elasticps.admin.client import open_channel
+from elasticps.admin.client import fetch_health, open_channel
 from elasticps.admin.service import start_admin
+from elasticps.errors import ServerError
+from elasticps.security.authority import Authority
 from elasticps.security.credentials import Credentials
+from elasticps.security.identity import Identity
 from tests.admin.test_admin import Subject
 from tests.security.conftest import Holder
 
@@ -45,5 +49,27 @@ def test_only_who_takes_checkpoints_has_one_written(holder: Holder, who: str, ma
                     await asked
                 assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
             assert subject.cuts.happened == ([("written", 2, 0.0)] if may else [])
+
+    asyncio.run(test())
+
+
+def test_who_is_of_another_cluster_hears_nothing_of_its_health(
+    authority: Authority, holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor takes the places of those who may ask: each that watches has one for as long as it likes."""
+    # gRPC looks for the server's name, and the neighbour's own cluster has another one.
+    monkeypatch.setattr("elasticps.admin.client.host_name", lambda cluster: "server.train.elasticps")
+    neighbour = Credentials(authority.issue(Identity.parse("spiffe://elasticps/prod/worker/ads/w0")), "prod")
+
+    async def test() -> None:
+        async with serving(Subject(), holder("server/s0")) as address:
+            assert await fetch_health(address, 60, credentials=holder("worker/ads/w0")) == "SERVING"
+            with pytest.raises(ServerError, match="this is cluster 'train', and you are spiffe://elasticps/prod/"):
+                await fetch_health(address, 60, credentials=neighbour)
+            async with open_channel(address, neighbour) as channel:
+                watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await watch.read()
+                assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
     asyncio.run(test())
