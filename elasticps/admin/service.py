@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import grpc
+from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health  # type: ignore[attr-defined]  # its stubs leave this one out
 
@@ -173,9 +176,18 @@ def _objection(context: Context, act: Act, cluster: str) -> str:
         caller = identity_among([uri.decode("latin-1") for uri in proof.get("peer_uri", ())])
     except NotAuthorised as error:
         return str(error)
+    # gRPC looks at a certificate when a connection begins, and then for as long as that lasts no more.
+    if any(_ends(pem) <= time.time() for pem in proof.get("x509_pem_cert", ())):
+        return "your certificate has ended"
     if caller.cluster != cluster:
         return f"this is cluster {cluster!r}, and you are {caller}"
     return "" if caller.may(act) else f"{caller} may not do this: it takes an operator"
+
+
+@lru_cache(maxsize=256)
+def _ends(pem: bytes) -> float:
+    """When a certificate does, in Unix time."""
+    return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
 
 
 def _secured(credentials: Credentials) -> grpc.ServerCredentials:

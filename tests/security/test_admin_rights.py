@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -18,7 +19,7 @@ from elasticps.security.authority import Authority
 from elasticps.security.credentials import Credentials
 from elasticps.security.identity import Identity
 from tests.admin.test_admin import Subject
-from tests.security.conftest import Holder
+from tests.security.conftest import Holder, issued
 
 
 @asynccontextmanager
@@ -71,5 +72,25 @@ def test_who_is_of_another_cluster_hears_nothing_of_its_health(
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await watch.read()
                 assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+    asyncio.run(test())
+
+
+def test_a_connection_is_worth_nothing_when_its_certificate_has_ended(authority: Authority, holder: Holder) -> None:
+    """Else a key that was stolen would be good for as long as whoever has it stays connected."""
+
+    async def test() -> None:
+        subject = Subject()
+        operator = Credentials(issued(authority, "operator/me", days=6 / 86400), "train")
+        async with serving(subject, holder("server/s0")) as address, open_channel(address, operator) as channel:
+            stub = admin_pb2_grpc.AdminStub(channel)
+            assert (await stub.Mark(admin_pb2.MarkRequest(mark=5), timeout=60)).complete
+            while time.time() <= operator.until_s:
+                await asyncio.sleep(0.02)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Mark(admin_pb2.MarkRequest(mark=6), timeout=60)
+            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+            assert "certificate has ended" in (caught.value.details() or "")
+            assert sorted(subject._marks) == [5]
 
     asyncio.run(test())
