@@ -40,7 +40,7 @@ def merged(entries: Mapping[str, bytes]) -> list[dict[str, Any]]:
     """The same of the store's entries, those below LOSSES and KNOWN."""
     found = []
     for key in sorted(key for key in entries if key.startswith(LOSSES)):
-        told = json.loads(entries[key])
+        told = read(key, entries[key], epoch=int, workers=list)
         for worker in told["workers"]:
             own = known_key(told["epoch"], worker["id"])
             with suppress(ValueError):  # the leader's word stays

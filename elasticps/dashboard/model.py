@@ -83,7 +83,7 @@ class Model:
         """A key was written. What makes no sense is left out: others report it."""
         try:
             self._put(now, key, value)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return
 
     def _put(self, now: float, key: str, value: bytes) -> None:

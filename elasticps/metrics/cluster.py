@@ -125,7 +125,7 @@ class ClusterMetrics(Collector):
                 self._servers[key.removeprefix(SERVERS)] = ServerInfo.from_json(entry.value)
             elif key.startswith(DRAINS):
                 self._drains[key.removeprefix(DRAINS)] = drained_incarnation(entry.value)
-        except ValueError:
+        except (ValueError, KeyError, TypeError):
             log.warning("an entry makes no sense and is left out of the metrics", key=key)
 
     def _delete(self, change: Delete) -> None:

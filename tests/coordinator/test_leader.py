@@ -22,10 +22,6 @@ from replication.chain import Member
 from tests.coordinator.conftest import Clients
 from tests.coordinator.support import Etcd, FaultyStore, fresh_url, until, until_key
 
-NONSENSE = (
-    b"", b"[]", b"7", b"[" * 100_000, b'{"id": 1e999, "incarnation": 1e999, "ranges": [1e999], "given_up": []}',
-    b'{"id": "x", "incarnation": [], "ranges": 3, "given_up": {}}', b'{"ranges": [], "given_up": [7]}',
-)  # fmt: skip
 SHORT_S = 0.6  # a term of office that is to run out
 
 
@@ -260,23 +256,6 @@ async def test_entries_that_make_no_sense_are_ignored(caplog: pytest.LogCaptureF
         assert [server.name for server in view.servers] == ["a"]
     assert "an entry is ignored key=servers/bad" in caplog.text
     assert "an entry is ignored key=workers/worse" in caplog.text
-
-
-@pytest.mark.parametrize("key", ["last-worker/w", "drains/a", "begin-anew", "workers/w", "servers/b"])
-@pytest.mark.parametrize("value", NONSENSE)
-async def test_whatever_stands_in_the_store_ends_no_leader(
-    key: str, value: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Found in a review: a worker may write its own record, and one that was nested deeply ended every coordinator."""
-    memory = MemoryStore()
-    await create_cluster(memory, ClusterConfig(ranges=4, min_servers=1))
-    await memory.put(key, value)
-    async with coordinator(memory), following(memory) as follower, servers(memory, "a"):
-        await follower.wait_for(lambda view: True, 20)
-        await memory.put(key, value)  # to a leader in office, too
-        async with servers(memory, "c"):
-            await follower.wait_for(lambda view: len(view.servers) == 2, 20)
-    assert f"an entry is ignored key={key}" in caplog.text
 
 
 async def test_the_reason_for_waiting_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

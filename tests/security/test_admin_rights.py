@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -76,17 +76,18 @@ def test_who_is_of_another_cluster_hears_nothing_of_its_health(
     asyncio.run(test())
 
 
-def test_a_connection_is_worth_nothing_when_its_certificate_has_ended(authority: Authority, holder: Holder) -> None:
+def test_a_connection_is_worth_nothing_when_its_certificate_has_ended(
+    authority: Authority, holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a key that was stolen would be good for as long as whoever has it stays connected."""
 
     async def test() -> None:
         subject = Subject()
-        operator = Credentials(issued(authority, "operator/me", days=6 / 86400), "train")
+        operator = Credentials(issued(authority, "operator/me", days=1), "train")
         async with serving(subject, holder("server/s0")) as address, open_channel(address, operator) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
             assert (await stub.Mark(admin_pb2.MarkRequest(mark=5), timeout=60)).complete
-            while time.time() <= operator.until_s:
-                await asyncio.sleep(0.02)
+            monkeypatch.setattr("elasticps.admin.service.time", SimpleNamespace(time=lambda: operator.until_s))
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Mark(admin_pb2.MarkRequest(mark=6), timeout=60)
             assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED

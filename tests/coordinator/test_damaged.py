@@ -1,0 +1,96 @@
+"""What others have written into the store, and cannot be read, is left out by who reads it, and ends nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from coordinator.failovers import Failover
+from coordinator.leader import run_coordinator
+from coordinator.losses import key_of, known_key, merged
+from coordinator.membership import create_cluster, list_drains, register_server
+from coordinator.memory import MemoryStore
+from coordinator.store import Entry, Put
+from coordinator.view import ClusterConfig, View
+from elasticps.checkpoint.duty import Duty
+from elasticps.dashboard.model import Model
+from elasticps.metrics.cluster import ClusterMetrics
+from tests.coordinator.support import until_key
+
+DEEP = b"[" * 100_000
+KEYS = ("last-worker/w", "drains/s", "begin-anew", "workers/w", "servers/s", "tables/ads/x", "checkpoints/wanted/1")
+VALUES = (
+    DEEP, b"", b"[]", b"null", b'{"id": 1e999, "incarnation": 1e999, "ranges": [1e999], "given_up": []}',
+    b'{"id": "x", "incarnation": [], "ranges": 3, "given_up": {}}', b'{"ranges": [], "given_up": [7]}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("value", VALUES)
+async def test_a_coordinator_leads_on(value: bytes, first: bool) -> None:
+    """Workers may write some of these keys: one that is hostile would end every coordinator, and each that starts."""
+    store, stop = MemoryStore(), asyncio.Event()
+    await create_cluster(store, ClusterConfig(ranges=2, replicas=1, min_servers=1))
+    if first:
+        for key in KEYS:
+            await store.put(key, value)
+    duty = Duty(store, None, 0.0)
+    leads = asyncio.create_task(run_coordinator(store, name="c", stop=stop, duty=duty.run))
+    try:
+        if not first:
+            await until_key(store, "election", lambda entry: entry is not None)
+            for key in KEYS:
+                await store.put(key, value)
+        session = await register_server(store, name="a", address="h:1", on_lost=lambda reason: None)
+        entry = await until_key(store, "view", lambda entry: entry is not None or leads.done())
+        assert entry is not None
+        assert not leads.done()
+        assert [server.name for server in View.decode(entry.value).servers] == ["a"]
+        await session.close()
+    finally:
+        stop.set()
+        await asyncio.wait_for(leads, 20)
+
+
+async def test_a_request_to_drain_that_is_too_deep_is_left_out() -> None:
+    store = MemoryStore()
+    await store.put("drains/a", DEEP)
+    await store.put("drains/b", b'{"incarnation": 2}')
+    assert await list_drains(store) == {"b": 2}
+
+
+@pytest.mark.parametrize("value", [DEEP, b'{"epoch": 1e999, "detected": 1, "written": 2}'])
+def test_a_failover_that_cannot_be_read_says_so(value: bytes) -> None:
+    with pytest.raises(ValueError, match="failover"):
+        Failover.from_json(value)
+
+
+@pytest.mark.parametrize(
+    "value", [DEEP, b"[]", b"null", b"{}", b'{"committed": "x"}', b'{"committed": 1e999}', b"\xff"]
+)
+def test_what_a_worker_adds_to_a_loss_ends_no_coordinator(value: bytes) -> None:
+    """Its metrics read it as it comes, and what fails there ends it."""
+    loss = {"epoch": 3, "workers": [{"id": 5, "name": "w", "have": 2, "to": 7}]}
+    entries = {key_of(3): json.dumps(loss).encode(), known_key(3, 5): value}
+    assert merged(entries) == [loss]
+    metrics = ClusterMetrics(MemoryStore(), "c0")
+    for revision, (key, found) in enumerate(entries.items(), 1):
+        metrics._note(Put(Entry(key, found, revision, revision)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rates/ads/t", b'{"table": 1e999, "lr": 1}'),
+        ("rates/ads/t", DEEP),
+        ("tables/ads/t", json.dumps({"id": 3, "spec": DEEP.decode()}).encode()),
+        ("checkpoints/newest", b'{"cut": 1e999, "time": 1}'),
+        ("election", DEEP),
+    ],
+)
+def test_what_cannot_be_read_ends_no_dashboard(key: str, value: bytes) -> None:
+    model = Model("c", 0.0)
+    model.put(1.0, key, value)
+    model.put(2.0, "rates/ads/u", b'{"table": 4, "lr": 1}')
