@@ -141,6 +141,8 @@ class Handshake:
         names = isinstance(name, str) and isinstance(app, str)
         if not (isinstance(worker, int) and 0 < worker < 1 << 32 and names):
             raise FrameError("a worker's hello gives its id (above 0), its name and its app")
+        # First, as a hello that waits for the roster has one of the places of workers.
+        self._prove(connection, PeerRole.WORKER, str(name).rpartition("/")[2], str(app))
         self._unknown.pop(connection, None)
         self._as_workers[connection] = None
         if len(self._as_workers) > MAX_WORKERS + (worker in self._of_worker):  # one that comes back takes its own place
@@ -156,7 +158,6 @@ class Handshake:
         known = self._serving.workers[worker]
         if (name, app) != (known.name, known.app):
             raise NotAuthorised(f"worker {worker} is {known.name!r} of {known.app!r}, not {name!r} of {app!r}")
-        self._prove(connection, PeerRole.WORKER, known.name.rpartition("/")[2], known.app)
         before = self._of_worker.get(worker)
         if before is not None and before.arrival > connection.arrival:  # its hello is late: the worker has given it up
             connection.refused = True

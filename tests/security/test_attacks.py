@@ -161,6 +161,25 @@ def test_who_is_somebody_else_stays_out(holder: Holder, who: str, hello: dict[st
     run(main)
 
 
+@pytest.mark.parametrize("who", ["train/operator/me", "train/server/s1", "train/worker/shop/w0", "prod/worker/ads/w9"])
+def test_nobody_takes_a_workers_place_by_the_name_of_one_that_is_unknown(
+    authority: Authority, holder: Holder, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """A hello of who is not in the roster yet waits for that, and has one of the places of workers meanwhile."""
+    monkeypatch.setattr("elasticps.server.handshake.MAX_WORKERS", 1)
+    stranger = Credentials(authority.issue(Identity.parse(f"spiffe://elasticps/{who}")), who.partition("/")[0])
+
+    async def test() -> None:
+        async with target(holder("server/s0")) as s0, connected(s0.port, stranger) as (reader, writer):
+            unknown = {"cluster": "train", "worker": 9, "name": "ads/w9", "app": "ads"}
+            writer.write(json_frame(Kind.HELLO, unknown, epoch=1))
+            header, document = await answer(reader)
+            assert (header.kind, document["code"]) == (Kind.ERROR, "identity")
+            assert (await ask(s0.port, holder("worker/ads/w0"), WORKER))[0].kind == Kind.WELCOME
+
+    run(test)
+
+
 def test_only_a_coordinators_view_counts(holder: Holder) -> None:
     async def main() -> None:
         async with target(holder("server/s0")) as s0:
