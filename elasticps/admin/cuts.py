@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from elasticps.admin import admin_pb2, admin_pb2_grpc
-from elasticps.admin.client import failure, open_channel
+from elasticps.admin.client import failure, open_channel, outdated
 from elasticps.admin.subject import CutState, CutTaken, CutWritten, Writing, WrittenFile
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class CutClient:
         self._timeout_s = timeout_s
         self._credentials = credentials
         self._channel: grpc.aio.Channel | None = None
+        self._generation = 0  # of the certificates that it was opened with
 
     async def close(self) -> None:
         """Ends the connection."""
@@ -58,8 +59,10 @@ class CutClient:
         return read_written(await self._ask("CutWritten", request))
 
     async def _ask(self, method: str, request: Any) -> Any:
-        if self._channel is None:
+        if self._channel is None or outdated(self._credentials, self._generation):
+            await self.close()
             self._channel = open_channel(self._address, self._credentials)
+            self._generation = 0 if self._credentials is None else self._credentials.generation
         try:
             stub = admin_pb2_grpc.AdminStub(self._channel)
             return await getattr(stub, method)(request, timeout=self._timeout_s)

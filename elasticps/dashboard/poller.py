@@ -21,7 +21,7 @@ from coordinator.membership import CONFIG
 from coordinator.store import Change, Delete, Put, Reset, Store
 from coordinator.url import parse
 from elasticps.admin import admin_pb2, admin_pb2_grpc
-from elasticps.admin.client import open_channel
+from elasticps.admin.client import open_channel, outdated
 from elasticps.dashboard.fanout import Fanout
 from elasticps.dashboard.model import Model
 from elasticps.dashboard.past import read_past
@@ -151,7 +151,7 @@ class Poller:
     async def _keep_peers(self) -> None:
         """A connection to each incarnation of a server that there is."""
         wanted = {(n, s.info.incarnation): s.info.admin for n, s in self._model.fleet.servers.items() if s.info.admin}
-        for key in self._peers.keys() - wanted.keys():
+        for key in [key for key, peer in self._peers.items() if key not in wanted or peer.outdated]:
             await self._peers.pop(key).close()
         for key in wanted.keys() - self._peers.keys():
             self._peers[key] = _Peer(*key, wanted[key], self._credentials, self._broken)
@@ -257,9 +257,16 @@ class _Peer:
         self.name, self.incarnation, self.admin = name, incarnation, admin
         self.asked = False
         self.silent = True
+        self._credentials = credentials
         self._channel = open_channel(admin, credentials)
+        self._generation = 0 if credentials is None else credentials.generation
         self.stub = admin_pb2_grpc.AdminStub(self._channel)
         self._watch = asyncio.create_task(self._watching(broken), name=f"connection to {name}")
+
+    @property
+    def outdated(self) -> bool:
+        """Whether it is to be made anew, with newer certificates."""
+        return outdated(self._credentials, self._generation)
 
     async def _watching(self, broken: Callable[[_Peer], None]) -> None:
         state = self._channel.get_state(try_to_connect=True)

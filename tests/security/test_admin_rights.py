@@ -13,10 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from elasticps.admin import admin_pb2, admin_pb2_grpc
 from elasticps.admin.client import fetch_health, open_channel
+from elasticps.admin.cuts import CutClient
 from elasticps.admin.service import start_admin
 from elasticps.errors import ServerError
 from elasticps.security.authority import Authority
-from elasticps.security.credentials import Credentials
+from elasticps.security.credentials import LOOK_S, Credentials
 from elasticps.security.identity import Identity
 from tests.admin.test_admin import Subject
 from tests.security.conftest import Holder, issued
@@ -93,5 +94,28 @@ def test_a_connection_is_worth_nothing_when_its_certificate_has_ended(
             assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
             assert "certificate has ended" in (caught.value.details() or "")
             assert sorted(subject._marks) == [5]
+
+    asyncio.run(test())
+
+
+def test_a_kept_connection_is_opened_again_when_the_certificate_was_replaced(
+    authority: Authority, holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a checkpoint that takes long, or a dashboard: the old certificate ends some time later."""
+    now = 0.0
+    operator = Credentials(issued(authority, "operator/me", days=1), "train", clock=lambda: now)
+    ends_s = operator.until_s
+
+    async def test() -> None:
+        nonlocal now
+        subject = Subject()
+        async with serving(subject, holder("server/s0")) as address:
+            cuts = CutClient(address, 60, operator)
+            await cuts.state(2)
+            issued(authority, "operator/me", days=9)
+            now += 2 * LOOK_S
+            monkeypatch.setattr("elasticps.admin.service.time", SimpleNamespace(time=lambda: ends_s + 1))
+            await cuts.state(2)
+            await cuts.close()
 
     asyncio.run(test())
