@@ -117,11 +117,13 @@ def plan_roster(roster: Roster | None, workers: Iterable[WorkerInfo], cluster: s
     """The next roster if the workers registered now are not those of `roster` (None: none was ever written).
 
     One that the store would not take is never planned: who is listed stays, and newcomers wait for room, lowest ids
-    first.
+    first. Nor is one with an id or a name twice: workers say themselves who they are, and who is listed is right.
     """
     before = () if roster is None else roster.workers
     known = {worker.id for worker in before}  # an id is never used again
-    ordered = sorted(workers, key=lambda worker: (worker.id not in known, worker.id))
+    listed = frozenset(before)
+    found = sorted(workers, key=lambda worker: (worker not in listed, worker.id))
+    ordered = _distinct(found)
     made = _roster(1 if roster is None else roster.version + 1, ordered, cluster)
     if made.workers == before:
         return None
@@ -131,7 +133,22 @@ def plan_roster(roster: Roster | None, workers: Iterable[WorkerInfo], cluster: s
     parts = [f"{names(some)} {verb}" for some, verb in ((joined, "joined"), (left, "left")) if some]
     waiting = len(ordered) - len(made.workers)
     parts += [f"{waiting} workers wait: the roster is full"] if waiting else []
+    wrong = len(found) - len(ordered)
+    parts += [f"{wrong} left out: others have their ids or names"] if wrong else []
     return RosterPlan(made, "; ".join(parts))
+
+
+def _distinct(workers: Iterable[WorkerInfo]) -> list[WorkerInfo]:
+    """The first of each id and each name."""
+    ids: set[int] = set()
+    names_: set[str] = set()
+    found = []
+    for worker in workers:
+        if worker.id not in ids and worker.name not in names_:
+            ids.add(worker.id)
+            names_.add(worker.name)
+            found.append(worker)
+    return found
 
 
 def _roster(version: int, ordered: Sequence[WorkerInfo], cluster: str) -> Roster:

@@ -229,7 +229,7 @@ def _register(members: dict[str, _Info], key: str, parse: Callable[[], _Info]) -
     """One member whose entry makes no sense must not keep the leader from serving the others."""
     try:
         info = parse()
-        if not key.endswith("/" + info.name):
+        if key.partition("/")[2] != info.name:
             raise ValueError(f"it is named {info.name}")
     except ValueError:
         log.exception("an entry is ignored", key=key)
