@@ -77,6 +77,8 @@ def erase(table: int, kind: OperationKind, worker: int, number: int = 0) -> Ques
 
 def _to_heads(write: Callable[[Routes], Write], said: Callable[[int, Cut], InitHeader | EraseHeader]) -> Questions:
     def questions(routes: Routes) -> Iterator[tuple[Member, Header, list[Buffer]]]:
+        if routes.headless:  # their rows would be sent to nobody, and count as written
+            return
         part = Part([write(routes)], routes)
         for server in routes.share_of:
             for cut in part.whole(server, routes):

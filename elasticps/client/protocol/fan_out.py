@@ -22,7 +22,8 @@ from replication.progress import Progress
 T = TypeVar("T")
 
 Questions = Callable[[Routes], Iterable[tuple[Member, Header, list[Buffer]]]]
-"""What a round asks of whom under a view: headers without a request number, and bodies."""
+"""What a round asks of whom under a view: headers without a request number, and bodies. Nothing: nobody can be asked
+yet, and the round waits for the next view."""
 
 Send = Callable[[Member, Sequence[Buffer]], None]
 """Queues a frame for a server, if it is connected."""
@@ -207,9 +208,15 @@ class FanOuts:
             self._of.pop(request, None)
 
 
-def of_heads(header: Header, body: bytes = b"") -> Questions:
-    """The same question to every head."""
-    return lambda routes: [(routes.members[s], header._replace(epoch=routes.epoch), [body]) for s in routes.share_of]
+def of_heads(header: Header, body: bytes = b"", *, all_ranges: bool = True) -> Questions:
+    """The same question to every head. all_ranges: only when every range has one."""
+
+    def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
+        if all_ranges and routes.headless:  # who heads them later would never be asked
+            return []
+        return [(routes.members[s], header._replace(epoch=routes.epoch), [body]) for s in routes.share_of]
+
+    return questions
 
 
 def of_group(app: str, header: Header, body: bytes = b"") -> Questions:
@@ -229,7 +236,7 @@ def clocks_of(worker: int, timeout_s: float) -> Script[tuple[Progress, Progress]
     def questions(routes: Routes) -> list[tuple[Member, Header, list[Buffer]]]:
         nonlocal ranges
         ranges = routes.view.ranges
-        if (routes.view.heads < 0).any():  # nobody can say it for all ranges now
+        if routes.headless:  # nobody can say it for all ranges now
             return []
         return [(routes.members[s], head._replace(epoch=routes.epoch), []) for s in routes.share_of]
 

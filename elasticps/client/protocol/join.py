@@ -79,7 +79,7 @@ class Starting:
         if self._app:
             start, _ = yield from entering(self._app, self._worker, 0, self._timeout_s)
             return start
-        answers = yield Request(of_heads(JoinHeader().header()), self._timeout_s, "joining")
+        answers = yield Request(of_heads(JoinHeader().header(), all_ranges=False), self._timeout_s, "joining")
         return max(OkHeader.of(answer.header).minimum for answer in answers)
 
 

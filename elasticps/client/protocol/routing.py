@@ -56,6 +56,7 @@ class Routes:
         bounds = [0, *edges.tolist(), view.ranges]
         shares = [Share(int(heads[a]), a, b) for a, b in itertools.pairwise(bounds)]
         self.share_of = {s.server: s for s in shares if s.server >= 0}
+        self.headless = bool((view.heads < 0).any())  # ranges begin anew
         self.bounds = np.array([(s.start, s.stop) for s in self.shares], np.int64).reshape(-1, 2)
         self.share_index = {s.server: i for i, s in enumerate(self.shares)}
         self.tails = Readers(view.tails)
