@@ -188,12 +188,13 @@ class Tables:
 
     def _create(self, registration: Registration) -> None:
         """Makes the table known to the heads of all ranges, which tell their successors; to absent ones later, but
-        before anything is pushed there."""
+        before anything is pushed there. One that was registered before has come with what ranges begin anew from."""
         document = {"id": registration.id, "spec": registration.spec.to_json()}
         frame = json_frame(Kind.CREATE, document)
         header, body = unpack_header(frame), frame[HEADER_BYTES:]
         what = f"creating table {registration.spec.name!r}"
-        self._dispatcher.ask_all(of_heads(header, body), self._timeout_s, what, of_absent=False)
+        questions = of_heads(header, body, all_ranges=registration.made)
+        self._dispatcher.ask_all(questions, self._timeout_s, what, of_absent=False)
 
     def _fill(self, tensor: DenseTensor, registration: Registration, values: object) -> None:
         """Stores initial values where there are none; a no-op on a tensor that is ready."""

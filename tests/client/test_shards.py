@@ -76,7 +76,8 @@ def test_a_lost_worker_has_trained_a_shard_when_its_step_is_committed_and_not_be
 
     def clocks(wish: object, applied: int, committed: int) -> list[Answer]:
         assert isinstance(wish, Request)
-        wish.questions(cast(Any, SimpleNamespace(view=SimpleNamespace(ranges=1, heads=np.zeros(1)), share_of={})))
+        routes = SimpleNamespace(view=SimpleNamespace(ranges=1), headless=False, share_of={})
+        wish.questions(cast(Any, routes))
         ranges, *progress = (np.array([value], np.int64) for value in (0, applied << 16, committed << 16))
         frame = bytes(clocks_frame(0, 1, ranges, progress[0], progress[1]))
         return [Answer(unpack_header(memoryview(frame), 0, len(frame)), frame[HEADER_BYTES:])]

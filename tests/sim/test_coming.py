@@ -75,7 +75,23 @@ def while_ranges_come(cluster: Cluster, change: Callable[[Any, Any], Any], look:
 
 
 def pulled(ps: Any, table: Any) -> list[float]:
-    return table.pull(KEYS)[:, 0].tolist()
+    found: list[float] = table.pull(KEYS)[:, 0].tolist()
+    return found
+
+
+def test_a_table_that_there_was_is_opened_without_waiting_for_them(three: Cluster) -> None:
+    told: list[bool] = []
+
+    def opens(threads: Threads) -> None:
+        with three.connect(threads, "w1", ASP(), 4, "app") as ps:
+            while not (ps.view.heads < 0).any():
+                threads.sleep(0.001)
+            ps.table("t", dim=1, optimizer=Accumulate())
+            told.append(coming(three))
+
+    three.start_worker("w1", opens)
+    assert while_ranges_come(three, lambda ps, table: None, pulled) == [1.0] * len(KEYS)
+    assert told == [True]
 
 
 def test_rows_that_were_cleared_meanwhile_do_not_come_back(three: Cluster) -> None:
