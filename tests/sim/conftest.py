@@ -14,10 +14,11 @@ PATIENCE_S = 20.0
 
 
 @contextmanager
-def begun(servers: int, ranges: int) -> Iterator[Cluster]:
-    """One leader, two replicas."""
+def begun(servers: int, ranges: int, replicas: int = 2, admin: bool = False) -> Iterator[Cluster]:
+    """A cluster with one leader."""
     with virtual() as install:
-        found = Cluster(1, Weather(), ClusterConfig(ranges=ranges, replicas=2, min_servers=servers))
+        config = ClusterConfig(ranges=ranges, replicas=replicas, min_servers=servers)
+        found = Cluster(1, Weather(), config, admin=admin)
         install(found)
         found.start_leader("c0")
         for i in range(servers):

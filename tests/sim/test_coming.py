@@ -11,13 +11,10 @@ import pytest
 
 from chaos.sim.cluster import Cluster
 from chaos.sim.keeper import Keeper
-from chaos.sim.network import Weather
-from chaos.sim.run import virtual
 from chaos.sim.threads import Threads
-from coordinator.view import ClusterConfig
 from elasticps.optimizers import Accumulate
 from elasticps.spec import ASP
-from tests.sim.conftest import wait_for
+from tests.sim.conftest import begun, wait_for
 
 KEYS = np.arange(64)
 ONES = np.ones((len(KEYS), 1), np.float32)
@@ -25,15 +22,8 @@ ONES = np.ones((len(KEYS), 1), np.float32)
 
 @pytest.fixture
 def three() -> Iterator[Cluster]:
-    with virtual() as install:
-        found = Cluster(1, Weather(), ClusterConfig(ranges=16, replicas=1, min_servers=3), admin=True)
-        install(found)
-        found.start_leader("c0")
-        for name in ("s0", "s1"):
-            found.start_server(name)
-        found.start_server("s2")
+    with begun(3, 16, replicas=1, admin=True) as found:
         yield found
-        found.end()
 
 
 def coming(cluster: Cluster) -> bool:
