@@ -25,6 +25,7 @@ from replication.effects import CaughtUp
 log = fields.logger(__name__)
 
 LEVELS_S = 0.02  # ranges that are level within this time are told together: each report makes the leader plan
+FORGOTTEN_S = 10.0  # the term of a leader that is silent for so long counts no more: no office outlasts that
 ALONE_S = 0.1  # who is left of a range beside a copy that is kept lives for so long before it may acknowledge alone
 
 
@@ -85,10 +86,10 @@ class Leaders:
             self.tell()
 
     def beat(self, connection: Connection, header: Header, body: Body) -> None:
-        """GET_VIEW of a coordinator: it leads."""
-        term = GetViewHeader.of(header).term
-        if term >= self._term:
-            self._term, self._spoken, self._spoken_at = term, connection, self._loop.time()
+        """GET_VIEW of a coordinator: it leads. Terms of a store that was made anew begin low again."""
+        term, now = GetViewHeader.of(header).term, self._loop.time()
+        if term >= self._term or now - self._spoken_at > FORGOTTEN_S:
+            self._term, self._spoken, self._spoken_at = term, connection, now
 
     def report(self) -> bytes:
         """The REPORT frame: what a leader wants to know, as it is now."""
