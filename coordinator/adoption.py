@@ -10,7 +10,7 @@ live put back what is theirs.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.errors import CoordinationError
@@ -27,7 +27,7 @@ from coordinator.membership import (
     VIEW,
     identity_of,
 )
-from coordinator.records import read
+from coordinator.records import check, read
 from coordinator.store import Entry, Store
 from coordinator.view import ClusterConfig, Roster, View
 
@@ -59,7 +59,7 @@ def table_of(key: str, value: bytes) -> TableEntry | None:
     document = read(key, value)
     if document.get("dropping"):
         return None
-    document = read(key, value, id=int, spec=str)
+    check(key, document, id=int, spec=str)
     return TableEntry(key.removeprefix(TABLES), document["id"], document["spec"], not document.get("creator"))
 
 
@@ -178,9 +178,9 @@ async def reset(store: Store, new_id: str) -> ClusterConfig:
         raise CannotAdopt(f"somebody else has changed cluster {store.cluster} just now")
     await _clear(store, entries)
     ours = made.identity(store.cluster)
-    for key, cluster in ((VIEW, _cluster_of_view), (ROSTER, _cluster_of_roster)):
-        # A leader that has not heard of it yet may have written one more.
-        while (entry := await store.get(key)) is not None and cluster(entry.value) != ours:
+    decoders: Mapping[str, Callable[[bytes], View | Roster]] = {VIEW: View.decode, ROSTER: Roster.decode}
+    for key, decode in decoders.items():  # a leader that has not heard of it yet may have written one more
+        while (entry := await store.get(key)) is not None and decode(entry.value).cluster != ours:
             await store.delete(key, expect=entry.revision)
     return made
 
@@ -190,14 +190,6 @@ async def _clear(store: Store, entries: Iterable[Entry]) -> None:
     for entry in entries:
         if entry.key in _KEYS or entry.key.startswith(_BELOW):
             await store.delete(entry.key, expect=entry.revision)
-
-
-def _cluster_of_view(value: bytes) -> str:
-    return View.decode(value).cluster
-
-
-def _cluster_of_roster(value: bytes) -> str:
-    return Roster.decode(value).cluster
 
 
 def _find(entries: Iterable[Entry], key: str) -> Entry | None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from coordinator import fields
+
+log = fields.logger(__name__)
 
 MOST = (1 << 63) - 1
 
@@ -19,10 +25,24 @@ def read(key: str, value: bytes, **kinds: type) -> dict[str, Any]:
         raise ValueError(f"{key} is no JSON: {error}") from None
     if not isinstance(said, dict):
         raise ValueError(f"{key} is no JSON object")
+    check(key, said, **kinds)
+    return said
+
+
+def check(key: str, said: dict[str, Any], **kinds: type) -> None:
+    """The object under a key has these fields, as for `read`. ValueError if not."""
     for name, kind in kinds.items():
         if name not in said or not _fits(said[name], kind):
             raise ValueError(f"{key} has no {name} that is a {kind.__name__}")
-    return said
+
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """What is read within, and makes no sense, is left out with a warning."""
+    try:
+        yield
+    except ValueError as error:
+        log.warning("an entry is left out", why=error)
 
 
 def _fits(value: object, kind: type) -> bool:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from coordinator import fields
 from coordinator.adoption import TABLES, TableEntry, table_of
 from coordinator.connect import open_store
 from coordinator.membership import CONFIG, VIEW
+from coordinator.records import left_out
 from coordinator.store import Store
 from coordinator.view import View
 from elasticps.errors import ClusterUnreachable, ConfigError, Error
-
-log = fields.logger(__name__)
 
 NOT_YET = "cluster {!r} has no view: no server has served yet"
 NO_CLUSTER = (
@@ -49,10 +47,7 @@ async def read_tables(store: Store) -> list[TableEntry]:
     """The tables that are registered, without those that are about to go, and without what is none."""
     found = []
     for entry in (await store.list(TABLES)).entries:
-        try:
-            table = table_of(entry.key, entry.value)
-        except ValueError as error:
-            log.warning("an entry is left out", why=error)
-        else:
-            found += [] if table is None else [table]
+        with left_out():
+            if (table := table_of(entry.key, entry.value)) is not None:
+                found.append(table)
     return found

@@ -26,6 +26,7 @@ from elasticps.wire.frames import (
     json_body,
     json_frame,
     unpack_header,
+    whole,
 )
 from elasticps.wire.headers import GetViewHeader
 from elasticps.wire.views import view_frame
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 HELLO_TIMEOUT_S = 2.0
 _ANOTHER = ("cluster", "incarnation")  # codes of who answers in its place; any other refusal tells of no death
-_MOST = 1 << 63  # above whatever is counted
+_MOST = (1 << 63) - 1  # of whatever is counted
 MAX_WAITING_BYTES = 4 << 20  # views that a server which reads nothing is not sent any more
 
 
@@ -133,27 +134,23 @@ async def _read(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
 def _report(header: Header, document: dict[str, Any]) -> Report:
     """What a server says, if a planner can reckon with all of it: one that talks nonsense is not to end who listens."""
     try:
-        levels = tuple(CaughtUp(_whole(r), _whole(fill), _member(*member)) for r, fill, *member in document["levels"])
+        levels = tuple(
+            CaughtUp(whole(r, _MOST), whole(fill, _MOST), _member(*member)) for r, fill, *member in document["levels"]
+        )
         suspects = {_member(name, number): float(seconds) for name, number, seconds in document["suspects"]}
         stalled = frozenset(_member(name, number) for name, number in document["stalled"])
-        nbytes, requests = _whole(document["bytes"]), _whole(document["requests"])
-        used, mark, full = (_whole(nbytes, -_MOST) for nbytes in document["memory"])
+        nbytes, requests = whole(document["bytes"], _MOST), whole(document["requests"], _MOST)
+        used, mark, full = (whole(each, _MOST, -_MOST) for each in document["memory"])
         term, connected, silent_s = document["leader"]
-        tenure = Tenure(_whole(term), bool(connected), float(silent_s))
-        memory, alone = Memory(used, mark, full), _whole(document["alone"])
-        spent = tuple((_whole(r), _whole(fill)) for r, fill in document["spent"])
+        tenure = Tenure(whole(term, _MOST), bool(connected), float(silent_s))
+        memory, alone = Memory(used, mark, full), whole(document["alone"], _MOST)
+        spent = tuple((whole(r, _MOST), whole(fill, _MOST)) for r, fill in document["spent"])
         return Report(header.epoch, levels, suspects, stalled, nbytes, requests, memory, tenure, alone, spent)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise FrameError(f"a report that is none: {error}") from None
 
 
-def _whole(number: object, low: int = 0) -> int:
-    if type(number) is not int or not low <= number < _MOST:
-        raise ValueError(f"no count: {number!r:.100}")
-    return number
-
-
 def _member(name: object, incarnation: object) -> Member:
     if not isinstance(name, str):
         raise ValueError(f"no name: {name!r:.100}")
-    return Member(name, _whole(incarnation))
+    return Member(name, whole(incarnation, _MOST))

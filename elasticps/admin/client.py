@@ -162,12 +162,13 @@ def open_channel(address: str, credentials: Credentials | None) -> grpc.aio.Chan
     return grpc.aio.secure_channel(address, ours, options=(*_OPTIONS, name))
 
 
-def outdated(credentials: Credentials | None, generation: int) -> bool:
-    """Whether a channel that is kept is to be opened again: certificates were replaced since those of this generation,
-    and servers refuse what was proved by one that has ended."""
-    if credentials is not None:
-        credentials.refresh()
-    return generation != (0 if credentials is None else credentials.generation)
+def generation_of(credentials: Credentials | None) -> int:
+    """Of the certificates that there are now. A channel that is kept is to be opened again when it was opened with
+    those of another one: servers refuse what was proved by a certificate that has ended."""
+    if credentials is None:
+        return 0
+    credentials.refresh()
+    return credentials.generation
 
 
 def failure(address: str, timeout_s: float, error: grpc.aio.AioRpcError) -> Error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from elasticps.admin import admin_pb2, admin_pb2_grpc
-from elasticps.admin.client import failure, open_channel, outdated
+from elasticps.admin.client import failure, generation_of, open_channel
 from elasticps.admin.subject import CutState, CutTaken, CutWritten, Writing, WrittenFile
 
 if TYPE_CHECKING:
@@ -59,10 +59,10 @@ class CutClient:
         return read_written(await self._ask("CutWritten", request))
 
     async def _ask(self, method: str, request: Any) -> Any:
-        if self._channel is None or outdated(self._credentials, self._generation):
+        generation = generation_of(self._credentials)
+        if self._channel is None or generation != self._generation:
             await self.close()
-            self._channel = open_channel(self._address, self._credentials)
-            self._generation = 0 if self._credentials is None else self._credentials.generation
+            self._channel, self._generation = open_channel(self._address, self._credentials), generation
         try:
             stub = admin_pb2_grpc.AdminStub(self._channel)
             return await getattr(stub, method)(request, timeout=self._timeout_s)

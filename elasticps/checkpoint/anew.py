@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from coordinator import fields
 from coordinator.loss import find_loss, spans
 from coordinator.losses import key_of
 from coordinator.membership import (
@@ -28,7 +27,7 @@ from coordinator.membership import (
     ROSTER,
     SERVERS,
 )
-from coordinator.records import read
+from coordinator.records import left_out, read
 from coordinator.store import Store
 from coordinator.view import Roster, ServerInfo, View
 from elasticps import background
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from elasticps.security.credentials import Credentials
-
-log = fields.logger(__name__)
 
 ASK_S = 5.0
 _PAUSE_S = 0.1
@@ -207,13 +204,10 @@ async def _missing(
     have = {worker.id: worker.clock for worker in manifest.workers.values()} | dict(manifest.former)
     lowest = min((worker.clock for worker in manifest.workers.values()), default=0)
     for each in (await store.list(LAST_WORKER)).entries:
-        try:
+        with left_out():
             past = read(each.key, each.value, id=int, base=int)
-        except ValueError as error:
-            log.warning("an entry is left out", why=error)
-            continue
-        names[past["id"]] = each.key.removeprefix(LAST_WORKER)
-        have.setdefault(past["id"], past["base"])
+            names[past["id"]] = each.key.removeprefix(LAST_WORKER)
+            have.setdefault(past["id"], past["base"])
     floors: dict[int, int] = {}
     for worker in sorted(found.least.keys() | roster.keys()):
         if worker < ERASER:

@@ -13,7 +13,7 @@ from coordinator import fields
 from coordinator.adoption import ON_LOSS, RATES
 from coordinator.errors import StoreUnavailable
 from coordinator.membership import LAST_WORKER, NEWEST_CHECKPOINT, RESTORING
-from coordinator.records import read
+from coordinator.records import left_out, read
 from coordinator.store import Store
 from coordinator.view import ServerInfo
 from elasticps import background
@@ -220,7 +220,7 @@ async def _manifest(store: Store, cut: Cut, files: list[WrittenFile]) -> Manifes
     workers: dict[str, WorkerEntry] = {}
     for entry in (await store.list(LAST_WORKER)).entries:
         name = entry.key.removeprefix(LAST_WORKER)
-        try:
+        with left_out():
             past = read(entry.key, entry.value, id=int, base=int, trained=int, steps=int)
             id_ = past["id"]
             if id_ in verdict.clocks or id_ in verdict.left_out:
@@ -228,8 +228,6 @@ async def _manifest(store: Store, cut: Cut, files: list[WrittenFile]) -> Manifes
                 clock = verdict.clocks.get(id_, max(map(touched_clock, out.values()), default=0))
                 app = apps.get(id_, name.partition("/")[0] if "/" in name else "default")
                 workers[name] = WorkerEntry(id_, app, clock, past["base"], past["trained"], past["steps"]).checked()
-        except ValueError as error:
-            log.warning("an entry is left out", why=error)
     named = {worker.id for worker in workers.values()}
     homes: list[Any] = [home for state in cut.states.values() for _, home in sorted(state.homes.items())]
     closed = {app: max(rounds.values()) for app, rounds in verdict.rounds_torn.items()} | dict(verdict.rounds)
@@ -268,8 +266,6 @@ async def _tables(store: Store) -> dict[str, tuple[int, TableSpec]]:
 async def _settings(store: Store) -> dict[str, dict[str, Any]]:
     found = {}
     for entry in [entry for prefix in (RATES, ON_LOSS) for entry in (await store.list(prefix)).entries]:
-        try:
+        with left_out():
             found[entry.key] = read(entry.key, entry.value)
-        except ValueError as error:
-            log.warning("an entry is left out", why=error)
     return found

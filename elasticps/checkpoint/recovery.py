@@ -18,7 +18,7 @@ from coordinator.errors import CoordinationError
 from coordinator.loss import find_loss, spans
 from coordinator.losses import HELD_UP, RESTORE, WAIT, key_of
 from coordinator.membership import BEGIN_ANEW, VIEW
-from coordinator.records import read
+from coordinator.records import check, left_out, read
 from coordinator.store import Entry, Store
 from coordinator.view import View
 from elasticps.checkpoint.anew import Anew, Drive, OverBudget, prepare, record, registered_of, with_error
@@ -138,13 +138,10 @@ async def policies_of(store: Store) -> dict[str, dict[str, Any]]:
     """What becomes of each table that is registered, by "application/name"."""
     said = {}
     for entry in (await store.list(ON_LOSS)).entries:
-        try:
+        with left_out():
             document = read(entry.key, entry.value, table=int, on_loss=str)
             if document.get("max_lost_steps") is not None:
-                read(entry.key, entry.value, max_lost_steps=int)
-        except ValueError as error:
-            log.warning("an entry is left out", why=error)
-        else:
+                check(entry.key, document, max_lost_steps=int)
             said[entry.key.removeprefix(ON_LOSS), document["table"]] = {"max_lost_steps": None} | document
     unsaid = {"on_loss": WAIT, "max_lost_steps": None}
     return {table.name: said.get((table.name, table.id), unsaid) for table in await read_tables(store)}

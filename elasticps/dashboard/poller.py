@@ -21,7 +21,7 @@ from coordinator.membership import CONFIG
 from coordinator.store import Change, Delete, Put, Reset, Store
 from coordinator.url import parse
 from elasticps.admin import admin_pb2, admin_pb2_grpc
-from elasticps.admin.client import open_channel, outdated
+from elasticps.admin.client import generation_of, open_channel
 from elasticps.dashboard.fanout import Fanout
 from elasticps.dashboard.model import Model
 from elasticps.dashboard.past import read_past
@@ -258,15 +258,15 @@ class _Peer:
         self.asked = False
         self.silent = True
         self._credentials = credentials
+        self._generation = generation_of(credentials)
         self._channel = open_channel(admin, credentials)
-        self._generation = 0 if credentials is None else credentials.generation
         self.stub = admin_pb2_grpc.AdminStub(self._channel)
         self._watch = asyncio.create_task(self._watching(broken), name=f"connection to {name}")
 
     @property
     def outdated(self) -> bool:
         """Whether it is to be made anew, with newer certificates."""
-        return outdated(self._credentials, self._generation)
+        return generation_of(self._credentials) != self._generation
 
     async def _watching(self, broken: Callable[[_Peer], None]) -> None:
         state = self._channel.get_state(try_to_connect=True)

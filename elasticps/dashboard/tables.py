@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -27,7 +26,7 @@ class Tables:
                 self._known.pop(key, None)
                 return True
             app = table.name.partition("/")[0]
-            self._known[key] = {"id": table.id, "app": app, **_shape(json.loads(table.spec))}
+            self._known[key] = {"id": table.id, "app": app, **_shape(read(key, table.spec.encode(), name=str))}
         elif key.startswith(RATES):
             document = read(key, value, table=int, lr=object)
             self._rates[key] = document["table"], document["lr"]

@@ -20,6 +20,7 @@ from elasticps.checkpoint.create import checkpoint
 from elasticps.checkpoint.driver import GivenUp
 from elasticps.checkpoint.duty import Duty
 from elasticps.checkpoint.manifest import Manifest
+from elasticps.checkpoint.recovery import policies_of
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError, ClusterUnreachable
 from elasticps.optimizers import Accumulate
@@ -134,6 +135,35 @@ def test_what_servers_have_written_is_published_with_the_clocks_of_the_cut(scene
         assert catalog.read(scene.storage, 1) == manifest
         for server in scene.servers.values():
             assert server.happened == ["hold", "take", "release"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"[" * 100_000,
+        b"[]",
+        b"",
+        b'{"id": 1e999, "table": 1e999}',
+        b'{"id": 3, "base": -1, "trained": 2, "steps": 3, "spec": 7, "table": -1}',
+        b'{"id": 3, "base": 4611686018427387904, "trained": 2, "steps": 3, "table": "x"}',
+    ],
+)
+def test_what_workers_may_have_written_stops_no_checkpoint(scene: Scene, value: bytes) -> None:
+    """Found in a review: it could not be made, or was published and could not be read."""
+
+    async def main() -> None:
+        await scene.begin()
+        for key in ("last-worker/hostile", "tables/a/hostile", "rates/a/hostile", "on-loss/a/hostile"):
+            await scene.store.put(key, value)
+        manifest = await scene.take()
+        assert sorted(manifest.workers) == ["gone", "w"]
+        assert list(manifest.tables) == ["default/t"]
+        assert catalog.read(scene.storage, 1) == manifest
+        assert await policies_of(scene.store) == {
+            f"default/{name}": {"on_loss": "wait", "max_lost_steps": None} for name in ("late", "t")
+        }
 
     asyncio.run(main())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -60,8 +61,11 @@ class FakeServer:
 
     def kill(self) -> None:
         """Ends at once; its address refuses connections."""
-        self._end(self._listener)
-        self._accepting.join()  # who has come just now is known
+        if self._listener.fileno() >= 0:
+            address = self._listener.getsockname()
+            self._end(self._listener)
+            self._accepting.join()  # who has come just now is known
+            weakref.finalize(self, _kept(address).close)
         for sock in self._connections:
             self._end(sock)
 
@@ -147,6 +151,16 @@ class FakeServer:
         if middle < len(answer):
             self.go.wait(60)
             yield answer[middle:]
+
+
+def _kept(address: tuple[str, int]) -> socket.socket:
+    """Nobody listens there, and nobody will: a server of another test, which answers as this one did, would be taken
+    for it."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of before may linger
+    sock.bind(address)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    return sock
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:

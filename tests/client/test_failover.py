@@ -79,6 +79,14 @@ def told(wait: Callable[[float], object], *words: str) -> str:
     return said
 
 
+def test_nobody_gets_the_address_of_a_fake_that_was_killed(cluster: Cluster) -> None:
+    """Its like in a test beside did, and answered in its place."""
+    host, port = cluster.a.address.split(":")
+    cluster.a.kill()
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server((host, int(port)))
+
+
 def test_a_step_that_a_lost_head_owed_goes_to_its_successor(cluster: Cluster) -> None:
     ps = cluster.connect()
     table = cluster.table(ps)
