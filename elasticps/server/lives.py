@@ -106,17 +106,21 @@ async def live(
                 cluster=around.config.identity(around.store.cluster),
             )
             incarnation = session.info.incarnation
-            async with _life(around, session) as server:
-                served = True
-                await around.show(server)
-                await asyncio.wait((stop, leave, server.removed), return_when=asyncio.FIRST_COMPLETED)
-                await around.show(None)
-                if leave.done() and not stop.done():
-                    await _drain(around.store, server, stop, drain_timeout_s)
+            try:
+                async with _life(around, session) as server:
+                    served = True
+                    await around.show(server)
+                    await asyncio.wait((stop, leave, server.removed), return_when=asyncio.FIRST_COMPLETED)
+                    await around.show(None)
+                    if leave.done() and not stop.done():
+                        await _drain(around.store, server, stop, drain_timeout_s)
+                # Only now: as long as the store does not answer, a leader may give what is left out ranges again.
                 if not stop.done() and await _drained(around.store, session):
                     resolve(stop, "drained")
-                if leave.done():  # as another one it would be given ranges, and go with them
-                    resolve(stop, "SIGTERM; the view has left it out before it was drained")
+            finally:
+                await session.close()
+            if leave.done():  # as another one it would be given ranges, and go with them
+                resolve(stop, "SIGTERM; the view has left it out before it was drained")
         except StoreUnavailable as error:  # only before it serves: from then on it does without the store
             if not served and loop.time() > registered_by:
                 raise
@@ -131,7 +135,6 @@ async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[S
     """One incarnation: a server that listens and follows views and rosters."""
     loop, store = asyncio.get_running_loop(), around.store
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(session.close)
         server = around.build(session, session.cluster, around.config.ranges, loop)
         stack.callback(server.close)
         logs.bind(incarnation=session.info.incarnation, epoch=lambda: server.serving.epoch)

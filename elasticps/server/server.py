@@ -137,9 +137,10 @@ class Server:
     # --- views and rosters ------------------------------------------------------------------------------------------
 
     def adopt(self, view: View) -> None:
-        """Takes a newer view of our cluster; frames that waited for it go on."""
+        """Takes a newer view of our cluster; frames that waited for it go on. None after one that has left us out: what
+        is void stays void, though a leader that has not heard of it yet may give us ranges again."""
         serving = self.serving
-        if view.epoch <= serving.epoch or view.cluster != self.cluster:
+        if view.epoch <= serving.epoch or view.cluster != self.cluster or self.removed.done():
             return
         listed = serving.adopt(view)
         self.herald.adopt(view)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coordinator.membership import LEASE_S, create_cluster, register_server
 from coordinator.memory import MemoryStore
-from coordinator.view import ClusterConfig, View
+from coordinator.view import ClusterConfig, ServerInfo, View
 from elasticps.errors import ConfigError
 from elasticps.server import names
-from elasticps.server.lives import _drain
+from elasticps.server.lives import Identity, Surroundings, _drain, live, plain
 from elasticps.server.names import wait_for_name
 from elasticps.server.server import Server
 from tests.coordinator.support import until_key
@@ -45,15 +47,90 @@ async def drained(group: Group, damaged: str, ttl_s: float) -> AsyncIterator[tup
         await session.close()
 
 
+def without(view: View, name: str) -> View:
+    """The next view, which one of the servers is left out of; others have all it had."""
+    index = view.index(name)
+    servers = tuple(info for info in view.servers if info.name != name)
+    chains = np.array([[c - (c > index) for c in chain if c not in (index, -1)] or [0] for chain in view.chains])
+    shape = len(chains), view.replicas
+    padded = np.full(shape, -1, np.int32)
+    padded[:, : chains.shape[1]] = chains
+    epoch = view.epoch + 1
+    return View(view.cluster, epoch, view.ranges, view.replicas, servers, padded, np.full(shape[0], -1, np.int32),
+                np.full(shape[0], epoch, np.int64), "left out")  # fmt: skip
+
+
+def test_what_a_view_has_left_out_takes_no_part_in_later_ones(run: Run) -> None:
+    """Its leader may not know yet that it has given up, and lets it join again; what it would be given, it drops."""
+
+    async def test(group: Group) -> None:
+        server = await group.start("a")
+        await group.start("b")
+        first = group.make_view(lambda r: ["b"], lambda r: "a")
+        server.adopt(first)
+        second = without(first, "a")
+        server.adopt(second)
+        assert server.removed.done()
+        group.view = second
+        server.adopt(group.make_view(lambda r: ["b"], lambda r: "a"))
+        assert server.serving.epoch == second.epoch
+        assert not server.serving.listed
+
+    run(test)
+
+
+def test_a_life_that_is_left_out_ends_though_the_store_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader that reaches it would give it ranges again meanwhile, and count on its copies (seed 4223)."""
+    store = MemoryStore("c")
+    closed = asyncio.Event()
+    asked = asyncio.Event()
+
+    async def never(store: object, session: object) -> bool:
+        asked.set()
+        await asyncio.Event().wait()
+        return False
+
+    monkeypatch.setattr("elasticps.server.lives._drained", never)
+
+    def build(*around: Any) -> Server:
+        server = plain(*around)
+        monkeypatch.setattr(server.restoring, "close", closed.set)
+        return server
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        config = await create_cluster(store, ClusterConfig(ranges=2, replicas=1))
+        shown: asyncio.Queue[Server | None] = asyncio.Queue()
+        stop: asyncio.Future[str] = loop.create_future()
+        leave: asyncio.Future[str] = loop.create_future()
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            address = f"127.0.0.1:{sock.getsockname()[1]}"
+            around = Surroundings(store, config, sock, build, shown.put)
+            living = asyncio.create_task(live(around, Identity("a", address), stop, leave, wait_s=5, drain_timeout_s=5))
+            try:
+                server = await asyncio.wait_for(shown.get(), 30)
+                assert server is not None
+                infos = (server.me, ServerInfo("b", 1, "127.0.0.1:1"))
+                chains = np.array([[0], [1]], np.int32)
+                none = np.full(2, -1, np.int32)
+                view = View(server.cluster, 1, 2, 1, infos, chains, none, np.ones(2, np.int64), "first")
+                server.adopt(view)
+                server.adopt(without(view, "a"))
+                await asyncio.wait_for(asked.wait(), 30)
+                assert closed.is_set()
+            finally:
+                living.cancel()
+                await asyncio.gather(living, return_exceptions=True)
+
+    asyncio.run(test())
+
+
 def test_an_entry_that_cannot_be_read_ends_no_server_that_drains(run: Run) -> None:
     """It would go with ranges that nobody else has."""
 
     async def test(group: Group) -> None:
         async with drained(group, "servers/b", LEASE_S) as (server, draining, stop):
-            moved = group.make_view(lambda r: ["b"])
-            servers = tuple(info for info in moved.servers if info.name == "b")
-            moved = View("c", moved.epoch, moved.ranges, moved.replicas, servers, moved.chains - (moved.chains >= 0),
-                         moved.joining, moved.since, "moved")  # fmt: skip
+            moved = without(group.make_view(lambda r: ["b"]), "a")
             await asyncio.sleep(0)
             server.adopt(moved)
             await asyncio.wait_for(draining, 30)
