@@ -31,6 +31,7 @@ from coordinator.records import check, read
 from coordinator.store import Entry, Store
 from coordinator.view import ClusterConfig, Roster, View
 
+UNHEARD = 1 << 16  # views that only a server which is given up, and workers, may know
 TABLES = "tables/"
 RATES = "rates/"  # that were set for all workers: <application>/<table>
 ON_LOSS = "on-loss/"  # what becomes of a table where every replica of a range is gone: <application>/<table>
@@ -102,6 +103,8 @@ def plan_adoption(witnesses: Sequence[Witness], given_up: Collection[str], app: 
         raise CannotAdopt(
             f"no answer from {', '.join(silent)}: bring them back, or say --without for each that is gone for good"
         )
+    if any((s.name, s.incarnation) not in heard for s in view.servers):  # who may have told workers of newer views
+        view = replace(view, epoch=view.epoch + UNHEARD)
     specs = {number: spec for witness in witnesses for number, spec in witness.tables.items()}
     tables, unclear = _tables(specs, app)
     incarnations: dict[str, int] = {}

@@ -222,6 +222,7 @@ class EtcdStore:
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Change, None]:
         """See `Store.watch`."""
         seen, out = after, _Trouble()
+        known: Any = None  # something that is, or was, in the store that we watch
         while not self._closed.is_set():
             at = self._at
             member = self._member(at)
@@ -231,12 +232,15 @@ class EtcdStore:
                         if out.failures:
                             log.warning("a watch goes on", prefix=prefix, endpoint=member.address, before=out)
                             out = _Trouble()
-                        if reset := await self._gap(response, prefix, seen):
-                            seen = reset.revision
+                        if reset := await self._gap(response, prefix, seen, known):
+                            seen, known = reset.revision, None
                             yield reset
                             break
+                        if response.created and known is None:
+                            known = await self._config()
                         for event in response.events:
                             seen = event.kv.mod_revision
+                            known = event.kv if event.type == event.PUT else known
                             yield self._change(event)
             except (AioRpcError, _TryNext, StoreUnavailable) as error:
                 if not out.failures:
@@ -257,13 +261,32 @@ class EtcdStore:
         members, self._members = list(self._members.values()), {}
         await asyncio.gather(*(member.channel.close(None) for member in members), *self._leaving)
 
-    async def _gap(self, response: Any, prefix: str, seen: int) -> Reset | None:
-        """The state now, if changes after `seen` were compacted away or etcd has lost what we have seen."""
-        if not response.compact_revision and not (response.created and response.header.revision < seen):
+    async def _gap(self, response: Any, prefix: str, seen: int, known: Any) -> Reset | None:
+        """The state now, if changes after `seen` were compacted away or etcd has lost what we have seen: also one that
+        was made anew, and has come as far."""
+        other = response.created and not await self._had(known)
+        if not (response.compact_revision or other or (response.created and response.header.revision < seen)):
             return None
         listing = await self.list(prefix)
         # A member that lags behind shows an older revision too; the listing shows the newest.
-        return Reset(listing) if response.compact_revision or listing.revision < seen else None
+        return Reset(listing) if response.compact_revision or other or listing.revision < seen else None
+
+    async def _config(self) -> Any:
+        response, _ = await self._call(lambda m: m.kv.Range, rpc.RangeRequest(key=self._key("config")))
+        return response.kvs[0] if response.kvs else None
+
+    async def _had(self, known: Any) -> bool:
+        """Whether etcd had this where it stood; not if it cannot tell any more."""
+        if known is None:
+            return True
+        request = rpc.RangeRequest(key=known.key, revision=known.mod_revision)
+        try:
+            response, _ = await self._call(lambda m: m.kv.Range, request)
+        except StoreUnavailable:
+            raise
+        except CoordinationError:  # compacted, or not there yet
+            return False
+        return bool(response.kvs) and response.kvs[0] == known
 
     async def _responses(self, member: _Member, prefix: str, seen: int) -> AsyncGenerator[Any, None]:
         """The answers of one watch stream on one endpoint. Raises when it breaks, ends when the store is closed."""

@@ -167,6 +167,11 @@ class Detector:
         for member in self._peers.keys() - members.keys():
             del self._peers[member]
 
+    def begin_anew(self) -> None:
+        """The servers are another cluster's from now on, whose epochs begin at 1 again."""
+        self._levels.clear()
+        self._spent.clear()
+
     def connected(self, member: Member, now: float) -> None:
         """It answered, and it is the incarnation that was called. Only its reports show that it does its work."""
         peer = self._peers.get(member)

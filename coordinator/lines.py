@@ -120,7 +120,9 @@ class Lines:
     def follow(self, cluster: str, listed: Iterable[ServerInfo], registered: Iterable[ServerInfo]) -> None:
         """These are the servers of the view and those whose keys are in the store: keeps a line to each. `cluster`: the
         identity of theirs."""
-        self._cluster = cluster
+        if cluster != self._cluster:
+            self._cluster = cluster
+            self._detector.begin_anew()
         servers = {server.member: server for server in listed}
         keys = {server.member: server for server in registered}
         servers.update(keys)

@@ -86,10 +86,20 @@ async def create_cluster(store: Store, config: ClusterConfig) -> ClusterConfig:
 async def new_number(store: Store) -> int:
     """A number above 0 that nobody gets again in this cluster, and above all that were given out before."""
     entry = await store.get(CONFIG)
-    revision = await store.put(NUMBERS, b"")
-    if entry is None:
+    while True:
+        revision = await store.put(NUMBERS, b"")
+        before, entry = entry, await store.get(CONFIG)
+        if entry == before:
+            break  # else the store may have been made anew in between, where numbers count otherwise
+    return number_of(entry, revision)
+
+
+def number_of(config: Entry | None, revision: int) -> int:
+    """The number that stands for a revision, of a write while the config was this: above those of all writes before,
+    also in stores that this one has taken the cluster over from."""
+    if config is None:
         return revision
-    return ClusterConfig.from_json(entry.value).base + revision - entry.create_revision
+    return ClusterConfig.from_json(config.value).base + revision - config.create_revision
 
 
 async def _next_incarnation(store: Store, key: str) -> int:
@@ -293,7 +303,14 @@ class WorkerSession(Session[WorkerInfo]):
     async def newest(self) -> int:
         record = await self._store.get(LAST_WORKER + self.info.name)
         if record is not None:
-            return last_worker(record.value)
+            try:
+                return last_worker(record.value)
+            except ValueError as error:
+                if (ours := self.belongings.get(record.key)) is None:
+                    raise
+                log.warning("put back", key=record.key, reason=str(error))
+                await self._store.compare_and_set(record.key, ours, expect=record.revision)
+                return last_worker(ours)
         if self.took_part:
             await self.our_cluster()
             if self.base == self._restored:

@@ -69,6 +69,9 @@ class Recovery:
         store = self._store
         entry = await store.get(VIEW)
         loss = None if entry is None else find_loss(View.decode(entry.value), await registered_of(store))
+        if loss is not None and loss.coming.size:  # the store that knew from where was lost: there is no way back
+            await self._begin(await prepare(store, loss.coming.tolist(), self._url, None, (), self._credentials))
+            return
         ranges = np.empty(0, np.int64) if loss is None else np.union1d(loss.lost, loss.waiting)
         if not ranges.size:
             await self._held_up("")
@@ -79,7 +82,11 @@ class Recovery:
             return
         anew = await prepare(store, ranges.tolist(), self._url, None, (), self._credentials)
         check_budget(anew, policies)
-        if await store.compare_and_set(BEGIN_ANEW, anew.to_json(), expect=0) is not None:
+        await self._begin(anew)
+
+    async def _begin(self, anew: Anew) -> None:
+        if await self._store.compare_and_set(BEGIN_ANEW, anew.to_json(), expect=0) is not None:
+            ranges = np.array(anew.ranges)
             log.warning("ranges are to be brought back", ranges=spans(ranges), url=anew.url, cut=anew.cut)
 
     async def _held_up(self, why: str) -> None:

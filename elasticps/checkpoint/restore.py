@@ -4,8 +4,8 @@ Servers read what they head, and log it (`elasticps.server.restoring`). This ask
 every range has said that all its replicas have it. While a whole cluster comes back the key `restoring` is in etcd, and
 workers wait at `connect`. Tables are registered when their rows are there; so nobody ever sees a part of one.
 
-One drives at a time: who holds the key `restore-driver`, under a lease; its revision is the number by which servers
-refuse what an older one still says, and what a newer one has ended.
+One drives at a time: who holds the key `restore-driver`, under a lease; the number of that write is the one by which
+servers refuse what an older one still says, and what a newer one has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from coordinator import fields
 from coordinator.adoption import ON_LOSS, RATES, TABLES
 from coordinator.errors import CoordinationError, LeaseLost, StoreUnavailable
-from coordinator.membership import CONFIG, LAST_WORKER, RESTORE_FILLS, RESTORING, VIEW, WORKERS, new_number
+from coordinator.membership import (
+    CONFIG,
+    LAST_WORKER,
+    RESTORE_FILLS,
+    RESTORING,
+    VIEW,
+    WORKERS,
+    new_number,
+    number_of,
+)
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, ServerInfo, View
 from elasticps import background
@@ -180,12 +189,17 @@ async def driving(store: Store) -> AsyncIterator[Office]:
     lease = await store.grant(LEASE_S)
     keeper = asyncio.create_task(_keep(store, lease))
     try:
-        serial = await store.compare_and_set(DRIVER, b"", expect=0, lease=lease)
-        if serial is None:
-            raise ConfigError(
-                f"somebody restores cluster {store.cluster!r} already; if they died, try again in {LEASE_S:g} s"
-            )
-        yield Office(serial, lease)
+        while True:
+            config = await store.get(CONFIG)
+            revision = await store.compare_and_set(DRIVER, b"", expect=0, lease=lease)
+            if revision is None:
+                raise ConfigError(
+                    f"somebody restores cluster {store.cluster!r} already; if they died, try again in {LEASE_S:g} s"
+                )
+            if await store.get(CONFIG) == config:
+                break
+            await store.delete(DRIVER, expect=revision)
+        yield Office(number_of(config, revision), lease)
     finally:
         keeper.cancel()
         with suppress(StoreUnavailable):

@@ -184,7 +184,7 @@ class Tables:
             )
         self._dispatcher.check()
         value = json.dumps({"table": number, "on_loss": policy, "max_lost_steps": max_lost_steps}).encode()
-        self._registry.put(f"{ON_LOSS}{self._app}/{table}", value, self._timeout_s)
+        self._registry.put(f"{ON_LOSS}{self._app}/{table}", value, self._timeout_s, ours=True)
 
     def _create(self, registration: Registration) -> None:
         """Makes the table known to the heads of all ranges, which tell their successors; to absent ones later, but

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from coordinator.adoption import table_key
+from coordinator.adoption import ON_LOSS, table_key
 from coordinator.connect import open_store
 from coordinator.errors import CoordinationError, Fenced
 from coordinator.membership import (
@@ -137,10 +137,21 @@ class Registry:
     def keep(self, past: Past, timeout_s: float) -> int | None:
         """Writes it, if the key still has its revision (0: does not exist); returns the new one, or None."""
         value = json.dumps({key: number for key, number in past._asdict().items() if key != "revision"}).encode()
-        revision = self.call(self._store.compare_and_set(self._past_key, value, expect=past.revision), timeout_s)
+        revision = self.call(self._keep(past, value), timeout_s)
         if revision is not None and self._worker is not None:
             self._worker.belongings[self._past_key] = value
             self._worker.took_part = True
+        return revision
+
+    async def _keep(self, past: Past, value: bytes) -> int | None:
+        worker, expect = self._worker, past.revision
+        while (revision := await self._store.compare_and_set(self._past_key, value, expect=expect)) is None:
+            entry = await self._store.get(self._past_key)
+            ours = worker is not None and worker.took_part and past.id == worker.info.id
+            if worker is None or not ours or await worker.newest() not in (0, past.id):
+                return None
+            # Ours all the same: a write got no answer; or the store was made anew, and has it elsewhere or not yet.
+            expect = 0 if entry is None else entry.revision
         return revision
 
     @property
@@ -195,9 +206,11 @@ class Registry:
         """Whatever `ask` reads from the store."""
         return self.call(ask(self._store), timeout_s)
 
-    def put(self, key: str, value: bytes, timeout_s: float) -> None:
-        """Writes a key."""
+    def put(self, key: str, value: bytes, timeout_s: float, *, ours: bool = False) -> None:
+        """Writes a key. ours: it is put back into a store that was made anew."""
         self.call(self._store.put(key, value), timeout_s)
+        if ours and self._worker is not None:
+            self._worker.belongings[key] = value
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -258,6 +271,7 @@ class Registry:
         key = table_key(app, table.spec.name)
         if self._worker is not None:
             self._worker.belongings.pop(key, None)
+            self._worker.belongings.pop(f"{ON_LOSS}{app}/{table.spec.name}", None)
         return self.call(self._begin_drop(key, table.id), timeout_s)
 
     async def _begin_drop(self, key: str, number: int) -> Registration | None:

@@ -100,7 +100,7 @@ def keep(owner: int, folder: str) -> None:
                 break
             received += chunk
     lines = [line.split() for line in received.decode().splitlines()]
-    known = [(int(pid), moment) for pid, moment in lines]
+    known = [(int(line[0]), line[1]) for line in lines if len(line) == 2]  # one had ended before its moment was read
     end_all(list({*known, *_recorded(Path(folder))}), grace_s=0.0)
     shutil.rmtree(folder, ignore_errors=True)
 

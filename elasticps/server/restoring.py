@@ -70,6 +70,11 @@ class Restorer:
         self._work: _Work | None = None
         self._serial = 0
 
+    @property
+    def serial(self) -> int:
+        """The newest that was heard; those of a store that takes this cluster over have to be above it."""
+        return self._serial
+
     def look(self, tables: Iterable[int]) -> Restored:
         """Which of these ids are, or were, tables' here; and how far workers have come in the ranges headed here."""
         store, replica = self._executor.store, self._executor.replica

@@ -167,7 +167,13 @@ class Subject:
             "incarnation": self.me.incarnation,
             "view": b"" if view is None else view.encode(),
             "roster": roster,
-            "newest": max(self._executor.replica.clocks.newest, *serving.workers, *store.tables, *store.dropped, 0, 0),
+            "newest": max(
+                self._executor.replica.clocks.newest,
+                self.restoring.serial,
+                *serving.workers,
+                *store.tables,
+                *store.dropped,
+            ),
         }
 
     def tables(self) -> list[dict[str, Any]]:

@@ -315,3 +315,31 @@ async def test_certificates_that_were_replaced_are_used_and_watches_go_on(
         assert store._members[etcd.endpoint].channel is not before
         assert [c.entry.value for c in await take(changes, 2) if isinstance(c, Put)] == [b"3", b"4"]
     await store.close()
+
+
+async def test_a_watch_that_was_cut_off_as_etcd_was_made_anew_is_reset_however_far_that_one_is(
+    new_etcd: NewEtcd,
+) -> None:
+    """Its revisions had come to where the other's were before the watch was there again: what it had until then was
+    never told, and what it lacked neither. A coordinator that stood by waited for ever for a leader that was gone."""
+    etcd = new_etcd()
+    url = fresh_url(etcd)
+    async with Proxy(etcd.endpoint).running() as proxy:
+        writer, store = EtcdStore(url), EtcdStore(replace(url, endpoints=(proxy.endpoint,)))
+        await writer.put("old", b"1")
+        last = await writer.put("a", b"old")
+        async with aclosing(store.watch("", after=last - 1)) as changes:
+            await take(changes, 1)
+            proxy.refuse = True
+            proxy.cut()
+            etcd.kill()
+            shutil.rmtree(etcd.folder)
+            await asyncio.to_thread(etcd.start)
+            for _ in range(last + 1):
+                await writer.put("new", b"1")
+            proxy.refuse = False
+            (reset,) = await take(changes, 1)
+            assert isinstance(reset, Reset)
+            assert [entry.key for entry in reset.listing.entries] == ["new"]
+        await store.close()
+        await writer.close()

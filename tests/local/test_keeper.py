@@ -83,3 +83,19 @@ time.sleep(60)
         assert eventually(lambda: not keeper.is_running(int(child), child_moment))
         assert eventually(lambda: not keeper.is_running(int(watcher), watcher_moment))
     assert not folder.exists()
+
+
+def test_the_keeper_bears_a_process_that_had_ended_before_anybody_looked(tmp_path: Path) -> None:
+    """`started_at` knows no moment of it: its line is its id alone."""
+    (tmp_path / "kept").mkdir()
+    script = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(tmp_path / "kept")]
+    with subprocess.Popen(SLEEP) as child, subprocess.Popen(script, stdin=subprocess.PIPE) as end:
+        assert end.stdin is not None
+        end.stdin.write(f"{child.pid} {moment(child)}\n{1 << 22} \n".encode())
+        end.stdin.close()
+        try:
+            assert end.wait(20) == 0
+            assert child.wait(20) < 0
+        finally:
+            child.kill()
+    assert not (tmp_path / "kept").exists()

@@ -1,0 +1,59 @@
+"""Ranges come back from a checkpoint as the store is lost: the one that takes the cluster over goes on with that."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.adoption import Witness, adopt, plan_adoption
+from coordinator.membership import BEGIN_ANEW
+from coordinator.memory import MemoryStore
+from coordinator.view import Roster, ServerInfo, View
+from elasticps import spec
+from elasticps.admin.admin_pb2 import RestoreResponse
+from elasticps.checkpoint import anew
+from elasticps.checkpoint.recovery import Recovery
+from elasticps.checkpoint.storage import Storage
+from elasticps.spec import TableSpec
+from replication.chain import Kept
+from tests.checkpoint.writer import Change, row, write
+
+TABLE = TableSpec("t", 3, spec.Adagrad(0.1))
+
+
+def test_they_come_back_although_nobody_remembers_that_they_were_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(
+        Storage(str(tmp_path)), 1, {"default/t": (7, TABLE)}, {"default/t": Change({1: row(TABLE, 1)})}, ranges=2,
+        cluster="test@one",
+    )  # fmt: skip
+
+    async def asked(*_: object) -> RestoreResponse:
+        return RestoreResponse(headed=1)
+
+    monkeypatch.setattr(anew, "ask_restore", asked)
+    a = ServerInfo("a", 1, "h:1", "h:2")
+    view = View(
+        "test@one", 9, 2, 1, (a,), np.array([[0], [-1]], np.int32), np.array([-1, 0], np.int32),
+        np.array([1, 9], np.int64), "by hand", kept=np.array([Kept.NOT, Kept.ANEW], np.int32),
+        anew=np.array([0, 8], np.int64),
+    )  # fmt: skip
+
+    async def test() -> None:
+        store = MemoryStore("test")
+        witness = Witness("a", 1, view, Roster(3, (), "test@one"), 7, {7: TABLE.to_json()})
+        await adopt(store, plan_adoption([witness], (), "default"))
+        await store.put("servers/a", a.to_json())
+        recovery = Recovery(store, tmp_path.as_uri(), None)
+        for _ in range(2):
+            await recovery._judge()
+        entry = await store.get(BEGIN_ANEW)
+        assert entry is not None, "range 1 has no head, and nobody brings it back, ever"
+        assert json.loads(entry.value)["ranges"] == [1]
+
+    asyncio.run(test())

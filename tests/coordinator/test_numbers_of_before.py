@@ -1,0 +1,37 @@
+"""A number that is asked for as the store is made anew and takes the cluster over is nobody else's, either."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from coordinator.adoption import adopt, plan_adoption
+from coordinator.membership import create_cluster, new_number
+from coordinator.memory import MemoryStore
+from coordinator.store import Entry
+from coordinator.view import ClusterConfig
+from tests.coordinator.support import FaultyStore
+from tests.coordinator.test_adoption import witness
+
+
+class Remade(FaultyStore):
+    """Its store is lost, made anew and adopted between the first answer and the next request, which is tried until it
+    answers again."""
+
+    def __init__(self, store: MemoryStore, then: MemoryStore) -> None:
+        super().__init__(store)
+        self.then = then
+
+    async def get(self, key: str) -> Entry | None:
+        found = await super().get(key)
+        self.store = self.then
+        return found
+
+
+async def test_a_number_asked_for_while_the_store_is_made_anew_is_given_once() -> None:
+    before, after = MemoryStore("test"), MemoryStore("test")
+    await create_cluster(before, ClusterConfig(2, 2, id="one"))
+    given = [await new_number(before) for _ in range(40)]
+    knows = replace(witness("a"), newest=max(given))
+    await adopt(after, plan_adoption([knows, replace(knows, name="b", incarnation=1)], (), "x"))
+    number = await new_number(Remade(before, after))
+    assert number > max(given), "somebody had it before"
