@@ -69,6 +69,7 @@ class Server:
         self.cluster = cluster
         self._loop = loop
         self.removed: asyncio.Future[None] = loop.create_future()
+        self._left_out = False
         self._linger = linger or Linger(loop)
         self.headroom = Headroom(me.name, memory)
         log_budget_bytes = memory.share(log_budget_bytes)
@@ -140,12 +141,13 @@ class Server:
         """Takes a newer view of our cluster; frames that waited for it go on. None after one that has left us out: what
         is void stays void, though a leader that has not heard of it yet may give us ranges again."""
         serving = self.serving
-        if view.epoch <= serving.epoch or view.cluster != self.cluster or self.removed.done():
+        if view.epoch <= serving.epoch or view.cluster != self.cluster or self._left_out:
             return
         listed = serving.adopt(view)
         self.herald.adopt(view)
         if not listed:
             log.warning("left out", epoch=view.epoch, reason=view.reason)
+            self._left_out = True
             self.removed.set_result(None)
             return
         self.delay.serve(serving.tailed, serving.held)
