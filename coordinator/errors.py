@@ -37,3 +37,7 @@ class TooLarge(CoordinationError, ValueError):
 
 class UnknownServer(CoordinationError, ValueError):
     """No server of that name is registered; the text names those that are."""
+
+
+class Damaged(CoordinationError, ValueError):
+    """What is under a key of the store makes no sense; the text says what to put there."""

@@ -1,9 +1,6 @@
-"""Being a member: create a cluster, register under a lease and keep it, follow views and rosters.
+"""What members find in the store, and where: the cluster, its keys and numbers, requests to drain, views and rosters.
 
-A name belongs to its newest incarnation. A server's is counted by name; a worker's is its id, which is taken from the
-revision of a write, so that any number of workers may start at once. Losing the store for a while is no reason to give
-up a name; a newer incarnation is. A store that holds another cluster under our name, as its data were lost and it was
-made anew, is as good as lost: nobody registers there.
+Who is a member, and stays one, is in `sessions`.
 """
 
 from __future__ import annotations
@@ -11,18 +8,17 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import TypeVar
 
 from coordinator import fields
-from coordinator.errors import Fenced, LeaseLost, OtherCluster, StoreUnavailable, UnknownServer
+from coordinator.errors import StoreUnavailable, UnknownServer
 from coordinator.names import check_name
 from coordinator.records import read
-from coordinator.store import Entry, Guard, Put, Reset, Store
-from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
+from coordinator.store import Entry, Put, Reset, Store
+from coordinator.view import ClusterConfig, Roster, ServerInfo, View
 from replication.chain import Member
 
 log = fields.logger(__name__)
@@ -47,18 +43,6 @@ NEWEST_CHECKPOINT = "checkpoints/newest"  # its number, and when it was made; nu
 FAILOVER = "failover"  # the newest one: epoch of its view, and in Unix time when it was found, and written; for people
 
 FAREWELL_S = 1.0  # a lease that the store does not take back by then runs out by itself
-_RETRY_S = 0.2  # pause between attempts while the store is out; each attempt waits for the store's time-out as well
-
-
-class _Info(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def incarnation(self) -> int: ...
-    def to_json(self) -> bytes: ...
-
-
-Info = TypeVar("Info", bound=_Info)
 
 
 async def farewell(store: Store, lease: int) -> None:
@@ -100,16 +84,6 @@ def number_of(config: Entry | None, revision: int) -> int:
     if config is None:
         return revision
     return ClusterConfig.from_json(config.value).base + revision - config.create_revision
-
-
-async def _next_incarnation(store: Store, key: str) -> int:
-    """Takes the next number, from 1, of the counter under `key`; nobody else gets the same one."""
-    while True:
-        entry = await store.get(key)
-        number = _count(entry) + 1
-        expect = 0 if entry is None else entry.revision
-        if await store.compare_and_set(key, str(number).encode(), expect=expect) is not None:
-            return number
 
 
 async def request_drain(store: Store, name: str) -> ServerInfo:
@@ -154,234 +128,6 @@ def drained_incarnation(value: bytes) -> int:
     if not number:
         raise ValueError("no server has incarnation 0")
     return number
-
-
-class Session(ABC, Generic[Info]):
-    """A registered name, kept by renewing a lease every third of its life until closed or fenced.
-
-    info      who we are
-    cluster   the identity of the cluster that we have registered in; base: numbers given out there are above it
-    lease     the lease that our key is under now; another one after an outage that outlived the first
-    deadline  loop time until which the store will keep our key, counted from when the last renewal was sent
-    """
-
-    def __init__(self, store: Store, prefix: str, info: Info, ttl_s: float, on_lost: Callable[[str], None]) -> None:
-        self.info = info
-        self.cluster = ""
-        self.base = 0
-        self.lease = 0
-        self.deadline = 0.0
-        self._store = store
-        self._key = prefix + info.name
-        self._ttl_s = ttl_s
-        self._on_lost = on_lost
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Takes the name, from an older incarnation if need be, and begins to renew. Fenced if a newer one has it."""
-        await self._take()
-        self._task = asyncio.create_task(self._renew(), name=f"lease of {self._key}")
-
-    async def close(self) -> None:
-        """Stops renewing and gives the name up at once, or leaves that to the lease's end if the store is out."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        await farewell(self._store, self.lease)
-
-    @abstractmethod
-    async def newest(self) -> int:
-        """The newest incarnation that the store remembers for our name, whether it is registered or not."""
-
-    async def _take(self) -> None:
-        sent = asyncio.get_running_loop().time()
-        self.lease = await self._store.grant(self._ttl_s)
-        while True:
-            guard = await self.our_cluster()
-            entry = await self._check_newest()
-            expect = 0 if entry is None else entry.revision
-            try:
-                done = await self._store.compare_and_set(
-                    self._key, self.info.to_json(), expect=expect, lease=self.lease, guard=guard
-                )
-            except LeaseLost:  # the attempts took longer than the lease lived
-                sent = asyncio.get_running_loop().time()
-                self.lease = await self._store.grant(self._ttl_s)
-                continue
-            if done is not None:
-                self.deadline = sent + self._ttl_s
-                await self.restore()
-                return
-
-    async def restore(self) -> None:
-        """Registered, perhaps in a store that was made anew and has taken our cluster over."""
-
-    async def our_cluster(self) -> Guard | None:
-        """What holds while the store holds the cluster that we belong to. OtherCluster if it does not."""
-        entry = await self._store.get(CONFIG)
-        found = identity_of(self._store, entry)
-        if self.cluster and found != self.cluster:
-            raise OtherCluster(other_cluster(self.cluster, found))
-        self.cluster = found
-        self.base = 0 if entry is None else ClusterConfig.from_json(entry.value).base
-        return None if entry is None else Guard(CONFIG, entry.create_revision)
-
-    async def _check_newest(self) -> Entry | None:
-        """What is registered under our name. Fenced if that, or what the store remembers, is newer than we are."""
-        newest = await self.newest()
-        entry = await self._store.get(self._key)
-        if entry is not None:
-            newest = max(newest, _incarnation(entry.value))
-        if newest > self.info.incarnation:
-            raise Fenced(f"{self._key} now belongs to incarnation {newest}; this is {self.info.incarnation}")
-        return entry
-
-    async def _renew(self) -> None:
-        out = False
-        while True:
-            await asyncio.sleep(_RETRY_S if out else self._ttl_s / 3)
-            try:
-                await self._renew_once()
-            except StoreUnavailable as error:
-                if not out:
-                    log.warning("cannot be renewed, trying on", key=self._key, error=error)
-                out = True
-            except Exception as error:  # a member must not go on believing that it is registered when it is not
-                if not isinstance(error, Fenced):
-                    log.exception("renewing failed", key=self._key)
-                self._on_lost(str(error) or repr(error))
-                return
-            else:
-                if out:
-                    log.warning("renewed again", key=self._key)
-                out = False
-
-    async def _renew_once(self) -> None:
-        sent = asyncio.get_running_loop().time()
-        try:
-            left = await self._store.keep_alive(self.lease)
-        except LeaseLost:
-            log.warning("the lease ran out; registering again", key=self._key, incarnation=self.info.incarnation)
-            await self._take()
-            return
-        entry = await self._check_newest()
-        if entry is None or entry.value != self.info.to_json():  # nobody would find us by what else is there
-            await self._take()
-        else:
-            self.deadline = sent + left
-
-
-class ServerSession(Session[ServerInfo]):
-    """A server's. Its incarnations are counted by name."""
-
-    async def newest(self) -> int:
-        return _count(await self._store.get(INCARNATIONS + self._key))
-
-
-class WorkerSession(Session[WorkerInfo]):
-    """A worker's. Its incarnation is its id. took_part: its own record is in the store; without it the cluster has
-    forgotten the worker, which must not come back then, unless the store was made anew meanwhile.
-
-    belongings  what this worker has written, by key: put back, where nobody else has, into a store made anew
-    """
-
-    took_part = False
-    _restored = 0  # the base of the store that has our belongings
-
-    def __init__(
-        self, store: Store, prefix: str, info: WorkerInfo, ttl_s: float, on_lost: Callable[[str], None]
-    ) -> None:
-        super().__init__(store, prefix, info, ttl_s, on_lost)
-        self.belongings: dict[str, bytes] = {}
-
-    async def restore(self) -> None:
-        if self.base > self._restored:
-            for key, value in list(self.belongings.items()):
-                await self._store.compare_and_set(key, value, expect=0)
-        self._restored = self.base
-
-    async def newest(self) -> int:
-        record = await self._store.get(LAST_WORKER + self.info.name)
-        if record is not None:
-            try:
-                return last_worker(record.value)
-            except ValueError as error:
-                if (ours := self.belongings.get(record.key)) is None:
-                    raise
-                log.warning("put back", key=record.key, reason=str(error))
-                await self._store.compare_and_set(record.key, ours, expect=record.revision)
-                return last_worker(ours)
-        if self.took_part:
-            await self.our_cluster()
-            if self.base == self._restored:
-                raise Fenced(f"{self._key} was away for so long that the cluster has forgotten it")
-        return 0
-
-    async def close(self) -> None:
-        """Says that it leaves, so that nobody waits for it to come back; then as any member."""
-        if self._task is not None:
-            self._task.cancel()
-        with suppress(StoreUnavailable, LeaseLost, TimeoutError):
-            async with asyncio.timeout(FAREWELL_S):
-                entry = await self._store.get(self._key)
-                if entry is not None and entry.value == self.info.to_json():
-                    await self._store.compare_and_set(self._key, SIGNED_OFF, expect=entry.revision, lease=self.lease)
-        await super().close()
-
-
-async def register_server(
-    store: Store,
-    *,
-    name: str,
-    address: str,
-    admin: str = "",
-    zone: str = "",
-    weight: float = 1.0,
-    ttl_s: float = LEASE_S,
-    on_lost: Callable[[str], None],
-    cluster: str = "",
-) -> ServerSession:
-    """Registers a server under a new incarnation and keeps it registered, through outages of the store too.
-
-    `address` and `admin` are "host:port". `on_lost(reason)` is called once, and only when a newer incarnation has the
-    name: then this one must not serve on. `cluster`: the identity that the store's cluster must have. Raises ValueError
-    for unusable arguments, Fenced if overtaken at once, OtherCluster.
-    """
-    ServerInfo(name, 1, address, admin, zone, weight)  # refuse bad arguments before a number is spent on them
-    if cluster and (found := identity_of(store, await store.get(CONFIG))) != cluster:
-        raise OtherCluster(other_cluster(cluster, found))
-    incarnation = await _next_incarnation(store, INCARNATIONS + SERVERS + name)
-    info = ServerInfo(name, incarnation, address, admin, zone, weight)
-    session = ServerSession(store, SERVERS, info, ttl_s, on_lost)
-    session.cluster = cluster
-    await session.start()
-    return session
-
-
-async def register_worker(
-    store: Store,
-    *,
-    name: str,
-    app: str,
-    ttl_s: float = LEASE_S,
-    on_lost: Callable[[str], None] = lambda reason: None,
-    cluster: str = "",
-) -> WorkerSession:
-    """Registers a worker with an id, above 0, that no worker had before; its incarnation is the same number.
-
-    `on_lost`, `cluster` and errors as for `register_server`.
-    """
-    WorkerInfo(1, name, 1, app)
-    number = await new_number(store)
-    session = WorkerSession(store, WORKERS, WorkerInfo(number, name, number, app), ttl_s, on_lost)
-    session.cluster = cluster
-    await session.start()
-    return session
-
-
-async def newest_incarnation(store: Store, server: str) -> int:
-    """The last one that was given to a server of that name; 0 if there never was one."""
-    return _count(await store.get(INCARNATIONS + SERVERS + server))
 
 
 class ViewFollower:
@@ -505,16 +251,3 @@ def last_worker(value: bytes) -> int:
     """The id in a record below `last-worker/`. ValueError if there is none."""
     number: int = read("a record of a worker", value, id=int)["id"]
     return number
-
-
-def _incarnation(value: bytes) -> int:
-    """Whose key it is; 0 for what is no registration."""
-    try:
-        number: int = read("a registration", value, incarnation=int)["incarnation"]
-    except ValueError:
-        return 0
-    return number
-
-
-def _count(entry: Entry | None) -> int:
-    return 0 if entry is None else int(entry.value)

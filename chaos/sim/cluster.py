@@ -23,7 +23,8 @@ from chaos.sim.store import StoreProcess
 from chaos.sim.threads import Thread, Threads
 from chaos.sim.violation import Violation
 from coordinator.leader import run_coordinator
-from coordinator.membership import ROSTER, VIEW, ServerSession, create_cluster
+from coordinator.membership import ROSTER, VIEW, create_cluster
+from coordinator.sessions import ServerSession
 from coordinator.view import ClusterConfig, Roster, View
 from elasticps.checkpoint.filing import InlineFiling
 from elasticps.checkpoint.storage import Storage

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from coordinator.leader import run_coordinator
-from coordinator.membership import ROSTER, VIEW, create_cluster, register_server, register_worker
+from coordinator.membership import ROSTER, VIEW, create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.planner import Health, Members, Plan, plan, plan_roster
+from coordinator.sessions import register_server, register_worker
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from elasticps import background
 from elasticps.client.protocol.routing import Routes

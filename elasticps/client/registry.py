@@ -16,18 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from coordinator.adoption import ON_LOSS, table_key
 from coordinator.connect import open_store
 from coordinator.errors import CoordinationError, Fenced
-from coordinator.membership import (
-    LAST_WORKER,
-    RESTORING,
-    ROSTER,
-    SIGNED_OFF,
-    WANTED_CHECKPOINTS,
-    WORKERS,
-    WorkerSession,
-    new_number,
-    register_worker,
-)
+from coordinator.membership import LAST_WORKER, RESTORING, ROSTER, SIGNED_OFF, WANTED_CHECKPOINTS, WORKERS, new_number
 from coordinator.names import check_name
+from coordinator.sessions import WorkerSession, register_worker
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, Roster, View, WorkerInfo
 from elasticps.client.protocol.join import Past

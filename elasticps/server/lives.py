@@ -14,17 +14,8 @@ from dataclasses import dataclass
 
 from coordinator import fields
 from coordinator.errors import CoordinationError, StoreUnavailable
-from coordinator.membership import (
-    ROSTER,
-    SERVERS,
-    VIEW,
-    ServerSession,
-    ViewFollower,
-    list_drains,
-    newest_incarnation,
-    register_server,
-    request_drain,
-)
+from coordinator.membership import ROSTER, SERVERS, VIEW, ViewFollower, list_drains, request_drain
+from coordinator.sessions import ServerSession, newest_incarnation, register_server
 from coordinator.store import Entry as StoreEntry
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View

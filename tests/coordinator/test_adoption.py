@@ -12,8 +12,9 @@ import pytest
 
 from coordinator.adoption import CannotAdopt, Witness, adopt, look_at_dead, plan_adoption, reset
 from coordinator.leader import run_coordinator
-from coordinator.membership import create_cluster, new_number, register_server, register_worker
+from coordinator.membership import create_cluster, new_number
 from coordinator.memory import MemoryStore
+from coordinator.sessions import register_server, register_worker
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from tests.coordinator.support import until_key
 

@@ -10,8 +10,9 @@ import pytest
 from coordinator.failovers import Failover
 from coordinator.leader import run_coordinator
 from coordinator.losses import key_of, known_key, merged
-from coordinator.membership import create_cluster, list_drains, register_server
+from coordinator.membership import create_cluster, list_drains
 from coordinator.memory import MemoryStore
+from coordinator.sessions import register_server
 from coordinator.store import Entry, Put
 from coordinator.view import ClusterConfig, View
 from elasticps.checkpoint.duty import Duty

@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 
 from coordinator.grace import AWAY_S, COME_BACK_S, Grace
 from coordinator.leader import run_coordinator
-from coordinator.membership import create_cluster, register_worker
+from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
+from coordinator.sessions import register_worker
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, Roster, WorkerInfo
 from tests.coordinator.support import FaultyStore, until_key

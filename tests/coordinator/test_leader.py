@@ -14,8 +14,9 @@ from coordinator.etcd import EtcdStore
 from coordinator.health import Line
 from coordinator.leader import ELECTION, _Alarm, run_coordinator
 from coordinator.lines import Lines
-from coordinator.membership import ViewFollower, create_cluster, register_server, register_worker
+from coordinator.membership import ViewFollower, create_cluster
 from coordinator.memory import MemoryStore
+from coordinator.sessions import register_server, register_worker
 from coordinator.store import Entry, Guard, Store
 from coordinator.view import ClusterConfig, ServerInfo, View
 from replication.chain import Member

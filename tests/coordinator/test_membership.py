@@ -15,17 +15,9 @@ import pytest
 from coordinator.connect import insist
 from coordinator.errors import OtherCluster, StoreUnavailable, UnknownServer
 from coordinator.etcd import EtcdStore
-from coordinator.membership import (
-    ServerSession,
-    cancel_drain,
-    create_cluster,
-    list_drains,
-    new_number,
-    register_server,
-    register_worker,
-    request_drain,
-)
+from coordinator.membership import cancel_drain, create_cluster, list_drains, new_number, request_drain
 from coordinator.memory import MemoryStore
+from coordinator.sessions import ServerSession, register_server, register_worker
 from coordinator.store import Entry, Guard, Store
 from coordinator.view import ClusterConfig, ServerInfo, WorkerInfo
 from tests.coordinator.conftest import Clients

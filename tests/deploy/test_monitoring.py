@@ -14,7 +14,8 @@ import promql_parser
 import pytest
 import yaml
 
-from coordinator.membership import NEWEST_CHECKPOINT, VIEW, ServerSession
+from coordinator.membership import NEWEST_CHECKPOINT, VIEW
+from coordinator.sessions import ServerSession
 from coordinator.store import Entry, Store
 from coordinator.view import ServerInfo, View, WorkerInfo
 from elasticps.checkpoint.create import newest

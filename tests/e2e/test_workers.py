@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
-from coordinator.membership import WorkerSession
+from coordinator.sessions import WorkerSession
 from elasticps.client.protocol import barrier
 from tests.e2e.conftest import Connect
 from tests.e2e.oracle import wait_for
