@@ -50,6 +50,7 @@ class OfficialApi:
     def __init__(self, namespace: str) -> None:
         try:
             from kubernetes import client, config, stream
+            from urllib3.exceptions import HTTPError  # the client lets it through
         except ImportError:
             raise ConfigError(
                 "chaos on Kubernetes needs its official client: pip install 'elasticps[chaos,kubernetes]'"
@@ -63,7 +64,7 @@ class OfficialApi:
                 raise ConfigError(f"no Kubernetes cluster is configured here: {error}") from None
         self._namespace = namespace
         self._core, self._apps, self._stream = client.CoreV1Api(), client.AppsV1Api(), stream.stream
-        self._failure = client.ApiException
+        self._failure, self._unreachable = client.ApiException, (HTTPError, OSError)
 
     def pods(self, labels: str) -> list[Any]:
         return list(self._asked(self._core.list_namespaced_pod, self._namespace, label_selector=labels).items)
@@ -95,6 +96,8 @@ class OfficialApi:
             return call(*arguments, **options)
         except self._failure as error:
             raise Error(f"Kubernetes refused {call.__name__} {arguments[0]}: {error.status} {error.reason}") from None
+        except self._unreachable as error:
+            raise Error(f"Kubernetes did not answer {call.__name__} {arguments[0]}: {error}") from None
 
 
 class KubernetesStage(Processes):
@@ -185,13 +188,21 @@ class KubernetesStage(Processes):
         self._cordoned.discard(node)
 
     def close(self, logs_to: Path | None = None) -> list[str]:
-        """Ends the workers, and whatever was done to pods and nodes and can be undone."""
+        """Ends the workers, and whatever was done to pods and nodes and can be undone: all of it is tried, and what
+        could not be is told with what is left here."""
+        left = []
         for node in sorted(self._cordoned):
-            self._api.cordon(node, False)
+            try:
+                self.uncordon(node)
+            except Error as error:
+                left.append(f"node {node} takes no new pods still, `kubectl uncordon {node}` ends that: {error}")
         for name in sorted(self._paused):
-            with suppress(Error):
-                self.resume(name)
-        return super().close(logs_to)
+            try:
+                if self.running(name):
+                    self.resume(name)
+            except Error as error:
+                left.append(f"pod {name} may be frozen still, `kubectl delete pod {name}` ends that: {error}")
+        return left + super().close(logs_to)
 
     def _signal_pod(self, name: str, signal: str, here: Callable[[str], None]) -> None:
         if name in self._jobs:

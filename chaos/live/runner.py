@@ -234,8 +234,11 @@ class Run:
         try:
             stage.start_all()
             self._with_cluster(stage)
-        finally:
-            self.outcome.broken += stage.close(logs_to)
+        except BaseException:
+            for left in stage.close(logs_to):
+                self._progress(left)  # there will be no report that could tell it
+            raise
+        self.outcome.broken += stage.close(logs_to)
         return self.outcome
 
     def _with_cluster(self, stage: Any) -> None:

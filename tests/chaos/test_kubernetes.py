@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from urllib3.exceptions import MaxRetryError
 
 from chaos.live.kubernetes import KubernetesStage, OfficialApi
 from chaos.live.nemesis import Nemesis
@@ -37,6 +38,7 @@ class RecordingApi:
         }
         self.answer = ""
         self.count = 3
+        self.refused: set[str] = set()  # nodes that it does not let be changed
 
     def pods(self, labels: str) -> list[Any]:
         return self.found[labels]
@@ -50,6 +52,8 @@ class RecordingApi:
 
     def cordon(self, node: str, on: bool) -> None:
         self.calls.append(("cordon", node, on))
+        if node in self.refused:
+            raise Error(f"Kubernetes refused patch_node {node}: 500 Internal Server Error")
 
     def replicas(self, stateful_set: str) -> int:
         return self.count
@@ -127,6 +131,28 @@ def test_a_node_takes_no_pods_while_it_is_cordoned_and_never_stays_so(api: Recor
     ]
 
 
+def test_one_node_that_cannot_be_uncordoned_keeps_no_other_one_cordoned_and_is_told(api: RecordingApi) -> None:
+    stage = KubernetesStage(PLAN, api)
+    nodes = [stage.cordon(f"elasticps-server-{i}") for i in range(3)]
+    stage.pause("elasticps-server-2")
+    api.refused.add(nodes[0])
+    api.calls.clear()
+    (left,) = stage.close()
+    assert [call for call in api.calls if call[0] == "cordon"] == [("cordon", node, False) for node in nodes]
+    assert "kill -CONT" in api.calls[-1][2][2]
+    assert left.startswith(f"node {nodes[0]} takes no new pods still, `kubectl uncordon {nodes[0]}` ends that: ")
+    assert left.endswith("500 Internal Server Error")
+    assert not stage.folder.exists()
+
+
+def test_a_pod_that_may_be_frozen_still_is_told(api: RecordingApi) -> None:
+    stage = KubernetesStage(PLAN, api)
+    stage.pause("elasticps-server-2")
+    api.answer = "no such container"
+    (left,) = stage.close()
+    assert left.startswith("pod elasticps-server-2 may be frozen still")
+
+
 def test_without_servers_there_is_nothing_to_torment(stage: KubernetesStage, api: RecordingApi) -> None:
     api.found[PLAN.server_labels] = [pod("elasticps-server-0", phase="Pending")]
     with pytest.raises(Error, match="no server runs in namespace default"):
@@ -151,6 +177,19 @@ def test_without_the_official_client_the_extra_is_named(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     with pytest.raises(ConfigError, match=r"pip install 'elasticps\[chaos,kubernetes\]'"):
         OfficialApi("default")
+
+
+def test_an_api_server_that_cannot_be_reached_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    kubernetes = pytest.importorskip("kubernetes")
+    monkeypatch.setattr(kubernetes.config, "load_incluster_config", lambda: None)
+    api = OfficialApi("there")
+
+    def patch_node(name: str, body: object) -> None:
+        raise MaxRetryError(None, "/", ConnectionRefusedError(111, "refused"))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(api, "_core", SimpleNamespace(patch_node=patch_node))
+    with pytest.raises(Error, match="Kubernetes did not answer patch_node n: "):
+        api.cordon("n", False)
 
 
 def test_the_official_client_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
