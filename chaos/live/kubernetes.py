@@ -7,11 +7,13 @@ workers of the audit load are processes beside the runner, which is a pod of its
     terminate  delete the pod with its own grace period: SIGTERM, and the server drains
     pause      SIGSTOP to the process in the pod, by exec; SIGCONT afterwards
     grow       one replica more in the StatefulSet; `shrink` takes the last one away
-    cordon     the node of a pod takes no new ones for a while, so that what is killed there comes back elsewhere
+    cordon     the node of a pod takes no new ones for a while, so that what is killed there comes back elsewhere; one
+               that somebody else has cordoned stays as it is
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +41,7 @@ class Api(Protocol):
     def pods(self, labels: str) -> list[Any]: ...
     def delete_pod(self, name: str, grace_s: int | None) -> None: ...
     def execute(self, name: str, command: list[str]) -> str: ...
+    def cordoned(self, node: str) -> bool: ...
     def cordon(self, node: str, on: bool) -> None: ...
     def replicas(self, stateful_set: str) -> int: ...
     def scale(self, stateful_set: str, replicas: int) -> None: ...
@@ -80,6 +83,9 @@ class OfficialApi:
         )  # fmt: skip
         return str(answer)
 
+    def cordoned(self, node: str) -> bool:
+        return bool(self._asked(self._core.read_node, node).spec.unschedulable)
+
     def cordon(self, node: str, on: bool) -> None:
         self._asked(self._core.patch_node, node, {"spec": {"unschedulable": on}})
 
@@ -109,7 +115,7 @@ class KubernetesStage(Processes):
         self.plan = plan
         self.url = self.own_url = self.reader_url = plan.url
         self._paused: set[str] = set()
-        self._cordoned: set[str] = set()
+        self._cordoned: Counter[str] = Counter()  # by how many faults; nodes that others have cordoned are not in it
         self._uids: dict[str, str] = {}  # of pods that were told to end: one of the same name and another uid is new
 
     def start_all(self) -> None:
@@ -174,18 +180,25 @@ class KubernetesStage(Processes):
         return f"{self.plan.server_set}-{count - 1}"
 
     def cordon(self, name: str) -> str:
-        """The node of this pod takes no new ones until `uncordon`; the node's name."""
+        """The node of this pod takes no new ones until `uncordon`, or longer if it was found so; the node's name."""
         pod = self._find(name)
         if pod is None:
             raise Error(f"no pod is called {name}")
         node = str(pod.spec.node_name)
-        self._api.cordon(node, True)
-        self._cordoned.add(node)
+        if node in self._cordoned or not self._api.cordoned(node):
+            self._cordoned[node] += 1  # first, since what gets no answer may have been done
+            self._api.cordon(node, True)
         return node
 
     def uncordon(self, node: str) -> None:
-        self._api.cordon(node, False)
-        self._cordoned.discard(node)
+        """The end of one `cordon` of that node: it takes new pods again once all are over, if it was found so."""
+        if node not in self._cordoned:
+            return
+        if self._cordoned[node] == 1:
+            self._api.cordon(node, False)
+            del self._cordoned[node]
+        else:
+            self._cordoned[node] -= 1
 
     def close(self, logs_to: Path | None = None) -> list[str]:
         """Ends the workers, and whatever was done to pods and nodes and can be undone: all of it is tried, and what
@@ -193,9 +206,9 @@ class KubernetesStage(Processes):
         left = []
         for node in sorted(self._cordoned):
             try:
-                self.uncordon(node)
+                self._api.cordon(node, False)
             except Error as error:
-                left.append(f"node {node} takes no new pods still, `kubectl uncordon {node}` ends that: {error}")
+                left.append(f"node {node} may take no new pods still, `kubectl uncordon {node}` ends that: {error}")
         for name in sorted(self._paused):
             try:
                 if self.running(name):

@@ -38,6 +38,7 @@ class RecordingApi:
         }
         self.answer = ""
         self.count = 3
+        self.cordoned_before: set[str] = set()
         self.refused: set[str] = set()  # nodes that it does not let be changed
 
     def pods(self, labels: str) -> list[Any]:
@@ -49,6 +50,10 @@ class RecordingApi:
     def execute(self, name: str, command: list[str]) -> str:
         self.calls.append(("exec", name, command))
         return self.answer
+
+    def cordoned(self, node: str) -> bool:
+        changes = [call[2] for call in self.calls if call[:2] == ("cordon", node)]
+        return changes[-1] if changes else node in self.cordoned_before
 
     def cordon(self, node: str, on: bool) -> None:
         self.calls.append(("cordon", node, on))
@@ -131,6 +136,24 @@ def test_a_node_takes_no_pods_while_it_is_cordoned_and_never_stays_so(api: Recor
     ]
 
 
+def test_a_node_that_somebody_else_has_cordoned_stays_so(api: RecordingApi) -> None:
+    stage = KubernetesStage(PLAN, api)
+    api.cordoned_before.add("node-of-elasticps-server-0")
+    stage.uncordon(stage.cordon("elasticps-server-0"))
+    stage.cordon("elasticps-server-0")
+    stage.close()
+    assert api.calls == []
+
+
+def test_a_node_that_two_faults_cordon_takes_pods_again_after_both(stage: KubernetesStage, api: RecordingApi) -> None:
+    node = stage.cordon("elasticps-server-0")
+    assert stage.cordon("elasticps-server-0") == node
+    stage.uncordon(node)
+    assert ("cordon", node, False) not in api.calls
+    stage.uncordon(node)
+    assert api.calls[-1] == ("cordon", node, False)
+
+
 def test_one_node_that_cannot_be_uncordoned_keeps_no_other_one_cordoned_and_is_told(api: RecordingApi) -> None:
     stage = KubernetesStage(PLAN, api)
     nodes = [stage.cordon(f"elasticps-server-{i}") for i in range(3)]
@@ -140,7 +163,7 @@ def test_one_node_that_cannot_be_uncordoned_keeps_no_other_one_cordoned_and_is_t
     (left,) = stage.close()
     assert [call for call in api.calls if call[0] == "cordon"] == [("cordon", node, False) for node in nodes]
     assert "kill -CONT" in api.calls[-1][2][2]
-    assert left.startswith(f"node {nodes[0]} takes no new pods still, `kubectl uncordon {nodes[0]}` ends that: ")
+    assert left.startswith(f"node {nodes[0]} may take no new pods still, `kubectl uncordon {nodes[0]}` ends that: ")
     assert left.endswith("500 Internal Server Error")
     assert not stage.folder.exists()
 
@@ -204,7 +227,7 @@ def test_the_official_client_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPa
 
             def call(*arguments: Any, **options: Any) -> Any:
                 calls.append((name, arguments, options))
-                return SimpleNamespace(items=[1], spec=SimpleNamespace(replicas=4))
+                return SimpleNamespace(items=[1], spec=SimpleNamespace(replicas=4, unschedulable=None))
 
             call.__name__ = name
             return call
@@ -214,6 +237,7 @@ def test_the_official_client_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPa
     assert api.pods("a=b") == [1]
     api.delete_pod("p", 0)
     api.delete_pod("p", None)
+    assert not api.cordoned("n")
     api.cordon("n", True)
     assert api.replicas("set") == 4
     api.scale("set", 5)
@@ -221,6 +245,7 @@ def test_the_official_client_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPa
         ("list_namespaced_pod", ("there",), {"label_selector": "a=b"}),
         ("delete_namespaced_pod", ("p", "there"), {"grace_period_seconds": 0}),
         ("delete_namespaced_pod", ("p", "there"), {}),
+        ("read_node", ("n",), {}),
         ("patch_node", ("n", {"spec": {"unschedulable": True}}), {}),
         ("read_namespaced_stateful_set_scale", ("set", "there"), {}),
         ("patch_namespaced_stateful_set_scale", ("set", "there", {"spec": {"replicas": 5}}), {}),

@@ -54,7 +54,7 @@ def test_each_right_belongs_to_a_call_and_each_call_has_its_right() -> None:
     made = {right for right, _ in calls()}
     assert len(made) >= 5
     here, nodes = granted(named("chaos", "Role", "elasticps-chaos")), granted(cordon()[0])
-    assert made - here == nodes == {("", "nodes", "patch")}
+    assert made - here == nodes == {("", "nodes", "get"), ("", "nodes", "patch")}
     assert here - made == set(WITHOUT_A_CALL)
 
 
