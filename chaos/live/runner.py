@@ -291,6 +291,7 @@ class Run:
         if unsettled:
             outcome.broken.append(f"not whole {self._plan.promises.settle_s:g} s after the last fault: {unsettled}")
         self._progress("waiting for the last answers")
+        self._note_deaths(stage.ended())
         outcome.broken += self.load.finish()
         outcome.lives = self.load.lives(self.began)
         assert self.watch is not None
@@ -298,6 +299,7 @@ class Run:
         self._check_ledgers()
         self._progress("comparing every value with the pushes, and every replica with the others")
         self._check_content(stage)
+        self._note_deaths(stage.ended())  # nobody has looked since all was whole
 
     # ------------------------------------------------------------------------------------------------------ the checks
 
@@ -356,18 +358,21 @@ class Run:
         return Scene(self.watch.view, running, leader=self.watch.leader, heat=self._heat)
 
     def _look_after(self, stage: Any) -> None:
-        for name, text in stage.poll():
+        self._note_deaths(stage.poll())
+        self._weigh(stage)
+        if time.monotonic() - self._shown > 0.1:
+            self._shown = time.monotonic()
+            self._show(self)
+        time.sleep(TICK_S)
+
+    def _note_deaths(self, ended: list[tuple[str, str]]) -> None:
+        for name, text in ended:
             line = f"ended by itself at {self.now:.1f} s: {text}"
             if why := given_up(name, self.outcome.faults, self.now):
                 self.outcome.notes.append(f"{line} ({why})")
             else:
                 self.outcome.broken.append(line)
             self._tell([f"{'' if why else 'BROKEN: '}{line}"])
-        self._weigh(stage)
-        if time.monotonic() - self._shown > 0.1:
-            self._shown = time.monotonic()
-            self._show(self)
-        time.sleep(TICK_S)
 
     def _weigh(self, stage: Any) -> None:
         """Nobody may use more than the plan's limit; that is looked at a few times a second, once a name is told."""

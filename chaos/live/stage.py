@@ -114,9 +114,17 @@ class Processes:
         return None if process is None else process.popen.poll()
 
     def poll(self) -> list[tuple[str, str]]:
-        """What has ended though nobody asked it to, since the last call, and in which words; it is started again. One
-        that was never ready, because etcd was away for instance, is started again without a word."""
-        now, ended = time.monotonic(), list[tuple[str, str]]()
+        """As `ended`; what is to run is started again."""
+        ended, now = self.ended(), time.monotonic()
+        for job in self._jobs.values():
+            if job.wanted and job.process is not None and not _runs(job) and now - job.since > RETRY_S:
+                self.start(job.name)
+        return ended
+
+    def ended(self) -> list[tuple[str, str]]:
+        """What has ended though nobody asked it to, since this was asked last, and in which words. Of one that was
+        never ready, because etcd was away for instance, there is not a word."""
+        ended = list[tuple[str, str]]()
         for job in self._jobs.values():
             if not job.wanted or _runs(job) or job.process is None:
                 continue
@@ -129,8 +137,6 @@ class Processes:
                 words = job.process.last_words().splitlines()
                 last = f": {words[-1]}" if len(words) > 1 else ""
                 ended.append((job.name, f"{job.role} {job.name} {job.process.how_it_ended()}{last}"))
-            if now - job.since > RETRY_S:
-                self.start(job.name)
         return ended
 
     def start(self, name: str) -> None:
