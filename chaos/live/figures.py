@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,13 @@ ALONE = ", leader or etcd away"
 
 @dataclass(frozen=True)
 class Life:
-    """The records of one life of one worker; times are seconds since the start of the load."""
+    """The records of one life of one worker; times are seconds since the start of the load. ended: when it was over by
+    then, because its worker was started again or asked to end; NaN where nobody knows."""
 
     worker: str
     number: int
     records: Records
+    ended: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -62,19 +65,43 @@ def progressed(lives: Iterable[Life], at: float) -> bool:
     )
 
 
+def idle(lives: Iterable[Life]) -> list[Life]:
+    """Those that have left nothing, not even the beginning of a step."""
+    return [life for life in lives if not life.records.size]
+
+
 def longest_stall(lives: Iterable[Life], excused: Mapping[str, Sequence[tuple[float, float]]]) -> Stall:
-    """Over all lives; `excused`: per worker, times in which the worker itself was paused or cut off."""
+    """Over all lives; `excused`: per worker, times in which the worker itself was paused, cut off or not there, which
+    do not count. What comes before a life's first step, such as imports, is no stall; all that it waits for then is."""
     worst = Stall(0.0, "", 0.0)
     for life in lives:
-        times = life.records["time"][life.records["kind"] == COMMITTED]
-        for index in np.argsort(np.diff(times))[::-1].tolist():
-            start, end = float(times[index]), float(times[index + 1])
-            if end - start <= worst.seconds:
+        times = _signs(life)
+        gaps = np.diff(times)
+        for index in np.argsort(gaps)[::-1].tolist():
+            if gaps[index] <= worst.seconds:
                 break
-            if not any(start < last and first < end for first, last in excused.get(life.worker, ())):
-                worst = Stall(end - start, life.worker, start)
-                break
+            seconds, start = _free(float(times[index]), float(times[index + 1]), excused.get(life.worker, ()))
+            if seconds > worst.seconds:
+                worst = Stall(seconds, life.worker, start)
     return worst
+
+
+def _signs(life: Life) -> NDArray[np.float64]:
+    """When a life showed that it goes on: as it began steps, until the first was committed, and with each commit. At
+    last when it ended, if it had not shown that it was done: who is asked to end waits for its commits."""
+    kinds, times = life.records["kind"], life.records["time"]
+    first = int(np.argmax(kinds == COMMITTED)) if (kinds == COMMITTED).any() else len(kinds)
+    signs = times[(kinds == COMMITTED) | ((kinds == BEGUN) & (np.arange(len(kinds)) < first))]
+    return np.append(signs, life.ended) if signs.size and life.ended > signs[-1] else signs
+
+
+def _free(start: float, end: float, excused: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The longest part of a time in which nothing is excused: how long it is, and when it begins."""
+    parts = []
+    for first, last in sorted(excused):
+        parts.append((min(first, end) - start, start))
+        start = max(start, last)
+    return max([*parts, (end - start, start)])
 
 
 def counts(lives: Iterable[Life]) -> dict[str, int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import math
 import shlex
 import sys
 import time
@@ -12,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,7 @@ from chaos.live.plan import Action, Plan, PlanError, expand
 from chaos.live.proxy import Proxy
 from chaos.live.stage import LocalStage, Processes
 from chaos.live.targets import Scene, whole
+from chaos.live.verdict import audit_words, excused, given_up
 from coordinator.connect import open_store
 from coordinator.errors import CoordinationError
 from coordinator.leader import ELECTION
@@ -42,9 +45,9 @@ START_S = 60.0
 OVERTIME_S = 120.0  # for faults that have begun, or were put off, when the time is over
 AUDIT_S = 60.0
 WORKERS_END_S = load.TIMEOUT_S + 10.0
-GIVEN_UP_S = 3.2  # a worker renews its lease of 5 s three times in that
-ADMIT_S = 15.0
 LINES_KEPT = 12
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,8 @@ class Load:
 
     def __init__(self, plan: Plan, seed: int, stage: Processes) -> None:
         self.jobs: list[load.Job] = []
+        self._started: list[float] = []  # when each of them was, and
+        self._asked: dict[str, float] = {}  # when those who ran at the end were asked to end: time.time()
         self._plan = plan
         self._seed = seed
         self._stage = stage
@@ -163,12 +168,14 @@ class Load:
             self._plan.cluster.ranges, ledger,
         )  # fmt: skip
         self.jobs.append(job)
+        self._started.append(time.time())
         return load.command_of(job)
 
     def finish(self) -> list[str]:
         """Asks the workers to end when all is acknowledged, and waits; what went wrong with that."""
         running = [name for name in self.names if self._stage.running(name)]
         for name in running:
+            self._asked[name] = time.time()
             self._stage.terminate(name)
         deadline = time.monotonic() + WORKERS_END_S
         while any(self._stage.running(name) for name in running) and time.monotonic() < deadline:
@@ -182,17 +189,28 @@ class Load:
 
     def lives(self, began: float) -> list[figures.Life]:
         """What the files tell, in seconds since the load began."""
-        ledgers = [(job.name, job.life, Path(job.ledger)) for job in self.jobs]
-        found = []
-        for name, life, path in (*ledgers, (onlooker.NAME, 1, onlooker.ledger_of(self._stage.folder))):
-            records = load.read_ledger(path).copy()
-            records["time"] -= began
-            found.append(figures.Life(name, life, records))
-        return found
+        found = [
+            figures.Life(job.name, job.life, _records(Path(job.ledger), began), self._ended(number) - began)
+            for number, job in enumerate(self.jobs)
+        ]
+        return [*found, figures.Life(onlooker.NAME, 1, _records(onlooker.ledger_of(self._stage.folder), began))]
+
+    def _ended(self, number: int) -> float:
+        """When that life, of all, was over at the latest; NaN where nobody knows."""
+        worker = self.jobs[number].worker
+        later = (at for at, job in zip(self._started, self.jobs, strict=True) if job.worker == worker)
+        after = next(itertools.islice(later, self.jobs[number].life, None), None)
+        return self._asked.get(self.jobs[number].name, math.nan) if after is None else after
 
     def committed(self) -> int:
         """Steps so far."""
         return sum(load.newest(Path(job.ledger), load.COMMITTED) for job in self.jobs)
+
+
+def _records(path: Path, began: float) -> figures.Records:
+    records = load.read_ledger(path).copy()
+    records["time"] -= began
+    return records
 
 
 Show = Callable[["Run"], None]
@@ -290,6 +308,11 @@ class Run:
         outcome.settled_s, unsettled = self._settle(stage, self._plan.promises.settle_s)
         if unsettled:
             outcome.broken.append(f"not whole {self._plan.promises.settle_s:g} s after the last fault: {unsettled}")
+        workers = self.load.names
+        _, late = self._wait(stage, START_S, lambda: stage.late(workers))
+        outcome.broken += [
+            f"{name} was not ready again {START_S:g} s after all was whole; its log may say why" for name in late
+        ]
         self._progress("waiting for the last answers")
         self._note_deaths(stage.ended())
         outcome.broken += self.load.finish()
@@ -314,6 +337,9 @@ class Run:
         epochs = [seen.epoch for seen in outcome.views]
         if epochs != sorted(epochs):
             outcome.broken.append("an epoch was followed by an older one")
+        outcome.notes += [
+            f"{life.worker}, life {life.number} ended before its first step" for life in figures.idle(outcome.lives)
+        ]
         outcome.stall = figures.longest_stall(outcome.lives, excused(outcome.faults))
         limit = self._plan.promises.stall_s
         if limit is not None and outcome.stall.seconds > limit:
@@ -341,15 +367,20 @@ class Run:
 
     def _settle(self, stage: Any, seconds: float) -> tuple[float, str]:
         """Waits until all ranges are whole; how long that took, and what is missing if it was too long."""
-        began, why = time.monotonic(), "no view was formed"
-        while time.monotonic() - began < seconds:
-            assert self.watch is not None
-            view = self.watch.view
-            why = "no view was formed" if view is None else whole(view, stage.names("server"))
-            if not why:
-                return time.monotonic() - began, ""
+        assert self.watch is not None
+        watch = self.watch
+
+        def missing() -> str:
+            return "no view was formed" if watch.view is None else whole(watch.view, stage.names("server"))
+
+        return self._wait(stage, seconds, missing)
+
+    def _wait(self, stage: Any, seconds: float, missing: Callable[[], T]) -> tuple[float, T]:
+        """Waits until nothing is missing; how long that took, and what is missing if it was too long."""
+        began = time.monotonic()
+        while (what := missing()) and time.monotonic() - began < seconds:
             self._look_after(stage)
-        return time.monotonic() - began, why
+        return time.monotonic() - began, what
 
     def _scene(self, stage: Any) -> Scene:
         assert self.watch is not None
@@ -422,43 +453,6 @@ def changed(plan: Plan, *, proxy: bool = False, tls: bool = False, replicas: int
     if replicas > cluster.servers:
         raise PlanError(f"plan {plan.name}: {replicas} replicas need as many servers, not {cluster.servers}")
     return replace(plan, cluster=replace(cluster, tls=tls or cluster.tls, replicas=replicas))
-
-
-def excused(faults: list[Fault]) -> dict[str, list[tuple[float, float]]]:
-    """When workers could not go on because of what was done to themselves."""
-    times: dict[str, list[tuple[float, float]]] = {}
-    for fault in faults:
-        if fault.role == "worker" and fault.began >= 0:
-            times.setdefault(fault.target, []).append((fault.began, max(fault.began, fault.ended) + 1.0))
-    return times
-
-
-def given_up(name: str, faults: list[Fault], now: float) -> str:
-    """Why a worker may have ended by itself now: others take it for dead when they do not hear of it, and it is told so
-    when it is back. "" if there is no such reason."""
-    for fault in faults:
-        lasted = (fault.ended if fault.ended >= 0 else now) - fault.began
-        cut_off = fault.role == "worker" and fault.target == name and fault.action.do in ("pause", "cut")
-        if cut_off and fault.began >= 0 and lasted >= GIVEN_UP_S and now - max(fault.ended, fault.began) < ADMIT_S:
-            return f"it had been away for {lasted:.1f} s, and counts as dead after about {GIVEN_UP_S:g}"
-    return ""
-
-
-def audit_words(report: AuditReport) -> list[str]:
-    """What an audit has found wrong, a sentence each."""
-    words = [f"range {each.range} at {each.server}: {each.text}" for each in report.differences[:10]]
-    if len(report.differences) > 10:
-        words.append(f"and {len(report.differences) - 10} more replicas differ")
-    words += [
-        f"worker {worker.name or worker.id} was told of step {worker.told}, but only {worker.applied} is everywhere"
-        for worker in report.workers if worker.broken
-    ]  # fmt: skip
-    if report.unjudged:
-        r, why = next(iter(report.unjudged.items()))
-        words.append(f"{len(report.unjudged)} ranges could not be audited: range {r}: {why}")
-    if report.short:
-        words.append(f"{report.short} ranges have fewer than {report.replicas} replicas")
-    return words
 
 
 def command_line(

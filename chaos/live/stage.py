@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -138,6 +138,10 @@ class Processes:
                 last = f": {words[-1]}" if len(words) > 1 else ""
                 ended.append((job.name, f"{job.role} {job.name} {job.process.how_it_ended()}{last}"))
         return ended
+
+    def late(self, names: Iterable[str]) -> list[str]:
+        """Which of these are to run, and are not ready yet."""
+        return [name for name in names if self._jobs[name].wanted and not self.ready(name)]
 
     def start(self, name: str) -> None:
         """Starts a process that does not run; returns at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -14,13 +15,14 @@ from chaos.live.cli import find_plan
 from chaos.live.figures import Life
 from chaos.live.load import BEGUN, COMMITTED, FAILED, RECORD
 from chaos.live.nemesis import Fault
-from chaos.live.runner import Outcome, Seen, command_line, excused, given_up
+from chaos.live.runner import Outcome, Seen, command_line
+from chaos.live.verdict import excused, given_up
 from elasticps.errors import ConfigError
 from tests.chaos.scenes import action_of
 
 
-def life(worker: str, *records: tuple[int, int, float], number: int = 1) -> Life:
-    return Life(worker, number, np.array(list(records), RECORD))
+def life(worker: str, *records: tuple[int, int, float], number: int = 1, ended: float = math.nan) -> Life:
+    return Life(worker, number, np.array(list(records), RECORD), ended)
 
 
 STEADY = [each for n in range(1, 100) for each in ((BEGUN, n, n / 10), (COMMITTED, n, n / 10 + 0.02))]
@@ -47,11 +49,36 @@ def test_a_worker_that_began_later_or_ended_before_tells_nothing() -> None:
     assert not figures.progressed(lives, 3.05)
 
 
-def test_the_longest_stall_leaves_out_what_was_done_to_the_worker_itself() -> None:
+def stall_of(
+    lives: list[Life], excused: dict[str, list[tuple[float, float]]] | None = None
+) -> tuple[float, str, float]:
+    """How long, whose, and since when."""
+    stall = figures.longest_stall(lives, excused or {})
+    return round(stall.seconds, 6), stall.worker, round(stall.at, 6)
+
+
+def test_the_longest_stall_leaves_out_what_was_done_to_the_worker_itself_and_no_more() -> None:
     lives = [life("w0", *STEADY), life("w1", *STUCK)]
-    assert figures.longest_stall(lives, {}) == pytest.approx(figures.Stall(3.8, "w1", 0.2), abs=1e-9)
-    assert figures.longest_stall(lives, {"w1": [(1.0, 2.0)]}).seconds == pytest.approx(0.2)
+    assert stall_of(lives) == (3.8, "w1", 0.2)
+    paused = {"w1": [(2.5, 2.8), (1.0, 2.0)]}
+    assert stall_of(lives, paused) == (1.2, "w1", 2.8)
+    assert figures.longest_stall(lives, {"w1": [(0.1, 5.0)]}).seconds == pytest.approx(0.1)
     assert figures.longest_stall([], {}).seconds == 0.0
+
+
+def test_a_wait_for_the_first_commit_of_a_life_is_a_stall() -> None:
+    late = life("w0", (BEGUN, 1, 10.0), (BEGUN, 2, 10.5), (COMMITTED, 1, 14.0), (COMMITTED, 2, 14.1), number=2)
+    assert stall_of([late]) == (3.5, "w0", 10.5)
+    killed = {"w0": [(8.0, 11.0)]}  # it was ready again at 10
+    assert stall_of([late], killed) == (3.0, "w0", 11.0)
+
+
+def test_a_life_that_ends_while_it_waits_has_stalled_until_then() -> None:
+    in_vain = life("w0", (BEGUN, 1, 1.0), (BEGUN, 2, 1.1), ended=7.1)
+    assert stall_of([in_vain]) == (6.0, "w0", 1.1)
+    waits = life("w0", *STUCK, (BEGUN, 4, 4.3), ended=20.2)
+    assert figures.longest_stall([waits], {"w0": [(14.2, 25.0)]}).seconds == pytest.approx(10.0)
+    assert figures.longest_stall([life("w0", ended=60.0)], {}).seconds == 0.0  # starting is no step
 
 
 def test_operations_are_counted_and_spread_over_time() -> None:

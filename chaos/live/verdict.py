@@ -1,0 +1,46 @@
+"""What a run that has ended says of the promises. Pure."""
+
+from __future__ import annotations
+
+from chaos.live.nemesis import Fault
+from elasticps.audit import AuditReport
+
+GIVEN_UP_S = 3.2  # a worker renews its lease of 5 s three times in that
+ADMIT_S = 15.0
+
+
+def excused(faults: list[Fault]) -> dict[str, list[tuple[float, float]]]:
+    """When workers could not go on because of what was done to themselves."""
+    times: dict[str, list[tuple[float, float]]] = {}
+    for fault in faults:
+        if fault.role == "worker" and fault.began >= 0:
+            times.setdefault(fault.target, []).append((fault.began, max(fault.began, fault.ended) + 1.0))
+    return times
+
+
+def given_up(name: str, faults: list[Fault], now: float) -> str:
+    """Why a worker may have ended by itself now: others take it for dead when they do not hear of it, and it is told so
+    when it is back. "" if there is no such reason."""
+    for fault in faults:
+        lasted = (fault.ended if fault.ended >= 0 else now) - fault.began
+        cut_off = fault.role == "worker" and fault.target == name and fault.action.do in ("pause", "cut")
+        if cut_off and fault.began >= 0 and lasted >= GIVEN_UP_S and now - max(fault.ended, fault.began) < ADMIT_S:
+            return f"it had been away for {lasted:.1f} s, and counts as dead after about {GIVEN_UP_S:g}"
+    return ""
+
+
+def audit_words(report: AuditReport) -> list[str]:
+    """What an audit has found wrong, a sentence each."""
+    words = [f"range {each.range} at {each.server}: {each.text}" for each in report.differences[:10]]
+    if len(report.differences) > 10:
+        words.append(f"and {len(report.differences) - 10} more replicas differ")
+    words += [
+        f"worker {worker.name or worker.id} was told of step {worker.told}, but only {worker.applied} is everywhere"
+        for worker in report.workers if worker.broken
+    ]  # fmt: skip
+    if report.unjudged:
+        r, why = next(iter(report.unjudged.items()))
+        words.append(f"{len(report.unjudged)} ranges could not be audited: range {r}: {why}")
+    if report.short:
+        words.append(f"{report.short} ranges have fewer than {report.replicas} replicas")
+    return words
