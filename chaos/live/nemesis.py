@@ -14,7 +14,8 @@ from chaos.live.targets import Scene, choose, group, whole
 PATIENCE_S = 30.0  # how long a fault waits for a moment in which it may be done
 DRAINS = ("terminate", "restart", "shrink")
 ENDING = ("kill", *DRAINS)
-BESIDE = ("hog", "hoard", "hostile")
+PEERS = ("hoard", "hostile")  # who have nothing to do with the load, and say when they are ready
+BESIDE = ("hog", *PEERS)
 ALONE_PATIENCE_S = 120.0  # with a fault that nothing else may go on beside
 _ALONE = "alone:"
 
@@ -27,6 +28,7 @@ class Stage(Protocol):
     def names(self, role: str, *, paused: bool = True) -> list[str]: ...
     def running(self, name: str) -> bool: ...
     def ready(self, name: str) -> bool: ...
+    def worked(self, name: str) -> bool: ...
     def code(self, name: str) -> int | None: ...
     def start(self, name: str) -> None: ...
     def kill(self, name: str) -> None: ...
@@ -258,7 +260,20 @@ class Nemesis:
                 if action.do == "hog" or self._stopped:
                     stage.kill(name)
             return []
+        elif action.do in PEERS and (idle := [name for name in fault.names if not stage.worked(name)]):
+            return self._in_vain(fault, idle, now)
         return self._over(fault, now)
+
+    def _in_vain(self, fault: Fault, idle: Sequence[str], now: float) -> list[str]:
+        """The end of processes beside the cluster of which some have done nothing; where all have, nothing was done."""
+        for name in idle:
+            self._stage.kill(name)  # nor are they to be started again
+        when = f"from {fault.began:.1f} s to {now:.1f} s"
+        fault.note = f"{', '.join(idle)} came to nothing {when}: never ready; the logs may say why"
+        if len(idle) < len(fault.names):
+            return self._over(fault, now)
+        fault.state, fault.began = "skipped", -1.0
+        return [f"skipped {fault}: {fault.note}"]
 
     def _come_back(self, fault: Fault, now: float) -> list[str]:
         """A process that was killed or asked to end: dead, started again if the plan says so, ready."""

@@ -24,6 +24,7 @@ import psutil
 
 from chaos.live.etcd import Etcd
 from chaos.live.load import APP
+from chaos.live.nemesis import PEERS
 from chaos.live.network import Network
 from chaos.live.plan import ClusterPlan
 from elasticps.errors import Error
@@ -51,6 +52,7 @@ class _Job:
     wanted: bool = False  # it is to run: if it ends, nobody asked for that
     paused: bool = False
     since: float = 0.0
+    worked: bool = False  # a process of this name, before this one, has said that it was ready
     healthy: Callable[[], bool] | None = None  # instead of the line that our own processes print when they are ready
 
 
@@ -108,6 +110,11 @@ class Processes:
             return False
         return job.healthy() if job.healthy is not None else bool(job.process.newest_ready())
 
+    def worked(self, name: str) -> bool:
+        """Whether it has ever said that it was ready."""
+        job = self._jobs[name]
+        return job.worked or (job.process is not None and bool(job.process.newest_ready()))
+
     def code(self, name: str) -> int | None:
         """The exit code of a process that has ended."""
         process = self._jobs[name].process
@@ -131,9 +138,9 @@ class Processes:
             if job.role not in ("server", "coordinator", "etcd") and job.process.popen.returncode == 0:
                 job.wanted = False  # it is done, such as a training command
                 continue
-            job.wanted = job.role != "hoard"  # what it knew of its rows has gone with it
             if (job.healthy is not None or job.process.newest_ready()) and not job.process.told:
                 job.process.told = True
+                job.wanted = job.role not in PEERS  # what they knew, and had done, has gone with them
                 words = job.process.last_words().splitlines()
                 last = f": {words[-1]}" if len(words) > 1 else ""
                 ended.append((job.name, f"{job.role} {job.name} {job.process.how_it_ended()}{last}"))
@@ -146,6 +153,7 @@ class Processes:
     def start(self, name: str) -> None:
         """Starts a process that does not run; returns at once."""
         job = self._jobs[name]
+        job.worked = self.worked(name)
         environment = {**job.environment, MARK: str(self.folder)}
         job.process = Process.start(name, job.role, job.command(), self.folder, environment)
         job.wanted, job.paused, job.since = True, False, time.monotonic()
@@ -173,7 +181,7 @@ class Processes:
 
     def beside(self, do: str, count: int, seconds: float) -> list[str]:
         """Starts processes that are no part of the cluster: hogs do nothing but compute, until they are killed; others
-        (`chaos.live.hostile`, `chaos.live.hoard`) end after so many seconds. Their names."""
+        (`chaos.live.hostile`, `chaos.live.hoard`) end after so many seconds, once they are ready. Their names."""
         names = [f"{do}{len(self._jobs) + i}" for i in range(count)]
         for name in names:
             words = [f"chaos.live.{do}", self.url, name, str(seconds)]

@@ -41,6 +41,7 @@ class FakeStage:
         self.draining: set[str] = set()
         self.codes: dict[str, int] = {}
         self.etcd_answers = True
+        self.idle: set[str] = set()
 
     def names(self, role: str, *, paused: bool = True) -> list[str]:
         return [name for name in ROLES.get(role, ["s0", "s1", "s2"]) if name not in self.dead]
@@ -87,6 +88,9 @@ class FakeStage:
     def beside(self, do: str, count: int, seconds: float) -> list[str]:
         self.story.append(f"{do} {count} for {seconds:g}")
         return [f"{do}{i}" for i in range(count)]
+
+    def worked(self, name: str) -> bool:
+        return name not in self.idle
 
     def code(self, name: str) -> int | None:
         return self.codes.get(name)
@@ -270,6 +274,31 @@ def test_who_ends_by_itself_beside_the_cluster_is_waited_for() -> None:
     nemesis.step(7.0)
     assert [fault.ended for fault in nemesis.faults] == [7.0]
     assert stage.story == ["hostile 2 for 5"]
+
+
+def test_peers_that_were_never_let_in_are_no_fault_that_was_done() -> None:
+    nemesis, stage = nemesis_of(action_of("hostile", for_=5, processes=2))
+    nemesis.step(1.0)
+    stage.dead |= {"hostile0", "hostile1"}
+    stage.idle |= {"hostile0", "hostile1"}
+    (line,) = nemesis.step(7.0)
+    (fault,) = nemesis.faults
+    assert (fault.state, fault.began) == ("skipped", -1.0)
+    assert fault.note == "hostile0, hostile1 came to nothing from 1.0 s to 7.0 s: never ready; the logs may say why"
+    assert line == f"skipped {fault}: {fault.note}"
+    assert stage.story[1:] == ["kill hostile0", "kill hostile1"]  # nobody is to start them again
+    assert not nemesis.busy
+
+
+def test_one_peer_of_several_that_was_never_let_in_is_told() -> None:
+    nemesis, stage = nemesis_of(action_of("hostile", for_=5, processes=2), action_of("hog", for_=5, processes=1))
+    nemesis.step(1.0)
+    stage.dead |= {"hostile0", "hostile1", "hog0"}
+    stage.idle |= {"hostile1", "hog0"}
+    nemesis.step(7.0)
+    assert [fault.state for fault in nemesis.faults] == ["over", "over"]
+    assert nemesis.faults[0].note.startswith("hostile1 came to nothing")
+    assert nemesis.faults[1].note == ""  # hogs say nothing
 
 
 def test_nobody_is_taken_away_for_good_where_the_others_could_not_hold_what_is_stored() -> None:

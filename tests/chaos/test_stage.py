@@ -36,9 +36,9 @@ def test_who_was_killed_and_is_paused_at_the_same_moment_stays_dead_until_its_ti
     assert not stage.running("w")
 
 
-def ending(stage: Processes, name: str, role: str, code: int) -> None:
+def ending(stage: Processes, name: str, role: str, code: int, *, ready: bool = True) -> None:
     """Adds a process of that role that says it is ready and ends, and waits for its end."""
-    script = f"print('{{\"ready\": true}}', flush=True); raise SystemExit({code})"
+    script = f"{ready} and print('{{\"ready\": true}}', flush=True); raise SystemExit({code})"
     stage._add(name, role, lambda: [sys.executable, "-I", "-S", "-c", script], {})
     stage.start(name)
     wait_for_the_end(stage, name)
@@ -63,11 +63,31 @@ def test_who_ends_by_itself_is_told_once_and_started_again_only_by_who_looks_aft
     wait_for_the_end(stage, "s0")
 
 
-def test_a_hoard_that_has_ended_is_not_started_again(stage: Processes) -> None:
-    """It would take rows for its own to which the one before it had added."""
-    ending(stage, "hoard1", "hoard", 1)
-    job = stage._jobs["hoard1"]
+@pytest.mark.parametrize("role", ["hoard", "hostile"])
+def test_who_has_ended_beside_the_cluster_is_not_started_again(stage: Processes, role: str) -> None:
+    """A hoard would take rows for its own to which the one before it had added, a hostile peer go on after its time."""
+    ending(stage, "it", role, 1)
+    job = stage._jobs["it"]
     job.since, first = 0.0, job.process
-    assert stage.poll() == [("hoard1", "hoard hoard1 ended with exit code 1")]
+    assert stage.poll() == [("it", f"{role} it ended with exit code 1")]
     assert stage.poll() == []
     assert job.process is first
+    assert stage.worked("it")
+
+
+def test_who_was_never_ready_beside_the_cluster_is_started_again_and_has_not_worked(stage: Processes) -> None:
+    ending(stage, "it", "hostile", 1, ready=False)
+    job = stage._jobs["it"]
+    job.since, first = 0.0, job.process
+    assert stage.poll() == []
+    assert job.process is not first
+    wait_for_the_end(stage, "it")
+    assert not stage.worked("it")
+
+
+def test_who_was_ready_once_has_worked(stage: Processes) -> None:
+    ending(stage, "it", "hostile", 0)
+    stage._jobs["it"].command = lambda: [sys.executable, "-I", "-S", "-c", ""]
+    stage.start("it")
+    wait_for_the_end(stage, "it")
+    assert stage.worked("it")
