@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import json
 import math
 import shlex
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,38 +24,20 @@ from chaos.live.plan import Action, Plan, PlanError, expand
 from chaos.live.proxy import Proxy
 from chaos.live.stage import LocalStage, Processes
 from chaos.live.targets import Scene, whole
-from chaos.live.verdict import audit_words, excused, given_up
-from coordinator.connect import open_store
+from chaos.live.verdict import audit_words, epochs_back, excused, given_up
+from chaos.live.watch import LOOK_S, START_S, Seen, Watch
 from coordinator.errors import CoordinationError
-from coordinator.leader import ELECTION
-from coordinator.membership import ViewFollower
-from coordinator.store import Store
-from coordinator.view import View
-from elasticps import background
 from elasticps.audit import AuditReport, audit
 from elasticps.errors import Error
 from elasticps.memory import parse_size
 
 TICK_S = 0.01
-LOOK_S = 0.25  # between two looks at who leads
-START_S = 60.0
 OVERTIME_S = 120.0  # for faults that have begun, or were put off, when the time is over
 AUDIT_S = 60.0
 WORKERS_END_S = load.TIMEOUT_S + 10.0
 LINES_KEPT = 12
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A view, when it was seen (seconds since the start of the load)."""
-
-    at: float
-    epoch: int
-    short: int
-    joining: int
-    reason: str
 
 
 @dataclass
@@ -90,47 +69,6 @@ class Outcome:
         if fault.began < 0:
             return {}
         return {name: round(s * 1e3, 1) for name, s in figures.recovery(self.lives, fault.began).items()}
-
-
-class Watch:
-    """The newest view and leader, as etcd tells them to somebody outside."""
-
-    def __init__(self, url: str, began: Callable[[], float]) -> None:
-        self.seen: list[Seen] = []
-        self.leader = ""
-        self._began = began
-        self._store = background.run(open_store(url, timeout_s=START_S))
-        self._follower = ViewFollower(self._store)
-        self._follower.subscribe(self._note)
-        background.run(self._follower.start())
-        self._looking = background.run(self._look_on())
-
-    @property
-    def view(self) -> View | None:
-        return self._follower.view
-
-    def close(self) -> None:
-        """Stops watching."""
-        background.run(self._close())
-
-    def _note(self, view: View) -> None:
-        short, joining = int((view.chains < 0).any(axis=1).sum()), int((view.joining >= 0).sum())
-        self.seen.append(Seen(time.time() - self._began(), view.epoch, short, joining, view.reason))
-
-    async def _look_on(self) -> asyncio.Task[None]:
-        return asyncio.create_task(self._look(self._store))
-
-    async def _look(self, store: Store) -> None:
-        while True:
-            with suppress(CoordinationError):
-                entry = await store.get(ELECTION)
-                self.leader = "" if entry is None else str(json.loads(entry.value)["name"])
-            await asyncio.sleep(LOOK_S)
-
-    async def _close(self) -> None:
-        self._looking.cancel()
-        await self._follower.close()
-        await self._store.close()
 
 
 class Load:
@@ -334,9 +272,7 @@ class Run:
         ):  # fmt: skip
             if totals[key]:
                 outcome.broken.append(f"{totals[key]} {what}; the workers' logs say which")
-        epochs = [seen.epoch for seen in outcome.views]
-        if epochs != sorted(epochs):
-            outcome.broken.append("an epoch was followed by an older one")
+        outcome.broken += epochs_back(outcome.views, outcome.faults)
         outcome.notes += [
             f"{life.worker}, life {life.number} ended before its first step" for life in figures.idle(outcome.lives)
         ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from chaos.live.nemesis import Fault
+from chaos.live.watch import Seen
 from elasticps.audit import AuditReport
 
 GIVEN_UP_S = 3.2  # a worker renews its lease of 5 s three times in that
@@ -27,6 +30,19 @@ def given_up(name: str, faults: list[Fault], now: float) -> str:
         if cut_off and fault.began >= 0 and lasted >= GIVEN_UP_S and now - max(fault.ended, fault.began) < ADMIT_S:
             return f"it had been away for {lasted:.1f} s, and counts as dead after about {GIVEN_UP_S:g}"
     return ""
+
+
+def epochs_back(views: Iterable[Seen], faults: Iterable[Fault]) -> list[str]:
+    """Where a view was not newer than the one before. An etcd that was made anew may lack the last one: nobody acted on
+    that, since servers tell the new etcd what they know."""
+    renewed = [(fault.began, fault.ended) for fault in faults if fault.action.do == "etcd-new" and fault.began >= 0]
+    wrong, newest = list[str](), -1
+    for seen in views:
+        if seen.epoch <= newest and not any(began <= seen.at <= ended for began, ended in renewed):
+            follows = f"was followed by another one of epoch {seen.epoch}: {seen.reason}"
+            wrong.append(f"at {seen.at:.1f} s the view of epoch {newest} {follows}")
+        newest = seen.epoch
+    return wrong
 
 
 def audit_words(report: AuditReport) -> list[str]:

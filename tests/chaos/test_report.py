@@ -15,8 +15,9 @@ from chaos.live.cli import find_plan
 from chaos.live.figures import Life
 from chaos.live.load import BEGUN, COMMITTED, FAILED, RECORD
 from chaos.live.nemesis import Fault
-from chaos.live.runner import Outcome, Seen, command_line
+from chaos.live.runner import Outcome, command_line
 from chaos.live.verdict import excused, given_up
+from chaos.live.watch import Seen
 from elasticps.errors import ConfigError
 from tests.chaos.scenes import action_of
 

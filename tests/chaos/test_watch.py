@@ -1,0 +1,72 @@
+"""What is seen from outside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from chaos.live import watch
+from chaos.live.watch import Watch
+from coordinator.membership import VIEW
+from coordinator.memory import MemoryStore
+from coordinator.view import View
+from elasticps import background
+from tests.chaos.scenes import view_of
+
+CHAINS = [["s0", "s1"], ["s1", "s0"]]
+
+
+def put(store: MemoryStore, view: View) -> None:
+    async def write() -> None:
+        entry = await store.get(VIEW)
+        assert await store.compare_and_set(VIEW, view.encode(), expect=0 if entry is None else entry.revision)
+
+    background.run(write())
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def watching(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    async def open_store(url: str, timeout_s: float) -> MemoryStore:
+        return store.client()
+
+    monkeypatch.setattr(watch, "open_store", open_store)
+    put(store, view_of(CHAINS, epoch=4))
+    watching = Watch("etcd://nowhere/c", lambda: 0.0)
+    yield watching
+    watching.close()
+
+
+def until_it_has_seen(watching: Watch, count: int) -> list[int]:
+    """The epochs that it has seen, once they are as many."""
+    deadline = time.monotonic() + 60
+    while len(watching.seen) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return [seen.epoch for seen in watching.seen]
+
+
+def test_an_older_view_is_seen_though_nobody_follows_it(store: MemoryStore, watching: Watch) -> None:
+    put(store, view_of(CHAINS, epoch=5))
+    put(store, view_of(CHAINS, epoch=3))
+    put(store, view_of([["s0"], ["s1", "s0"]], epoch=5))
+    assert until_it_has_seen(watching, 4) == [4, 5, 3, 5]
+    assert watching.view is not None
+    assert watching.view.epoch == 5
+
+
+def test_a_view_that_is_read_again_is_seen_once(store: MemoryStore, watching: Watch) -> None:
+    background.run(written_again(store))
+    put(store, view_of(CHAINS, epoch=6))
+    assert until_it_has_seen(watching, 2) == [4, 6]
+
+
+async def written_again(store: MemoryStore) -> None:
+    entry = await store.get(VIEW)
+    assert entry is not None
+    assert await store.compare_and_set(VIEW, entry.value, expect=entry.revision)
