@@ -56,7 +56,7 @@ def chaos(
 ) -> None:
     """Kill, freeze and cut off processes under load, then check that nothing was lost and nothing applied twice.
 
-    Exit code 1 if a promise was broken, with the command that repeats the run.
+    Exit code 1 if a promise was broken, or nothing could be tried, with the command that repeats the run.
     """
     names = which or []
     if what is What.PLANS:
@@ -137,7 +137,7 @@ def _run(plan: Plan, seed: int, duration: float | None, output: Path | None, com
 
 def _tell(report: dict[str, object], folder: Path) -> None:
     from chaos.live.figures import by_kind
-    from chaos.live.report import recovery_rows
+    from chaos.live.report import recovery_rows, verdict
     from elasticps.cli.output import out
 
     table = Table("fault", box=None, header_style="bold", pad_edge=False)
@@ -159,10 +159,7 @@ def _tell(report: dict[str, object], folder: Path) -> None:
         out.print(f"note: {text}", style="dim", markup=False)
     for text in broken:
         out.print(Text.assemble(("broken: ", "bold red"), str(text)))
-    verdict = (
-        Text(f"{len(broken)} promises were broken", "bold red") if broken else Text("every promise kept", "bold green")
-    )
-    out.print(verdict)
+    out.print(Text(verdict(report), "bold green" if report["kept"] else "bold red"))
     out.print(f"again: {report['command']}", markup=False)
 
 

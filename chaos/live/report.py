@@ -30,6 +30,7 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
         "seconds": outcome.seconds,
         "command": outcome.command,
         "kept": outcome.kept,
+        "tried": outcome.tried,
         "broken": outcome.broken,
         "notes": outcome.notes,
         "operations": figures.counts(outcome.lives),
@@ -52,12 +53,22 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def verdict(report: Mapping[str, Any]) -> str:
+    """How a run ended, in a few words; also of a report that earlier versions wrote."""
+    if report["broken"]:
+        return f"{len(report['broken'])} promises were broken"
+    if report.get("tried", True):
+        return "every promise was kept"
+    skipped = len(report["faults"])
+    return f"nothing was tried: {f'all {skipped} faults were skipped' if skipped else 'no fault came due'}"
+
+
 def write(outcome: Outcome, folder: Path) -> dict[str, Any]:
     """Writes the three files into `folder`; the report as plain values. Without matplotlib there is no picture."""
     folder.mkdir(parents=True, exist_ok=True)
     found = as_dict(outcome)
     (folder / "report.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    picture = _picture(outcome)
+    picture = _picture(outcome, verdict(found))
     if picture:
         (folder / "timeline.png").write_bytes(picture)
     (folder / "index.html").write_text(page(found, picture), encoding="utf-8")
@@ -68,7 +79,7 @@ def _throughput(outcome: Outcome) -> Any:
     return figures.throughput(outcome.lives, max(outcome.seconds, BUCKET_S), BUCKET_S)
 
 
-def _picture(outcome: Outcome) -> bytes:
+def _picture(outcome: Outcome, ended: str) -> bytes:
     """The timeline as PNG, b"" where matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -81,7 +92,7 @@ def _picture(outcome: Outcome) -> bytes:
     upper, lower, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, max(1.5, len(outcome.faults) / 8)))
     upper.fill_between(np.arange(len(rates)) * BUCKET_S, rates, step="post", color="#aab7b8")
     upper.set_ylabel("steps committed / s")
-    upper.set_title(f"{outcome.plan.name}, seed {outcome.seed}: {'every promise kept' if outcome.kept else 'BROKEN'}")
+    upper.set_title(f"{outcome.plan.name}, seed {outcome.seed}: {ended}")
     times = [seen.at for seen in outcome.views]
     lower.step(times, [seen.short for seen in outcome.views], where="post", color="#c0392b", label="short of replicas")
     lower.step(times, [seen.joining for seen in outcome.views], where="post", color="#2471a3", label="being filled")
@@ -115,10 +126,9 @@ def _bars(axes: Any, outcome: Outcome) -> None:
 
 def page(report: Mapping[str, Any], picture: bytes) -> str:
     """The report as one HTML page."""
-    verdict = "every promise was kept" if report["kept"] else f"{len(report['broken'])} promises were broken"
     parts = [
         f"<h1>{_text(report['plan'])}, seed {report['seed']}: "
-        f"<span class={'good' if report['kept'] else 'bad'}>{verdict}</span></h1>",
+        f"<span class={'good' if report['kept'] else 'bad'}>{verdict(report)}</span></h1>",
         f"<p>{_text(report['about'])}</p>",
         f"<p>Again: <code>{_text(report['command'])}</code></p>",
     ]
@@ -211,9 +221,14 @@ def summary(folders: Iterable[Path]) -> str:
     if not files:
         raise ConfigError("there is no report.json in these folders; a run writes one into its --out")
     reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    broken = [report for report in reports if not report["kept"]]
+    broken = sum(bool(report["broken"]) for report in reports)
+    untried = sum(not report.get("tried", True) for report in reports)
     lines = ["| fault | how many | p50 ms | p99 ms | most ms |", "|---|---|---|---|---|"]
     lines += [f"| {' | '.join(map(str, row))} |" for row in recovery_rows(figures.by_kind(reports))]
-    lines.append(f"\n{len(reports)} runs, {len(broken)} with a broken promise.")
-    lines += [f"- `{report['command']}`: {'; '.join(report['broken'])}" for report in broken]
+    idle = f", {untried} in which nothing was tried" if untried else ""
+    lines.append(f"\n{len(reports)} runs, {broken} with a broken promise{idle}.")
+    lines += [
+        f"- `{report['command']}`: {'; '.join(report['broken']) or verdict(report)}"
+        for report in reports if not report["kept"]
+    ]  # fmt: skip
     return "\n".join(lines)

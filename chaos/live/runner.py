@@ -60,9 +60,14 @@ class Outcome:
     stall: figures.Stall = field(default_factory=lambda: figures.Stall(0.0, "", 0.0))
 
     @property
+    def tried(self) -> bool:
+        """Whether any of the faults was done, where the plan names some: without, promises are kept easily."""
+        return not self.plan.faults or any(fault.began >= 0 for fault in self.faults)
+
+    @property
     def kept(self) -> bool:
-        """Whether every promise was."""
-        return not self.broken
+        """Whether every promise was, though something was tried."""
+        return self.tried and not self.broken
 
     def recovery_ms(self, fault: Fault) -> dict[str, float]:
         """Per worker, from the fault to the next step that went through."""

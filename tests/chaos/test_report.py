@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 
-from chaos.live import figures, report
+from chaos.live import cli, figures, report, runner
 from chaos.live.cli import find_plan
 from chaos.live.figures import Life
 from chaos.live.load import BEGUN, COMMITTED, FAILED, RECORD
@@ -134,6 +136,44 @@ def test_a_worker_may_end_when_it_was_away_for_longer_than_others_wait() -> None
     assert not given_up("w1", faults, 60.0)
     assert not given_up("s1", faults, 4.0)
     assert excused(faults) == {"w1": [(5.0, 10.0)]}
+
+
+def untried() -> Outcome:
+    outcome = outcome_of()
+    outcome.faults = [Fault(each.action, "skipped", note="s9: there is none now") for each in outcome.faults]
+    return outcome
+
+
+def test_a_run_in_which_nothing_was_done_has_kept_no_promise(tmp_path: Path) -> None:
+    found = report.write(untried(), tmp_path / "1")
+    assert (found["kept"], found["tried"], found["broken"]) == (False, False, [])
+    assert report.verdict(found) == "nothing was tried: all 3 faults were skipped"
+    assert "nothing was tried: all 3 faults were skipped" in (tmp_path / "1" / "index.html").read_text()
+    report.write(outcome_of(), tmp_path / "2")
+    text = report.summary([tmp_path])
+    assert "2 runs, 0 with a broken promise, 1 in which nothing was tried." in text
+    assert "- `elasticps chaos run kill-each-role --seed 3 --duration 10`: nothing was tried: all 3" in text
+
+
+def test_a_run_that_was_over_before_its_first_fault_tried_nothing() -> None:
+    outcome = outcome_of()
+    outcome.faults = []
+    assert report.verdict(report.as_dict(outcome)) == "nothing was tried: no fault came due"
+    outcome.plan = replace(outcome.plan, faults=())  # nor was anything to be
+    assert outcome.kept
+    assert report.verdict(report.as_dict(outcome)) == "every promise was kept"
+
+
+def test_a_run_says_on_the_terminal_that_nothing_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner.Run, "carry_out", lambda run, logs_to: untried())
+    with pytest.raises(typer.Exit) as ended:
+        cli._run(find_plan("kill-each-role"), 3, None, tmp_path, "again", as_json=False)
+    assert ended.value.exit_code == 1
+    shown = capsys.readouterr().out
+    assert "nothing was tried: all 3 faults were skipped" in shown
+    assert "kept" not in shown
 
 
 def told(do: str, role: str, target: str, began: float, ended: float, **ms: float) -> dict[str, object]:
