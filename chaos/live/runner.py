@@ -340,7 +340,7 @@ class Run:
     def _note_deaths(self, ended: list[tuple[str, str]]) -> None:
         for name, text in ended:
             line = f"ended by itself at {self.now:.1f} s: {text}"
-            if why := given_up(name, self.outcome.faults, self.now):
+            if why := given_up(name, self.outcome.faults, self.now, text):
                 self.outcome.notes.append(f"{line} ({why})")
             else:
                 self.outcome.broken.append(line)

@@ -9,7 +9,8 @@ from chaos.live.watch import Seen
 from elasticps.audit import AuditReport
 
 GIVEN_UP_S = 3.2  # a worker renews its lease of 5 s three times in that
-ADMIT_S = 15.0
+ADMIT_S = 15.0  # after it is back, until it is told
+FORGOTTEN = ("the cluster no longer knows worker", "the cluster has forgotten it")  # what it ends with then
 
 
 def excused(faults: list[Fault]) -> dict[str, list[tuple[float, float]]]:
@@ -21,14 +22,17 @@ def excused(faults: list[Fault]) -> dict[str, list[tuple[float, float]]]:
     return times
 
 
-def given_up(name: str, faults: list[Fault], now: float) -> str:
-    """Why a worker may have ended by itself now: others take it for dead when they do not hear of it, and it is told so
-    when it is back. "" if there is no such reason."""
+def given_up(name: str, faults: Iterable[Fault], now: float, text: str) -> str:
+    """Why a worker may have ended by itself now, as `text` tells: others take it for dead when they do not hear of it,
+    and it is told so when it is back. "" if there is no such reason, or it has ended of another one."""
+    if not any(words in text for words in FORGOTTEN):
+        return ""
     for fault in faults:
-        lasted = (fault.ended if fault.ended >= 0 else now) - fault.began
-        cut_off = fault.role == "worker" and fault.target == name and fault.action.do in ("pause", "cut")
-        if cut_off and fault.began >= 0 and lasted >= GIVEN_UP_S and now - max(fault.ended, fault.began) < ADMIT_S:
-            return f"it had been away for {lasted:.1f} s, and counts as dead after about {GIVEN_UP_S:g}"
+        if fault.role != "worker" or fault.target != name or fault.action.do not in ("pause", "cut") or fault.began < 0:
+            continue
+        back = fault.ended if fault.ended >= 0 else now
+        if back - fault.began >= GIVEN_UP_S and now - back < ADMIT_S:
+            return f"it had been away for {back - fault.began:.1f} s, and counts as dead after about {GIVEN_UP_S:g}"
     return ""
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
+import pytest
+
 from chaos.live.nemesis import Fault
-from chaos.live.verdict import epochs_back
+from chaos.live.verdict import FORGOTTEN, epochs_back, given_up
 from chaos.live.watch import Seen
+from coordinator import membership
+from elasticps.client import dispatcher
 from tests.chaos.scenes import action_of
 
 
@@ -25,3 +31,40 @@ def test_an_etcd_made_anew_may_have_missed_the_last_view() -> None:
     renewed = Fault(action_of("etcd-new", for_=1), "over", began=1.5, ended=2.5)
     assert epochs_back(seen(3, 7, 6, 7), [renewed]) == []
     assert len(epochs_back(seen(3, 7, 6, 7, 5), [renewed])) == 1
+
+
+PAUSED = [Fault(action_of("pause", "worker", for_=4), "over", "w1", "worker", 5.0, 9.0)]
+FENCED = (
+    "worker w1 ended with exit code 1: elasticps.errors.Closed: the cluster no longer knows worker 'w1'; it left, or"
+)
+
+
+def test_a_worker_may_end_when_it_was_away_for_longer_than_others_wait() -> None:
+    assert given_up("w1", PAUSED, 10.0, FENCED) == "it had been away for 4.0 s, and counts as dead after about 3.2"
+    assert not given_up("w0", PAUSED, 10.0, FENCED)
+    assert not given_up("w1", PAUSED, 60.0, FENCED)
+    assert not given_up("s1", PAUSED, 4.0, FENCED)
+
+
+def test_one_that_is_away_still_may_end_however_long_it_has_been() -> None:
+    cut = [Fault(action_of("cut", "worker", for_=60), "running", "w1", "worker", 5.0)]
+    assert given_up("w1", cut, 40.0, FENCED)
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "was killed by SIGSEGV",
+        "ended with exit code 1: IndexError: list index out of range",
+        "ended with exit code 1: elasticps.errors.Closed: this worker was started again elsewhere: workers/w1 now "
+        "belongs to incarnation 9; this is 4",
+    ],
+)
+def test_what_else_a_worker_dies_of_after_a_pause_is_no_consequence_of_it(why: str) -> None:
+    """Nobody else takes a name in a run: who is told so after a pause was told so wrongly, and that was a bug once."""
+    assert not given_up("w1", PAUSED, 10.0, f"worker w1 {why}")
+
+
+def test_the_words_for_who_was_forgotten_are_those_of_the_client() -> None:
+    said = inspect.getsource(dispatcher) + inspect.getsource(membership)
+    assert all(words in said for words in FORGOTTEN)
