@@ -223,7 +223,10 @@ def check_content(content: Content, ledgers: Sequence[Ledger]) -> list[str]:
     for ledger, counts, own in zip(ledgers, applied, content.own, strict=True):
         if (torn := np.flatnonzero((own != own[:, :1]).any(axis=1))).size:
             wrong.append(f"{ledger}: its row in range {torn[0]} is {own[torn[0]].tolist()}: half a push")
-        for bad, what in ((counts < ledger.acknowledged, "lost"), (counts > ledger.begun, "applied twice")):
+        for bad, what in (
+            (counts < ledger.acknowledged, "lost"), (counts > ledger.begun, "applied twice"),
+            (counts != np.trunc(counts), "applied in part"),
+        ):  # fmt: skip
             if (where := np.flatnonzero(bad)).size:
                 wrong.append(
                     f"{ledger}: {len(where)} ranges have pushes {what}: range {where[0]} has {counts[where[0]]:g} of "
@@ -247,7 +250,7 @@ def _expected(
     """The shared rows and the tensor after the steps that each range has applied."""
     rows, dense = np.zeros_like(content.rows), np.zeros_like(content.dense)
     for ledger, counts in zip(ledgers, applied, strict=True):
-        for step in range(1, min(ledger.begun, int(counts.max(initial=0))) + 1):
+        for step in range(1, ledger.begun + 1):
             added = part(ledger.job, step)
             there = counts[content.row_ranges[added.keys]] >= step
             rows[added.keys[there]] += added.rows[there]
@@ -335,11 +338,21 @@ def command_of(job: Job) -> list[str]:
     return [sys.executable, "-m", "chaos.live.load", json.dumps(asdict(job))]
 
 
+def open_heavy(ps: eps.Client) -> eps.SparseTable:
+    """The table that `fill` fills; of the same application, into which `cluster adopt` takes all tables."""
+    return ps.table("heavy", dim=16, optimizer=eps.Accumulate())
+
+
+def _pieces(rows: int) -> list[NDArray[np.int64]]:
+    """The keys of so many rows, as many at once as are pushed or pulled at once."""
+    return np.array_split(np.arange(rows), max(1, rows // 25_000))
+
+
 def fill(url: str, rows: int) -> None:
     """Stores rows that nobody touches again, so that filling a replica takes a moment."""
-    with eps.connect(url, worker="filler", app="filling", timeout=TIMEOUT_S) as ps:
-        table = ps.table("heavy", dim=16, optimizer=eps.Accumulate())
-        for keys in np.array_split(np.arange(rows), max(1, rows // 25_000)):
+    with eps.connect(url, worker="filler", app=APP, timeout=TIMEOUT_S) as ps:
+        table = open_heavy(ps)
+        for keys in _pieces(rows):
             ps.push({table: (keys, np.ones((len(keys), 16), np.float32))})
         ps.flush()
 
@@ -359,8 +372,12 @@ def make_rows(url: str, workers: int, keys: int, ranges: int) -> None:
         ps.flush()
 
 
-def check_run(url: str, ledgers: Sequence[Ledger]) -> list[str]:
-    """Holds what the servers have against the ledgers of all workers."""
+def check_run(url: str, ledgers: Sequence[Ledger], filling: int) -> list[str]:
+    """Holds what the servers have against the ledgers of all workers, and against what `fill` stored."""
+    return _check_tables(url, ledgers) + _check_filled(url, filling)
+
+
+def _check_tables(url: str, ledgers: Sequence[Ledger]) -> list[str]:
     if not ledgers:
         return []
     with eps.connect(url, worker="reader", app=APP, timeout=TIMEOUT_S) as ps:
@@ -370,6 +387,24 @@ def check_run(url: str, ledgers: Sequence[Ledger]) -> list[str]:
             for table in tables
             for wrong in check_content(read_content(ps, ledgers, table), ledgers)
         ]
+
+
+def _check_filled(url: str, filling: int) -> list[str]:
+    with eps.connect(url, worker="reader", app=APP, timeout=TIMEOUT_S) as ps:
+        table = open_heavy(ps)
+        pieces = _pieces(filling)
+        wrong = [text for keys in pieces if keys.size for text in check_filling(table.pull(keys), int(keys[0]))]
+        return [f"table {table.name!r}: {text}" for text in wrong]
+
+
+def check_filling(rows: NDArray[np.float32], first: int) -> list[str]:
+    """What is wrong with rows that `fill` stored, from key `first` on: nobody has touched them since."""
+    if not (where := np.flatnonzero((rows != 1).any(axis=1))).size:
+        return []
+    return [
+        f"{len(where)} of the {len(rows)} rows from key {first} on that nobody touched are not 1, the first is key "
+        f"{first + int(where[0])}: {rows[where[0]].tolist()}"
+    ]
 
 
 def heat(url: str, keys: int, ranges: int) -> NDArray[np.float64]:

@@ -93,6 +93,7 @@ def judge(rows: NDArray[np.float32], before: NDArray[np.float32], low: int, high
         (counts < low, f"fewer steps than the {low} that were acknowledged"),
         (counts > high, f"more steps than the {high} that were begun"),
         (counts < before, "fewer steps than were shown before"),
+        (counts != np.trunc(counts), "a part of a step"),
     ):
         if (where := np.flatnonzero(bad)).size:
             r = int(where[0])

@@ -24,7 +24,7 @@ from chaos.live.plan import Action, Plan, PlanError, expand
 from chaos.live.proxy import Proxy
 from chaos.live.stage import LocalStage, Processes
 from chaos.live.targets import Scene, whole
-from chaos.live.verdict import audit_words, epochs_back, excused, given_up
+from chaos.live.verdict import audit_words, epochs_back, excused, given_up, unwatched
 from chaos.live.watch import LOOK_S, START_S, Seen, Watch
 from coordinator.errors import CoordinationError
 from elasticps.audit import AuditReport, audit
@@ -278,15 +278,18 @@ class Run:
             if totals[key]:
                 outcome.broken.append(f"{totals[key]} {what}; the workers' logs say which")
         outcome.broken += epochs_back(outcome.views, outcome.faults)
+        if not self._plan.load.command:
+            outcome.broken += unwatched(outcome.lives, outcome.faults)
+        if (limit := self._plan.cluster.memory) and not any(outcome.memory.values()):
+            outcome.broken.append(f"nothing was seen of what servers used, of {limit} each")
         outcome.notes += [
             f"{life.worker}, life {life.number} ended before its first step" for life in figures.idle(outcome.lives)
         ]
         outcome.stall = figures.longest_stall(outcome.lives, excused(outcome.faults))
-        limit = self._plan.promises.stall_s
-        if limit is not None and outcome.stall.seconds > limit:
-            stall = outcome.stall
+        allowed, stall = self._plan.promises.stall_s, outcome.stall
+        if allowed is not None and stall.seconds > allowed:
             outcome.broken.append(
-                f"{stall.worker} had no commit for {stall.seconds:.2f} s, at {stall.at:.1f} s; {limit:g} s is allowed"
+                f"{stall.worker} had no commit for {stall.seconds:.2f} s, at {stall.at:.1f} s; {allowed:g} s is allowed"
             )
         if not self._plan.load.command:
             for fault in outcome.faults:
@@ -297,7 +300,8 @@ class Run:
         outcome = self.outcome
         assert self.load is not None
         try:
-            outcome.broken += load.check_run(stage.reader_url, [load.Ledger.of(job) for job in self.load.jobs])
+            ledgers = [load.Ledger.of(job) for job in self.load.jobs]
+            outcome.broken += load.check_run(stage.reader_url, ledgers, self._plan.load.filling)
             outcome.audit = audit(stage.own_url, AUDIT_S)
         except (Error, CoordinationError) as error:
             outcome.broken.append(f"the content could not be checked: {error}")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from chaos.live import onlooker
+from chaos.live.figures import Life
+from chaos.live.load import READ
 from chaos.live.nemesis import Fault
 from chaos.live.watch import Seen
 from elasticps.audit import AuditReport
@@ -63,4 +66,17 @@ def audit_words(report: AuditReport) -> list[str]:
         words.append(f"{len(report.unjudged)} ranges could not be audited: range {r}: {why}")
     if report.short:
         words.append(f"{report.short} ranges have fewer than {report.replicas} replicas")
+    words += [f"{name} was left out of the view while all was compared: {why}" for name, why in report.lost.items()]
+    if report.idle and not report.short and not report.unjudged:
+        words.append(
+            f"no replica was compared with another one, though there should be {report.replicas} of each range"
+        )
     return words
+
+
+def unwatched(lives: Iterable[Life], faults: Iterable[Fault]) -> list[str]:
+    """Whether there was an onlooker, but it has seen nothing, and nothing was done to it."""
+    if any(fault.target == onlooker.NAME for fault in faults):
+        return []
+    blind = [life for life in lives if life.worker == onlooker.NAME and not (life.records["kind"] == READ).any()]
+    return ["the onlooker has read nothing, so nobody has seen what others read"] if blind else []

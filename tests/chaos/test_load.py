@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,12 +12,17 @@ from chaos.live.load import (
     BEGUN,
     COMMITTED,
     DIM,
+    READ,
     RECORD,
     SHAPE,
+    STALE,
     Content,
     Job,
     Ledger,
+    LedgerFile,
+    Worker,
     check_content,
+    check_filling,
     newest,
     own_keys,
     part,
@@ -88,6 +94,54 @@ def test_half_a_push_is_seen() -> None:
     assert any("half a push" in text for text in check_content(content, LEDGERS))
 
 
+def test_a_part_of_a_step_is_seen_and_so_is_what_is_no_number() -> None:
+    content = content_after(counts())
+    content.own[0, 3] += 0.5  # 7 are acknowledged, 9 were begun
+    (text,) = check_content(content, LEDGERS)
+    assert text.startswith("w0, life 1: 1 ranges have pushes applied in part: range 3 has 7.5 of its steps")
+    for value in (np.nan, np.inf):
+        content = content_after(counts())
+        content.own[1, 2] = value
+        assert any("w0, life 2" in text and "range 2" in text for text in check_content(content, LEDGERS))
+
+
+@pytest.mark.parametrize("wrong", [0.0, 2.0, np.nan])
+def test_rows_that_nobody_touches_must_be_as_they_were_filled_in(wrong: float) -> None:
+    rows = np.ones((50, 16), np.float32)
+    assert check_filling(rows, 0) == []
+    rows[17, 3] = wrong
+    (text,) = check_filling(rows, 100)
+    assert (
+        text
+        == f"1 of the 50 rows from key 100 on that nobody touched are not 1, the first is key 117: {rows[17].tolist()}"
+    )
+
+
+class Table(NamedTuple):
+    name: str
+
+
+class Answer:
+    """A pull that shows so many steps in every row."""
+
+    def __init__(self, *shown: float) -> None:
+        self.shown = shown
+
+    def result(self) -> dict[Any, Any]:
+        return {Table(f"t{i}"): np.full((RANGES, DIM), n, np.float32) for i, n in enumerate(self.shown)}
+
+
+@pytest.mark.parametrize(("shown", "kind"), [((5, 5), READ), ((5, 4), STALE), ((6, 5), STALE)])
+def test_a_worker_sees_that_it_does_not_read_what_it_wrote(
+    tmp_path: Path, shown: tuple[int, ...], kind: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = object.__new__(Worker)
+    worker.job, worker._begun, worker._ledger = job(0), 5, LedgerFile(tmp_path / "w0.1.ledger")
+    worker._read(Answer(*shown))  # type: ignore[arg-type]
+    assert read_ledger(tmp_path / "w0.1.ledger")["kind"].tolist() == [kind]
+    assert bool(capsys.readouterr().err) == (kind == STALE)
+
+
 def test_a_wrong_shared_row_or_tensor_is_seen() -> None:
     content = content_after(counts())
     content.rows[17, 2] += 1
@@ -128,6 +182,8 @@ def test_a_ledger_that_was_cut_short_is_read_up_to_there(tmp_path: Path) -> None
         ([4, 4, 4, 4], 4, "fewer steps than the 5 that were acknowledged"),
         ([8, 8, 8, 8], 5, "more steps than the 7 that were begun"),
         ([6, 6, 6, 6], 7, "fewer steps than were shown before"),
+        ([5.5, 5.5, 5.5, 5.5], 5, "a part of a step"),
+        ([np.nan, np.nan, np.nan, np.nan], 5, "half a push"),
     ],
 )
 def test_an_onlooker_sees_what_no_order_of_events_explains(row: list[int], before: int, words: str) -> None:

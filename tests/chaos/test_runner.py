@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,18 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chaos.live import load as load_module
 from chaos.live import runner
 from chaos.live.figures import Life
-from chaos.live.load import BEGUN, READ, RECORD
-from chaos.live.nemesis import Nemesis
-from chaos.live.plan import parse
+from chaos.live.load import BEGUN, COMMITTED, FAILED, READ, READ_FAILED, RECORD, STALE
+from chaos.live.nemesis import Fault, Nemesis
+from chaos.live.plan import Promises, parse
 from chaos.live.runner import Load, Run
+from chaos.live.watch import Seen
 from elasticps.audit import AuditReport
 from elasticps.errors import Error
-from tests.chaos.scenes import scene_of, view_of
+from tests.chaos.scenes import action_of, scene_of, view_of
 
 PLAN = parse("{about: nothing, duration: 1, faults: []}", "plan", "plan.yaml")
 VIEW = view_of([["s0", "s1"], ["s1", "s0"]])
+LOOKED = Life("onlooker", 1, np.array([(READ, 0, 1.0)], RECORD))
 CLEAN = AuditReport("c", 1, 2, 2, 4, 0, 0, (), (), {}, {}, 0.1)
 
 
@@ -36,6 +40,7 @@ class FakeStage:
         self.left: list[str] = []
         self.dead: list[tuple[str, str]] = []
         self.missing: list[str] = []
+        self.used = 0
 
     def start_all(self) -> None:
         raise Error("etcd did not start")
@@ -49,6 +54,9 @@ class FakeStage:
     def ended(self) -> list[tuple[str, str]]:
         dead, self.dead = self.dead, []
         return dead
+
+    def memory_used(self, name: str) -> int:
+        return self.used
 
     def late(self, names: Sequence[str]) -> list[str]:
         return self.missing
@@ -68,7 +76,7 @@ class FakeLoad:
         return []
 
     def lives(self, began: float) -> list[Any]:
-        return []
+        return [LOOKED]
 
 
 @pytest.fixture
@@ -80,6 +88,7 @@ def stage() -> FakeStage:
 def run(monkeypatch: pytest.MonkeyPatch, stage: FakeStage) -> Run:
     """One whose faults are over, and that is to be judged."""
     monkeypatch.setattr(runner, "audit", lambda url, timeout_s: CLEAN)
+    monkeypatch.setattr(load_module, "check_run", lambda *arguments: [])
     run = Run(PLAN, 0)
     run.nemesis = Nemesis(stage, (), lambda: scene_of(VIEW))  # type: ignore[arg-type]
     run.load = FakeLoad()  # type: ignore[assignment]
@@ -130,11 +139,106 @@ def test_a_worker_that_does_not_come_back_has_been_lost(
 
 def test_lives_without_a_step_are_told(run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
     lives = [Life("w0", n, np.array([(BEGUN, 1, 1.0)][: n % 2], RECORD)) for n in (1, 2, 3, 4)]
-    onlooker = Life("onlooker", 1, np.array([(READ, 0, 1.0)], RECORD))
-    monkeypatch.setattr(run.load, "lives", lambda began: [*lives, onlooker])
+    monkeypatch.setattr(run.load, "lives", lambda began: [*lives, LOOKED])
     run._judge(stage)
     assert run.outcome.broken == []
     assert run.outcome.notes == ["w0, life 2 ended before its first step", "w0, life 4 ended before its first step"]
+
+
+def test_what_is_not_whole_at_the_end_is_told(run: Run, stage: FakeStage) -> None:
+    run._plan = replace(PLAN, promises=Promises(settle_s=0.05))
+    run.watch = SimpleNamespace(view=view_of([["s0", "s1"], ["s1"]]), seen=[])  # type: ignore[assignment]
+    run._judge(stage)
+    assert run.outcome.broken == ["not whole 0.05 s after the last fault: 1 ranges have fewer than 2 replicas"]
+
+
+def test_a_fault_that_does_not_end_is_told(run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "START_S", 0.05)
+    run._plan = replace(PLAN, promises=Promises(settle_s=0.05))
+    assert run.nemesis is not None
+    run.nemesis.faults = [Fault(action_of("grow"), "running", "s9", began=1.0, names=["s9"])]
+    monkeypatch.setattr(stage, "ready", lambda name: False, raising=False)
+    run._judge(stage)
+    assert run.outcome.broken == ["did not end: grow s9"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [(FAILED, "pushes failed"), (READ_FAILED, "pulls failed"), (STALE, "pulls were stale")]
+)
+def test_what_workers_and_the_onlooker_noted_is_told(
+    run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch, kind: int, words: str
+) -> None:
+    lives = [Life("w0", 1, np.array([(BEGUN, 1, 1.0), (kind, 1, 2.0)], RECORD)), LOOKED]
+    monkeypatch.setattr(run.load, "lives", lambda began: lives)
+    run._judge(stage)
+    assert run.outcome.broken == [f"1 {words}; the workers' logs say which"]
+
+
+def test_an_onlooker_that_has_read_nothing_is_told(run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.load, "lives", lambda began: [Life("onlooker", 1, np.array([], RECORD))])
+    run._judge(stage)
+    assert run.outcome.broken == ["the onlooker has read nothing, so nobody has seen what others read"]
+    run.outcome.broken.clear()
+    run.outcome.faults = [Fault(action_of("kill", "worker"), "over", "onlooker", "worker", 0.0, 0.0)]
+    run._check_ledgers()
+    assert "the onlooker has read nothing, so nobody has seen what others read" not in run.outcome.broken
+
+
+def test_a_standstill_that_is_not_allowed_and_a_fault_after_which_nothing_went_on_are_told(
+    run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run._plan = replace(PLAN, promises=Promises(stall_s=1.0))
+    records = np.array([(BEGUN, 1, 1.0), (COMMITTED, 1, 3.5), (BEGUN, 2, 3.6), (COMMITTED, 2, 3.7)], RECORD)
+    monkeypatch.setattr(run.load, "lives", lambda began: [Life("w0", 1, records), LOOKED])
+    kill = action_of("kill", "s0")
+    run.outcome.faults = [Fault(kill, "over", "s0", "server", at, at) for at in (2.0, 3.65)]
+    run._judge(stage)
+    assert run.outcome.broken == [
+        "w0 had no commit for 2.50 s, at 1.0 s; 1 s is allowed",
+        "no worker committed anything that it began after: kill s0",
+    ]
+
+
+def test_a_view_that_is_older_is_told(run: Run, stage: FakeStage) -> None:
+    assert run.watch is not None
+    run.watch.seen += [Seen(1.0, 7, 0, 0, "a"), Seen(2.0, 6, 0, 0, "b")]
+    run._judge(stage)
+    assert run.outcome.broken == ["at 2.0 s the view of epoch 7 was followed by another one of epoch 6: b"]
+
+
+def test_content_that_is_wrong_or_cannot_be_read_is_told(
+    run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_module, "check_run", lambda url, ledgers, filling: [f"wrong with {filling} rows filled"])
+    monkeypatch.setattr(runner, "audit", lambda url, timeout_s: replace(CLEAN, short=1))
+    run._judge(stage)
+    assert run.outcome.broken == ["wrong with 20000 rows filled", "1 ranges have fewer than 2 replicas"]
+
+    def fails(*arguments: Any) -> list[str]:
+        raise Error("s0 does not answer")
+
+    run.outcome.broken.clear()
+    monkeypatch.setattr(load_module, "check_run", fails)
+    run._judge(stage)
+    assert run.outcome.broken == ["the content could not be checked: s0 does not answer"]
+
+
+def test_who_uses_more_memory_than_it_may_is_told_once(run: Run, stage: FakeStage) -> None:
+    run._plan = replace(PLAN, cluster=replace(PLAN.cluster, memory="512MiB"))
+    stage.used = 512 << 20
+    run._weigh(stage)
+    assert run.outcome.broken == []
+    stage.used += 1 << 20
+    for _ in range(2):
+        run._weighed = 0.0
+        run._weigh(stage)
+    assert [text.partition(" at ")[0] for text in run.outcome.broken] == ["s0 used 513 MiB", "s1 used 513 MiB"]
+
+
+def test_memory_of_which_nothing_was_seen_is_told(run: Run, stage: FakeStage) -> None:
+    run._plan = replace(PLAN, cluster=replace(PLAN.cluster, memory="512MiB"))
+    run._judge(stage)
+    assert run.outcome.broken == ["nothing was seen of what servers used, of 512MiB each"]
 
 
 class Workers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from chaos.live.network import Loopback
-from chaos.live.stage import Processes
+from chaos.live.stage import MARK, Processes
 
 
 @pytest.fixture
@@ -91,3 +92,26 @@ def test_who_was_ready_once_has_worked(stage: Processes) -> None:
     stage.start("it")
     wait_for_the_end(stage, "it")
     assert stage.worked("it")
+
+
+def test_a_process_that_outlives_the_run_is_told() -> None:
+    stage = Processes(Loopback())
+    command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen(command, env={MARK: str(stage.folder)}) as left:
+        try:
+            (text,) = stage.close()
+        finally:
+            left.kill()
+    assert text == f"process {left.pid} of the run was left: {' '.join(command)}"
+
+
+def test_what_a_process_uses_is_seen(stage: Processes) -> None:
+    stage.add_worker("w", lambda: [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"], says_ready=False)
+    deadline = time.monotonic() + 60
+    while stage.memory_used("w") < 1 << 20 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert stage.memory_used("w") > 1 << 20
+    assert stage.late(["w"]) == []
+    stage.kill("w")
+    wait_for_the_end(stage, "w")
+    assert stage.memory_used("w") == 0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from chaos.live.nemesis import Fault
-from chaos.live.verdict import FORGOTTEN, epochs_back, given_up
+from chaos.live.verdict import FORGOTTEN, audit_words, epochs_back, given_up
 from chaos.live.watch import Seen
 from coordinator import membership
+from elasticps.audit import AuditReport, Difference, WorkerClocks
 from elasticps.client import dispatcher
 from tests.chaos.scenes import action_of
 
@@ -68,3 +71,35 @@ def test_what_else_a_worker_dies_of_after_a_pause_is_no_consequence_of_it(why: s
 def test_the_words_for_who_was_forgotten_are_those_of_the_client() -> None:
     said = inspect.getsource(dispatcher) + inspect.getsource(membership)
     assert all(words in said for words in FORGOTTEN)
+
+
+CLEAN = AuditReport("c", 1, 8, 2, 16, 0, 0, (), (), {}, {}, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"differences": (Difference(3, "s1", "other rows"),)}, "range 3 at s1: other rows"),
+        (
+            {"workers": (WorkerClocks(7, "w1", 9, 8, 0, broken=True),)},
+            "worker w1 was told of step 9, but only 8 is everywhere",
+        ),
+        ({"unjudged": {4: "s2 did not answer"}}, "1 ranges could not be audited: range 4: s2 did not answer"),
+        ({"short": 2}, "2 ranges have fewer than 2 replicas"),
+        ({"lost": {"s1": "s1 is gone"}}, "s1 was left out of the view while all was compared: s1 is gone"),
+        (
+            {"alone": 8, "compared": 8},
+            "no replica was compared with another one, though there should be 2 of each range",
+        ),
+    ],
+)
+def test_what_an_audit_finds_is_a_broken_promise(found: dict[str, Any], words: str) -> None:
+    assert audit_words(CLEAN) == []
+    assert audit_words(replace(CLEAN, **found)) == [words]
+
+
+def test_ten_differences_are_told_and_the_rest_counted() -> None:
+    different = tuple(Difference(r, "s1", "other rows") for r in range(12))
+    words = audit_words(replace(CLEAN, differences=different))
+    assert len(words) == 11
+    assert words[-1] == "and 2 more replicas differ"
