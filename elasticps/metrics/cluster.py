@@ -23,7 +23,7 @@ from coordinator.losses import KNOWN, LOSSES, merged
 from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW, drained_incarnation
 from coordinator.office import first_of
 from coordinator.records import read
-from coordinator.store import Change, Delete, Entry, Put, Reset, Store
+from coordinator.store import Change, Entry, Put, Reset, Store
 from coordinator.view import Roster, ServerInfo, View
 from elasticps.metrics.exposition import Scrape
 from replication.chain import Member
@@ -32,6 +32,7 @@ log = fields.logger(__name__)
 
 PROBE_S = 5.0
 RETRY_S = 0.5
+_SINGLE = {VIEW, ROSTER, NEWEST_CHECKPOINT}  # what stays as it is known while it is read again
 STATES = ("serving", "spare", "draining", "silent")
 
 
@@ -99,12 +100,14 @@ class ClusterMetrics(Collector):
     def _note(self, change: Change) -> None:
         if isinstance(change, Reset):
             self._servers, self._drains, self._leader, self._losses = {}, {}, "", {}
+            for key in _SINGLE - {entry.key for entry in change.listing.entries}:
+                self._delete(key)
             for entry in change.listing.entries:
                 self._put(entry)
         elif isinstance(change, Put):
             self._put(change.entry)
         else:
-            self._delete(change)
+            self._delete(change.key)
 
     def _put(self, entry: Entry) -> None:
         key = entry.key
@@ -128,11 +131,18 @@ class ClusterMetrics(Collector):
         except (ValueError, KeyError, TypeError):
             log.warning("an entry makes no sense and is left out of the metrics", key=key)
 
-    def _delete(self, change: Delete) -> None:
-        if change.key == ELECTION:
+    def _delete(self, key: str) -> None:
+        if key == ELECTION:
             self._leader = ""
-        self._servers.pop(change.key.removeprefix(SERVERS), None)
-        self._drains.pop(change.key.removeprefix(DRAINS), None)
+        elif key == VIEW:
+            self._view = None
+        elif key == ROSTER:
+            self._roster = None
+        elif key == NEWEST_CHECKPOINT:
+            self._checkpoint = None
+        self._losses.pop(key, None)
+        self._servers.pop(key.removeprefix(SERVERS), None)
+        self._drains.pop(key.removeprefix(DRAINS), None)
 
     def _adopt(self, view: View) -> None:
         before, self._view = self._view, view

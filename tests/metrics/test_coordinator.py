@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import aclosing
 from typing import Any
 
 import pytest
 
+from coordinator.adoption import reset
 from coordinator.losses import key_of, known_key
-from coordinator.membership import NEWEST_CHECKPOINT
+from coordinator.membership import NEWEST_CHECKPOINT, ROSTER, VIEW, create_cluster
 from coordinator.memory import MemoryStore
-from coordinator.store import Entry, Put
+from coordinator.store import Entry, Listing, Put, Reset
+from coordinator.view import ClusterConfig, Roster, WorkerInfo
 from elasticps.checkpoint.create import newest
 from elasticps.cli import processes
 from elasticps.local.etcd import free_ports
 from elasticps.metrics.cluster import ClusterMetrics
+from tests.chaos.scenes import view_of
 
 
 def test_metrics_that_fail_end_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,3 +68,51 @@ def test_what_was_lost_can_be_watched() -> None:
     assert found() == (2, 8)
     tell(key_of(9), {"epoch": 9, "ranges": [1], "workers": [{"id": 5, "have": 30, "to": 33}]})
     assert found() == (3, 8)
+
+
+async def as_reset(metrics: ClusterMetrics, store: MemoryStore, *, missed: bool) -> None:
+    """Resets the cluster, and tells of it. missed: the watch was broken meanwhile, and begins with what there is."""
+    before = (await store.list("")).revision
+    await reset(store, "anew")
+    now = await store.list("")
+    if missed:
+        metrics._note(Reset(now))
+        return
+    async with aclosing(store.watch("", after=before)) as changes:
+        async for change in changes:
+            metrics._note(change)
+            if change.revision >= now.revision:
+                break
+
+
+@pytest.mark.parametrize("missed", [False, True])
+def test_after_a_reset_nothing_of_the_old_cluster_is_shown(missed: bool) -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        metrics = ClusterMetrics(store, "c0")
+        await create_cluster(store, ClusterConfig(ranges=2, replicas=1, min_servers=1))
+        await store.put(VIEW, view_of([["s0"], ["s0"]], epoch=7).encode())
+        await store.put(ROSTER, Roster(1, (WorkerInfo(3, "w0", 3, "app"),), "c").encode())
+        await store.put(key_of(7), json.dumps({"epoch": 7, "ranges": [1, 4], "workers": []}).encode())
+        metrics._note(Reset(await store.list("")))
+        assert shown(metrics)["elasticps_cluster_epoch"] == 7
+        assert shown(metrics)["elasticps_cluster_workers"] == 1
+        await as_reset(metrics, store, missed=missed)
+        found = shown(metrics)
+        assert "elasticps_cluster_epoch" not in found
+        assert found["elasticps_cluster_workers"] == 0
+        assert found["elasticps_cluster_ranges_begun_anew_total"] == 0
+
+    asyncio.run(main())
+
+
+def test_a_view_that_is_read_again_after_a_break_is_counted_as_the_next_one() -> None:
+    metrics = ClusterMetrics(MemoryStore(), "c0")
+    for epoch, revision in ((1, 3), (4, 9)):
+        view = view_of([["s0"], ["s0"]], epoch=epoch)
+        metrics._note(Reset(Listing((Entry(VIEW, view.encode(), revision, 3),), revision)))
+    assert shown(metrics)["elasticps_cluster_views_total"] == 1
+
+
+def shown(metrics: ClusterMetrics) -> dict[str, float]:
+    return {sample.name: sample.value for family in metrics.collect() for sample in family.samples}
