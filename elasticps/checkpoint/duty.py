@@ -75,7 +75,10 @@ class Duty:
     async def _wanted(self) -> list[tuple[Entry, dict[str, Any]]]:
         """Requests without an answer; answers that are old go."""
         now, found = asyncio.get_running_loop().time(), []
-        for entry in (await self._store.list(WANTED_CHECKPOINTS)).entries:
+        entries = (await self._store.list(WANTED_CHECKPOINTS)).entries
+        there = {entry.key for entry in entries}
+        self._answered = {key: since for key, since in self._answered.items() if key in there}  # others were taken
+        for entry in entries:
             try:
                 said = read(entry.key, entry.value, full=bool)
             except ValueError:

@@ -1,0 +1,43 @@
+"""What the leader remembers of answers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from coordinator.membership import WANTED_CHECKPOINTS
+from coordinator.memory import MemoryStore
+from elasticps.checkpoint.duty import Duty
+
+ANSWER = b'{"full": false, "cut": 3}'
+
+
+def test_an_answer_that_was_taken_is_forgotten() -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        duty = Duty(store, None, 0.0)
+        for number in range(5):
+            key = f"{WANTED_CHECKPOINTS}{number}"
+            await store.put(key, ANSWER)
+            assert await duty._wanted() == []
+            await store.delete(key)
+        assert await duty._wanted() == []
+        assert not duty._answered
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_nobody_takes_goes_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        duty = Duty(store, None, 0.0)
+        await store.put(WANTED_CHECKPOINTS + "1", ANSWER)
+        await duty._wanted()
+        assert (await store.list(WANTED_CHECKPOINTS)).entries
+        monkeypatch.setattr("elasticps.checkpoint.duty._KEPT_S", -1.0)
+        await duty._wanted()
+        assert not (await store.list(WANTED_CHECKPOINTS)).entries
+        assert not duty._answered
+
+    asyncio.run(main())
