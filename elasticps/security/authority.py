@@ -142,8 +142,9 @@ def _host(host: str) -> x509.GeneralName:
 def _write(folder: Path, stem: str, key: _Key, certificate: x509.Certificate) -> None:
     pem = serialization.Encoding.PEM
     private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    _replace(folder / f"{stem}.key", private)
+    # The key comes last: a folder with ca.key has an authority, and whoever died before that can make it again.
     _replace(folder / f"{stem}.crt", certificate.public_bytes(pem))
+    _replace(folder / f"{stem}.key", private)
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -52,6 +52,24 @@ def test_a_second_authority_does_not_replace_the_first(authority: Authority) -> 
         Authority(authority.folder.parent)
 
 
+@pytest.mark.parametrize("written", [0, 1])
+def test_an_authority_that_was_not_finished_can_be_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    left = [None] * written
+
+    def dies(path: Path, content: bytes) -> None:
+        left.pop()  # IndexError: that was its last moment
+        path.write_bytes(content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("elasticps.security.authority._replace", dies)
+        with pytest.raises(IndexError):
+            Authority.create(tmp_path / "ca")
+    made = Authority.create(tmp_path / "ca")
+    Credentials(issued(made, "server/s0"), "train").require(Role.SERVER, "s0")
+
+
 def test_credentials_say_whose_they_are(authority: Authority) -> None:
     found = Credentials(issued(authority, "server/s0"), "train")
     found.require(Role.SERVER, "s0")
