@@ -13,6 +13,7 @@ workers of the audit load are processes beside the runner, which is a pod of its
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +33,7 @@ _SIGNAL = (
     "fi; done; echo 'no process of elasticps but number 1 of the pod, which cannot be stopped from inside' >&2; exit 1"
 )
 _ROLES = {"server": "server_labels", "coordinator": "coordinator_labels", "etcd": "etcd_labels"}
+LOOK_S = 1.0  # between two looks at what Kubernetes has started again
 _COMMANDS = {"server": "server", "coordinator": "coordinator", "etcd": ""}
 
 
@@ -116,6 +118,10 @@ class KubernetesStage(Processes):
         self.url = self.own_url = self.reader_url = plan.url
         self._paused: set[str] = set()
         self._cordoned: Counter[str] = Counter()  # by how many faults; nodes that others have cordoned are not in it
+        self._restarts: dict[
+            str, int
+        ] = {}  # of pods that have been ready, by uid: how often Kubernetes has started them
+        self._looked = 0.0
         self._uids: dict[str, str] = {}  # of pods that were told to end: one of the same name and another uid is new
 
     def start_all(self) -> None:
@@ -137,7 +143,11 @@ class KubernetesStage(Processes):
         if name in self._jobs:
             return super().ready(name)
         pod = self._find(name)
-        return pod is not None and any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or ())
+        return pod is not None and _ready(pod)
+
+    def ended(self) -> list[tuple[str, str]]:
+        """As of processes here; and what Kubernetes has started again in a pod that had been ready."""
+        return super().ended() + self._restarted()
 
     def start(self, name: str) -> None:
         """A pod is started again by whatever owns it; a worker here."""
@@ -217,6 +227,24 @@ class KubernetesStage(Processes):
                 left.append(f"pod {name} may be frozen still, `kubectl delete pod {name}` ends that: {error}")
         return left + super().close(logs_to)
 
+    def _restarted(self) -> list[tuple[str, str]]:
+        if time.monotonic() - self._looked < LOOK_S:
+            return []
+        self._looked, told = time.monotonic(), list[tuple[str, str]]()
+        with suppress(Error):  # the next look sees what this one has missed
+            for role in _ROLES:
+                told += [(pod.metadata.name, _words(role, pod)) for pod in self._pods(role) if self._came_back(pod)]
+        return told
+
+    def _came_back(self, pod: Any) -> bool:
+        """Whether Kubernetes has started it again since this was asked before, though it had been ready, and was not
+        frozen: then its probe may end it."""
+        uid, count = pod.metadata.uid, _restarts(pod)
+        before = self._restarts.get(uid)
+        if before is not None or _ready(pod):
+            self._restarts[uid] = count
+        return before is not None and count > before and pod.metadata.name not in self._paused
+
     def _signal_pod(self, name: str, signal: str, here: Callable[[str], None]) -> None:
         if name in self._jobs:
             here(name)
@@ -246,6 +274,20 @@ class KubernetesStage(Processes):
                 if pod.metadata.name == name and _runs(pod) and not self._ending(pod)
             )  # fmt: skip
         return None
+
+
+def _ready(pod: Any) -> bool:
+    return any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or ())
+
+
+def _restarts(pod: Any) -> int:
+    return sum(container.restart_count for container in pod.status.container_statuses or ())
+
+
+def _words(role: str, pod: Any) -> str:
+    ends = [each.last_state.terminated for each in pod.status.container_statuses or () if each.last_state]
+    why = "; ".join(f"{end.reason}, exit code {end.exit_code}" for end in ends if end is not None)
+    return f"{role} {pod.metadata.name} was started again by Kubernetes: {why or 'it does not say why'}"
 
 
 def _runs(pod: Any) -> bool:

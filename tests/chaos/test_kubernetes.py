@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from urllib3.exceptions import MaxRetryError
 
+from chaos.live import kubernetes
 from chaos.live.kubernetes import KubernetesStage, OfficialApi
 from chaos.live.nemesis import Nemesis
 from chaos.live.plan import ClusterPlan
@@ -20,11 +21,17 @@ from tests.chaos.scenes import action_of, view_of
 PLAN = ClusterPlan(kind="kubernetes", url="etcd://elasticps-etcd:2379/demo")
 
 
-def pod(name: str, uid: str = "1", phase: str = "Running", ready: str = "True") -> Any:
+def pod(name: str, uid: str = "", phase: str = "Running", ready: str = "True", restarts: int = 0) -> Any:
+    ended = SimpleNamespace(reason="Error", exit_code=70)
+    container = SimpleNamespace(restart_count=restarts, last_state=SimpleNamespace(terminated=ended))
     return SimpleNamespace(
-        metadata=SimpleNamespace(name=name, uid=uid, deletion_timestamp=None),
+        metadata=SimpleNamespace(name=name, uid=uid or name, deletion_timestamp=None),
         spec=SimpleNamespace(node_name=f"node-of-{name}"),
-        status=SimpleNamespace(phase=phase, conditions=[SimpleNamespace(type="Ready", status=ready)]),
+        status=SimpleNamespace(
+            phase=phase,
+            conditions=[SimpleNamespace(type="Ready", status=ready)],
+            container_statuses=[container] if restarts else None,
+        ),
     )
 
 
@@ -176,6 +183,48 @@ def test_a_pod_that_may_be_frozen_still_is_told(api: RecordingApi) -> None:
     assert left.startswith("pod elasticps-server-2 may be frozen still")
 
 
+def test_a_process_in_a_pod_that_ends_by_itself_is_seen(
+    stage: KubernetesStage, api: RecordingApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "LOOK_S", 0.0)
+    servers = api.found[PLAN.server_labels]
+    servers[0] = pod("elasticps-server-0", restarts=4)  # of before
+    assert stage.poll() == []
+    servers[0], servers[1] = pod("elasticps-server-0", restarts=5), pod("elasticps-server-1", restarts=1)
+    assert stage.ended() == [
+        (f"elasticps-server-{i}", f"server elasticps-server-{i} was started again by Kubernetes: Error, exit code 70")
+        for i in (0, 1)
+    ]
+    assert stage.ended() == []
+
+
+def test_no_pod_ends_by_itself_that_has_never_been_ready_or_is_frozen(
+    stage: KubernetesStage, api: RecordingApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "LOOK_S", 0.0)
+    servers = api.found[PLAN.server_labels]
+    assert stage.ended() == []
+    stage.pause("elasticps-server-0")
+    servers[0] = pod("elasticps-server-0", restarts=1)  # by its liveness probe
+    stage.kill("elasticps-server-1")
+    for restarts in (1, 2):  # etcd is away
+        servers[1] = pod("elasticps-server-1", uid="2", ready="False", restarts=restarts)
+        assert stage.ended() == []
+    stage.resume("elasticps-server-0")
+    servers[1] = pod("elasticps-server-1", uid="2", restarts=2)
+    assert stage.ended() == []
+    servers[1] = pod("elasticps-server-1", uid="2", restarts=3)
+    assert [name for name, _ in stage.ended()] == ["elasticps-server-1"]
+
+
+def test_pods_are_looked_at_now_and_then(stage: KubernetesStage, api: RecordingApi) -> None:
+    assert stage.poll() == []
+    api.found[PLAN.server_labels][0] = pod("elasticps-server-0", restarts=1)
+    assert stage.poll() == []  # asked too soon
+    stage._looked = 0.0
+    assert len(stage.poll()) == 1
+
+
 def test_without_servers_there_is_nothing_to_torment(stage: KubernetesStage, api: RecordingApi) -> None:
     api.found[PLAN.server_labels] = [pod("elasticps-server-0", phase="Pending")]
     with pytest.raises(Error, match="no server runs in namespace default"):
@@ -203,8 +252,8 @@ def test_without_the_official_client_the_extra_is_named(monkeypatch: pytest.Monk
 
 
 def test_an_api_server_that_cannot_be_reached_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    kubernetes = pytest.importorskip("kubernetes")
-    monkeypatch.setattr(kubernetes.config, "load_incluster_config", lambda: None)
+    client = pytest.importorskip("kubernetes")
+    monkeypatch.setattr(client.config, "load_incluster_config", lambda: None)
     api = OfficialApi("there")
 
     def patch_node(name: str, body: object) -> None:
@@ -216,14 +265,14 @@ def test_an_api_server_that_cannot_be_reached_is_an_error_of_ours(monkeypatch: p
 
 
 def test_the_official_client_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    kubernetes = pytest.importorskip("kubernetes")
-    monkeypatch.setattr(kubernetes.config, "load_incluster_config", lambda: None)
+    client = pytest.importorskip("kubernetes")
+    monkeypatch.setattr(client.config, "load_incluster_config", lambda: None)
     api = OfficialApi("there")
     calls: list[tuple[Any, ...]] = []
 
     class Core:
         def __getattr__(self, name: str) -> Any:
-            assert hasattr(kubernetes.client.CoreV1Api, name) or hasattr(kubernetes.client.AppsV1Api, name)
+            assert hasattr(client.client.CoreV1Api, name) or hasattr(client.client.AppsV1Api, name)
 
             def call(*arguments: Any, **options: Any) -> Any:
                 calls.append((name, arguments, options))
