@@ -11,7 +11,7 @@ import pytest
 from chaos.live.nemesis import Fault
 from chaos.live.verdict import FORGOTTEN, audit_words, epochs_back, given_up
 from chaos.live.watch import Seen
-from coordinator import membership
+from coordinator import sessions
 from elasticps.audit import AuditReport, Difference, WorkerClocks
 from elasticps.client import dispatcher
 from tests.chaos.scenes import action_of
@@ -69,7 +69,7 @@ def test_what_else_a_worker_dies_of_after_a_pause_is_no_consequence_of_it(why: s
 
 
 def test_the_words_for_who_was_forgotten_are_those_of_the_client() -> None:
-    said = inspect.getsource(dispatcher) + inspect.getsource(membership)
+    said = inspect.getsource(dispatcher) + inspect.getsource(sessions)
     assert all(words in said for words in FORGOTTEN)
 
 
