@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from elasticps.errors import Error
+from elasticps.local.process import signal_name
 
 GRACE_S = 3.0
 
@@ -115,7 +115,7 @@ class Children:
         return event
 
     def _story(self, name: str, code: int) -> str:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         log = self._logs / f"{name}.log"
         tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:]
         return "\n".join([f"{name} {how}; the end of {log}:", *tail])

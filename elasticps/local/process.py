@@ -114,7 +114,7 @@ class Process:
         if code is None:
             return "is running"
         if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
+            return f"was killed by {signal_name(-code)}"
         if code == 0:
             return "ended, as it was asked to"
         return f"ended with exit code {code}"
@@ -127,6 +127,11 @@ class Process:
         if said := _ERROR.search(text):
             return said[1]
         return f"its log ends with:\n{text}" if text else "its log is empty: it had no time for more than to start"
+
+
+def signal_name(number: int) -> str:
+    """ "SIGKILL" for 9; Python has no names for most real-time signals."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 class CompilingTold:

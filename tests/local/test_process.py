@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import time
 from pathlib import Path
@@ -43,3 +44,12 @@ def test_who_waits_for_a_server_hears_once_that_it_compiles(tmp_path: Path, capl
         stop_all([process], grace_s=5)
     assert [text.partition(":")[0] for text in told] == ["compiling kernels for this machine"]
     assert process.ready == {"ready": True}
+
+
+def test_a_process_that_a_signal_without_a_name_ended_is_told_as_others(tmp_path: Path) -> None:
+    """Of the real-time signals Python names the first and the last."""
+    for number, name in ((signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}")):
+        process = Process.start("s0", "server", ["sleep", "60"], tmp_path)
+        process.popen.send_signal(number)
+        process.popen.wait(40)
+        assert process.how_it_ended() == f"was killed by {name}"
