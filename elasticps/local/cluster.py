@@ -151,9 +151,9 @@ class LocalCluster:
             raise ConfigError(f"the local cluster {self.name!r} has been started already")
         deadline = time.monotonic() + self._timeout_s
         try:
-            self._folder = self._make_folder()
+            self._folder, born = self._make_folder()
             if not self._detach:
-                self._start_keeper()
+                self._start_keeper(born)
             if Zygote.possible():
                 self._zygote = Zygote(self._folder / "zygote.log", {**os.environ, **self._environment})
                 self._zygote.entrust(self._watch)
@@ -344,16 +344,15 @@ class LocalCluster:
 
     # --------------------------------------------------------------------------------------------- plumbing
 
-    def _make_folder(self) -> Path:
+    def _make_folder(self) -> tuple[Path, str]:
+        """The folder, and what its record is known by."""
         if self._given_directory is None:
             folder = Path(tempfile.mkdtemp(prefix=f"elasticps-{self.name}-"))
-            state.write(folder, state.Record(self.name, "", (state.this_process(),)))
-            return folder
-        state.claim(self._given_directory)
-        return self._given_directory
+            return folder, state.begin(folder, self.name).born
+        return self._given_directory, state.claim(self._given_directory).born
 
-    def _start_keeper(self) -> None:
-        command = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(self.directory)]
+    def _start_keeper(self, born: str) -> None:
+        command = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(self.directory), born]
         # Not in our session, or Ctrl-C and a closing terminal would end it with us.
         self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
 

@@ -19,6 +19,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 RECORD = "cluster.json"
 
@@ -85,8 +86,9 @@ def end_all(processes: list[tuple[int, str]], *, grace_s: float) -> None:
         time.sleep(0.01)
 
 
-def keep(owner: int, folder: str) -> None:
-    """Reads processes from standard input until it closes or `owner` has died; then ends them, removes `folder`."""
+def keep(owner: int, folder: str, born: str) -> None:
+    """Reads processes from standard input until it closes or `owner` has died; then ends them, removes `folder`. born:
+    as the record there says; if it says otherwise by then, the folder is another cluster's."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends with its owner, after it has cleaned up
     received = b""
@@ -101,17 +103,27 @@ def keep(owner: int, folder: str) -> None:
             received += chunk
     lines = [line.split() for line in received.decode().splitlines()]
     known = [(int(line[0]), line[1]) for line in lines if len(line) == 2]  # one had ended before its moment was read
-    end_all(list({*known, *_recorded(Path(folder))}), grace_s=0.0)
-    shutil.rmtree(folder, ignore_errors=True)
+    end_all(list({*known, *_recorded(Path(folder), born)}), grace_s=0.0)
+    if _record(Path(folder)).get("born", born) == born:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _recorded(folder: Path) -> list[tuple[int, str]]:
+def _recorded(folder: Path, born: str) -> list[tuple[int, str]]:
     """The processes in the cluster's record: another process than the owner may have started some (`scale`)."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        return [(entry["pid"], entry["moment"]) for entry in record["processes"] if entry["role"] != "owner"]
+    with suppress(KeyError, TypeError):
+        record = _record(folder)
+        if record["born"] == born:
+            return [(entry["pid"], entry["moment"]) for entry in record["processes"] if entry["role"] != "owner"]
     return []
 
 
+def _record(folder: Path) -> dict[str, Any]:
+    """Empty where there is none that can be read."""
+    with suppress(OSError, ValueError):
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        return record if isinstance(record, dict) else {}
+    return {}
+
+
 if __name__ == "__main__":
-    keep(int(sys.argv[1]), sys.argv[2])
+    keep(int(sys.argv[1]), sys.argv[2], sys.argv[3])

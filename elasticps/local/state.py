@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import signal
 import time
@@ -50,6 +51,7 @@ class Record:
     processes: tuple[Entry, ...]
     server_options: tuple[str, ...] = ()  # what every server is started with
     environment: Mapping[str, str] = field(default_factory=dict)  # for servers, beside that of who starts them
+    born: str = ""  # what no other cluster has, be it one of the same name
 
     @property
     def owner(self) -> Entry | None:
@@ -99,7 +101,9 @@ def read(folder: Path) -> Record | None:
         raise ConfigError(f"the state file {folder / _FILE} was written by another version of elasticps")
     processes = tuple(Entry(**entry) for entry in data["processes"])
     options = tuple(data.get("server_options", ()))
-    return Record(data["name"], data["url"], processes, options, data.get("environment", {}))
+    return Record(
+        data["name"], data["url"], processes, options, data.get("environment", {}), data.get("born", "")
+    )  # fmt: skip
 
 
 def write(folder: Path, record: Record) -> None:
@@ -140,7 +144,14 @@ def started_here(url: str, root: Path | None = None) -> Record | None:
     return None
 
 
-def claim(folder: Path) -> None:
+def begin(folder: Path, name: str) -> Record:
+    """Writes down in `folder` a new cluster of this name, of which there is only this process, its owner."""
+    record = Record(name, "", (this_process(),), born=secrets.token_hex(8))
+    write(folder, record)
+    return record
+
+
+def claim(folder: Path) -> Record:
     """Makes `folder` for a new cluster that this process owns. ConfigError if one of that name is running; what a
     cluster that died has left there is removed."""
     try:
@@ -158,7 +169,7 @@ def claim(folder: Path) -> None:
                 )
             remove(folder)
         folder.mkdir(mode=0o700)
-        write(folder, Record(folder.name, "", (this_process(),)))
+        return begin(folder, folder.name)
 
 
 def this_process() -> Entry:
@@ -189,8 +200,8 @@ def end(folder: Path, record: Record, *, grace_s: float = 10.0) -> None:
             keeper.end_all([(p.pid, p.moment) for p in record.processes if p.role == role], grace_s=grace_s)
         with _locked(folder.parent):
             now = read(folder) if folder.exists() else None
-            if now is None or now.url != record.url:
-                return
+            if now is None or now.born != record.born:
+                return  # this name is another cluster's now
             if not now.running:
                 remove(folder)
                 return

@@ -6,9 +6,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from elasticps.local import keeper
+from elasticps.local import keeper, state
 
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
 
@@ -69,7 +70,7 @@ import os, subprocess, sys, time
 sys.path.insert(0, {str(Path(keeper.__file__).parent)!r})
 import keeper
 child = subprocess.Popen({SLEEP!r}, start_new_session=True)
-command = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), {str(folder)!r}]
+command = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), {str(folder)!r}, ""]
 watcher = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
 watcher.stdin.write(f"{{child.pid}} {{keeper.started_at(child.pid)}}\\n".encode())
 print(child.pid, keeper.started_at(child.pid), watcher.pid, keeper.started_at(watcher.pid), flush=True)
@@ -88,7 +89,7 @@ time.sleep(60)
 def test_the_keeper_bears_a_process_that_had_ended_before_anybody_looked(tmp_path: Path) -> None:
     """`started_at` knows no moment of it: its line is its id alone."""
     (tmp_path / "kept").mkdir()
-    script = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(tmp_path / "kept")]
+    script = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(tmp_path / "kept"), ""]
     with subprocess.Popen(SLEEP) as child, subprocess.Popen(script, stdin=subprocess.PIPE) as end:
         assert end.stdin is not None
         end.stdin.write(f"{child.pid} {moment(child)}\n{1 << 22} \n".encode())
@@ -99,3 +100,22 @@ def test_the_keeper_bears_a_process_that_had_ended_before_anybody_looked(tmp_pat
         finally:
             child.kill()
     assert not (tmp_path / "kept").exists()
+
+
+def test_the_keeper_leaves_a_cluster_alone_that_has_begun_meanwhile_under_the_same_name(tmp_path: Path) -> None:
+    folder = tmp_path / "cluster"
+    born = state.claim(folder).born
+    script = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(folder), born]
+    with subprocess.Popen(script, stdin=subprocess.PIPE) as end, subprocess.Popen(SLEEP) as new:
+        assert end.stdin is not None
+        try:
+            state.remove(folder)
+            state.claim(folder)
+            entry = state.Entry("s0", "server", new.pid, moment(new))
+            record = state.update(folder, lambda now: replace(now, processes=(entry,)))
+            end.stdin.close()
+            assert end.wait(20) == 0
+            assert new.poll() is None
+        finally:
+            new.kill()
+    assert state.read(folder) == record

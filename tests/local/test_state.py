@@ -93,6 +93,23 @@ def test_end_stops_what_is_recorded_and_leaves_strangers_alone(tmp_path: Path) -
     assert not folder.exists()
 
 
+def test_end_leaves_a_cluster_alone_that_has_begun_meanwhile_under_the_name_of_a_dead_one(tmp_path: Path) -> None:
+    """Also where neither has got so far that it has a URL."""
+    folder = tmp_path / "demo"
+    state.claim(folder)
+    dead = state.read(folder)
+    assert dead is not None
+    dead = replace(dead, processes=(state.Entry("etcd", "etcd", 2**22 + 1, "a-moment-long-ago"),))
+    state.write(folder, dead)
+    state.claim(folder)
+    with subprocess.Popen(SLEEP) as new:
+        record = state.update(folder, lambda now: replace(now, processes=(entry(new),)))
+        state.end(folder, dead)
+        assert new.poll() is None
+        new.kill()
+    assert state.read(folder) == record
+
+
 def test_a_cluster_with_an_owner_is_ended_by_its_owner(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     state.claim(folder)
