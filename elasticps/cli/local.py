@@ -158,11 +158,13 @@ def down(url: Url = None, name: Name = None, every: Every = False) -> None:
     """End a cluster that `up` has started, and remove its data and logs."""
     if every and (url or name):
         raise ConfigError(f"--all and --{'name' if name else 'url'} exclude each other")
-    chosen = state.records() if every else [find(url, name)]
+    chosen, unreadable = state.survey() if every else ([find(url, name)], [])
     for record in chosen:
         with err.status(f"ending {record.name}"):
             state.end(state.folder_of(record.name), record)
         err.print(f"cluster {record.name} has ended", markup=False)
+    if unreadable:
+        raise Error("\n".join(unreadable))
     if not chosen:
         err.print("no local cluster is there")
     raise typer.Exit(ExitCode.OK)
@@ -215,9 +217,11 @@ def find(url: str | None, name: str | None) -> state.Record:
                 "start and end its processes where they run"
             )
         return record
-    records = state.records()
+    records, unreadable = state.survey()
     if len(records) != 1:
         raise ConfigError(f"say which cluster with --name; {_known()}" if records else _known())
+    for text in unreadable:
+        err.print(text, style="yellow", markup=False, soft_wrap=True)
     return records[0]
 
 
@@ -256,7 +260,8 @@ def _one_of(url: str | None, name: str | None) -> None:
 
 
 def _known() -> str:
-    names = [record.name for record in state.records()]
-    if not names:
+    records, unreadable = state.survey()
+    names = ", ".join(record.name for record in records)
+    if not records and not unreadable:
         return "no local cluster is there; start one with: elasticps up"
-    return f"there {'is' if len(names) == 1 else 'are'}: {', '.join(names)}"
+    return "; ".join([*([f"there {'is' if len(records) == 1 else 'are'}: {names}"] if records else []), *unreadable])

@@ -22,6 +22,7 @@ from elasticps.local import keeper
 
 _FILE = keeper.RECORD
 _FORMAT = 1
+_PID_MAX = (1 << 31) - 1  # what the kernel's calls take
 _SAY_WHERE = "name a folder that can be written in XDG_STATE_HOME"
 
 
@@ -90,20 +91,34 @@ def folder_of(name: str, root: Path | None = None) -> Path:
 
 
 def read(folder: Path) -> Record | None:
-    """The record in `folder`, None where there is none."""
+    """The record in `folder`, None where there is none. ConfigError where it cannot be read."""
+    file = folder / _FILE
     try:
-        data: dict[str, Any] = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        return _record(json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the state file {folder / _FILE} cannot be read: {error}") from None
-    if data.get("format") != _FORMAT:
-        raise ConfigError(f"the state file {folder / _FILE} was written by another version of elasticps")
-    processes = tuple(Entry(**entry) for entry in data["processes"])
-    options = tuple(data.get("server_options", ()))
-    return Record(
-        data["name"], data["url"], processes, options, data.get("environment", {}), data.get("born", "")
-    )  # fmt: skip
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(
+            f"the state file {file} cannot be read: {why}; when nothing of that cluster runs any more, remove {folder}"
+        ) from None
+
+
+def _record(data: Any) -> Record:
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise ValueError("it was written by another version of elasticps, or not by elasticps")
+    check_name("cluster", data["name"])
+    if data["url"] != "":
+        parse(str(data["url"]))
+    processes = tuple(_entry(**entry) for entry in data["processes"])
+    options, environment = tuple(data.get("server_options", ())), dict(data.get("environment", {}))
+    return Record(data["name"], data["url"], processes, options, environment, data.get("born", ""))
+
+
+def _entry(name: Any, role: Any, pid: Any, moment: Any) -> Entry:
+    if not (isinstance(pid, int) and 0 < pid <= _PID_MAX and all(isinstance(x, str) for x in (name, role, moment))):
+        raise ValueError(f"there is no process {name!r} with the id {pid!r}")
+    return Entry(name, role, pid, moment)
 
 
 def write(folder: Path, record: Record) -> None:
@@ -129,9 +144,21 @@ def update(folder: Path, change: Callable[[Record], Record]) -> Record:
 
 
 def records(root: Path | None = None) -> list[Record]:
-    """All recorded clusters, by name, running or not."""
-    found = [read(folder) for folder in sorted((root or state_root()).glob("*")) if folder.is_dir()]
-    return [record for record in found if record is not None]
+    """All recorded clusters, by name, running or not; without those whose records cannot be read."""
+    return survey(root)[0]
+
+
+def survey(root: Path | None = None) -> tuple[list[Record], list[str]]:
+    """The same, and what is to be said of each of the others."""
+    found: list[Record] = []
+    unreadable: list[str] = []
+    for folder in sorted((root or state_root()).glob("*")):
+        try:
+            if folder.is_dir() and (record := read(folder)) is not None:
+                found.append(record)
+        except ConfigError as error:
+            unreadable.append(str(error))
+    return found, unreadable
 
 
 def started_here(url: str, root: Path | None = None) -> Record | None:

@@ -68,6 +68,26 @@ def test_a_local_cluster_is_found_by_its_url(recorded: None) -> None:
     assert state.records() == []
 
 
+def test_a_damaged_record_is_named_and_holds_up_no_other_cluster(recorded: None, state_folder: Path) -> None:
+    file = state_folder / "damaged" / "cluster.json"
+    file.parent.mkdir()
+    file.write_text("{")
+    for command in (["kill", "s0"], ["kill", "s0", "--url", HERE], ["kill", "s0", "--name", "here"]):
+        result = run(*command)
+        assert "s0 is not running any more" in plain(result)
+        assert (f"{file} cannot be read" in plain(result)) == (command == ["kill", "s0"])  # which it might have meant
+    assert f"there is: here; the state file {file} cannot be read" in plain(run("kill", "s0", "--name", "there"))
+    ended = run("down", "--all")
+    assert ended.exit_code == ExitCode.FAILED
+    assert "cluster here has ended" in plain(ended)
+    assert f"{file} cannot be read" in plain(ended)
+    assert file.exists()
+    alone = run("status")
+    assert alone.exit_code == ExitCode.USAGE
+    assert f"{file} cannot be read" in plain(alone)
+    assert "no local cluster is there" not in plain(alone)
+
+
 def test_a_file_gives_defaults_to_every_command(
     monkeypatch: pytest.MonkeyPatch, recorded: None, tmp_path: Path
 ) -> None:

@@ -31,11 +31,38 @@ def test_nothing_recorded_is_none(tmp_path: Path) -> None:
     assert state.records(tmp_path / "none") == []
 
 
-@pytest.mark.parametrize("text", ["", "{", json.dumps({"format": 99})])
+def damaged(**values: object) -> str:
+    process = {"name": "s0", "role": "server", "pid": 7, "moment": "now"}
+    return json.dumps({"format": 1, "name": "demo", "url": "", "processes": [process], **values})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[" * 100_000, "[]", "3", "\udcff", '{"format": 99}', '{"format": 1}', damaged(name="../x"),
+        damaged(url=3), damaged(url="etcd://"), damaged(processes=3), damaged(processes=[3]),
+        damaged(processes=[{"name": "s0"}]),
+        damaged(processes=[{"name": "s0", "role": "server", "pid": "7", "moment": "now"}]),
+        damaged(processes=[{"name": "s0", "role": "server", "pid": 1 << 80, "moment": "now"}]),
+        damaged(server_options=3), damaged(environment=[1]),
+    ],
+)  # fmt: skip
 def test_a_damaged_or_foreign_record_is_a_clear_error(tmp_path: Path, text: str) -> None:
-    (tmp_path / "cluster.json").write_text(text)
+    (tmp_path / "cluster.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=r"cluster\.json"):
         state.read(tmp_path)
+
+
+def test_a_damaged_record_is_named_and_hides_no_other(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        state.claim(tmp_path / name)
+    (tmp_path / "a" / "cluster.json").write_text("{")
+    found, unreadable = state.survey(tmp_path)
+    assert [record.name for record in found] == ["b"]
+    (why,) = unreadable
+    assert f"{tmp_path / 'a' / 'cluster.json'} cannot be read" in why
+    assert f"remove {tmp_path / 'a'}" in why
+    assert state.started_here("etcd://127.0.0.1:1/c", tmp_path) is None
 
 
 def test_a_name_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
