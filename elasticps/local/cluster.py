@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -189,12 +190,11 @@ class LocalCluster:
         # The coordinator first: nobody need plan for servers that are ending.
         stop_all([p for p in processes if p.role == "coordinator"], grace_s=_GRACE_S)
         stop_all([p for p in processes if p.role == "server"], grace_s=_GRACE_S)
-        keeper.end_all([(p.pid, p.moment) for p in self._others()], grace_s=_GRACE_S)
+        self._end_others()
         if self._etcd is not None:
             stop_all([self._etcd], grace_s=_GRACE_S)
         self._end_zygote()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
         if self._keeper is not None and self._keeper.stdin is not None:
             self._keeper.stdin.close()
             try:
@@ -441,6 +441,17 @@ class LocalCluster:
                 if (process := self._processes.pop(name, None)) is not None:
                     process.popen.wait()  # its first thread has ended, others may be about to
             self._record()
+
+    def _end_others(self) -> None:
+        with suppress(ConfigError):  # their record cannot be read
+            keeper.end_all([(p.pid, p.moment) for p in self._others()], grace_s=_GRACE_S)
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            with suppress(OSError), state.locked(self._folder):  # who would add a server from now on is refused
+                self._end_others()
+                shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _others(self) -> list[state.Entry]:
         """Servers of this cluster that another process has started, such as `elasticps scale`, and that run."""

@@ -10,7 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ def update(folder: Path, change: Callable[[Record], Record]) -> Record:
     """Changes the record in `folder`; nobody else's change is lost. ConfigError if the cluster has ended."""
     gone = ConfigError(f"the local cluster of {folder} has ended")
     try:
-        with _locked(folder):
+        with locked(folder):
             record = read(folder)
             if record is None:
                 raise gone
@@ -186,7 +186,7 @@ def claim(folder: Path) -> Record:
         (folder.parent / ".lock").open("a").close()
     except OSError as error:
         raise ConfigError(f"cannot write to {folder.parent}: {error.strerror}; {_SAY_WHERE}") from None
-    with _locked(folder.parent):
+    with locked(folder.parent):
         if folder.exists():
             old = read(folder)
             if old is not None and old.running:
@@ -225,14 +225,23 @@ def end(folder: Path, record: Record, *, grace_s: float = 10.0) -> None:
             "etcd",
         ):  # the coordinator first: nobody plans for servers that are ending
             keeper.end_all([(p.pid, p.moment) for p in record.processes if p.role == role], grace_s=grace_s)
-        with _locked(folder.parent):
-            now = read(folder) if folder.exists() else None
-            if now is None or now.born != record.born:
-                return  # this name is another cluster's now
-            if not now.running:
-                remove(folder)
-                return
+        now = _remove_if_ended(folder, record.born)
+        if now is None:
+            return
         record = now  # somebody was adding servers
+
+
+def _remove_if_ended(folder: Path, born: str) -> Record | None:
+    """What still runs of that cluster; None if nothing does, or the folder is another one's now."""
+    # Both locks: no cluster begins here meanwhile, and nobody adds a server to this one.
+    with locked(folder.parent), suppress(FileNotFoundError), locked(folder):
+        now = read(folder)
+        if now is None or now.born != born:
+            return None
+        if now.running:
+            return now
+        remove(folder)
+    return None
 
 
 def remove(folder: Path) -> None:
@@ -243,7 +252,8 @@ def remove(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
+    """Nobody else changes the record in `folder` meanwhile. FileNotFoundError if there is no such folder."""
     with (folder / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from elasticps import background
 from elasticps.admin import fetch_health, fetch_status
 from elasticps.errors import ConfigError, Error
 from elasticps.local import LocalCluster, keeper, state
+from elasticps.local import cluster as cluster_module
+from elasticps.local.process import Process
+from elasticps.local.process import stop_all as stop_all_really
 from tests.conftest import NewCluster
 
 Eventually = Callable[[Callable[[], bool]], None]
@@ -137,6 +141,41 @@ def test_the_end_leaves_nothing_and_may_come_twice() -> None:
     cluster.stop()
     with pytest.raises(ConfigError, match="is not running"):
         _ = cluster.url
+
+
+def test_the_end_is_also_that_of_a_server_which_comes_meanwhile(
+    local_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of `elasticps scale`, after the last look for those that others have started."""
+    cluster = local_cluster(servers=1)
+    folder = cluster.directory
+    late: list[subprocess.Popen[bytes]] = []
+
+    def stop_all(processes: list[Process], *, grace_s: float) -> None:
+        stop_all_really(processes, grace_s=grace_s)
+        if [process.role for process in processes] == ["etcd"]:
+            late.append(subprocess.Popen(["sleep", "60"]))
+            entry = state.Entry("s1", "server", late[0].pid, keeper.started_at(late[0].pid) or "")
+            state.update(folder, lambda record: replace(record, processes=(*record.processes, entry)))
+
+    monkeypatch.setattr(cluster_module, "stop_all", stop_all)
+    cluster.stop()
+    try:
+        assert late[0].poll() is not None
+    finally:
+        late[0].kill()
+        late[0].wait()
+    assert not folder.exists()
+
+
+def test_the_end_bears_a_damaged_record(local_cluster: NewCluster) -> None:
+    cluster = local_cluster(servers=1)
+    record, folder = state.read(cluster.directory), cluster.directory
+    assert record is not None
+    (folder / "cluster.json").write_text("{")
+    cluster.stop()
+    assert [entry.role for entry in record.processes if entry.running] == ["owner"]
+    assert not folder.exists()
 
 
 def test_a_server_that_cannot_start_shows_its_log_and_ends_the_rest(tmp_path: Path) -> None:
