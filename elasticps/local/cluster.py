@@ -24,6 +24,7 @@ from elasticps.local import certificates, forming, keeper, scaling, state
 from elasticps.local.etcd import EtcdPlan
 from elasticps.local.following import Following
 from elasticps.local.process import CompilingTold, Process, stop_all
+from elasticps.local.restarter import Restarter, deaths_of
 from elasticps.local.scaling import SERVERS_MAX
 from elasticps.local.zygote import Zygote
 from elasticps.memory import parse_size
@@ -31,9 +32,6 @@ from elasticps.security.identity import Role
 
 COORDINATORS_MAX = 5
 _GRACE_S = 10.0
-_LOOK_EVERY_S = 0.1  # for dead processes to start again
-_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)  # before one that keeps dying is started again
-_STEADY_S = 30.0  # one that has run for so long is not held to have kept dying
 _ETCD_TRIES = 3  # another process may take a port between the look for a free one and etcd's start
 
 
@@ -132,7 +130,8 @@ class LocalCluster:
         self._options: dict[str, list[str]] = {}
         self._lock = threading.RLock()  # the table of processes
         self._news: list[str] = []  # who has ended, until `ended` tells
-        self._restarter = _Restarter(self._start_dead_ones) if restart else None
+        self._troubles: dict[str, str] = {}  # why processes of these names could not be started again
+        self._restarter = Restarter(self._start_dead_ones) if restart else None
 
     # ------------------------------------------------------------------------------------------------- life
 
@@ -399,23 +398,32 @@ class LocalCluster:
 
     def _start_dead_ones(self) -> None:
         with self._lock:
-            now = time.monotonic()
             for name, process in list(self._processes.items()):
-                if process.running:
-                    continue
-                self._tell_end(process)
-                if process.left:
-                    continue
-                deaths = 1 if now - process.started > _STEADY_S else process.deaths + 1
-                if now - process.started >= _PAUSES_S[min(deaths, len(_PAUSES_S)) - 1]:
-                    self._spawn(name, process.role, self._options[name]).deaths = deaths
+                try:
+                    self._look_after(process)
+                except Exception as error:  # a full disk, no memory: it may pass, and the others are to be looked after
+                    text = f"{process.role} {name} cannot be started again as it should: {error}"
+                    if self._troubles.get(name) != text:
+                        self._troubles[name] = text
+                        self._news.append(text)
 
-    def _spawn(self, name: str, role: str, options: list[str]) -> Process:
+    def _look_after(self, process: Process) -> None:
+        if process.running:
+            if process.name in self._troubles:  # it was started, and could not be written down
+                self._record()
+                del self._troubles[process.name]
+            return
+        self._tell_end(process)
+        if not process.left and (deaths := deaths_of(process)):
+            self._spawn(process.name, process.role, self._options[process.name], deaths)
+
+    def _spawn(self, name: str, role: str, options: list[str], deaths: int = 0) -> Process:
         more = [*options, *(self._server_options if role == "server" else self._log_options)]
         url = certificates.url_of(self.operator_url, self.directory, Role(role), name)
         command = scaling.server_command(role, url, name, more)
         environment = {**os.environ, **self._environment}
         process = Process.start(name, role, command, self.directory, environment, self._zygote)
+        process.deaths = deaths
         with self._lock:
             self._processes[name], self._options[name] = process, options
             self._watched(process)
@@ -481,24 +489,3 @@ def _shown(process: Process) -> ServerProcess:
     return ServerProcess(
         process.name, process.pid, ready["address"], ready["admin"], ready["incarnation"], process.running
     )
-
-
-class _Restarter:
-    """Looks for dead processes until stopped, in a thread of its own."""
-
-    def __init__(self, look: Callable[[], None]) -> None:
-        self._look = look
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="elasticps-restarter", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(_LOOK_EVERY_S):
-            self._look()

@@ -80,6 +80,31 @@ def test_dead_processes_start_again_under_their_names_if_asked(
     eventually(lambda: pid_of(cluster, "c0") != coordinator)
 
 
+def test_who_starts_dead_processes_again_bears_a_look_in_vain(
+    local_cluster: NewCluster, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = local_cluster(servers=2, restart=True)
+    update = state.update
+    told: list[str] = []
+
+    def failed(name: str) -> bool:
+        told.extend(cluster.ended())
+        return any(line.startswith(f"server {name} cannot be started again as it should: no room") for line in told)
+
+    def full(*_: object) -> None:
+        raise ConfigError("no room")
+
+    monkeypatch.setattr(state, "update", full)
+    cluster.kill("s1")
+    eventually(lambda: failed("s1"))
+    monkeypatch.setattr(state, "update", update)
+    eventually(lambda: pid_of(cluster, "s1") in [server.pid for server in cluster.servers if server.running])
+    before = cluster.server("s0").pid
+    cluster.kill("s0")
+    eventually(lambda: any(server.name == "s0" and server.pid != before for server in cluster.servers))
+    assert len(told) == 1
+
+
 def test_a_standby_coordinator_leads_when_the_leader_is_killed(
     local_cluster: NewCluster, eventually: Eventually
 ) -> None:
