@@ -88,6 +88,7 @@ class EtcdPlan:
     def __init__(self, data: Path, tls: TlsFiles | None = None) -> None:
         self.data = data
         self._tls = tls
+        self._name = f"local-{secrets.token_hex(8)}"
         self.client_port, self.peer_port = free_ports(2)
         self.endpoint = f"127.0.0.1:{self.client_port}"
 
@@ -99,10 +100,10 @@ class EtcdPlan:
         scheme, files = ("http", []) if self._tls is None else ("https", tls_options(self._tls))
         client, peer = f"{scheme}://{self.endpoint}", f"http://127.0.0.1:{self.peer_port}"
         return [
-            *(str(etcd_binary()), "--name", "local", "--data-dir", str(self.data)),
+            *(str(etcd_binary()), "--name", self._name, "--data-dir", str(self.data)),
             *("--listen-client-urls", client, "--advertise-client-urls", client),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-            *("--initial-cluster", f"local={peer}"),
+            *("--initial-cluster", f"{self._name}={peer}"),
             *files,
         ]
 
@@ -112,8 +113,13 @@ class EtcdPlan:
         return {key: value for key, value in os.environ.items() if not key.startswith("ETCD_") or key in _KEPT_SETTINGS}
 
     def healthy(self) -> bool:
-        """Whether it serves: it has elected itself and answers."""
-        return healthy("127.0.0.1", self.client_port, self._tls)
+        """Whether it serves: it has elected itself and answers, and is none that took its port before it could."""
+        return healthy("127.0.0.1", self.client_port, self._tls) and (self._tls is not None or self._has_its_name())
+
+    def _has_its_name(self) -> bool:
+        # With TLS nobody else has a certificate that is believed; and etcd may refuse to say so to who has no rights.
+        _, text = ask("127.0.0.1", self.client_port, None, "/v3/cluster/member/list", "{}")
+        return f'"{self._name}"' in text
 
 
 def healthy(host: str, port: int, tls: TlsFiles | None) -> bool:

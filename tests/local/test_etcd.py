@@ -34,6 +34,16 @@ def test_etcd_starts_serves_and_comes_back_on_its_port_with_its_data(tmp_path: P
     assert (tmp_path / "data" / "member").is_dir()
 
 
+def test_a_strangers_etcd_on_its_port_is_not_taken_for_it(tmp_path: Path, etcd_endpoint: str) -> None:
+    plan = etcd.EtcdPlan(tmp_path / "data")
+    plan.client_port = int(etcd_endpoint.rpartition(":")[2])
+    plan.endpoint = etcd_endpoint
+    assert etcd.healthy("127.0.0.1", plan.client_port, None)
+    assert not plan.healthy()
+    with pytest.raises(Error, match="address already in use"):
+        started(plan, tmp_path)
+
+
 def test_the_users_own_etcd_settings_do_not_leak_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETCD_LISTEN_CLIENT_URLS", "http://0.0.0.0:1")
     for kept in ("ETCD_UNSUPPORTED_ARCH", "ETCD_UNSAFE_NO_FSYNC"):
