@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -40,9 +41,10 @@ def logs(
 
     def new() -> list[tuple[str, str]]:
         """Lines since the last call by the time in them, of each process in its order."""
-        for path in sorted(folder.glob("*.log")):  # servers may have been started meanwhile
-            if process in (None, path.stem):
-                known.setdefault(path.stem, _Log(path))
+        with suppress(FileNotFoundError):  # the folder goes just now
+            for path in sorted(folder.glob("*.log")):  # servers may have been started meanwhile
+                if process in (None, path.stem):
+                    known.setdefault(path.stem, _Log(path))
         width = max(map(len, known), default=0)
         found = [
             (when, line if process is not None else f"{who:{width}} | {line}")
@@ -73,13 +75,15 @@ class _Log:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._at = max(0, path.stat().st_size - _READ_BYTES)
+        self._at: int | None = None  # nothing was read yet
         self._when = ""
 
     def new(self) -> Iterator[tuple[str, str]]:
         """Whole lines that came since the last call: when, and what. Lines of no time are of the one before."""
         try:
             with self._path.open("rb") as file:
+                if self._at is None:
+                    self._at = max(0, os.fstat(file.fileno()).st_size - _READ_BYTES)
                 file.seek(self._at)
                 data = file.read(_READ_BYTES)
         except FileNotFoundError:  # the cluster has ended

@@ -88,6 +88,17 @@ def test_a_damaged_record_is_named_and_holds_up_no_other_cluster(recorded: None,
     assert "no local cluster is there" not in plain(alone)
 
 
+def test_logs_bear_that_a_cluster_ends_while_they_look(
+    recorded: None, state_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder lists files that are gone when they are opened."""
+    (state_folder / "here" / "s0.log").write_text("it said this\n")
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: iter([*glob(path, pattern), path / f"gone{pattern[1:]}"]))
+    result = run("logs", "--name", "here")
+    assert (result.exit_code, result.output) == (ExitCode.OK, "s0   | it said this\n"), result.exception
+
+
 def test_a_file_gives_defaults_to_every_command(
     monkeypatch: pytest.MonkeyPatch, recorded: None, tmp_path: Path
 ) -> None:
