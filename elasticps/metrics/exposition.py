@@ -39,7 +39,7 @@ class Scrape:
         self.ready = True
         self._registry = registry
         self._listener: asyncio.Server | None = None
-        self._under_way: set[asyncio.StreamWriter] = set()
+        self._under_way: dict[asyncio.StreamWriter, None] = {}  # the oldest first
 
     @classmethod
     async def start(cls, host: str, port: int, collectors: Iterable[Collector]) -> Scrape:
@@ -70,17 +70,20 @@ class Scrape:
             writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._under_way.add(writer)
+        self._under_way[writer] = None
+        if len(self._under_way) > MAX_SCRAPES_AT_ONCE:  # who asks is answered at once: the oldest only holds its place
+            oldest = next(iter(self._under_way))
+            del self._under_way[oldest]
+            oldest.transport.abort()
         try:
-            if len(self._under_way) <= MAX_SCRAPES_AT_ONCE:
-                async with asyncio.timeout(TIMEOUT_S):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(self._response(head.decode("latin-1")))
-                    await writer.drain()
+            async with asyncio.timeout(TIMEOUT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._response(head.decode("latin-1")))
+                await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             writer.transport.abort()
         finally:
-            self._under_way.discard(writer)
+            self._under_way.pop(writer, None)
             with suppress(OSError):
                 writer.close()
 

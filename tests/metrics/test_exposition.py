@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from elasticps.metrics.exposition import MAX_HEAD_BYTES, Scrape
+from elasticps.metrics.exposition import MAX_HEAD_BYTES, MAX_SCRAPES_AT_ONCE, Scrape
 
 
 class One(Collector):
@@ -74,3 +74,31 @@ def test_a_head_without_end_is_cut_off() -> None:
 
 def test_a_collector_that_fails_harms_only_the_scrape() -> None:
     assert ask(b"GET /metrics HTTP/1.1\r\n\r\n", Broken()).startswith(b"HTTP/1.1 500")
+
+
+def test_connections_that_say_nothing_hold_up_no_probe() -> None:
+    """However many: those that have been there for longest go. A slow head is waited for as before."""
+
+    async def run() -> None:
+        scrape = await Scrape.start("127.0.0.1", 0, [One()])
+        idle = []
+        try:
+            many = range(3 * MAX_SCRAPES_AT_ONCE)
+            idle += [await asyncio.open_connection("127.0.0.1", scrape.port) for _ in many]
+            slow = await asyncio.open_connection("127.0.0.1", scrape.port)
+            idle.append(slow)
+            slow[1].write(b"GET /healthz HTTP/1.1\r\n")
+            for _ in range(MAX_SCRAPES_AT_ONCE - 1):
+                reader, writer = await asyncio.open_connection("127.0.0.1", scrape.port)
+                writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
+                assert (await reader.read()).endswith(b"ok\n")
+                writer.close()
+            slow[1].write(b"\r\n")
+            assert (await slow[0].read()).endswith(b"ok\n")
+            assert await idle[0][0].read() == b""  # it was closed
+        finally:
+            for _, writer in idle:
+                writer.close()
+            await scrape.close()
+
+    asyncio.run(run())
