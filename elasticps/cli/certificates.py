@@ -49,11 +49,14 @@ def certificates(
     new = not (folder / "ca.key").exists()
     try:
         authority = Authority.create(folder) if new else Authority(folder)
+        authority.check(wanted)
         made = {str(identity): authority.issue(identity, days=days) for identity in wanted}
         if etcd:
             made["etcd"] = authority.issue_etcd(etcd, days=days)
         if etcd_root:
             made["etcd-root"] = authority.issue_root(days=days)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"certificates cannot be made in {folder}: {error}") from None
     if as_json:

@@ -71,14 +71,24 @@ class Authority:
         """The file to believe."""
         return self.folder / "ca.crt"
 
+    def check(self, identities: Iterable[Identity]) -> None:
+        """ConfigError where to issue to one of them would replace the files of another, be it another one of them."""
+        whose: dict[Path, str] = {}
+        for identity in identities:
+            file = self.folder / f"{_stem(identity)}.crt"
+            there = whose.setdefault(file, _holder(file) or str(identity))
+            if there != str(identity):
+                raise ConfigError(
+                    f"{file} is {there}'s, and {identity} would get a file of the same name: move the former, and its "
+                    "key, to another folder first"
+                )
+
     def issue(self, identity: Identity, *, days: float = LEAF_DAYS) -> TlsFiles:
-        """A new key and certificate; replaces those that were made for the same identity before."""
+        """A new key and certificate; replaces those that were made before, be it for another identity: see `check`."""
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(str(identity))]
         if identity.role is Role.SERVER:
             names.append(x509.DNSName(host_name(identity.cluster)))
-        parts = (identity.role, identity.app, identity.name)
-        stem = "-".join(part.replace("*", "any") for part in parts if part)
-        return self._sign(stem, identity.common_name, names, days, serves=identity.role is Role.SERVER)
+        return self._sign(_stem(identity), identity.common_name, names, days, serves=identity.role is Role.SERVER)
 
     def issue_etcd(self, hosts: Iterable[str], *, days: float = LEAF_DAYS) -> TlsFiles:
         """The same for an etcd that is found under `hosts`, names or addresses."""
@@ -104,6 +114,24 @@ class Authority:
         )
         _write(self.folder, stem, key, certificate)
         return TlsFiles(*(str(self.folder / name) for name in ("ca.crt", f"{stem}.crt", f"{stem}.key")))
+
+
+def _stem(identity: Identity) -> str:
+    """Of the names of its files."""
+    parts = (identity.role, identity.app, identity.name)
+    return "-".join(part.replace("*", "any") for part in parts if part)
+
+
+def _holder(file: Path) -> str:
+    """Whose certificate is in a file; "" if there is none."""
+    try:
+        found = x509.load_pem_x509_certificate(file.read_bytes())
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, x509.ExtensionNotFound) as error:
+        raise ConfigError(f"{file} is no certificate that elasticps has made: {error}; remove it first") from None
+    return ", ".join(names.get_values_for_type(x509.UniformResourceIdentifier)) or "nobody"
 
 
 def _name(text: str) -> x509.Name:

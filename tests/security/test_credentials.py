@@ -186,3 +186,33 @@ def test_the_command_makes_an_authority_once_and_certificates_as_often_as_asked(
     assert Path(folder, "ca.crt").read_bytes() == ca
     wrong = CliRunner().invoke(app, ["certificates", folder, "train/s0"])
     assert (wrong.exit_code, "no identity" in wrong.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted", "file"),
+    [
+        (["prod/server/s0"], ["train/worker/a/b", "train/server/s0"], "server-s0.crt"),
+        (["train/worker/a-b/c"], ["train/worker/a/b-c"], "worker-a-b-c.crt"),
+        (["train/worker/*/w"], ["train/worker/any/w"], "worker-any-w.crt"),
+        ([], ["prod/server/s0", "train/server/s0"], "server-s0.crt"),
+    ],
+)
+def test_the_command_replaces_no_other_identitys_files(
+    tmp_path: Path, there: list[str], wanted: list[str], file: str
+) -> None:
+    for who in there:
+        assert CliRunner().invoke(app, ["certificates", str(tmp_path), who]).exit_code == 0
+    before = {path: path.read_bytes() for path in tmp_path.glob("*-*")}
+    refused = CliRunner().invoke(app, ["certificates", str(tmp_path), *wanted])
+    assert refused.exit_code == 2
+    for text in (str(tmp_path / file), f"spiffe://elasticps/{[*there, *wanted][0]}", wanted[-1], "move"):
+        assert text in refused.output
+    assert {path: path.read_bytes() for path in tmp_path.glob("*-*")} == before
+
+
+def test_the_command_replaces_no_file_that_is_no_certificate(tmp_path: Path) -> None:
+    file = tmp_path / "server-s0.crt"
+    file.write_text("a shopping list")
+    refused = CliRunner().invoke(app, ["certificates", str(tmp_path), "train/server/s0"])
+    assert (refused.exit_code, file.read_text()) == (2, "a shopping list")
+    assert f"{file} is no certificate" in refused.output
