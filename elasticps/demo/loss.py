@@ -8,14 +8,22 @@ from pathlib import Path
 
 from elasticps.checkpoint.create import checkpoint_cluster
 from elasticps.checkpoint.restore import restore_cluster
+from elasticps.errors import ConfigError
 from elasticps.local import LocalCluster
+
+_MARK = ".demo"  # a file in a folder that a demo has made
 
 
 class Checkpoints:
-    """Of the demo's model, in a folder. Those of an earlier run go."""
+    """Of the demo's model, in a folder. Those of an earlier run go. ConfigError if the folder has something else."""
 
     def __init__(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.is_symlink() or (folder.exists() and not (folder / _MARK).is_file()):
+            raise ConfigError(f"{folder} is not the demo's: remove it, or name another folder with --out")
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        (folder / _MARK).touch()
         self._url = folder.absolute().as_uri()
 
     def take(self, cluster: LocalCluster) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from elasticps.demo.loss import Checkpoints
 from elasticps.demo.main import INTERRUPTED, run
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +63,24 @@ def test_servers_come_and_go_and_a_worker_goes_on_where_it_was(tmp_path: Path) -
     assert sum(report["ranges"][-1][1].values()) == 512
     assert report["elasticps"]["samples"] == 14 * 80_000
     assert report["audit"]["clean"]
+
+
+def test_checkpoints_that_are_not_the_demos_stay(tmp_path: Path) -> None:
+    mine = tmp_path / "checkpoints" / "model.pt"
+    mine.parent.mkdir()
+    mine.write_text("weeks of training")
+    console = Console(width=400)
+    with console.capture() as captured:
+        code = run(out=tmp_path, epochs=1, console=console)
+    assert (code, mine.read_text()) == (2, "weeks of training")
+    assert f"{mine.parent} is not the demo's" in captured.get()
+
+
+def test_checkpoints_of_an_earlier_demo_go(tmp_path: Path) -> None:
+    for _ in range(2):
+        Checkpoints(tmp_path / "checkpoints")
+        assert not (tmp_path / "checkpoints" / "000001").exists()
+        (tmp_path / "checkpoints" / "000001").mkdir()
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
