@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import signal as signals
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -119,6 +120,11 @@ def _begin_page(cluster: LocalCluster) -> Dashboard:
 def _restore(cluster: LocalCluster, place: str, timeout_s: float) -> None:
     try:
         restore_with_bar(cluster.operator_url, place, None, "", timeout_s, as_json=False)
+    except KeyboardInterrupt:
+        err.print("interrupted: the restore had not finished, and the cluster ends; its checkpoints are as they were")
+        with suppress(KeyboardInterrupt):  # a second one changes nothing about how this ends
+            cluster.stop()
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     except BaseException:
         cluster.stop()  # a detached one too: what was asked for is not there
         raise

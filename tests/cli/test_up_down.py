@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import elasticps as eps
 from elasticps.checkpoint.storage import Storage
+from elasticps.cli import local
 from elasticps.cli.app import app
 from elasticps.cli.output import ExitCode
 from elasticps.errors import ClusterUnreachable
@@ -203,6 +204,22 @@ def test_a_cluster_that_begins_with_a_checkpoint(state_folder: Path, tmp_path: P
             assert ps.tables()["t"].rows == 100
     finally:
         run("down", "--name", "again")
+
+
+@pytest.mark.parametrize("more", [[], ["--detach"]])
+def test_an_interrupted_restore_is_no_success(
+    state_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local, "restore_with_bar", interrupted)
+    place = str(tmp_path / "checkpoints")
+    write(Storage(place), 1, {}, {})
+    done = CliRunner().invoke(app, ["up", "--servers", "1", "--ranges", "4", "--restore", place, *more])
+    assert done.exit_code == ExitCode.INTERRUPTED, done.output
+    assert "the restore had not finished" in done.stderr
+    assert not (state_folder / "local").exists()
 
 
 @pytest.mark.slow  # `tests/e2e/test_restore.py` does it without commands
