@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import platform
+import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -93,4 +95,6 @@ def options(
 
 def main() -> None:
     """Runs the command line of this process; ends the process with an exit code of `ExitCode`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text
     app()

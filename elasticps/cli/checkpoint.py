@@ -12,7 +12,7 @@ from rich.table import Table
 from coordinator.loss import told as told_lines
 from elasticps.cli.bars import bar, restore_with_bar
 from elasticps.cli.local import target
-from elasticps.cli.options import Json, Name, Url, command
+from elasticps.cli.options import Json, Name, Url, command, usable_place
 from elasticps.cli.output import ExitCode, err, out, print_json, size
 from elasticps.errors import CheckpointError, ConfigError
 
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Checkpoints: make, list, look into, verify, delete and merge them.", no_args_is_help=True)
 
 Place = Annotated[
-    str, typer.Argument(metavar="URL", help="Where they lie: a folder, s3://bucket/prefix, gs://…, az://….")
+    str,
+    typer.Argument(
+        metavar="URL", callback=usable_place, help="Where they lie: a folder, s3://bucket/prefix, gs://…, az://…."
+    ),
 ]
 Cut = Annotated[int | None, typer.Argument(help="Its number.  [default: the newest]", show_default=False)]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd.")]
@@ -210,6 +213,7 @@ def restore(
         str,
         typer.Argument(
             metavar="URL",
+            callback=usable_place,
             help="Where they lie. With --ranges it may be left out: where the newest one went.",
             show_default=False,
         ),

@@ -8,7 +8,7 @@ import typer
 import uvloop
 
 from elasticps.cli.local import target
-from elasticps.cli.options import Name, Url
+from elasticps.cli.options import Name, Url, usable_host, usable_place
 from elasticps.cli.output import err, out, sigterm_interrupts
 from elasticps.dashboard.needs import PORT, check_installed
 
@@ -20,9 +20,12 @@ def dashboard(
     url: Url = None,
     name: Name = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any free one.")] = PORT,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(callback=usable_host, help="Address to listen on.")] = "127.0.0.1",
     checkpoints: Annotated[
-        str, typer.Option(metavar="URL", help="Where checkpoints are kept, to list them.", show_default=False)
+        str,
+        typer.Option(
+            metavar="URL", callback=usable_place, help="Where checkpoints are kept, to list them.", show_default=False
+        ),
     ] = "",
     prometheus: Annotated[
         str,

@@ -12,7 +12,7 @@ from rich.progress import MofNCompleteColumn, TextColumn
 
 from elasticps.cli.bars import bar
 from elasticps.cli.local import worker_target
-from elasticps.cli.options import Name, Url
+from elasticps.cli.options import Name, Url, usable_place
 from elasticps.cli.output import out
 from elasticps.errors import ConfigError
 
@@ -31,7 +31,13 @@ def export(
         typer.Option(help="TABLE=N: its keys are 0 … N - 1, and all are written, in order; may be repeated."),
     ] = None,
     from_checkpoint: Annotated[
-        str, typer.Option(metavar="URL", help="Those of a checkpoint there, without a cluster.", show_default=False)
+        str,
+        typer.Option(
+            metavar="URL",
+            callback=usable_place,
+            help="Those of a checkpoint there, without a cluster.",
+            show_default=False,
+        ),
     ] = "",
     cut: Annotated[
         int | None, typer.Option(help="Which checkpoint.  [default: the newest]", show_default=False)

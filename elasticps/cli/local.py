@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from elasticps.cli.bars import restore_with_bar
-from elasticps.cli.options import Every, Name, Url
+from elasticps.cli.options import Every, Name, Url, usable_place
 from elasticps.cli.output import ExitCode, err, out, print_json, sigterm_interrupts
 from elasticps.dashboard.needs import PORT, check_installed
 from elasticps.errors import ConfigError, Error
@@ -54,7 +54,12 @@ def up(
     ] = False,
     restore: Annotated[
         str,
-        typer.Option(metavar="URL", help="Begin with the newest checkpoint there is at this URL.", show_default=False),
+        typer.Option(
+            metavar="URL",
+            callback=usable_place,
+            help="Begin with the newest checkpoint there is at this URL.",
+            show_default=False,
+        ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON instead of the URL.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that the start may take.")] = 300.0,

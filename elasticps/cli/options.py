@@ -6,12 +6,14 @@ import functools
 import inspect
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
+from urllib.parse import urlsplit
 
 import typer
 
-from coordinator.url import EXAMPLE
+from coordinator.url import EXAMPLE, parse
 from elasticps.cli.output import guarded
 from elasticps.errors import ConfigError
 from elasticps.local import state
@@ -45,11 +47,40 @@ def _names() -> list[str]:
     return [record.name for record in state.records()]
 
 
+def usable_host(value: str) -> str:
+    """For options that take a host. BadParameter for what no resolver takes."""
+    try:
+        value.encode("idna")
+    except UnicodeError as error:
+        raise typer.BadParameter(f"{value!r} can be no host: {error.__cause__ or error}") from None
+    return value
+
+
+def usable_place(value: str) -> str:
+    """For options and arguments that say where checkpoints lie. BadParameter for what is no URL, and no path."""
+    try:
+        urlsplit(value)
+    except ValueError as error:
+        raise typer.BadParameter(f"{value!r} is no URL of checkpoints: {error}") from None
+    return value
+
+
+def _with_hosts(url: str) -> str:
+    endpoints: tuple[str, ...] = ()
+    with suppress(ValueError):  # said where it is used
+        endpoints = parse(url).endpoints
+    for endpoint in endpoints:
+        usable_host(endpoint.rpartition(":")[0].strip("[]"))
+    return url
+
+
+def _url(ctx: typer.Context, param: typer.CallbackParam, value: str | None) -> Any:
+    return _said_most_directly(ctx, param, value and _with_hosts(value))
+
+
 Url = Annotated[
     str | None,
-    typer.Option(
-        envvar=URL_VARIABLE, callback=_said_most_directly, help="A cluster anywhere, as etcd://host:port/name."
-    ),
+    typer.Option(envvar=URL_VARIABLE, callback=_url, help="A cluster anywhere, as etcd://host:port/name."),
 ]
 Name = Annotated[
     str | None,
@@ -62,7 +93,14 @@ Name = Annotated[
 Every = Annotated[bool, typer.Option("--all", callback=_said_most_directly, help="All local clusters of this user.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 RequiredUrl = Annotated[
-    str, typer.Option("--url", envvar=URL_VARIABLE, help=f"The cluster, for example {EXAMPLE}.", show_default=False)
+    str,
+    typer.Option(
+        "--url",
+        envvar=URL_VARIABLE,
+        callback=_with_hosts,
+        show_default=False,
+        help=f"The cluster, for example {EXAMPLE}.",
+    ),
 ]
 
 

@@ -53,10 +53,10 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-# What the machine refuses, and no fault of ours.
+# What the machine refuses, or a path that cannot be, and no fault of ours.
 _SURROUNDINGS = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM,
-    errno.EMFILE, errno.ENFILE,
+    errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
 }  # fmt: skip
 
 

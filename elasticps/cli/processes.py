@@ -25,7 +25,7 @@ from coordinator.url import parse
 from coordinator.view import ClusterConfig
 from elasticps import logs
 from elasticps.cli.checkpoint import kept
-from elasticps.cli.options import RequiredUrl, seconds
+from elasticps.cli.options import RequiredUrl, seconds, usable_host, usable_place
 from elasticps.cli.output import print_json
 from elasticps.errors import ConfigError
 from elasticps.memory import parse_size
@@ -47,7 +47,9 @@ MetricsPort = Annotated[
 def server(
     url: RequiredUrl,
     name: Name,
-    host: Annotated[str, typer.Option(help="Address to listen on, and to be found under.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(callback=usable_host, help="Address to listen on, and to be found under.")
+    ] = "127.0.0.1",
     advertise: Annotated[
         str,
         typer.Option(
@@ -140,6 +142,7 @@ def coordinator(
         str,
         typer.Option(
             metavar="URL",
+            callback=usable_place,
             help="A cluster that it creates begins with the newest checkpoint there is at this URL; workers wait until "
             "it is there. Of no effect on a cluster that exists.",
             show_default=False,
@@ -149,6 +152,7 @@ def coordinator(
         str,
         typer.Option(
             metavar="URL",
+            callback=usable_place,
             help="Where checkpoints go, as for `checkpoint create`: those of --checkpoint-every, and those that "
             "workers ask for.",
             show_default=False,
@@ -166,7 +170,7 @@ def coordinator(
         ),
     ] = "",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd at the start.")] = 30.0,
-    host: Annotated[str, typer.Option(help="Address that metrics are served at.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(callback=usable_host, help="Address that metrics are served at.")] = "127.0.0.1",
     metrics_port: MetricsPort = 0,
     log_level: LogLevel = "info",
     log_format: LogFormat = "logfmt",

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +107,7 @@ def read_past(prometheus: str, cluster: str, now: float) -> Past:
 
 def check_prometheus(url: str) -> str:
     """The URL, "" for none. ConfigError if Prometheus cannot be there."""
-    if url and (not url.startswith(("http://", "https://")) or not urllib.parse.urlsplit(url).hostname):
-        raise ConfigError(f"{url!r} is no URL of Prometheus: write for example http://127.0.0.1:9090")
-    return url
+    with suppress(ValueError):  # of brackets that do not close
+        if not url or (url.startswith(("http://", "https://")) and urllib.parse.urlsplit(url).hostname):
+            return url
+    raise ConfigError(f"{url!r} is no URL of Prometheus: write for example http://127.0.0.1:9090")

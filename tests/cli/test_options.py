@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -169,3 +172,29 @@ def test_names_of_clusters_and_processes_are_completed(monkeypatch: pytest.Monke
 
     assert completed("elasticps kill ") == ["s0"]
     assert completed("elasticps status --name ") == ["here"]
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["dashboard", "--url", HERE, "--insecure", "--host", "a" * 300], "can be no host"),
+        (["dashboard", "--url", HERE, "--prometheus", "http://[x"], "is no URL of Prometheus"),
+        (["server", "--url", "etcd://.../x", "--name", "s0"], "can be no host"),
+        (["status", "--url", "etcd://.../x"], "can be no host"),
+        (["checkpoint", "list", "s3://[x/y"], "is no URL of checkpoints"),
+        (["checkpoint", "list", "x" * 5000], "File name too long"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_message(command: list[str], says: str) -> None:
+    result = run(*command)
+    assert result.exit_code in (ExitCode.USAGE, ExitCode.FAILED)
+    assert says in plain(result)
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_a_name_that_is_no_text_is_shown_all_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "elasticps", "checkpoint", "list", os.fsdecode(os.fsencode(tmp_path) + b"/\xff")]
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(command, capture_output=True, text=True, env=strict, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (ExitCode.OK, "")
+    assert "\\udcff has no checkpoint" in done.stdout
