@@ -41,7 +41,9 @@ AHEAD = 4  # seeds given out for each process: one long story does not have the 
 
 def sim(
     seed: Annotated[int | None, typer.Option(min=0, help="The first seed; 0 unless a record goes on.")] = None,
-    runs: Annotated[int, typer.Option(min=0, help="How many seeds, one after another; 0: until stopped.")] = 1,
+    runs: Annotated[
+        int, typer.Option(min=0, max=1 << 62, help="How many seeds, one after another; 0: until stopped.")
+    ] = 1,
     record: Annotated[
         Path | None,
         typer.Option(

@@ -57,7 +57,7 @@ def certificates(
             made["etcd-root"] = authority.issue_root(days=days)
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(f"certificates cannot be made in {folder}: {error}") from None
     if as_json:
         print_json({name: vars(files) for name, files in made.items()})

@@ -134,7 +134,7 @@ def _read(ctx: typer.Context, path: Path | None) -> None:
         ctx.default_map = _defaults(ctx, document)
     except OSError as error:
         raise typer.BadParameter(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"{path}: {error}") from None
 
 

@@ -183,9 +183,18 @@ def test_names_of_clusters_and_processes_are_completed(monkeypatch: pytest.Monke
         (["status", "--url", "etcd://.../x"], "can be no host"),
         (["checkpoint", "list", "s3://[x/y"], "is no URL of checkpoints"),
         (["checkpoint", "list", "x" * 5000], "File name too long"),
+        (["certificates", "ca", "a/server/s0", "--days", "inf"], "certificates cannot be made in ca: "),
+        (["certificates", "ca", "a/server/s0", "--days", "1e300"], "certificates cannot be made in ca: "),
+        (["demo", "--seed", "-1"], "--seed"),
+        (["sim", "--runs", str(10**30)], "--runs"),
+        (["status", "--config", "deep.toml"], "deep.toml: "),
     ],
 )
-def test_what_cannot_be_is_said_in_one_message(command: list[str], says: str) -> None:
+def test_what_cannot_be_is_said_in_one_message(
+    command: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("deep.toml").write_text("url = " + "[" * 5000, encoding="utf-8")
     result = run(*command)
     assert result.exit_code in (ExitCode.USAGE, ExitCode.FAILED)
     assert says in plain(result)
