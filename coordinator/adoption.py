@@ -2,16 +2,16 @@
 the writes that carry them out.
 
 What a store holds, servers know as well: the view, the roster, tables, and which numbers are in use. Two things they
-cannot know. Whether there is a newer view: one that only a server knew which is not asked; so all that the newest view
-lists must answer, or be given up by name. And to which application a table belongs: that is asked for, and workers that
-live put back what is theirs.
+may not know. Whether there is a newer view: one that only a server knew which is not asked; so all that the newest view
+lists must answer, or be given up by name. And to which application a table belongs, if no server has read that: then it
+is asked for.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from coordinator.errors import CoordinationError
 from coordinator.losses import HELD_UP, KNOWN, LOSSES
@@ -71,7 +71,7 @@ class CannotAdopt(CoordinationError):
 @dataclass(frozen=True)
 class Witness:
     """What one server knows. newest: the highest number it has seen of a worker or a table; tables: specs by id, as
-    JSON."""
+    JSON; apps: whose they are, by id, as far as it knows."""
 
     name: str
     incarnation: int
@@ -79,6 +79,7 @@ class Witness:
     roster: Roster
     newest: int
     tables: Mapping[int, str]
+    apps: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class Adoption:
 
 
 def plan_adoption(witnesses: Sequence[Witness], given_up: Collection[str], app: str) -> Adoption:
-    """From what the servers of a cluster say. CannotAdopt if that is not enough, or not one cluster."""
+    """From what the servers of a cluster say. app: of tables of which none knows whose they are. CannotAdopt if that is
+    not enough, or not one cluster."""
     clusters = sorted({witness.view.cluster for witness in witnesses})
     if len(clusters) != 1:
         raise CannotAdopt(f"these servers belong to {len(clusters)} clusters: {', '.join(clusters) or 'none'}")
@@ -106,7 +108,8 @@ def plan_adoption(witnesses: Sequence[Witness], given_up: Collection[str], app: 
     if any((s.name, s.incarnation) not in heard for s in view.servers):  # who may have told workers of newer views
         view = replace(view, epoch=view.epoch + UNHEARD)
     specs = {number: spec for witness in witnesses for number, spec in witness.tables.items()}
-    tables, unclear = _tables(specs, app)
+    apps = {number: known for witness in witnesses for number, known in witness.apps.items() if known}
+    tables, unclear = _tables(specs, {number: apps.get(number, app) for number in specs})
     incarnations: dict[str, int] = {}
     for name, number in heard | {(server.name, server.incarnation) for server in view.servers}:
         incarnations[name] = max(number, incarnations.get(name, 0))
@@ -122,16 +125,16 @@ def plan_adoption(witnesses: Sequence[Witness], given_up: Collection[str], app: 
     return Adoption(writes, unclear)
 
 
-def _tables(specs: Mapping[int, str], app: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    names: dict[str, list[int]] = {}
+def _tables(specs: Mapping[int, str], apps: Mapping[int, str]) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    keys: dict[str, list[int]] = {}
     for number, spec in specs.items():
-        names.setdefault(str(json.loads(spec)["name"]), []).append(number)
+        keys.setdefault(table_key(apps[number], str(json.loads(spec)["name"])), []).append(number)
     writes = {}
-    for name, (number, *others) in names.items():
+    for key, (number, *others) in keys.items():
         if not others:
             document = {"id": number, "spec": specs[number], "creator": 0, "by": "", "ready": True}
-            writes[table_key(app, name)] = json.dumps(document).encode()
-    return writes, tuple(sorted(name for name, numbers in names.items() if len(numbers) > 1))
+            writes[key] = json.dumps(document).encode()
+    return writes, tuple(sorted({key.rpartition("/")[2] for key, numbers in keys.items() if len(numbers) > 1}))
 
 
 async def adopt(store: Store, adoption: Adoption) -> None:

@@ -426,18 +426,20 @@ class TablesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TableStatus(_message.Message):
-    __slots__ = ("id", "rows_headed", "rows", "bytes", "spec")
+    __slots__ = ("id", "rows_headed", "rows", "bytes", "spec", "app")
     ID_FIELD_NUMBER: _ClassVar[int]
     ROWS_HEADED_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    APP_FIELD_NUMBER: _ClassVar[int]
     id: int
     rows_headed: int
     rows: int
     bytes: int
     spec: str
-    def __init__(self, id: _Optional[int] = ..., rows_headed: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., spec: _Optional[str] = ...) -> None: ...
+    app: str
+    def __init__(self, id: _Optional[int] = ..., rows_headed: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., spec: _Optional[str] = ..., app: _Optional[str] = ...) -> None: ...
 
 class ClusterRequest(_message.Message):
     __slots__ = ()

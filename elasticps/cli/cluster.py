@@ -34,7 +34,7 @@ def adopt_command(
     url: Url = None,
     name: Name = None,
     without: Annotated[list[str] | None, typer.Option(help="A server that is gone for good; may be repeated.")] = None,
-    app: Annotated[str, typer.Option(help="The application that the tables belong to.")] = "default",
+    app: Annotated[str, typer.Option(help="Whose tables are of which no server knows it.")] = "default",
     timeout: Timeout = 5.0,
 ) -> None:
     """Let a new, empty etcd take over a cluster whose servers still live: nothing that they hold is lost.
@@ -73,7 +73,8 @@ async def _ask(address: str, timeout_s: float, credentials: Credentials | None) 
     if known.view is None or known.roster is None:
         raise ConfigError(f"the server at {address} has never had a view, or a roster")
     specs = {int(table["id"]): str(table["spec"]) for table in tables}
-    return Witness(known.name, known.incarnation, known.view, known.roster, known.newest, specs)
+    apps = {int(table["id"]): str(table["app"]) for table in tables}
+    return Witness(known.name, known.incarnation, known.view, known.roster, known.newest, specs, apps)
 
 
 @app.command("reset")

@@ -186,6 +186,7 @@ class Subject:
                 "rows": table.rows,
                 "bytes": table.nbytes,
                 "spec": table.spec.to_json(),
+                "app": table.app,
             }
             for table in self._executor.store.live.values()
         ]

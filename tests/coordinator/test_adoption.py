@@ -67,6 +67,15 @@ def test_tables_of_one_name_are_left_to_their_workers() -> None:
     assert [key for key in found.writes if key.startswith("tables/")] == ["tables/x/u"]
 
 
+def test_tables_belong_to_whom_servers_say_and_else_to_whom_is_asked_for() -> None:
+    tables = {1: spec("t"), 2: spec("t"), 3: spec("u"), 4: spec("v"), 5: spec("v")}
+    knows = replace(witness("a", tables=tables), apps={1: "ads", 3: "", 4: "ads"})
+    found = plan_adoption([knows, replace(knows, name="b", incarnation=1, apps={1: "", 2: "", 5: "ads"})], (), "x")
+    ids = {key: json.loads(value)["id"] for key, value in found.writes.items() if key.startswith("tables/")}
+    assert ids == {"tables/ads/t": 1, "tables/x/t": 2, "tables/x/u": 3}
+    assert found.unclear == ("v",)
+
+
 async def test_a_store_with_a_cluster_that_lives_is_left_alone() -> None:
     store = MemoryStore("test")
     await create_cluster(store, ClusterConfig(2, id="two"))

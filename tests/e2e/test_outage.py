@@ -127,6 +127,41 @@ def test_a_new_etcd_takes_over_the_servers_that_live(local_cluster: NewCluster) 
             assert set(again.pull(keys).ravel().tolist()) == {4.0}
 
 
+def test_a_new_etcd_knows_whose_tables_are_which(local_cluster: NewCluster) -> None:
+    """Tables of one name belong to two applications; a worker of each lives, and one of each comes."""
+    cluster = local_cluster(servers=2)
+    keys, grads = np.arange(100), np.ones((100, 2), np.float32)
+    admin = cluster.server("s0").admin
+
+    def table_of(ps: eps.Client) -> eps.SparseTable:
+        return ps.table("t", dim=2, optimizer=eps.Accumulate())
+
+    def connect(worker: str, app: str) -> eps.Client:
+        return eps.connect(cluster.url, worker=worker, app=app, timeout=60.0)
+
+    with connect("w0", "default") as ours, connect("w0", "ads") as theirs:
+        tables = {ps: table_of(ps) for ps in (ours, theirs)}
+        only = theirs.table("only", dim=2, optimizer=eps.Accumulate())
+        for ps, table in tables.items():
+            ps.push({table: (keys, grads)}).result()
+        cluster.stop_etcd()
+        shutil.rmtree(cluster.directory / "etcd")
+        cluster.start_etcd()
+        wait_for(lambda: "holds no cluster" in cluster.log("s0"), lambda: cluster.log("s0"), 100.0)
+        command = [sys.executable, "-m", "elasticps", "cluster", "adopt", "--url", cluster.url, "--server", admin]
+        subprocess.run(command, check=True, capture_output=True)
+        for app, ps in (("default", ours), ("ads", theirs)):
+            with connect("w1", app) as other:
+                again = table_of(other)
+                assert again.id == tables[ps].id
+                other.push({again: (keys, grads)}).result()
+                ps.push({tables[ps]: (keys, grads)}).result()
+                assert set(again.pull(keys).ravel().tolist()) == {3.0}
+        theirs.push({only: (keys, grads)}).result()
+        listing = on_store(cluster.url, lambda store: store.list("tables/"))
+        assert [entry.key for entry in listing.entries] == ["tables/ads/only", "tables/ads/t", "tables/default/t"]
+
+
 def roster_of(url: str) -> list[int]:
     entry = on_store(url, lambda store: store.get("roster"))
     return [] if entry is None else [worker.id for worker in Roster.decode(entry.value).workers]
