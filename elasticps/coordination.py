@@ -44,10 +44,12 @@ async def read_view(store: Store, error: type[Error] = ClusterUnreachable) -> Vi
 
 
 async def read_tables(store: Store) -> list[TableEntry]:
-    """The tables that are registered, without those that are about to go, and without what is none."""
-    found = []
-    for entry in (await store.list(TABLES)).entries:
+    """The tables that are registered, by name, without those that are about to go, and without what is none. An id is
+    one table's: of several that say to have it the one counts that was there first."""
+    found: dict[int, TableEntry] = {}
+    for entry in sorted((await store.list(TABLES)).entries, key=lambda entry: entry.create_revision):
         with left_out():
-            if (table := table_of(entry.key, entry.value)) is not None:
-                found.append(table)
-    return found
+            table = table_of(entry.key, entry.value)
+            if table is not None and found.setdefault(table.id, table) is not table:
+                raise ValueError(f"{entry.key} has id {table.id}, which is that of {TABLES}{found[table.id].name}")
+    return sorted(found.values(), key=lambda table: table.name)

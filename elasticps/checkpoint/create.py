@@ -231,7 +231,7 @@ async def _manifest(store: Store, cut: Cut, files: list[WrittenFile]) -> Manifes
     named = {worker.id for worker in workers.values()}
     homes: list[Any] = [home for state in cut.states.values() for _, home in sorted(state.homes.items())]
     closed = {app: max(rounds.values()) for app, rounds in verdict.rounds_torn.items()} | dict(verdict.rounds)
-    tables = {name: one for name, one in (await _tables(store)).items() if _covered(one[0], files) == set(ranges)}
+    tables = await _tables(store, {f.table for f in files if _covered(f.table, files) == set(ranges)})
     ids = {id_ for id_, _ in tables.values()}
     return Manifest(
         cluster=cut.view.cluster,
@@ -258,9 +258,17 @@ def _covered(table: int, files: Sequence[WrittenFile]) -> set[int]:
     return {r for file in files if file.table == table for r in file.ranges}
 
 
-async def _tables(store: Store) -> dict[str, tuple[int, TableSpec]]:
-    """Those that are registered, and are not about to go."""
-    return {table.name: (table.id, TableSpec.from_json(table.spec)) for table in await read_tables(store)}
+async def _tables(store: Store, written: Set[int]) -> dict[str, tuple[int, TableSpec]]:
+    """Those of these ids that are registered, and not about to go. SpecError for one whose optimizer is not here."""
+    found = {}
+    for table in await read_tables(store):
+        if table.id in written:
+            spec = TableSpec.from_json(table.spec)
+            with left_out():
+                if not table.name.endswith(f"/{spec.name}"):
+                    raise ValueError(f"table {table.name} is called {spec.name!r}")
+                found[table.name] = table.id, spec
+    return found
 
 
 async def _settings(store: Store) -> dict[str, dict[str, Any]]:

@@ -22,7 +22,7 @@ from elasticps.checkpoint.duty import Duty
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.recovery import policies_of
 from elasticps.checkpoint.storage import Storage
-from elasticps.errors import CheckpointError, ClusterUnreachable
+from elasticps.errors import CheckpointError, ClusterUnreachable, SpecError
 from elasticps.optimizers import Accumulate
 from elasticps.spec import TableSpec
 from replication.messages import ERASER
@@ -164,6 +164,47 @@ def test_what_workers_may_have_written_stops_no_checkpoint(scene: Scene, value: 
         assert await policies_of(scene.store) == {
             f"default/{name}": {"on_loss": "wait", "max_lost_steps": None} for name in ("late", "t")
         }
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("key", "entry"),
+    [
+        ("a/t", {}),
+        ("a/other", {}),
+        ("a/plug-in", {"id": 40, "spec": json.dumps({"name": "plug-in"})}),
+        ("a/nothing", {"id": 4, "spec": "{}"}),
+    ],
+)
+def test_a_table_that_a_worker_registers_beside_another_one_s_stops_no_checkpoint(
+    scene: Scene, key: str, entry: dict[str, object]
+) -> None:
+    """It could not be made, or was published with two tables of one number and could not be read."""
+
+    async def main() -> None:
+        await scene.begin()
+        spec = TableSpec("t", 2, Accumulate()).to_json()
+        await scene.store.put(f"tables/{key}", json.dumps({"id": 4, "spec": spec, "creator": 1} | entry).encode())
+        manifest = await scene.take()
+        assert list(manifest.tables) == ["default/t"]
+        assert catalog.read(scene.storage, 1) == manifest
+        assert (await scene.take()).since == 1
+
+    asyncio.run(main())
+
+
+def test_a_table_s_entry_that_has_become_nonsense_is_left_out_or_told(scene: Scene) -> None:
+    async def main() -> None:
+        await scene.begin()
+        table = {"id": 4, "spec": TableSpec("other", 2, Accumulate()).to_json(), "creator": 1}
+        await scene.store.put("tables/default/t", json.dumps(table).encode())
+        manifest = await scene.take()
+        assert catalog.read(scene.storage, 1) == manifest
+        assert not manifest.tables
+        await scene.store.put("tables/default/t", json.dumps(table | {"spec": "{}"}).encode())
+        with pytest.raises(SpecError):  # a plug-in may be missing: without its table it would be no checkpoint
+            await scene.take()
 
     asyncio.run(main())
 

@@ -113,6 +113,16 @@ def test_what_a_worker_has_put_in_the_place_of_a_table_ends_no_server(said: byte
     assert asyncio.run(known())[TABLE] == Entry("default", SPEC)
 
 
+def test_a_table_stays_with_whose_it_was_whatever_others_register() -> None:
+    async def read() -> dict[int, Entry]:
+        store = MemoryStore()
+        for app in ("default", "ads"):
+            await store.put(table_key(app, SPEC.name), json.dumps({"id": 3, "spec": SPEC.to_json()}).encode())
+        return await lives._tables(store)
+
+    assert asyncio.run(read()) == {3: Entry("default", SPEC)}
+
+
 def test_a_server_looks_whose_a_table_is_until_the_store_has_said_it(run: Run) -> None:
     """Until then workers of every application reach the table."""
 
