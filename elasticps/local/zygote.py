@@ -26,6 +26,9 @@ from elasticps.local import keeper
 OURS = [sys.executable, "-m", "elasticps"]
 """What a command begins with that can be forked."""
 
+ANSWER_S = 60.0  # one that says nothing for so long, though it imports and loads at first, stands still
+END_S = 10.0
+
 _COMMAND = [sys.executable, "-m", "elasticps.cli.zygote"]
 
 
@@ -39,6 +42,7 @@ class Zygote:
                 [*_COMMAND, str(theirs.fileno())], pass_fds=(theirs.fileno(),), stderr=errors,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=dict(environment), start_new_session=True,
             )  # fmt: skip
+        self._sock.settimeout(ANSWER_S)
         self._lines = self._sock.makefile("rb")
         self._lock = threading.Lock()
 
@@ -57,17 +61,22 @@ class Zygote:
 
     def start(self, command: Sequence[str], out: Path, log: Path, environment: Mapping[str, str]) -> Forked:
         """Runs a command of ours with its standard output in `out` and its standard error appended to `log`. OSError
-        if the zygote has ended."""
+        if the zygote has ended, or stands still."""
         out.write_bytes(b"")  # now: whoever reads it next finds nothing of an earlier process
         log.touch()
         asked = {"arguments": command[len(OURS) :], "out": str(out), "log": str(log), "environment": dict(environment)}
         return Forked(self, self.ask(asked))
 
     def ask(self, asked: Mapping[str, Any]) -> int:
-        """The answer to one request."""
+        """The answer to one request. Whoever has not waited for it, or no longer than `ANSWER_S`, ends the zygote: late
+        it would be taken for another one's, and start a process of which nobody knows."""
         with self._lock:
-            self._sock.sendall(json.dumps(asked).encode() + b"\n")
-            line = self._lines.readline()
+            try:
+                self._sock.sendall(json.dumps(asked).encode() + b"\n")
+                line = self._lines.readline()
+            except BaseException:
+                self._popen.kill()
+                raise
         if not line:
             raise ConnectionResetError("the zygote has ended")
         return int(line)
@@ -78,7 +87,11 @@ class Zygote:
             self._sock.shutdown(socket.SHUT_RDWR)
         self._lines.close()
         self._sock.close()
-        self._popen.wait()
+        try:
+            self._popen.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
 
 
 class Forked:

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -115,6 +116,47 @@ def test_without_a_zygote_they_start_as_ever(folder: Path) -> None:
     forked.kill()
     assert forked.wait(60) < 0
     made.close()
+
+
+def test_one_that_stands_still_is_done_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    """A start would wait for it for ever, and so would its end."""
+    monkeypatch.setattr(local.zygote, "ANSWER_S", 0.3)
+    made = Zygote(folder / "still.log", os.environ)
+    zygote = psutil.Process(made.pid)
+    os.kill(made.pid, signal.SIGSTOP)
+    process = Process.start("i", "server", [*OURS, "--version"], folder, zygote=made)
+    assert process.popen.wait(60) == 0
+    assert process.output.read_text().startswith("elasticps")
+    eventually(lambda: not zygote.is_running() or zygote.status() == psutil.STATUS_ZOMBIE)  # it might start one later
+    made.close()
+    assert not zygote.is_running()
+
+
+def test_a_process_for_which_nobody_waited_is_not_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the zygote still imports: what it was asked for would be started behind the cluster's end."""
+    made = Zygote(folder / "asked.log", os.environ)
+    os.kill(made.pid, signal.SIGSTOP)
+
+    def interrupted() -> bytes:
+        os.kill(made.pid, signal.SIGCONT)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(made, "_lines", SimpleNamespace(readline=interrupted, close=made._lines.close))
+    with pytest.raises(KeyboardInterrupt):
+        run(made, folder, "j", "--version")
+    made.close()
+    assert (folder / "j.out").read_text() == ""
+    assert made._popen.returncode == -signal.SIGKILL
+
+
+def test_one_that_stands_still_as_its_cluster_ends_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local.zygote, "END_S", 0.3)
+    made = Zygote(folder / "stands.log", os.environ)
+    os.kill(made.pid, signal.SIGSTOP)
+    made.close()
+    assert not psutil.pid_exists(made.pid)
 
 
 def test_the_servers_of_a_cluster_are_forked(local_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch) -> None:
