@@ -20,7 +20,8 @@ async def protect(store: EtcdStore, writers: Mapping[str, Sequence[str]]) -> Non
     """Lets each user read all keys of this store's cluster and write those that begin with one of its prefixes, and
     nobody else do anything. Other clusters' users keep their rights.
 
-    May be repeated, when there is more to be granted; it takes `ROOT`'s certificate then. Raises as the store does.
+    May be repeated, while they work, when there is more to be granted or less: nobody has fewer rights meanwhile than
+    before or afterwards. It takes `ROOT`'s certificate then. Raises as the store does.
     """
 
     async def ask(method: str, request: Any) -> Any:
@@ -31,14 +32,16 @@ async def protect(store: EtcdStore, writers: Mapping[str, Sequence[str]]) -> Non
     for user, prefixes in writers.items():
         if user not in roles:
             await ask("RoleAdd", rpc.AuthRoleAddRequest(name=user))
-        for permission, spans in (
-            (rpc.Permission.READ, store.spans("")),
-            (rpc.Permission.READWRITE, [span for prefix in prefixes for span in store.spans(prefix)]),
-        ):
-            for start, end in spans:
-                what = rpc.Permission(permType=permission, key=start, range_end=end)
-                asked = rpc.AuthRoleGrantPermissionRequest(name=user, perm=what)
-                await ask("RoleGrantPermission", asked)
+        wanted = dict.fromkeys(store.spans(""), rpc.Permission.READ)
+        wanted |= {span: rpc.Permission.READWRITE for prefix in prefixes for span in store.spans(prefix)}
+        held = (await ask("RoleGet", rpc.AuthRoleGetRequest(role=user))).perm
+        has = {(each.key, each.range_end): each.permType for each in held}
+        for (start, end), permission in wanted.items() - has.items():
+            what = rpc.Permission(permType=permission, key=start, range_end=end)
+            await ask("RoleGrantPermission", rpc.AuthRoleGrantPermissionRequest(name=user, perm=what))
+        for start, end in has.keys() - wanted.keys():  # of an earlier version
+            gone = rpc.AuthRoleRevokePermissionRequest(role=user, key=start, range_end=end)
+            await ask("RoleRevokePermission", gone)
     for user in (ROOT, *writers):
         if user not in users:
             alone = rpc.UserAddOptions(no_password=True)
