@@ -25,6 +25,8 @@ READABLE = select.EPOLLIN
 WRITABLE = select.EPOLLOUT
 EVENTS_PER_POLL = 64
 SPIN_S = 60e-6
+VANISHED_S = 30.0  # a connection whose other end confirms nothing for so long has none
+KEPT_ALIVE_S = 60  # firewalls forget connections on which nothing passes, some after a few minutes
 GLANCE_S = 0.02  # between two looks of a client that does nothing: servers may have something to say
 
 
@@ -130,7 +132,8 @@ class Runtime:
 
     def connect(self, host: str, port: int, attempt: int) -> Stream:
         """Begins to open a connection, to another one of the host's addresses at each attempt; it is open, or has
-        failed, when the stream turns writable. OSError if it fails at once.
+        failed, when the stream turns writable. OSError if it fails at once. It ends when the other machine has vanished
+        without a word.
 
         Blocks for as long as it takes to resolve the host's name.
         """
@@ -139,6 +142,10 @@ class Runtime:
         sock = socket.socket(family, kind, protocol)
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * VANISHED_S))  # else a quarter of an hour
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEPT_ALIVE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(VANISHED_S / 3) or 1)
         code = sock.connect_ex(address)
         if code not in (0, errno.EINPROGRESS):
             sock.close()

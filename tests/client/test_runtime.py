@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import socket
+import struct
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
 import elasticps as eps
 from coordinator.memory import MemoryStore
 from coordinator.view import ClusterConfig
+from elasticps.client import runtime as runtime_module
 from elasticps.client.client import Client
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import READABLE, Runtime, Stream
@@ -18,6 +22,8 @@ from tests.client.fakes import FakeServer
 from tests.client.test_failover import chains
 
 T = TypeVar("T")
+
+_ATTACH_FILTER = 26  # SO_ATTACH_FILTER
 
 
 class Counted(Runtime):
@@ -85,3 +91,29 @@ def test_a_store_that_does_not_answer_is_a_timeout() -> None:
 
     with pytest.raises(eps.Timeout, match="memory did not answer within 1"):
         Registry(MemoryStore("fake"), Slow(), "memory").first_view(-4.0)
+
+
+def test_a_connection_whose_other_end_has_vanished_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that lost its power, or a firewall that forgot the connection, says nothing: whoever waited for an
+    answer would for a quarter of an hour, whatever it was asked meanwhile."""
+    monkeypatch.setattr(runtime_module, "VANISHED_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        stream = Runtime().connect("127.0.0.1", listening.getsockname()[1], 0)
+        there, _ = listening.accept()
+        with there, cast(socket.socket, stream) as here:
+            here.settimeout(60.0)
+            drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # of BPF: ret 0
+            there.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(drop_all)))
+            here.send(b"a question")
+            with pytest.raises(TimeoutError) as raised:
+                here.recv(1)
+            assert raised.value.errno == errno.ETIMEDOUT  # the kernel says so, no time-out of ours
+
+
+def test_one_that_is_idle_is_kept_alive() -> None:
+    """A firewall forgets connections on which nothing passes, some after a few minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        stream = Runtime().connect("127.0.0.1", listening.getsockname()[1], 0)
+        with cast(socket.socket, stream) as here:
+            assert here.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert here.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 120
