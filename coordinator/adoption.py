@@ -31,7 +31,7 @@ from coordinator.records import check, read
 from coordinator.store import Entry, Store
 from coordinator.view import ClusterConfig, Roster, View
 
-UNHEARD = 1 << 16  # views that only a server which is given up, and workers, may know
+UNHEARD = 1 << 16  # views that only workers, coordinators and servers which are given up may know
 TABLES = "tables/"
 RATES = "rates/"  # that were set for all workers: <application>/<table>
 ON_LOSS = "on-loss/"  # what becomes of a table where every replica of a range is gone: <application>/<table>
@@ -105,8 +105,7 @@ def plan_adoption(witnesses: Sequence[Witness], given_up: Collection[str], app: 
         raise CannotAdopt(
             f"no answer from {', '.join(silent)}: bring them back, or say --without for each that is gone for good"
         )
-    if any((s.name, s.incarnation) not in heard for s in view.servers):  # who may have told workers of newer views
-        view = replace(view, epoch=view.epoch + UNHEARD)
+    view = replace(view, epoch=view.epoch + UNHEARD)
     specs = {number: spec for witness in witnesses for number, spec in witness.tables.items()}
     apps = {number: known for witness in witnesses for number, known in witness.apps.items() if known}
     tables, unclear = _tables(specs, {number: apps.get(number, app) for number in specs})

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 from coordinator.adoption import plan_adoption
+from coordinator.lines import Lines, _Open
 from coordinator.planner import Health, Members, plan
 from coordinator.view import ClusterConfig, View
 from elasticps.client.protocol.session import Session
@@ -30,3 +33,17 @@ def test_a_worker_that_followed_who_is_given_up_follows_the_others_again() -> No
     for each in (adopted, decision.view):
         session.adopt(each.as_chains)
     assert session.heads == (A.member,), "it waits for b, for ever"
+
+
+async def test_a_coordinator_tells_what_was_adopted_whatever_it_had_seen_and_no_server_heard_of() -> None:
+    """The store and its leader went away as they had written a view: who stood by had read it, and told servers that
+    one, and none of the next ones of the same epochs."""
+    told: list[View] = []
+    line: Any = SimpleNamespace(send_view=told.append, beat=lambda term: None)
+    lines = Lines(lambda server, cluster: None, lambda ill: None)  # type: ignore[arg-type, return-value]
+    lines._open[A.member] = _Open(line)
+    lines.announce(view(9))
+    lines.lead(1, lambda death: None)
+    adopted = View.decode(plan_adoption([witness("a", 8), witness("b", 8)], (), "x").writes["view"])
+    lines.announce(adopted)
+    assert told == [adopted]
