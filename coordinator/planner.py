@@ -19,7 +19,7 @@ from coordinator.draft import Draft, Flags, Loss, Pair
 from coordinator.repair import Limits, Places, start_fills, start_restores
 from coordinator.ring import Node, place
 from coordinator.store import VALUE_MAX
-from coordinator.view import WORKERS_MAX, ClusterConfig, Roster, ServerInfo, View, WorkerInfo
+from coordinator.view import SERVERS_MAX, WORKERS_MAX, ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from coordinator.wording import names
 from replication.chain import Chains, Kept, Member, Ranges, unsafe_transition
 
@@ -165,10 +165,11 @@ def _roster(version: int, ordered: Sequence[WorkerInfo], cluster: str) -> Roster
 def _first(members: Members, config: ClusterConfig, health: Health) -> Plan:
     present = [server for server in members.servers if server.member not in health.gone]
     present = [server for server in present if server.member not in members.draining] or present
+    present = sorted(present, key=lambda server: server.name)[:SERVERS_MAX]
     count = len(present)
     if count < config.min_servers:
         return Plan(None, f"waiting for servers: {count} of {config.min_servers} registered")
-    servers = tuple(sorted(present, key=lambda server: server.name))
+    servers = tuple(present)
     nodes = {server.member: _node(server) for server in servers}
     reason = f"first view: {config.ranges} ranges on {count} servers, {config.replicas} replicas each"
     if count < config.replicas:
@@ -269,7 +270,8 @@ class _Step:
             elif now is not None and now.member not in self.health.pending:
                 self.known.append(now)
         new = [self.present[name] for name in sorted(self.present) if self.view.index(name) < 0]
-        self.known += [server for server in new if server.member not in self.health.pending]
+        heard = [server for server in new if server.member not in self.health.pending]
+        self.known += heard[: SERVERS_MAX - len(self.known)]
         here = {s.member: s for s in self.known if s.member not in self.lost}
         asked = self.asked & here.keys()
         self.last = self._last(asked) if len(asked) == len(here) else None

@@ -9,7 +9,7 @@ import pytest
 from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
-from coordinator.planner import plan_roster
+from coordinator.planner import Health, Members, plan, plan_roster
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from tests.coordinator.support import until_key
 
@@ -71,3 +71,23 @@ async def test_a_server_under_two_keys_ends_no_coordinator() -> None:
     finally:
         stop.set()
         await asyncio.wait_for(leads, 20)
+
+
+def test_more_servers_than_a_view_may_list_end_no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They write their entries themselves, too. Who is in the view stays, and the others wait for room."""
+    for module in ("view", "planner"):
+        monkeypatch.setattr(f"coordinator.{module}.SERVERS_MAX", 3, raising=False)
+    config = ClusterConfig(ranges=4, replicas=2)
+    servers = tuple(ServerInfo(f"s{i}", 1, "h:1") for i in range(9))
+    decision = plan(None, Members("c", servers[4:]), config)
+    assert decision is not None
+    assert decision.view is not None
+    assert [server.name for server in decision.view.servers] == ["s4", "s5", "s6"]
+    assert plan(decision.view, Members("c", servers), config) is None
+    without = plan(decision.view, Members("c", servers[:6]), config, Health(gone={servers[6].member: "it ended"}))
+    assert without is not None
+    assert without.view is not None
+    later = plan(without.view, Members("c", servers[:6]), config)
+    assert later is not None
+    assert later.view is not None
+    assert {server.name for server in later.view.servers} == {"s0", "s4", "s5"}
