@@ -164,6 +164,7 @@ class Session(ABC, Generic[Info]):
             await self._take()
         else:
             self.deadline = sent + left
+            await self.restore()  # what a store has not taken that stopped answering in the midst of it
 
 
 class ServerSession(Session[ServerInfo]):

@@ -396,6 +396,34 @@ async def test_what_a_worker_has_written_is_put_back_into_a_store_made_anew() ->
     await worker.close()
 
 
+class StopsOnce(FaultyStore):
+    """It gives no answer to the first write of a key."""
+
+    first = "rates/x/t"
+
+    async def compare_and_set(self, key: str, value: bytes, **how: Any) -> int | None:
+        if key == self.first:
+            self.first = ""
+            raise StoreUnavailable("the test lets this one not through", indefinite=True)
+        return await super().compare_and_set(key, value, **how)
+
+
+async def test_a_worker_goes_on_putting_back_after_a_new_store_has_stood_still() -> None:
+    """Many others do the same just then. Its tables, rates that were set and what becomes of losses were forgotten."""
+    store = StopsOnce(MemoryStore())
+    config = await create_cluster(store, ClusterConfig(4))
+    worker = await register_worker(store, name="w", app="x", ttl_s=0.3, on_lost=lambda reason: None)
+    worker.took_part = True
+    record = b'{"id": %d}' % worker.info.id
+    worker.belongings |= {"last-worker/w": record, "rates/x/t": b"a rate", "tables/x/t": b"a table"}
+    for entry in (await store.list("")).entries:
+        await store.delete(entry.key)
+    await store.put("config", replace(config, base=worker.info.id).to_json())
+    for key, value in worker.belongings.items():
+        await until_key(store, key, lambda entry, value=value: entry is not None and entry.value == value)  # type: ignore[misc]
+    await worker.close()
+
+
 async def test_a_request_to_drain_names_the_incarnation_and_can_be_taken_back(clients: Clients) -> None:
     async with clients() as store:
         session, _ = await serve(store)
