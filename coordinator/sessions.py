@@ -125,8 +125,7 @@ class Session(ABC, Generic[Info]):
         """What is registered under our name. Fenced if that, or what the store remembers, is newer than we are."""
         newest = await self.newest()
         entry = await self._store.get(self._key)
-        if entry is not None:
-            newest = max(newest, _incarnation(entry.value))
+        newest = max(newest, _incarnation(entry))
         if newest > self.info.incarnation:
             raise Fenced(f"{self._key} now belongs to incarnation {newest}; this is {self.info.incarnation}")
         return entry
@@ -171,15 +170,22 @@ class ServerSession(Session[ServerInfo]):
     """A server's. Its incarnations are counted by name."""
 
     async def newest(self) -> int:
-        key = INCARNATIONS + self._key
+        key, ours = INCARNATIONS + self._key, self.info.incarnation
         entry = await self._store.get(key)
         try:
-            return _count(entry)
+            if (found := _count(entry)) >= ours:
+                return found
+            why = "a store that was made anew does not know of it"
+            if 0 < (other := _incarnation(await self._store.get(self._key))) < ours:  # it came there, and has ranges
+                raise Fenced(
+                    f"{self._key} belongs to incarnation {other}, of a store that was made anew; this is {ours}"
+                )
         except Damaged as error:  # ours is the newest of which anybody knows
-            assert entry is not None
-            log.warning("put back", key=key, reason=str(error))
-            await self._store.compare_and_set(key, str(self.info.incarnation).encode(), expect=entry.revision)
-            return self.info.incarnation
+            why = str(error)
+        log.warning("put back", key=key, reason=why)
+        expect = 0 if entry is None else entry.revision
+        await self._store.compare_and_set(key, str(ours).encode(), expect=expect)
+        return ours
 
 
 class WorkerSession(Session[WorkerInfo]):
@@ -298,10 +304,10 @@ async def _next_incarnation(store: Store, key: str) -> int:
             return number
 
 
-def _incarnation(value: bytes) -> int:
-    """Whose key it is; 0 for what is no registration."""
+def _incarnation(entry: Entry | None) -> int:
+    """Whose key it is; 0 for nobody's, and for what is no registration."""
     try:
-        number: int = read("a registration", value, incarnation=int)["incarnation"]
+        number: int = 0 if entry is None else read("a registration", entry.value, incarnation=int)["incarnation"]
     except ValueError:
         return 0
     return number

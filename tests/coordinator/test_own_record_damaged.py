@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.errors import CoordinationError
+from coordinator.errors import CoordinationError, Fenced
 from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server, register_worker
@@ -40,6 +40,47 @@ async def test_a_server_goes_on_whose_count_of_incarnations_was_damaged() -> Non
     await until(lambda: lost or session.deadline > kept + 0.5)
     assert lost == []
     await session.close()
+
+
+async def test_a_server_that_a_new_store_does_not_know_of_gives_nobody_its_number_again() -> None:
+    """It was in no view as `cluster adopt` asked those that are: the next one of its name was another first one."""
+    store, lost = MemoryStore("test"), list[str]()
+    await create_cluster(store, ClusterConfig(2, id="one"))
+    for _ in range(2):
+        await (await register_server(store, name="s", address="h:1", on_lost=lost.append)).close()
+    session = await register_server(store, name="s", address="h:1", ttl_s=0.3, on_lost=lost.append)
+    for entry in (await store.list("")).entries:
+        await store.delete(entry.key)
+    await create_cluster(store, ClusterConfig(2, id="one"))
+    await until_key(store, "incarnations/servers/s", lambda entry: entry is not None and entry.value == b"3")
+    again = await register_server(store, name="s", address="h:2", on_lost=lost.append)
+    assert again.info.incarnation == 4
+    await until(lambda: lost)
+    assert "now belongs to incarnation 4" in lost[-1]
+    await session.close()
+    await again.close()
+
+
+async def test_one_that_comes_back_to_a_new_store_does_not_take_its_name_from_who_has_it_there() -> None:
+    """Its numbers count from 1 again. It had been frozen, say, and the newer one has ranges by now; later on both could
+    have had one number."""
+    store, new = MemoryStore("test"), MemoryStore("test")
+    lost, ended = list[str](), list[str]()
+    await create_cluster(store, ClusterConfig(2, id="one"))
+    for _ in range(2):
+        await (await register_server(store, name="s", address="h:1", on_lost=lost.append)).close()
+    session = await register_server(store, name="s", address="h:1", on_lost=lost.append)
+    await create_cluster(new, ClusterConfig(2, id="one"))
+    newer = await register_server(new, name="s", address="h:2", ttl_s=0.3, on_lost=ended.append)
+    assert newer.info.incarnation == 1
+    session._store = new
+    with pytest.raises(Fenced, match="belongs to incarnation 1, of a store that was made anew; this is 3"):
+        await session._renew_once()
+    kept = newer.deadline
+    await until(lambda: ended or newer.deadline > kept + 0.5)
+    assert ended == []
+    await session.close()
+    await newer.close()
 
 
 async def test_one_that_starts_is_told_what_to_put_there() -> None:
