@@ -49,10 +49,17 @@ def adopt_command(
 
 async def _adopt(url: str, first: str, without: tuple[str, ...], app: str, timeout_s: float) -> tuple[str, ...]:
     credentials = credentials_of(url)
-    seen = await _ask(first, timeout_s, credentials)
-    others = [s.admin for s in seen.view.servers if s.name not in without and (s.name, s.incarnation) != _who(seen)]
-    answers = await asyncio.gather(*(_ask(each, timeout_s, credentials) for each in others), return_exceptions=True)
-    witnesses = [seen, *(answer for answer in answers if isinstance(answer, Witness))]
+    witnesses = [await _ask(first, timeout_s, credentials)]
+    asked = {_who(witnesses[0])}
+    while True:  # whoever answers may know of others
+        view = max((witness.view for witness in witnesses), key=lambda view: view.epoch)
+        others = [s for s in view.servers if s.name not in without and (s.name, s.incarnation) not in asked]
+        if not others:
+            break
+        asked |= {(server.name, server.incarnation) for server in others}
+        asking = (_ask(server.admin, timeout_s, credentials) for server in others)
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        witnesses += (answer for answer in answers if isinstance(answer, Witness))
     adoption = plan_adoption(witnesses, without, app)
     store = await open_store(url, timeout_s=timeout_s)
     try:
