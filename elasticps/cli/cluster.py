@@ -10,6 +10,7 @@ import typer
 
 from coordinator.adoption import Witness, adopt, look_at_dead, plan_adoption, reset
 from coordinator.connect import open_store
+from coordinator.view import Roster
 from elasticps import background
 from elasticps.admin import fetch_cluster, fetch_tables
 from elasticps.cli.local import target
@@ -77,11 +78,12 @@ async def _ask(address: str, timeout_s: float, credentials: Credentials | None) 
     known, tables = await asyncio.gather(
         fetch_cluster(address, timeout_s, credentials), fetch_tables(address, timeout_s, credentials)
     )
-    if known.view is None or known.roster is None:
-        raise ConfigError(f"the server at {address} has never had a view, or a roster")
+    if known.view is None:
+        raise ConfigError(f"the server at {address} has never had a view")
+    roster = known.roster or Roster(1, (), known.view.cluster)  # none is written before there is a worker
     specs = {int(table["id"]): str(table["spec"]) for table in tables}
     apps = {int(table["id"]): str(table["app"]) for table in tables}
-    return Witness(known.name, known.incarnation, known.view, known.roster, known.newest, specs, apps)
+    return Witness(known.name, known.incarnation, known.view, roster, known.newest, specs, apps)
 
 
 @app.command("reset")

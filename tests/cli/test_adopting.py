@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.memory import MemoryStore
-from coordinator.view import ServerInfo, View
+from coordinator.view import Roster, ServerInfo, View
 from elasticps import background
 from elasticps.admin.client import Known
 from elasticps.cli import cluster
@@ -76,3 +76,15 @@ def test_a_server_that_does_not_answer_is_named_and_can_be_given_up(scene: Scene
         scene.serve(server, view(9, A, B, C))
     assert "no answer from c: bring them back" in scene.adopt()
     assert "adopted: " in scene.adopt("--without", "c")
+
+
+def test_a_cluster_that_no_worker_has_come_to_is_adopted_too(scene: Scene) -> None:
+    """As one that has just come back from a checkpoint. The leader writes no roster before there is a worker."""
+    for server in (A, B):
+        scene.serve(server, view(3, A, B))
+        scene.known[server.admin] = scene.known[server.admin]._replace(roster=None)
+    assert "adopted: " in scene.adopt()
+    entry = background.run(scene.store.get("roster"), 30.0)
+    assert entry is not None
+    assert Roster.decode(entry.value).workers == ()
+    assert Roster.decode(entry.value).cluster == view(3, A, B).cluster
