@@ -9,6 +9,8 @@ import enum
 import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
@@ -118,9 +120,8 @@ def _run(plan: Plan, seed: int, duration: float | None, output: Path | None, com
     from chaos.live.report import write
     from chaos.live.screen import screen
 
-    logging.getLogger("coordinator").setLevel(logging.ERROR)  # that etcd is away is what was asked for
     folder = output or Path("runs") / "chaos" / f"{plan.name}-{seed}"
-    with sigterm_interrupts(), screen(err) as show:
+    with sigterm_interrupts(), _errors_only(), screen(err) as show:
         run = runner.Run(
             plan, seed, duration=duration, command=command, show=show,
             progress=lambda text: err.print(text, style="dim", markup=False),
@@ -133,6 +134,18 @@ def _run(plan: Plan, seed: int, duration: float | None, output: Path | None, com
     else:
         _tell(report, folder)
     raise typer.Exit(ExitCode.OK if outcome.kept else ExitCode.FAILED)
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """That etcd is away is what was asked for."""
+    logger = logging.getLogger("coordinator")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _tell(report: dict[str, object], folder: Path) -> None:

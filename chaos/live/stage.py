@@ -66,7 +66,7 @@ class Processes:
         self.url = self.own_url = self.reader_url = ""
         self.folder = Path(tempfile.mkdtemp(prefix="elasticps-chaos-"))
         self._jobs: dict[str, _Job] = {}
-        command = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(self.folder)]
+        command = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(self.folder), ""]
         self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
 
     def close(self, logs_to: Path | None = None) -> list[str]:

@@ -30,6 +30,9 @@ def test_a_story_finds(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     found = find(plant)
     assert found is not None, f"{plant.__name__} survived {STORIES} stories"
     assert found.options in str(found)
+    assert "pytest-timeout" not in str(found), (
+        "its time was over in the middle of a story, which took that for a broken promise"
+    )
 
 
 @pytest.mark.parametrize("plant", ALONE, ids=lambda plant: plant.__name__)
