@@ -32,6 +32,15 @@ def check_worker(name: object) -> None:
         check_name("worker", part)
 
 
+def check_host(host: str) -> str:
+    """Returns `host` if a resolver takes it, known or not; ValueError otherwise."""
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise ValueError(f"{host!r} can be no host: {error.__cause__ or error}") from None
+    return host
+
+
 def check_address(what: str, address: object) -> str:
     """Returns `address` if it has the form "host:port" ("[v6]:port"); ValueError otherwise."""
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) and len(address) <= 300 else None

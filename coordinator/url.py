@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
-from coordinator.names import check_address, check_name
+from coordinator.names import check_address, check_host, check_name
 
 EXAMPLE = "etcd://127.0.0.1:2379/demo"
 DEFAULT_PORT = 2379
@@ -63,7 +63,9 @@ def _parse(url: str) -> ClusterUrl:
 
 def _endpoint(host: str) -> str:
     has_port = ":" in host.rpartition("]")[2]
-    return check_address("etcd endpoint", host if has_port else f"{host}:{DEFAULT_PORT}")
+    address = check_address("etcd endpoint", host if has_port else f"{host}:{DEFAULT_PORT}")
+    check_host(address.rpartition(":")[0].strip("[]"))
+    return address
 
 
 def _tls(query: str) -> TlsFiles | None:

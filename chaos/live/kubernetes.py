@@ -118,9 +118,7 @@ class KubernetesStage(Processes):
         self.url = self.own_url = self.reader_url = plan.url
         self._paused: set[str] = set()
         self._cordoned: Counter[str] = Counter()  # by how many faults; nodes that others have cordoned are not in it
-        self._restarts: dict[
-            str, int
-        ] = {}  # of pods that have been ready, by uid: how often Kubernetes has started them
+        self._restarts: dict[str, int] = {}  # by uid, of pods that have been ready: how often they were started again
         self._looked = 0.0
         self._uids: dict[str, str] = {}  # of pods that were told to end: one of the same name and another uid is new
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -231,7 +231,7 @@ async def _manifest(store: Store, cut: Cut, files: list[WrittenFile]) -> Manifes
     named = {worker.id for worker in workers.values()}
     homes: list[Any] = [home for state in cut.states.values() for _, home in sorted(state.homes.items())]
     closed = {app: max(rounds.values()) for app, rounds in verdict.rounds_torn.items()} | dict(verdict.rounds)
-    tables = await _tables(store, {f.table for f in files if _covered(f.table, files) == set(ranges)})
+    tables = await _tables(store, {table for table, covered in _covered(files).items() if covered == set(ranges)})
     ids = {id_ for id_, _ in tables.values()}
     return Manifest(
         cluster=cut.view.cluster,
@@ -253,9 +253,12 @@ async def _manifest(store: Store, cut: Cut, files: list[WrittenFile]) -> Manifes
     )
 
 
-def _covered(table: int, files: Sequence[WrittenFile]) -> set[int]:
-    """The ranges that were written of a table: not all, if it was made as the cut passed, and then it had no rows."""
-    return {r for file in files if file.table == table for r in file.ranges}
+def _covered(files: Iterable[WrittenFile]) -> dict[int, set[int]]:
+    """The ranges that were written of each table: not all of one that was made as the cut passed, and had no rows."""
+    found: dict[int, set[int]] = {}
+    for file in files:
+        found.setdefault(file.table, set()).update(file.ranges)
+    return found
 
 
 async def _tables(store: Store, written: Set[int]) -> dict[str, tuple[int, TableSpec]]:

@@ -6,14 +6,14 @@ import functools
 import inspect
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 from urllib.parse import urlsplit
 
 import typer
 
-from coordinator.url import EXAMPLE, parse
+from coordinator.names import check_host
+from coordinator.url import EXAMPLE
 from elasticps.cli.output import guarded
 from elasticps.errors import ConfigError
 from elasticps.local import state
@@ -50,10 +50,9 @@ def _names() -> list[str]:
 def usable_host(value: str) -> str:
     """For options that take a host. BadParameter for what no resolver takes."""
     try:
-        value.encode("idna")
-    except UnicodeError as error:
-        raise typer.BadParameter(f"{value!r} can be no host: {error.__cause__ or error}") from None
-    return value
+        return check_host(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def usable_place(value: str) -> str:
@@ -65,22 +64,11 @@ def usable_place(value: str) -> str:
     return value
 
 
-def _with_hosts(url: str) -> str:
-    endpoints: tuple[str, ...] = ()
-    with suppress(ValueError):  # said where it is used
-        endpoints = parse(url).endpoints
-    for endpoint in endpoints:
-        usable_host(endpoint.rpartition(":")[0].strip("[]"))
-    return url
-
-
-def _url(ctx: typer.Context, param: typer.CallbackParam, value: str | None) -> Any:
-    return _said_most_directly(ctx, param, value and _with_hosts(value))
-
-
 Url = Annotated[
     str | None,
-    typer.Option(envvar=URL_VARIABLE, callback=_url, help="A cluster anywhere, as etcd://host:port/name."),
+    typer.Option(
+        envvar=URL_VARIABLE, callback=_said_most_directly, help="A cluster anywhere, as etcd://host:port/name."
+    ),
 ]
 Name = Annotated[
     str | None,
@@ -97,7 +85,6 @@ RequiredUrl = Annotated[
     typer.Option(
         "--url",
         envvar=URL_VARIABLE,
-        callback=_with_hosts,
         show_default=False,
         help=f"The cluster, for example {EXAMPLE}.",
     ),

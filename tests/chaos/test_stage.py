@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from chaos.live.network import Loopback
 from chaos.live.stage import MARK, Processes
+
+Eventually = Callable[[Callable[[], bool]], None]
 
 
 @pytest.fixture
@@ -25,10 +27,7 @@ def test_who_was_killed_and_is_paused_at_the_same_moment_stays_dead_until_its_ti
     stage.add_worker("w", lambda: [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"], says_ready=False)
     stage.kill("w")
     stage.pause("w")
-    deadline = time.monotonic() + 60
-    while stage.running("w") and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not stage.running("w")
+    wait_for_the_end(stage, "w")
     stage._jobs["w"].since = 0.0  # it may be started again, if it were to run
     assert stage.poll() == []
     assert not stage.running("w")
@@ -105,12 +104,9 @@ def test_a_process_that_outlives_the_run_is_told() -> None:
     assert text == f"process {left.pid} of the run was left: {' '.join(command)}"
 
 
-def test_what_a_process_uses_is_seen(stage: Processes) -> None:
+def test_what_a_process_uses_is_seen(stage: Processes, eventually: Eventually) -> None:
     stage.add_worker("w", lambda: [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"], says_ready=False)
-    deadline = time.monotonic() + 60
-    while stage.memory_used("w") < 1 << 20 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert stage.memory_used("w") > 1 << 20
+    eventually(lambda: stage.memory_used("w") > 1 << 20)
     assert stage.late(["w"]) == []
     stage.kill("w")
     wait_for_the_end(stage, "w")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -14,6 +13,8 @@ from coordinator.memory import MemoryStore
 from coordinator.view import View
 from elasticps import background
 from tests.chaos.scenes import view_of
+
+Eventually = Callable[[Callable[[], bool]], None]
 
 CHAINS = [["s0", "s1"], ["s1", "s0"]]
 
@@ -43,27 +44,27 @@ def watching(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wa
     watching.close()
 
 
-def until_it_has_seen(watching: Watch, count: int) -> list[int]:
-    """The epochs that it has seen, once they are as many."""
-    deadline = time.monotonic() + 60
-    while len(watching.seen) < count and time.monotonic() < deadline:
-        time.sleep(0.01)
+def epochs(watching: Watch) -> list[int]:
     return [seen.epoch for seen in watching.seen]
 
 
-def test_an_older_view_is_seen_though_nobody_follows_it(store: MemoryStore, watching: Watch) -> None:
+def test_an_older_view_is_seen_though_nobody_follows_it(
+    store: MemoryStore, watching: Watch, eventually: Eventually
+) -> None:
     put(store, view_of(CHAINS, epoch=5))
     put(store, view_of(CHAINS, epoch=3))
     put(store, view_of([["s0"], ["s1", "s0"]], epoch=5))
-    assert until_it_has_seen(watching, 4) == [4, 5, 3, 5]
+    eventually(lambda: len(watching.seen) >= 4)
+    assert epochs(watching) == [4, 5, 3, 5]
     assert watching.view is not None
     assert watching.view.epoch == 5
 
 
-def test_a_view_that_is_read_again_is_seen_once(store: MemoryStore, watching: Watch) -> None:
+def test_a_view_that_is_read_again_is_seen_once(store: MemoryStore, watching: Watch, eventually: Eventually) -> None:
     background.run(written_again(store))
     put(store, view_of(CHAINS, epoch=6))
-    assert until_it_has_seen(watching, 2) == [4, 6]
+    eventually(lambda: len(watching.seen) >= 2)
+    assert epochs(watching) == [4, 6]
 
 
 async def written_again(store: MemoryStore) -> None:
