@@ -113,14 +113,15 @@ def _list(as_json: bool) -> None:
 
 def _run(plan: Plan, seed: int, duration: float | None, output: Path | None, command: str, as_json: bool) -> None:
     from chaos.live import netns, runner
-    from elasticps.cli.output import ExitCode, err, print_json, sigterm_interrupts
+    from elasticps.cli.output import ExitCode, err, make_folder, print_json, sigterm_interrupts
 
+    folder = output or Path("runs") / "chaos" / f"{plan.name}-{seed}"
+    make_folder(folder)
     if plan.cluster.kind == "netns":
         netns.enter()
     from chaos.live.report import write
     from chaos.live.screen import screen
 
-    folder = output or Path("runs") / "chaos" / f"{plan.name}-{seed}"
     with sigterm_interrupts(), _errors_only(), screen(err) as show:
         run = runner.Run(
             plan, seed, duration=duration, command=command, show=show,

@@ -70,22 +70,30 @@ class Processes:
         self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
 
     def close(self, logs_to: Path | None = None) -> list[str]:
-        """Ends everything and removes the folder; logs go to `logs_to` first. Returns what is there nevertheless."""
+        """Ends everything and removes the folder; logs go to `logs_to` first. Returns what is there nevertheless, and
+        what could not be kept."""
         processes = [job.process for job in self._jobs.values() if job.process is not None]
         cluster = ("coordinator", "server", "etcd")
         for roles in ({p.role for p in processes} - {*cluster}, *({role} for role in cluster)):
             stop_all([p for p in processes if p.role in roles and p.running], grace_s=GRACE_S)
-        if logs_to is not None:
-            logs_to.mkdir(parents=True, exist_ok=True)
-            for log in self.folder.glob("*.log"):
-                shutil.copy(log, logs_to / log.name)
+        left = [] if logs_to is None else self._keep_logs(logs_to)
         self.network.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._keeper.stdin is not None:
             self._keeper.stdin.close()
         self._keeper.wait()
-        left = [f"process {pid} of the run was left: {words}" for pid, words in _marked(str(self.folder))]
+        left += [f"process {pid} of the run was left: {words}" for pid, words in _marked(str(self.folder))]
         return left + ([f"the folder {self.folder} was left"] if self.folder.exists() else [])
+
+    def _keep_logs(self, folder: Path) -> list[str]:
+        """Copies them; says what went wrong, for there is more to end."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for log in self.folder.glob("*.log"):
+                shutil.copy(log, folder / log.name)
+        except OSError as error:
+            return [f"logs of the run are lost, which should have gone to {folder}: {error.strerror}"]
+        return []
 
     def wait_ready(self, names: Sequence[str]) -> None:
         """Returns when all of these are ready; Error with the end of the log of one that is not."""

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from elasticps.cli.output import make_folder
 from elasticps.errors import ConfigError
 
 
@@ -39,6 +40,7 @@ def demo(
         name for name in ("torch", "matplotlib", "sklearn", "starlette", "uvicorn") if find_spec(name) is None
     ]:
         raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'elasticps[demo]'")
+    make_folder(out)
     from elasticps.demo import main  # torch takes seconds to import: only this command waits for it
 
     raise typer.Exit(

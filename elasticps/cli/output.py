@@ -8,8 +8,10 @@ import functools
 import json
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ParamSpec
 
 import typer
@@ -51,6 +53,16 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the folder of results that `--out` names, before anything starts whose results would be lost. ConfigError
+    if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: nothing can be written there: {error.strerror}") from None
 
 
 # What the machine refuses, or a path that cannot be, and no fault of ours.

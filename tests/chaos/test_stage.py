@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +103,16 @@ def test_a_process_that_outlives_the_run_is_told() -> None:
         finally:
             left.kill()
     assert text == f"process {left.pid} of the run was left: {' '.join(command)}"
+
+
+def test_all_is_ended_where_logs_cannot_be_kept(tmp_path: Path) -> None:
+    """The network and the folder of the run were left behind."""
+    stage = Processes(Loopback())
+    ending(stage, "it", "server", 0)
+    (tmp_path / "file").touch()
+    (text,) = stage.close(tmp_path / "file" / "logs")
+    assert "file/logs: Not a directory" in text
+    assert not stage.folder.exists()
 
 
 def test_what_a_process_uses_is_seen(stage: Processes, eventually: Eventually) -> None:

@@ -90,6 +90,8 @@ def test_an_unknown_command_is_a_usage_error() -> None:
         ([*SERVER, "--name", "s0", "--zone", "a b"], "usable zone"),
         ([*SERVER, "--name", "s0", "--weight", "99"], "weight must be above 0"),
         ([*SERVER, "--name", "s0", "--advertise", "a b"], "server address"),
+        (["demo", "--out", "/proc/here"], "--out /proc/here: nothing can be written there"),
+        (["chaos", "run", "etcd-outage", "--out", "/proc/here"], "--out /proc/here: nothing can be written there"),
     ],
 )
 def test_what_cannot_work_is_said_without_a_traceback(arguments: list[str], says: str, state_folder: Path) -> None:
