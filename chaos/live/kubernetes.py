@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
+
+import tenacity
 
 from chaos.live.network import Loopback
 from chaos.live.plan import ClusterPlan
@@ -34,6 +36,9 @@ _SIGNAL = (
 )
 _ROLES = {"server": "server_labels", "coordinator": "coordinator_labels", "etcd": "etcd_labels"}
 LOOK_S = 1.0  # between two looks at what Kubernetes has started again
+PATIENCE_S = 20.0  # with an API that does not answer: an upgrade of it is not to end a run of hours
+_LATER = {0, 429, 500, 502, 503, 504}  # answers that say nothing of what was asked; 0: of a stream that did not open
+_GONE = {404, 409}  # of a pod that was to be deleted: there is none of the name, or it has another uid
 _COMMANDS = {"server": "server", "coordinator": "coordinator", "etcd": ""}
 
 
@@ -41,7 +46,7 @@ class Api(Protocol):
     """What is asked of Kubernetes. Pods are as the client gives them."""
 
     def pods(self, labels: str) -> list[Any]: ...
-    def delete_pod(self, name: str, grace_s: int | None) -> None: ...
+    def delete_pod(self, name: str, uid: str, grace_s: int | None) -> None: ...
     def execute(self, name: str, command: list[str]) -> str: ...
     def cordoned(self, node: str) -> bool: ...
     def cordon(self, node: str, on: bool) -> None: ...
@@ -49,8 +54,13 @@ class Api(Protocol):
     def scale(self, stateful_set: str, replicas: int) -> None: ...
 
 
+class _Unanswered(Error):
+    """It may be answered when it is asked again."""
+
+
 class OfficialApi:
-    """`Api` by the package `kubernetes`, with the pod's own service account or the user's context."""
+    """`Api` by the package `kubernetes`, with the pod's own service account or the user's context. Whatever is asked
+    may be asked twice, and is asked again for a while if there is no answer; Error if none comes."""
 
     def __init__(self, namespace: str) -> None:
         try:
@@ -74,9 +84,12 @@ class OfficialApi:
     def pods(self, labels: str) -> list[Any]:
         return list(self._asked(self._core.list_namespaced_pod, self._namespace, label_selector=labels).items)
 
-    def delete_pod(self, name: str, grace_s: int | None) -> None:
-        grace = {} if grace_s is None else {"grace_period_seconds": grace_s}
-        self._asked(self._core.delete_namespaced_pod, name, self._namespace, **grace)
+    def delete_pod(self, name: str, uid: str, grace_s: int | None) -> None:
+        """That one, and none that has come in its place; nothing if it is gone."""
+        options: dict[str, Any] = {"preconditions": {"uid": uid}}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        self._asked(self._core.delete_namespaced_pod, name, self._namespace, body=options, fine=_GONE)
 
     def execute(self, name: str, command: list[str]) -> str:
         answer = self._asked(
@@ -99,13 +112,26 @@ class OfficialApi:
         body = {"spec": {"replicas": replicas}}
         self._asked(self._apps.patch_namespaced_stateful_set_scale, stateful_set, self._namespace, body)
 
-    def _asked(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _asked(self, call: Callable[..., Any], *arguments: Any, fine: Container[int] = (), **options: Any) -> Any:
+        """fine: statuses of a refusal that says that all is as it was to be."""
+        again = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(_Unanswered),
+            stop=tenacity.stop_after_delay(PATIENCE_S),
+            wait=tenacity.wait_exponential(multiplier=0.2, max=3.0),
+            reraise=True,
+        )
+        return again(self._ask, call, arguments, fine, options)
+
+    def _ask(self, call: Callable[..., Any], arguments: Any, fine: Container[int], options: Mapping[str, Any]) -> Any:
         try:
             return call(*arguments, **options)
         except self._failure as error:
-            raise Error(f"Kubernetes refused {call.__name__} {arguments[0]}: {error.status} {error.reason}") from None
+            if error.status in fine:
+                return None
+            kind = _Unanswered if error.status in _LATER else Error
+            raise kind(f"Kubernetes refused {call.__name__} {arguments[0]}: {error.status} {error.reason}") from None
         except self._unreachable as error:
-            raise Error(f"Kubernetes did not answer {call.__name__} {arguments[0]}: {error}") from None
+            raise _Unanswered(f"Kubernetes did not answer {call.__name__} {arguments[0]}: {error}") from None
 
 
 class KubernetesStage(Processes):
@@ -156,15 +182,13 @@ class KubernetesStage(Processes):
         if name in self._jobs:
             super().kill(name)
         else:
-            self._remember(name)
-            self._api.delete_pod(name, 0)
+            self._delete(name, 0)
 
     def terminate(self, name: str) -> None:
         if name in self._jobs:
             super().terminate(name)
         else:
-            self._remember(name)
-            self._api.delete_pod(name, None)
+            self._delete(name, None)
 
     def pause(self, name: str) -> None:
         self._signal_pod(name, "STOP", super().pause)
@@ -254,9 +278,10 @@ class KubernetesStage(Processes):
         if answer := self._api.execute(name, ["sh", "-c", script]).strip():
             raise Error(f"SIG{signal} did not reach {name}: {answer}")
 
-    def _remember(self, name: str) -> None:
+    def _delete(self, name: str, grace_s: int | None) -> None:
         if (pod := self._find(name)) is not None:
             self._uids[name] = pod.metadata.uid
+            self._api.delete_pod(name, pod.metadata.uid, grace_s)
 
     def _ending(self, pod: Any) -> bool:
         return bool(pod.metadata.deletion_timestamp) or self._uids.get(pod.metadata.name) == pod.metadata.uid

@@ -51,7 +51,8 @@ class RecordingApi:
     def pods(self, labels: str) -> list[Any]:
         return self.found[labels]
 
-    def delete_pod(self, name: str, grace_s: int | None) -> None:
+    def delete_pod(self, name: str, uid: str, grace_s: int | None) -> None:
+        assert uid in {each.metadata.uid for pods in self.found.values() for each in pods}
         self.calls.append(("delete", name, grace_s))
 
     def execute(self, name: str, command: list[str]) -> str:
@@ -254,6 +255,7 @@ def test_without_the_official_client_the_extra_is_named(monkeypatch: pytest.Monk
 def test_an_api_server_that_cannot_be_reached_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     client = pytest.importorskip("kubernetes")
     monkeypatch.setattr(client.config, "load_incluster_config", lambda: None)
+    monkeypatch.setattr(kubernetes, "PATIENCE_S", 0.0)
     api = OfficialApi("there")
 
     def patch_node(name: str, body: object) -> None:
@@ -262,6 +264,40 @@ def test_an_api_server_that_cannot_be_reached_is_an_error_of_ours(monkeypatch: p
     monkeypatch.setattr(api, "_core", SimpleNamespace(patch_node=patch_node))
     with pytest.raises(Error, match="Kubernetes did not answer patch_node n: "):
         api.cordon("n", False)
+
+
+@pytest.mark.parametrize("status", [0, 429, 503])
+def test_an_api_server_that_is_away_for_a_moment_is_asked_again(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    """Any error of its ended the run."""
+    client = pytest.importorskip("kubernetes")
+    monkeypatch.setattr(client.config, "load_incluster_config", lambda: None)
+    api = OfficialApi("there")
+    answers = iter(
+        [client.client.ApiException(status, "busy"), MaxRetryError(None, "/"), client.client.ApiException(404, "gone")]  # type: ignore[arg-type]
+    )
+
+    def read_node(name: str, **options: object) -> None:
+        raise next(answers)
+
+    monkeypatch.setattr(api, "_core", SimpleNamespace(read_node=read_node))
+    with pytest.raises(Error, match="Kubernetes refused read_node n: 404 gone"):
+        api.cordoned("n")
+
+
+@pytest.mark.parametrize("status", [404, 409])
+def test_a_pod_that_is_gone_need_not_be_deleted(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    """The first of two requests may have reached Kubernetes, though it was not answered."""
+    client = pytest.importorskip("kubernetes")
+    monkeypatch.setattr(client.config, "load_incluster_config", lambda: None)
+    api = OfficialApi("there")
+    answers = iter([client.client.ApiException(500, "unsure"), client.client.ApiException(status, "no such pod")])
+
+    def delete_namespaced_pod(*_: object, **options: object) -> None:
+        raise next(answers)
+
+    monkeypatch.setattr(api, "_core", SimpleNamespace(delete_namespaced_pod=delete_namespaced_pod))
+    api.delete_pod("p", "uid", 0)
+    assert next(answers, None) is None
 
 
 def test_the_official_client_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,16 +320,16 @@ def test_the_official_client_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(api, "_core", Core())
     monkeypatch.setattr(api, "_apps", Core())
     assert api.pods("a=b") == [1]
-    api.delete_pod("p", 0)
-    api.delete_pod("p", None)
+    api.delete_pod("p", "uid", 0)
+    api.delete_pod("p", "uid", None)
     assert not api.cordoned("n")
     api.cordon("n", True)
     assert api.replicas("set") == 4
     api.scale("set", 5)
     assert calls == [
         ("list_namespaced_pod", ("there",), {"label_selector": "a=b"}),
-        ("delete_namespaced_pod", ("p", "there"), {"grace_period_seconds": 0}),
-        ("delete_namespaced_pod", ("p", "there"), {}),
+        ("delete_namespaced_pod", ("p", "there"), {"body": {"preconditions": {"uid": "uid"}, "gracePeriodSeconds": 0}}),
+        ("delete_namespaced_pod", ("p", "there"), {"body": {"preconditions": {"uid": "uid"}}}),
         ("read_node", ("n",), {}),
         ("patch_node", ("n", {"spec": {"unschedulable": True}}), {}),
         ("read_namespaced_stateful_set_scale", ("set", "there"), {}),
