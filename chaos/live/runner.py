@@ -205,7 +205,9 @@ class Run:
     def _with_cluster(self, stage: Any) -> None:
         self.watch = Watch(stage.own_url, lambda: self.began)
         try:
-            self._settle(stage, START_S)
+            _, missing = self._settle(stage, START_S)
+            if missing:
+                raise Error(f"nothing was tried: {START_S:g} s after its start the cluster is not whole: {missing}")
             self._progress("filling rows and starting workers")
             plan = self._plan
             load.fill(stage.reader_url, plan.load.filling)

@@ -128,6 +128,18 @@ def test_what_a_run_that_ends_in_an_error_leaves_behind_is_told(monkeypatch: pyt
     assert told[-1] == "node n1 takes no new pods still"
 
 
+def test_what_is_not_whole_before_the_first_fault_is_not_tormented(
+    stage: FakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was, and what broke then said nothing of the faults."""
+    monkeypatch.setattr(stage, "start_all", lambda: None)
+    monkeypatch.setattr(runner, "START_S", 0.05)
+    monkeypatch.setattr(runner, "open_stage", lambda *arguments: stage)
+    monkeypatch.setattr(runner, "Watch", lambda *arguments: SimpleNamespace(view=None, seen=[], close=lambda: None))
+    with pytest.raises(Error, match=r"nothing was tried: 0\.05 s after its start .* not whole: no view was formed"):
+        Run(PLAN, 0).carry_out()
+
+
 def test_a_worker_that_does_not_come_back_has_been_lost(
     run: Run, stage: FakeStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
