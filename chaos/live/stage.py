@@ -130,9 +130,10 @@ class Processes:
 
     def poll(self) -> list[tuple[str, str]]:
         """As `ended`; what is to run is started again."""
-        ended, now = self.ended(), time.monotonic()
-        for job in self._jobs.values():
-            if job.wanted and job.process is not None and not _runs(job) and now - job.since > RETRY_S:
+        gone = [job for job in self._jobs.values() if job.process is not None and not _runs(job)]
+        ended, now = self.ended(), time.monotonic()  # who has ended since then may be done: that is seen next time
+        for job in gone:
+            if job.wanted and now - job.since > RETRY_S:
                 self.start(job.name)
         return ended
 

@@ -94,6 +94,29 @@ def test_who_was_ready_once_has_worked(stage: Processes) -> None:
     assert stage.worked("it")
 
 
+def test_who_is_done_while_others_are_looked_at_is_not_started_again(
+    stage: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A second life added its rows once more, and took the sums for pushes that counted twice (seed 124)."""
+    waits = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)"
+    done = tmp_path / "done"
+    stage.add_worker("w", lambda: [sys.executable, "-I", "-S", "-c", waits, str(done)], says_ready=False)
+    stage._jobs["w"].since = 0.0  # it may be started again, if it were to run
+    looked = stage.ended
+
+    def look() -> list[tuple[str, str]]:
+        found = looked()
+        done.touch()
+        wait_for_the_end(stage, "w")
+        return found
+
+    monkeypatch.setattr(stage, "ended", look)
+    assert stage.poll() == []
+    assert not stage.running("w")
+    assert stage.poll() == []
+    assert not stage.running("w")
+
+
 def test_a_process_that_outlives_the_run_is_told() -> None:
     stage = Processes(Loopback())
     command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
