@@ -67,13 +67,14 @@ def unsafe(name: str, scene: Scene) -> str:
     view = scene.view
     if view is None:
         return "there is no view yet"
+    gone = [i for i, server in enumerate(view.servers) if (server.name, server.incarnation) in scene.down]
+    if (without := int(np.isin(view.chains, [*gone, -1]).all(axis=1).sum())) > 0:
+        return f"{without} ranges have no full replica that lives: one that was left out may have all that there is"
     me = view.index(name)
     if me < 0:
         return f"{name} is in no view yet" if name in scene.running.get("server", ()) else ""
-    gone = {me} | {i for i, server in enumerate(view.servers) if (server.name, server.incarnation) in scene.down}
-    lost = np.isin(view.chains, [*gone, -1])
     mine = (view.chains == me).any(axis=1)
-    if (alone := int((mine & lost.all(axis=1)).sum())) > 0:
+    if (alone := int((mine & np.isin(view.chains, [*gone, me, -1]).all(axis=1)).sum())) > 0:
         return f"{name} has the only full replica of {alone} ranges"
     return ""
 

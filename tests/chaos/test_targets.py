@@ -54,6 +54,15 @@ def test_who_is_down_does_not_count_as_a_replica() -> None:
     assert not unsafe("s3", scene_of(FOUR, "s1"))
 
 
+def test_nobody_is_lost_while_a_range_has_no_replica_that_lives() -> None:
+    """One that was left out by mistake may have the last copy: s0 was paused and left out as s1 was killed, and killed
+    before a leader could take it back (seed 125)."""
+    view = view_of([["s1"], ["s2", "s3"]], joining=["s0", ""])
+    why = "1 ranges have no full replica that lives: one that was left out may have all that there is"
+    assert [unsafe(name, scene_of(view, "s1")) for name in ("s0", "s2", "s9")] == [why] * 3
+    assert choose(action_of("kill", "joining"), scene_of(view)).name == "s0"
+
+
 def test_a_newer_incarnation_is_not_the_one_that_is_down() -> None:
     scene = Scene(FOUR, {"server": ["s0", "s1", "s2", "s3"]}, frozenset({("s2", 7)}))
     assert not unsafe("s1", scene)
