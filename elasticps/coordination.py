@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from coordinator.adoption import TABLES, TableEntry, table_of
 from coordinator.connect import open_store
 from coordinator.membership import CONFIG, VIEW
-from coordinator.records import left_out
+from coordinator.records import left_out, read
 from coordinator.store import Store
 from coordinator.view import View
 from elasticps.errors import ClusterUnreachable, ConfigError, Error
@@ -44,12 +44,26 @@ async def read_view(store: Store, error: type[Error] = ClusterUnreachable) -> Vi
 
 
 async def read_tables(store: Store) -> list[TableEntry]:
-    """The tables that are registered, by name, without those that are about to go, and without what is none. An id is
-    one table's: of several that say to have it the one counts that was there first."""
+    """The tables that are registered, by name, without those that are about to go, and without what is none, as one
+    whose spec has another name than its key. An id is one table's: of several that say to have it the one counts that
+    was there first."""
     found: dict[int, TableEntry] = {}
     for entry in sorted((await store.list(TABLES)).entries, key=lambda entry: entry.create_revision):
         with left_out():
             table = table_of(entry.key, entry.value)
-            if table is not None and found.setdefault(table.id, table) is not table:
+            if table is None:
+                continue
+            _check_name(entry.key, table)
+            if found.setdefault(table.id, table) is not table:
                 raise ValueError(f"{entry.key} has id {table.id}, which is that of {TABLES}{found[table.id].name}")
     return sorted(found.values(), key=lambda table: table.name)
+
+
+def _check_name(key: str, table: TableEntry) -> None:
+    """ValueError if the spec is of a table with another name. One that cannot be read is told by whoever needs it."""
+    try:
+        name = read(f"the spec of {key}", table.spec.encode()).get("name")
+    except ValueError:
+        return
+    if isinstance(name, str) and name != table.name.rpartition("/")[2]:
+        raise ValueError(f"{key} has the spec of a table named {name!r:.200}")

@@ -54,9 +54,11 @@ def numbers(values: object, what: str) -> tuple[float, ...]:
 
 
 def text(value: object, what: str) -> str:
-    """`value`, checked to be a string that is not empty."""
+    """`value`, checked to be a string that is not empty, and that can be encoded: half a surrogate pair cannot."""
     if not isinstance(value, str) or not value:
         raise SpecError(f"{what} must be a string that is not empty, got {value!r}")
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise SpecError(f"{what} must be a text, without half a surrogate pair, got {value!r}")
     return value
 
 

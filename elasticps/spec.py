@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -93,10 +92,10 @@ __all__ = [
 
 MAX_BLOCK = 16_384
 MAX_NAME = 200
+MAX_JSON = 1 << 16  # characters of a spec, of which each takes two at most in a frame of a server to another
 REMEMBERED_CHARS = 4096  # of a spec that is not read again
 DTYPES = ("float32", "float16", "bfloat16")
 _BLOCK_ALIGN = 16  # floats: one cache line, so that blocks of a large tensor start on one
-_NAME = re.compile(r"[^\s/\x00-\x1f\x7f]+")
 
 
 class Init(Checked, ABC):
@@ -240,6 +239,11 @@ _OPTIMIZERS: dict[str, type[Optimizer]] = {
 _INITS: dict[str, type[Init]] = {cls.kind: cls for cls in (Zeros, Constant, Uniform, Normal)}
 
 
+def _shows(name: str) -> bool:
+    """Names become parts of keys and sentences: half a surrogate pair, say, can be written nowhere."""
+    return name.isprintable() and not any(letter.isspace() for letter in name)
+
+
 def dense_block(size: int) -> int:
     """Block length in floats for a dense tensor of `size` floats: one block up to 16384, else near-equal blocks."""
     if size <= MAX_BLOCK:
@@ -268,9 +272,10 @@ class TableSpec(Checked):
     pull: Sequence[Filter] = ()
 
     def __post_init__(self) -> None:
-        if len(text(self.name, "a table name")) > MAX_NAME or not _NAME.fullmatch(self.name):
+        if len(text(self.name, "a table name")) > MAX_NAME or "/" in self.name or not _shows(self.name):
             raise SpecError(
-                f"a table name has 1 to {MAX_NAME} characters, none of them a blank or '/', got {self.name!r}"
+                f"a table name has 1 to {MAX_NAME} characters that can be printed, none of them a blank or '/', got "
+                f"{self.name!r:.{2 * MAX_NAME}}"
             )
         where = f"table {self.name!r}: "
         if not isinstance(self.optimizer, Optimizer):
@@ -287,9 +292,13 @@ class TableSpec(Checked):
         for each in self.push:
             if isinstance(each, KKT):
                 each.bound(self.optimizer)
-        if self.shape is None:
-            return
-        self._set(shape=tuple(integer(n, f"{where}shape", 0, 2**40) for n in self.shape))
+        if self.shape is not None:
+            self._check_dense(where, self.shape)
+        if (size := len(self.to_json())) > MAX_JSON:
+            raise SpecError(f"{where}its spec has {size} characters as JSON, and may have {MAX_JSON}")
+
+    def _check_dense(self, where: str, shape: tuple[int, ...]) -> None:
+        self._set(shape=tuple(integer(n, f"{where}shape", 0, 2**40) for n in shape))
         if self.dim > MAX_BLOCK:
             raise SpecError(f"{where}a dense tensor's blocks have at most {MAX_BLOCK} floats, got {self.dim}")
         if isinstance(self.optimizer, RowAdagrad):

@@ -101,6 +101,12 @@ def test_what_is_wrong_is_said(make: Callable[[], object], words: str) -> None:
         ({"shape": 3}, "shape must be a list or null"),
         ({"dim": True}, "dim must be an integer"),
         ({"name": None}, "table name"),
+        ({"name": "t\ud800"}, "surrogate"),
+        ({"name": "t\N{RIGHT-TO-LEFT OVERRIDE}"}, "can be printed"),
+        ({"name": "t\N{NO-BREAK SPACE}"}, "a blank"),
+        ({"optimizer": {"kind": "custom", "name": "\ud800"}}, "surrogate"),
+        ({"push": [{"kind": "custom", "name": "\ud800", "bits": 8}]}, "surrogate"),
+        ({"shape": [1] * 33_000}, "its spec has 66... characters"),
     ],
 )
 def test_foreign_json_is_refused(changes: dict[str, object], words: str) -> None:

@@ -25,10 +25,11 @@ Bytes = NDArray[np.uint8]
 
 
 def why(document: dict[str, Any]) -> str:
-    """An ERROR's document as text; less of it where it would be too long."""
-    written = json.dumps(document, ensure_ascii=False)
+    """An ERROR's document as text; less of it where it would be too long. In ASCII: `told` reads all that it gives,
+    whatever a peer's words in it are."""
+    written = json.dumps(document)
     if len(written) > MAX_WHY:
-        written = json.dumps({"code": document["code"], "message": document["message"][:_SHORT]}, ensure_ascii=False)
+        written = json.dumps({"code": document["code"], "message": document["message"][:_SHORT]})
     return written
 
 

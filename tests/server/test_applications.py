@@ -97,8 +97,9 @@ def test_a_server_that_made_a_table_by_anothers_word_looks_whose_it_is(run: Run)
         b"[" * 100_000,
         b'{"id": 1e999, "spec": "{}"}',
         json.dumps({"id": 9, "spec": TableSpec("bad", 2, SGD(3.25)).to_json().replace("3.25", "1" * 400)}).encode(),
+        json.dumps({"id": 9, "spec": SPEC.to_json().replace('"t"', '"t\\ud800"')}).encode(),
     ],
-    ids=["list", "number", "nested", "infinite id", "huge rate"],
+    ids=["list", "number", "nested", "infinite id", "huge rate", "half a surrogate pair"],
 )
 def test_what_a_worker_has_put_in_the_place_of_a_table_ends_no_server(said: bytes) -> None:
     """A server reads the registry as it starts, and when somebody speaks of a table that it does not know: all servers
@@ -111,6 +112,19 @@ def test_what_a_worker_has_put_in_the_place_of_a_table_ends_no_server(said: byte
         return await lives._tables(store)
 
     assert asyncio.run(known())[TABLE] == Entry("default", SPEC)
+
+
+def test_a_table_is_registered_under_its_own_name_or_not_at_all() -> None:
+    """Else what is refused of a table, or read of it in a checkpoint, would be told by the name of another."""
+
+    async def read() -> dict[int, Entry]:
+        store = MemoryStore()
+        plug_in = SPEC.to_json().replace('"t"', '"p"').replace("accumulate", "unheard-of")
+        for number, (name, spec) in enumerate([("t", SPEC.to_json()), ("u", SPEC.to_json()), ("p", plug_in)], 1):
+            await store.put(table_key("ads", name), json.dumps({"id": number, "spec": spec}).encode())
+        return await lives._tables(store)
+
+    assert asyncio.run(read()) == {1: Entry("ads", SPEC), 3: Entry("ads", None)}
 
 
 def test_a_table_stays_with_whose_it_was_whatever_others_register() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elasticps.optimizers import Accumulate
@@ -248,6 +248,17 @@ def test_why_something_is_refused_is_never_too_long_to_be_replicated() -> None:
     written = why({"code": "memory", "message": '"' * 2000, "table": "\x00" * 2000})
     assert len(written) <= MAX_WHY
     assert told(written)["code"] == "memory"
+
+
+@given(st.text(st.characters(exclude_categories=()), max_size=5000))
+@example("t\ud800")
+def test_what_is_refused_can_be_told_whatever_words_of_a_peer_are_in_it(words: str) -> None:
+    """Half a surrogate pair in a table's name ended the servers that it was pushed to: telling is a part of what must
+    not fail."""
+    document = {"code": "not-finite", "message": f"table {words!r}", "table": words}
+    found = told(why(document))
+    assert found["code"] == "not-finite"
+    assert found == document or len(words) > 300
 
 
 ROUND = {"id": 1, "app": "a", "workers": [1]}
