@@ -16,8 +16,9 @@ from elasticps.server.protocol.held_frames import HeldFrames
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.serving import Serving
 from elasticps.server.replica_links import ReplicaLinks
-from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame
+from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame, whole
 from replication.chain import Member
+from replication.messages import MAX_WORKER
 
 log = fields.logger(__name__)
 
@@ -137,10 +138,9 @@ class Handshake:
             raise FrameError("a hello says who speaks: a worker, a peer or a leader")
 
     def _hello_worker(self, connection: Connection, header: Header, body: Body, document: dict[str, Any]) -> None:
-        worker, name, app = document["worker"], document.get("name"), document.get("app")
-        names = isinstance(name, str) and isinstance(app, str)
-        if not (isinstance(worker, int) and 0 < worker < 1 << 32 and names):
-            raise FrameError("a worker's hello gives its id (above 0), its name and its app")
+        worker, name, app = whole(document["worker"], MAX_WORKER, 1), document.get("name"), document.get("app")
+        if not (isinstance(name, str) and isinstance(app, str)):
+            raise FrameError("a worker's hello gives its id, its name and its app")
         # First, as a hello that waits for the roster has one of the places of workers.
         self._prove(connection, PeerRole.WORKER, str(name).rpartition("/")[2], str(app))
         self._unknown.pop(connection, None)

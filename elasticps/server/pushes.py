@@ -1,4 +1,5 @@
-"""What a worker changes: its steps, and tables. Each request is checked here, at the edge, before anything changes."""
+"""What a worker changes: its steps, and tables. Each request is checked here, at the edge, before anything changes: by
+all that `replica_codec` asks of a FORWARD, too: what is logged and cannot be read there ends the links to others."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ from elasticps.server.protocol.held_frames import HeldFrames
 from elasticps.server.protocol.herald import Herald
 from elasticps.server.protocol.operations import Cleared, Content, Contribution, Dropped, positions_of
 from elasticps.server.protocol.registered import Registered
-from elasticps.server.protocol.replica_codec import new_table
+from elasticps.server.protocol.replica_codec import MAX_TABLE, new_table
 from elasticps.server.protocol.replies import RequestTicket
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.serving import Serving
 from elasticps.spec import TableSpec
-from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push
+from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push, whole
 from elasticps.wire.headers import EraseHeader, GetClocksHeader, InitHeader, PushHeader
 from elasticps.wire.refusals import why
 from replication.chain import Ranges
@@ -114,6 +115,7 @@ class Pushes:
         said, me = EraseHeader.of(header), self._serving.me.name
         self._registered.permit(said.table, connection.app)
         if said.kind == OperationKind.DROP:
+            whole(said.table, MAX_TABLE, 1)
             if said.table not in self._store.tables and len(self._store.dropped) >= MAX_DROPPED:
                 raise RequestError("spec", f"server {me} remembers {MAX_DROPPED} dropped tables, and takes no more")
             self._control(connection, header, OperationKind.DROP, Dropped(said.table), 64)
@@ -162,6 +164,8 @@ class Pushes:
             raise RequestError("not-joined", f"worker {connection.worker_name!r} pushed before it joined")
         if not 0 < said.clock < MAX_CLOCK or not said.first <= said.part < MAX_PARTS:
             raise FrameError(f"a push of step {said.clock}, parts {said.first}..{said.part}, cannot be")
+        if said.committed is not None and said.committed < 0:
+            raise FrameError(f"a push of step {said.clock} knows what is committed as step {said.committed}")
         if self._held.wait_for_view(connection, header, body):
             return
         named, blocks = read_push(said.all_ranges, said.blocks, body)

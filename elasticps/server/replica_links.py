@@ -27,7 +27,7 @@ from elasticps.server.protocol.held_frames import HOLD_TIMEOUT_S
 from elasticps.server.protocol.operations import NewTable
 from elasticps.server.protocol.replica_codec import ReplicaCodec
 from elasticps.store import Table
-from elasticps.wire.frames import Buffer, FrameError, Header, Kind, json_frame
+from elasticps.wire.frames import Buffer, FrameError, Header, Kind, json_body, json_frame
 from elasticps.wire.headers import GetViewHeader
 from replication.chain import Member
 from replication.core import NO_RANGES
@@ -89,6 +89,7 @@ class ReplicaLinks:
         self.handlers: dict[int, Handler] = dict.fromkeys(
             (Kind.FORWARD, Kind.ACK, Kind.RESYNC, Kind.SNAPSHOT_CHUNK, Kind.CHUNK_ACK), self.receive
         )
+        self.handlers[Kind.ERROR] = self._refused_there
 
     def adopt(self, view: View) -> None:
         """Follows a view: who has ranges that are here gets a link, former ones lose theirs."""
@@ -154,6 +155,13 @@ class ReplicaLinks:
                 self._ahead[member] = since, nbytes + len(body) + MESSAGE_BYTES
                 if nbytes > MOST_BYTES:
                     self._end(member, "too much waits for a view that it speaks of")
+
+    def _refused_there(self, connection: Connection, header: Header, body: Body) -> None:
+        """The peer ends the link over something that came from here. It counts as if we had: both are as suspicious."""
+        connection.refused = True
+        message = json_body(body.data).get("message")
+        log.warning("a peer refuses what was sent to it", peer=connection.member, reason=f"{message!s:.1000}")
+        connection.transport.abort()
 
     def distrust(self, effect: Distrust) -> None:
         """A peer has said what no correct one can: its link ends; until there is another, it is missing."""

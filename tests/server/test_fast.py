@@ -295,7 +295,7 @@ class Story:
                 flags = (LAST if last else 0) | (ALL_RANGES if whole else 0)
                 header = Header(
                     Kind.PUSH, flags, epoch=epoch, clock=self.clocks[worker], worker=worker, first=part, part=part,
-                    table=told, items=count,
+                    table=min(told, self.clocks[worker]), items=count,
                 )  # fmt: skip
                 odd = pick.random()
                 if odd < 0.03:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elasticps.optimizers import Accumulate
+from elasticps.optimizers import Accumulate, Custom
 from elasticps.server.protocol.barrier_state import BarrierGroup, RangeRounds
 from elasticps.server.protocol.data_shards_state import Claim, Doing, RangeShards, ShardMark, ShardSet, Used
 from elasticps.server.protocol.operations import (
@@ -24,7 +24,7 @@ from elasticps.server.protocol.operations import (
 from elasticps.server.protocol.replica_codec import ReplicaCodec
 from elasticps.server.protocol.restored import RestoredRows, RestoredState
 from elasticps.sharding import ShardSpec
-from elasticps.spec import TableSpec
+from elasticps.spec import MAX_JSON, TableSpec
 from elasticps.store import Store
 from elasticps.wire.frames import HEADER_BYTES, Block, FrameError, Header, Kind, json_frame, unpack_header
 from elasticps.wire.refusals import MAX_WHY, told, why
@@ -259,6 +259,15 @@ def test_what_is_refused_can_be_told_whatever_words_of_a_peer_are_in_it(words: s
     found = told(why(document))
     assert found["code"] == "not-finite"
     assert found == document or len(words) > 300
+
+
+def test_the_longest_spec_fits_between_replicas() -> None:
+    """Each of its letters takes two there at most."""
+    least = len(TableSpec("a", 1, Custom("n")).to_json())
+    spec = TableSpec("a", 1, Custom("n" + '"' * ((MAX_JSON - least) // 2)))
+    assert MAX_JSON - 1 <= len(spec.to_json()) <= MAX_JSON
+    message = Forward(4, ONE, numbers(9), Operation(OperationKind.CREATE, -1, 0, NewTable(3, spec.to_json()), 10))
+    assert same(through_the_wire(message, a_store()), message)
 
 
 ROUND = {"id": 1, "app": "a", "workers": [1]}

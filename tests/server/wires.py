@@ -247,8 +247,8 @@ class Wires:
         other.connection_made(cast(Any, back))
         return there
 
-    def connect(self, name: str, worker: int) -> tuple[Pipe, Pipe]:
-        """A worker's connection: what it writes, and what the server writes to it."""
+    def connect(self, name: str, worker: int, base: int = 0) -> tuple[Pipe, Pipe]:
+        """A worker's connection, joined at clock `base`: what it writes, and what the server writes to it."""
         connection = self.servers[name].connection()
         there, back = Pipe(self, connection), Pipe(self, None)
         there.back, back.back = back, there
@@ -257,7 +257,7 @@ class Wires:
         connection.connection_made(cast(Any, back))
         hello = {"cluster": "c", "worker": worker, "name": f"w{worker}", "app": "default"}
         there.write(json_frame(Kind.HELLO, hello))
-        there.write(Header(Kind.JOIN, LAST, request=1).pack())
+        there.write(Header(Kind.JOIN, LAST, request=1, clock=base).pack())
         return there, back
 
     def deliver(self) -> bool:

@@ -165,6 +165,8 @@ def push(h, c, at):
         return SLOW
     if clock <= 0 or clock >= MAX_CLOCK or first > part or part >= MAX_PARTS - 1 or h[H_NOTE_COUNT] == NOTES:
         return SLOW
+    if told > clock:
+        return SLOW
     if h[H_YOUNG_BYTES] + h[H_PYTHON_BYTES] >= h[H_BUDGET]:
         return SLOW
     order = 0

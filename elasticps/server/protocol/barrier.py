@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coordinator.view import WORKERS_MAX
 from elasticps.hashing import group_range
 from elasticps.server.protocol.asker import Asker, Body
 from elasticps.server.protocol.barrier_state import BarrierGroup
@@ -20,11 +21,11 @@ from elasticps.server.protocol.operations import RoundStep
 from elasticps.server.protocol.reads import DEFAULT_WAIT_S
 from elasticps.server.protocol.replies import RequestTicket
 from elasticps.server.protocol.request_error import RequestError
-from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame
+from elasticps.wire.frames import FrameError, Header, Kind, json_body, json_frame, whole, wholes
 from elasticps.wire.headers import BarrierArriveHeader, BarrierJoinHeader, OkHeader
 from replication.chain import Ranges
 from replication.effects import Push, Reply, Status
-from replication.messages import OperationKind
+from replication.messages import MAX_WORKER, OperationKind
 from replication.progress import MAX_CLOCK
 
 
@@ -203,11 +204,10 @@ class BarrierCoordinator:
         if self._group.held.wait_for_view(connection, header, body):
             return
         document = json_body(body.data)
-        match document:
-            case {"round": int(clock), "workers": [*workers]} if 0 < clock < MAX_CLOCK and _ids(workers):
-                step = RoundStep(connection.app, clock, tuple(workers))
-            case _:
-                raise FrameError("a close gives a round and the ids of its workers")
+        clock, workers = whole(document.get("round"), MAX_CLOCK - 1, 1), wholes(document.get("workers"), MAX_WORKER, 1)
+        if len(workers) > WORKERS_MAX or len(set(workers)) != len(workers):
+            raise FrameError(f"a close names at most {WORKERS_MAX} workers, each of them once")
+        step = RoundStep(connection.app, clock, workers)
         ticket = RequestTicket(connection, header.request)
         newest, several = self._closing.get(step.app, (0, None))
         headed = self._serving.headed
@@ -226,8 +226,3 @@ class BarrierCoordinator:
 
 def _left_out(clock: int, app: str) -> RequestError:
     return RequestError("left-out", f"round {clock} of {app!r} was closed without this worker")
-
-
-def _ids(workers: list[object]) -> bool:
-    """Whether these are ids of workers, each once."""
-    return all(isinstance(w, int) and 0 < w < 1 << 32 for w in workers) and len(set(workers)) == len(workers)

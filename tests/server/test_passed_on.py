@@ -1,0 +1,165 @@
+"""What a head takes from a worker and logs, every follower can read: else the links between them would end over it, and
+the next ones too, as what is logged is sent again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from typing import Any
+from unittest.mock import Mock, patch
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from coordinator.view import WORKERS_MAX, Roster, WorkerInfo
+from elasticps.server import replica_links
+from elasticps.server.protocol.replica_codec import MAX_TABLE
+from elasticps.sharding import MAX_SHARDS
+from elasticps.wire.frames import (
+    ALL_RANGES,
+    HEADER_BYTES,
+    LAST,
+    MAX_CONTROL_BYTES,
+    REPEAT,
+    ROUND,
+    FrameError,
+    Header,
+    Kind,
+    block_head,
+    json_frame,
+)
+from replication.messages import MAX_WORKER, OperationKind
+from replication.progress import MAX_CLOCK, MAX_PARTS
+from tests.server.conftest import DIM, SPEC, TABLE, WORKER, Group, Run, until
+from tests.server.test_edge import pair
+from tests.server.wires import Wires
+
+Said = tuple[Header, bytes]
+_JOINED = 3  # its newest step when it joined
+
+# Whole numbers at the ends of what may be said, and what JSON has besides.
+_ENDS = (0, 1, 2, _JOINED, WORKER, MAX_SHARDS, MAX_TABLE, MAX_WORKER, MAX_CLOCK)
+_WHOLE = st.sampled_from([end + by for end in _ENDS for by in (-1, 0, 1)])
+_NUMBER = _WHOLE | st.booleans() | st.none() | st.just(1 << 64) | st.floats() | st.text(max_size=2)
+_NUMBERS = st.lists(_NUMBER, max_size=3) | st.lists(_WHOLE, unique=True, max_size=3) | _NUMBER
+_NAMES = st.text(st.characters(exclude_categories=()), max_size=5) | st.just("t" * 201) | _NUMBER
+
+
+def document(kind: Kind, said: dict[str, Any], **fields: int) -> Said:
+    return Header(kind, **fields), json_frame(kind, said)[HEADER_BYTES:]
+
+
+def close(said_round: object, workers: object) -> Said:
+    return document(Kind.BARRIER_CLOSE, {"round": said_round, "workers": workers})
+
+
+def create(number: object, **changes: object) -> Said:
+    spec = json.dumps(json.loads(SPEC.to_json()) | changes, separators=(",", ":"))
+    return document(Kind.CREATE, {"id": number, "spec": spec})
+
+
+def drop(number: int, kind: int = OperationKind.DROP, clock: int = 0) -> Said:
+    return Header(Kind.ERASE, LAST | ALL_RANGES, clock=clock, part=kind, table=number), b""
+
+
+def push(clock: int, lag: int = 0, table: int = TABLE, flags: int = LAST, first: int = 0, part: int = 0) -> Said:
+    body = block_head(table, 0, DIM, np.empty(0, np.float32))
+    return Header(Kind.PUSH, flags | ALL_RANGES, clock=clock, first=first, part=part, items=1, table=lag), body
+
+
+def claim(committed: int = 0, **changes: object) -> Said:
+    said = {"name": "n", "samples": 8, "size": 1, "epochs": 1, "seed": None, "want": 1, "done": [], "back": []}
+    return document(Kind.CLAIM_SHARDS, said | changes, clock=committed)
+
+
+_U32, _U16 = _WHOLE.filter(lambda n: 0 <= n < 1 << 32), st.sampled_from([0, 1, 2, MAX_PARTS - 1, MAX_PARTS])
+_CLOCK = st.sampled_from([_JOINED + 1, _JOINED + 1, 0, 1, MAX_CLOCK - 1, MAX_CLOCK])
+_SAID = st.one_of(
+    st.builds(close, _NUMBER, _NUMBERS),
+    st.builds(create, _NUMBER),
+    st.builds(create, st.just(9), name=_NAMES),
+    st.builds(create, st.just(9), shape=_NUMBERS),
+    st.builds(drop, _U32, st.sampled_from(OperationKind), _CLOCK),
+    st.builds(
+        push, _CLOCK, _U32, st.sampled_from([TABLE, 99]), st.sampled_from([LAST, 0, LAST | ROUND, LAST | REPEAT]),
+        _U16, _U16,
+    ),
+    st.builds(claim, _CLOCK, name=_NAMES),
+    st.builds(claim, samples=_NUMBER, size=_NUMBER, epochs=_NUMBER, seed=_NUMBER, want=_NUMBER),
+    st.builds(claim, done=_NUMBERS, back=_NUMBERS),
+    st.sampled_from([Kind.BARRIER_JOIN, Kind.BARRIER_LEAVE, Kind.BARRIER_ARRIVE]).map(lambda kind: (Header(kind), b"")),
+)  # fmt: skip
+_LONG = b'{"round":1,"workers":[' + b",".join(b"%d" % (MAX_WORKER - i) for i in range(95_323)) + b"]}"
+_LONG += b" " * (-len(_LONG) % 8)
+_WIDE = create(9, optimizer={"kind": "adam"}, shape=[1] * 524_190)  # longer with all that adam is
+assert all(MAX_CONTROL_BYTES - 64 < len(body) <= MAX_CONTROL_BYTES for body in (_LONG, _WIDE[1]))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@example([close(1, [True])])
+@example([close(True, [WORKER])])
+@example([close(1, list(range(1, WORKERS_MAX + 1)))])
+@example([(Header(Kind.BARRIER_CLOSE), _LONG)])
+@example([_WIDE])
+@example([drop(0)])
+@example([push(_JOINED + 1, lag=_JOINED + 2, table=99)])
+@example([push(_JOINED + 1, lag=_JOINED + 2)])
+@example([push(_JOINED + 1, lag=_JOINED + 1, table=99)])
+@example([claim(done=[False])])
+@given(st.lists(_SAID, max_size=4))
+def test_what_a_worker_says_never_ends_a_link_between_servers(compiled: bool, said: list[Said]) -> None:
+    wires = Wires(1, compiled)
+    head, tail = (wires.start(name, [WORKER]) for name in ("s0", "s1"))
+    wires.adopt(lambda r: ["s0", "s1"])
+    wires.link("s0", "s1")
+    wires.settle()
+    links = head.links.link(tail.member), tail.links.link(head.member)
+    assert None not in links
+    there, _ = wires.connect("s0", WORKER, _JOINED)
+    with patch.object(os, "_exit") as ended:
+        for number, (header, body) in enumerate([create(TABLE), *said], 2):
+            if not there.closed:
+                frame = header._replace(request=number, epoch=head.serving.epoch, worker=WORKER, body=len(body))
+                there.write(frame.pack() + body)
+                wires.settle()
+    ended.assert_not_called()
+    assert (head.links.link(tail.member), tail.links.link(head.member)) == links
+    assert (head.replica.acked == head.replica.seq).all()
+    clocks, tables = zip(*(found[3:5] for found in wires.state().values()), strict=True)
+    one, other = ({worker: row for worker, row in rows.items() if any(row)} for rows in clocks)
+    assert one == other
+    assert tables[0] == tables[1]
+
+
+def test_a_worker_gives_its_id_as_a_number(run: Run) -> None:
+    """With `true` for 1 it was let in, and its first word about a round could be read by no follower."""
+
+    async def test(group: Group) -> None:
+        group.roster = Roster(1, (WorkerInfo(1, "w", 1, "default"),), "c")
+        await pair(group)
+        with pytest.raises(asyncio.IncompleteReadError):
+            await asyncio.wait_for(group.connect("a", create=False, worker=True), 10)
+        assert group.workers[-1].refused.startswith("a whole number")
+
+    run(test)
+
+
+def test_why_a_peer_ends_a_link_is_logged_where_it_came_from(run: Run) -> None:
+    """What is wrong with it is mostly wrong there."""
+
+    async def test(group: Group) -> None:
+        await pair(group)
+        a, b = group.servers["a"], group.servers["b"]
+        link, wrong = a.links.link(b.member), b.links.link(a.member)
+        assert link is not None
+        with patch.object(replica_links, "log", Mock()) as log:
+            link.refuse(FrameError("cannot be"))
+            await until(lambda: b.links.link(a.member) not in (None, wrong))
+        ((_, told),) = log.warning.call_args_list
+        assert told == {"peer": a.member, "reason": "cannot be"}
+        assert (a.links._refused, b.links._refused) == ({b.member: 1}, {a.member: 1})
+
+    run(test)
