@@ -24,12 +24,14 @@ from elasticps.wire.frames import (
     LAST,
     MAX_CONTROL_BYTES,
     REPEAT,
+    REPLACE,
     ROUND,
     FrameError,
     Header,
     Kind,
     block_head,
     json_frame,
+    padded,
 )
 from replication.messages import MAX_WORKER, OperationKind
 from replication.progress import MAX_CLOCK, MAX_PARTS
@@ -43,8 +45,12 @@ _JOINED = 3  # its newest step when it joined
 # Whole numbers at the ends of what may be said, and what JSON has besides.
 _ENDS = (0, 1, 2, _JOINED, WORKER, MAX_SHARDS, MAX_TABLE, MAX_WORKER, MAX_CLOCK)
 _WHOLE = st.sampled_from([end + by for end in _ENDS for by in (-1, 0, 1)])
-_NUMBER = _WHOLE | st.booleans() | st.none() | st.just(1 << 64) | st.floats() | st.text(max_size=2)
-_NUMBERS = st.lists(_NUMBER, max_size=3) | st.lists(_WHOLE, unique=True, max_size=3) | _NUMBER
+_LIKELY = st.sampled_from([1, WORKER])
+_ODD = st.booleans() | st.none() | st.just(1 << 64) | st.floats() | st.text(max_size=2)
+_NUMBER = st.one_of(*[_LIKELY] * 8, _WHOLE, _ODD)
+_NUMBERS = st.one_of(
+    st.lists(_LIKELY, unique=True), st.lists(_WHOLE, unique=True, max_size=3), st.lists(_NUMBER, max_size=3), _NUMBER
+)  # fmt: skip
 _NAMES = st.text(st.characters(exclude_categories=()), max_size=5) | st.just("t" * 201) | _NUMBER
 
 
@@ -65,9 +71,29 @@ def drop(number: int, kind: int = OperationKind.DROP, clock: int = 0) -> Said:
     return Header(Kind.ERASE, LAST | ALL_RANGES, clock=clock, part=kind, table=number), b""
 
 
-def push(clock: int, lag: int = 0, table: int = TABLE, flags: int = LAST, first: int = 0, part: int = 0) -> Said:
-    body = block_head(table, 0, DIM, np.empty(0, np.float32))
-    return Header(Kind.PUSH, flags | ALL_RANGES, clock=clock, first=first, part=part, items=1, table=lag), body
+def block(table: int, rows: int, dim: int = DIM) -> bytes:
+    """Of one row at most: more have an order."""
+    head = block_head(table, rows, dim, np.empty(0, np.float32))
+    return head + np.arange(rows).tobytes() + padded(np.ones(rows * dim, np.float32).tobytes())
+
+
+def push(
+    clock: int, lag: int = 0, table: int = TABLE, flags: int = LAST, first: int = 0, part: int = 0, rows: int = 0,
+    bound: int = 0, wait_ms: int = 0,
+) -> Said:  # fmt: skip
+    header = Header(
+        Kind.PUSH, flags | ALL_RANGES, clock=clock, first=first, part=part, table=lag, items=1, bound=bound,
+        wait_ms=wait_ms,
+    )  # fmt: skip
+    return header, block(table, rows)
+
+
+def init(flags: int, table: int, rows: int) -> Said:
+    return Header(Kind.INIT, flags | ALL_RANGES, items=1), block(table, rows)
+
+
+def delete(number: int, table: int, rows: int) -> Said:
+    return drop(table, OperationKind.DELETE, number)[0]._replace(items=1), block(table, rows, 0)
 
 
 def claim(committed: int = 0, **changes: object) -> Said:
@@ -82,11 +108,15 @@ _SAID = st.one_of(
     st.builds(create, _NUMBER),
     st.builds(create, st.just(9), name=_NAMES),
     st.builds(create, st.just(9), shape=_NUMBERS),
-    st.builds(drop, _U32, st.sampled_from(OperationKind), _CLOCK),
+    st.builds(drop, st.just(TABLE) | _U32, st.sampled_from(OperationKind), _CLOCK),
+    st.builds(drop, st.just(TABLE), st.sampled_from([OperationKind.CLEAR, OperationKind.DROP]), st.just(1)),
     st.builds(
         push, _CLOCK, _U32, st.sampled_from([TABLE, 99]), st.sampled_from([LAST, 0, LAST | ROUND, LAST | REPEAT]),
-        _U16, _U16,
+        _U16, _U16, st.integers(0, 1), _U32, _U32,
     ),
+    st.builds(push, st.just(_JOINED + 1), rows=st.just(1), flags=st.sampled_from([LAST, LAST | ROUND])),
+    st.builds(init, st.sampled_from([0, REPLACE]), st.sampled_from([TABLE, 99]), st.integers(0, 1)),
+    st.builds(delete, _CLOCK, st.sampled_from([TABLE, 99]), st.integers(0, 1)),
     st.builds(claim, _CLOCK, name=_NAMES),
     st.builds(claim, samples=_NUMBER, size=_NUMBER, epochs=_NUMBER, seed=_NUMBER, want=_NUMBER),
     st.builds(claim, done=_NUMBERS, back=_NUMBERS),
@@ -109,7 +139,7 @@ assert all(MAX_CONTROL_BYTES - 64 < len(body) <= MAX_CONTROL_BYTES for body in (
 @example([push(_JOINED + 1, lag=_JOINED + 2)])
 @example([push(_JOINED + 1, lag=_JOINED + 1, table=99)])
 @example([claim(done=[False])])
-@given(st.lists(_SAID, max_size=4))
+@given(st.lists(_SAID, max_size=8))
 def test_what_a_worker_says_never_ends_a_link_between_servers(compiled: bool, said: list[Said]) -> None:
     wires = Wires(1, compiled)
     head, tail = (wires.start(name, [WORKER]) for name in ("s0", "s1"))
@@ -121,10 +151,11 @@ def test_what_a_worker_says_never_ends_a_link_between_servers(compiled: bool, sa
     there, _ = wires.connect("s0", WORKER, _JOINED)
     with patch.object(os, "_exit") as ended:
         for number, (header, body) in enumerate([create(TABLE), *said], 2):
-            if not there.closed:
-                frame = header._replace(request=number, epoch=head.serving.epoch, worker=WORKER, body=len(body))
-                there.write(frame.pack() + body)
-                wires.settle()
+            if there.closed:
+                there, _ = wires.connect("s0", WORKER, _JOINED)
+            frame = header._replace(request=number, epoch=head.serving.epoch, worker=WORKER, body=len(body))
+            there.write(frame.pack() + body)
+            wires.settle()
     ended.assert_not_called()
     assert (head.links.link(tail.member), tail.links.link(head.member)) == links
     assert (head.replica.acked == head.replica.seq).all()
