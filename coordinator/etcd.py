@@ -38,6 +38,7 @@ log = fields.logger(__name__)
 ATTEMPT_S = 2.0  # the longest that one endpoint may take to answer before the next is asked
 LOOK_S = 1.0  # between looks at whether certificates were replaced
 _RETRY_MAX_S = 0.5
+_ODD_SHOWN = 64  # keys that are none of which the log speaks; and of each so many bytes
 _CHANCE = secrets.SystemRandom()
 
 _CHANNEL_OPTIONS = (
@@ -114,6 +115,7 @@ class EtcdStore:
         self._members: dict[str, _Member] = {}
         self._leaving: set[asyncio.Task[None]] = set()  # channels with certificates that were replaced
         self._at = 0  # the endpoint in use
+        self._odd: set[bytes] = set()  # keys of which the log has spoken
         self._closed = asyncio.Event()
 
     @property
@@ -135,7 +137,7 @@ class EtcdStore:
         """See `Store.list`."""
         start = (self._keys + prefix).encode()
         response, _ = await self._call(lambda m: m.kv.Range, rpc.RangeRequest(key=start, range_end=_end(start)))
-        return Listing(tuple(self._entry(kv) for kv in response.kvs), response.header.revision)
+        return Listing(tuple(filter(None, map(self._entry, response.kvs))), response.header.revision)
 
     async def put(self, key: str, value: bytes, *, lease: int | None = None) -> int:
         """See `Store.put`."""
@@ -241,7 +243,8 @@ class EtcdStore:
                         for event in response.events:
                             seen = event.kv.mod_revision
                             known = event.kv if event.type == event.PUT else known
-                            yield self._change(event)
+                            if change := self._change(event):
+                                yield change
             except (AioRpcError, _TryNext, StoreUnavailable) as error:
                 if not out.failures:
                     log.warning("a watch is broken", prefix=prefix, endpoint=member.address, error=_why(error))
@@ -410,11 +413,22 @@ class EtcdStore:
     def _mark(self, key: str) -> bytes:
         return (self._marks + key).encode()
 
-    def _entry(self, kv: Any) -> Entry:
-        return Entry(kv.key.decode()[len(self._keys) :], kv.value, kv.mod_revision, kv.create_revision)
+    def _entry(self, kv: Any) -> Entry | None:
+        """None for a key that is none: etcd takes any bytes from whoever may write below a prefix."""
+        raw = kv.key[len(self._keys) :]
+        try:
+            return Entry(check_key(raw.decode()), kv.value, kv.mod_revision, kv.create_revision)
+        except ValueError as error:
+            shown = raw[:_ODD_SHOWN]
+            if shown not in self._odd and len(self._odd) < _ODD_SHOWN:  # who writes many must not fill logs
+                self._odd.add(shown)
+                log.warning("an entry is left out", key=shown, why=error)
+            return None
 
-    def _change(self, event: Any) -> Change:
+    def _change(self, event: Any) -> Change | None:
         entry = self._entry(event.kv)
+        if entry is None:
+            return None
         return Put(entry) if event.type == event.PUT else Delete(entry.key, entry.revision)
 
 

@@ -118,7 +118,8 @@ async def list_drains(store: Store) -> dict[str, int]:
     found = {}
     for entry in (await store.list(DRAINS)).entries:
         with suppress(ValueError):  # the leader logs what makes no sense
-            found[entry.key.removeprefix(DRAINS)] = drained_incarnation(entry.value)
+            name = check_name("server", entry.key.removeprefix(DRAINS))
+            found[name] = drained_incarnation(entry.value)
     return found
 
 

@@ -2,6 +2,7 @@
 
 1. One revision counter: each mutation gets a revision above all before it. Reads are linearizable.
 2. Keys are relative to one cluster: non-empty text, at most KEY_MAX characters, parts separated by "/".
+   What others have written past this under keys that are none is neither listed nor watched.
 3. `compare_and_set` and `delete` are atomic over key and guard. A lost race is a value (None, False). A write whose
    outcome is unknown is read back; only if that fails too, it raises `StoreUnavailable(indefinite=True)`.
 4. A lease takes its keys with it when it runs out. A key written again belongs to the lease of the last write.

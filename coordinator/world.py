@@ -24,6 +24,7 @@ from coordinator.membership import (
     drained_incarnation,
     last_worker,
 )
+from coordinator.names import check_name
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from replication.chain import Member
@@ -179,7 +180,8 @@ class World:
 
     def _put_drain(self, entry: Entry) -> None:
         try:
-            member = Member(entry.key.removeprefix(DRAINS), drained_incarnation(entry.value))
+            name = check_name("server", entry.key.removeprefix(DRAINS))
+            member = Member(name, drained_incarnation(entry.value))
         except ValueError:
             log.exception("an entry is ignored", key=entry.key)
             self.drains.pop(entry.key, None)

@@ -13,8 +13,9 @@ from coordinator.losses import key_of, known_key, merged
 from coordinator.membership import create_cluster, list_drains
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server
-from coordinator.store import Entry, Put
+from coordinator.store import Entry, Listing, Put
 from coordinator.view import ClusterConfig, View
+from coordinator.world import World
 from elasticps.checkpoint.duty import Duty
 from elasticps.dashboard.model import Model
 from elasticps.metrics.cluster import ClusterMetrics
@@ -60,6 +61,16 @@ async def test_a_request_to_drain_that_is_too_deep_is_left_out() -> None:
     await store.put("drains/a", DEEP)
     await store.put("drains/b", b'{"incarnation": 2}')
     assert await list_drains(store) == {"b": 2}
+
+
+@pytest.mark.parametrize("name", ["\x01", "@", "", "a/b"])
+async def test_a_request_to_drain_what_can_be_no_server_is_left_out(name: str) -> None:
+    """The leader deletes those about servers that are gone, and the store refuses keys that are none."""
+    entry = Entry(f"drains/{name}", b'{"incarnation": 1}', 1, 1)
+    assert World("c", Listing((entry,), 1)).drains_done() == []
+    store = MemoryStore()
+    store._data.entries[entry.key] = entry
+    assert await list_drains(store) == {}
 
 
 @pytest.mark.parametrize("value", [DEEP, b'{"epoch": 1e999, "detected": 1, "written": 2}'])

@@ -14,13 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from aetcd import rpc
 
 from coordinator.connect import open_store
 from coordinator.errors import StoreUnavailable
 from coordinator.etcd import EtcdStore
+from coordinator.leader import run_coordinator
+from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
+from coordinator.sessions import register_server
 from coordinator.store import Put, Reset
 from coordinator.url import TlsFiles
+from coordinator.view import ClusterConfig
 from tests.coordinator.support import Etcd, Proxy, dead_port, fresh_url, take, until_key
 
 NewEtcd = Callable[..., Etcd]
@@ -178,6 +183,74 @@ async def test_a_write_whose_answer_was_lost_is_known_to_be_ours(shared_etcd: Et
         assert await deleting
         await store.close()
     await direct.close()
+
+
+ODD = (b"workers/\xff", b"drains/\x01", b"last-worker/\xe2\x80\xae", b"/", b"rates/" + b"x" * 600)
+
+
+async def _put_odd(store: EtcdStore) -> None:
+    """As who has a right to the prefix can, with any client of etcd."""
+    (start, _), _ = store.spans("")
+    for odd in ODD:
+        await store.call(lambda m: m.kv.Put, rpc.PutRequest(key=start + odd, value=b'{"incarnation": 1, "id": 1}'))
+
+
+async def test_keys_that_are_none_are_left_out(shared_etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
+    store = EtcdStore(fresh_url(shared_etcd))
+    first = await store.put("a", b"1")
+    await _put_odd(store)
+    for _ in range(2):
+        assert [entry.key for entry in (await store.list("")).entries] == ["a"]
+    async with aclosing(store.watch("", after=first)) as changes:
+        (start, _), _ = store.spans("")
+        for odd in ODD:
+            await store.call(lambda m: m.kv.DeleteRange, rpc.DeleteRangeRequest(key=start + odd))
+        last = await store.put("b", b"2")
+        assert [change.revision for change in await take(changes, 1)] == [last]
+    told = [record.message for record in caplog.records if "left out" in record.message]
+    assert len(told) == len(ODD)
+    assert all(line.isprintable() and len(line) < 1000 for line in told)
+    await _put_odd(store)
+    await shared_etcd.compact()
+    async with aclosing(store.watch("", after=first)) as changes:
+        (reset,) = await take(changes, 1)
+        assert isinstance(reset, Reset)
+        assert [entry.key for entry in reset.listing.entries] == ["a", "b"]
+    await store.close()
+
+
+async def test_the_log_tells_of_some_keys_that_are_none_only(
+    shared_etcd: Etcd, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = EtcdStore(fresh_url(shared_etcd))
+    (start, _), _ = store.spans("")
+    puts = [rpc.PutRequest(key=start + b"workers/\xff%d" % i, value=b"") for i in range(100)]
+    await store.call(lambda m: m.kv.Txn, rpc.TxnRequest(success=[rpc.RequestOp(request_put=put) for put in puts]))
+    assert (await store.list("")).entries == ()
+    assert sum("left out" in record.message for record in caplog.records) == 64
+    await store.close()
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_coordinator_leads_on_beside_keys_that_are_none(shared_etcd: Etcd, first: bool) -> None:
+    """Any worker's certificate may write them: one ended every coordinator, and each that was started."""
+    store, stop = EtcdStore(fresh_url(shared_etcd)), asyncio.Event()
+    await create_cluster(store, ClusterConfig(ranges=2, replicas=1, min_servers=1))
+    if first:
+        await _put_odd(store)
+    leads = asyncio.create_task(run_coordinator(store, name="c", stop=stop))
+    try:
+        if not first:
+            await until_key(store, "election", lambda entry: entry is not None)
+            await _put_odd(store)
+        session = await register_server(store, name="a", address="h:1", on_lost=lambda reason: None)
+        await until_key(store, "view", lambda entry: entry is not None or leads.done())
+        assert not leads.done()
+        await session.close()
+    finally:
+        stop.set()
+        await asyncio.wait_for(leads, 20)
+        await store.close()
 
 
 async def test_endpoints_that_are_dead_or_silent_are_passed_over(shared_etcd: Etcd) -> None:
