@@ -18,6 +18,7 @@ from elasticps.client.protocol.session import ASKED_BYTES
 from elasticps.hashing import hash_key, range_shift, table_salt
 from elasticps.spec import Consistency
 from elasticps.wire.frames import ANY, BLOCK_BYTES, LAST, REPEAT, TABLES, Kind
+from elasticps.wire.views import view_frame
 from tests.client.fakes import DIM, FakeRegistry, FakeServer
 
 RANGES = 8
@@ -239,6 +240,56 @@ def test_with_no_server_left_the_view_comes_from_the_store(cluster: Cluster) -> 
     step.result()
     assert cluster.control.asked >= 1
     assert ps.view.epoch == 2
+
+
+def test_a_server_that_was_taken_over_heads_nothing_by_its_word(
+    cluster: Cluster, eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With certificates. What it spoke of was believed, and every view that the leader wrote was older from then on."""
+    ps = cluster.connect()
+    ps._dispatcher._proven = True
+    ps.push({}).result()
+    cluster.a.say(view_frame(chains([cluster.a.info], [[0]], epoch=1 << 62)))
+    eventually(lambda: "speaks of a view" in caplog.text)
+    for epoch in range(2, 50):
+        cluster.a.say(view_frame(chains([cluster.a.info], [[0]], epoch=epoch)))
+    ps.push({}).result()
+    assert (ps.view.epoch, cluster.control.asked) == (1, 1)
+    cluster.control.view = cluster.after
+    cluster.b.tell(cluster.after)
+    eventually(lambda: ps.view.epoch == 2)
+    assert ps.view == cluster.after
+
+
+def test_the_store_has_the_last_word_on_a_view_told_while_it_is_read(cluster: Cluster, eventually: Eventually) -> None:
+    ps = cluster.connect()
+    ps._dispatcher._proven = True
+    readers: list[Callable[[View | None], None]] = []
+    ps._dispatcher._ask_view = readers.append
+    cluster.b.tell(cluster.after)
+    eventually(lambda: len(readers) == 1)
+    newest = chains([cluster.b.info], [[0]], epoch=3)
+    cluster.b.tell(newest)
+    eventually(lambda: ps._dispatcher._spoken is not None)
+    assert len(readers) == 1
+    readers[0](cluster.after)
+    assert ps.view.epoch == 2
+    eventually(lambda: len(readers) == 2)
+    readers[1](newest)
+    assert ps.view.epoch == 3
+    assert not ps._dispatcher._deaf_until_s
+
+
+@pytest.mark.parametrize("stored", [None, "other"])
+def test_while_the_store_says_nothing_servers_are_believed(
+    cluster: Cluster, eventually: Eventually, stored: str | None
+) -> None:
+    ps = cluster.connect()
+    ps._dispatcher._proven = True
+    found = None if stored is None else replace(cluster.before, cluster=stored)
+    ps._dispatcher._ask_view = lambda on_view: threading.Thread(target=on_view, args=(found,)).start()
+    cluster.b.tell(cluster.after)
+    eventually(lambda: ps.view.epoch == 2)
 
 
 def test_servers_are_asked_who_has_ranges_that_nobody_had(cluster: Cluster, eventually: Eventually) -> None:
