@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from elasticps.client import Client, DenseTensor, SparseTable
 from elasticps.errors import ConfigError, Error, UnknownTable
 from elasticps.exchange.export import CHUNK_BYTES, MANIFEST, VERSION, Tell
-from elasticps.exchange.writers import SHARDING
+from elasticps.exchange.writers import FORMATS, SHARDING
 from elasticps.spec import TableSpec
 
 Slice = Callable[[int, int], NDArray[Any]]
@@ -115,6 +115,11 @@ def _said(source: Path) -> tuple[str, dict[str, tuple[TableSpec, int]]]:
             name: (TableSpec.from_json(json.dumps(said["spec"])), int(said["rows"]))
             for name, said in manifest["tables"].items()
         }
+        for name, (spec, _) in tables.items():
+            if name != spec.name:  # whose rules keep a file's path within the folder
+                raise ConfigError(f"{source} cannot be read: its {MANIFEST} has table {spec.name!r} as {name!r}")
+        if manifest["format"] not in FORMATS:
+            raise ConfigError(f"{source} cannot be read: its {MANIFEST} says {manifest['format']!r:.200} for a format")
         return str(manifest["format"]), tables
     except (AttributeError, TypeError, OverflowError) as error:
         raise ConfigError(f"{source} cannot be read: its {MANIFEST} is none: {error}") from error

@@ -18,6 +18,7 @@ from elasticps.client import Client
 from elasticps.errors import ConfigError, UnknownTable
 from elasticps.exchange import load as loading
 from elasticps.exchange.checkpoint import export_checkpoint
+from elasticps.exchange.export import MANIFEST, VERSION
 from elasticps.spec import TableSpec
 from tests.checkpoint.writer import Change, row, write
 
@@ -71,6 +72,17 @@ def test_a_damaged_export_is_refused(exported: Path, tmp_path: Path, file: str, 
     (copied / file).write_bytes(damaged)
     with pytest.raises(ConfigError, match="cannot be read"):
         loading.load(cast(Client, Loaded()), copied)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("../other", "npz"), ("open", "d/../../other.npz")])
+def test_an_export_reads_no_file_beside_its_folder(tmp_path: Path, name: str, kind: str) -> None:
+    folder = tmp_path / "out"
+    (folder / "open.d").mkdir(parents=True)
+    np.savez(tmp_path / "other.npz", keys=np.arange(2), weight=np.ones((2, 3), np.float32))
+    said = {"spec": json.loads(OPEN.to_json()), "rows": 2}
+    (folder / MANIFEST).write_text(json.dumps({"version": VERSION, "format": kind, "tables": {name: said}}))
+    with pytest.raises(ConfigError, match=r"its elasticps\.json (has table 'open' as '\.\./other'|says 'd/)"):
+        loading.load(cast(Client, Loaded()), folder)
 
 
 def test_bfloat16_weights_of_a_safetensors_file(tmp_path: Path) -> None:
