@@ -37,6 +37,7 @@ from coordinator.view import ClusterConfig, ServerInfo, WorkerInfo
 
 log = fields.logger(__name__)
 
+_COUNT_MOST = 18  # digits of a count of incarnations, which are below 1 << 62
 _RETRY_S = 0.2  # pause between attempts while the store is out; each attempt waits for the store's time-out as well
 
 
@@ -316,7 +317,7 @@ def _incarnation(entry: Entry | None) -> int:
 def _count(entry: Entry | None) -> int:
     if entry is None:
         return 0
-    if not entry.value.isdigit():
+    if not entry.value.isdigit() or len(entry.value) > _COUNT_MOST:
         raise Damaged(
             f"{entry.key} holds {entry.value[:40]!r}, which is no number: put there the newest incarnation that a "
             "server of that name had, as `elasticps status` and the logs tell"

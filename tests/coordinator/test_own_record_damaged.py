@@ -28,13 +28,14 @@ async def test_a_worker_goes_on_whose_record_was_damaged() -> None:
     await session.close()
 
 
-async def test_a_server_goes_on_whose_count_of_incarnations_was_damaged() -> None:
+@pytest.mark.parametrize("damaged", [b"2x", b"9" * 5000, b"9" * 30])
+async def test_a_server_goes_on_whose_count_of_incarnations_was_damaged(damaged: bytes) -> None:
     store, lost = MemoryStore("test"), list[str]()
     await create_cluster(store, ClusterConfig(2, id="one"))
     first = await register_server(store, name="s", address="127.0.0.1:1", on_lost=lost.append)
     await first.close()
     session = await register_server(store, name="s", address="127.0.0.1:1", ttl_s=0.3, on_lost=lost.append)
-    await store.put("incarnations/servers/s", b"2x")
+    await store.put("incarnations/servers/s", damaged)
     await until_key(store, "incarnations/servers/s", lambda entry: entry is not None and entry.value == b"2")
     kept = session.deadline
     await until(lambda: lost or session.deadline > kept + 0.5)
