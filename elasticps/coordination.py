@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 from coordinator.adoption import TABLES, TableEntry, table_of
 from coordinator.connect import open_store
-from coordinator.membership import CONFIG, VIEW
+from coordinator.membership import CONFIG, SERVERS, VIEW
 from coordinator.records import left_out, read
 from coordinator.store import Store
-from coordinator.view import View
+from coordinator.view import ServerInfo, View
 from elasticps.errors import ClusterUnreachable, ConfigError, Error
 
 NOT_YET = "cluster {!r} has no view: no server has served yet"
@@ -41,6 +41,15 @@ async def read_view(store: Store, error: type[Error] = ClusterUnreachable) -> Vi
         made = await store.get(CONFIG) is not None
         raise error(NOT_YET.format(store.cluster) if made else NO_CLUSTER.format(store.cluster))
     return View.decode(entry.value)
+
+
+async def read_servers(store: Store) -> tuple[ServerInfo, ...]:
+    """The servers that are registered, by name, without what is none."""
+    found = []
+    for entry in (await store.list(SERVERS)).entries:
+        with left_out():
+            found.append(ServerInfo.from_json(entry.value))
+    return tuple(found)
 
 
 async def read_tables(store: Store) -> list[TableEntry]:

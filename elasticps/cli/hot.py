@@ -9,10 +9,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.membership import SERVERS
 from coordinator.view import ServerInfo
 from elasticps.admin import fetch_hot
 from elasticps.cli.reading import read_store
+from elasticps.coordination import read_servers
 from elasticps.errors import ClusterUnreachable, ServerError
 from elasticps.local.scaling import by_number
 from elasticps.security import credentials_of
@@ -23,8 +23,7 @@ SHOWN = 8
 async def look(url: str, seconds: float, timeout_s: float) -> dict[str, Any]:
     """What all servers see at the same time, as plain values; of one that does not answer only its `error`."""
     credentials = credentials_of(url)
-    listing = await read_store(url, timeout_s, lambda store: store.list(SERVERS))
-    servers = {server.name: server for server in (ServerInfo.from_json(entry.value) for entry in listing.entries)}
+    servers = {server.name: server for server in await read_store(url, timeout_s, read_servers)}
 
     async def ask(server: ServerInfo) -> dict[str, Any]:
         try:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from coordinator.loss import Loss, find_loss, spans, told
 from coordinator.losses import held_up, losses_of
-from coordinator.membership import CONFIG, ROSTER, SERVERS, VIEW, list_drains
+from coordinator.membership import CONFIG, ROSTER, VIEW, list_drains
 from coordinator.store import Store
 from coordinator.url import parse
 from coordinator.view import Roster, ServerInfo, View
@@ -29,7 +29,7 @@ from elasticps.cli.local import target
 from elasticps.cli.options import Json, Name, Url
 from elasticps.cli.output import ExitCode, out, print_json, size
 from elasticps.cli.reading import read_store
-from elasticps.coordination import NO_CLUSTER, NOT_YET
+from elasticps.coordination import NO_CLUSTER, NOT_YET, read_servers
 from elasticps.errors import ClusterUnreachable, ServerError
 from elasticps.local.scaling import by_number
 from elasticps.security import credentials_of
@@ -134,14 +134,14 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
     }
 
 
-async def _read(store: Store) -> tuple[View | None, Roster | None, list[ServerInfo], dict[str, int], bool]:
-    view, roster, listing, drains, config = await asyncio.gather(
-        store.get(VIEW), store.get(ROSTER), store.list(SERVERS), list_drains(store), store.get(CONFIG)
+async def _read(store: Store) -> tuple[View | None, Roster | None, tuple[ServerInfo, ...], dict[str, int], bool]:
+    view, roster, servers, drains, config = await asyncio.gather(
+        store.get(VIEW), store.get(ROSTER), read_servers(store), list_drains(store), store.get(CONFIG)
     )
     return (
         View.decode(view.value) if view else None,
         Roster.decode(roster.value) if roster else None,
-        [ServerInfo.from_json(entry.value) for entry in listing.entries],
+        servers,
         drains,
         config is not None,
     )

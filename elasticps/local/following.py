@@ -21,7 +21,7 @@ from coordinator.records import read
 from coordinator.view import ClusterConfig, ServerInfo, View
 from elasticps import background
 from elasticps.admin import fetch_status
-from elasticps.coordination import read_tables
+from elasticps.coordination import read_servers, read_tables
 from elasticps.errors import ClusterUnreachable, ConfigError, Error, Timeout
 from elasticps.security import credentials_of
 
@@ -106,8 +106,7 @@ class Following:
 
     def registered(self) -> tuple[ServerInfo, ...]:
         """The servers whose leases live."""
-        entries = self._run(self._store.list(membership.SERVERS)).entries
-        return tuple(ServerInfo.from_json(entry.value) for entry in entries)
+        return self._run(read_servers(self._store))
 
     def draining(self) -> frozenset[str]:
         """Names of the registered servers that were asked to drain."""

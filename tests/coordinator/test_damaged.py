@@ -17,6 +17,7 @@ from coordinator.store import Entry, Listing, Put
 from coordinator.view import ClusterConfig, View
 from coordinator.world import World
 from elasticps.checkpoint.duty import Duty
+from elasticps.coordination import read_servers
 from elasticps.dashboard.model import Model
 from elasticps.metrics.cluster import ClusterMetrics
 from tests.coordinator.support import until_key
@@ -54,6 +55,15 @@ async def test_a_coordinator_leads_on(value: bytes, first: bool) -> None:
     finally:
         stop.set()
         await asyncio.wait_for(leads, 20)
+
+
+async def test_who_looks_at_servers_leaves_out_what_is_none() -> None:
+    store = MemoryStore()
+    session = await register_server(store, name="a", address="h:1", on_lost=lambda reason: None)
+    for name, value in enumerate(VALUES):
+        await store.put(f"servers/{name}", value)
+    assert [server.name for server in await read_servers(store)] == ["a"]
+    await session.close()
 
 
 async def test_a_request_to_drain_that_is_too_deep_is_left_out() -> None:
