@@ -21,7 +21,7 @@ from elasticps.admin.cuts import CutClient
 from elasticps.admin.subject import CutWritten, WrittenFile
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.driver import HOLD_S, Cut, CutServer, Driver, GivenUp
-from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry
+from elasticps.checkpoint.manifest import FileEntry, Manifest, WorkerEntry, check_table
 from elasticps.checkpoint.storage import Storage
 from elasticps.coordination import opened, read_tables, read_view
 from elasticps.errors import CheckpointError, Error
@@ -268,15 +268,16 @@ async def _tables(store: Store, written: Set[int]) -> dict[str, tuple[int, Table
         if table.id in written:
             spec = TableSpec.from_json(table.spec)
             with left_out():
-                if not table.name.endswith(f"/{spec.name}"):
-                    raise ValueError(f"table {table.name} is called {spec.name!r}")
+                check_table(table.name, spec)
                 found[table.name] = table.id, spec
     return found
 
 
 async def _settings(store: Store) -> dict[str, dict[str, Any]]:
+    """What was set for tables. None of it is nested: what can just be read may be too deep to be written."""
     found = {}
     for entry in [entry for prefix in (RATES, ON_LOSS) for entry in (await store.list(prefix)).entries]:
         with left_out():
-            found[entry.key] = read(entry.key, entry.value)
+            said = read(entry.key, entry.value, table=int)
+            found[entry.key] = {key: value for key, value in said.items() if not isinstance(value, (dict, list))}
     return found

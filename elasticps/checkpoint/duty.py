@@ -109,7 +109,7 @@ class Duty:
             answer = {"error": repr(error)}
         for entry, said in wanted:
             try:
-                value = json.dumps(said | answer).encode()
+                value = json.dumps({"full": said["full"]} | answer).encode()  # of all else it may be too large
                 await self._store.compare_and_set(entry.key, value, expect=entry.revision)
             except CoordinationError as error:
                 log.warning("cannot answer who asked for a checkpoint", error=error)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from coordinator.names import check_name
 from elasticps.checkpoint.rows import MOST_HEADER, Encoded, checksum
 from elasticps.errors import CheckpointError, SpecError
 from elasticps.spec import TableSpec
@@ -160,6 +161,12 @@ def folder_of_table(spec: TableSpec, table: int) -> str:
     return f"{re.sub('[^A-Za-z0-9_-]', '_', spec.name)}-{table}"
 
 
+def check_table(name: str, spec: TableSpec) -> None:
+    """ValueError if a table of that spec cannot be "application/name": an export calls files by it."""
+    if name != f"{check_name('app', name.partition('/')[0])}/{spec.name}":
+        raise ValueError(f"table {name} is called {spec.name!r}")
+
+
 def cut_of(folder: str) -> int | None:
     """The inverse of `folder_of`; None for a folder that is none of ours."""
     return int(folder) if folder.isdecimal() and folder_of(int(folder)) == folder else None
@@ -181,8 +188,7 @@ def _checked(said: dict[str, Any]) -> Manifest:
     tables = {}
     for name, one in said["tables"].items():
         spec = TableSpec.from_json(json.dumps(one["spec"]))
-        if not name.endswith(f"/{spec.name}"):
-            raise ValueError(f"table {name!r} is called {spec.name!r}")
+        check_table(name, spec)
         tables[name] = _whole(one["id"], MAX_ID), spec
     ids = {id_ for id_, _ in tables.values()}
     files = tuple(FileEntry(**one | {"ranges": tuple(one["ranges"])}) for one in said["files"])

@@ -71,6 +71,8 @@ def test_what_is_none_is_refused_in_words(changed: bytes, said: str) -> None:
         {"files": (FileEntry("x", 4, 2, 1, 0, "", ()),)},
         {"left_out": {1: (1,)}},
         {"tables": {"default/u": MANIFEST.tables["default/t"]}},
+        {"tables": {"default/../t": MANIFEST.tables["default/t"]}},
+        {"tables": {"/t": MANIFEST.tables["default/t"]}},
     ],
 )
 def test_what_contradicts_itself_is_refused(wrong: dict[str, Any]) -> None:

@@ -148,6 +148,8 @@ def test_what_servers_have_written_is_published_with_the_clocks_of_the_cut(scene
         b'{"id": 1e999, "table": 1e999}',
         b'{"id": 3, "base": -1, "trained": 2, "steps": 3, "spec": 7, "table": -1}',
         b'{"id": 3, "base": 4611686018427387904, "trained": 2, "steps": 3, "table": "x"}',
+        b'{"x": 1}',
+        b'{"table": 3, "x": ' + b"[" * 500 + b"]" * 500 + b"}",
     ],
 )
 def test_what_workers_may_have_written_stops_no_checkpoint(scene: Scene, value: bytes) -> None:
@@ -160,6 +162,7 @@ def test_what_workers_may_have_written_stops_no_checkpoint(scene: Scene, value: 
         manifest = await scene.take()
         assert sorted(manifest.workers) == ["gone", "w"]
         assert list(manifest.tables) == ["default/t"]
+        assert all(said == {"table": 3} for said in manifest.settings.values())  # a restore looks that up
         assert catalog.read(scene.storage, 1) == manifest
         assert await policies_of(scene.store) == {
             f"default/{name}": {"on_loss": "wait", "max_lost_steps": None} for name in ("late", "t")
@@ -202,7 +205,14 @@ def test_a_table_s_entry_that_has_become_nonsense_is_left_out_or_told(scene: Sce
         manifest = await scene.take()
         assert catalog.read(scene.storage, 1) == manifest
         assert not manifest.tables
+        await scene.store.delete("tables/default/t")
+        spec = TableSpec("t", 2, Accumulate()).to_json()
+        await scene.store.put("tables/default/../t", json.dumps(table | {"spec": spec}).encode())
+        manifest = await scene.take()
+        assert catalog.read(scene.storage, 2) == manifest
+        assert not manifest.tables
         await scene.store.put("tables/default/t", json.dumps(table | {"spec": "{}"}).encode())
+        await scene.store.delete("tables/default/../t")
         with pytest.raises(SpecError):  # a plug-in may be missing: without its table it would be no checkpoint
             await scene.take()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
 from coordinator.membership import WANTED_CHECKPOINTS
 from coordinator.memory import MemoryStore
+from coordinator.store import VALUE_MAX
 from elasticps.checkpoint.duty import Duty
 
 ANSWER = b'{"full": false, "cut": 3}'
@@ -24,6 +26,23 @@ def test_an_answer_that_was_taken_is_forgotten() -> None:
             await store.delete(key)
         assert await duty._wanted() == []
         assert not duty._answered
+
+    asyncio.run(main())
+
+
+def test_a_request_that_fills_its_key_is_answered() -> None:
+    """It was not, for the answer was larger, and a checkpoint was taken for it again and again."""
+
+    async def main() -> None:
+        store, key = MemoryStore(), WANTED_CHECKPOINTS + "1"
+        duty = Duty(store, None, 0.0)
+        start, end = b'{"full": false, "by": "', b'"}'
+        await store.put(key, start + b"x" * (VALUE_MAX - len(start + end)) + end)
+        await duty._serve(await duty._wanted())
+        entry = await store.get(key)
+        assert entry is not None
+        assert json.loads(entry.value).keys() == {"full", "error"}
+        assert await duty._wanted() == []
 
     asyncio.run(main())
 
