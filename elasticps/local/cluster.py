@@ -361,6 +361,8 @@ class LocalCluster:
             self._etcd_plan = EtcdPlan(self.directory / "etcd", tls)
             try:
                 self._start_etcd(deadline)
+            except ConfigError:  # there is no etcd that could run, nor a log of it
+                raise
             except Error:
                 lost_a_race = "address already in use" in self.log("etcd")
                 if not (lost_a_race and tries_left):

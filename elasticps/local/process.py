@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elasticps.errors import Error, Timeout
+from elasticps.errors import ConfigError, Error, Timeout
 from elasticps.local import keeper
 from elasticps.local.zygote import Forked, Zygote
 
@@ -44,21 +44,29 @@ class Process:
         zygote: Zygote | None = None,
     ) -> Process:  # fmt: skip
         """Runs `command` with its standard error appended to `<name>.log` and its output in `<name>.out`. zygote: what
-        forks it, if it is a command of ours."""
+        forks it, if it is a command of ours. ConfigError for a program that this machine cannot execute."""
         log, output = folder / f"{name}.log", folder / f"{name}.out"
         if zygote is not None:
             with suppress(OSError):  # it has ended: then as without
                 forked = zygote.start(command, output, log, environment or os.environ)
                 return cls(name, role, log, output, forked, keeper.started_at(forked.pid) or "")
         with log.open("ab") as errors, output.open("wb") as out:
-            popen = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=errors,
-                env=dict(environment) if environment is not None else None,
-                start_new_session=True,
-            )
+            try:
+                popen = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=errors,
+                    env=dict(environment) if environment is not None else None,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                if error.filename != command[0]:  # no memory for a process: that is no fault of the program
+                    raise
+                # Of a file that is there the kernel means what runs it: the shell or loader that it names.
+                lacking = isinstance(error, FileNotFoundError) and Path(command[0]).exists()
+                why = "the interpreter that it names is not there" if lacking else error.strerror
+                raise ConfigError(f"{command[0]} cannot be executed: {why}") from None
         # A child that we have not waited for keeps its id, so this reads its own moment, or None where it is dead.
         return cls(name, role, log, output, popen, keeper.started_at(popen.pid) or "")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elasticps.errors import ConfigError, Error, Timeout
-from elasticps.local import etcd
+from elasticps.local import LocalCluster, etcd
 from elasticps.local.process import Process, stop_all
 
 
@@ -114,3 +114,26 @@ def test_releases_that_may_corrupt_their_data_are_warned_of(version: str, warned
     binary.chmod(0o700)
     assert (f"etcd {version} may corrupt" in etcd.warning(binary)) is warned
     assert etcd.warning(tmp_path / "nothing") == ""
+
+
+def test_a_cluster_without_an_etcd_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="a local cluster needs etcd"):
+        LocalCluster(servers=1, directory=tmp_path / "c").start()
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [("\x7fno program", "Exec format error"), ("#!/none/sh\n", "the interpreter that it names")]
+)
+def test_an_etcd_that_this_machine_cannot_execute_is_named(
+    content: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path / "etcd"
+    mine.write_text(content)
+    mine.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"{mine} cannot be executed: {why}"):
+        LocalCluster(servers=1, directory=tmp_path / "c").start()
+    assert not (tmp_path / "c").exists()
