@@ -23,7 +23,6 @@ from elasticps.local import keeper
 _FILE = keeper.RECORD
 _FORMAT = 1
 _PID_MAX = (1 << 31) - 1  # what the kernel's calls take
-_SAY_WHERE = "name a folder that can be written in XDG_STATE_HOME"
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,16 @@ def state_root(environment: Mapping[str, str] = os.environ) -> Path:
     try:
         return Path.home() / ".local" / "state" / "elasticps"
     except RuntimeError:  # nobody says where home is
-        raise ConfigError(f"there is no home folder for what runs here; {_SAY_WHERE}") from None
+        raise ConfigError(
+            "there is no home folder for what runs here; name a folder that can be written in XDG_STATE_HOME"
+        ) from None
+
+
+def _say_where(root: Path) -> str:
+    """What to do where `root` is unusable: with a run-time folder that can be written, XDG_STATE_HOME has no effect."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    variable = "XDG_RUNTIME_DIR" if runtime and root.parent == Path(runtime) else "XDG_STATE_HOME"
+    return f"name a folder that can be written in {variable}"
 
 
 def folder_of(name: str, root: Path | None = None) -> Path:
@@ -149,12 +157,20 @@ def records(root: Path | None = None) -> list[Record]:
 
 
 def survey(root: Path | None = None) -> tuple[list[Record], list[str]]:
-    """The same, and what is to be said of each of the others."""
+    """The same, and what is to be said of each of the others, or of the folder of all."""
+    root = root or state_root()
     found: list[Record] = []
     unreadable: list[str] = []
-    for folder in sorted((root or state_root()).glob("*")):
+    try:
+        with os.scandir(root) as entries:  # `Path.glob` finds nothing, and says nothing, where it may not look
+            folders = sorted(Path(entry.path) for entry in entries if entry.is_dir())
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        return [], [f"cannot look for local clusters in {root}: {error.strerror}; {_say_where(root)}"]
+    for folder in folders:
         try:
-            if folder.is_dir() and (record := read(folder)) is not None:
+            if (record := read(folder)) is not None:
                 found.append(record)
         except ConfigError as error:
             unreadable.append(str(error))
@@ -185,7 +201,7 @@ def claim(folder: Path) -> Record:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder.parent / ".lock").open("a").close()
     except OSError as error:
-        raise ConfigError(f"cannot write to {folder.parent}: {error.strerror}; {_SAY_WHERE}") from None
+        raise ConfigError(f"cannot write to {folder.parent}: {error.strerror}; {_say_where(folder.parent)}") from None
     with locked(folder.parent):
         if folder.exists():
             old = read(folder)

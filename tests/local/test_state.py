@@ -159,3 +159,18 @@ def test_a_folder_that_cannot_be_written_is_said_with_what_to_do(tmp_path: Path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot write to .*/file/elasticps: Not a directory; .*XDG_STATE_HOME"):
         state.claim(tmp_path / "file" / "elasticps" / "demo")
+
+
+def test_the_variable_that_counts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of no effect"))
+    (tmp_path / "elasticps").touch()
+    with pytest.raises(ConfigError, match=r"cannot write to .*/elasticps: File exists; .* XDG_RUNTIME_DIR"):
+        state.claim(state.folder_of("demo"))
+
+
+def test_a_folder_that_cannot_be_looked_into_is_not_taken_for_empty(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found, (says,) = state.survey(tmp_path / "file")
+    assert found == []
+    assert says.startswith(f"cannot look for local clusters in {tmp_path}/file: Not a directory; ")
