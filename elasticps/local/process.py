@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -19,8 +20,10 @@ from elasticps.local import keeper
 from elasticps.local.zygote import Forked, Zygote
 
 _LOG_TAIL_BYTES = 2000
+_LOG_SEARCHED_BYTES = 32_000  # a stack of Go is some 6,000
 _COMPILING = b"compiling kernels for this machine"  # elasticps.kernels says so
 _ERROR = re.compile(r"^error: (.+)\Z", re.MULTILINE)  # what a command prints last
+_FULL = os.strerror(errno.ENOSPC).lower()  # Go and Python say the same
 
 
 @dataclass
@@ -130,11 +133,24 @@ class Process:
     def last_words(self) -> str:
         """The end of its log, for an error message; only the error that it ended with, if it said so."""
         with self.log.open("rb") as log:
-            log.seek(max(0, self.log.stat().st_size - _LOG_TAIL_BYTES), os.SEEK_SET)
+            log.seek(max(0, self.log.stat().st_size - _LOG_SEARCHED_BYTES), os.SEEK_SET)
             text = log.read().decode(errors="replace").strip()
-        if said := _ERROR.search(text):
-            return said[1]
+        said = _ERROR.search(text)
+        if words := said[1] if said else _fatal(text):
+            full = _FULL in words.lower()
+            return f"{words}; make room where {self.log.parent} is" if full else words
+        text = text[-_LOG_TAIL_BYTES:]
         return f"its log ends with:\n{text}" if text else "its log is empty: it had no time for more than to start"
+
+
+def _fatal(log: str) -> str:
+    """What an etcd ended with; "" if it did not say. Stacks that hide it may follow, but no other event."""
+    events = [line for line in log.splitlines() if line.startswith('{"level":')]
+    with suppress(ValueError, LookupError):  # ValueError: cut off, as by a disk that is full
+        event = json.loads(events[-1])
+        if event["level"] in ("fatal", "panic"):
+            return ": ".join(str(event[key]) for key in ("msg", "error") if key in event)
+    return ""
 
 
 def signal_name(number: int) -> str:

@@ -53,3 +53,20 @@ def test_a_process_that_a_signal_without_a_name_ended_is_told_as_others(tmp_path
         process.popen.send_signal(number)
         process.popen.wait(40)
         assert process.how_it_ended() == f"was killed by {name}"
+
+
+def test_of_an_etcd_on_a_full_disk_the_reason_is_shown_and_no_stack(tmp_path: Path) -> None:
+    def words(*lines: str) -> str:
+        (tmp_path / "etcd.log").unlink(missing_ok=True)
+        (tmp_path / "log").write_text("\n".join(lines) + "\n" + "main.main()\n\t/etcd/main.go:32 +0x45\n" * 150)
+        process = Process.start("etcd", "etcd", ["sh", "-c", 'cat "$0" >&2', str(tmp_path / "log")], tmp_path)
+        process.popen.wait(40)
+        return process.last_words()
+
+    running = '{"level":"info","msg":"ready to serve client requests"}'
+    full = '{"level":"panic","msg":"failed to create WAL","error":"no space left on device","stacktrace":"…"}'
+    assert words(running, full, "panic: failed to create WAL", "") == (
+        f"failed to create WAL: no space left on device; make room where {tmp_path} is"
+    )
+    for others in ((full, running), (running, full[:60])):  # an earlier life's, and one that the disk cut off
+        assert words(*others).startswith("its log ends with:")
