@@ -210,39 +210,47 @@ async def _coordinate(
     credentials = credentials_of(url)
     if credentials is not None:
         credentials.require(Role.COORDINATOR, name)
+    async with AsyncExitStack() as stack:
+        found: list[Store] = []
+        await first_of(_begin(url, name, chosen, timeout_s, restore, stack, found), stop.wait())
+        if stop.is_set():  # asked to end before there was anything to end
+            return
+        (store,) = found
+        work: list[Coroutine[None, None, None]] = []
+        on_ill: Callable[[bool], None] = _nothing
+        if metrics_at[1]:
+            from elasticps.metrics.cluster import ClusterMetrics  # who serves none need not wait for its import
+
+            metrics = ClusterMetrics(store, name)
+            stack.push_async_callback(metrics.close)
+            await metrics.start(*metrics_at)
+            work.append(metrics.follow())
+            on_ill = metrics.on_ill
+        if restore:
+            work.append(_restore(store, credentials))
+        print_json({"ready": True, "name": name, "pid": os.getpid()})
+        dial = dial_server(name, credentials)
+        duty = partial(_see_to_data, store, credentials, *checkpoints)
+        failovers = Failovers(store)
+        leading = run_coordinator(
+            store, name=name, stop=stop, dial=dial, on_ill=on_ill, duty=duty, on_failover=failovers.note
+        )
+        await first_of(leading, failovers.run(), *work)
+
+
+async def _begin(
+    url: str, name: str, chosen: dict[str, int], timeout_s: float, restore: str, stack: AsyncExitStack,
+    found: list[Store],
+) -> None:  # fmt: skip
+    """Adds the store to `found` when it answers and has the cluster; closed with `stack`."""
     try:
         check_name("coordinator", name)
         store = await open_store(url, timeout_s=timeout_s)
+        stack.push_async_callback(store.close)
+        await insist(lambda: _create(store, chosen, restore), timeout_s)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    try:
-        try:
-            await insist(lambda: _create(store, chosen, restore), timeout_s)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        async with AsyncExitStack() as stack:
-            work: list[Coroutine[None, None, None]] = []
-            on_ill: Callable[[bool], None] = _nothing
-            if metrics_at[1]:
-                from elasticps.metrics.cluster import ClusterMetrics  # who serves none need not wait for its import
-
-                metrics = ClusterMetrics(store, name)
-                stack.push_async_callback(metrics.close)
-                await metrics.start(*metrics_at)
-                work.append(metrics.follow())
-                on_ill = metrics.on_ill
-            if restore:
-                work.append(_restore(store, credentials))
-            print_json({"ready": True, "name": name, "pid": os.getpid()})
-            dial = dial_server(name, credentials)
-            duty = partial(_see_to_data, store, credentials, *checkpoints)
-            failovers = Failovers(store)
-            leading = run_coordinator(
-                store, name=name, stop=stop, dial=dial, on_ill=on_ill, duty=duty, on_failover=failovers.note
-            )
-            await first_of(leading, failovers.run(), *work)
-    finally:
-        await store.close()
+    found.append(store)
 
 
 def _nothing(ill: bool) -> None:
