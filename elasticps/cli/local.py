@@ -107,6 +107,9 @@ def up(
                 _watch(cluster)
         except KeyboardInterrupt:
             err.print("ending the cluster")
+            if detach:  # whoever interrupted it may not have read how it is ended
+                cluster.stop()
+                raise
         finally:
             if page is not None:
                 page.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from elasticps.cli import local
 from elasticps.cli.app import app
 from elasticps.cli.output import ExitCode
 from elasticps.errors import ClusterUnreachable
-from elasticps.local import state
+from elasticps.local import LocalCluster, state
 from tests.checkpoint.writer import Change, write
 from tests.conftest import NewUrl
 
@@ -267,3 +268,34 @@ def test_a_coordinator_brings_a_new_cluster_back_and_leaves_an_old_one_alone(
             ps.table("u", dim=2, optimizer=eps.SGD(lr=0.1))
             assert list(ps.tables()) == ["u"]
         assert second.poll() is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_coordinator_that_waits_for_etcd_ends_at_once_when_asked(number: signal.Signals, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    with socket.socket() as silent:  # takes the connection, and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"etcd://127.0.0.1:{silent.getsockname()[1]}/demo"
+        command = [*ELASTICPS, "coordinator", "--url", url, "--name", "c0", "--timeout", "200"]
+        with asked.open("w") as said, subprocess.Popen(command, stdout=said, stderr=said) as process:
+            try:
+                silent.settimeout(60)
+                silent.accept()[0].close()  # it has begun to wait
+                process.send_signal(number)
+                assert process.wait(20) == ExitCode.OK
+            finally:
+                process.kill()
+    assert asked.read_text() == ""
+
+
+def test_a_detached_cluster_whose_start_is_interrupted_at_its_end_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    ended: list[bool] = []
+    monkeypatch.setattr(local, "_announce", interrupted)
+    monkeypatch.setattr(LocalCluster, "start", lambda self: None)
+    monkeypatch.setattr(LocalCluster, "stop", lambda self: ended.append(True))
+    assert CliRunner().invoke(app, ["up", "--detach"]).exit_code == ExitCode.INTERRUPTED
+    assert ended == [True]
