@@ -115,7 +115,10 @@ def sigterm_interrupts() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # SIGHUP that was ignored at the start, as by nohup, stays so: the command is to outlive its terminal. SIGTERM
+    # counts all the same: `elasticps down` sends it.
+    numbers = [signal.SIGTERM, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from elasticps import cli
 from elasticps.cli.app import app
-from elasticps.cli.output import ExitCode, guarded
+from elasticps.cli.output import ExitCode, guarded, sigterm_interrupts
 from elasticps.local import state
 
 SERVER = ["server", "--url", "etcd://127.0.0.1:1/x"]
@@ -144,3 +145,19 @@ def test_ctrl_c_while_the_command_is_loaded_leaves_no_traceback(monkeypatch: pyt
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == ExitCode.INTERRUPTED
+
+
+def test_who_was_started_to_outlive_the_terminal_does() -> None:
+    """As by nohup, which has it ignore SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with sigterm_interrupts():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with sigterm_interrupts(), pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
