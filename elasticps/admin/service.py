@@ -30,6 +30,7 @@ _OPTIONS = (
     ("grpc.max_send_message_length", 64 * 1024 * 1024),  # digests of 65536 ranges with clocks
     ("grpc.max_metadata_size", 16 * 1024),
     ("grpc.so_reuseport", 0),  # two servers on one port would each get half of the calls
+    ("grpc.server_handshake_timeout_ms", 5000),  # up to the first HTTP/2 settings; gRPC's own would be two minutes
 )
 _MAX_CALLS_AT_ONCE = 64
 _MOST_WAIT_S = 5.0

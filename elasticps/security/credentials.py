@@ -2,7 +2,7 @@
 
 The files are looked at again from time to time, since whoever renews certificates replaces them: new connections use
 the new ones, and `generation` tells those which were made with older ones. Files that cannot be used are not: what was
-read before stays, and the log says so.
+read before stays, the log says so, and they are tried again, since it may be this process that can open no more files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Credentials:
         self._files = files
         self._clock = clock
         self._looked_s = clock()
-        self._seen = _signature(files)
+        self._seen = self._failed = _signature(files)  # what is loaded, and what could not be
         self._loaded = _load(files, cluster)
 
     @property
@@ -88,12 +88,13 @@ class Credentials:
             if str(loaded.identity) != str(self.identity):
                 raise ConfigError(f"the new certificate is {loaded.identity}'s, not {self.identity}'s")
         except ConfigError as error:
-            log.warning("certificates are not renewed, the old ones stay: %s", error)
+            if seen != self._failed:  # said once
+                log.warning("certificates are not renewed, the old ones stay: %s", error)
+            self._failed = seen
         else:
-            self._loaded = loaded
+            self._loaded, self._seen = loaded, seen
             self.generation += 1
             log.info("certificates were renewed; they end in %.1f hours", (loaded.until_s - time.time()) / 3600)
-        self._seen = seen
 
     def server_context(self) -> ssl.SSLContext:
         """For a connection that was accepted."""

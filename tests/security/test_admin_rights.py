@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -51,6 +52,19 @@ def test_only_who_takes_checkpoints_has_one_written(holder: Holder, who: str, ma
                     await asked
                 assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
             assert subject.cuts.happened == ([("written", 2, 0.0)] if may else [])
+
+    asyncio.run(test())
+
+
+def test_who_connects_and_says_nothing_is_not_waited_for_long(holder: Holder) -> None:
+    """Each costs the server a descriptor: gRPC by itself would wait for two minutes."""
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        async with serving(Subject(), holder("server/s0")) as address:
+            with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as silent:
+                silent.setblocking(False)
+                assert await asyncio.wait_for(loop.sock_recv(silent, 1), 30) == b""
 
     asyncio.run(test())
 

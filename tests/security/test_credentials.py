@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -145,6 +146,30 @@ def test_files_that_were_replaced_are_read_again_and_bad_ones_are_not_taken(auth
     now += 2 * LOOK_S
     found.refresh()
     assert (found.generation, found.identity.name) == (1, "s0")
+
+
+def test_a_renewed_certificate_that_could_not_be_opened_is_read_later(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever held all descriptors of a process as its files were replaced had it end with its certificate."""
+
+    def full(path: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    now = 0.0
+    found = Credentials(issued(authority, "server/s0", days=1.0), "train", clock=lambda: now)
+    before = found.until_s
+    issued(authority, "server/s0", days=3.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", full)
+        for _ in range(3):
+            now += 2 * LOOK_S
+            found.refresh()
+    assert (found.generation, found.until_s) == (0, before)
+    assert caplog.text.count("Too many open files") == 1
+    now += 2 * LOOK_S
+    found.refresh()
+    assert (found.generation, found.until_s > before) == (1, True)
 
 
 def test_grpc_is_given_certificates_only_when_they_were_replaced(
