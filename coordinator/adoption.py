@@ -55,10 +55,11 @@ class TableEntry:
     restored: bool = False
 
 
-def table_of(key: str, value: bytes) -> TableEntry | None:
-    """What the store says of a table; None: it is about to go. ValueError for what is not one."""
+def table_of(key: str, value: bytes, *, dropping: bool = False) -> TableEntry | None:
+    """What the store says of a table; None: it is about to go, and those are not asked for. ValueError for what is not
+    one."""
     document = read(key, value)
-    if document.get("dropping"):
+    if document.get("dropping") and not dropping:
         return None
     check(key, document, id=int, spec=str)
     return TableEntry(key.removeprefix(TABLES), document["id"], document["spec"], not document.get("creator"))

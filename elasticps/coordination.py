@@ -52,14 +52,14 @@ async def read_servers(store: Store) -> tuple[ServerInfo, ...]:
     return tuple(found)
 
 
-async def read_tables(store: Store) -> list[TableEntry]:
-    """The tables that are registered, by name, without those that are about to go, and without what is none, as one
-    whose spec has another name than its key. An id is one table's: of several that say to have it the one counts that
+async def read_tables(store: Store, *, dropping: bool = False) -> list[TableEntry]:
+    """The tables that are registered, by name, without what is none, as one whose spec has another name than its key.
+    dropping: with those that are about to go. An id is one table's: of several that say to have it the one counts that
     was there first."""
     found: dict[int, TableEntry] = {}
     for entry in sorted((await store.list(TABLES)).entries, key=lambda entry: entry.create_revision):
         with left_out():
-            table = table_of(entry.key, entry.value)
+            table = table_of(entry.key, entry.value, dropping=dropping)
             if table is None:
                 continue
             _check_name(entry.key, table)

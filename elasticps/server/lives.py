@@ -276,9 +276,10 @@ async def _refresh(store: Store, server: Server) -> None:
 
 
 async def _tables(store: Store) -> dict[int, Entry]:
-    """What is registered; what cannot be read is left out."""
+    """What is registered, also what is about to go: whose that is decides who may drop it. What cannot be read is left
+    out."""
     found = {}
-    for table in await read_tables(store):
+    for table in await read_tables(store, dropping=True):
         spec = None
         with suppress(SpecError):  # a plug-in that is not here
             spec = TableSpec.from_json(table.spec)

@@ -27,7 +27,7 @@ from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.protocol.serving import Serving
 from elasticps.spec import TableSpec
 from elasticps.wire.frames import Block, FrameError, Header, Kind, json_body, read_push, whole
-from elasticps.wire.headers import EraseHeader, GetClocksHeader, InitHeader, PushHeader
+from elasticps.wire.headers import EraseHeader, GetClocksHeader, InitHeader, OkHeader, PushHeader
 from elasticps.wire.refusals import why
 from replication.chain import Ranges
 from replication.core import NO_RANGES
@@ -36,7 +36,8 @@ from replication.messages import ERASER, OperationKind
 from replication.progress import MAX_CLOCK, MAX_PARTS
 from replication.refusals import Refusal
 
-MAX_DROPPED = 1 << 16  # tables that a server remembers, some hundred bytes each: their ids must not come again
+MAX_DROPPED = 1 << 16  # tables that a server remembers: their ids must not come again
+MAX_DROPPED_BYTES = 64 << 20
 
 
 class Pushes:
@@ -80,8 +81,7 @@ class Pushes:
                 if self._registered.lacks(new.table):
                     if self._held.wait(connection, header, body):
                         return
-                    text = f"no table with id {new.table} is registered, as far as server {self._serving.me.name} knows"
-                    raise RequestError("unknown-table", text)
+                    raise self._not_registered(new.table)
                 self._registered.check(new.table, spec, connection.app)
             self._store.create(spec, new.table)
         except SpecError as error:
@@ -116,9 +116,7 @@ class Pushes:
         self._registered.permit(said.table, connection.app)
         if said.kind == OperationKind.DROP:
             whole(said.table, MAX_TABLE, 1)
-            if said.table not in self._store.tables and len(self._store.dropped) >= MAX_DROPPED:
-                raise RequestError("spec", f"server {me} remembers {MAX_DROPPED} dropped tables, and takes no more")
-            self._control(connection, header, OperationKind.DROP, Dropped(said.table), 64)
+            self._drop(connection, header, body, said.table)
             return
         if said.kind not in (OperationKind.DELETE, OperationKind.CLEAR) or not 0 < said.number < MAX_CLOCK:
             raise FrameError(f"deletion {said.number} of kind {said.kind} cannot be")
@@ -143,6 +141,29 @@ class Pushes:
         )  # fmt: skip
         self._executor.perform(self._replica.push, push)
         self._executor.note_change()
+
+    def _drop(self, connection: Connection, header: Header, body: Body, table: int) -> None:
+        """One that is registered, or was: whoever drops a table has the registry forget it when all heads have
+        answered. So one that is neither, and not here, was dropped by somebody who was faster, while we had none of its
+        ranges; nothing of it is logged, or whoever guesses ids would use them up."""
+        store = self._store
+        if table not in store.dropped:
+            if not self._registered.owned(table):
+                if self._held.wait(connection, header, body):
+                    return
+                if table in store.tables:
+                    raise self._not_registered(table)
+                connection.send(OkHeader(header.request, self._serving.epoch).header().pack())
+                return
+            most = min(MAX_DROPPED, MAX_DROPPED_BYTES // store.dropped_bytes)
+            if table not in store.tables and len(store.dropped) >= most:
+                text = f"server {self._serving.me.name} remembers {most} dropped tables, and takes no more"
+                raise RequestError("spec", text)
+        self._control(connection, header, OperationKind.DROP, Dropped(table), 64)
+
+    def _not_registered(self, table: int) -> RequestError:
+        text = f"no table with id {table} is registered, as far as server {self._serving.me.name} knows"
+        return RequestError("unknown-table", text)
 
     def _check(self, connection: Connection, blocks: list[Block], positions: NDArray[np.int64], kind: int) -> None:
         for block in blocks:

@@ -20,18 +20,19 @@ class Store:
     A table is dropped range by range, each at its own place of the range's log. From the first one on workers know it
     no more; but until the last one its operations may still come down the chains of other ranges, and until those of
     all ranges are acknowledged they may have to be sent again. An id never comes again, so what was dropped is
-    remembered.
+    remembered, a bit for each range; at which places, only as long as the table is here.
 
-    tables: all of them, also those; live: without those. dropped: for each id that was dropped, at which place of the
-    log of each range, int64 [ranges], -1 where it was not. new: live tables made since somebody has emptied it.
-    version: changes with `live`.
+    tables: all of them, also those; live: without those. dropped: for each id that was dropped, the ranges in which it
+    was, as packed bits, the lowest first. new: live tables made since somebody has emptied it. version: changes with
+    `live`.
     """
 
     def __init__(self, ranges: int) -> None:
         self.ranges = ranges
         self.tables: dict[int, Table] = {}
         self.live: dict[int, Table] = {}
-        self.dropped: dict[int, NDArray[np.int64]] = {}
+        self.dropped: dict[int, NDArray[np.uint8]] = {}
+        self._places: dict[int, NDArray[np.int64]] = {}  # of logs, int64 [ranges], -1 where a table was not dropped
         self.new: list[tuple[int, Table]] = []
         self.version = 0
         self._apps: Mapping[int, str] = {}
@@ -64,11 +65,13 @@ class Store:
         """Forgets a table's rows in some ranges, for good, at these places of their logs; whoever asks for the table is
         told that there is none."""
         if table_id not in self.dropped:
-            self.dropped[table_id] = np.full(self.ranges, -1, np.int64)
+            self.dropped[table_id] = self._bits(ranges[:0])
             self.live.pop(table_id, None)
             self.version += 1
-        self.dropped[table_id][ranges] = places
         table = self.tables.get(table_id)
+        if table is not None:
+            self._places.setdefault(table_id, self._places_of(table_id))[ranges] = places
+        self.dropped[table_id] |= self._bits(ranges)
         if table is not None:
             table.dropped = True
             table.keep(None)
@@ -78,7 +81,25 @@ class Store:
 
     def dropped_in(self, r: int) -> list[int]:
         """Tables that were dropped in range r."""
-        return sorted(table for table, ranges in self.dropped.items() if ranges[r] >= 0)
+        return sorted(table for table, ranges in self.dropped.items() if ranges[r >> 3] >> (r & 7) & 1)
+
+    @property
+    def dropped_bytes(self) -> int:
+        """About what it takes to remember a table that was dropped."""
+        return 256 + self.ranges // 8
+
+    def _bits(self, ranges: NDArray[np.int64]) -> NDArray[np.uint8]:
+        chosen = np.zeros(self.ranges, np.bool_)
+        chosen[ranges] = True
+        return np.packbits(chosen, bitorder="little")
+
+    def _places_of(self, table_id: int) -> NDArray[np.int64]:
+        """At which places a table was dropped; 0 where they are not known, as they are acknowledged long since."""
+        known = self._places.get(table_id)
+        if known is None:
+            there = np.unpackbits(self.dropped[table_id], count=self.ranges, bitorder="little")
+            return there.astype(np.int64) - 1
+        return known
 
     def clear(self, table_id: int, r: int, bound: int | None = None) -> None:
         """Forgets a table's rows in a range, or those at places below a bound; increments from before hold the range as
@@ -131,8 +152,11 @@ class Store:
 
     def erase(self, ranges: NDArray[np.int64]) -> None:
         """Forgets everything about some ranges, which are here no more."""
+        kept = ~self._bits(ranges)
         for gone in self.dropped.values():
-            gone[ranges] = -1
+            gone &= kept
+        for places in self._places.values():
+            places[ranges] = -1
         self._set_cuts(ranges, 0, 0)
         for table in self.tables.values():
             for r in ranges.tolist():
@@ -147,9 +171,10 @@ class Store:
         def gone(places: NDArray[np.int64]) -> bool:
             return bool(((acked < 0) | (places >= 0) & (places <= acked)).all())
 
-        found = [table for table in self.tables.keys() - self.live.keys() if gone(self.dropped[table])]
+        found = [table for table in self.tables.keys() - self.live.keys() if gone(self._places_of(table))]
         for table in found:
             self.tables.pop(table).close()
+            self._places.pop(table, None)
         return found
 
     def tidy(self, rows: int) -> None:

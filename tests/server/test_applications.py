@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from coordinator.adoption import TABLES, table_key
 from coordinator.memory import MemoryStore
-from coordinator.view import Roster, WorkerInfo
+from coordinator.view import Roster, View, WorkerInfo
 from elasticps.server import lives
 from elasticps.server.fast import layout as at
+from elasticps.server.protocol import held_frames
 from elasticps.server.protocol.registered import Entry
 from elasticps.spec import SGD, TableSpec
-from elasticps.wire.frames import Header, Kind, json_body
+from elasticps.wire.frames import ALL_RANGES, LAST, Header, Kind, json_body
 from replication.messages import OperationKind
 from tests.coordinator.support import FaultyStore
-from tests.server.conftest import DIM, SPEC, TABLE, WORKER, Group, Run, until
+from tests.server.conftest import DIM, SPEC, TABLE, WORKER, Answer, Group, Run, Worker, until
 from tests.server.test_edge import create
 
 STRANGER = 6
@@ -41,7 +43,7 @@ def test_a_worker_of_another_application_reaches_no_table(run: Run, compiled: bo
 
         listing = Header(Kind.LIST_KEYS, epoch=view.epoch, table=TABLE, items=100, worker=0)
         clearing = Header(Kind.ERASE, epoch=view.epoch, clock=1, table=TABLE, part=int(OperationKind.CLEAR))
-        dropping = Header(Kind.ERASE, epoch=view.epoch, table=TABLE, part=int(OperationKind.DROP))
+        drop = Header(Kind.ERASE, epoch=view.epoch, table=TABLE, part=int(OperationKind.DROP))
         pulling = Header(Kind.PULL, epoch=view.epoch, table=TABLE, items=len(KEYS), worker=STRANGER)
         for answer in (
             theirs.ask(pulling, KEYS.tobytes()),
@@ -49,7 +51,7 @@ def test_a_worker_of_another_application_reaches_no_table(run: Run, compiled: bo
             theirs.init(view, "a", (KEYS + 100).tolist(), 5.0),
             theirs.ask(listing),
             theirs.ask(clearing),
-            theirs.ask(dropping),
+            theirs.ask(drop),
             create(theirs, TABLE, view.epoch, SPEC),
         ):
             header, body = await asyncio.wait_for(answer, 10)
@@ -63,6 +65,97 @@ def test_a_worker_of_another_application_reaches_no_table(run: Run, compiled: bo
         assert server.store.rows == len(KEYS)
         there, progress = server.replica.clocks.column(0)
         assert dict(zip(there.tolist(), progress.tolist(), strict=True))[STRANGER] >> 16 == 1  # it ticked, as empty
+
+    run(test)
+
+
+def dropping(worker: Worker, view: View, table: int) -> Answer:
+    return worker.ask(
+        Header(Kind.ERASE, LAST | ALL_RANGES, epoch=view.epoch, part=int(OperationKind.DROP), table=table)
+    )
+
+
+def test_nobody_drops_a_table_of_others_before_it_is_made(run: Run) -> None:
+    """Its id would be remembered as one that never comes again: the owner could not make it any more."""
+
+    async def test(group: Group) -> None:
+        workers = WorkerInfo(WORKER, "w", 1, "default"), WorkerInfo(STRANGER, "x", 1, "other")
+        group.roster = Roster(1, workers, "c")
+        for name in ("a", "b"):
+            await group.start(name)
+            group.servers[name].know_tables({TABLE: Entry("default", SPEC), TABLE + 1: Entry("default", None)})
+        view = group.make_view(lambda r: ["a", "b"])
+        group.adopt(view)
+        theirs = await group.connect("a", create=False, worker=STRANGER, worker_name="x", app="other")
+        for table in (TABLE, TABLE + 1):
+            header, body = await asyncio.wait_for(dropping(theirs, view, table), 10)
+            assert (header.kind, json_body(body)["code"]) == (Kind.ERROR, "foreign")
+        ours = await group.connect("a", create=False)
+        header, _ = await asyncio.wait_for(create(ours, TABLE, view.epoch, SPEC), 10)
+        assert header.kind == Kind.OK
+        for _ in range(2):  # its owner may, and again, as who has heard no answer does
+            header, _ = await asyncio.wait_for(dropping(ours, view, TABLE), 10)
+            assert header.kind == Kind.OK
+        assert {name: list(server.store.dropped) for name, server in group.servers.items()} == {
+            "a": [TABLE],
+            "b": [TABLE],
+        }
+
+    run(test)
+
+
+def test_a_table_that_nobody_knows_is_not_remembered_as_dropped(run: Run) -> None:
+    """Whoever guesses ids would use them up. One that drops a table may all the same be told that it is, though
+    somebody was faster, and the registry has forgotten the name."""
+
+    async def test(group: Group) -> None:
+        for name in ("a", "b"):
+            await group.start(name)
+        view = group.make_view(lambda r: ["a", "b"])
+        group.adopt(view)
+        head = group.servers["a"]
+        for server in group.servers.values():
+            server.know_tables({TABLE: Entry("default", SPEC)})
+        worker = await group.connect("a")
+        gone = dropping(worker, view, 50)
+        await until(lambda: head.registered.wanted and head.news.behind.is_set())
+        with patch.object(held_frames, "HOLD_TIMEOUT_S", -1.0):
+            head.tick()
+            assert (await asyncio.wait_for(gone, 10))[0].kind == Kind.OK
+        head.know_tables({})
+        later = dropping(worker, view, 51)
+        await until(lambda: head.registered.wanted)
+        head.know_tables({51: Entry("other", None)})  # it was too new to be known
+        header, body = await asyncio.wait_for(later, 10)
+        assert (header.kind, json_body(body)["code"]) == (Kind.ERROR, "foreign")
+        assert not any(server.store.dropped for server in group.servers.values())
+        # The registry has forgotten it since, which says no less whose it was.
+        assert (await asyncio.wait_for(dropping(worker, view, TABLE), 10))[0].kind == Kind.OK
+        assert all(list(server.store.dropped) == [TABLE] for server in group.servers.values())
+
+    run(test)
+
+
+def test_a_table_whose_owner_is_not_known_yet_is_dropped_by_nobody(run: Run) -> None:
+    async def test(group: Group) -> None:
+        for name in ("a", "b"):
+            await group.start(name)
+        view = group.make_view(lambda r: ["a", "b"] if r % 2 else ["b", "a"])
+        group.adopt(view)
+        await until(lambda: all(not server.links.suspects() for server in group.servers.values()))
+        head = group.servers["b"]
+        head.know_tables({})
+        group.servers["a"].know_tables({TABLE: Entry("default", SPEC)})
+        await group.connect("a")
+        await until(lambda: TABLE in head.store.live)
+        other = await group.connect("b", create=False)
+        answer = dropping(other, view, TABLE)
+        await until(lambda: head.registered.wanted and head.news.behind.is_set())
+        with patch.object(held_frames, "HOLD_TIMEOUT_S", -1.0):
+            head.tick()
+            header, body = await asyncio.wait_for(answer, 10)
+        assert (header.kind, json_body(body)["code"]) == (Kind.ERROR, "unknown-table")
+        assert not head.store.dropped
 
     run(test)
 
@@ -125,6 +218,18 @@ def test_a_table_is_registered_under_its_own_name_or_not_at_all() -> None:
         return await lives._tables(store)
 
     assert asyncio.run(read()) == {1: Entry("ads", SPEC), 3: Entry("ads", None)}
+
+
+def test_a_server_knows_whose_a_table_is_that_is_about_to_go() -> None:
+    """Else it would have its owner wait who drops it."""
+
+    async def known() -> dict[int, Entry]:
+        store = MemoryStore("c")
+        said = {"id": TABLE, "spec": SPEC.to_json(), "dropping": True}
+        await store.put(table_key("default", "t"), json.dumps(said).encode())
+        return await lives._tables(store)
+
+    assert asyncio.run(known()) == {TABLE: Entry("default", SPEC)}
 
 
 def test_a_table_stays_with_whose_it_was_whatever_others_register() -> None:

@@ -257,6 +257,20 @@ def test_a_dropped_table_is_kept_until_all_replicas_of_what_is_held_have_dropped
     assert store.bury(acked) == [5]
 
 
+def test_what_was_dropped_is_remembered_in_few_bytes() -> None:
+    ranges = 65_536
+    store, every = Store(ranges), np.arange(ranges)
+    store.create(TableSpec("a", 4, spec.SGD(0.1)), 5)
+    for number in (5, 6):
+        store.drop(number, every, every + 1)
+    assert store.bury(every) == []
+    assert store.bury(every + 1) == [5]
+    assert sum(each.nbytes for each in store.dropped.values()) <= 2 * store.dropped_bytes < 20_000
+    assert not store._places
+    store.erase(np.array([9]))
+    assert [store.dropped_in(r) for r in (8, 9, ranges - 1)] == [[5, 6], [], [5, 6]]
+
+
 def test_nothing_compiles_once_warm() -> None:
     warm()
     for kernel, _ in registry._SIGNATURES:

@@ -71,17 +71,30 @@ class Registered:
         if entry is None or entry.spec is None:
             return
         if entry.app != app:
-            raise not_theirs(entry.spec.name, number, app)
+            raise not_theirs(entry.spec, number, app)
         if difference := spec.difference(entry.spec):
             raise SpecError(f"table {entry.spec.name!r} (id {number}) is registered otherwise: {difference}")
 
     def permit(self, number: int, app: str) -> None:
-        """Raises RequestError if the table is here and belongs to another application."""
+        """Raises RequestError if the table belongs to another application: as it is registered, though it may not be
+        made here yet, or as it was when it was made."""
+        said = None if self._entries is None else self._entries.get(number)
+        here = self._store.live.get(number)
+        known = said if here is None or said is not None else here
+        if known is not None and known.app not in ("", app):
+            raise not_theirs(known.spec, number, app)
+
+    def owned(self, number: int) -> bool:
+        """Whether it is known to whom the table belongs: until then nobody may drop it, for its id would be gone. They
+        are read again if it is not."""
         table = self._store.live.get(number)
-        if table is not None and table.app not in ("", app):
-            raise not_theirs(table.spec.name, number, app)
+        known = self._entries is None or number in self._entries or (table is not None and table.app != "")
+        if not known:
+            self._read_again()
+        return known
 
 
-def not_theirs(name: str, number: int, app: str) -> RequestError:
+def not_theirs(spec: TableSpec | None, number: int, app: str) -> RequestError:
     """A worker of one application speaks of a table of another."""
-    return RequestError("foreign", f"table {name!r} (id {number}) does not belong to application {app!r}")
+    table = f"table {number}" if spec is None else f"table {spec.name!r} (id {number})"
+    return RequestError("foreign", f"{table} does not belong to application {app!r}")
