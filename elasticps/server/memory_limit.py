@@ -7,12 +7,14 @@ from elasticps.server.connection import Connection, Handler
 from elasticps.server.fast.layout import UNLIMITED
 from elasticps.server.fast.path import FastPath
 from elasticps.server.protocol.asker import Body
-from elasticps.server.protocol.headroom import Headroom, full
+from elasticps.server.protocol.headroom import Headroom, Memory, full
+from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.replica_links import ReplicaLinks
-from elasticps.store import Store
+from elasticps.store import Store, Table
 from elasticps.wire.frames import Block, Header, Kind, json_body, json_frame
 
 TIDIED_ROWS = 20_000  # in a look: some milliseconds
+SHARES_BYTES = 256 << 20  # of shares of open rounds, as far as the limit lets it, need no room: rounds go on without
 GIVE_BACK_LOOKS = 20  # where memory is short, one of so many also has the C library return what it keeps
 
 
@@ -42,20 +44,29 @@ class MemoryLimit:
         if self._headroom.limited:
             self._links.broadcast(json_frame(Kind.ROOM, self._headroom.told()))
 
-    def take(self, blocks: list[Block]) -> None:
-        """Room for the rows that blocks add, in all tables or in none. Raises `RequestError` if there is none."""
+    def take(self, blocks: list[Block], share: int = 0, kept: int = 0) -> None:
+        """Room for the rows that blocks add, in all tables or in none. share: bytes that they take as a share of a
+        round, beside `kept` of those that there are; more than some need room too. Raises `RequestError` if there is
+        none."""
         room, needed = self._path.room, 0
         if room > UNLIMITED // 2:
             return
+        if share and share + kept > Memory(self._headroom.limit).share(SHARES_BYTES):
+            needed = share
+            if needed > room:
+                raise self._full(self._store.tables[blocks[0].table], 0, share)
         for block in blocks:
             table = self._store.tables[block.table]
             rows, nbytes = table.bytes_for(block.keys)
             needed += nbytes
             if nbytes and needed > room:
-                least = self._headroom.least
-                left = least._replace(nbytes=min(least.nbytes, room))
-                raise full(left, self._server, table.spec.name, rows, nbytes)
+                raise self._full(table, rows, nbytes)
         self._path.room = room - needed
+
+    def _full(self, table: Table, rows: int, nbytes: int) -> RequestError:
+        least = self._headroom.least
+        left = least._replace(nbytes=min(least.nbytes, self._path.room))
+        return full(left, self._server, table.spec.name, rows, nbytes)
 
     def _hear(self, connection: Connection, header: Header, body: Body) -> None:
         if connection.member is not None and self._links.link(connection.member) is connection:

@@ -15,6 +15,7 @@ from elasticps.server.counts import Counts
 from elasticps.server.executor import Executor
 from elasticps.server.memory_limit import MemoryLimit
 from elasticps.server.protocol.asker import Body
+from elasticps.server.protocol.barrier_state import MOST_OPEN
 from elasticps.server.protocol.contents import check_block, unknown_table
 from elasticps.server.protocol.data_shards_state import ShardMark
 from elasticps.server.protocol.held_frames import HeldFrames
@@ -194,10 +195,12 @@ class Pushes:
             ranges, positions = self._order_of(said.epoch)
         else:
             ranges, positions = self._named(named)
-        refusal = None
+        refusal, rounds = None, self._executor.rounds
         try:
             self._check(connection, blocks, positions, OperationKind.PUSH)
-            self._memory.take(blocks)
+            if said.round and rounds.crowded(connection.app, said.clock, connection.worker):
+                raise _ahead(said.clock, connection.app)
+            self._memory.take(blocks, rounds.size(blocks) if said.round else 0, rounds.nbytes)
         except RequestError as error:
             self._herald.refused += 1
             refusal, blocks = Refusal(why(error.document), said.committed or 0), []
@@ -224,17 +227,23 @@ class Pushes:
 
     def _look_again(self, push: Push) -> None:
         """It has waited, and a table that it changes may have been dropped meanwhile: behind that nothing of the table
-        may be logged, for as soon as all replicas have it nobody knows the table any more."""
+        may be logged, for as soon as all replicas have it nobody knows the table any more. Or others have waited with
+        it, of too many rounds."""
         content = push.payload
         if not isinstance(content, Content):
             return
         gone = [block.table for block in content.blocks if block.table not in self._store.live]
-        if not gone:
+        if gone:
+            error = unknown_table(self._serving.me.name, gone[0])
+        elif isinstance(content, Contribution) and self._executor.rounds.crowded(
+            content.app, content.clock, push.worker
+        ):
+            error = _ahead(content.clock, content.app)
+        else:
             return
         push.payload = content.empty()
         if push.kind == OperationKind.PUSH:
             self._herald.refused += 1
-            error = unknown_table(self._serving.me.name, gone[0])
             push.refusal = Refusal(why(error.document), 0 if push.refusal is None else push.refusal.told)
 
     def forget(self, connection: Connection) -> None:
@@ -259,3 +268,8 @@ class Pushes:
         if np.count_nonzero(positions >= 0) != len(ranges):
             raise RequestError("foreign", "a push names a range twice")
         return ranges, positions
+
+
+def _ahead(clock: int, app: str) -> RequestError:
+    text = f"a share of round {clock} of {app!r}, while this worker's of {MOST_OPEN} others are kept until those close"
+    return RequestError("ahead", text)

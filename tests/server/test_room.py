@@ -12,6 +12,7 @@ import pytest
 from coordinator.view import View
 from elasticps.memory import Reading, fill_mark, rows_mark
 from elasticps.optimizers import Accumulate
+from elasticps.server import memory_limit
 from elasticps.server.fast.layout import H_ENABLED
 from elasticps.server.protocol.headroom import Memory
 from elasticps.server.protocol.replies import RequestTicket
@@ -19,7 +20,17 @@ from elasticps.server.protocol.request_error import RequestError
 from elasticps.server.server import Server
 from elasticps.spec import TableSpec
 from elasticps.store.index import GROWN_BYTES
-from elasticps.wire.frames import Header, Kind, json_body, read_clocks
+from elasticps.wire.frames import (
+    ALL_RANGES,
+    HEADER_BYTES,
+    LAST,
+    ROUND,
+    Header,
+    Kind,
+    json_body,
+    json_frame,
+    read_clocks,
+)
 from elasticps.wire.refusals import decode_told
 from tests.server.conftest import DIM, RANGES, TABLE, WORKER, Answer, Group, Run, Worker, until
 
@@ -298,5 +309,66 @@ def test_a_refused_push_is_not_kept(run: Run) -> None:
         finally:
             gc.enable()
         assert len(kept) - before <= 2
+
+    run(story)
+
+
+def share(worker: Worker, view: View, clock: int) -> Answer:
+    """Pushes to all rows of KEYS, for a synchronous round."""
+    header = Header(Kind.PUSH, LAST | ALL_RANGES | ROUND, epoch=view.epoch, clock=clock, worker=worker.id, items=1)
+    return worker.ask(header, worker._block(view, "a", KEYS, 1.0))
+
+
+def close_round(worker: Worker, view: View, clock: int) -> Answer:
+    body = json_frame(Kind.BARRIER_CLOSE, {"round": clock, "workers": [worker.id]})[HEADER_BYTES:]
+    return worker.ask(Header(Kind.BARRIER_CLOSE, epoch=view.epoch), body)
+
+
+def test_shares_of_a_round_take_no_more_than_some_bytes_of_a_full_server(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are no new rows, and were taken without an end, past the limit."""
+
+    async def story(group: Group) -> None:
+        (second,) = group.enrol(1)
+        gauges, first, view = await begin(group, "ab")
+        other = await group.connect("a", worker=second, base=1)
+        rounds = [group.servers[name].executor.rounds for name in "ab"]
+        assert await code(first.push(view, "a", 1, KEYS, 1.0)) == "ok"
+        assert await code(share(first, view, 2)) == "ok"
+        one = rounds[0].nbytes
+        assert one >= len(KEYS) * (8 + 4 * DIM)
+        monkeypatch.setattr(memory_limit, "SHARES_BYTES", one * 3 // 2)
+        assert await code(share(other, view, 2)) == "ok"  # there is room
+        assert await code(close_round(first, view, 2)) == "ok"
+        assert [each.nbytes for each in rounds] == [0, 0]
+
+        gauges["b"].used = LIMIT
+        await until_full(group, "a")
+        assert await code(share(first, view, 3)) == "ok"  # rounds go on
+        header, body = await asyncio.wait_for(share(other, view, 3), 10)
+        refusal = json_body(body)
+        assert (header.kind, refusal["code"], refusal["server"], refusal["bytes"]) == (Kind.ERROR, "memory", "b", one)
+        assert "kept until their round closes" in refusal["message"]
+        assert [each.nbytes for each in rounds] == [one, one]
+        assert await code(close_round(first, view, 3)) == "ok"
+        assert await code(share(other, view, 4)) == "ok"
+        assert digests(group.servers["a"]) == digests(group.servers["b"])
+
+    run(story)
+
+
+def test_nobody_is_many_rounds_ahead(run: Run) -> None:
+    """What is kept for rounds that do not close would grow without an end."""
+
+    async def story(group: Group) -> None:
+        _, worker, view = await begin(group, "ab")
+        said = [await code(share(worker, view, clock)) for clock in range(1, 6)]
+        assert said == ["ok", "ok", "ahead", "ahead", "ahead"]
+        for server in group.servers.values():
+            kept = [each for r in range(RANGES) for each in server.executor.rounds.kept_in(r, server.store.tables)]
+            assert {clock for _, clock, _ in kept} == {1, 2}
+        assert await code(close_round(worker, view, 1)) == "ok"
+        assert await code(share(worker, view, 6)) == "ok"
 
     run(story)

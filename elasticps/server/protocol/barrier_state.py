@@ -25,6 +25,7 @@ from elasticps.wire.frames import Block
 from replication.chain import Ranges
 
 MAX_REMEMBERED = 4096  # workers whose last round is known
+MOST_OPEN = 2  # rounds that a worker has shares in at once: it begins one when it has closed the one before everywhere
 
 
 class Decoding(Protocol):
@@ -93,10 +94,11 @@ class RangeRounds(NamedTuple):
 
 
 class Rounds:
-    """The state of all ranges held here."""
+    """The state of all ranges held here. nbytes: what is kept takes."""
 
     def __init__(self, ranges: int) -> None:
         self.groups: dict[str, BarrierGroup] = {}
+        self.nbytes = 0
         self._ranges = ranges
         self._closed: dict[str, NDArray[np.int64]] = {}
         self._kept: dict[tuple[str, int], list[Share]] = {}
@@ -114,8 +116,20 @@ class Rounds:
         live = np.zeros(self._ranges, np.bool_)
         live[ranges] = self.closed(app)[ranges] < clock
         if blocks and live.any():
-            own = [Block(b.table, b.keys.copy(), b.grads.copy(), b.step_values.copy()) for b in blocks]
-            self._kept.setdefault((app, clock), []).append(Share(worker, live, own))
+            self._keep((app, clock), worker, live, blocks)
+
+    def size(self, blocks: list[Block]) -> int:
+        """What it takes to keep them."""
+        return (
+            self._ranges + sum(b.keys.nbytes + b.grads.nbytes + b.step_values.nbytes for b in blocks) if blocks else 0
+        )
+
+    def crowded(self, app: str, clock: int, worker: int) -> bool:
+        """Whether a worker has shares in so many other rounds that are open here that no honest one has."""
+        others = [shares for (of, number), shares in self._kept.items() if of == app and number != clock]
+        if len(others) < MOST_OPEN:
+            return False
+        return sum(any(share.worker == worker for share in shares) for shares in others) >= MOST_OPEN
 
     def enter(self, app: str, roster: int, workers: Iterable[int]) -> None:
         """Workers, all in the roster of that version, are members from the round after the last decided one on."""
@@ -175,7 +189,9 @@ class Rounds:
             bounds[ranges] = 0
         for key, shares in list(self._kept.items()):
             left = [share._replace(blocks=list(_outside(share.blocks, table, bounds, tables))) for share in shares]
+            self.nbytes -= sum(self.size(share.blocks) for share in shares)
             self._kept[key] = [share for share in left if share.blocks]
+            self.nbytes += sum(self.size(share.blocks) for share in self._kept[key])
             if not self._kept[key]:
                 del self._kept[key]
 
@@ -209,8 +225,7 @@ class Rounds:
         only[r] = True
         for app, clock, worker, blocks in piece.kept:
             if blocks and self.closed(app)[r] < clock:
-                own = [Block(b.table, b.keys.copy(), b.grads.copy(), b.step_values.copy()) for b in blocks]
-                self._kept.setdefault((app, clock), []).append(Share(worker, only.copy(), own))
+                self._keep((app, clock), worker, only.copy(), blocks)
 
     def words(self, r: int) -> list[int]:
         """Numbers that replicas of a range must agree on, for digests."""
@@ -227,11 +242,17 @@ class Rounds:
         every = ((*key, share) for key, shares in self._kept.items() for share in shares)
         return sorted({(app, clock, share.worker) for app, clock, share in every if _within(share, only, tables)})
 
+    def _keep(self, key: tuple[str, int], worker: int, live: NDArray[np.bool_], blocks: list[Block]) -> None:
+        own = [Block(b.table, b.keys.copy(), b.grads.copy(), b.step_values.copy()) for b in blocks]
+        self._kept.setdefault(key, []).append(Share(worker, live, own))
+        self.nbytes += self.size(own)
+
     def _drop(self, gone: NDArray[np.bool_], keys: list[tuple[str, int]]) -> None:
         for key in keys:
             for share in self._kept[key]:
                 share.live[gone] = False
             left = [share for share in self._kept[key] if share.live.any()]
+            self.nbytes -= sum(self.size(share.blocks) for share in self._kept[key] if not share.live.any())
             if left:
                 self._kept[key] = left
             else:

@@ -154,11 +154,16 @@ class Headroom:
 
 
 def full(room: Room, asked: str, table: str, rows: int, nbytes: int) -> RequestError:
-    """No, from the server `asked`: it has that room left, and `rows` new rows of `table` take more."""
+    """No, from the server `asked`: it has that room left, and `rows` new rows of `table` take more; with no rows, a
+    worker's share of a round."""
     left = f", of which {max(0, room.nbytes):,} are left to pushes at {asked}" if room.used < room.mark else ""
+    if rows:
+        what = f"rows that are there can still be updated, but {rows:,} new rows of table {table!r} need"
+    else:
+        what = f"gradients for table {table!r}, which are kept until their round closes, need"
     text = (
         f"server {room.server} uses {room.used:,} bytes, and takes new rows up to {room.mark:,} of its limit of "
-        f"{room.limit:,}{left}; {rows:,} new rows of table {table!r} need {nbytes:,}. Rows that are there can still be "
-        "updated. Add servers (`elasticps scale`), or give them more memory (--memory-limit)"
+        f"{room.limit:,}{left}; {what} {nbytes:,}. Add servers (`elasticps scale`), or give them more memory "
+        "(--memory-limit)"
     )
     return RequestError("memory", text, server=room.server, table=table, bytes=nbytes)
