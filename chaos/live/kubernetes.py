@@ -16,8 +16,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any, Protocol
 
 import tenacity
@@ -36,6 +38,7 @@ _SIGNAL = (
 )
 _ROLES = {"server": "server_labels", "coordinator": "coordinator_labels", "etcd": "etcd_labels"}
 LOOK_S = 1.0  # between two looks at what Kubernetes has started again
+ANSWER_S = 10.0  # for one answer
 PATIENCE_S = 20.0  # with an API that does not answer: an upgrade of it is not to end a run of hours
 _LATER = {0, 429, 500, 502, 503, 504}  # answers that say nothing of what was asked; 0: of a stream that did not open
 _GONE = {404, 409}  # of a pod that was to be deleted: there is none of the name, or it has another uid
@@ -93,10 +96,24 @@ class OfficialApi:
 
     def execute(self, name: str, command: list[str]) -> str:
         answer = self._asked(
-            self._stream, self._core.connect_get_namespaced_pod_exec, name, self._namespace,
+            self._exec, self._core.connect_get_namespaced_pod_exec, name, self._namespace,
             command=command, stdout=True, stderr=True, stdin=False, tty=False,
         )  # fmt: skip
         return str(answer)
+
+    def _exec(self, *arguments: Any, **options: Any) -> Any:
+        """In a thread, which is left to itself if it takes too long: the client has no time-out for the connection of a
+        stream, and takes Ctrl-C for a failure of it."""
+        answer: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(self._stream(*arguments, **options))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        Thread(target=run, daemon=True).start()
+        return answer.result(ANSWER_S)
 
     def cordoned(self, node: str) -> bool:
         return bool(self._asked(self._core.read_node, node).spec.unschedulable)
@@ -123,15 +140,16 @@ class OfficialApi:
         return again(self._ask, call, arguments, fine, options)
 
     def _ask(self, call: Callable[..., Any], arguments: Any, fine: Container[int], options: Mapping[str, Any]) -> Any:
+        what = " ".join(each for each in (call.__name__.strip("_"), *arguments) if isinstance(each, str))
         try:
-            return call(*arguments, **options)
+            return call(*arguments, **options, _request_timeout=ANSWER_S)
         except self._failure as error:
             if error.status in fine:
                 return None
             kind = _Unanswered if error.status in _LATER else Error
-            raise kind(f"Kubernetes refused {call.__name__} {arguments[0]}: {error.status} {error.reason}") from None
+            raise kind(f"Kubernetes refused {what}: {error.status} {error.reason}") from None
         except self._unreachable as error:
-            raise _Unanswered(f"Kubernetes did not answer {call.__name__} {arguments[0]}: {error}") from None
+            raise _Unanswered(f"Kubernetes did not answer {what}: {error}") from None
 
 
 class KubernetesStage(Processes):
