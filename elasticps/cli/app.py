@@ -20,7 +20,7 @@ from elasticps.cli.certificates import certificates
 from elasticps.cli.dashboard import dashboard
 from elasticps.cli.demo import demo
 from elasticps.cli.options import command
-from elasticps.cli.output import out
+from elasticps.cli.output import guarded, out
 
 app = typer.Typer(
     name="elasticps",
@@ -72,6 +72,7 @@ for name, extension in extensions().items():
 
 
 @app.command(rich_help_panel=ABOUT)
+@guarded
 def version() -> None:
     """Print the version."""
     out.print(f"elasticps {__version__} with Python {platform.python_version()}")

@@ -10,9 +10,10 @@ from rich.progress import DownloadColumn, MofNCompleteColumn, TextColumn
 from rich.table import Table
 
 from coordinator.loss import told as told_lines
+from coordinator.view import RANGES_MAX
 from elasticps.cli.bars import bar, restore_with_bar
 from elasticps.cli.local import target
-from elasticps.cli.options import Json, Name, Url, command, usable_place
+from elasticps.cli.options import Json, Name, Url, command, is_count, usable_place
 from elasticps.cli.output import ExitCode, err, out, print_json, size
 from elasticps.errors import CheckpointError, ConfigError
 
@@ -277,9 +278,11 @@ def _numbers(text: str) -> set[int]:
     found: set[int] = set()
     for each in text.split(","):
         first, dash, last = each.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ConfigError(f"--ranges takes numbers such as 3,8-11, or all-lost, got {text!r}")
-        found.update(range(int(first), int(last if dash else first) + 1))
+        if not is_count(first) or (dash and not is_count(last)):
+            raise ConfigError(f"--ranges takes numbers such as 3,8-11, or all-lost, got {text!r:.200}")
+        if (highest := int(last if dash else first)) >= RANGES_MAX:
+            raise ConfigError(f"--ranges: no cluster has a range {highest}: {RANGES_MAX - 1} is the highest")
+        found.update(range(int(first), highest + 1))
     return found
 
 
@@ -290,8 +293,8 @@ def kept(text: str) -> Keep:
     found = {}
     for each in text.split(","):
         what, _, count = each.partition("=")
-        if what not in ("last", "hourly", "daily") or not count.isdecimal():
-            raise ConfigError(f"--keep takes last=N,hourly=N,daily=N, got {text!r}")
+        if what not in ("last", "hourly", "daily") or not is_count(count):
+            raise ConfigError(f"--keep takes last=N,hourly=N,daily=N, got {text!r:.200}")
         found[what] = int(count)
     try:
         return Keep(**found)

@@ -12,7 +12,7 @@ from rich.progress import MofNCompleteColumn, TextColumn
 
 from elasticps.cli.bars import bar
 from elasticps.cli.local import worker_target
-from elasticps.cli.options import Name, Url, usable_place
+from elasticps.cli.options import Name, Url, is_count, usable_place
 from elasticps.cli.output import out
 from elasticps.errors import ConfigError
 
@@ -52,10 +52,13 @@ def export(
     from elasticps.client import connect  # imports take half a second, which other commands do without
     from elasticps.exchange.checkpoint import export_checkpoint
     from elasticps.exchange.export import export
+    from elasticps.exchange.writers import FORMATS
 
+    if kind not in FORMATS:
+        raise ConfigError(f"--format is one of {', '.join(FORMATS)}, not {kind!r}")
     counts = {}
     for table, count in _pairs("--rows", "TABLE=N", rows):
-        if not count.isdigit():
+        if not is_count(count):
             raise ConfigError(f"--rows takes TABLE=N, got {table}={count}")
         counts[table] = int(count)
     chosen = [each for each in tables.split(",") if each]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -91,6 +92,10 @@ def test_an_unknown_command_is_a_usage_error() -> None:
         ([*SERVER, "--name", "s0", "--zone", "a b"], "usable zone"),
         ([*SERVER, "--name", "s0", "--weight", "99"], "weight must be above 0"),
         ([*SERVER, "--name", "s0", "--advertise", "a b"], "server address"),
+        (["export", "--to", "x", "--format", "xyz", "--url", "etcd://127.0.0.1:1/x"], "--format is one of safetensors"),
+        (["export", "--to", "x", "--rows", "t=²", "--url", "etcd://127.0.0.1:1/x"], "--rows takes TABLE=N"),
+        (["checkpoint", "delete", "/x", "--keep", "last=" + 5000 * "9"], "--keep takes last=N"),
+        (["restore", "/x", "--ranges", "0-99999999999"], "no cluster has a range 99999999999"),
         (["demo", "--out", "/proc/here"], "--out /proc/here: nothing can be written there"),
         (["chaos", "run", "etcd-outage", "--out", "/proc/here"], "--out /proc/here: nothing can be written there"),
     ],
@@ -121,6 +126,22 @@ def test_a_full_disk_is_said_without_a_traceback(state_folder: Path) -> None:
     assert "error: what was to be written: No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.returncode != ExitCode.OK
+
+
+def test_a_full_disk_is_said_of_the_version_too() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "elasticps", "version"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100, check=False)
+    assert "error: what was to be written: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_standard_output_nothing_is_said_there(state_folder: Path) -> None:
+    command = f"{shlex.quote(sys.executable)} -m elasticps status >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=100, check=False)
+    assert done.returncode == ExitCode.USAGE
+    assert "no local cluster is there" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("number", [errno.EFBIG, errno.EIO, errno.EDQUOT])
