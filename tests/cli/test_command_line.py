@@ -20,6 +20,7 @@ from elasticps.cli.app import app
 from elasticps.cli.output import ExitCode, guarded, sigterm_interrupts
 from elasticps.local import state
 
+ETCD = "etcd://127.0.0.1:1/x"
 SERVER = ["server", "--url", "etcd://127.0.0.1:1/x"]
 
 
@@ -95,7 +96,7 @@ def test_an_unknown_command_is_a_usage_error() -> None:
         (["export", "--to", "x", "--format", "xyz", "--url", "etcd://127.0.0.1:1/x"], "--format is one of safetensors"),
         (["export", "--to", "x", "--rows", "t=²", "--url", "etcd://127.0.0.1:1/x"], "--rows takes TABLE=N"),
         (["checkpoint", "delete", "/x", "--keep", "last=" + 5000 * "9"], "--keep takes last=N"),
-        (["restore", "/x", "--ranges", "0-99999999999"], "no cluster has a range 99999999999"),
+        (["restore", "/x", "--ranges", "0-99999999999", "--url", ETCD], "no cluster has a range 99999999999"),
         (["demo", "--out", "/proc/here"], "--out /proc/here: nothing can be written there"),
         (["chaos", "run", "etcd-outage", "--out", "/proc/here"], "--out /proc/here: nothing can be written there"),
     ],
