@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 NAME_MAX = 63
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_MAX - 1}}}")
+_HOST = re.compile(rb"[A-Za-z0-9._-]*")  # a name, an address of IPv4, or "" for all addresses of this machine
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
 
@@ -35,9 +37,14 @@ def check_worker(name: object) -> None:
 def check_host(host: str) -> str:
     """Returns `host` if a resolver takes it, known or not; ValueError otherwise."""
     try:
-        host.encode("idna")
+        encoded = host.encode("idna")
     except UnicodeError as error:
         raise ValueError(f"{host!r} can be no host: {error.__cause__ or error}") from None
+    if not _HOST.fullmatch(encoded):
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise ValueError(f"{host!r} can be no host: take letters, digits, '.', '_' or '-', or an address") from None
     return host
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from coordinator.names import check_host
 from coordinator.url import TlsFiles
 from elasticps.cli.output import err, out, print_json
 from elasticps.errors import ConfigError
@@ -44,6 +45,9 @@ def certificates(
             Identity.parse(f"spiffe://elasticps/{text.removeprefix('spiffe://elasticps/')}")
             for text in identities or ()
         ]
+        for host in etcd or ():
+            if not check_host(host.removeprefix("*.")):  # a certificate may be for all names below one
+                raise ValueError("--etcd takes a host, got none")
     except ValueError as error:
         raise ConfigError(str(error)) from None
     new = not (folder / "ca.key").exists()

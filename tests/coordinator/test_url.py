@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.names import check_address, check_name
+from coordinator.names import check_address, check_host, check_name
 from coordinator.url import EXAMPLE, ClusterUrl, TlsFiles, parse
 
 
@@ -62,6 +62,17 @@ def test_bad_urls_say_what_is_wrong_and_show_a_good_one(url: str, complaint: str
 def test_names_are_short_and_plain(name: object) -> None:
     with pytest.raises(ValueError, match="no usable server name"):
         check_name("server", name)
+
+
+@pytest.mark.parametrize("host", ["no such", "a/b", "a:1", "[::1]", "*", "a\n", "..", "a" * 64])
+def test_what_no_resolver_takes_is_no_host(host: str) -> None:
+    with pytest.raises(ValueError, match="can be no host"):
+        check_host(host)
+
+
+@pytest.mark.parametrize("host", ["", "etcd-0.etcd_ns.svc", "bücher.example", "10.0.0.1", "::", "fe80::1%eth0"])
+def test_names_and_addresses_are_hosts(host: str) -> None:
+    assert check_host(host) == host
 
 
 @pytest.mark.parametrize("address", ["", "a", "a:", ":1", "a:0", "a:65536", "a:1x", "a b:1", "a:1/", None, 3])
