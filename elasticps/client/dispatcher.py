@@ -19,6 +19,7 @@ from elasticps.client.forks import at_fork
 from elasticps.client.holding import Holding
 from elasticps.client.presence import Presence
 from elasticps.client.protocol.fan_out import Answer, FanOut, FanOuts, Questions, Script, T, carry_out
+from elasticps.client.protocol.hearsay import Hearsay
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.protocol.session import Session
 from elasticps.client.protocol.view_refresh import ViewRefresh
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEAF_S = 10.0  # who spoke of a view that is none has the store asked again no sooner
-
 
 class Dispatcher:
     """A worker's requests to the servers of the newest view. `lock` guards everything here; `ask_view` reads the view
@@ -80,9 +79,7 @@ class Dispatcher:
         self._ask_view = ask_view
         self._refresh = ViewRefresh()
         self._proven = credentials is not None  # everybody proves who they are: a server is not who leads
-        self._spoken: tuple[Member, View] | None = None  # what a server speaks of; the store is asked about it next
-        self._doubted: tuple[Member, View] | None = None  # what it is being asked about
-        self._deaf_until_s: dict[Member, float] = {}  # to servers that spoke of views of which the store knew nothing
+        self._hearsay = Hearsay()
         self._answered = np.empty(ANSWERS, np.int64)  # requests, of one buffer
         self._heard = 0  # frames received, from servers of our view
         self._hurt = False  # an exception came while something here was being changed
@@ -420,16 +417,11 @@ class Dispatcher:
     # --- views --------------------------------------------------------------------------------------------------
 
     def _hear_of(self, member: Member, view: View) -> None:
-        """A server speaks of a newer view. Where it has to prove who it is, the store has the last word, which knew of
-        every view before a server did: else one that was taken over could head everything, by an epoch above all that
-        the leader will ever write. Its word alone counts while the store does not answer."""
+        """A server speaks of a newer view."""
         self._check_ours(view)
         if not self._proven:
             self._adopt(view)
-            return
-        heard = self.runtime.monotonic() >= self._deaf_until_s.get(member, 0.0)
-        if heard and (self._spoken is None or view.epoch > self._spoken[1].epoch):
-            self._spoken = member, view
+        elif self._hearsay.hear(self.runtime.monotonic(), member, view):
             self._driver.nudge()
 
     def _check_ours(self, view: View) -> None:
@@ -440,7 +432,6 @@ class Dispatcher:
         """Follows a newer view: links, pushes, reads and questions."""
         if view.epoch <= self.routes.epoch or self.error is not None:
             return
-        self._check_ours(view)
         log.info("worker %s follows epoch=%d reason=%r", self.worker.name, view.epoch, view.reason)
         if anew := sorted({*view.anew[view.anew > self.routes.epoch].tolist()}):
             self._presence.go_on(self.session.committed)
@@ -454,30 +445,22 @@ class Dispatcher:
     def _from_store(self, view: View | None) -> None:
         with self.lock:
             self._refresh.reading = False
-            doubted, self._doubted = self._doubted, None
-            if self.error is None:
+            if view is not None:
                 try:
-                    if view is not None:
-                        self._check_ours(view)
+                    self._check_ours(view)
                 except FrameError as error:
                     log.warning("the coordination store: %s", error)
                     view = None
-                if newest := self._judge(view, doubted):
-                    self._adopt(newest)
+            newest, untrue = self._hearsay.judge(self.runtime.monotonic(), self.routes.epoch, view)
+            if newest is not None:
+                if untrue is not None:
+                    log.warning(
+                        "server %s speaks of a view of epoch %d, but the newest in the coordination store is of "
+                        "epoch %d",
+                        untrue.by, untrue.view.epoch, newest.epoch,
+                    )  # fmt: skip
+                self._adopt(newest)
         self._driver.nudge()
-
-    def _judge(self, stored: View | None, doubted: tuple[Member, View] | None) -> View | None:
-        """What to believe: the store, None if it says nothing; then who spoke of a view before it was asked."""
-        if doubted is None or stored is None:
-            return stored if doubted is None else doubted[1]
-        member, told = doubted
-        if told.epoch > max(stored.epoch, self.routes.epoch):
-            self._deaf_until_s[member] = self.runtime.monotonic() + DEAF_S
-            log.warning(
-                "server %s speaks of a view of epoch %d, but the newest in the coordination store is of epoch %d",
-                member, told.epoch, stored.epoch,
-            )  # fmt: skip
-        return stored
 
     # --- connections --------------------------------------------------------------------------------------------
 
@@ -525,9 +508,9 @@ class Dispatcher:
                 for peer in ready:
                     if not peer.link.unsent:
                         connections.send(peer.member, [GetViewHeader(self.routes.epoch).header().pack()])
-            if want.ask_store or (self._spoken is not None and not self._refresh.reading):
-                self._refresh.reading = True  # of what is told from now on, what is read may not know yet
-                self._doubted, self._spoken = self._spoken, None
+            if want.ask_store or (self._hearsay.told is not None and not self._refresh.reading):
+                self._refresh.reading = True
+                self._hearsay.ask()
                 self._ask_view(self._from_store)
             waiting = any(oldest) or bool(self._fan_outs or self.session.outstanding)
             busy = lost or waiting or any(p.link.unsent for p in connections.peers.values())

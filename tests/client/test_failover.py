@@ -270,14 +270,14 @@ def test_the_store_has_the_last_word_on_a_view_told_while_it_is_read(cluster: Cl
     eventually(lambda: len(readers) == 1)
     newest = chains([cluster.b.info], [[0]], epoch=3)
     cluster.b.tell(newest)
-    eventually(lambda: ps._dispatcher._spoken is not None)
+    eventually(lambda: ps._dispatcher._hearsay.told is not None)
     assert len(readers) == 1
     readers[0](cluster.after)
     assert ps.view.epoch == 2
     eventually(lambda: len(readers) == 2)
     readers[1](newest)
     assert ps.view.epoch == 3
-    assert not ps._dispatcher._deaf_until_s
+    assert not ps._dispatcher._hearsay._deaf_until_s
 
 
 @pytest.mark.parametrize("stored", [None, "other"])
