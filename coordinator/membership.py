@@ -118,17 +118,18 @@ async def list_drains(store: Store) -> dict[str, int]:
     found = {}
     for entry in (await store.list(DRAINS)).entries:
         with suppress(ValueError):  # the leader logs what makes no sense
-            name = check_name("server", entry.key.removeprefix(DRAINS))
-            found[name] = drained_incarnation(entry.value)
+            member = drained(entry.key, entry.value)
+            found[member.name] = member.incarnation
     return found
 
 
-def drained_incarnation(value: bytes) -> int:
-    """What is under `drains/<name>`. ValueError if it makes no sense."""
+def drained(key: str, value: bytes) -> Member:
+    """Who is asked to drain by what is under `drains/<name>`. ValueError if it makes no sense."""
+    name = check_name("server", key.removeprefix(DRAINS))
     number: int = read("a request to drain", value, incarnation=int)["incarnation"]
     if not number:
         raise ValueError("no server has incarnation 0")
-    return number
+    return Member(name, number)
 
 
 class ViewFollower:

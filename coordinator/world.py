@@ -21,10 +21,9 @@ from coordinator.membership import (
     VIEW,
     WORKERS,
     begins_anew,
-    drained_incarnation,
+    drained,
     last_worker,
 )
-from coordinator.names import check_name
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from replication.chain import Member
@@ -180,8 +179,7 @@ class World:
 
     def _put_drain(self, entry: Entry) -> None:
         try:
-            name = check_name("server", entry.key.removeprefix(DRAINS))
-            member = Member(name, drained_incarnation(entry.value))
+            member = drained(entry.key, entry.value)
         except ValueError:
             log.exception("an entry is ignored", key=entry.key)
             self.drains.pop(entry.key, None)

@@ -20,7 +20,7 @@ from coordinator.membership import (
     ROSTER,
     SERVERS,
     VIEW,
-    drained_incarnation,
+    drained,
 )
 from coordinator.planner import Members
 from coordinator.records import read
@@ -106,7 +106,7 @@ class Model:
         elif key.startswith(SERVERS):
             self._register(now, key.removeprefix(SERVERS), ServerInfo.from_json(value))
         elif key.startswith(DRAINS):
-            name, incarnation = key.removeprefix(DRAINS), drained_incarnation(value)
+            name, incarnation = drained(key, value)
             if self.fleet.drains.get(name) != incarnation:
                 self.timeline.note(now, "drain", f"drain of {name} asked")
             self.fleet.drains[name] = incarnation

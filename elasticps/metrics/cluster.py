@@ -20,7 +20,7 @@ from coordinator import fields
 from coordinator.errors import StoreUnavailable
 from coordinator.leader import ELECTION
 from coordinator.losses import KNOWN, LOSSES, merged
-from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW, drained_incarnation
+from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW, drained
 from coordinator.office import first_of
 from coordinator.records import read
 from coordinator.store import Change, Entry, Put, Reset, Store
@@ -127,7 +127,8 @@ class ClusterMetrics(Collector):
             elif key.startswith(SERVERS):
                 self._servers[key.removeprefix(SERVERS)] = ServerInfo.from_json(entry.value)
             elif key.startswith(DRAINS):
-                self._drains[key.removeprefix(DRAINS)] = drained_incarnation(entry.value)
+                member = drained(key, entry.value)
+                self._drains[member.name] = member.incarnation
         except (ValueError, KeyError, TypeError):
             log.warning("an entry makes no sense and is left out of the metrics", key=key)
 
