@@ -68,13 +68,13 @@ def unsafe(name: str, scene: Scene) -> str:
     if view is None:
         return "there is no view yet"
     gone = [i for i, server in enumerate(view.servers) if (server.name, server.incarnation) in scene.down]
-    if (without := int(np.isin(view.chains, [*gone, -1]).all(axis=1).sum())) > 0:
+    lives = ~np.isin(view.chains, [*gone, -1])
+    if (without := int((~lives.any(axis=1)).sum())) > 0:
         return f"{without} ranges have no full replica that lives: one that was left out may have all that there is"
     me = view.index(name)
     if me < 0:
         return f"{name} is in no view yet" if name in scene.running.get("server", ()) else ""
-    mine = (view.chains == me).any(axis=1)
-    if (alone := int((mine & np.isin(view.chains, [*gone, me, -1]).all(axis=1)).sum())) > 0:
+    if (alone := int((~(lives & (view.chains != me)).any(axis=1)).sum())) > 0:
         return f"{name} has the only full replica of {alone} ranges"
     return ""
 

@@ -68,11 +68,10 @@ class Store:
             self.dropped[table_id] = self._bits(ranges[:0])
             self.live.pop(table_id, None)
             self.version += 1
+        self.dropped[table_id] |= self._bits(ranges)
         table = self.tables.get(table_id)
         if table is not None:
             self._places.setdefault(table_id, self._places_of(table_id))[ranges] = places
-        self.dropped[table_id] |= self._bits(ranges)
-        if table is not None:
             table.dropped = True
             table.keep(None)
             for r in ranges.tolist():

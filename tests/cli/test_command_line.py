@@ -21,7 +21,7 @@ from elasticps.cli.output import ExitCode, guarded, sigterm_interrupts
 from elasticps.local import state
 
 ETCD = "etcd://127.0.0.1:1/x"
-SERVER = ["server", "--url", "etcd://127.0.0.1:1/x"]
+SERVER = ["server", "--url", ETCD]
 
 
 def run(*arguments: str) -> Result:
@@ -93,8 +93,8 @@ def test_an_unknown_command_is_a_usage_error() -> None:
         ([*SERVER, "--name", "s0", "--zone", "a b"], "usable zone"),
         ([*SERVER, "--name", "s0", "--weight", "99"], "weight must be above 0"),
         ([*SERVER, "--name", "s0", "--advertise", "a b"], "server address"),
-        (["export", "--to", "x", "--format", "xyz", "--url", "etcd://127.0.0.1:1/x"], "--format is one of safetensors"),
-        (["export", "--to", "x", "--rows", "t=²", "--url", "etcd://127.0.0.1:1/x"], "--rows takes TABLE=N"),
+        (["export", "--to", "x", "--format", "xyz", "--url", ETCD], "--format is one of safetensors"),
+        (["export", "--to", "x", "--rows", "t=²", "--url", ETCD], "--rows takes TABLE=N"),
         (["checkpoint", "delete", "/x", "--keep", "last=" + 5000 * "9"], "--keep takes last=N"),
         (["restore", "/x", "--ranges", "0-99999999999", "--url", ETCD], "no cluster has a range 99999999999"),
         (["demo", "--out", "/proc/here"], "--out /proc/here: nothing can be written there"),
