@@ -96,11 +96,10 @@ class Scene:
         roster = Roster(1, (WorkerInfo(ONE, "w", 1, "default"), WorkerInfo(NEW, "a/n", 1, "a")), "c@1")
         await self.store.put("view", view.encode())
         await self.store.put("roster", roster.encode())
-        spec = TableSpec("t", 2, Accumulate())
-        table = {"id": 4, "spec": spec.to_json(), "creator": 1, "ready": True}
-        await self.store.put("tables/default/t", json.dumps(table).encode())
-        await self.store.put("tables/default/u", json.dumps(table | {"id": 9, "dropping": True}).encode())
-        await self.store.put("tables/default/late", json.dumps(table | {"id": 8}).encode())
+        for name, said in (("t", {"id": 4}), ("u", {"id": 9, "dropping": True}), ("late", {"id": 8})):
+            spec = TableSpec(name, 2, Accumulate()).to_json()
+            table = {"spec": spec, "creator": 1, "ready": True} | said
+            await self.store.put(f"tables/default/{name}", json.dumps(table).encode())
         for name, id_ in (("w", ONE), ("gone", GONE), ("late", 99)):
             past = {"id": id_, "base": 1, "trained": 2, "steps": 3}
             await self.store.put(f"last-worker/{name}", json.dumps(past).encode())
