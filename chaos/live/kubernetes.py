@@ -13,6 +13,7 @@ workers of the audit load are processes beside the runner, which is a pod of its
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
@@ -40,6 +41,8 @@ _ROLES = {"server": "server_labels", "coordinator": "coordinator_labels", "etcd"
 LOOK_S = 1.0  # between two looks at what Kubernetes has started again
 ANSWER_S = 10.0  # for one answer
 PATIENCE_S = 20.0  # with an API that does not answer: an upgrade of it is not to end a run of hours
+REACH_S = 5.0  # until the API server accepts a connection
+ANSWER_S = 10.0  # until it has answered; it may accept, and be too ill for more
 _LATER = {0, 429, 500, 502, 503, 504}  # answers that say nothing of what was asked; 0: of a stream that did not open
 _GONE = {404, 409}  # of a pod that was to be deleted: there is none of the name, or it has another uid
 _COMMANDS = {"server": "server", "coordinator": "coordinator", "etcd": ""}
@@ -80,26 +83,29 @@ class OfficialApi:
                 config.load_kube_config()
             except config.ConfigException as error:
                 raise ConfigError(f"no Kubernetes cluster is configured here: {error}") from None
+        settings = client.Configuration.get_default_copy()
+        settings.retries = False  # `_asked` asks again, in the time that is left; urllib3 would wait four times as long
+        here = client.ApiClient(settings)
         self._namespace = namespace
-        self._core, self._apps, self._stream = client.CoreV1Api(), client.AppsV1Api(), stream.stream
+        self._core, self._apps = client.CoreV1Api(here), client.AppsV1Api(here)
+        # A client of its own for each: all that one is asked while it opens a stream is taken for the stream's.
+        self._streams, self._stream = lambda: client.CoreV1Api(client.ApiClient(settings)), stream.stream
         self._failure, self._unreachable = client.ApiException, (HTTPError, OSError)
 
     def pods(self, labels: str) -> list[Any]:
-        return list(self._asked(self._core.list_namespaced_pod, self._namespace, label_selector=labels).items)
+        call = self._core.list_namespaced_pod
+        return list(self._asked(f"list pods of {labels}", call, self._namespace, label_selector=labels).items)
 
     def delete_pod(self, name: str, uid: str, grace_s: int | None) -> None:
         """That one, and none that has come in its place; nothing if it is gone."""
         options: dict[str, Any] = {"preconditions": {"uid": uid}}
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
-        self._asked(self._core.delete_namespaced_pod, name, self._namespace, body=options, fine=_GONE)
+        call = self._core.delete_namespaced_pod
+        self._asked(f"delete pod {name}", call, name, self._namespace, body=options, fine=_GONE)
 
     def execute(self, name: str, command: list[str]) -> str:
-        answer = self._asked(
-            self._exec, self._core.connect_get_namespaced_pod_exec, name, self._namespace,
-            command=command, stdout=True, stderr=True, stdin=False, tty=False,
-        )  # fmt: skip
-        return str(answer)
+        return str(self._asked(f"execute in pod {name}", self._executed, name, command))
 
     def _exec(self, *arguments: Any, **options: Any) -> Any:
         """In a thread, which is left to itself if it takes too long: the client has no time-out for the connection of a
@@ -116,40 +122,70 @@ class OfficialApi:
         return answer.result(ANSWER_S)
 
     def cordoned(self, node: str) -> bool:
-        return bool(self._asked(self._core.read_node, node).spec.unschedulable)
+        return bool(self._asked(f"read node {node}", self._core.read_node, node).spec.unschedulable)
 
     def cordon(self, node: str, on: bool) -> None:
-        self._asked(self._core.patch_node, node, {"spec": {"unschedulable": on}})
+        self._asked(f"change node {node}", self._core.patch_node, node, {"spec": {"unschedulable": on}})
 
     def replicas(self, stateful_set: str) -> int:
-        found = self._asked(self._apps.read_namespaced_stateful_set_scale, stateful_set, self._namespace)
-        return int(found.spec.replicas)
+        call = self._apps.read_namespaced_stateful_set_scale
+        return int(self._asked(f"read the scale of {stateful_set}", call, stateful_set, self._namespace).spec.replicas)
 
     def scale(self, stateful_set: str, replicas: int) -> None:
-        body = {"spec": {"replicas": replicas}}
-        self._asked(self._apps.patch_namespaced_stateful_set_scale, stateful_set, self._namespace, body)
+        body, call = {"spec": {"replicas": replicas}}, self._apps.patch_namespaced_stateful_set_scale
+        self._asked(f"scale {stateful_set} to {replicas}", call, stateful_set, self._namespace, body)
 
-    def _asked(self, call: Callable[..., Any], *arguments: Any, fine: Container[int] = (), **options: Any) -> Any:
-        """fine: statuses of a refusal that says that all is as it was to be."""
+    def _executed(self, name: str, command: list[str], _request_timeout: tuple[float, float]) -> str:
+        """What the command wrote. In a thread: nothing that the client takes bounds how long a stream may take to open,
+        and what has come of one that did not end in time would look like all of it."""
+        told, failed = list[str](), list[Exception]()
+
+        def run() -> None:
+            try:
+                opened = self._stream(
+                    self._streams().connect_get_namespaced_pod_exec, name, self._namespace, command=command,
+                    stdout=True, stderr=True, stdin=False, tty=False, _preload_content=False,
+                )  # fmt: skip
+                opened.run_forever(timeout=_request_timeout[1])
+                if not opened.is_open():
+                    told.append(opened.read_all())
+                opened.sock.shutdown()  # the socket, which the client leaves open
+            except Exception as error:  # raised again where it was asked
+                failed.append(error)
+
+        thread = threading.Thread(target=run, name=f"exec-{name}", daemon=True)
+        thread.start()
+        thread.join(sum(_request_timeout))
+        if failed:
+            raise failed[0]
+        if not told:
+            raise TimeoutError(f"no end within {sum(_request_timeout):g} s")
+        return told[0]
+
+    def _asked(
+        self, what: str, call: Callable[..., Any], *arguments: Any, fine: Container[int] = (), **options: Any
+    ) -> Any:
+        """what: in words, for messages; fine: statuses of a refusal that says that all is as it was to be."""
         again = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_Unanswered),
             stop=tenacity.stop_after_delay(PATIENCE_S),
             wait=tenacity.wait_exponential(multiplier=0.2, max=3.0),
             reraise=True,
         )
-        return again(self._ask, call, arguments, fine, options)
+        return again(self._ask, what, call, arguments, fine, options)
 
-    def _ask(self, call: Callable[..., Any], arguments: Any, fine: Container[int], options: Mapping[str, Any]) -> Any:
-        what = " ".join(each for each in (call.__name__.strip("_"), *arguments) if isinstance(each, str))
+    def _ask(
+        self, what: str, call: Callable[..., Any], arguments: Any, fine: Container[int], options: Mapping[str, Any]
+    ) -> Any:
         try:
-            return call(*arguments, **options, _request_timeout=ANSWER_S)
+            return call(*arguments, **options, _request_timeout=(REACH_S, ANSWER_S))
         except self._failure as error:
             if error.status in fine:
                 return None
             kind = _Unanswered if error.status in _LATER else Error
-            raise kind(f"Kubernetes refused {what}: {error.status} {error.reason}") from None
+            raise kind(f"Kubernetes refused to {what}: {error.status} {error.reason}") from None
         except self._unreachable as error:
-            raise _Unanswered(f"Kubernetes did not answer {what}: {error}") from None
+            raise _Unanswered(f"Kubernetes was asked to {what}, and did not answer: {error}") from None
 
 
 class KubernetesStage(Processes):
@@ -209,12 +245,12 @@ class KubernetesStage(Processes):
             self._delete(name, None)
 
     def pause(self, name: str) -> None:
+        self._paused.add(name)  # first, since what gets no answer may have been done
         self._signal_pod(name, "STOP", super().pause)
-        self._paused.add(name)
 
     def resume(self, name: str) -> None:
-        self._paused.discard(name)
         self._signal_pod(name, "CONT", super().resume)
+        self._paused.discard(name)
 
     def grow(self) -> str:
         count = self._api.replicas(self.plan.server_set)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -264,7 +268,7 @@ def test_an_api_server_that_cannot_be_reached_is_an_error_of_ours(monkeypatch: p
         raise MaxRetryError(None, "/", ConnectionRefusedError(111, "refused"))  # type: ignore[arg-type]
 
     monkeypatch.setattr(api, "_core", SimpleNamespace(patch_node=patch_node))
-    with pytest.raises(Error, match="Kubernetes did not answer patch_node n: "):
+    with pytest.raises(Error, match="Kubernetes was asked to change node n, and did not answer: "):
         api.cordon("n", False)
 
 
@@ -307,7 +311,7 @@ def test_an_api_server_that_is_away_for_a_moment_is_asked_again(monkeypatch: pyt
         raise next(answers)
 
     monkeypatch.setattr(api, "_core", SimpleNamespace(read_node=read_node))
-    with pytest.raises(Error, match="Kubernetes refused read_node n: 404 gone"):
+    with pytest.raises(Error, match="Kubernetes refused to read node n: 404 gone"):
         api.cordoned("n")
 
 
@@ -338,10 +342,10 @@ def test_the_official_client_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPa
             assert hasattr(client.client.CoreV1Api, name) or hasattr(client.client.AppsV1Api, name)
 
             def call(*arguments: Any, **options: Any) -> Any:
+                assert options.pop("_request_timeout") == (kubernetes.REACH_S, kubernetes.ANSWER_S)
                 calls.append((name, arguments, options))
                 return SimpleNamespace(items=[1], spec=SimpleNamespace(replicas=4, unschedulable=None))
 
-            call.__name__ = name
             return call
 
     monkeypatch.setattr(api, "_core", Core())
@@ -364,3 +368,90 @@ def test_the_official_client_is_asked_what_it_knows(monkeypatch: pytest.MonkeyPa
         ("read_namespaced_stateful_set_scale", ("set", "there"), {}),
         ("patch_namespaced_stateful_set_scale", ("set", "there", {"spec": {"replicas": 5}}), {}),
     ]
+
+
+WAYS = {
+    "pods": lambda api: api.pods("a=b"),
+    "delete_pod": lambda api: api.delete_pod("p", "uid", 0),
+    "execute": lambda api: api.execute("p", ["true"]),
+    "cordon": lambda api: api.cordon("n", True),
+    "scale": lambda api: api.scale("set", 5),
+}
+
+
+def served(monkeypatch: pytest.MonkeyPatch, port: int) -> OfficialApi:
+    """The real client of an API server on that port, with little patience."""
+    client = pytest.importorskip("kubernetes")
+    monkeypatch.setattr(client.client.Configuration, "_default", None)
+    settings = client.client.Configuration(host=f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(
+        client.config, "load_incluster_config", lambda: client.client.Configuration.set_default(settings)
+    )
+    for name, seconds in (("REACH_S", 0.2), ("ANSWER_S", 0.2), ("PATIENCE_S", 0.5)):
+        monkeypatch.setattr(kubernetes, name, seconds)
+    return OfficialApi("there")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_closed_port_is_an_error_of_ours_whatever_is_asked(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """An exec raised AttributeError, so that nothing was undone at the end."""
+    with socket.socket() as taken:  # and not listening
+        taken.bind(("127.0.0.1", 0))
+        api = served(monkeypatch, taken.getsockname()[1])
+        with pytest.raises(Error, match=r"^Kubernetes (refused to|was asked to) .*refused"):
+            WAYS[way](api)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_api_server_that_accepts_and_never_answers_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        api = served(monkeypatch, silent.getsockname()[1])
+        began = time.monotonic()
+        with pytest.raises(Error, match=r"^Kubernetes was asked to .*, and did not answer: "):
+            WAYS[way](api)
+        assert 0.5 <= time.monotonic() - began < 5.0  # it was asked again, but not for long
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_a_command_wrote_is_told_when_it_has_ended(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """Half of what it wrote, or nothing, would mean that all went well."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer_a_stream, args=(server, b"\x01no such process", ends))
+        thread.start()
+        api = served(monkeypatch, server.getsockname()[1])
+        monkeypatch.setattr(kubernetes, "PATIENCE_S", 0.0)
+        if ends:
+            assert api.execute("p", ["true"]) == "no such process"
+        else:
+            with pytest.raises(Error, match=r"was asked to execute in pod p, and did not answer: no end within 0\.4 s"):
+                api.execute("p", ["true"])
+        thread.join()
+
+
+def answer_a_stream(server: socket.socket, message: bytes, ends: bool) -> None:
+    """Accepts one websocket, sends it a message, and its end or not, and waits until it is closed."""
+    connection, _ = server.accept()
+    with connection:
+        lines = connection.recv(65536).decode().split("\r\n")
+        (key,) = (line.partition(": ")[2] for line in lines if line.lower().startswith("sec-websocket-key"))
+        digest = hashlib.sha1(f"{key}258EAFA5-E914-47DA-95CA-C5AB0DC85B11".encode()).digest()
+        head = ("HTTP/1.1 101 Switching Protocols", "Upgrade: websocket", "Connection: Upgrade",
+                f"Sec-WebSocket-Accept: {base64.b64encode(digest).decode()}",
+                "Sec-WebSocket-Protocol: v4.channel.k8s.io", "", "")  # fmt: skip
+        connection.sendall("\r\n".join(head).encode())
+        connection.sendall(bytes([0x82, len(message)]) + message + (b"\x88\x00" if ends else b""))
+        while connection.recv(65536):
+            pass
+
+
+def test_a_pod_whose_pause_got_no_answer_is_resumed_at_the_end(api: RecordingApi) -> None:
+    """It may have been stopped."""
+    stage = KubernetesStage(PLAN, api)
+    api.answer = "no answer"
+    with pytest.raises(Error):
+        stage.pause("elasticps-server-2")
+    api.answer = ""
+    assert stage.close() == []
+    assert "kill -CONT" in api.calls[-1][2][2]
