@@ -13,6 +13,7 @@ workers of the audit load are processes beside the runner, which is a pod of its
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter
@@ -44,6 +45,7 @@ PATIENCE_S = 20.0  # with an API that does not answer: an upgrade of it is not t
 REACH_S = 5.0  # until the API server accepts a connection
 ANSWER_S = 10.0  # until it has answered; it may accept, and be too ill for more
 _LATER = {0, 429, 500, 502, 503, 504}  # answers that say nothing of what was asked; 0: of a stream that did not open
+_END = 3  # the channel of a stream on which Kubernetes tells how a command has ended
 _GONE = {404, 409}  # of a pod that was to be deleted: there is none of the name, or it has another uid
 _COMMANDS = {"server": "server", "coordinator": "coordinator", "etcd": ""}
 
@@ -89,7 +91,8 @@ class OfficialApi:
         self._namespace = namespace
         self._core, self._apps = client.CoreV1Api(here), client.AppsV1Api(here)
         # A client of its own for each: all that one is asked while it opens a stream is taken for the stream's.
-        self._streams, self._stream = lambda: client.CoreV1Api(client.ApiClient(settings)), stream.stream
+        self._streams: Callable[[], Any] = lambda: client.CoreV1Api(client.ApiClient(settings))
+        self._stream = stream.stream
         self._failure, self._unreachable = client.ApiException, (HTTPError, OSError)
 
     def pods(self, labels: str) -> list[Any]:
@@ -136,8 +139,9 @@ class OfficialApi:
         self._asked(f"scale {stateful_set} to {replicas}", call, stateful_set, self._namespace, body)
 
     def _executed(self, name: str, command: list[str], _request_timeout: tuple[float, float]) -> str:
-        """What the command wrote. In a thread: nothing that the client takes bounds how long a stream may take to open,
-        and what has come of one that did not end in time would look like all of it."""
+        """What the command wrote, or why it failed if it wrote nothing. In a thread: nothing that the client takes
+        bounds how long a stream may take to open. What came before a stream that did not end in time is not told, since
+        it would look like all of it."""
         told, failed = list[str](), list[Exception]()
 
         def run() -> None:
@@ -148,7 +152,9 @@ class OfficialApi:
                 )  # fmt: skip
                 opened.run_forever(timeout=_request_timeout[1])
                 if not opened.is_open():
-                    told.append(opened.read_all())
+                    end = json.loads(opened.read_channel(_END) or "{}")  # a pod without a shell says so only there
+                    why = f"{end.get('status')}: {end.get('message')}" if end.get("status") == "Failure" else ""
+                    told.append(opened.read_all() or why)
                 opened.sock.shutdown()  # the socket, which the client leaves open
             except Exception as error:  # raised again where it was asked
                 failed.append(error)

@@ -414,16 +414,26 @@ def test_an_api_server_that_accepts_and_never_answers_is_not_waited_for(
         assert 0.5 <= time.monotonic() - began < 5.0  # it was asked again, but not for long
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_what_a_command_wrote_is_told_when_it_has_ended(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+@pytest.mark.parametrize(
+    ("message", "ends", "told"),
+    [
+        (b"\x01no such process", True, "no such process"),
+        (b"\x03" + b'{"status": "Success"}', True, ""),
+        (b"\x03" + b'{"status": "Failure", "message": "no sh"}', True, "Failure: no sh"),  # as in a pod without a shell
+        (b"\x01no such", False, None),
+    ],
+)
+def test_what_a_command_wrote_is_told_when_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, message: bytes, ends: bool, told: str | None
+) -> None:
     """Half of what it wrote, or nothing, would mean that all went well."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=answer_a_stream, args=(server, b"\x01no such process", ends))
+        thread = threading.Thread(target=answer_a_stream, args=(server, message, ends))
         thread.start()
         api = served(monkeypatch, server.getsockname()[1])
         monkeypatch.setattr(kubernetes, "PATIENCE_S", 0.0)
-        if ends:
-            assert api.execute("p", ["true"]) == "no such process"
+        if told is not None:
+            assert api.execute("p", ["true"]) == told
         else:
             with pytest.raises(Error, match=r"was asked to execute in pod p, and did not answer: no end within 0\.4 s"):
                 api.execute("p", ["true"])
