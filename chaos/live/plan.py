@@ -451,3 +451,8 @@ def _check_network(place: _Place, fault: FaultPlan, cluster: ClusterPlan) -> Non
         raise place.error("cordon needs nodes: it is possible only with cluster.kind kubernetes")
     if cluster.kind == "kubernetes" and (VERBS[fault.do].network or not VERBS[fault.do].pods):
         raise place.error(f"{fault.do} is not possible on Kubernetes")
+    if cluster.kind == "kubernetes" and fault.do == "pause" and fault.target == "etcd":
+        raise place.error(
+            "etcd cannot be paused on Kubernetes: its process is number 1 of its pod, which takes no SIGSTOP from "
+            "inside, and the pod has no shell to send it; kill it instead"
+        )
