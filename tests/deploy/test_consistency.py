@@ -174,9 +174,10 @@ def test_workloads_select_their_own_pods(build: str, each: Workload) -> None:
 # ------------------------------------------------------------------------------------------------------- production
 
 
-def test_budgets_cover_each_kind_of_process() -> None:
-    budgets = of_kind("overlays/production", "PodDisruptionBudget")
-    for each in (each for each in workloads("overlays/production") if each.manifest["kind"] != "Job"):
+@pytest.mark.parametrize("build", CLUSTERS)
+def test_budgets_cover_each_kind_of_process(build: str) -> None:
+    budgets = of_kind(build, "PodDisruptionBudget")
+    for each in (each for each in workloads(build) if each.manifest["kind"] != "Job"):
         (budget,) = (b for b in budgets if selects(b["spec"]["selector"], each.labels))
         assert budget["spec"]["maxUnavailable"] == 1
 
