@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from tests.deploy.manifests import (
     BUILDS,
     CLUSTERS,
     COMPONENT,
+    DEPLOY,
     Workload,
     environment,
     expanded,
@@ -30,6 +33,7 @@ from tests.deploy.manifests import (
     workloads,
 )
 
+DOCS = DEPLOY.parent / "docs"
 POD = {
     "POD_NAME": "elasticps-x-0", "POD_IP": "10.0.0.1", "ZONE": "", "WEIGHT": "1.0", "INDEX": "3",
     "ELASTICPS_URL": "etcd://elasticps-etcd-client:2379/train",
@@ -302,16 +306,46 @@ def test_the_url_leads_to_etcd(build: str) -> None:
         assert set(members) <= set(certificates[f"elasticps-etcd-{role}"]["dnsNames"])
     assert etcd.flag("tls-min-version") == "TLS1.3"
     assert certificates["elasticps-server"]["dnsNames"] == [host_name(url.cluster)]
-    for name, role in (*((role, role) for role in ("coordinator", "server", "worker")), ("chaos", "operator")):
-        (mount,) = (m for m in EVERYWHERE[name].container["volumeMounts"] if m["name"] == "identity")
+    holders = {role: EVERYWHERE[role] for role in ("coordinator", "server", "worker")}
+    for role, each in (holders | {"operator": workload("operator", "worker")}).items():
+        (mount,) = (m for m in each.container["volumeMounts"] if m["name"] == "identity")
         files = {f"{mount['mountPath']}/{file}" for file in ("ca.crt", "tls.crt", "tls.key")}
         assert {url.tls.ca, url.tls.cert, url.tls.key} == files
-        (volume,) = (v for v in EVERYWHERE[name].spec["volumes"] if v["name"] == "identity")
+        (volume,) = (v for v in each.spec["volumes"] if v["name"] == "identity")
         certificate = certificates[volume["secret"]["secretName"]]
         identity = identity_among(certificate["uris"])
         assert (identity.cluster, identity.role, identity.name) == (url.cluster, role, "*")
         assert certificate["commonName"] == identity.common_name
         assert ("server auth" in certificate["usages"]) == (role == "server")
+
+
+def test_a_chaos_run_has_no_certificate_which_it_could_not_use() -> None:
+    assert not [volume for volume in EVERYWHERE["chaos"].spec["volumes"] if "secret" in volume]
+
+
+@pytest.mark.parametrize(
+    ("page", "build", "others"),
+    [("operations.md", CLUSTERS[1], ("workers", "operator", "checkpoints")), ("chaos.md", "chaos", ())],
+)
+def test_an_overlay_as_the_documentation_has_it_says_of_every_image_where_it_is(
+    page: str, build: str, others: tuple[str, ...], tmp_path: Path
+) -> None:
+    """What was pushed to a registry was asked for under a name that only nodes know where it was loaded."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    (block,) = (found for found in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if found.startswith("resources:"))
+    where = "github.com/you/elasticps/deploy/kubernetes/"
+    assert block.count(where + build) == 1
+    alike = "".join(part for part in text.split("\n\n") if f"`resources: [{where}" in part)
+    for each in (build, *others):
+        assert each == build or f"`{each}`" in alike
+        folder = tmp_path / each
+        folder.mkdir(parents=True)
+        ours = os.path.relpath(DEPLOY / "kubernetes" / each, folder)
+        (folder / "kustomization.yaml").write_text(block.replace(where + build, ours), encoding="utf-8")
+        images = {
+            w.container["image"].partition("@")[0] for w in workloads(str(folder)) if w.labels[COMPONENT] != "etcd"
+        }
+        assert images == {"REGISTRY/elasticps-chaos" if build == "chaos" else "REGISTRY/elasticps"}
 
 
 def test_etcd_is_told_by_a_job_of_its_own_what_to_ask_and_nobody_else_has_the_certificate_for_that() -> None:
