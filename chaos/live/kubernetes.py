@@ -18,10 +18,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 from typing import Any, Protocol
 
 import tenacity
@@ -40,7 +38,6 @@ _SIGNAL = (
 )
 _ROLES = {"server": "server_labels", "coordinator": "coordinator_labels", "etcd": "etcd_labels"}
 LOOK_S = 1.0  # between two looks at what Kubernetes has started again
-ANSWER_S = 10.0  # for one answer
 PATIENCE_S = 20.0  # with an API that does not answer: an upgrade of it is not to end a run of hours
 REACH_S = 5.0  # until the API server accepts a connection
 ANSWER_S = 10.0  # until it has answered; it may accept, and be too ill for more
@@ -109,20 +106,6 @@ class OfficialApi:
 
     def execute(self, name: str, command: list[str]) -> str:
         return str(self._asked(f"execute in pod {name}", self._executed, name, command))
-
-    def _exec(self, *arguments: Any, **options: Any) -> Any:
-        """In a thread, which is left to itself if it takes too long: the client has no time-out for the connection of a
-        stream, and takes Ctrl-C for a failure of it."""
-        answer: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(self._stream(*arguments, **options))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        Thread(target=run, daemon=True).start()
-        return answer.result(ANSWER_S)
 
     def cordoned(self, node: str) -> bool:
         return bool(self._asked(f"read node {node}", self._core.read_node, node).spec.unschedulable)
