@@ -72,7 +72,7 @@ for name, extension in extensions().items():
 
 
 @app.command(rich_help_panel=ABOUT)
-@guarded
+@guarded  # and no `command`: whatever is wrong with a file of options, the version can be asked for
 def version() -> None:
     """Print the version."""
     out.print(f"elasticps {__version__} with Python {platform.python_version()}")
