@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elasticps.checkpoint.chain import Keep, chain_of, deletion, superfluous
+from elasticps.checkpoint.chain import Keep, UnknownCheckpoint, chain_of, deletion, superfluous
 from elasticps.checkpoint.leftovers import STILL_S, left_over, mark_of
 from elasticps.checkpoint.manifest import NAME, Manifest, cut_of, folder_of, path_of
 from elasticps.checkpoint.storage import NotThere, Storage
@@ -38,12 +38,12 @@ def publish(storage: Storage, manifest: Manifest) -> bool:
 
 
 def read(storage: Storage, cut: int) -> Manifest:
-    """A checkpoint's manifest. Raises CheckpointError."""
+    """A checkpoint's manifest. Raises CheckpointError: UnknownCheckpoint if there is none of that number."""
     try:
         return _manifest(storage, cut)
     except NotThere:
         there = ", ".join(map(str, cuts_of(storage))) or "none"
-        raise CheckpointError(f"{storage.url} has no checkpoint {cut}; there are {there}") from None
+        raise UnknownCheckpoint(f"{storage.url} has no checkpoint {cut}; there are {there}") from None
 
 
 def _manifest(storage: Storage, cut: int) -> Manifest:

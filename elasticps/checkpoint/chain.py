@@ -6,9 +6,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from elasticps.checkpoint.manifest import Manifest
-from elasticps.errors import CheckpointError
+from elasticps.errors import CheckpointError, ConfigError
 
 HOUR_S, DAY_S = 3600, 86400
+
+
+class UnknownCheckpoint(CheckpointError, ConfigError):
+    """No checkpoint of the number that somebody has asked for: an argument is wrong, and no checkpoint."""
 
 
 def chain_of(manifests: Mapping[int, Manifest], cut: int, where: str = "") -> list[Manifest]:
@@ -45,7 +49,7 @@ def deletion(manifests: Mapping[int, Manifest], cuts: Collection[int], where: st
     """The order in which these go: newest first, so that at no moment one is there without what it builds on.
     CheckpointError if one is not there, or another one that stays builds on it."""
     if missing := sorted(set(cuts) - manifests.keys()):
-        raise CheckpointError(f"{where}: checkpoint {missing[0]} is not there")
+        raise UnknownCheckpoint(f"{where}: checkpoint {missing[0]} is not there")
     for cut in sorted(manifests.keys() - set(cuts)):
         if needed := sorted(builds_on(manifests, [cut]) & set(cuts)):
             raise CheckpointError(

@@ -13,7 +13,7 @@ from coordinator.loss import told as told_lines
 from coordinator.view import RANGES_MAX
 from elasticps.cli.bars import bar, restore_with_bar
 from elasticps.cli.local import target
-from elasticps.cli.options import Json, Name, Url, command, is_count, usable_place
+from elasticps.cli.options import Json, Name, Url, command, number, usable_place
 from elasticps.cli.output import ExitCode, err, out, print_json, size
 from elasticps.errors import CheckpointError, ConfigError
 
@@ -30,6 +30,7 @@ Place = Annotated[
 ]
 Cut = Annotated[int | None, typer.Argument(help="Its number.  [default: the newest]", show_default=False)]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd.")]
+_CUTS = 10**9  # more are never there
 
 
 @app.command()
@@ -274,15 +275,14 @@ def _restore_ranges(
 
 
 def _numbers(text: str) -> set[int]:
-    """3,8-11 as numbers."""
+    """3,8-11 as numbers, none of which is beyond what a cluster can have: the set of them has a limit."""
     found: set[int] = set()
     for each in text.split(","):
-        first, dash, last = each.strip().partition("-")
-        if not is_count(first) or (dash and not is_count(last)):
-            raise ConfigError(f"--ranges takes numbers such as 3,8-11, or all-lost, got {text!r:.200}")
-        if (highest := int(last if dash else first)) >= RANGES_MAX:
-            raise ConfigError(f"--ranges: no cluster has a range {highest}: {RANGES_MAX - 1} is the highest")
-        found.update(range(int(first), highest + 1))
+        left, dash, right = each.strip().partition("-")
+        first, last = number(left, RANGES_MAX - 1), number(right if dash else left, RANGES_MAX - 1)
+        if first is None or last is None:
+            raise ConfigError(f"--ranges takes numbers below {RANGES_MAX}, such as 3,8-11, or all-lost, got {text!r}")
+        found.update(range(first, last + 1))
     return found
 
 
@@ -292,10 +292,11 @@ def kept(text: str) -> Keep:
 
     found = {}
     for each in text.split(","):
-        what, _, count = each.partition("=")
-        if what not in ("last", "hourly", "daily") or not is_count(count):
-            raise ConfigError(f"--keep takes last=N,hourly=N,daily=N, got {text!r:.200}")
-        found[what] = int(count)
+        what, _, text_of = each.partition("=")
+        count = number(text_of, _CUTS)
+        if what not in ("last", "hourly", "daily") or count is None:
+            raise ConfigError(f"--keep takes last=N,hourly=N,daily=N, got {text!r}")
+        found[what] = count
     try:
         return Keep(**found)
     except CheckpointError as error:

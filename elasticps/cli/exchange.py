@@ -12,11 +12,12 @@ from rich.progress import MofNCompleteColumn, TextColumn
 
 from elasticps.cli.bars import bar
 from elasticps.cli.local import worker_target
-from elasticps.cli.options import Name, Url, is_count, usable_place
+from elasticps.cli.options import Name, Url, number, usable_place
 from elasticps.cli.output import out
 from elasticps.errors import ConfigError
 
 App = Annotated[str, typer.Option(help="The application that the tables belong to.")]
+_KEYS = 2**63  # as many as an int64 has from 0 on
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds that servers may take for one answer.")]
 
 
@@ -52,15 +53,14 @@ def export(
     from elasticps.client import connect  # imports take half a second, which other commands do without
     from elasticps.exchange.checkpoint import export_checkpoint
     from elasticps.exchange.export import export
-    from elasticps.exchange.writers import FORMATS
+    from elasticps.exchange.writers import check_format
 
-    if kind not in FORMATS:
-        raise ConfigError(f"--format is one of {', '.join(FORMATS)}, not {kind!r}")
+    check_format(kind)
     counts = {}
     for table, count in _pairs("--rows", "TABLE=N", rows):
-        if not is_count(count):
+        if (rows_there := number(count, _KEYS)) is None:
             raise ConfigError(f"--rows takes TABLE=N, got {table}={count}")
-        counts[table] = int(count)
+        counts[table] = rows_there
     chosen = [each for each in tables.split(",") if each]
     how: dict[str, Any] = {"tables": chosen, "kind": kind, "with_slots": with_slots, "dtype": dtype, "rows": counts}
     if from_checkpoint:

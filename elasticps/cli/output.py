@@ -20,7 +20,7 @@ from rich.text import Text
 
 from coordinator import fields
 from coordinator.errors import CoordinationError, StoreUnavailable, UnknownServer
-from elasticps.errors import ClusterUnreachable, ConfigError, Error, Timeout
+from elasticps.errors import ClusterUnreachable, ConfigError, Error, Timeout, UnknownTable
 
 _P = ParamSpec("_P")
 
@@ -101,7 +101,7 @@ def _visible(text: str) -> str:
 
 
 def _code(error: Exception) -> ExitCode:
-    if isinstance(error, (ConfigError, UnknownServer)):
+    if isinstance(error, (ConfigError, UnknownServer, UnknownTable)):
         return ExitCode.USAGE
     if isinstance(error, (ClusterUnreachable, StoreUnavailable, Timeout)):
         return ExitCode.UNREACHABLE

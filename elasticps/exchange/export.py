@@ -16,7 +16,7 @@ import numpy as np
 from elasticps.client import Client, DenseTensor, SparseTable
 from elasticps.client.tables import CHUNK
 from elasticps.errors import ConfigError
-from elasticps.exchange.writers import Columns, cast, writer
+from elasticps.exchange.writers import Columns, cast, check_format, writer
 from elasticps.spec import TableSpec
 
 MANIFEST = "elasticps.json"
@@ -95,6 +95,7 @@ def write_tables(
 @contextmanager
 def _written_folder(to: Path, kind: str, dtype: str, said: Mapping[str, object]) -> Iterator[Path]:
     """A folder to write into, which becomes `to` in the end, with what is said of each table; or nothing does."""
+    check_format(kind)  # of nothing, too: the manifest says it
     if dtype not in ("float32", "float16"):
         raise ConfigError(f"dtype must be float32 or float16, got {dtype!r}")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):

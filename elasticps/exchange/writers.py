@@ -201,10 +201,15 @@ def _close(files: Iterable[Any]) -> None:
 
 def writer(kind: str, directory: Path, table: str, prefix: str) -> Writer:
     """That of a format. ConfigError for one that there is none of."""
+    check_format(kind)
     if kind == "safetensors":
         return SafetensorsWriter(directory, table, prefix)
     if kind == "npz":
         return NpzWriter(directory, table)
-    if kind == "parquet":
-        return ParquetWriter(directory, table)
-    raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {kind!r}")
+    return ParquetWriter(directory, table)
+
+
+def check_format(kind: str) -> None:
+    """ConfigError for a format that no writer has."""
+    if kind not in FORMATS:
+        raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {kind!r}")

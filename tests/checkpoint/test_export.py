@@ -125,6 +125,8 @@ def test_what_cannot_be_leaves_nothing(place: str, tmp_path: Path) -> None:
         export_checkpoint(place, tmp_path / "out", tables=["t"])
     with pytest.raises(ConfigError, match="which is no table"):
         export_checkpoint(place, tmp_path / "out", rows={"mlp.weight": 3})
+    with pytest.raises(ConfigError, match="format must be one of"):
+        export_checkpoint(place, tmp_path / "out", app="nobody", kind="xyz")
     storage, copied = Storage(place), Storage((tmp_path / "copied").as_uri())
     for path, _ in storage.files():
         data = bytearray(storage.get(path))
@@ -136,6 +138,7 @@ def test_what_cannot_be_leaves_nothing(place: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 1
     assert "altered" in done.output
+    assert CliRunner().invoke(app, [*arguments, "--tables", "nope"]).exit_code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["copied"]
 
 

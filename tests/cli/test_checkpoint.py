@@ -49,7 +49,8 @@ def test_what_is_there_is_listed_and_shown(place: Path, tmp_path: Path) -> None:
         assert text in shown
     assert json.loads(run("show", place, 2, "--json"))["cut"] == 2
     assert "has no checkpoint" in run("list", tmp_path / "nothing")
-    assert "has no checkpoint 9" in run("show", place, 9, code=1)
+    assert "has no checkpoint 9" in run("show", place, 9, code=2)
+    assert "checkpoint 9 is not there" in run("delete", place, 9, code=2)
     (place / "000003" / "manifest.json").write_text("{")
     assert "000003" in run("list", place, code=4)
     assert "cut off" in run("verify", place, code=1)

@@ -20,8 +20,8 @@ from elasticps.cli.app import app
 from elasticps.cli.output import ExitCode, guarded, sigterm_interrupts
 from elasticps.local import state
 
-ETCD = "etcd://127.0.0.1:1/x"
-SERVER = ["server", "--url", ETCD]
+URL = ["--url", "etcd://127.0.0.1:1/x"]
+SERVER = ["server", *URL]
 
 
 def run(*arguments: str) -> Result:
@@ -93,10 +93,17 @@ def test_an_unknown_command_is_a_usage_error() -> None:
         ([*SERVER, "--name", "s0", "--zone", "a b"], "usable zone"),
         ([*SERVER, "--name", "s0", "--weight", "99"], "weight must be above 0"),
         ([*SERVER, "--name", "s0", "--advertise", "a b"], "server address"),
-        (["export", "--to", "x", "--format", "xyz", "--url", ETCD], "--format is one of safetensors"),
-        (["export", "--to", "x", "--rows", "t=²", "--url", ETCD], "--rows takes TABLE=N"),
-        (["checkpoint", "delete", "/x", "--keep", "last=" + 5000 * "9"], "--keep takes last=N"),
-        (["restore", "/x", "--ranges", "0-99999999999", "--url", ETCD], "no cluster has a range 99999999999"),
+        (["coordinator", *URL, "--name", "c0", "--checkpoint-url", "foo://x"], "foo://x cannot be opened"),
+        (["checkpoint", "list", ""], "the place of checkpoints is empty"),
+        (["checkpoint", "list", "foo://x/y"], "foo://x/y cannot be opened"),
+        (["checkpoint", "delete", "/proc/here", "--keep", f"last={'9' * 5000}"], "--keep takes last=N"),
+        (["restore", *URL, "--ranges", "0-65536"], "--ranges takes numbers below 65536"),
+        (["export", *URL, "--to", "/proc/here", "--rows", "t=²"], "--rows takes TABLE=N"),
+        (["export", *URL, "--to", "/proc/here", "--rows", f"t={'9' * 5000}"], "--rows takes TABLE=N"),
+        (["export", *URL, "--to", "/proc/here", "--format", "xyz"], "format must be one of"),
+        (["certificates", "/proc/here", "--etcd", "not a host"], "'not a host' can be no host"),
+        (["certificates", "/proc/here", "--etcd", ""], "--etcd takes a host"),
+        (["dashboard", *URL, "--host", "no such"], "'no such' can be no host"),
         (["demo", "--out", "/proc/here"], "--out /proc/here: nothing can be written there"),
         (["chaos", "run", "etcd-outage", "--out", "/proc/here"], "--out /proc/here: nothing can be written there"),
     ],
@@ -118,10 +125,11 @@ def test_an_etcd_that_is_not_there_is_said_within_the_time_allowed() -> None:
     assert done.stdout == ""
 
 
-def test_a_full_disk_is_said_without_a_traceback(state_folder: Path) -> None:
+@pytest.mark.parametrize("arguments", [["logs", "--name", "here"], ["version"], ["--version"]])
+def test_a_full_disk_is_said_without_a_traceback(arguments: list[str], state_folder: Path) -> None:
     state.claim(state_folder / "here")
     (state_folder / "here" / "s0.log").write_text("ts=2026-01-01T00:00:00Z event=ready\n")
-    command = [sys.executable, "-m", "elasticps", "logs", "--name", "here"]
+    command = [sys.executable, "-m", "elasticps", *arguments]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100, check=False)
     assert "error: what was to be written: No space left on device" in done.stderr
@@ -129,20 +137,10 @@ def test_a_full_disk_is_said_without_a_traceback(state_folder: Path) -> None:
     assert done.returncode != ExitCode.OK
 
 
-def test_a_full_disk_is_said_of_the_version_too() -> None:
-    with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "elasticps", "version"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100, check=False)
-    assert "error: what was to be written: No space left on device" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_without_a_standard_output_nothing_is_said_there(state_folder: Path) -> None:
-    command = f"{shlex.quote(sys.executable)} -m elasticps status >&-"
-    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=100, check=False)
-    assert done.returncode == ExitCode.USAGE
-    assert "no local cluster is there" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_who_has_closed_the_streams_is_told_by_the_exit_code() -> None:
+    command = ["sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, "-m", "elasticps"]
+    done = subprocess.run([*command, "version"], stderr=subprocess.PIPE, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (ExitCode.OK, "")
 
 
 @pytest.mark.parametrize("number", [errno.EFBIG, errno.EIO, errno.EDQUOT])
