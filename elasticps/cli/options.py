@@ -20,13 +20,6 @@ from elasticps.local import state
 _P = ParamSpec("_P")
 URL_VARIABLE = "ELASTICPS_URL"
 
-MOST_DIGITS = 18  # of a number in a list, such as TABLE=N: int() refuses thousands in words of its own
-
-
-def is_count(text: str) -> bool:
-    """Whether it is a number from 0 on; "²" is a digit, but none."""
-    return text.isdecimal() and len(text) <= MOST_DIGITS
-
 
 # Options that say which cluster is meant. What was said more directly counts, so that `--name` beats $ELASTICPS_URL.
 _WHICH = ("url", "name", "every")

@@ -21,6 +21,7 @@ from elasticps.local.zygote import Forked, Zygote
 
 _LOG_TAIL_BYTES = 2000
 _LOG_SEARCHED_BYTES = 32_000  # a stack of Go is some 6,000
+_USAGE = 2  # what our commands end with when an option is unusable
 _COMPILING = b"compiling kernels for this machine"  # elasticps.kernels says so
 _ERROR = re.compile(r"^error: (.+)\Z", re.MULTILINE)  # what a command prints last
 _FULL = os.strerror(errno.ENOSPC).lower()  # Go and Python say the same
@@ -93,10 +94,13 @@ class Process:
         self.popen.wait()
 
     def wait_until(self, ready: Callable[[], bool], deadline: float) -> None:
-        """Returns when `ready()`; Error if the process ends first, Timeout at `deadline` (time.monotonic())."""
+        """Returns when `ready()`; Error if the process ends first, ConfigError if it was over what it had been told,
+        Timeout at `deadline` (time.monotonic())."""
         while not ready():
             if not self.running:
-                raise Error(f"{self.role} {self.name} {self.how_it_ended()} before it was ready; {self.last_words()}")
+                # Of etcd it means nothing: whatever is written in Go ends with it when it panics.
+                kind = ConfigError if self.role != "etcd" and self.popen.poll() == _USAGE else Error
+                raise kind(f"{self.role} {self.name} {self.how_it_ended()} before it was ready; {self.last_words()}")
             if time.monotonic() > deadline:
                 raise Timeout(f"{self.role} {self.name} was not ready in time; {self.last_words()}")
             time.sleep(0.01)

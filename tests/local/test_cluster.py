@@ -15,7 +15,7 @@ import uvloop
 
 from elasticps import background
 from elasticps.admin import fetch_health, fetch_status
-from elasticps.errors import ConfigError, Error
+from elasticps.errors import ConfigError
 from elasticps.local import LocalCluster, keeper, state
 from elasticps.local import cluster as cluster_module
 from elasticps.local.process import Process
@@ -204,7 +204,7 @@ def test_the_end_bears_a_damaged_record(local_cluster: NewCluster) -> None:
 
 
 def test_a_server_that_cannot_start_shows_its_log_and_ends_the_rest(tmp_path: Path) -> None:
-    with pytest.raises(Error, match=r"(?s)server s0 ended with exit code 2 .*no_such_plugin"):
+    with pytest.raises(ConfigError, match=r"(?s)server s0 ended with exit code 2 .*no_such_plugin"):
         LocalCluster(servers=1, plugins=["no_such_plugin"], directory=tmp_path / "c").start()
     assert not (tmp_path / "c").exists()
 
