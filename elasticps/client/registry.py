@@ -18,8 +18,9 @@ from coordinator.connect import open_store
 from coordinator.errors import CoordinationError, Fenced
 from coordinator.membership import LAST_WORKER, RESTORING, ROSTER, SIGNED_OFF, WANTED_CHECKPOINTS, WORKERS, new_number
 from coordinator.names import check_name
+from coordinator.records import left_out, read
 from coordinator.sessions import WorkerSession, register_worker
-from coordinator.store import Store
+from coordinator.store import Entry, Store
 from coordinator.view import ClusterConfig, Roster, View, WorkerInfo
 from elasticps.client.protocol.join import Past
 from elasticps.client.rates import SetRate, SetRates
@@ -65,6 +66,7 @@ class Registry:
         self._rates: SetRates | None = None
         self.runtime = runtime
         self.credentials = credentials
+        self.proven = credentials is not None  # everybody proves who they are: a server is not who leads
         self._url = url
         self._store = store
         self._worker: WorkerSession | None = None
@@ -121,9 +123,8 @@ class Registry:
         entry = self.call(self._store.get(self._past_key), timeout_s)
         if entry is None:
             return None
-        document = json.loads(entry.value)
-        worker, base, trained, steps = (int(document[field]) for field in Past._fields[:4])
-        return Past(worker, base, trained, steps, entry.revision)
+        said = _said(entry, id=int, base=int, trained=int, steps=int)
+        return Past(said["id"], said["base"], said["trained"], said["steps"], entry.revision)
 
     def keep(self, past: Past, timeout_s: float) -> int | None:
         """Writes it, if the key still has its revision (0: does not exist); returns the new one, or None."""
@@ -168,7 +169,7 @@ class Registry:
             if entry is not None and restoring is None:
                 return View.decode(entry.value)
             if self.runtime.monotonic() > deadline and restoring is not None:
-                raise ClusterUnreachable(_how_far(self._store.cluster, restoring.value, timeout_s))
+                raise ClusterUnreachable(_how_far(self._store.cluster, restoring, timeout_s))
             if self.runtime.monotonic() > deadline:
                 config = await self._store.get("config")
                 wanted = ClusterConfig.from_json(config.value).min_servers if config else "a configuration and"
@@ -216,12 +217,12 @@ class Registry:
         entry = self.call(self._store.get(key), timeout_s)
         if entry is None:
             raise CheckpointError("nobody knows of this request for a checkpoint any more")
-        said = json.loads(entry.value)
+        said = _said(entry)
         if "error" in said or "cut" in said:
             self.call(self._store.delete(key), timeout_s)
         if "error" in said:
             raise CheckpointError(str(said["error"]))
-        return int(said.get("cut", 0))
+        return _said(entry, cut=int)["cut"] if "cut" in said else 0
 
     # --- the registry of tables ---------------------------------------------------------------------------------
 
@@ -245,17 +246,19 @@ class Registry:
         while True:
             entry = await self._store.get(key)
             if entry is not None:
-                return _registration(entry.value, entry.revision)
+                return _registration(entry)
             made = Registration(await new_number(self._store), spec, worker, self._name, ready, 0, made=True)
             revision = await self._store.compare_and_set(key, _registry_value(made), expect=0)
             if revision is not None:
                 return replace(made, revision=revision)
 
     def tables(self, app: str, timeout_s: float) -> dict[str, Registration]:
-        """All tables of an application, by name."""
-        entries = self.call(self._store.list(table_key(app, "")), timeout_s).entries
-        found = (_registration(entry.value, entry.revision) for entry in entries)
-        return {one.spec.name: one for one in found}
+        """All tables of an application, by name, without what is none."""
+        found = {}
+        for entry in self.call(self._store.list(table_key(app, "")), timeout_s).entries:
+            with left_out():
+                found[entry.key.rpartition("/")[2]] = _registration(entry)
+        return found
 
     def begin_drop(self, app: str, table: Registration, timeout_s: float) -> Registration | None:
         """Marks a table as one that is about to go; None if there is no such table, or another one of its name."""
@@ -268,7 +271,7 @@ class Registry:
     async def _begin_drop(self, key: str, number: int) -> Registration | None:
         while True:
             entry = await self._store.get(key)
-            found = None if entry is None else _registration(entry.value, entry.revision)
+            found = None if entry is None else _registration(entry)
             if found is None or found.id != number:
                 return None
             if found.dropping:
@@ -318,7 +321,7 @@ class Registry:
         pause_s = POLL_S
         while True:
             entry = await self._store.get(key)
-            found = None if entry is None else _registration(entry.value, entry.revision)
+            found = None if entry is None else _registration(entry)
             if found is not None and found.ready:
                 return True
             if found is None or not await self._lives(creator, found.by):
@@ -350,15 +353,25 @@ def _registry_value(table: Registration) -> bytes:
     return json.dumps(document).encode()
 
 
-def _registration(value: bytes, revision: int) -> Registration:
-    document = json.loads(value)
-    spec = TableSpec.from_json(document["spec"])
-    by, dropping = document.get("by", ""), document.get("dropping", False)
-    return Registration(document["id"], spec, document["creator"], by, document["ready"], revision, dropping)
+def _registration(entry: Entry) -> Registration:
+    said = _said(entry, id=int, spec=str, creator=int, ready=bool)
+    spec = TableSpec.from_json(said["spec"])
+    by, dropping = str(said.get("by", "")), said.get("dropping") is True
+    if spec.name != entry.key.rpartition("/")[2]:
+        raise SpecError(f"{entry.key} has the spec of a table named {spec.name!r}")
+    return Registration(said["id"], spec, said["creator"], by, said["ready"], entry.revision, dropping)
 
 
-def _how_far(cluster: str, restoring: bytes, timeout_s: float) -> str:
-    said = json.loads(restoring)
+def _said(entry: Entry, **kinds: type) -> dict[str, Any]:
+    """An object in the store, with fields of these kinds. ConfigError if it is none."""
+    try:
+        return read(entry.key, entry.value, **kinds)
+    except ValueError as error:
+        raise ConfigError(f"in the coordination store, {error}: it was not written by us, delete it") from None
+
+
+def _how_far(cluster: str, restoring: Entry, timeout_s: float) -> str:
+    said = _said(restoring, cut=int, url=str, done=float, error=str)
     text = f"cluster {cluster!r} is being restored from checkpoint {said['cut']} of {said['url']}: {said['done']:.0%}"
     return f"{text} is there after {timeout_s:.1f} s" + (f"; it is held up: {said['error']}" if said["error"] else "")
 

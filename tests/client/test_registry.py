@@ -1,0 +1,62 @@
+"""What the registry makes of entries that none of us has written: any worker's certificate may write some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import elasticps as eps
+from coordinator.adoption import adopt, plan_adoption
+from coordinator.memory import MemoryStore
+from elasticps.client.registry import Registry
+from elasticps.client.runtime import Runtime
+from tests.coordinator.test_adoption import witness
+
+SPEC = eps.TableSpec("t", 4, eps.Accumulate())
+STRANGE = [b"", b"\xff", b"[]", b"[" * 100_000, b'{"id": "x"}', b'{"id": 1e999, "base": -1, "spec": 7, "cut": "x"}']
+
+
+class Scene:
+    """A worker, and the store that it is registered in."""
+
+    def __init__(self) -> None:
+        self.runtime, self.store = Runtime(), MemoryStore("test")
+        self.runtime.run(adopt(self.store, plan_adoption([witness("a"), witness("b")], (), "x")), 30.0)
+        self.registry = Registry(self.store, self.runtime, "memory")
+        self.worker = self.registry.register("w", "default", lambda why: None, 30.0, "")
+
+    def put(self, key: str, value: bytes) -> None:
+        self.runtime.run(self.store.put(key, value), 30.0)
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.registry.close()
+
+
+@pytest.mark.parametrize("value", STRANGE)
+def test_what_nobody_of_us_has_written_is_told_by_its_key(scene: Scene, value: bytes) -> None:
+    registry = scene.registry
+    for key in ("last-worker/w", "tables/default/t", "wanted-checkpoints/1", "restoring"):
+        scene.put(key, value)
+    with pytest.raises(eps.Error, match=r"last-worker/w .*delete it"):
+        registry.past(30.0)
+    with pytest.raises(eps.Error, match=r"tables/default/t .*delete it"):
+        registry.open_table("default", SPEC, scene.worker.id, False, 30.0)
+    with pytest.raises(eps.Error, match=r"restoring .*delete it"):
+        registry.first_view(0.0)
+    if value[:1] != b"{" or b"cut" in value:
+        with pytest.raises(eps.Error, match=r"wanted-checkpoints/1 .*delete it"):
+            registry.checkpoint_made("wanted-checkpoints/1", 30.0)
+
+
+@pytest.mark.parametrize("value", STRANGE)
+def test_tables_that_are_none_hide_no_others(scene: Scene, value: bytes) -> None:
+    scene.registry.open_table("default", SPEC, scene.worker.id, False, 30.0)
+    scene.put("tables/default/strange", value)
+    (entry,) = scene.runtime.run(scene.store.list("tables/default/t"), 30.0).entries
+    scene.put("tables/default/another", entry.value)  # it has the spec of t
+    assert list(scene.registry.tables("default", 30.0)) == ["t"]
