@@ -61,6 +61,9 @@ def sim(
         bool, typer.Option("--together", help="Pull several tables at once, and behind pushes.")
     ] = False,
     drops: Annotated[bool, typer.Option("--drops", help="Have tables come and go beside.")] = False,
+    proven: Annotated[
+        bool, typer.Option("--proven", help="Have workers ask the store about views, as with certificates.")
+    ] = False,
     jobs: Annotated[
         int, typer.Option(min=0, help="So many seeds at once, each in a process; 0: one for each core.")
     ] = 0,
@@ -75,7 +78,8 @@ def sim(
 
     The same seed gives the same events. Exit code 1 if a promise was broken, with the command that repeats that run.
     """
-    kind = _kind(flavour, training, cuts=cuts, short=short, caches=caches, together=together, drops=drops)
+    flags = {"cuts": cuts, "short": short, "caches": caches, "together": together, "drops": drops, "proven": proven}
+    kind = _kind(flavour, training, **flags)
     jobs = min(jobs or _cores(), runs or _NO_END)
     kept = None if record is None else Record(record, _code(), asdict(kind))
     try:

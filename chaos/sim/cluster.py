@@ -80,16 +80,18 @@ class Cluster:
     """Everything that runs, and the first promise that was broken."""
 
     def __init__(
-        self, seed: int, weather: Weather, config: ClusterConfig, calm: bool = False, admin: bool = False
-    ) -> None:
-        """admin: servers say where they can be asked: views are longer then, and stories others."""
+        self, seed: int, weather: Weather, config: ClusterConfig, calm: bool = False, admin: bool = False,
+        proven: bool = False,
+    ) -> None:  # fmt: skip
+        """admin: servers say where they can be asked: views are longer then, and stories others. proven: everybody is
+        taken to prove who they are."""
         self.clock = Clock(seed)
         self.network = Network(self.clock, weather)
         self.servers: dict[str, ServerProcess] = {}
         self.leaders: dict[str, Process] = {}
         self.violation: Violation | None = None
         self.over = False
-        self._admin = admin
+        self._admin, self._proven = admin, proven
         self._loops: list[Loop] = []
         self._threads: list[Threads] = []
         self._numbers: dict[str, int] = {}
@@ -291,6 +293,7 @@ class Cluster:
         """What `elasticps.connect` does."""
         store = self.store.client(threads.process.host, WORKER_TIMEOUT_S)
         control = Registry(store, threads, "virtual")
+        control.proven = self._proven
         return Client(control, worker, consistency, window, WORKER_TIMEOUT_S, app)
 
     # --- what there is ----------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from chaos.sim.clock import Process
 from chaos.sim.cluster import PORT, STORE_HOST
 from chaos.sim.injector import Injector, pick
@@ -17,9 +19,12 @@ from chaos.sim.moments import (
     server_limps,
 )
 from chaos.sim.story import Fault
+from coordinator.view import View
+from elasticps.wire.views import view_frame
 
 CROWD = 60  # more than a server whose limits are small allows
 MOST_JOIN = 2
+LIE = 1 << 40  # epochs above the one that is
 
 
 def inject(injector: Injector, fault: Fault) -> None:
@@ -68,6 +73,27 @@ def servers_drain(injector: Injector, fault: Fault) -> None:
     """Several at once."""
     for which in (fault.pick, 0.0, 0.99):
         server_drains(injector, replace(fault, pick=which))
+
+
+def server_lies(injector: Injector, fault: Fault) -> None:
+    """As one that was taken over could: of a view that nobody has written, in which it heads everything."""
+
+    def lie(name: str) -> None:
+        injector.recovered(name)
+        view, server = injector.cluster.view, injector.cluster.servers[name].now
+        if view is None or server is None or (mine := view.index(name)) < 0:
+            return
+        injector.note(f"{name} lies")
+        chains, nobody = np.full_like(view.chains, -1), np.full_like(view.joining, -1)
+        chains[:, 0] = mine
+        said = View(
+            view.cluster, view.epoch + LIE, view.ranges, view.replicas, view.servers, chains, nobody, view.since, ""
+        )
+        frame = view_frame(said)
+        for connection in server.handshake.workers:
+            connection.send(frame)
+
+    injector.server(fault, lie)
 
 
 def crowd(injector: Injector, fault: Fault) -> None:
@@ -237,6 +263,7 @@ KINDS: dict[str, Callable[[Injector, Fault], None]] = {
     "reset": reset,
     "reset all": reset_all,
     "server joins": server_joins,
+    "server lies": server_lies,
     "server drains": server_drains,
     "level joiner cut off": level_joiner_cut_off,
     "level joiner takes over": level_joiner_takes_over,

@@ -91,7 +91,7 @@ class Scene:
         self.story = story
         self.on = True
         config = ClusterConfig(ranges=story.ranges, replicas=story.replicas, min_servers=story.servers)
-        self.cluster = Cluster(story.seed, story.weather, config, story.calm)
+        self.cluster = Cluster(story.seed, story.weather, config, story.calm, proven=story.proven)
         self.sums: dict[str, Sums] = {}
         self.rounds: dict[str, Rounds] = {}
         self.handed: dict[str, Handed] = {}

@@ -134,7 +134,8 @@ class Kind:
     """What stories have in common: what goes wrong in them, and how they train; "": as chance has it. cuts: consistent
     cuts are taken meanwhile. short: workers shorten what they send. caches: those that push as they like keep rows.
     together: these pull several tables and tensors at once, and behind pushes, and ask for sums of all rows. drops:
-    there is an application beside whose tables come and go."""
+    there is an application beside whose tables come and go. proven: as with certificates, workers take no server's word
+    for a view while the store answers: in calm ones, servers lie."""
 
     flavour: str = ""
     training: str = ""
@@ -143,11 +144,12 @@ class Kind:
     caches: bool = False
     together: bool = False
     drops: bool = False
+    proven: bool = False
 
 
 DROPS = App("drops", "tables", 2, 4, 0, large=False, readers=0, think_s=0.02, eager=False)
 ANY = Kind()
-FLAGS = ("cuts", "short", "caches", "together", "drops")
+FLAGS = ("cuts", "short", "caches", "together", "drops", "proven")
 SHARE = 0.25  # of the stories of any kind have what a kind may ask for
 
 
@@ -191,6 +193,11 @@ class Story:
         """Whether pulls are of several tables, and behind pushes."""
         return self._has("together")
 
+    @property
+    def proven(self) -> bool:
+        """Whether the store has the last word of views."""
+        return self._has("proven")
+
     def _has(self, what: str) -> bool:
         return _has(self.seed, self.kind, what)
 
@@ -229,7 +236,7 @@ def tell(seed: int, kind: Kind = ANY) -> Story:
         weather,
         tuple(_app(random, i, flavour, kind.training) for i in range(random.choice((1, 1, 2))))
         + (DROPS,) * (flavour != "tight" and _has(seed, kind, "drops")),
-        tuple(sorted(_faults(random, flavour, training_s), key=lambda fault: fault.at_s)),
+        tuple(sorted(_faults(random, flavour, training_s, lies=_has(seed, kind, "proven")), key=lambda f: f.at_s)),
         training_s,
         random.random() < 0.6 or flavour == "tight",  # what fills a replica has to fit into frames, too
     )
@@ -252,8 +259,8 @@ def _app(random: Random, index: int, flavour: str, training: str) -> App:
     )
 
 
-def _faults(random: Random, flavour: str, training_s: float) -> list[Fault]:
-    usual = _USUAL[flavour]
+def _faults(random: Random, flavour: str, training_s: float, *, lies: bool) -> list[Fault]:
+    usual = _USUAL[flavour] + ("server lies",) * (lies and flavour in CALM)  # else the store may be far away
     count = random.randint(2, _MOST.get(flavour, 7))
     least_s, most_s = _LONG_S.get(flavour, (0.0, 0.0))
     return [

@@ -65,7 +65,10 @@ class Dispatcher:
         window: int,
         ask_view: Callable[[Callable[[View | None], None]], None],
         credentials: Credentials | None = None,
+        *,
+        proven: bool = False,
     ) -> None:
+        """proven: everybody proves who they are, so that a server's word for a view is not the leader's."""
         self.runtime = runtime
         self.cluster = cluster
         self.worker = worker
@@ -78,7 +81,7 @@ class Dispatcher:
         self.disowned = False  # this is a fork of the process that connected
         self._ask_view = ask_view
         self._refresh = ViewRefresh()
-        self._proven = credentials is not None  # everybody proves who they are: a server is not who leads
+        self._proven = proven
         self._hearsay = Hearsay()
         self._answered = np.empty(ANSWERS, np.int64)  # requests, of one buffer
         self._heard = 0  # frames received, from servers of our view

@@ -35,8 +35,9 @@ class Parts:
             view = registry.first_view(timeout_s)
             self.worker = registry.register(worker, app, self._lost, timeout_s, view.cluster)
             self._dispatcher = dispatcher = Dispatcher(
-                self._runtime, view.cluster, self.worker, view, window, registry.ask_view, registry.credentials
-            )
+                self._runtime, view.cluster, self.worker, view, window, registry.ask_view, registry.credentials,
+                proven=registry.proven,
+            )  # fmt: skip
             barrier = None
             if isinstance(consistency, BSP):
                 barrier = Barrier(dispatcher)

@@ -179,6 +179,7 @@ class FakeRegistry:
     cluster = "fake"
     runtime = Runtime()
     credentials = None
+    proven = False
 
     def __init__(self, view: View) -> None:
         self.view = view

@@ -16,6 +16,7 @@ from tests.sim import planted_chain as chain
 from tests.sim import planted_cuts as cuts
 from tests.sim import planted_drops as drops
 from tests.sim import planted_kept as kept
+from tests.sim import planted_proven as proven
 from tests.sim import planted_rounds as rounds
 from tests.sim import planted_shell as shell
 from tests.sim import planted_short as short
@@ -141,6 +142,7 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     caches.keep_rows_that_were_pushed_to_on_their_way: ("readers", "free", 2),
     caches.keep_rows_that_were_asked_for_in_an_open_step: ("readers", "free", 19),
     caches.take_rows_as_they_are_for_what_was_asked: ("calm", "free", 0),
+    proven.believe_a_server_that_the_store_does_not_bear_out: ("calm", "free", 0),
     together.ask_as_if_nothing_had_been_pushed: ("calm", "free", 0),
     drops.log_what_waited_behind_the_end_of_its_table: ("limps", "free", 39),
     cuts.take_an_open_round_for_a_closed_one: ("calm", "rounds", 0),
@@ -181,7 +183,7 @@ ALONE: dict[Patch, tuple[str, str]] = {
 def kind_of(plant: Patch) -> Kind:
     """Of the stories that have to find it."""
     flavour, training, _ = PLANTED[plant]
-    of = [plant.__module__ == module.__name__ for module in (cuts, short, caches, together, drops)]
+    of = [plant.__module__ == module.__name__ for module in (cuts, short, caches, together, drops, proven)]
     return Kind(flavour, training, *of)
 
 

@@ -1,0 +1,18 @@
+"""A bug in what workers make of a server's word, for stories in which the store has the last one."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.view import View
+from elasticps.client.protocol.hearsay import Hearsay, Told
+
+
+def believe_a_server_that_the_store_does_not_bear_out(patch: pytest.MonkeyPatch) -> None:
+    judge = Hearsay.judge
+
+    def believe(hearsay: Hearsay, now: float, epoch: int, stored: View | None) -> tuple[View | None, Told | None]:
+        newest, untrue = judge(hearsay, now, epoch, stored)
+        return (newest if untrue is None else untrue.view), untrue
+
+    patch.setattr(Hearsay, "judge", believe)
