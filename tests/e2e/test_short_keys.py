@@ -45,11 +45,12 @@ def test_a_list_that_comes_again_is_not_sent_again(connect: Connect) -> None:
     ps = connect()
     table = ps.table("again", dim=1, optimizer=eps.Accumulate(), push=[eps.KeysOnce()], pull=[eps.KeysOnce()])
     keys, ones = np.arange(0, 9000, 9), np.ones((1000, 1), np.float32)
-    for step in range(1, 6):
+    for step in range(1, 21):
         ps.push({table: (keys, ones)}).result()
         assert (table.pull(keys[::-1]) == step).all()
-    assert table.key_bytes.whole == 10 * 8000
-    assert table.key_bytes.sent <= 2 * 8000  # at most once to its head, once to its tail
+    assert table.key_bytes.whole == 40 * 8000
+    # Once to its head, once to its tail; and again when a connection breaks, as on a machine that has much to do.
+    assert table.key_bytes.sent <= 10 * 8000
 
 
 def test_large_pushes_and_pulls_go_in_several_frames(connect: Connect) -> None:
