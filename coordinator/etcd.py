@@ -128,9 +128,10 @@ class EtcdStore:
         """Whether etcd knows by certificates who asks."""
         return self._url.tls is not None
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str, *, timeout_s: float = 0.0) -> Entry | None:
         """See `Store.get`."""
-        response, _ = await self._call(lambda m: m.kv.Range, rpc.RangeRequest(key=self._key(key)))
+        request = rpc.RangeRequest(key=self._key(key))
+        response, _ = await self._call(lambda m: m.kv.Range, request, timeout_s=timeout_s)
         return self._entry(response.kvs[0]) if response.kvs else None
 
     async def list(self, prefix: str) -> Listing:

@@ -98,7 +98,10 @@ async def request_drain(store: Store, name: str) -> ServerInfo:
             names = [e.key.removeprefix(SERVERS) for e in (await store.list(SERVERS)).entries]
             there = f"there are {', '.join(names)}" if names else "there are none"
             raise UnknownServer(f"cluster {store.cluster} has no server {name} registered; {there}")
-        server = ServerInfo.from_json(entry.value)
+        try:
+            server = server_of(entry.key, entry.value)
+        except ValueError as error:
+            raise UnknownServer(f"what cluster {store.cluster} has registered is no server: {error}") from None
         value = json.dumps({"incarnation": server.incarnation}).encode()
         asked = await store.get(DRAINS + name)
         if asked is not None and asked.value == value:
@@ -121,6 +124,14 @@ async def list_drains(store: Store) -> dict[str, int]:
             member = drained(entry.key, entry.value)
             found[member.name] = member.incarnation
     return found
+
+
+def server_of(key: str, value: bytes) -> ServerInfo:
+    """Who is registered by what is under `servers/<name>`. ValueError if it makes no sense."""
+    server = ServerInfo.from_json(value)
+    if server.name != key.removeprefix(SERVERS):
+        raise ValueError(f"{key} names a server {server.name!r:.200}")
+    return server
 
 
 def drained(key: str, value: bytes) -> Member:

@@ -62,7 +62,7 @@ class MemoryStore:
         """The cluster whose keys this store sees."""
         return self._cluster
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str, *, timeout_s: float = 0.0) -> Entry | None:
         """See `Store.get`."""
         self._check_open()
         return self._data.entries.get(check_key(key))

@@ -94,8 +94,8 @@ class Store(Protocol):
     def cluster(self) -> str:
         """The cluster whose keys this store sees."""
 
-    async def get(self, key: str) -> Entry | None:
-        """The entry under `key`, None if absent."""
+    async def get(self, key: str, *, timeout_s: float = 0.0) -> Entry | None:
+        """The entry under `key`, None if absent. `timeout_s` bounds this call; 0: the store's time-out."""
 
     async def list(self, prefix: str) -> Listing:
         """All entries whose key begins with `prefix`; "" means the whole cluster."""
@@ -118,7 +118,7 @@ class Store(Protocol):
     ) -> int | None:
         """Writes if the key's revision is `expect` (0: absent) and the guard holds. The new revision, or None if lost.
 
-        `timeout_s` bounds this call, for what must not be written late; 0: the store's time-out.
+        `timeout_s` as for `get`: for what must not be written late.
 
         None can also mean that our write did happen, during an outage, and somebody has replaced it since.
         Raises LeaseLost if `lease` no longer exists.

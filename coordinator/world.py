@@ -23,6 +23,7 @@ from coordinator.membership import (
     begins_anew,
     drained,
     last_worker,
+    server_of,
 )
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
@@ -136,7 +137,7 @@ class World:
         elif key == ELECTION:
             self.term = entry.create_revision
         elif key.startswith(SERVERS):
-            _register(self.servers, key, lambda: ServerInfo.from_json(entry.value))
+            _register(self.servers, key, lambda: server_of(key, entry.value))
             return News.DEATH if self._replaces(key) else News.CHANGE
         elif key.startswith(WORKERS):
             self._put_worker(entry)

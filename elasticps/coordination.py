@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from coordinator.adoption import TABLES, TableEntry, table_of
 from coordinator.connect import open_store
-from coordinator.membership import CONFIG, SERVERS, VIEW
+from coordinator.membership import CONFIG, SERVERS, VIEW, server_of
 from coordinator.records import left_out, read
 from coordinator.store import Store
 from coordinator.view import ServerInfo, View
@@ -48,7 +48,7 @@ async def read_servers(store: Store) -> tuple[ServerInfo, ...]:
     found = []
     for entry in (await store.list(SERVERS)).entries:
         with left_out():
-            found.append(ServerInfo.from_json(entry.value))
+            found.append(server_of(entry.key, entry.value))
     return tuple(found)
 
 

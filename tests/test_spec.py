@@ -104,6 +104,7 @@ def test_what_is_wrong_is_said(make: Callable[[], object], words: str) -> None:
         ({"name": "t\ud800"}, "surrogate"),
         ({"name": "t\N{RIGHT-TO-LEFT OVERRIDE}"}, "can be printed"),
         ({"name": "t\N{NO-BREAK SPACE}"}, "a blank"),
+        ({"name": "t\n"}, "a blank"),
         ({"optimizer": {"kind": "custom", "name": "\ud800"}}, "surrogate"),
         ({"push": [{"kind": "custom", "name": "\ud800", "bits": 8}]}, "surrogate"),
         ({"shape": [1] * 33_000}, "its spec has 66... characters"),
@@ -113,6 +114,11 @@ def test_foreign_json_is_refused(changes: dict[str, object], words: str) -> None
     values = json.loads(TableSpec("a", 8, spec.SGD(0.1)).to_json()) | changes
     with pytest.raises(SpecError, match=words):
         TableSpec.from_json(json.dumps(values))
+
+
+@pytest.mark.parametrize("name", ["क्\u200dष", "👩\u200d🔬", "\U0003ffff"])
+def test_names_are_in_any_script_also_one_that_is_newer_than_python(name: str) -> None:
+    assert TableSpec.from_json(TableSpec(name, 8, spec.SGD(0.1)).to_json()).name == name
 
 
 @given(

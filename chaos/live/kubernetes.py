@@ -63,6 +63,10 @@ class _Unanswered(Error):
     """It may be answered when it is asked again."""
 
 
+class NotSignalled(Error):
+    """A process in a pod is as it was."""
+
+
 class OfficialApi:
     """`Api` by the package `kubernetes`, with the pod's own service account or the user's context. Whatever is asked
     may be asked twice, and is asked again for a while if there is no answer; Error if none comes."""
@@ -91,6 +95,7 @@ class OfficialApi:
         self._streams: Callable[[], Any] = lambda: client.CoreV1Api(client.ApiClient(settings))
         self._stream = stream.stream
         self._failure, self._unreachable = client.ApiException, (HTTPError, OSError)
+        self._answers = self._failure, *self._unreachable
 
     def pods(self, labels: str) -> list[Any]:
         call = self._core.list_namespaced_pod
@@ -139,8 +144,10 @@ class OfficialApi:
                     why = f"{end.get('status')}: {end.get('message')}" if end.get("status") == "Failure" else ""
                     told.append(opened.read_all() or why)
                 opened.sock.shutdown()  # the socket, which the client leaves open
-            except Exception as error:  # raised again where it was asked
+            except self._answers as error:  # raised again where it was asked
                 failed.append(error)
+            except Exception as error:  # of the websocket, which the client lets through: the stream broke
+                failed.append(OSError(f"{type(error).__name__}: {error}"))
 
         thread = threading.Thread(target=run, name=f"exec-{name}", daemon=True)
         thread.start()
@@ -235,10 +242,18 @@ class KubernetesStage(Processes):
 
     def pause(self, name: str) -> None:
         self._paused.add(name)  # first, since what gets no answer may have been done
-        self._signal_pod(name, "STOP", super().pause)
+        try:
+            self._signal_pod(name, "STOP", super().pause)
+        except NotSignalled:
+            self._paused.discard(name)
+            raise
 
     def resume(self, name: str) -> None:
-        self._signal_pod(name, "CONT", super().resume)
+        try:
+            self._signal_pod(name, "CONT", super().resume)
+        except NotSignalled:  # the pod, or its process, is another one
+            self._paused.discard(name)
+            raise
         self._paused.discard(name)
 
     def grow(self) -> str:
@@ -316,10 +331,10 @@ class KubernetesStage(Processes):
             return
         role = next((role for role in _ROLES if name in self.names(role)), "")
         if not role:
-            raise Error(f"no pod is called {name}")
+            raise NotSignalled(f"no pod is called {name}")
         script = _SIGNAL % (_COMMANDS[role], signal)
         if answer := self._api.execute(name, ["sh", "-c", script]).strip():
-            raise Error(f"SIG{signal} did not reach {name}: {answer}")
+            raise NotSignalled(f"SIG{signal} did not reach {name}: {answer}")
 
     def _delete(self, name: str, grace_s: int | None) -> None:
         if (pod := self._find(name)) is not None:

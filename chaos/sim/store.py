@@ -71,8 +71,8 @@ class VirtualStore:
     def cluster(self) -> str:
         return self._data.cluster
 
-    async def get(self, key: str) -> Entry | None:
-        return await self._ask(lambda: self._server.data.get(key))
+    async def get(self, key: str, *, timeout_s: float = 0.0) -> Entry | None:
+        return await self._ask(lambda: self._server.data.get(key), timeout_s=timeout_s)
 
     async def list(self, prefix: str) -> Listing:
         return await self._ask(lambda: self._server.data.list(prefix))

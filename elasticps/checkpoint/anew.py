@@ -25,7 +25,6 @@ from coordinator.membership import (
     LAST_WORKER,
     NEWEST_CHECKPOINT,
     ROSTER,
-    SERVERS,
 )
 from coordinator.records import left_out, read
 from coordinator.store import Store
@@ -36,7 +35,7 @@ from elasticps.admin.client import ask_restore
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.restore import RESTORED, Plan, opened_at
 from elasticps.checkpoint.storage import Storage
-from elasticps.coordination import opened, read_tables, read_view
+from elasticps.coordination import opened, read_servers, read_tables, read_view
 from elasticps.errors import CheckpointError, ClusterUnreachable, ConfigError, Error
 from elasticps.security import credentials_of
 from replication.chain import Member
@@ -139,7 +138,7 @@ async def prepare(
     contents = await asyncio.to_thread(opened_at, Storage(url), cut)
     manifest = contents.manifest
     tables = await _tables(store, manifest, view.cluster, restored)
-    registered = await registered_of(store)
+    registered = await read_servers(store)
     here = {server.member for server in registered}
     others = sorted({int(view.heads[r]) for r in range(view.ranges) if r not in set(chosen)} - {-1})
     heads = [view.servers[i] for i in others if view.servers[i].member in here]
@@ -220,11 +219,6 @@ async def _missing(
         if worker in roster or to > have[worker]
     ]
     return tuple((worker, clock) for worker, clock in floors.items() if clock), tuple(workers)
-
-
-async def registered_of(store: Store) -> tuple[ServerInfo, ...]:
-    """The servers that are registered."""
-    return tuple(ServerInfo.from_json(entry.value) for entry in (await store.list(SERVERS)).entries)
 
 
 # --- what is done -----------------------------------------------------------------------------------------------------
@@ -353,7 +347,7 @@ async def _chosen(
 ) -> tuple[list[int], set[tuple[str, int]]]:
     """The ranges, and who is given up with them."""
     view = await read_view(store, ConfigError)
-    loss = find_loss(view, await registered_of(store))
+    loss = find_loss(view, await read_servers(store))
     lost, waiting = set(loss.lost.tolist()), set(loss.waiting.tolist())
     if ranges is None:
         chosen = lost | waiting if accept_loss else lost

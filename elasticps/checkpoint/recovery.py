@@ -21,9 +21,9 @@ from coordinator.membership import BEGIN_ANEW, VIEW
 from coordinator.records import check, left_out, read
 from coordinator.store import Entry, Store
 from coordinator.view import View
-from elasticps.checkpoint.anew import Anew, Drive, OverBudget, prepare, record, registered_of, with_error
+from elasticps.checkpoint.anew import Anew, Drive, OverBudget, prepare, record, with_error
 from elasticps.checkpoint.restore import driving
-from elasticps.coordination import read_tables, read_view
+from elasticps.coordination import read_servers, read_tables, read_view
 from elasticps.errors import Error
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Recovery:
     async def _judge(self) -> None:
         store = self._store
         entry = await store.get(VIEW)
-        loss = None if entry is None else find_loss(View.decode(entry.value), await registered_of(store))
+        loss = None if entry is None else find_loss(View.decode(entry.value), await read_servers(store))
         if loss is not None and loss.coming.size:  # the store that knew from where was lost: there is no way back
             await self._begin(await prepare(store, loss.coming.tolist(), self._url, None, (), self._credentials))
             return
@@ -117,7 +117,7 @@ class Recovery:
         ranges = np.array(anew.ranges)
         coming = view.heads[ranges] < 0
         if not coming.any():
-            loss = find_loss(view, await registered_of(store))
+            loss = find_loss(view, await read_servers(store))
             if not np.isin(ranges, np.union1d(loss.lost, loss.waiting)).any():  # nobody gave them up
                 await store.delete(BEGIN_ANEW, expect=entry.revision)
             return

@@ -185,7 +185,9 @@ class Registry:
 
         def read() -> None:
             try:
-                entry = self.call(self._store.get("view"), ASK_VIEW_TIMEOUT_S)
+                # The store's own limit, too: each of its endpoints has a part of it, and one that hangs is left.
+                reading = self._store.get("view", timeout_s=ASK_VIEW_TIMEOUT_S)
+                entry = self.call(reading, ASK_VIEW_TIMEOUT_S + 1.0)
                 view = None if entry is None else View.decode(entry.value)
             except Exception as error:  # whatever it is, whoever wants the view asks again
                 log.debug("the view could not be read from the coordination store: %s", error)

@@ -21,6 +21,7 @@ from coordinator.membership import (
     SERVERS,
     VIEW,
     drained,
+    server_of,
 )
 from coordinator.planner import Members
 from coordinator.records import read
@@ -104,7 +105,7 @@ class Model:
         elif key == RESTORING and self._restore is None:
             self._restore = self.timeline.note(now, "checkpoint", "restore from a checkpoint", lasts=True)
         elif key.startswith(SERVERS):
-            self._register(now, key.removeprefix(SERVERS), ServerInfo.from_json(value))
+            self._register(now, key.removeprefix(SERVERS), server_of(key, value))
         elif key.startswith(DRAINS):
             name, incarnation = drained(key, value)
             if self.fleet.drains.get(name) != incarnation:

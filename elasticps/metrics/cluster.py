@@ -20,7 +20,7 @@ from coordinator import fields
 from coordinator.errors import StoreUnavailable
 from coordinator.leader import ELECTION
 from coordinator.losses import KNOWN, LOSSES, merged
-from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW, drained
+from coordinator.membership import DRAINS, NEWEST_CHECKPOINT, ROSTER, SERVERS, VIEW, drained, server_of
 from coordinator.office import first_of
 from coordinator.records import read
 from coordinator.store import Change, Entry, Put, Reset, Store
@@ -125,7 +125,7 @@ class ClusterMetrics(Collector):
                 merged(self._losses | {key: entry.value})
                 self._losses[key] = entry.value
             elif key.startswith(SERVERS):
-                self._servers[key.removeprefix(SERVERS)] = ServerInfo.from_json(entry.value)
+                self._servers[key.removeprefix(SERVERS)] = server_of(key, entry.value)
             elif key.startswith(DRAINS):
                 member = drained(key, entry.value)
                 self._drains[member.name] = member.incarnation

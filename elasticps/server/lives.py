@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from coordinator import fields
 from coordinator.errors import CoordinationError, StoreUnavailable
-from coordinator.membership import ROSTER, SERVERS, VIEW, ViewFollower, list_drains, request_drain
+from coordinator.membership import ROSTER, SERVERS, VIEW, ViewFollower, list_drains, request_drain, server_of
 from coordinator.sessions import ServerSession, newest_incarnation, register_server
 from coordinator.store import Entry as StoreEntry
 from coordinator.store import Store
-from coordinator.view import ClusterConfig, Roster, ServerInfo, View
+from coordinator.view import ClusterConfig, Roster, View
 from elasticps import logs
 from elasticps.coordination import read_tables
 from elasticps.errors import SpecError
@@ -209,7 +209,7 @@ async def _nobody_else(store: Store, server: Server) -> bool:
 def _member(entry: StoreEntry) -> Member:
     """Who is registered; of an entry that cannot be read, an incarnation that there never is."""
     try:
-        return ServerInfo.from_json(entry.value).member
+        return server_of(entry.key, entry.value).member
     except ValueError:
         return Member(entry.key.removeprefix(SERVERS), 0)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from coordinator import fields
 from coordinator.connect import insist
-from coordinator.membership import SERVERS
+from coordinator.membership import SERVERS, server_of
 from coordinator.store import Store
 from coordinator.view import ServerInfo
 from elasticps.admin import fetch_status
@@ -37,7 +37,7 @@ async def wait_for_name(
     told = False
     while (entry := await insist(lambda: store.get(SERVERS + name), timeout_s)) is not None:
         try:
-            other = ServerInfo.from_json(entry.value)
+            other = server_of(entry.key, entry.value)
         except ValueError as error:
             if loop.time() > until:
                 raise ConfigError(

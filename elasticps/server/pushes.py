@@ -198,7 +198,7 @@ class Pushes:
         refusal, rounds = None, self._executor.rounds
         try:
             self._check(connection, blocks, positions, OperationKind.PUSH)
-            if said.round and rounds.crowded(connection.app, said.clock, connection.worker):
+            if said.round and rounds.crowded(connection.app, said.clock, connection.worker, ranges):
                 raise _ahead(said.clock, connection.app)
             self._memory.take(blocks, rounds.size(blocks) if said.round else 0, rounds.nbytes)
         except RequestError as error:
@@ -236,7 +236,7 @@ class Pushes:
         if gone:
             error = unknown_table(self._serving.me.name, gone[0])
         elif isinstance(content, Contribution) and self._executor.rounds.crowded(
-            content.app, content.clock, push.worker
+            content.app, content.clock, push.worker, content.ranges
         ):
             error = _ahead(content.clock, content.app)
         else:

@@ -48,6 +48,7 @@ class RecordingApi:
             PLAN.etcd_labels: [pod("elasticps-etcd-0")],
         }
         self.answer = ""
+        self.unanswered = False
         self.count = 3
         self.cordoned_before: set[str] = set()
         self.refused: set[str] = set()  # nodes that it does not let be changed
@@ -61,6 +62,8 @@ class RecordingApi:
 
     def execute(self, name: str, command: list[str]) -> str:
         self.calls.append(("exec", name, command))
+        if self.unanswered:
+            raise Error("Kubernetes did not answer")
         return self.answer
 
     def cordoned(self, node: str) -> bool:
@@ -389,28 +392,30 @@ def test_an_api_server_that_accepts_and_never_answers_is_not_waited_for(
         (b"\x01no such process", True, "no such process"),
         (b"\x03" + b'{"status": "Success"}', True, ""),
         (b"\x03" + b'{"status": "Failure", "message": "no sh"}', True, "Failure: no sh"),  # as in a pod without a shell
-        (b"\x01no such", False, None),
+        (b"\x01no such", False, "no end within 0\\.4 s"),
+        (b"", None, "WebSocket"),  # the stream breaks
     ],
 )
 def test_what_a_command_wrote_is_told_when_it_has_ended(
-    monkeypatch: pytest.MonkeyPatch, message: bytes, ends: bool, told: str | None
+    monkeypatch: pytest.MonkeyPatch, message: bytes, ends: bool | None, told: str
 ) -> None:
-    """Half of what it wrote, or nothing, would mean that all went well."""
+    """Half of what it wrote, or nothing, would mean that all went well. A stream that broke ended the run."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=answer_a_stream, args=(server, message, ends))
         thread.start()
         api = served(monkeypatch, server.getsockname()[1])
         monkeypatch.setattr(kubernetes, "PATIENCE_S", 0.0)
-        if told is not None:
+        if ends:
             assert api.execute("p", ["true"]) == told
         else:
-            with pytest.raises(Error, match=r"was asked to execute in pod p, and did not answer: no end within 0\.4 s"):
+            with pytest.raises(Error, match=f"was asked to execute in pod p, and did not answer: {told}"):
                 api.execute("p", ["true"])
         thread.join()
 
 
-def answer_a_stream(server: socket.socket, message: bytes, ends: bool) -> None:
-    """Accepts one websocket, sends it a message, and its end or not, and waits until it is closed."""
+def answer_a_stream(server: socket.socket, message: bytes, ends: bool | None) -> None:
+    """Accepts one websocket, sends it a message, and its end or not, and waits until it is closed. ends: None breaks
+    it off."""
     connection, _ = server.accept()
     with connection:
         lines = connection.recv(65536).decode().split("\r\n")
@@ -420,6 +425,8 @@ def answer_a_stream(server: socket.socket, message: bytes, ends: bool) -> None:
                 f"Sec-WebSocket-Accept: {base64.b64encode(digest).decode()}",
                 "Sec-WebSocket-Protocol: v4.channel.k8s.io", "", "")  # fmt: skip
         connection.sendall("\r\n".join(head).encode())
+        if ends is None:
+            return
         connection.sendall(bytes([0x82, len(message)]) + message + (b"\x88\x00" if ends else b""))
         while connection.recv(65536):
             pass
@@ -428,9 +435,26 @@ def answer_a_stream(server: socket.socket, message: bytes, ends: bool) -> None:
 def test_a_pod_whose_pause_got_no_answer_is_resumed_at_the_end(api: RecordingApi) -> None:
     """It may have been stopped."""
     stage = KubernetesStage(PLAN, api)
-    api.answer = "no answer"
+    api.unanswered = True
     with pytest.raises(Error):
         stage.pause("elasticps-server-2")
-    api.answer = ""
+    api.unanswered = False
     assert stage.close() == []
     assert "kill -CONT" in api.calls[-1][2][2]
+
+
+def test_a_pod_that_no_signal_has_reached_counts_as_running(api: RecordingApi) -> None:
+    """It was no more to be hit, and its restarts were nobody's."""
+    stage = KubernetesStage(PLAN, api)
+    api.answer = "no process"
+    with pytest.raises(Error):
+        stage.pause("elasticps-server-2")
+    assert "elasticps-server-2" in stage.names("server", paused=False)
+    api.answer = ""
+    stage.pause("elasticps-server-2")
+    assert "elasticps-server-2" not in stage.names("server", paused=False)
+    api.answer = "no process"  # its container was started again
+    with pytest.raises(Error):
+        stage.resume("elasticps-server-2")
+    assert "elasticps-server-2" in stage.names("server", paused=False)
+    assert stage.close() == []

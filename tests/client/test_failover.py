@@ -14,6 +14,7 @@ import pytest
 import elasticps as eps
 from coordinator.view import ServerInfo, View
 from elasticps.client.connections import CONNECT_TIMEOUT_S
+from elasticps.client.protocol.hearsay import Hearsay
 from elasticps.client.protocol.session import ASKED_BYTES
 from elasticps.hashing import hash_key, range_shift, table_salt
 from elasticps.spec import Consistency
@@ -278,6 +279,23 @@ def test_the_store_has_the_last_word_on_a_view_told_while_it_is_read(cluster: Cl
     readers[1](newest)
     assert ps.view.epoch == 3
     assert not ps._dispatcher._hearsay._deaf_until_s
+
+
+def test_a_view_that_several_servers_speak_of_is_read_once(cluster: Cluster) -> None:
+    """All of them do so when there is one, and in the midst of a failover the store has enough to do."""
+    a, b = (server.info.member for server in (cluster.a, cluster.b))
+    hearsay = Hearsay()
+    assert hearsay.hear(1.0, a, cluster.after)
+    hearsay.ask()
+    hearsay.hear(1.0, b, cluster.after)
+    assert hearsay.judge(1.0, 1, cluster.after) == (cluster.after, None)
+    assert hearsay.told is None
+    hearsay.hear(1.0, b, cluster.after)
+    hearsay.ask()
+    newest = chains([cluster.b.info], [[0]], epoch=3)
+    hearsay.hear(1.0, b, newest)
+    assert hearsay.judge(1.0, 1, cluster.after) == (cluster.after, None)
+    assert hearsay.told is not None, "the store was read before there was that one"
 
 
 @pytest.mark.parametrize("stored", [None, "other"])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from queue import Queue
 
 import pytest
 
 import elasticps as eps
 from coordinator.adoption import adopt, plan_adoption
 from coordinator.memory import MemoryStore
-from elasticps.client.registry import Registry
+from coordinator.store import Entry
+from coordinator.view import View
+from elasticps.client.registry import ASK_VIEW_TIMEOUT_S, Registry
 from elasticps.client.runtime import Runtime
 from tests.coordinator.test_adoption import witness
 
@@ -51,6 +54,22 @@ def test_what_nobody_of_us_has_written_is_told_by_its_key(scene: Scene, value: b
     if value[:1] != b"{" or b"cut" in value:
         with pytest.raises(eps.Error, match=r"wanted-checkpoints/1 .*delete it"):
             registry.checkpoint_made("wanted-checkpoints/1", 30.0)
+
+
+def test_a_question_for_the_view_has_a_limit_for_the_store_too(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:
+    """Else its first endpoint has all the time there is, and servers are believed though others would answer."""
+    limits: list[float] = []
+    got = scene.store.get
+
+    async def get(key: str, *, timeout_s: float = 0.0) -> Entry | None:
+        limits.append(timeout_s)
+        return await got(key)
+
+    monkeypatch.setattr(scene.store, "get", get)
+    views: Queue[View | None] = Queue()
+    scene.registry.ask_view(views.put)
+    assert views.get(timeout=60) is not None
+    assert limits == [ASK_VIEW_TIMEOUT_S]
 
 
 @pytest.mark.parametrize("value", STRANGE)

@@ -217,9 +217,9 @@ class FaultyStore:
             self.refused += 1
             raise StoreUnavailable("the test has cut the store off")
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str, *, timeout_s: float = 0.0) -> Entry | None:
         self._check()
-        return await self.store.get(key)
+        return await self.store.get(key, timeout_s=timeout_s)
 
     async def list(self, prefix: str) -> Listing:
         self._check()

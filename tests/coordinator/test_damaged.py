@@ -7,10 +7,11 @@ import json
 
 import pytest
 
+from coordinator.errors import UnknownServer
 from coordinator.failovers import Failover
 from coordinator.leader import run_coordinator
 from coordinator.losses import key_of, known_key, merged
-from coordinator.membership import create_cluster, list_drains
+from coordinator.membership import create_cluster, list_drains, request_drain
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server
 from coordinator.store import Entry, Listing, Put
@@ -62,7 +63,10 @@ async def test_who_looks_at_servers_leaves_out_what_is_none() -> None:
     session = await register_server(store, name="a", address="h:1", on_lost=lambda reason: None)
     for name, value in enumerate(VALUES):
         await store.put(f"servers/{name}", value)
+    await store.put("servers/z", session.info.to_json())  # which would hide the one of that name
     assert [server.name for server in await read_servers(store)] == ["a"]
+    with pytest.raises(UnknownServer, match="is no server: servers/z names a server 'a'"):
+        await request_drain(store, "z")
     await session.close()
 
 

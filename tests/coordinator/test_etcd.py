@@ -271,6 +271,23 @@ async def test_endpoints_that_are_dead_or_silent_are_passed_over(shared_etcd: Et
     silent.close()
 
 
+async def test_a_call_with_a_limit_of_its_own_is_not_spent_on_an_endpoint_that_hangs(
+    new_etcd: NewEtcd, shared_etcd: Etcd
+) -> None:
+    """Whoever gave up before an attempt did asked the same member again, each time in vain."""
+    frozen, url = new_etcd(), fresh_url(shared_etcd)
+    store = EtcdStore(replace(url, endpoints=(frozen.endpoint, shared_etcd.endpoint)), timeout_s=60.0)
+    writer = EtcdStore(url)
+    await writer.put("view", b"1")
+    assert frozen.process is not None
+    frozen.process.send_signal(signal.SIGSTOP)
+    entry = await store.get("view", timeout_s=2.0)
+    assert entry is not None
+    assert entry.value == b"1"
+    await store.close()
+    await writer.close()
+
+
 async def test_a_store_moves_to_the_next_endpoint_and_takes_its_watches_along(shared_etcd: Etcd) -> None:
     url = fresh_url(shared_etcd)
     async with Proxy(shared_etcd.endpoint).running() as proxy:

@@ -288,10 +288,10 @@ class Counting(FaultyStore):
         await asyncio.sleep(0)
         return await super().put(key, value, lease=lease)
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str, *, timeout_s: float = 0.0) -> Entry | None:
         self.requests += 1
         await asyncio.sleep(0)
-        return await super().get(key)
+        return await super().get(key, timeout_s=timeout_s)
 
     async def compare_and_set(self, *arguments: Any, **options: Any) -> int | None:
         self.requests += 1

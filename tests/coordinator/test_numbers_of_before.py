@@ -21,8 +21,8 @@ class Remade(FaultyStore):
         super().__init__(store)
         self.then = then
 
-    async def get(self, key: str) -> Entry | None:
-        found = await super().get(key)
+    async def get(self, key: str, *, timeout_s: float = 0.0) -> Entry | None:
+        found = await super().get(key, timeout_s=timeout_s)
         self.store = self.then
         return found
 

@@ -45,6 +45,8 @@ class Hearsay:
         """What to believe now that the store has been read, None if it says nothing; and who spoke of what neither it
         nor we, at `epoch`, know of."""
         asked, self._asked = self._asked, None
+        if stored is not None and self.told is not None and self.told.view.epoch <= max(stored.epoch, epoch):
+            self.told = None  # by another server, while the store was read
         if asked is None or stored is None:
             return (stored if asked is None else asked.view), None
         if asked.view.epoch <= max(stored.epoch, epoch):

@@ -124,12 +124,14 @@ class Rounds:
             self._ranges + sum(b.keys.nbytes + b.grads.nbytes + b.step_values.nbytes for b in blocks) if blocks else 0
         )
 
-    def crowded(self, app: str, clock: int, worker: int) -> bool:
-        """Whether a worker has shares in so many other rounds that are open here that no honest one has."""
+    def crowded(self, app: str, clock: int, worker: int, ranges: Ranges) -> bool:
+        """Whether a worker has shares in so many other rounds that are open in these ranges, which are headed here,
+        that no honest one has. In one that is being filled there may be more: nobody waits for it to close them."""
         others = [shares for (of, number), shares in self._kept.items() if of == app and number != clock]
         if len(others) < MOST_OPEN:
             return False
-        return sum(any(share.worker == worker for share in shares) for shares in others) >= MOST_OPEN
+        mine = (any(s.worker == worker and s.live[ranges].any() for s in shares) for shares in others)
+        return sum(mine) >= MOST_OPEN
 
     def enter(self, app: str, roster: int, workers: Iterable[int]) -> None:
         """Workers, all in the roster of that version, are members from the round after the last decided one on."""
