@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -93,8 +92,6 @@ __all__ = [
 
 MAX_BLOCK = 16_384
 MAX_NAME = 200
-JOINERS = "\u200c\u200d"  # within words, as of Persian and Hindi, and in pictures of several
-_UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp", "Zs"}  # categories of Unicode
 MAX_JSON = 1 << 16  # characters of a spec, of which each takes two at most in a frame of a server to another
 REMEMBERED_CHARS = 4096  # of a spec that is not read again
 DTYPES = ("float32", "float16", "bfloat16")
@@ -243,9 +240,8 @@ _INITS: dict[str, type[Init]] = {cls.kind: cls for cls in (Zeros, Constant, Unif
 
 
 def _shows(name: str) -> bool:
-    """Names become parts of keys and sentences: half a surrogate pair, say, can be written nowhere. Not `isprintable`,
-    which knows no letters that are newer than the Python that is asked."""
-    return all(letter in JOINERS or unicodedata.category(letter) not in _UNSEEN for letter in name)
+    """Names become parts of keys and sentences: half a surrogate pair, say, can be written nowhere."""
+    return name.isprintable() and not any(letter.isspace() for letter in name)
 
 
 def dense_block(size: int) -> int:

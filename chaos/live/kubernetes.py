@@ -249,11 +249,7 @@ class KubernetesStage(Processes):
             raise
 
     def resume(self, name: str) -> None:
-        try:
-            self._signal_pod(name, "CONT", super().resume)
-        except NotSignalled:  # the pod, or its process, is another one
-            self._paused.discard(name)
-            raise
+        self._signal_pod(name, "CONT", super().resume)
         self._paused.discard(name)
 
     def grow(self) -> str:

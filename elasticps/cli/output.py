@@ -26,7 +26,7 @@ _P = ParamSpec("_P")
 
 # What a program may read goes to standard output; what people read while they wait goes beside it.
 _PIPED_WIDTH = 120  # columns where there is no terminal that says how many it has
-out = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+out = Console(soft_wrap=True, highlight=False, width=None if sys.stdout and sys.stdout.isatty() else _PIPED_WIDTH)
 err = Console(stderr=True, highlight=False)
 
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,8 +18,8 @@ from coordinator.adoption import ON_LOSS, table_key
 from coordinator.connect import open_store
 from coordinator.errors import CoordinationError, Fenced
 from coordinator.membership import LAST_WORKER, RESTORING, ROSTER, SIGNED_OFF, WANTED_CHECKPOINTS, WORKERS, new_number
-from coordinator.names import check_name
-from coordinator.records import left_out, read
+from coordinator.names import check_name, check_worker
+from coordinator.records import read
 from coordinator.sessions import WorkerSession, register_worker
 from coordinator.store import Entry, Store
 from coordinator.view import ClusterConfig, Roster, View, WorkerInfo
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 POLL_S, POLL_MOST_S = 0.05, 0.5
-ASK_VIEW_TIMEOUT_S = 2.0
+ASK_VIEW_TIMEOUT_S = 4.0  # a second for each of three endpoints, and one more
 
 
 @dataclass(frozen=True)
@@ -220,11 +221,12 @@ class Registry:
         if entry is None:
             raise CheckpointError("nobody knows of this request for a checkpoint any more")
         said = _said(entry)
+        cut: int = _said(entry, cut=int)["cut"] if "cut" in said else 0
         if "error" in said or "cut" in said:
             self.call(self._store.delete(key), timeout_s)
         if "error" in said:
             raise CheckpointError(str(said["error"]))
-        return _said(entry, cut=int)["cut"] if "cut" in said else 0
+        return cut
 
     # --- the registry of tables ---------------------------------------------------------------------------------
 
@@ -255,11 +257,13 @@ class Registry:
                 return replace(made, revision=revision)
 
     def tables(self, app: str, timeout_s: float) -> dict[str, Registration]:
-        """All tables of an application, by name, without what is none."""
+        """All tables of an application, by name, without what is none. SpecError for one that cannot be read here."""
         found = {}
         for entry in self.call(self._store.list(table_key(app, "")), timeout_s).entries:
-            with left_out():
+            try:
                 found[entry.key.rpartition("/")[2]] = _registration(entry)
+            except ConfigError as error:
+                log.warning("%s", error)
         return found
 
     def begin_drop(self, app: str, table: Registration, timeout_s: float) -> Registration | None:
@@ -336,11 +340,15 @@ class Registry:
 
     async def _lives(self, worker: int, name: str) -> bool:
         """Whether a worker is registered, or listed: then it may come back."""
-        if not name:
+        try:
+            check_worker(name)
+        except ValueError:
             return False
         entry = await self._store.get(WORKERS + name)
         if entry is not None:
-            return entry.value != SIGNED_OFF and WorkerInfo.from_json(entry.value).id == worker
+            with suppress(ValueError):  # what is no worker is not that one
+                return entry.value != SIGNED_OFF and WorkerInfo.from_json(entry.value).id == worker
+            return False
         roster = await self._store.get(ROSTER)
         return roster is not None and worker in {one.id for one in Roster.decode(roster.value).workers}
 
@@ -357,10 +365,13 @@ def _registry_value(table: Registration) -> bytes:
 
 def _registration(entry: Entry) -> Registration:
     said = _said(entry, id=int, spec=str, creator=int, ready=bool)
-    spec = TableSpec.from_json(said["spec"])
-    by, dropping = str(said.get("by", "")), said.get("dropping") is True
+    try:
+        spec = TableSpec.from_json(said["spec"])
+    except SpecError as error:
+        raise SpecError(f"{entry.key} cannot be read here: {error}") from None
+    by, dropping = str(said.get("by", "")), bool(said.get("dropping", False))
     if spec.name != entry.key.rpartition("/")[2]:
-        raise SpecError(f"{entry.key} has the spec of a table named {spec.name!r}")
+        raise ConfigError(f"{entry.key} has the spec of a table named {spec.name!r}: delete it")
     return Registration(said["id"], spec, said["creator"], by, said["ready"], entry.revision, dropping)
 
 

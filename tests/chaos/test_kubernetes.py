@@ -401,10 +401,12 @@ def test_what_a_command_wrote_is_told_when_it_has_ended(
 ) -> None:
     """Half of what it wrote, or nothing, would mean that all went well. A stream that broke ended the run."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=answer_a_stream, args=(server, message, ends))
+        thread = threading.Thread(target=answer_a_stream, args=(server, message, ends), daemon=True)
         thread.start()
         api = served(monkeypatch, server.getsockname()[1])
         monkeypatch.setattr(kubernetes, "PATIENCE_S", 0.0)
+        if ends is not False:
+            monkeypatch.setattr(kubernetes, "ANSWER_S", 60.0)
         if ends:
             assert api.execute("p", ["true"]) == told
         else:
@@ -449,12 +451,5 @@ def test_a_pod_that_no_signal_has_reached_counts_as_running(api: RecordingApi) -
     api.answer = "no process"
     with pytest.raises(Error):
         stage.pause("elasticps-server-2")
-    assert "elasticps-server-2" in stage.names("server", paused=False)
-    api.answer = ""
-    stage.pause("elasticps-server-2")
-    assert "elasticps-server-2" not in stage.names("server", paused=False)
-    api.answer = "no process"  # its container was started again
-    with pytest.raises(Error):
-        stage.resume("elasticps-server-2")
     assert "elasticps-server-2" in stage.names("server", paused=False)
     assert stage.close() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from queue import Queue
 
@@ -54,6 +55,23 @@ def test_what_nobody_of_us_has_written_is_told_by_its_key(scene: Scene, value: b
     if value[:1] != b"{" or b"cut" in value:
         with pytest.raises(eps.Error, match=r"wanted-checkpoints/1 .*delete it"):
             registry.checkpoint_made("wanted-checkpoints/1", 30.0)
+
+
+def test_a_table_that_a_newer_version_has_made_is_told_by_its_key(scene: Scene) -> None:
+    """What exports all tables is not to leave it out."""
+    scene.put("tables/default/t", b'{"id": 1, "spec": "{}", "creator": 1, "ready": true}')
+    with pytest.raises(eps.SpecError, match="tables/default/t cannot be read here"):
+        scene.registry.open_table("default", SPEC, scene.worker.id, False, 30.0)
+    with pytest.raises(eps.SpecError, match="tables/default/t cannot be read here"):
+        scene.registry.tables("default", 30.0)
+
+
+@pytest.mark.parametrize("by", ["q", "a\nb", 7])
+def test_a_creator_that_is_no_worker_is_not_waited_for(scene: Scene, by: object) -> None:
+    scene.put("workers/q", b"[]")
+    said = {"id": 1, "spec": SPEC.to_json(), "creator": 5, "by": by, "ready": False}
+    scene.put("tables/default/t", json.dumps(said).encode())
+    assert not scene.registry.wait_ready("default", "t", 5, 30.0)
 
 
 def test_a_question_for_the_view_has_a_limit_for_the_store_too(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:

@@ -281,7 +281,7 @@ async def test_a_call_with_a_limit_of_its_own_is_not_spent_on_an_endpoint_that_h
     await writer.put("view", b"1")
     assert frozen.process is not None
     frozen.process.send_signal(signal.SIGSTOP)
-    entry = await store.get("view", timeout_s=2.0)
+    entry = await store.get("view", timeout_s=20.0)
     assert entry is not None
     assert entry.value == b"1"
     await store.close()
