@@ -18,7 +18,7 @@ from coordinator.errors import StoreUnavailable, UnknownServer
 from coordinator.names import check_name
 from coordinator.records import read
 from coordinator.store import Entry, Put, Reset, Store
-from coordinator.view import ClusterConfig, Roster, ServerInfo, View
+from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from replication.chain import Member
 
 log = fields.logger(__name__)
@@ -132,6 +132,14 @@ def server_of(key: str, value: bytes) -> ServerInfo:
     if server.name != key.removeprefix(SERVERS):
         raise ValueError(f"{key} names a server {server.name!r:.200}")
     return server
+
+
+def worker_of(key: str, value: bytes) -> WorkerInfo:
+    """Who is registered by what is under `workers/<name>`. ValueError if it makes no sense."""
+    worker = WorkerInfo.from_json(value)
+    if worker.name != key.removeprefix(WORKERS):
+        raise ValueError(f"{key} names a worker {worker.name!r:.200}")
+    return worker
 
 
 def drained(key: str, value: bytes) -> Member:

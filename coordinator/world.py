@@ -24,6 +24,7 @@ from coordinator.membership import (
     drained,
     last_worker,
     server_of,
+    worker_of,
 )
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
@@ -159,7 +160,7 @@ class World:
             self.workers.pop(entry.key, None)
             self.signed_off.add(name)
         else:
-            _register(self.workers, entry.key, lambda: WorkerInfo.from_json(entry.value))
+            _register(self.workers, entry.key, lambda: worker_of(entry.key, entry.value))
             self.signed_off.discard(name)
 
     def _put_record(self, entry: Entry) -> News:
@@ -230,8 +231,6 @@ def _register(members: dict[str, _Info], key: str, parse: Callable[[], _Info]) -
     """One member whose entry makes no sense must not keep the leader from serving the others."""
     try:
         info = parse()
-        if key.partition("/")[2] != info.name:
-            raise ValueError(f"it is named {info.name}")
     except ValueError:
         log.exception("an entry is ignored", key=key)
         members.pop(key, None)

@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from coordinator.adoption import ON_LOSS, table_key
 from coordinator.connect import open_store
 from coordinator.errors import CoordinationError, Fenced
-from coordinator.membership import LAST_WORKER, RESTORING, ROSTER, SIGNED_OFF, WANTED_CHECKPOINTS, WORKERS, new_number
+from coordinator.membership import (
+    LAST_WORKER,
+    RESTORING,
+    ROSTER,
+    SIGNED_OFF,
+    WANTED_CHECKPOINTS,
+    WORKERS,
+    new_number,
+    worker_of,
+)
 from coordinator.names import check_name, check_worker
 from coordinator.records import read
 from coordinator.sessions import WorkerSession, register_worker
@@ -347,7 +356,7 @@ class Registry:
         entry = await self._store.get(WORKERS + name)
         if entry is not None:
             with suppress(ValueError):  # what is no worker is not that one
-                return entry.value != SIGNED_OFF and WorkerInfo.from_json(entry.value).id == worker
+                return entry.value != SIGNED_OFF and worker_of(entry.key, entry.value).id == worker
             return False
         roster = await self._store.get(ROSTER)
         return roster is not None and worker in {one.id for one in Roster.decode(roster.value).workers}

@@ -105,7 +105,7 @@ class Model:
         elif key == RESTORING and self._restore is None:
             self._restore = self.timeline.note(now, "checkpoint", "restore from a checkpoint", lasts=True)
         elif key.startswith(SERVERS):
-            self._register(now, key.removeprefix(SERVERS), server_of(key, value))
+            self._register(now, server_of(key, value))
         elif key.startswith(DRAINS):
             name, incarnation = drained(key, value)
             if self.fleet.drains.get(name) != incarnation:
@@ -209,7 +209,8 @@ class Model:
             self._checkpoint = {"cut": cut, "time": made}
             self._change("checkpoints")
 
-    def _register(self, now: float, name: str, info: ServerInfo) -> None:
+    def _register(self, now: float, info: ServerInfo) -> None:
+        name = info.name
         known = self.fleet.servers.get(name)
         if known is not None and known.info.incarnation < info.incarnation and known.status:
             self.timeline.note(now, "server", f"{name} has registered again", f"as incarnation {info.incarnation}")
