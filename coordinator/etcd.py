@@ -351,7 +351,7 @@ class EtcdStore:
             left = max(0.01, min(attempt_s, end - time.monotonic()))
             try:
                 return await method(member)(request, timeout=left)
-            except (AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+            except (AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError, asyncio.CancelledError) as error:
                 _raise_definite(error)
                 trouble.failures[member.address] = _why(error)
                 self._rotate(at)
@@ -361,6 +361,8 @@ class EtcdStore:
             return await retrying(attempt), trouble.attempts
         except _TryNext as error:
             raise StoreUnavailable(str(trouble), indefinite=writes) from error.__cause__
+        except StoreUnavailable as error:  # closed, also while we were asking
+            raise StoreUnavailable(str(error), indefinite=writes and bool(trouble.failures)) from error.__cause__
 
     def _member(self, at: int) -> _Member:
         if self._closed.is_set():
@@ -458,8 +460,13 @@ async def _one_answer(member: _Member, request: Any, timeout: float) -> Any:
     return answer
 
 
-def _raise_definite(error: Exception) -> None:
+def _raise_definite(error: BaseException) -> None:
     """Raises what a retry would not change."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise error
+        return  # gRPC's own: the channel was closed
     if isinstance(error, AioRpcError):
         if error.code() == grpc.StatusCode.NOT_FOUND and "lease" in (error.details() or ""):
             raise LeaseLost(f"etcd no longer knows the lease: {error.details()}") from error
@@ -474,8 +481,10 @@ def _jitter(state: tenacity.RetryCallState) -> float:
     return _CHANCE.uniform(0.0, min(_RETRY_MAX_S, 0.02 * 2 ** min(state.attempt_number, 6)))
 
 
-def _why(error: Exception) -> str:
+def _why(error: BaseException) -> str:
     """The failure in few words."""
+    if isinstance(error, asyncio.CancelledError):
+        return "the connection was closed"
     if isinstance(error, AioRpcError):
         if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
             return "no answer in time"

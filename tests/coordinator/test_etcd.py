@@ -185,6 +185,29 @@ async def test_a_write_whose_answer_was_lost_is_known_to_be_ours(shared_etcd: Et
     await direct.close()
 
 
+async def test_closing_ends_calls_under_way_as_failed_not_as_cancelled(shared_etcd: Etcd) -> None:
+    """gRPC cancels them, and whoever waited looked as if somebody had cancelled him."""
+    url = fresh_url(shared_etcd)
+    direct = EtcdStore(url)
+    async with Proxy(shared_etcd.endpoint).running() as proxy:
+        store = EtcdStore(replace(url, endpoints=(proxy.endpoint,)), timeout_s=60.0)
+        await store.get("warm-up")
+        proxy.lose_answer_to(b"7777")
+        putting = asyncio.create_task(store.put("a", b"7777"))
+        await until_key(direct, "a", lambda entry: entry is not None)  # nothing comes back from now on
+        getting, given_up = asyncio.create_task(store.get("a")), asyncio.create_task(store.get("a"))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        await store.close()
+        for call, indefinite in ((putting, True), (getting, False)):
+            with pytest.raises(StoreUnavailable, match="is closed") as failed:
+                await call
+            assert failed.value.indefinite is indefinite
+    await direct.close()
+
+
 ODD = (b"workers/\xff", b"drains/\x01", b"last-worker/\xe2\x80\xae", b"/", b"rates/" + b"x" * 600)
 
 
