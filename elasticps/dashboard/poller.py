@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
@@ -20,16 +19,13 @@ from coordinator.errors import CoordinationError
 from coordinator.membership import CONFIG
 from coordinator.store import Change, Delete, Put, Reset, Store
 from coordinator.url import parse
-from elasticps.admin import admin_pb2, admin_pb2_grpc
-from elasticps.admin.client import generation_of, open_channel
+from elasticps.admin import admin_pb2
 from elasticps.dashboard.fanout import Fanout
 from elasticps.dashboard.model import Model
 from elasticps.dashboard.past import read_past
+from elasticps.dashboard.peer import Peer
 from elasticps.errors import CheckpointError, ConfigError, Error
 from elasticps.security import credentials_of
-
-if TYPE_CHECKING:
-    from elasticps.security.credentials import Credentials
 
 log = fields.logger(__name__)
 
@@ -59,7 +55,7 @@ class Poller:
         self._checkpoints = checkpoints
         self._prometheus = prometheus
         self._credentials = credentials_of(url)
-        self._peers: dict[tuple[str, int], _Peer] = {}
+        self._peers: dict[tuple[str, int], Peer] = {}
         self._limit = asyncio.Semaphore(ASKED_AT_ONCE)
         self._hurry = asyncio.Event()
         self.store: Store | None = None
@@ -154,9 +150,9 @@ class Poller:
         for key in [key for key, peer in self._peers.items() if key not in wanted or peer.outdated]:
             await self._peers.pop(key).close()
         for key in wanted.keys() - self._peers.keys():
-            self._peers[key] = _Peer(*key, wanted[key], self._credentials, self._broken)
+            self._peers[key] = Peer(*key, wanted[key], self._credentials, self._broken)
 
-    def _broken(self, peer: _Peer) -> None:
+    def _broken(self, peer: Peer) -> None:
         self._model.silent(time.time(), peer.name, peer.incarnation, f"the connection to {peer.admin} broke")
         self._tell()
 
@@ -169,13 +165,13 @@ class Poller:
                 self._tell()
                 await asyncio.sleep(URGENT_S)
 
-    async def _ask(self, peer: _Peer) -> None:
+    async def _ask(self, peer: Peer) -> None:
         if peer.asked:  # still waiting: one question at a time
             return
         peer.asked = True
         try:
             async with self._limit:
-                answer = await peer.stub.Status(admin_pb2.StatusRequest(), timeout=TIMEOUT_S)
+                answer = await peer.ask("Status", admin_pb2.StatusRequest(), TIMEOUT_S)
             found = {name: getattr(answer, name) for name in _FIELDS}
             self._model.status(time.time(), peer.name, peer.incarnation, found)
             peer.silent = False
@@ -188,10 +184,10 @@ class Poller:
         finally:
             peer.asked = False
 
-    async def _ask_activity(self, peer: _Peer) -> None:
+    async def _ask_activity(self, peer: Peer) -> None:
         with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):  # `_ask` hears of it; an older server has none
             async with self._limit:
-                answer = await peer.stub.Activity(admin_pb2.ActivityRequest(), timeout=TIMEOUT_S)
+                answer = await peer.ask("Activity", admin_pb2.ActivityRequest(), TIMEOUT_S)
             self._model.activity(time.time(), peer.name, {name: _plain(getattr(answer, name)) for name in _ACTIVE})
 
     async def _look_at_tables(self) -> None:
@@ -203,10 +199,10 @@ class Poller:
             self._tell()
             await asyncio.sleep(TABLES_S if held else POLL_S)
 
-    async def _ask_tables(self, peer: _Peer) -> list[dict[str, Any]] | None:
+    async def _ask_tables(self, peer: Peer) -> list[dict[str, Any]] | None:
         try:
             async with self._limit:
-                answer = await peer.stub.Tables(admin_pb2.TablesRequest(), timeout=TIMEOUT_S)
+                answer = await peer.ask("Tables", admin_pb2.TablesRequest(), TIMEOUT_S)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError):
             return None
         return [{name: getattr(table, name) for name in _TABLE} for table in answer.tables]
@@ -217,9 +213,9 @@ class Poller:
         answers = await asyncio.gather(*(self._ask_hot(peer, seconds) for peer in peers))
         return {peer.name: answer for peer, answer in zip(peers, answers, strict=True)}
 
-    async def _ask_hot(self, peer: _Peer, seconds: float) -> dict[str, Any] | None:
+    async def _ask_hot(self, peer: Peer, seconds: float) -> dict[str, Any] | None:
         try:
-            answer = await peer.stub.Hot(admin_pb2.HotRequest(seconds=seconds), timeout=seconds + TIMEOUT_S)
+            answer = await peer.ask("Hot", admin_pb2.HotRequest(seconds=seconds), seconds + TIMEOUT_S)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError):
             return None
         tables = [{name: _plain(getattr(table, name)) for name in _HOT_TABLE} for table in answer.tables]
@@ -246,41 +242,6 @@ class Poller:
                 self._model.catalog({"url": url, "error": str(error), "checkpoints": []})
             self._tell()
             await asyncio.sleep(CATALOG_S)
-
-
-class _Peer:
-    """A kept connection to one incarnation of a server. asked: a question waits; silent: the last one had no answer."""
-
-    def __init__(
-        self, name: str, incarnation: int, admin: str, credentials: Credentials | None, broken: Callable[[_Peer], None]
-    ) -> None:
-        self.name, self.incarnation, self.admin = name, incarnation, admin
-        self.asked = False
-        self.silent = True
-        self._credentials = credentials
-        self._generation = generation_of(credentials)
-        self._channel = open_channel(admin, credentials)
-        self.stub = admin_pb2_grpc.AdminStub(self._channel)
-        self._watch = asyncio.create_task(self._watching(broken), name=f"connection to {name}")
-
-    @property
-    def outdated(self) -> bool:
-        """Whether it is to be made anew, with newer certificates."""
-        return generation_of(self._credentials) != self._generation
-
-    async def _watching(self, broken: Callable[[_Peer], None]) -> None:
-        state = self._channel.get_state(try_to_connect=True)
-        while True:
-            await self._channel.wait_for_state_change(state)
-            before, state = state, self._channel.get_state(try_to_connect=True)
-            if before is grpc.ChannelConnectivity.READY and not self.silent:
-                broken(self)
-
-    async def close(self) -> None:
-        """Watches it no more."""
-        self._watch.cancel()
-        await asyncio.gather(self._watch, return_exceptions=True)
-        await self._channel.close(None)
 
 
 def _plain(value: Any) -> Any:
