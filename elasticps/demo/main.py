@@ -10,12 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from coordinator.errors import CoordinationError
-from elasticps import background
-from elasticps.admin import fetch_status
 from elasticps.audit import audit
 from elasticps.dashboard.needs import PORT
 from elasticps.dashboard.serve import begin_beside
@@ -25,10 +24,14 @@ from elasticps.demo.loss import Checkpoints, kill_everything
 from elasticps.demo.processes import Children, Event
 from elasticps.demo.report import AGREE, AuditAnswer, Evaluation, Kill, Moment, Report, Run, longest_pause
 from elasticps.demo.screen import Screen
+from elasticps.demo.victim import choose
 from elasticps.errors import ConfigError, Error
 from elasticps.local import LocalCluster
 from elasticps.local.following import Following, held
 from elasticps.local.story import failover
+
+if TYPE_CHECKING:
+    from coordinator.view import View
 
 INTERRUPTED = 130  # exit code that shells give to Ctrl-C
 AUDIT_TIMEOUT_S = 30.0
@@ -122,6 +125,7 @@ class _Demo:
         self._quiet_from = 0.0  # time of day
         self._news: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()  # text and kind, from other threads
         self._ranges: list[tuple[float, dict[str, int]]] = []  # time of day
+        self._view: View | None = None  # the newest
         self._audit = AuditAnswer()
         self._workers = [f"w{i}" for i in range(workers)]
         self._evaluations = Evaluations(self._workers)
@@ -185,7 +189,11 @@ class _Demo:
 
     def _follow(self) -> None:
         following = self._following.enter_context(Following(self._cluster.operator_url))
-        following.on_view(lambda view: self._ranges.append((time.time(), held(view))))
+        following.on_view(self._keep)
+
+    def _keep(self, view: View) -> None:
+        self._view = view
+        self._ranges.append((time.time(), held(view)))
 
     def _train_and_evaluate(self, children: Children) -> tuple[float, Run]:
         common = {"epochs": self._epochs, "seed": self._seed}
@@ -255,6 +263,12 @@ class _Demo:
         if not self._due or trained < self._due[0][0]:
             return False
         what = self._due[0][1]
+        if what == "kill":
+            safe = self._victim() is not None
+            if not safe and len(self._due) > 1 and trained >= self._due[1][0]:
+                self._due.popleft()
+                self._news.put(("no server is killed: a range would have no replica left", "change"))
+            return safe
         return what == "worker" or self._free() or (what == "lose" and not (self._change and self._change.is_alive()))
 
     def _free(self) -> bool:
@@ -339,18 +353,20 @@ class _Demo:
             self._tell(*self._news.get(), screen)
 
     def _kill_one(self, kill: Kill, screen: Screen, began: float) -> None:
-        cluster = self._cluster
-        heads = {
-            server.name: background.run(fetch_status(server.admin, 5.0))["ranges_headed"] for server in cluster.servers
-        }
-        kill.server = max(heads, key=lambda name: heads[name])
-        kill.ranges = heads[kill.server]
+        cluster, victim = self._cluster, self._victim()
+        if victim is None:  # somebody else was quicker
+            return
+        kill.server, kill.ranges = victim
         kill.member = f"{kill.server}#{cluster.server(kill.server).incarnation}"
         kill.t = time.time() - began
         cluster.kill(kill.server)
         text = f"kill -9 of {kill.server}, head of {kill.ranges} ranges"
         self._note(text, at=began + kill.t, kind="membership")
         screen.say(f"[red]{text}[/]")
+
+    def _victim(self) -> tuple[str, int] | None:
+        running = {(server.name, server.incarnation) for server in self._cluster.servers if server.running}
+        return None if self._view is None else choose(self._view, running)
 
     def _recovery(self, result: Run, began: float) -> None:
         """Batches that ended before the view without the server stood may owe nothing to it: the first later counts."""
