@@ -28,7 +28,7 @@ import tenacity
 from aetcd import rpc
 from grpc.aio import EOF, AioRpcError  # type: ignore[attr-defined]  # grpc-stubs lacks EOF
 
-from coordinator import fields
+from coordinator import cancelled, fields
 from coordinator.errors import CoordinationError, LeaseLost, StoreUnavailable
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, check_key, check_value
 from coordinator.url import ClusterUrl, TlsFiles
@@ -362,7 +362,7 @@ class EtcdStore:
         except _TryNext as error:
             raise StoreUnavailable(str(trouble), indefinite=writes) from error.__cause__
         except StoreUnavailable as error:  # closed, also while we were asking
-            raise StoreUnavailable(str(error), indefinite=writes and bool(trouble.failures)) from error.__cause__
+            raise StoreUnavailable(str(error), indefinite=writes and bool(trouble.failures)) from None
 
     def _member(self, at: int) -> _Member:
         if self._closed.is_set():
@@ -463,10 +463,9 @@ async def _one_answer(member: _Member, request: Any, timeout: float) -> Any:
 def _raise_definite(error: BaseException) -> None:
     """Raises what a retry would not change."""
     if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if cancelled.ourselves():
             raise error
-        return  # gRPC's own: the channel was closed
+        return
     if isinstance(error, AioRpcError):
         if error.code() == grpc.StatusCode.NOT_FOUND and "lease" in (error.details() or ""):
             raise LeaseLost(f"etcd no longer knows the lease: {error.details()}") from error

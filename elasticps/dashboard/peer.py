@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from coordinator import cancelled
 from elasticps.admin import admin_pb2_grpc
 from elasticps.admin.client import generation_of, open_channel
 
@@ -40,10 +41,8 @@ class Peer:
         try:
             return await getattr(self._stub, method)(request, timeout=timeout_s)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if cancelled.ourselves():
                 raise
-            # gRPC's own, and would end for good whoever waits, as if somebody had cancelled him.
             raise grpc.aio.UsageError(f"the connection to {self.admin} was closed") from None
 
     async def _watching(self, broken: Callable[[Peer], None]) -> None:

@@ -38,6 +38,7 @@ AUDIT_TIMEOUT_S = 30.0
 SCALE_TIMEOUT_S = 60.0
 MORE = 2  # servers that come and go
 QUIET_S = 2.0  # between one change and the next, to be seen
+SPARED = "no server is killed: a range would have no replica left"
 
 
 def run(
@@ -267,7 +268,7 @@ class _Demo:
             safe = self._victim() is not None
             if not safe and len(self._due) > 1 and trained >= self._due[1][0]:
                 self._due.popleft()
-                self._news.put(("no server is killed: a range would have no replica left", "change"))
+                self._news.put((SPARED, "change"))
             return safe
         return what == "worker" or self._free() or (what == "lose" and not (self._change and self._change.is_alive()))
 
@@ -355,6 +356,7 @@ class _Demo:
     def _kill_one(self, kill: Kill, screen: Screen, began: float) -> None:
         cluster, victim = self._cluster, self._victim()
         if victim is None:  # somebody else was quicker
+            self._news.put((SPARED, "change"))
             return
         kill.server, kill.ranges = victim
         kill.member = f"{kill.server}#{cluster.server(kill.server).incarnation}"
