@@ -78,6 +78,7 @@ REFUSED: Mapping[str, str] = {
 GROUPS = ("others", "servers", "coordinators", "etcd", "workers", "everyone")
 WAYS = ("both", "out", "in")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]*[0-9]+")
+_ETCD_POD = re.compile(r"([A-Za-z0-9-]+-)?etcd(-[0-9]+)?")  # the word for all of them, or one by name
 _ROLE_WORDS = ("random", "head-of:hottest", "head-of:RANGE", "tail", "tail-of:RANGE", "joining", "leader", "standby",
                "worker", "etcd")  # fmt: skip
 _RANGE_WORD = re.compile(r"(head|tail)-of:(\d+)")
@@ -451,7 +452,7 @@ def _check_network(place: _Place, fault: FaultPlan, cluster: ClusterPlan) -> Non
         raise place.error("cordon needs nodes: it is possible only with cluster.kind kubernetes")
     if cluster.kind == "kubernetes" and (VERBS[fault.do].network or not VERBS[fault.do].pods):
         raise place.error(f"{fault.do} is not possible on Kubernetes")
-    if cluster.kind == "kubernetes" and fault.do == "pause" and fault.target == "etcd":
+    if cluster.kind == "kubernetes" and fault.do == "pause" and _ETCD_POD.fullmatch(fault.target):
         raise place.error(
             "etcd cannot be paused on Kubernetes: its process is number 1 of its pod, which takes no SIGSTOP from "
             "inside, and the pod has no shell to send it; kill it instead"

@@ -89,6 +89,11 @@ def test_every_fault_can_be_named_in_a_plan() -> None:
             "cluster: {kind: kubernetes, url: 'etcd://e/c'}}",
             "faults[0]: etcd cannot be paused on Kubernetes",
         ),
+        (
+            "{about: x, duration: 5, faults: [{at: 1, do: pause, target: elasticps-etcd-0, for: 1}], "
+            "cluster: {kind: kubernetes, url: 'etcd://e/c'}}",
+            "faults[0]: etcd cannot be paused on Kubernetes",
+        ),
         ("{about: x, duration: 5, faults: {at: 1}}", "faults: must be a list"),
         ("{about: x, duration: 5, faults: [{at: 1}]}", "faults[0]: must say what to `do`: one of kill, terminate"),
         ("{about: x, duration: 5, faults: [{at: 1, do: nuke}]}", "faults[0].do: must be one of kill, terminate"),
