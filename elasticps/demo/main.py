@@ -38,7 +38,6 @@ AUDIT_TIMEOUT_S = 30.0
 SCALE_TIMEOUT_S = 60.0
 MORE = 2  # servers that come and go
 QUIET_S = 2.0  # between one change and the next, to be seen
-SPARED = "no server is killed: a range would have no replica left"
 
 
 def run(
@@ -264,12 +263,9 @@ class _Demo:
         if not self._due or trained < self._due[0][0]:
             return False
         what = self._due[0][1]
-        if what == "kill":
-            safe = self._victim() is not None
-            if not safe and len(self._due) > 1 and trained >= self._due[1][0]:
-                self._due.popleft()
-                self._news.put((SPARED, "change"))
-            return safe
+        if what == "kill":  # waits for somebody who can be spared, until the next event's turn
+            overdue = len(self._due) > 1 and trained >= self._due[1][0]
+            return overdue or self._victim() is not None
         return what == "worker" or self._free() or (what == "lose" and not (self._change and self._change.is_alive()))
 
     def _free(self) -> bool:
@@ -355,8 +351,8 @@ class _Demo:
 
     def _kill_one(self, kill: Kill, screen: Screen, began: float) -> None:
         cluster, victim = self._cluster, self._victim()
-        if victim is None:  # somebody else was quicker
-            self._news.put((SPARED, "change"))
+        if victim is None:
+            self._news.put(("no server is killed: a range would have no replica left", "change"))
             return
         kill.server, kill.ranges = victim
         kill.member = f"{kill.server}#{cluster.server(kill.server).incarnation}"
