@@ -41,3 +41,7 @@ class UnknownServer(CoordinationError, ValueError):
 
 class Damaged(CoordinationError, ValueError):
     """What is under a key of the store makes no sense; the text says what to put there."""
+
+
+class ForkedProcess(CoordinationError, ValueError):
+    """This process was forked from one that uses gRPC, so it cannot use gRPC; the text says what works instead."""

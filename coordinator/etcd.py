@@ -30,6 +30,7 @@ from grpc.aio import EOF, AioRpcError  # type: ignore[attr-defined]  # grpc-stub
 
 from coordinator import cancelled, fields
 from coordinator.errors import CoordinationError, LeaseLost, StoreUnavailable
+from coordinator.forks import use_grpc
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, check_key, check_value
 from coordinator.url import ClusterUrl, TlsFiles
 
@@ -99,12 +100,13 @@ class EtcdStore:
     """A `Store` on etcd, for the cluster that `url` names.
 
     `timeout_s` bounds each call, over all its attempts. Opens no connection until the first call. ValueError if a TLS
-    file cannot be read.
+    file cannot be read; ForkedProcess in a child of a process that uses gRPC.
     """
 
     def __init__(self, url: ClusterUrl, *, timeout_s: float = 5.0) -> None:
         if not 0 < timeout_s <= 86_400:
             raise ValueError(f"a time-out is a positive number of seconds, at most a day, not {timeout_s!r}")
+        use_grpc()
         self._url = url
         self._timeout_s = timeout_s
         self._keys = f"elasticps/{url.cluster}/keys/"
@@ -367,6 +369,7 @@ class EtcdStore:
     def _member(self, at: int) -> _Member:
         if self._closed.is_set():
             raise StoreUnavailable(f"this store of cluster {self.cluster} is closed")
+        use_grpc()
         self._follow_files()
         address = self._url.endpoints[at]
         if address not in self._members:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from coordinator.errors import ForkedProcess
+from coordinator.forks import use_grpc
 from coordinator.view import Roster, View
 from elasticps.admin import admin_pb2, admin_pb2_grpc
-from elasticps.errors import ClusterUnreachable, Error, ServerError
+from elasticps.errors import ClusterUnreachable, ConfigError, Error, ServerError
 from elasticps.security.identity import host_name
 
 if TYPE_CHECKING:
@@ -153,7 +155,11 @@ async def fetch_health(
 
 
 def open_channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:
-    """To the admin service at an address."""
+    """To the admin service at an address. ConfigError in a process that was forked from one that uses gRPC."""
+    try:
+        use_grpc()
+    except ForkedProcess as error:
+        raise ConfigError(str(error)) from None
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
     pems = credentials.pems()

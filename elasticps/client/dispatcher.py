@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.forks import REMEDY
 from coordinator.view import View, WorkerInfo
 from elasticps.client import absence
 from elasticps.client.connections import Connections, Peer, server_error
@@ -143,7 +144,7 @@ class Dispatcher:
         """In a forked child: nothing goes on here, and what the parent does is not disturbed."""
         self.disowned = True
         self.error = Closed(
-            f"this client belongs to process {os.getppid()}, of which this is a fork: connect again in the child"
+            f"this client belongs to process {os.getppid()}, of which this process is a fork. {REMEDY}"
         )
         self.lock = self.runtime.rlock()  # a thread that is not here any more may hold the other one
         self._driver.disown()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordinator.adoption import ON_LOSS, table_key
 from coordinator.connect import open_store
-from coordinator.errors import CoordinationError, Fenced
+from coordinator.errors import CoordinationError, Fenced, ForkedProcess
 from coordinator.membership import (
     LAST_WORKER,
     RESTORING,
@@ -405,5 +405,7 @@ def _run(coroutine: Coroutine[Any, Any, T], runtime: Runtime, timeout_s: float, 
         raise Timeout(f"the coordination store at {url} did not answer within {timeout_s:.1f} s") from None
     except Fenced as error:
         raise Closed(f"this worker was started again elsewhere: {error}") from error
+    except ForkedProcess as error:
+        raise ConfigError(str(error)) from None
     except CoordinationError as error:
         raise ClusterUnreachable(str(error)) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import elasticps as eps
 
@@ -41,3 +42,65 @@ def test_children_are_born_well_beside_an_open_client(cluster: eps.LocalCluster)
     assert code == 0
     assert said.count("import elasticps first") == 1
     assert forked(cluster.url, 20, "import grpc", GRPC_ENABLE_FORK_SUPPORT="0") == (0, "")
+
+
+CHILDREN = """
+import multiprocessing, os, sys
+import numpy as np
+import elasticps as eps
+
+KEYS, ONES = np.arange(50), np.ones((50, 2), np.float32)
+
+def answer(call):
+    try:
+        return type(call()).__name__
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+def train(url, answers):
+    with eps.connect(url, worker="child") as ps:
+        table = ps.table("forked", dim=2, optimizer=eps.Accumulate())
+        ps.push({table: (KEYS, ONES)}).result()
+    answers.put("pushed")
+
+if __name__ == "__main__":
+    with eps.connect(sys.argv[1], worker="forks") as ps:
+        table = ps.table("forked", dim=2, optimizer=eps.Accumulate())
+        steps = 0
+        for turn in range(3):
+            child = os.fork()
+            if not child:
+                calls = [
+                    lambda: eps.connect(sys.argv[1], worker="child"), ps.tables, ps.losses, ps.flush, ps.resume,
+                    lambda: ps.push({table: (KEYS, ONES)}), lambda: table.pull(KEYS), lambda: len(table), ps.checkpoint,
+                    lambda: ps.table("other", dim=2, optimizer=eps.Accumulate()), lambda: table.set_on_loss("wait"),
+                ]
+                print(*map(answer, calls), sep="\\n", flush=True)
+                sys.exit(0)
+            while not os.waitpid(child, os.WNOHANG)[0]:
+                ps.push({table: (KEYS, ONES)}).result()
+                steps += 1
+        for method in ("spawn", "forkserver"):
+            context = multiprocessing.get_context(method)
+            answers = context.Queue()
+            child = context.Process(target=train, args=(sys.argv[1], answers))
+            child.start()
+            print(method, answers.get(timeout=120), flush=True)
+            child.join()
+            steps += 1
+        assert (table.pull(KEYS) == steps).all()
+        ps.drop_table("forked")
+"""
+
+
+def test_a_forked_child_is_refused_at_once_and_its_parent_trains_on(cluster: eps.LocalCluster, tmp_path: Path) -> None:
+    script = tmp_path / "children.py"
+    script.write_text(CHILDREN)
+    done = subprocess.run([sys.executable, script, cluster.url], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (0, "")
+    *refused, spawned, served = done.stdout.splitlines()
+    assert (spawned, served) == ("spawn pushed", "forkserver pushed")
+    assert len(refused) == 3 * 11
+    for line in refused:
+        assert line.startswith(("ConfigError: ", "Closed: ")), line
+        assert "forkserver" in line
