@@ -1,7 +1,8 @@
 """Refuses gRPC in a child that was forked from a process that uses gRPC.
 
-gRPC's threads do not exist in such a child, but its descriptors do: a call there waits for ever, and takes wake-ups that
-were the parent's, whose calls then wait, too, until leases run out. gRPC's own handling of forks does not cover asyncio.
+gRPC's threads do not exist in such a child, but its descriptors do: a call there waits for ever, and takes wake-ups
+that were the parent's, whose calls then wait, too, until leases run out. gRPC's own handling of forks does not cover
+asyncio.
 """
 
 from __future__ import annotations
@@ -28,6 +29,6 @@ def use_grpc() -> None:
         _user = os.getpid()
     elif _user != os.getpid():
         raise ForkedProcess(
-            f"process {os.getpid()} was forked from process {_user}, which had connected to a cluster before; gRPC, which"
-            f" speaks to etcd, does not work across a fork. {REMEDY}"
+            f"process {os.getpid()} was forked from process {_user}, which had connected to a cluster before; gRPC,"
+            f" which speaks to etcd, does not work across a fork. {REMEDY}"
         )

@@ -143,9 +143,7 @@ class Dispatcher:
     def disown(self) -> None:
         """In a forked child: nothing goes on here, and what the parent does is not disturbed."""
         self.disowned = True
-        self.error = Closed(
-            f"this client belongs to process {os.getppid()}, of which this process is a fork. {REMEDY}"
-        )
+        self.error = Closed(f"this client belongs to process {os.getppid()}, of which this process is a fork. {REMEDY}")
         self.lock = self.runtime.rlock()  # a thread that is not here any more may hold the other one
         self._driver.disown()
         self.connections.disown()
