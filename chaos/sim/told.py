@@ -6,10 +6,12 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from elasticps import temporary
 
 if TYPE_CHECKING:
     from chaos.sim.run import Result
@@ -114,13 +116,16 @@ class Record:
     @contextmanager
     def _beside(self, text: str) -> Iterator[Path]:
         """A file beside it, for as long as it takes to put that in its place."""
-        beside = self.path.with_name(f"{self.path.name}.new")
+        beside = temporary.new_path(self.path.parent)
         try:
-            beside.write_text(text)
+            with temporary.create(beside) as file:
+                file.write(text.encode())
             yield beside
-            beside.unlink(missing_ok=True)
         except OSError as error:
             raise RecordError(f"{self.path} cannot be written: {error.strerror}") from None
+        finally:
+            with suppress(OSError):
+                beside.unlink()
 
 
 def duration(seconds: float) -> str:

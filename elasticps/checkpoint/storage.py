@@ -1,26 +1,26 @@
 """Where checkpoints lie: a folder, a bucket of S3, Google or Azure, or this process's memory.
 
-What `put` and `put_new` have said is there stays there: buckets promise that, and in folders files and their entries
-are synced to the disk, which obstore leaves to the system. Nobody ever sees half a file. Calls block: for threads.
+What `put` and `put_new` have written stays: buckets promise that, and in folders files and their entries are synced to
+the disk. Nobody ever sees half a file. Calls block: for threads.
 """
 
 from __future__ import annotations
 
-import os
-import uuid
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import obstore
 from numpy.typing import NDArray
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
-from obstore.store import LocalStore, MemoryStore, ObjectStore, from_url
+from obstore.store import MemoryStore, ObjectStore, from_url
 
+from elasticps.checkpoint.folder import Folder, Stored
 from elasticps.errors import CheckpointError
 
 Data = bytes | bytearray | memoryview | tuple[memoryview, ...]
@@ -44,14 +44,6 @@ def new_memory(size: int) -> NDArray[np.uint8]:
     return np.empty(size, np.uint8)
 
 
-class Stored(NamedTuple):
-    """A file: its path, bytes, and when it was written, by the storage's clock, in seconds since 1970."""
-
-    path: str
-    bytes: int
-    time: float
-
-
 class NotThere(CheckpointError):
     """No such file."""
 
@@ -70,13 +62,13 @@ class Storage:
                 "the place of checkpoints is empty: name a folder, or a URL such as s3://bucket/prefix"
             )
         self.url = url.rstrip("/") if "://" in url else Path(url).absolute().as_uri()
-        self._folder: Path | None = None
+        self._folder: Folder | None = None
         self._store: ObjectStore | None = None
         parts = urlsplit(self.url)
         if parts.scheme == "file":
             if parts.netloc not in ("", "localhost"):
                 raise CheckpointError(f"{url}: a folder's URL has three slashes: file:///{parts.netloc}{parts.path}")
-            self._folder = Path(unquote(parts.path))
+            self._folder = Folder(Path(unquote(parts.path)))
         elif parts.scheme == "memory":
             self._store = _memory.setdefault(self.url, MemoryStore())
         else:
@@ -101,35 +93,31 @@ class Storage:
         return True
 
     def _put(self, path: str, data: Data, *, overwrite: bool) -> None:
-        store = self._for_writing()
+        parts = data if isinstance(data, tuple) else (memoryview(data),)
         with self._told("written", path):
-            if self._folder is None:
-                joined = b"".join(data) if isinstance(data, tuple) else data
-                obstore.put(store, path, joined, mode="overwrite" if overwrite else "create")
-                return
-            part = f"{path}.{uuid.uuid4().hex}.part"  # on the disk before it has its name
-            try:
-                there = iter(data) if isinstance(data, tuple) else data
-                obstore.put(store, part, there, use_multipart=False)  # else it is copied under the GIL
-                self._sync(self._folder / part)
-                (os.replace if overwrite else os.link)(self._folder / part, self._folder / path)
-                for folder in (self._folder / path).parents:
-                    self._sync(folder)
-                    if folder == self._folder.parent:
-                        break
-            finally:
-                (self._folder / part).unlink(missing_ok=True)
+            if self._folder is not None:
+                self._folder.write(path, parts, overwrite=overwrite)
+            else:
+                joined = b"".join(parts) if isinstance(data, tuple) else data
+                obstore.put(self._objects, path, joined, mode="overwrite" if overwrite else "create")
 
     def get(self, path: str) -> bytes:
         """A whole file. Raises NotThere."""
         with self._told("read", path):
-            return bytes(obstore.get(self._for_reading(path), path).bytes())
+            if self._folder is None:
+                return bytes(obstore.get(self._objects, path).bytes())
+            with self._folder.open(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
+                return file.read()
 
     def exists(self, path: str) -> bool:
         """Whether there is a file of that name."""
         try:
             with self._told("looked for", path):
-                obstore.head(self._for_reading(path), path)
+                if self._folder is None:
+                    obstore.head(self._objects, path)
+                else:
+                    with self._folder.open(path):
+                        pass
         except NotThere:
             return False
         return True
@@ -145,11 +133,11 @@ class Storage:
         found: Iterator[memoryview] = iter(())
         if wanted and self._folder is not None:
             with self._told("read", path):
-                found = iter(_read(self._folder / path, wanted, take))
+                found = iter(_read(self._folder, path, wanted, take))
         elif wanted:
             with self._told("read", path):
                 starts, lengths = [start for start, _ in wanted], [length for _, length in wanted]
-                read = obstore.get_ranges(self._for_reading(path), path, starts=starts, lengths=lengths)
+                read = obstore.get_ranges(self._objects, path, starts=starts, lengths=lengths)
                 found = map(memoryview, read)
         out = [next(found) if length else memoryview(b"") for _, length in parts]
         if any(len(data) != length for data, (_, length) in zip(out, parts, strict=True)):
@@ -158,13 +146,12 @@ class Storage:
 
     def listing(self, prefix: str = "") -> list[Stored]:
         """All files below a folder, which need not exist."""
-        if self._folder is not None and not self._folder.exists():
-            return []
         with self._told("listed", prefix):
-            chunks = obstore.list(self._for_reading(), prefix or None)
+            if self._folder is not None:
+                return self._folder.listing(prefix)
             return sorted(
                 Stored(meta["path"], meta["size"], meta["last_modified"].timestamp())
-                for chunk in chunks for meta in chunk
+                for chunk in obstore.list(self._objects, prefix or None) for meta in chunk
             )  # fmt: skip
 
     def files(self, prefix: str = "") -> list[tuple[str, int]]:
@@ -173,53 +160,31 @@ class Storage:
 
     def folders(self) -> list[str]:
         """The names of the folders at the top."""
-        if self._folder is not None and not self._folder.exists():
-            return []
         with self._told("listed"):
-            return sorted(obstore.list_with_delimiter(self._for_reading())["common_prefixes"])
+            if self._folder is not None:
+                return self._folder.folders()
+            return sorted(obstore.list_with_delimiter(self._objects)["common_prefixes"])
 
     def delete(self, paths: Sequence[str]) -> None:
         """Deletes files, in this order; those that are not there count as deleted."""
         with self._told("deleted from"):
-            for some in [paths] if self._folder is None else [[path] for path in paths]:
+            if self._folder is None:
                 with suppress(FileNotFoundError):
-                    obstore.delete(self._for_reading(), some)
+                    obstore.delete(self._objects, paths)
+                return
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    self._folder.delete(path)
 
     def drop_empty(self, folder: str) -> bool:
         """Removes a folder at the top that has no files: only on disks there is such a thing. Whether it is gone; it
         stays if somebody is writing there."""
-        if self._folder is None or not (top := self._folder / folder).is_dir():
-            return False
-        with suppress(OSError):
-            for at, _, _ in os.walk(top, topdown=False):
-                os.rmdir(at)
-        return not top.exists()
+        return self._folder is not None and self._folder.drop_empty(folder)
 
-    # --- folders --------------------------------------------------------------------------------------------------
-
-    def _for_writing(self) -> ObjectStore:
-        if self._store is None:
-            with self._told("made"):
-                self._store = LocalStore(self._folder, mkdir=True, automatic_cleanup=True)
+    @property
+    def _objects(self) -> ObjectStore:
+        assert self._store is not None, "a folder has none"
         return self._store
-
-    def _for_reading(self, path: str = "") -> ObjectStore:
-        """A folder is not made by looking into it."""
-        if self._folder is not None and not self._folder.exists():
-            raise FileNotFoundError(path)
-        return self._for_writing()
-
-    @staticmethod
-    def _sync(at: Path) -> None:
-        """Has a file's bytes, or a folder's entries, on the disk, and out of memory: nobody reads them soon, and to
-        take other pages for the next file may cost the system several times as much as to copy it there."""
-        descriptor = os.open(at, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
 
     @contextmanager
     def _told(self, done: str, path: str = "") -> Iterator[None]:
@@ -233,6 +198,8 @@ class Storage:
             text = _first(error)
             if any(name in text for name in _NO_BUCKET):
                 raise CheckpointError(f"{where} cannot be {done}: there is no such bucket") from error
+            if isinstance(error, OSError) and error.errno in (errno.ELOOP, errno.ENOTDIR):
+                text += "; a part of that path is no folder, or is a link, which is not followed"
             if isinstance(error, FileNotFoundError):
                 raise NotThere(f"{where} cannot be {done}: it is not there") from error
             if isinstance(error, _DENIED) or any(name in text for name in _NOT_ALLOWED):
@@ -240,10 +207,10 @@ class Storage:
             raise CheckpointError(f"{where} cannot be {done}: {text}") from error
 
 
-def _read(path: Path, parts: Sequence[tuple[int, int]], take: Take) -> list[memoryview]:
+def _read(folder: Folder, path: str, parts: Sequence[tuple[int, int]], take: Take) -> list[memoryview]:
     """(start, length) of a file; less where it ends before."""
     out = []
-    with path.open("rb", buffering=0) as file:
+    with folder.open(path) as descriptor, open(descriptor, "rb", buffering=0, closefd=False) as file:
         for start, length in parts:
             file.seek(start)
             data, got = take(length).data, 0

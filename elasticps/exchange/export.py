@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
+from coordinator import fields
+from elasticps import temporary
 from elasticps.client import Client, DenseTensor, SparseTable
 from elasticps.client.tables import CHUNK
 from elasticps.errors import ConfigError
 from elasticps.exchange.writers import Columns, cast, check_format, writer
 from elasticps.spec import TableSpec
+
+log = fields.logger(__name__)
 
 MANIFEST = "elasticps.json"
 VERSION = 1
@@ -98,43 +103,67 @@ def _written_folder(to: Path, kind: str, dtype: str, said: Mapping[str, object])
     check_format(kind)  # of nothing, too: the manifest says it
     if dtype not in ("float32", "float16"):
         raise ConfigError(f"dtype must be float32 or float16, got {dtype!r}")
+    to = Path(os.path.abspath(to))  # "." has no name
+    if to.is_symlink():
+        raise ConfigError(f"{to} is a link: name the folder itself")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"{to} exists, and is not an empty folder")
-    part = to.with_name(f".{to.name}.part")
-    folder = _take(part, to)
+    with ExitStack() as stack:
+        part, folder = _begin(to, stack)
+        with temporary.naming(to):
+            yield part
+            manifest = {"version": VERSION, "format": kind, "dtype": dtype, "tables": said}
+            with temporary.create(part / MANIFEST) as file:
+                file.write(json.dumps(manifest, indent=1).encode())
+        _publish(part, folder, to)
+
+
+def _begin(to: Path, stack: ExitStack) -> tuple[Path, int]:
+    """A new folder beside `to`, and its descriptor, which is locked: so another export to the same place can tell that
+    this one is under way. The folder of an export that has died stays, and a warning names it: nobody can prove whose
+    it is."""
+    mark = f"{hashlib.blake2b(os.fsencode(to.name), digest_size=4).hexdigest()}-"
     try:
-        yield part
-        manifest = {"version": VERSION, "format": kind, "dtype": dtype, "tables": said}
-        (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        part.replace(to)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+        to.parent.mkdir(parents=True, exist_ok=True)
+        for other in temporary.paths_with(to.parent, mark):
+            if _locked(other):
+                raise ConfigError(f"{to} is being written by another export")
+            log.warning("an export that died has left its folder: delete it", folder=other)
+        part = stack.enter_context(temporary.new_folder(to.parent, mark))
+        folder = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        stack.callback(os.close, folder)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        why = "its parent is no folder" if isinstance(error, FileExistsError) else error.strerror
+        raise ConfigError(f"{to} cannot be made: {why}") from error
+    return part, folder
+
+
+def _locked(other: Path) -> bool:
+    """Whether a folder is there that another process has locked."""
+    try:
+        folder = os.open(other, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False  # a link, say, or it has gone
+    try:
+        fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
     finally:
         os.close(folder)
 
 
-def _take(part: Path, to: Path) -> int:
-    """Makes an empty folder that nobody else takes as long as what this returns is open; what somebody has left there
-    who has died is deleted."""
-    while True:
-        try:
-            part.mkdir(parents=True, exist_ok=True)
-            folder = os.open(part, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise ConfigError(f"{to} cannot be made: {error.strerror}") from error
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(folder), os.stat(part)):
-                for left in part.iterdir():
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
-                return folder
-        except BlockingIOError:
-            os.close(folder)
-            raise ConfigError(f"{to} is being written by another export") from None
-        except FileNotFoundError:  # another export had it, and has ended just now
-            pass
-        os.close(folder)
+def _publish(part: Path, folder: int, to: Path) -> None:
+    """Gives the written folder its name. ConfigError if something has it by now."""
+    if not part.is_dir() or not os.path.samestat(os.fstat(folder), part.lstat()):
+        raise ConfigError(f"{to} cannot be made: somebody has replaced {part}, which was to become it")
+    try:
+        part.rename(to)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise ConfigError(f"{to} was made by somebody else meanwhile, and is not an empty folder") from error
 
 
 def _columns(

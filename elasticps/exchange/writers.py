@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps import temporary
 from elasticps.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class SafetensorsWriter:
         part = f"-{number:05d}" if number else ""
         while (path := Path(f"{stem}{part}.safetensors")).exists():  # a tensor may be called as a table's column is
             stem += "_"
-        file = open(path, "wb")  # noqa: SIM115  # until it is finished
+        file = temporary.create(path)  # until it is finished
         file.write(b" " * _HEADER_BYTES)
         first = 0 if before is None else before.first + before.rows
         return _Part(file, number, first, DTYPES[array.dtype.name], list(array.shape[1:]))
@@ -135,13 +136,13 @@ class NpzWriter:
     def write(self, columns: Columns) -> None:
         for name, array in columns.items():
             if name not in self._files:
-                self._files[name] = open(self._part(name), "wb")  # noqa: SIM115  # until close
+                self._files[name] = temporary.create(self._part(name))  # until close
                 self._like[name] = array[:0].copy()
             self._files[name].write(np.ascontiguousarray(array).data)
         self._rows += len(next(iter(columns.values())))
 
     def close(self) -> None:
-        with zipfile.ZipFile(self._path, "w") as archive:
+        with temporary.create(self._path) as whole, zipfile.ZipFile(whole, "w") as archive:
             for name, file in self._files.items():
                 file.close()
                 like = self._like[name]
@@ -172,20 +173,23 @@ class ParquetWriter:
             raise ConfigError("parquet needs pyarrow: pip install 'elasticps[parquet]'") from None
         self._arrow = pyarrow
         self._path = directory / f"{table}.parquet"
+        self._out: IO[bytes] | None = None
         self._file: pyarrow.parquet.ParquetWriter | None = None
 
     def write(self, columns: Columns) -> None:
         batch = self._arrow.table({name: self._column(array) for name, array in columns.items()})
         if self._file is None:
-            self._file = self._arrow.parquet.ParquetWriter(self._path, batch.schema)
+            self._out = temporary.create(self._path)
+            self._file = self._arrow.parquet.ParquetWriter(self._out, batch.schema)
         self._file.write_table(batch)
 
     def close(self) -> None:
-        if self._file is not None:
+        if self._file is not None and self._out is not None:
             self._file.close()
+            self._out.close()
 
     def give_up(self) -> None:
-        _close([] if self._file is None else [self._file])
+        _close(file for file in (self._file, self._out) if file is not None)
 
     def _column(self, array: NDArray[Any]) -> pyarrow.Array:
         flat = self._arrow.array(array.reshape(-1))

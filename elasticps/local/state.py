@@ -17,6 +17,7 @@ from typing import Any
 
 from coordinator.names import check_name
 from coordinator.url import parse
+from elasticps import temporary
 from elasticps.errors import ConfigError, Timeout
 from elasticps.local import keeper
 
@@ -131,9 +132,8 @@ def _entry(name: Any, role: Any, pid: Any, moment: Any) -> Entry:
 
 def write(folder: Path, record: Record) -> None:
     """Replaces the record in `folder` in one step: a reader sees the old or the new one."""
-    new = folder / f"{_FILE}.new"
-    new.write_text(json.dumps({"format": _FORMAT, **asdict(record)}, indent=1) + "\n", encoding="utf-8")
-    new.replace(folder / _FILE)
+    said = json.dumps({"format": _FORMAT, **asdict(record)}, indent=1) + "\n"
+    temporary.replace_file(folder / _FILE, said.encode())
 
 
 def update(folder: Path, change: Callable[[Record], Record]) -> Record:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -24,6 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from coordinator.etcd_rights import ROOT
 from coordinator.url import TlsFiles
+from elasticps import temporary
 from elasticps.errors import ConfigError
 from elasticps.security.identity import Identity, Role, host_name
 
@@ -171,16 +171,5 @@ def _write(folder: Path, stem: str, key: _Key, certificate: x509.Certificate) ->
     pem = serialization.Encoding.PEM
     private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     # The key comes last: a folder with ca.key has an authority, and whoever died before that can make it again.
-    _replace(folder / f"{stem}.crt", certificate.public_bytes(pem))
-    _replace(folder / f"{stem}.key", private)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """In one step, and never readable by others."""
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    for suffix, content in (("crt", certificate.public_bytes(pem)), ("key", private)):
+        temporary.replace_file(folder / f"{stem}.{suffix}", content, 0o600)

@@ -59,12 +59,12 @@ def test_an_authority_that_was_not_finished_can_be_made_again(
 ) -> None:
     left = [None] * written
 
-    def dies(path: Path, content: bytes) -> None:
+    def dies(path: Path, content: bytes, mode: int) -> None:
         left.pop()  # IndexError: that was its last moment
         path.write_bytes(content)
 
     with monkeypatch.context() as patch:
-        patch.setattr("elasticps.security.authority._replace", dies)
+        patch.setattr("elasticps.temporary.replace_file", dies)
         with pytest.raises(IndexError):
             Authority.create(tmp_path / "ca")
     made = Authority.create(tmp_path / "ca")
