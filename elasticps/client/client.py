@@ -92,7 +92,8 @@ class Client(Training):
         return self._tables.dense(init, spec, on_loss, max_lost_steps)
 
     def tables(self) -> dict[str, TableInfo]:
-        """All tables and tensors of the application, by name: their specs, and how many rows servers have of each."""
+        """All tables and tensors of the application, by name: their specs, and how many rows servers have of each,
+        those of this client's own steps so far among them."""
         return self._tables.known()
 
     def caches(self) -> dict[str, CacheUse]:
@@ -105,10 +106,12 @@ class Client(Training):
         return self._tables.open(name)
 
     def drop_table(self, name: str) -> None:
-        """Forgets a table or tensor of the application: rows, slots and name. Returns when every server has.
+        """Forgets a table or tensor of the application: rows, slots and name. Returns when every server has, behind
+        this client's own steps so far.
 
-        Whoever still uses it gets `UnknownTable`; a push of it ticks without its rows. A table that is opened under the
-        name later is another one. Raises `UnknownTable` if there is none of that name, `Timeout`.
+        Whoever still uses it gets `UnknownTable`; a push of it ticks without its rows, and without all others that it
+        has for the same server. A table that is opened under the name later is another one. Raises `UnknownTable` if
+        there is none of that name, `InputError` while a step of this client is open, `Timeout`.
         """
         self._tables.drop(name)
 

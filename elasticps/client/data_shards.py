@@ -79,8 +79,8 @@ class Shards:
                 claims.queue.clear()  # the cluster may have given them to others
             while not claims.queue:
                 if not self._carry_out(claims.fetch()):
+                    self._settle()
                     self._end()
-                    self._steps.settle_all()
                     self._steps.pause()  # whoever goes on need not wait for those who are done
                     raise StopIteration
                 if self._registry.registered() != self._lease:  # while we asked
@@ -110,9 +110,10 @@ class Shards:
         self._claims.used(*shard, clock)
 
     def close(self) -> None:
-        """Waits for the steps so far, says what was trained and gives back what was not. The iterator ends."""
+        """Waits for the steps so far, says what was trained and gives back what was not. The iterator ends. InputError
+        while a step is open."""
         if not self._closed:
-            self._steps.settle_all()
+            self._settle()
             self.leave(self._steps.timeout_s)
 
     def leave(self, timeout_s: float) -> None:
@@ -125,6 +126,9 @@ class Shards:
             self._end()
         finally:
             self._lock.release()
+
+    def _settle(self) -> None:
+        self._steps.settle_own_steps(f"waiting for shards {self.name!r}")
 
     def _end(self) -> None:
         self._closed = True
@@ -145,7 +149,7 @@ class Shards:
                 if isinstance(wish, Request):
                     answers = self._dispatcher.ask_all(*wish)
                 elif wish is Need.SETTLE:
-                    self._steps.settle_all()
+                    self._settle()
                 elif wish is Need.ATTACH_NOTHING:
                     self._steps.attach(None)
                 elif wish is Need.PAUSE:

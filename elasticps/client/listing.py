@@ -6,21 +6,18 @@ list needs no more than the place where the next part begins, and misses none wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.protocol.fan_out import Answer, Questions
+from elasticps.client.protocol.fan_out import Ask, Questions
 from elasticps.client.protocol.routing import Routes
 from elasticps.wire.frames import Buffer, Header
 from elasticps.wire.headers import KeysHeader, ListKeysHeader
 from replication.chain import Member
 
 RANGES_AT_ONCE = 16
-
-Ask = Callable[[Questions, str], Iterable[Answer]]
-"""Waits for the answers of a round, which is for what the text says."""
 
 
 def count(ask: Ask, table: int, ranges: int) -> int:

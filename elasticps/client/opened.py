@@ -17,7 +17,7 @@ from elasticps.client.cache_use import check_cache
 from elasticps.client.dispatcher import Dispatcher
 from elasticps.client.filling import NO_STEP_VALUES, fill
 from elasticps.client.inputs import checked_floats
-from elasticps.client.protocol.fan_out import of_heads
+from elasticps.client.protocol.fan_out import Ask, of_heads
 from elasticps.client.reads import Reads
 from elasticps.client.registry import Registration, Registry
 from elasticps.client.tables import DenseTensor, Handle, SparseTable, TableInfo
@@ -74,16 +74,17 @@ class Tables:
 
     def known(self) -> dict[str, TableInfo]:
         """All of the application, by name."""
+        ask = self._reads.behind_own_steps()
         found = self._registry.tables(self._app, self._timeout_s)
         rates = {name: self._registry.rate_of(name, one.id) for name, one in found.items()}
         return {
-            name: TableInfo(one.id, one.spec, self._rows(one.id), getattr(rates[name], "lr", None))
+            name: TableInfo(one.id, one.spec, self._rows(ask, one.id), getattr(rates[name], "lr", None))
             for name, one in found.items()
         }
 
-    def _rows(self, table: int) -> int:
+    def _rows(self, ask: Ask, table: int) -> int:
         try:
-            return listing.count(self._reads.ask, table, self._reads.routes.view.ranges)
+            return listing.count(ask, table, self._reads.routes.view.ranges)
         except UnknownTable:  # it is being made just now, or dropped
             return 0
 
@@ -104,7 +105,13 @@ class Tables:
 
     def drop(self, name: str) -> None:
         """Forgets a table, its name too. Raises UnknownTable."""
-        self._drop(self._find(name))
+        found = self._find(name)
+        self._settle_before_drop(name)
+        self._drop(found)
+
+    def _settle_before_drop(self, name: str) -> None:
+        """Own steps come first: of a push that has rows of a table that is gone, servers refuse the other rows, too."""
+        self._reads.settle(f"dropping {name!r}")
 
     def _find(self, name: str) -> Registration:
         self._dispatcher.check()
@@ -138,7 +145,8 @@ class Tables:
         def register() -> Registration:
             return self._registry.open_table(worker.app, spec, worker.id, values is None, self._timeout_s)
 
-        while (registration := register()).dropping:
+        while (registration := register()).dropping:  # somebody has begun that, and was stopped
+            self._settle_before_drop(spec.name)
             self._drop(registration)
         if known is not None and known.id == registration.id:
             return known

@@ -48,7 +48,9 @@ class Parts:
             dispatcher.pushes.on_refused = self._forget
             joining = Joining(dispatcher, registry, barrier, timeout_s)
             self.steps = Steps(dispatcher, joining, barrier, opened, timeout_s, self.losses)
-            self.reads = Reads(dispatcher, self.steps.before_read, consistency.bound, timeout_s, self.steps.settle_all)
+            self.reads = Reads(
+                dispatcher, self.steps.before_read, consistency.bound, timeout_s, self.steps.settle_own_steps
+            )
             self.tables = Tables(registry, dispatcher, self.reads, opened, timeout_s)
             self.shards = ShardSets(dispatcher, self.steps, registry)
             dispatcher.on_watch = self._use

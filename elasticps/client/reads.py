@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.dispatcher import Dispatcher
-from elasticps.client.protocol.fan_out import Answer, Questions
+from elasticps.client.protocol.fan_out import Ask, Questions
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.pull_tables import PartRead, TablesPull, in_groups, small_together
 from elasticps.client.pulls import ArrayRead, Read, RowsToCome
@@ -23,12 +23,13 @@ BOUND_GRACE_S = 1.0
 
 
 class Reads:
-    """Starts reads and waits for them. `prepare()` sees to whatever a read has to wait for, and gives the clock that it
-    reads at; bound: of the delay, None for none; settle() waits until whatever was pushed is committed."""
+    """Starts reads and waits for them; asks for all else that comes behind this worker's own steps. `prepare()` sees to
+    whatever a read has to wait for, and gives the clock that it reads at; bound: of the delay, None for none; settle:
+    as `Steps.settle_own_steps`."""
 
     def __init__(
         self, dispatcher: Dispatcher, prepare: Callable[[], int], bound: int | None, timeout_s: float,
-        settle: Callable[[], None],
+        settle: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.cluster = dispatcher.cluster
         self.worker = dispatcher.worker
@@ -126,24 +127,29 @@ class Reads:
             if not read.done():
                 self._dispatcher.forget_read(read, Timeout("nobody waits for it"))
 
-    def ask(self, questions: Questions, what: str, writes: bool = False) -> list[Answer]:
-        """What servers answer to questions that are no pulls. writes: they change rows."""
-        return self._dispatcher.ask_all(questions, self._timeout_s, what, writes=writes)
+    def behind_own_steps(self) -> Ask:
+        """Waits until this worker's own steps so far are committed and their rounds closed, but for one that is still
+        open; what it returns asks servers behind these."""
+        self._settle("")
+        return lambda questions, what: self._dispatcher.ask_all(questions, self._timeout_s, what)
 
-    def delete(self, questions: Callable[[int], Questions], what: str) -> None:
-        """Has servers delete something, as this worker's deletion of the number that `questions` is given, after
-        whatever it has pushed. One at a time: servers take a lower number than the last for one that was given up."""
+    def change(self, questions: Questions, doing: str) -> None:
+        """Has servers change rows past the optimizer, behind all of this worker's own steps: InputError if one is still
+        open."""
+        self._settle(doing)
+        self._dispatcher.ask_all(questions, self._timeout_s, doing, writes=True)
+
+    def delete(self, questions: Callable[[int], Questions], doing: str) -> None:
+        """The same for a deletion, this worker's of the number that `questions` is given. One at a time: servers take a
+        lower number than the last for one that was given up."""
         with self._deleting:
-            self._settle()
+            self._settle(doing)
             self._deletions += 1
-            self.ask(questions(self._deletions), what, writes=True)
+            self._dispatcher.ask_all(questions(self._deletions), self._timeout_s, doing, writes=True)
 
-    def settle(self) -> None:
-        """Waits until what a pull would see of this worker's own steps is committed: all but one that is still open."""
-        clock, dispatcher = self._prepare(), self._dispatcher
-        done = lambda: dispatcher.session.committed >= clock or dispatcher.error is not None  # noqa: E731
-        dispatcher.wait(done, self._timeout_s, "a step")
-        dispatcher.check()
+    def settle(self, doing: str) -> None:
+        """Waits as `change` does, for a change that is written elsewhere first."""
+        self._settle(doing)
 
     def shorten(self, table: int, short: Short) -> None:
         """The keys of pushes to a table are to be made shorter."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.client.protocol.fan_out import Answer, Questions
+from elasticps.client.protocol.fan_out import Ask, Questions
 from elasticps.client.protocol.routing import Routes
 from elasticps.client.reads import Reads
 from elasticps.errors import InputError, SpecError
@@ -24,8 +24,6 @@ from replication.chain import Member
 RANGES_AT_ONCE = 32
 
 Floats = NDArray[np.float64]
-Ask = Callable[[Questions, str], Iterable[Answer]]
-"""Waits for the answers of a round, which is for what the text says."""
 
 
 class Reduced(ABC):
@@ -53,10 +51,9 @@ class Reduced(ABC):
         `ServerError` if the function failed.
         """
         name, found = _checked(how, constants)
-        self._reads.settle()
         if name == COUNT:
             return self._count()
-        return _reduce(self._reads.ask, self.id, self._reads.routes.view.ranges, name, found)
+        return _reduce(self._reads.behind_own_steps(), self.id, self._reads.routes.view.ranges, name, found)
 
     @abstractmethod
     def _count(self) -> int:

@@ -21,6 +21,7 @@ from elasticps.client.pushes import StepState
 from elasticps.client.tables import Handle, SparseTable
 from elasticps.client.writes import Part, Write, check_size
 from elasticps.errors import Error, InputError
+from elasticps.optimizers import Optimizer
 from elasticps.wire.frames import MAX_BLOCKS
 from elasticps.wire.pool import Pool
 from replication.progress import MAX_PARTS
@@ -36,12 +37,14 @@ def _rate(handle: Handle, rates: Rates) -> float | None:
 
 
 class _Share(NamedTuple):
-    """A step that is to be in a synchronous round; `shard`: what it trains."""
+    """A step that is to be in a synchronous round; `shard`: what it trains; targets: by id, what it has gradients of,
+    and the optimizer of then. Another rate that is set later is that of later steps."""
 
     state: StepState
     parts: list[Content]
     rates: Rates
     shard: tuple[int, int] | None
+    targets: dict[int, tuple[Handle, Optimizer]]
 
 
 class Step:
@@ -231,10 +234,12 @@ class Steps:
         finally:
             if begins is not None and session.clock == clock:
                 if self.barrier is not None:
-                    self._share = _Share(begins, session.contents, rates, shard)
+                    self._share = _Share(begins, session.contents, rates, shard, {})
                 if shard is not None:
                     self._shard = None
                     self._use(shard, clock)
+            if self._share is not None:
+                self._share.targets.update({handle.id: (handle, handle.optimizer) for handle in values})
 
     def _use(self, shard: tuple[int, int], clock: int) -> None:
         for used in self._on_used:
@@ -244,12 +249,12 @@ class Steps:
         """Begins the newest step anew, all of it, at the clock that has come; under the lock, in the same breath."""
         share, clock = self._share, self._session.clock + 1
         assert share is not None
-        handles = {handle.id: handle for handle in self._tables.values()}
 
         def values(table: int) -> NDArray[np.float32] | None:
-            if (handle := handles.get(table)) is None:  # dropped meanwhile
+            handle, optimizer = share.targets[table]
+            if self._tables.get(handle.name) is not handle:  # dropped meanwhile, by another thread
                 return None
-            return handle.optimizer.step_values(clock, _rate(handle, share.rates))
+            return optimizer.step_values(clock, _rate(handle, share.rates))
 
         parts = [part.with_values(values) for part in share.parts if isinstance(part, Part | PackedPart)]
         state = share.state
@@ -313,17 +318,28 @@ class Steps:
 
     def flush(self, timeout: float | None) -> None:
         """Waits until every step so far is committed; raises the first refusal that nobody has been told of."""
-        session, failures = self._session, self._pushes.failures
-        self._dispatcher.check()
-        with self._dispatcher.lock:
-            target = session.clock - session.open
-        self._wait(lambda: session.committed >= target, timeout, "flush")
-        self.settle(timeout)
+        failures = self._pushes.failures
+        self.settle_own_steps(timeout=timeout, what="flush")
         with self._dispatcher.lock:
             told = dict(failures)
             failures.clear()
         if told:
             raise told[min(told)]
+
+    def settle_own_steps(self, doing: str = "", *, timeout: float | None = None, what: str = "a step") -> None:
+        """Waits until every step so far is committed and its round closed, so that whatever servers are asked next
+        comes behind these steps. A step that is still open is left out: it ends only when its caller goes on. So
+        whatever has to come behind that one as well is refused at once: `doing` says what, InputError."""
+        dispatcher, session = self._dispatcher, self._session
+        if self.losses.untold:
+            self.losses.check(self.timeout_s)
+        dispatcher.check()
+        with dispatcher.lock:
+            if doing and session.open:
+                raise InputError(f"step {session.clock} is still open; commit it before {doing}")
+            newest = session.clock - session.open
+        self._wait(lambda: session.committed >= newest, timeout, what)
+        self.settle(timeout)
 
     def settle(self, timeout: float | None) -> None:
         """Under BSP: closes the round of the newest step, so that whatever comes next sees its result."""
@@ -346,15 +362,11 @@ class Steps:
         with contextlib.suppress(Error):
             self.settle(None)
 
-    def settle_all(self) -> None:
-        """Waits until every step so far is committed and its round closed."""
-        self._wait(self._none_outstanding, None, "a step")
-        self.settle(None)
-
     def wait_briefly(self, timeout_s: float) -> None:
-        """Gives what is outstanding a last chance."""
+        """Gives what is outstanding a last chance; a step that is still open has none."""
+        newest = self._session.clock - self._session.open
         with contextlib.suppress(Error):
-            self._wait(self._none_outstanding, timeout_s, "a step")
+            self._wait(lambda: self._session.committed >= newest, timeout_s, "a step")
 
     def before_read(self) -> int:
         """Sees to it that a read may begin; returns the clock that it reads at. Who has pushed nothing yet reads what

@@ -169,11 +169,11 @@ class SparseTable(Target):
         return distinct[order], where[which]
 
     def __len__(self) -> int:
-        """Rows that the servers have."""
+        """Rows that the servers have, those of this client's own steps so far among them."""
         return self._count()
 
     def _count(self) -> int:
-        return listing.count(self._reads.ask, self.id, self._reads.routes.view.ranges)
+        return listing.count(self._reads.behind_own_steps(), self.id, self._reads.routes.view.ranges)
 
     def __bool__(self) -> bool:
         """A table is one, however many rows it has."""
@@ -182,13 +182,13 @@ class SparseTable(Target):
     def keys(self, chunk: int = CHUNK) -> Iterator[NDArray[np.int64]]:
         """All keys that have a row, each once, in arrays int64 [n] of about `chunk`, in no order that means anything.
 
-        Training may go on meanwhile, and servers come and go: a row that was there at the beginning is listed; one that
-        is made meanwhile may be.
+        Training may go on meanwhile, and servers come and go: a row that was there at the beginning is listed, also one
+        that this client's own steps so far have made; one that is made meanwhile may be.
         """
         asked: object = chunk
         if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= chunk <= MAX_CHUNK:
             raise InputError(f"table {self.name!r}: chunk must be a number from 1 to {MAX_CHUNK:,}, got {chunk!r}")
-        return listing.parts(self._reads.ask, self.id, self._reads.routes.view.ranges, chunk)
+        return listing.parts(self._reads.behind_own_steps(), self.id, self._reads.routes.view.ranges, chunk)
 
     def items(self, chunk: int = CHUNK) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """The same with the rows, float32 [n, dim], as they are when they are pulled."""
@@ -197,9 +197,10 @@ class SparseTable(Target):
     def load(self, keys: object, rows: object, *, slots: Mapping[str, object] | None = None) -> None:
         """Gives rows of `keys`, int64 [n] without repeats, the values `rows`, float32 [n, dim], past the optimizer: for
         rows trained elsewhere. Slots (momenta, sums) begin anew, or are those that are given, all of them, as `slots()`
-        has them. Returns when that is committed.
+        has them. Returns when that is committed, behind this client's own steps so far.
 
-        Nobody else should train these rows meanwhile. `InputError` for unusable arguments, `ServerFull`.
+        Nobody else should train these rows meanwhile. `InputError` for unusable arguments, and while a step of this
+        client is open; `ServerFull`, `Timeout`.
         """
         array = checked_keys(self.name, keys)
         values = checked_floats(f"table {self.name!r}: rows", rows, (len(array), self.dim))
@@ -231,7 +232,8 @@ class SparseTable(Target):
         """Forgets the rows of `keys`, int64 [n], weights and slots: from now on they read as rows never pushed. Returns
         when that is committed, behind this client's own steps so far. Keys without a row are left alone.
 
-        It happens once, whatever servers do meanwhile. Raises `Timeout`; then it may have happened for some of them.
+        It happens once, whatever servers do meanwhile. Raises `InputError` while a step of this client is open, and
+        `Timeout`; then it may have happened for some of them.
         """
         array = np.unique(checked_keys(self.name, keys))
         nothing = np.empty((len(array), 0), np.float32)
@@ -243,7 +245,7 @@ class SparseTable(Target):
                 self._reads.delete(partial(filling.delete, write, worker), f"deleting rows of {self.name!r}")
 
     def clear(self) -> None:
-        """Forgets all rows, as `delete` does those of some keys. Workers may go on pushing meanwhile."""
+        """Forgets all rows, as `delete` does those of some keys. Other workers may go on pushing meanwhile."""
         questions = partial(filling.erase, self.id, OperationKind.CLEAR, self._reads.worker.id)
         with self._forgotten():
             self._reads.delete(questions, f"clearing {self.name!r}")

@@ -152,4 +152,4 @@ class Target(Reduced):
         return f"<{type(self).__name__} {self.name!r} of cluster {self._reads.cluster!r}>"
 
     def _load(self, write: Callable[[Routes], Write]) -> None:
-        self._reads.ask(fill(write, self._reads.worker.id, replace=True), f"loading {self.name!r}", writes=True)
+        self._reads.change(fill(write, self._reads.worker.id, replace=True), f"loading {self.name!r}")

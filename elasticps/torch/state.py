@@ -29,8 +29,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     `<layer>.weight`, float32 [n, dim]. A layer with `num_embeddings` has no keys, but a row for each id, as a layer of
     torch's. Layers that share a table share the tensors.
 
-    Training may go on meanwhile, but then rows are of different moments. Needs memory for all of it, once. Optimizers'
-    slots are not in it. Raises `Timeout`.
+    All steps of this worker so far are in it. Others may train meanwhile, but then rows are of different moments. Needs
+    memory for all of it, once. Optimizers' slots are not in it. Raises `Timeout`.
     """
     return _full(model, torch.empty)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from chaos.sim.cluster import Cluster
 from chaos.sim.threads import Threads
 from elasticps.client.client import Client
 from elasticps.client.steps import Step
 from elasticps.client.tables import SparseTable
-from elasticps.optimizers import Accumulate
+from elasticps.optimizers import SGD, Accumulate
 from elasticps.spec import BSP
 from tests.sim.conftest import wait_for
 
@@ -87,3 +88,19 @@ def test_one_of_its_tables_may_have_been_dropped_meanwhile(cluster: Cluster) -> 
 
     left_out(cluster, begin, go_on)
     assert found == [[0.5, 0.5]]
+
+
+def test_a_rate_that_comes_later_is_not_that_of_the_step(cluster: Cluster) -> None:
+    found: list[list[float]] = []
+
+    def begin(ps: Client, _: SparseTable) -> Step:
+        other = ps.table("trained", dim=1, optimizer=SGD(lr=1.0))
+        return ps.push({other: (np.array([7]), ONE)})
+
+    def go_on(ps: Client, _: SparseTable) -> None:
+        with pytest.warns(UserWarning, match="from now on 100.0"):
+            other = ps.table("trained", dim=1, optimizer=SGD(lr=100.0))
+        found.append(other.pull(np.array([7]))[:, 0].tolist())
+
+    left_out(cluster, begin, go_on)
+    assert found == [[-0.5]]

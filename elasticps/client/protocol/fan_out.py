@@ -44,6 +44,10 @@ class Answer(NamedTuple):
     body: bytes
 
 
+Ask = Callable[[Questions, str], Sequence[Answer]]
+"""Asks, and waits for the answers of a round, which is for what the text says."""
+
+
 class Request(NamedTuple):
     """What a script wants to be asked: of whom, for how long, and what for (to be told if it takes longer)."""
 
