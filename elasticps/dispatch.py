@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,10 @@ from typing import Any
 import numba
 from llvmlite.binding import add_symbol
 from numba.core import codegen, compiler, registry, types, typing
+from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
+
+log = logging.getLogger(__name__)
 
 Types = tuple[Any, ...]
 
@@ -83,6 +87,16 @@ class _Load:
         getattr(importlib.import_module(self.module), self.name).load()
 
 
+class _Cache(FunctionCache):
+    """A kernel that cannot be kept, on a full disk or where nothing can be written, is used all the same."""
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]  # numba has no types
+        except OSError as error:
+            log.debug("cannot keep the kernel %s in %s: %s", self._name, self.cache_path, error)
+
+
 class Kernel(_registry.CPUDispatcher):  # type: ignore[misc]
     """Python calls it like any other of numba's. Compiled code gets one version for the types of its arguments."""
 
@@ -90,6 +104,9 @@ class Kernel(_registry.CPUDispatcher):  # type: ignore[misc]
         super().__init__(*args, **options)
         self.signature: Types | None = None
         self._made: dict[Types, tuple[Any, object]] = {}  # signature, and under which key numba finds how to call it
+
+    def enable_caching(self) -> None:
+        self._cache = _Cache(self.py_func)  # type: ignore[no-untyped-call]
 
     def load(self) -> Any:
         """Compiles, or loads from the cache, the version for the kernel's own signature, and makes it known."""

@@ -5,12 +5,14 @@ the constants that it takes from them, are compiled into it, too. Here a kernel 
 changes that its file imports, directly or not.
 
 Kernels lie beside the code; where that cannot be written, in the user's cache folder, or in a temporary one that only
-this user can write. Every module with kernels imports `njit` from here, or imports one that does.
+this user can write. Those that an image brings along lie beside the code, too, and are used as they are, also by a user
+who cannot write there (`prebuilt`). Every module with kernels imports `njit` from here, or imports one that does.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import os
 import re
@@ -26,9 +28,10 @@ from numba import config
 from numba.core import event
 from numba.core.caching import CacheImpl, NullCache, _CacheLocator
 
+from elasticps import prebuilt
 from elasticps.dispatch import njit
 
-__all__ = ["compiled", "compiled_once", "njit", "sources_of"]
+__all__ = ["announce", "compiled", "compiled_once", "list_compiled", "njit", "sources_of"]
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +100,37 @@ def compiled(file: str) -> bool:
 
 
 def _mark(path: Path) -> Path | None:
-    folder = _first_writable(path)
+    folder = None if _came_along(path) else _first_writable(path)
     return None if folder is None else folder / f"{path.stem}-{_stamp(path)[:16]}.compiled"
+
+
+def list_compiled() -> None:
+    """Notes beside the code for which sources, and which machine, this process has kernels there: all of them can be
+    used as they are by each process that finds them."""
+    prebuilt.write({_name(path): _stamp(path) for path, folder in _found.items() if folder == _beside(path)})
+
+
+@cache
+def _listed() -> prebuilt.Prebuilt | None:
+    return prebuilt.read()
+
+
+@cache
+def _came_along(path: Path) -> bool:
+    listed = _listed()
+    return listed is not None and not listed.mismatch(_name(path), _stamp(path))
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(_ROOT).as_posix()
+
+
+def _beside(path: Path) -> Path:
+    return path.parent / "__pycache__"
+
+
+_found: dict[Path, Path] = {}
+"""Files with kernels that this process has imported, and the folders where these are kept."""
 
 
 class Locator(_CacheLocator):
@@ -115,8 +147,11 @@ class Locator(_CacheLocator):
         path = Path(py_file).resolve()
         if not any(path.is_relative_to(_ROOT / package) for package in _OURS):
             return None
-        folder = _first_writable(path)
-        return None if folder is None else cls(py_func, py_file, folder)
+        folder = _beside(path) if _came_along(path) else _first_writable(path)
+        if folder is None:
+            return None
+        _found[path] = folder
+        return cls(py_func, py_file, folder)
 
     def get_cache_path(self) -> str:
         return str(self._folder)
@@ -132,7 +167,7 @@ class Locator(_CacheLocator):
 def _first_writable(path: Path) -> Path | None:
     for folder in _folders(path):
         with suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o777 if folder == _beside(path) else 0o700, parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
             return folder
     return None
@@ -143,7 +178,7 @@ def _folders(path: Path) -> Iterator[Path]:
     chosen = vars(config)["CACHE_DIR"]
     if chosen:
         yield Path(chosen) / ours
-    yield path.parent / "__pycache__"
+    yield _beside(path)
     with suppress(RuntimeError):  # a user without a home
         yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elasticps" / ours
     private = Path(tempfile.gettempdir()) / f"kernels-of-elasticps-{os.getuid()}"
@@ -162,18 +197,44 @@ class _Announcer(event.Listener):
 
     def on_start(self, event: Any) -> None:
         kernel = event.data["dispatcher"]
-        if self._said or isinstance(kernel._cache, NullCache) or not kernel.py_func.__module__.startswith("elasticps."):
+        if not isinstance(kernel._cache, NullCache) and kernel.py_func.__module__.startswith("elasticps."):
+            self.announce(Path(inspect.getfile(kernel.py_func)).resolve(), Path(kernel._cache.cache_path))
+
+    def announce(self, path: Path, folder: Path) -> None:
+        """Of a file with kernels, and the folder where these are kept."""
+        if self._said:
             return
         self._said = True
-        log.warning(
-            "compiling kernels for this machine: a first start takes up to a minute longer, later ones find them in %s",
-            kernel._cache.cache_path,
-        )
+        listed = _listed()
+        if listed is None or (folder == _beside(path) and not _came_along(path)):
+            log.warning(
+                "compiling kernels for this machine: a first start takes up to a minute longer, later ones find them "
+                "in %s",
+                folder,
+            )
+        else:
+            why = listed.mismatch(_name(path), _stamp(path)) or "not all that are needed here are among them"
+            log.warning(
+                "compiling kernels for this machine, though some came along in %s: %s; a start takes up to a minute "
+                "longer, unless it finds them in %s",
+                _beside(path),
+                why,
+                folder,
+            )
 
     def on_end(self, event: Any) -> None:
         """Nothing to say: other kernels may follow."""
 
 
+_announcer = _Announcer()
+
+
+def announce(file: str) -> None:
+    """Says, unless that was said, that kernels are compiled, as those of a module, by its `__file__`."""
+    path = Path(file).resolve()
+    _announcer.announce(path, _first_writable(path) or _beside(path))
+
+
 _locators: list[Any] = CacheImpl._locator_classes
 _locators.insert(0, Locator)
-event.register("numba:compile", _Announcer())  # type: ignore[no-untyped-call]
+event.register("numba:compile", _announcer)  # type: ignore[no-untyped-call]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
+from elasticps import kernels
 from elasticps.client import warm as client
 from elasticps.security import openssl
 from elasticps.server import process as server
@@ -14,7 +15,7 @@ _AT_IMPORT = "elasticps.torch.compared", "elasticps.torch.distinct", "elasticps.
 
 
 def warm() -> None:
-    """Compiles what the cache does not have."""
+    """Compiles what the cache does not have, and lists what lies beside the code."""
     server.warm()
     client.warm()
     client.warm_filters()
@@ -25,6 +26,7 @@ def warm() -> None:
         from elasticps.security import records  # only where OpenSSL can be called
 
         records.warm()
+    kernels.list_compiled()
 
 
 if __name__ == "__main__":

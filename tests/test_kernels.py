@@ -39,15 +39,40 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "code"
 
 
-def run(tree: Path, before: str = "") -> tuple[dict[str, object], str]:
+LIST = "\nfrom elasticps.kernels import list_compiled\nlist_compiled()\n"
+
+
+def run(tree: Path, before: str = "", after: str = "") -> tuple[dict[str, object], str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA")}
     settings = {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": str(tree.parent / "cache")}
     done = subprocess.run(
-        [sys.executable, "-c", before + RUN], cwd=tree.parent, env=kept | settings, capture_output=True, text=True
+        [sys.executable, "-c", before + RUN + after],
+        cwd=tree.parent,
+        env=kept | settings,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)
     return found, done.stderr
+
+
+def read_only(tree: Path) -> str:
+    """Code that lets nothing be written there: tests may run as root, who may write everywhere, and numba and we find
+    out by a temporary file."""
+    return (
+        "import os, tempfile\n"
+        "there, replace = tempfile.TemporaryFile, os.replace\n"
+        "def refuse(path):\n"
+        f"    if str(path).startswith({str(tree)!r}): raise OSError(30, 'Read-only file system')\n"
+        "def file(*a, dir=None, **k):\n"
+        "    refuse(dir)\n"
+        "    return there(*a, dir=dir, **k)\n"
+        "def moved(source, target):\n"
+        "    refuse(target)\n"
+        "    return replace(source, target)\n"
+        "tempfile.TemporaryFile, os.replace = file, moved\n"
+    )
 
 
 def test_a_kernel_is_compiled_again_when_what_it_inlines_has_changed(tree: Path) -> None:
@@ -68,20 +93,62 @@ def test_a_kernel_is_compiled_again_when_what_it_inlines_has_changed(tree: Path)
 
 
 def test_kernels_are_kept_elsewhere_when_the_code_cannot_be_written(tree: Path) -> None:
-    # Tests may run as root, who may write everywhere; numba and we find out by a temporary file.
-    read_only = (
-        "import tempfile\n"
-        "there = tempfile.TemporaryFile\n"
-        "def file(*a, dir=None, **k):\n"
-        f"    if str(dir).startswith({str(tree)!r}): raise OSError(30, 'Read-only file system')\n"
-        "    return there(*a, dir=dir, **k)\n"
-        "tempfile.TemporaryFile = file\n"
-    )
-    first, _ = run(tree, read_only)
+    first, _ = run(tree, read_only(tree))
     assert str(first["at"]).startswith(str(tree.parent / "cache" / "elasticps"))
-    again, said = run(tree, read_only)
+    again, said = run(tree, read_only(tree))
     assert again == {**first, "hit": 1}
     assert said == ""
+
+
+def cut_times(tree: Path) -> None:
+    """Cuts the times of files to whole seconds, and moves them, as layers of an image do."""
+    for file in (*tree.rglob("*.py"), *tree.rglob("*.pyc")):
+        seconds = int(file.stat().st_mtime) - 5
+        os.utime(file, (seconds, seconds))
+
+
+def test_kernels_that_came_along_are_used_where_nothing_can_be_written(tree: Path) -> None:
+    run(tree, after=LIST)
+    cut_times(tree)
+    found, said = run(tree, read_only(tree))
+    assert found["hit"] == 1
+    assert found["at"] == str(tree / "elasticps" / "store" / "__pycache__")
+    assert said == ""
+
+
+@pytest.mark.parametrize("cause", ["a file", "the processor", "the list"])
+def test_a_process_says_why_it_compiles_though_kernels_came_along(tree: Path, cause: str) -> None:
+    first, _ = run(tree, after=LIST)
+    before = read_only(tree)
+    wanted = {
+        "a file": "elasticps/store/intervals.py, or what it imports, has changed since",
+        "the processor": "they are for CPU ",
+        "the list": "none is of elasticps/store/intervals.py",
+    }
+    if cause == "a file":
+        with (tree / "elasticps" / "store" / "intervals.py").open("a", encoding="utf-8") as file:
+            file.write("# more\n")
+    elif cause == "the processor":
+        before += "os.environ |= {'NUMBA_CPU_NAME': 'generic', 'NUMBA_CPU_FEATURES': ''}\n"
+    else:
+        listed = tree / "elasticps" / "__pycache__" / "kernels.json"
+        content = json.loads(listed.read_text(encoding="utf-8"))
+        del content["stamps"]["elasticps/store/intervals.py"]
+        listed.write_text(json.dumps(content), encoding="utf-8")
+    found, said = run(tree, before)
+    assert (found["out"], found["hit"]) == (first["out"], 0)
+    assert said.count("compiling kernels for this machine, though some came along in ") == 1
+    assert wanted[cause] in said
+
+
+def test_a_kernel_that_cannot_be_kept_is_used_all_the_same(tree: Path) -> None:
+    """As one that did not come along, where nothing can be written, or on a full disk."""
+    first, _ = run(tree, after=LIST)
+    for file in (tree / "elasticps" / "store" / "__pycache__").glob("intervals.ranges_of-*"):
+        file.unlink()
+    found, said = run(tree, read_only(tree))
+    assert (found["out"], found["hit"]) == (first["out"], 0)
+    assert "not all that are needed here are among them" in said
 
 
 def test_what_a_kernel_may_have_compiled_in_is_found_by_its_imports() -> None:

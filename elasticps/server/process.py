@@ -23,7 +23,7 @@ from coordinator.view import ClusterConfig, ServerInfo
 from elasticps import store as table_store
 from elasticps.admin.service import start_admin
 from elasticps.errors import ConfigError
-from elasticps.kernels import compiled
+from elasticps.kernels import announce, compiled
 from elasticps.memory import find_limit, make_reader, rows_mark
 from elasticps.security import credentials_of
 from elasticps.security.gate import Gate
@@ -169,10 +169,13 @@ def is_warm() -> bool:
 
 def _warm_elsewhere() -> None:
     """Has a process that ends compile what the cache lacks: a compiler keeps some 400 MB, which would count as this
-    server's for as long as it runs, and leave no room for rows under a small limit."""
-    if not is_warm():
-        command = [sys.executable, "-c", f"from {__name__} import warm; warm()"]
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    server's for as long as it runs, and leave no room for rows under a small limit. What it fails at, `warm` tells."""
+    for module in (registry, fast_path, sockets):
+        if not compiled(str(module.__file__)):
+            announce(str(module.__file__))
+            command = [sys.executable, "-c", f"from {__name__} import warm; warm()"]
+            subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+            return
 
 
 def _memory(limit: int) -> Memory:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elasticps import kernels
+from elasticps import hashing, kernels
 from elasticps.local.process import CompilingTold, Process, stop_all
 
 READY = """
@@ -24,9 +24,7 @@ time.sleep(60)
 
 
 def test_who_waits_for_a_server_hears_once_that_it_compiles(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kernel = SimpleNamespace(
-        _cache=SimpleNamespace(cache_path="/there"), py_func=SimpleNamespace(__module__="elasticps.store.index")
-    )
+    kernel = SimpleNamespace(_cache=SimpleNamespace(cache_path="/there"), py_func=hashing.mix64.py_func)
     with caplog.at_level(logging.WARNING, "elasticps.kernels"):
         kernels._Announcer().on_start(SimpleNamespace(data={"dispatcher": kernel}))
     (line,) = caplog.messages  # as a server writes it to its log
