@@ -185,6 +185,15 @@ class View:
         """The index in `servers` of the server called `name`, -1 if it is not listed."""
         return self._by_name.get(name, -1)
 
+    def __repr__(self) -> str:
+        servers = ", ".join(f"{server.name}@{server.incarnation}" for server in self.servers)
+        full = (self.chains >= 0).sum(axis=1)
+        return (
+            f"<View {self.epoch} of cluster {self.cluster!r}: {self.ranges} ranges of {self.replicas} replicas"
+            f" ({full.min()} to {full.max()} are full), {(self.joining >= 0).sum()} joining;"
+            f" servers {servers or 'none'}>"
+        )
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, View):
             return NotImplemented

@@ -148,4 +148,4 @@ if not TYPE_CHECKING:  # for type checkers a name that is not here stays an erro
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

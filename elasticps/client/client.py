@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
 
 from coordinator.view import View
 from elasticps.caching import Cache
@@ -14,16 +17,20 @@ from elasticps.client.data_shards import Shards
 from elasticps.client.losses import Loss
 from elasticps.client.parts import Parts
 from elasticps.client.protocol.join import Resume
+from elasticps.client.pull_behind import PullBehind
+from elasticps.client.pull_tables import PartRead, TablesPull
+from elasticps.client.pulls import ArrayRead
 from elasticps.client.registry import Registry
-from elasticps.client.tables import DenseTensor, SparseTable, TableInfo
-from elasticps.client.training import Training
+from elasticps.client.steps import OpenStep, Rates, Step, Values
+from elasticps.client.tables import DenseTensor, H, SparseTable, TableInfo, checked_handles
 from elasticps.sharding import checked_spec
 from elasticps.spec import Consistency, Filter, Init, Optimizer, TableSpec, Zeros
 
 Filters = Sequence[Filter]
+Rows = NDArray[np.float32]
 
 
-class Client(Training):
+class Client:
     """A worker's connection to a cluster; made by `connect`. Threads may share it."""
 
     def __init__(
@@ -118,6 +125,65 @@ class Client(Training):
     def clear_table(self, name: str) -> None:
         """`SparseTable.clear` by name, for whoever has not opened the table."""
         self._tables.clear(name)
+
+    def push(self, values: Values, *, lr: Rates = None, copy: bool = True) -> Step:
+        """Sends one step: {table: (keys int64 [n], grads float32 [n, dim]), tensor: grad float32 of its shape}.
+
+        Returns at once, unless `window` steps are outstanding already. Gradients of keys that repeat are summed. An
+        empty mapping, or empty keys, is a step that only ticks the clock. `lr` overrides the optimizers' rates, for
+        all tables or by table. `copy=False` lends tensors' gradients instead of copying them: they must not change
+        until the step is committed; under BSP, where it may be pushed again after that, they are copied. Raises
+        `InputError` before anything is sent, `Timeout` when the window stays full.
+        """
+        return self._steps.whole(values, lr, copy=copy)
+
+    def pull(self, keys: Mapping[H, object], *, read: str = "tail", exact: bool = False) -> dict[H, Rows]:
+        """Rows of several tables, and tensors, {table: keys int64 [n], tensor: None}: of each table float32 [n, dim] in
+        the order of its keys, each tensor float32 of its shape. One frame asks each server for all of them but large
+        tensors. `read`, `exact` and what is raised as for `SparseTable.pull`.
+        """
+        handles = checked_handles(self._tables.opened, keys, "pull")
+        return self._parts.reads.pulled_tables(handles, [h.begin(keys[h], None, read, exact) for h in handles])
+
+    def pull_async(
+        self, keys: Mapping[H, object], out: Mapping[H, Rows] | None = None, *,
+        read: str = "tail", exact: bool = False,
+    ) -> TablesPull[H]:  # fmt: skip
+        """Asks for all of that now, for those of `out` into that; `result()` of what is returned waits for them and
+        gives what `pull` does."""
+        handles = checked_handles(self._tables.opened, keys, "pull")
+        places: Mapping[H, Rows] = {} if out is None else out
+        reads = [handle.begin(keys[handle], places.get(handle), read, exact) for handle in handles]
+        return self._parts.reads.start_tables(handles, reads)
+
+    def push_pull(
+        self, values: Values, keys: Mapping[H, object], out: Mapping[H, Rows] | None = None, *,
+        step: OpenStep | None = None, lr: Rates = None, copy: bool = True, read: str = "tail", exact: bool = False,
+    ) -> tuple[Step, TablesPull[H]]:  # fmt: skip
+        """`push(values)`, then `pull_async(keys, out)`: the same results, but to each server one message has both,
+        which spares time at both ends. Under `BSP` the round is waited for in between. Arguments of the pull that
+        cannot be used raise before anything is sent.
+
+        step: an open one, of which `values` are the last part; its own `lr` counts then.
+        """
+        handles = checked_handles(self._tables.opened, keys, "pull")
+        pull = PullBehind(self._parts.reads, handles, keys, {} if out is None else out, read, exact)
+        if step is None:
+            step = OpenStep(self._steps, lr)
+        return step.end(values, copy=copy, then=pull.then), pull.begun()
+
+    def pull_many(
+        self, tensors: Iterable[DenseTensor], outs: Iterable[NDArray[np.float32]] | None = None
+    ) -> list[ArrayRead | PartRead]:
+        """Asks for several tensors now, each server once; the `result()` of each read, in their order, waits for it.
+        Into `outs`, as many arrays, if given."""
+        pairs = ((tensor, None) for tensor in tensors) if outs is None else zip(tensors, outs, strict=True)
+        reads = [tensor.prepare(out, "tail") for tensor, out in pairs]
+        return self._parts.reads.start_tensors(reads)
+
+    def step(self, *, lr: Rates = None) -> OpenStep:
+        """Begins a step that is sent in parts."""
+        return OpenStep(self._steps, lr)
 
     def resume(self) -> Resume:
         """Joins, and says where this worker starts: what its predecessor of the same name has trained.

@@ -15,8 +15,7 @@ from elasticps.client.reads import Reads
 from elasticps.client.tables import DenseTensor, SparseTable
 from elasticps.errors import Error
 
-H = TypeVar("H", SparseTable, DenseTensor, SparseTable | DenseTensor)
-T = TypeVar("T")  # one of these
+T = TypeVar("T")  # a table or tensor
 
 
 class PullBehind(Generic[T]):

@@ -18,7 +18,7 @@ from elasticps.client.protocol.join import Resume
 from elasticps.client.protocol.session import Content
 from elasticps.client.push_batch import PackedPart, Packer, Source
 from elasticps.client.pushes import StepState
-from elasticps.client.tables import Handle, SparseTable
+from elasticps.client.tables import Handle, SparseTable, refuse_handle, refuse_values
 from elasticps.client.writes import Part, Write, check_size
 from elasticps.errors import Error, InputError
 from elasticps.optimizers import Optimizer
@@ -54,6 +54,9 @@ class Step:
         self._steps = steps
         self._state = state
 
+    def __repr__(self) -> str:
+        return f"<Step {self.clock}: {'committed' if self.done() else 'not committed'}>"
+
     @property
     def clock(self) -> int:
         """The clock that this step ticked to."""
@@ -80,6 +83,10 @@ class OpenStep:
         self.state: StepState | None = None  # None before the first part is outstanding
         self._steps = steps
         self._rates = rates
+
+    def __repr__(self) -> str:
+        parts = "empty" if self.state is None else "sent in part"
+        return f"<OpenStep: {repr(self._step()) if self._closed else parts}>"
 
     def push(self, values: Values, *, copy: bool = True) -> None:
         """Sends gradients, as `Client.push` does, without ending the step."""
@@ -267,6 +274,8 @@ class Steps:
     def _part(self, values: Values, clock: int, rates: Rates, copy: bool) -> Part | PackedPart:
         """What a push of these values sends under the view of now; a copy, but for what is lent."""
         routes = self._dispatcher.routes
+        if not isinstance(values, Mapping):
+            refuse_values("push", values)
         sources: list[Source] = []
         lent: list[Write] = []
         known: dict[tuple[int, object], NDArray[np.float32]] = {}  # many tables have the same
@@ -275,7 +284,7 @@ class Steps:
         of_each, of_all = (rates, None) if isinstance(rates, Mapping) else (None, rates)
         for handle, value in values.items():
             if self._tables.get(getattr(handle, "name", "")) is not handle:
-                raise InputError(f"push takes the tables and tensors of this client as keys, got {handle!r}")
+                refuse_handle("push", handle)
             lr = of_all if of_each is None else of_each.get(handle)
             key = id(handle.optimizer), lr
             step_values = known.get(key)

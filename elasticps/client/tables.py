@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -395,6 +396,34 @@ class DenseTensor(Target):
 
 
 Handle = SparseTable | DenseTensor
+H = TypeVar("H", SparseTable, DenseTensor, Handle)
+
+
+def checked_handles(opened: Mapping[str, Handle], values: Mapping[H, object], call: str) -> list[H]:
+    """Returns the tables and tensors that a call (`pull`, `push`) names. InputError unless it names them in a mapping
+    and all of them are among those that this client has opened."""
+    if not isinstance(values, Mapping):
+        refuse_values(call, values)
+    for handle in values:
+        if opened.get(getattr(handle, "name", "")) is not handle:
+            refuse_handle(call, handle)
+    return list(values)
+
+
+def refuse_values(call: str, values: object) -> NoReturn:
+    """Raises InputError: what `call` was given is no mapping."""
+    raise InputError(f"{call} takes a mapping whose keys are tables and tensors, got {values!r:.200}")
+
+
+def refuse_handle(call: str, handle: object) -> NoReturn:
+    """Raises InputError: a key of what `call` was given is no table or tensor that this client has opened."""
+    if not isinstance(handle, Target):
+        raise InputError(f"{call} takes tables and tensors as keys, as ps.table(…) returns them, got {handle!r:.200}")
+    again = "ps.tensor" if isinstance(handle, DenseTensor) else "ps.table"
+    raise InputError(
+        f"{call}: {handle!r} is not open on this client: it was dropped, or another client opened it, such as one that"
+        f" a notebook's cell made before. Open it on this one: {again}({handle.name!r}, …)"
+    )
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,8 @@ class Target(Reduced):
         return kind(finish, self.id, self.salt, self._pull, name, keys, out, any_replica, where, short)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r} of cluster {self._reads.cluster!r}>"
+        shape = f"dim={self.dim}" if self.spec.shape is None else f"shape={self.spec.shape}"
+        return f"<{type(self).__name__} {self.name!r} of cluster {self._reads.cluster!r}: {shape}, {self.optimizer}>"
 
     def _load(self, write: Callable[[Routes], Write]) -> None:
         self._reads.change(fill(write, self._reads.worker.id, replace=True), f"loading {self.name!r}")

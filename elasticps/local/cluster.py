@@ -133,6 +133,12 @@ class LocalCluster:
         self._troubles: dict[str, str] = {}  # why processes of these names could not be started again
         self._restarter = Restarter(self._start_dead_ones) if restart else None
 
+    def __repr__(self) -> str:
+        if self._folder is None:
+            return f"<LocalCluster {self.name!r}: not running>"
+        running = ", ".join(server.name for server in self.servers if server.running)
+        return f"<LocalCluster {self.name!r}: servers {running or 'none'}; {self.url}>"
+
     # ------------------------------------------------------------------------------------------------- life
 
     def __enter__(self) -> LocalCluster:

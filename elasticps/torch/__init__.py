@@ -25,6 +25,11 @@ workers' data differ much; evaluation in one worker uses that worker's own.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+if find_spec("torch") is None:
+    raise ImportError("elasticps.torch needs torch: pip install 'elasticps[torch]'", name="torch")
+
 from elasticps.torch.ahead import Ahead, prefetch
 from elasticps.torch.collection import EmbeddingBagCollection, EmbeddingCollection, TableConfig
 from elasticps.torch.data import ShardedDataset, ShardSampler

@@ -96,7 +96,21 @@ class _Elsewhere(Tensor):
 
     dropped = False  # by zero_grad(set_to_none=False)
     _HARMLESS: ClassVar[frozenset[str]] = frozenset(
-        {"__get__", "__repr__", "detach", "detach_", "requires_grad_", "to", "cpu", "cuda", "float", "half", "bfloat16"}
+        {
+            "__get__",
+            "__set__",
+            "__repr__",
+            "detach",
+            "detach_",
+            "requires_grad_",
+            "to",
+            "cpu",
+            "cuda",
+            "float",
+            "half",
+            "bfloat16",
+            "_has_compatible_shallow_copy_type",
+        }
     )
 
     @classmethod

@@ -24,6 +24,7 @@ from elasticps.torch.group.client import GroupClient
 from elasticps.torch.host import Fetch
 from elasticps.torch.leaving import Leaving
 from elasticps.torch.parameters import (
+    NO_WRAPPER,
     Dense,
     Groups,
     Sparse,
@@ -32,6 +33,7 @@ from elasticps.torch.parameters import (
     described,
     first_edited,
     plain,
+    refuse_wrapped,
     tables_of,
     values_of,
 )
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 _AGAIN = (
     "{what} got a second gradient in one step, but its first has left for the servers. To add up the gradients of "
     "several backward passes, run all but the last inside `with optimizer.accumulate():`, or build the Optimizer with "
-    "overlap=False. After a backward pass that raised, call optimizer.zero_grad() first"
+    "overlap=False (as for Lightning's accumulate_grad_batches). After an error, call optimizer.zero_grad() first"
 )
 
 
@@ -99,7 +101,7 @@ class Optimizer(torch.optim.Optimizer):
         models = models_of(model)
         self._ps, self._models, self._model = ps, models, models[0]
         if any(isinstance(m, nn.parallel.DistributedDataParallel | nn.DataParallel) for m in self._model.modules()):
-            raise ConfigError("workers of elasticps need no (Distributed)DataParallel: take the module inside of it")
+            raise ConfigError(NO_WRAPPER)
         # Of a group nothing leaves before all devices have their gradients: one's error would leave half a step.
         self._overlap, self._pipeline = overlap and not isinstance(model, DeviceGroup), pipeline
         # Of a group nothing leaves before all ranks have all of their gradients: a rank may die until then.
@@ -129,6 +131,7 @@ class Optimizer(torch.optim.Optimizer):
         self._bucket: dict[Any, Any] = {}  # by target
         self._bucket_bytes = 0
         self._held = 0
+        self._departed = False  # whether gradients have ever left
         self._arriving: list[tuple[Dense, Pulled]] = []
         self.last_step: Step | GroupStep | None = None
         self._hooks = [*self._watch_gradients(), *self._watch_forwards()]
@@ -277,6 +280,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _depart(self, wait: bool) -> None:
         """Sends what has come from devices, and waits for the rest of it or not."""
+        if not self._departed:
+            refuse_wrapped(self._models)
+            self._departed = True
         for target, value in self._leaving.here(wait):
             self._send(target, value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from elasticps.errors import ConfigError, SpecError
 from elasticps.optimizers import Schedule
@@ -179,6 +180,30 @@ class Summed:
 def values_of(parameter: nn.Parameter) -> NDArray[np.float32]:
     """As servers have them; maybe the parameter's own memory."""
     return parameter.detach().float().cpu().contiguous().numpy()
+
+
+NO_WRAPPER = "workers of elasticps need no (Distributed)DataParallel: train the module inside of it"
+
+
+def refuse_wrapped(models: Sequence[nn.Module]) -> None:
+    """Raises ConfigError if a DistributedDataParallel somewhere in this process has parameters of these models.
+
+    One that is put around a model after its Optimizer was built (as Ray's prepare_model does) averages gradients that
+    each worker sends itself. torch tells a module nothing of its wrapper, so all objects are looked through, where
+    processes are joined at all; call this once, before the first gradient leaves.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    ours = {id(parameter) for model in models for parameter in model.parameters()}
+    for each in gc.get_objects():
+        if issubclass(type(each), nn.parallel.DistributedDataParallel) and any(
+            id(parameter) in ours for parameter in each.parameters()
+        ):
+            raise ConfigError(
+                f"DistributedDataParallel was put around this model after its Optimizer was built: {NO_WRAPPER}. It"
+                " averages gradients, which each worker sends to the servers itself. Nothing of this step was sent."
+                " With Ray Train, leave out prepare_model"
+            )
 
 
 def plain(model: object) -> nn.Module:

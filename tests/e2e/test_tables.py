@@ -86,7 +86,7 @@ def test_a_table_can_be_dropped_and_its_name_used_again(connect: Connect) -> Non
         theirs.pull(KEYS)
     with pytest.raises(eps.UnknownTable):
         other.push({theirs: (KEYS, ONES)}).result()
-    with pytest.raises(eps.InputError, match="tables and tensors of this client"):
+    with pytest.raises(eps.InputError, match="is not open on this client: it was dropped"):
         ps.push({table: (KEYS, ONES)})
     again = ps.table("t", dim=5, optimizer=eps.Adagrad(lr=0.1))
     assert again.id > table.id
@@ -221,6 +221,47 @@ def test_a_client_says_what_it_is(connect: Connect) -> None:
     assert repr(ps) == f"{who}: ASP, tables open: 1, steps: 1, committed: 1>"
     ps.close()
     assert repr(ps) == f"{who}: closed>"
+
+
+def test_what_a_client_gives_says_what_it_is(connect: Connect, cluster: eps.LocalCluster) -> None:
+    ps = connect("w0", app="introduced")
+    table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0))
+    tensor = ps.tensor("w", init=np.zeros((2, 3), np.float32), optimizer=eps.Accumulate())
+    assert repr(table).endswith(f": dim=2, {eps.SGD(lr=1.0)}>")
+    assert repr(tensor).endswith(f": shape=(2, 3), {eps.Accumulate()}>")
+    step = ps.push({table: (KEYS, ONES)})
+    assert repr(step).startswith(f"<Step {step.clock}: ")
+    step.result()
+    assert repr(step) == f"<Step {step.clock}: committed>"
+    with ps.step() as parts:
+        assert repr(parts) == "<OpenStep: empty>"
+        parts.push({table: (KEYS, ONES)})
+        assert repr(parts) == "<OpenStep: sent in part>"
+    assert repr(parts).startswith(f"<OpenStep: <Step {ps.clock}: ")
+    assert repr(ps.view).startswith(
+        f"<View {ps.view.epoch} of cluster {ps.view.cluster!r}: {ps.view.ranges} ranges of "
+    )
+    assert len(repr(ps.view)) < 300
+    assert repr(cluster).startswith(f"<LocalCluster {cluster.name!r}: servers s0")
+
+
+def test_what_another_client_opened_is_refused_with_how_to_open_it(connect: Connect) -> None:
+    old = connect("w0", app="notebook")
+    table = old.table("t", dim=2, optimizer=eps.SGD(lr=1.0))
+    tensor: Any = old.tensor("w", init=np.zeros(2, np.float32), optimizer=eps.SGD(lr=1.0))
+    old.close()
+    ps: Any = connect("w0", app="notebook")
+    with pytest.raises(eps.InputError, match=r"another client opened it.*ps\.table\('t', …\)"):
+        ps.push({table: (KEYS, ONES)})
+    with pytest.raises(eps.InputError, match=r"another client opened it.*ps\.tensor\('w', …\)"):
+        ps.pull({tensor: None})
+    with pytest.raises(eps.InputError, match="tables and tensors as keys"):
+        ps.push({"t": (KEYS, ONES)})
+    for call in (ps.pull, ps.push):
+        with pytest.raises(eps.InputError, match=f"{call.__name__} takes a mapping"):
+            call(3)
+        with pytest.raises(TypeError, match=rf"Client\.{call.__name__}\(\) missing"):
+            call()
 
 
 def test_what_is_dropped_in_a_round_is_gone_when_it_closes(connect: Connect) -> None:

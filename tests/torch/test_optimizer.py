@@ -487,7 +487,7 @@ def test_an_optimizer_is_not_copied(ps: Any) -> None:
 
 
 def test_models_that_average_gradients_themselves_are_refused(ps: Any) -> None:
-    with pytest.raises(ConfigError, match="take the module inside"):
+    with pytest.raises(ConfigError, match="train the module inside"):
         Optimizer(ps, nn.DataParallel(nn.Linear(3, 1)), optimizer=SGD(lr=0.1))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -246,3 +249,51 @@ def test_scaled_gradients_are_refused_after_unscale(ps: Any) -> None:
     model(torch.tensor([1])).sum().backward()
     optimizer.step()
     assert np.abs(ps.tables["users"].row(1)).max() < 1.0
+
+
+def test_a_wrapper_that_averages_gradients_is_refused_before_any_leaves(ps: Any, tmp_path: Path) -> None:
+    """Ray's `prepare_model` wraps a model whose Optimizer may have been built already."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for overlap in (True, False):
+            model, other = nn.Linear(3, 1), nn.Linear(3, 1)
+            optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0), overlap=overlap, bucket_bytes=1)
+            elsewhere = nn.parallel.DistributedDataParallel(other)  # does no harm
+            wrapped = nn.parallel.DistributedDataParallel(model)
+
+            def train(trained: Any = wrapped, optimizer: Any = optimizer) -> None:
+                trained(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+
+            with pytest.raises(ConfigError, match="leave out prepare_model"):
+                train()
+            assert ps.parts == []
+            optimizer.close()
+            del wrapped, elsewhere
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_model_moves_while_gradients_of_rows_wait(ps: Any) -> None:
+    """Lightning moves it to the CPU after an error."""
+    model = nn.Sequential(Embedding(ps, "users", 3, optimizer=SGD(lr=1.0)), nn.Linear(3, 1))
+    optimizer = Optimizer(ps, model, optimizer=SGD(lr=1.0), overlap=False)
+    model(torch.tensor([1])).sum().backward()
+    model.cpu()
+    optimizer.step()
+    assert ps.clock == 1
+    assert ps.tables["users"].row(1).all()
+
+
+def test_without_torch_one_line_says_what_to_install() -> None:
+    code = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find(name, *rest)
+try:
+    import elasticps.torch
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout == "elasticps.torch needs torch: pip install 'elasticps[torch]'\n"
