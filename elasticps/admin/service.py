@@ -17,6 +17,7 @@ from elasticps.admin.cuts import write_state, write_written
 from elasticps.admin.subject import MAX_URL, Subject, Wanted
 from elasticps.errors import ConfigError
 from elasticps.security.identity import Act, NotAuthorised, identity_among
+from elasticps.wire.headers import MAX_CUT
 from replication.progress import PART_BITS
 
 if TYPE_CHECKING:
@@ -117,6 +118,9 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
     async def Hold(self, request: admin_pb2.HoldRequest, context: Context) -> admin_pb2.HoldResponse:  # noqa: N802
         cuts = (await self._subject(context, Act.CUT)).cuts
+        if not 0 < request.cut <= MAX_CUT:
+            text = f"a cut's number is from 1 to {MAX_CUT}, got {request.cut}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         return admin_pb2.HoldResponse(held=cuts.hold(request.cut, request.hold_ms / 1000))
 
     async def Held(self, request: admin_pb2.HeldRequest, context: Context) -> admin_pb2.HeldResponse:  # noqa: N802
@@ -125,7 +129,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
 
     async def Cut(self, request: admin_pb2.CutRequest, context: Context) -> admin_pb2.CutResponse:  # noqa: N802
         cuts = (await self._subject(context, Act.CUT)).cuts
-        if request.since >= request.cut or len(request.url) > MAX_URL:
+        if request.since >= request.cut or request.cut > MAX_CUT or len(request.url) > MAX_URL:
             text = f"there is no cut {request.cut} since {request.since} for a URL of {len(request.url)} letters"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         return admin_pb2.CutResponse(complete=await cuts.take(request.cut, request.since, request.url))

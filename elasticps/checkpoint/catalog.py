@@ -7,11 +7,18 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from coordinator import fields
 from elasticps.checkpoint.chain import Keep, UnknownCheckpoint, chain_of, deletion, superfluous
-from elasticps.checkpoint.leftovers import STILL_S, left_over, mark_of
+from elasticps.checkpoint.contents import reader_of
+from elasticps.checkpoint.leftovers import STILL_S, is_of_checkpoint, left_over, mark_of
 from elasticps.checkpoint.manifest import NAME, Manifest, cut_of, folder_of, path_of
 from elasticps.checkpoint.storage import NotThere, Storage
 from elasticps.errors import CheckpointError
+
+log = fields.logger(__name__)
+
+_NOTHING = "nothing of a checkpoint lies in it"
+_left_out: set[str] = set()  # what was warned of
 
 
 class Usage(NamedTuple):
@@ -57,7 +64,48 @@ def _manifest(storage: Storage, cut: int) -> Manifest:
 
 def cuts_of(storage: Storage) -> list[int]:
     """The numbers that have folders, published or not."""
-    return sorted(cut for folder in storage.folders() if (cut := cut_of(folder)) is not None)
+    found = []
+    for folder in storage.folders():
+        if (cut := cut_of(folder)) is not None:
+            found.append(cut)
+        elif folder.isdecimal():
+            _leave_out(storage, folder, "no checkpoint can have that number")
+    return sorted(found)
+
+
+def used_numbers(storage: Storage) -> tuple[int, set[int]]:
+    """(the highest number that a checkpoint has, published, under way or given up; 0 for none; numbers above that which
+    other things have: no checkpoint is written there)."""
+    foreign: set[int] = set()
+    for cut in reversed(cuts_of(storage)):
+        if storage.exists(path_of(cut)):
+            return cut, foreign
+        if files := [path.partition("/")[2] for path, _ in storage.files(folder_of(cut))]:
+            if any(map(is_of_checkpoint, files)):
+                return cut, foreign
+            _leave_out(storage, folder_of(cut), _NOTHING)
+            foreign.add(cut)
+    return 0, foreign
+
+
+def _leave_out(storage: Storage, folder: str, why: str) -> None:
+    if (where := f"{storage.url}/{folder}") not in _left_out:  # once: a dashboard looks every few seconds
+        _left_out.add(where)
+        log.warning("a folder is left out", folder=where, reason=why)
+
+
+def read_back(storage: Storage, manifest: Manifest) -> None:
+    """Reads the manifest that was published. CheckpointError if it is not there, or not as it was written."""
+    if read(storage, manifest.cut).encode() != manifest.encode():
+        raise CheckpointError(f"{storage.url}/{path_of(manifest.cut)} is another manifest than was written")
+
+
+def check_segment(storage: Storage, manifest: Manifest) -> None:
+    """Reads one segment of a checkpoint, that with the most rows of its largest file. CheckpointError."""
+    if manifest.files:
+        entry = max(manifest.files, key=lambda file: file.bytes)
+        reader = reader_of(storage, manifest, entry, manifest.spec(entry.table))
+        reader.read([max(reader.segments, key=lambda segment: segment.rows)])
 
 
 def look(storage: Storage) -> Catalog:
@@ -67,7 +115,11 @@ def look(storage: Storage) -> Catalog:
         try:
             manifests[cut] = _manifest(storage, cut)
         except NotThere:
-            unpublished.append(cut)
+            files = [path.partition("/")[2] for path, _ in storage.files(folder_of(cut))]
+            if files and not any(map(is_of_checkpoint, files)):
+                _leave_out(storage, folder_of(cut), _NOTHING)
+            else:
+                unpublished.append(cut)
         except CheckpointError as error:
             unreadable[cut] = str(error)
     return Catalog(manifests, unreadable, tuple(unpublished))
@@ -118,17 +170,23 @@ def clean(storage: Storage, *, cluster: str = "", below: int = 0, still_s: float
     were of. cluster, below: whose cut that is and is published; what it has left of older cuts goes at once. still_s:
     for how long nothing was written in other folders, by the storage's clock."""
     folders: dict[int, dict[str, float]] = {cut: {} for cut in cuts_of(storage)}
+    foreign: set[int] = set()
     for file in storage.listing():
         folder, _, path = file.path.partition("/")
-        if (cut := cut_of(folder)) is not None:
+        if (cut := cut_of(folder)) is None:
+            continue
+        if is_of_checkpoint(path):
             folders.setdefault(cut, {})[path] = file.time
+        else:
+            foreign.add(cut)
     named = {cut: _names(storage, cut) for cut, files in folders.items() if NAME in files}
     newest_s = max((at for files in folders.values() for at in files.values()), default=0.0)
     before = (newest_s if cluster else time.time()) - still_s
     going = left_over(folders, named, before, own=mark_of(cluster) if cluster else "", below=below)
     for cut, paths in going.items():
         storage.delete([f"{folder_of(cut)}/{path}" for path in paths])
-    empty = {cut for cut, files in folders.items() if not files and storage.drop_empty(folder_of(cut))}
+    without = {cut for cut, files in folders.items() if not files} - foreign
+    empty = {cut for cut in without if storage.drop_empty(folder_of(cut))}
     return sorted({*going, *empty})
 
 
@@ -143,7 +201,11 @@ def _names(storage: Storage, cut: int) -> set[str] | None:
 def unnamed(storage: Storage, manifest: Manifest) -> Usage:
     """What lies in a checkpoint's folder, and nobody needs: left by a merge that died, or being written by one."""
     named = {f"{manifest.folder}/{file.path}" for file in manifest.files} | {path_of(manifest.cut)}
-    sizes = [size for path, size in storage.files(manifest.folder) if path not in named]
+    sizes = [
+        size
+        for path, size in storage.files(manifest.folder)
+        if path not in named and is_of_checkpoint(path.partition("/")[2])
+    ]
     return Usage(len(sizes), sum(sizes))
 
 
@@ -164,7 +226,14 @@ def usage(storage: Storage, cut: int) -> Usage:
 
 
 def _remove(storage: Storage, cut: int) -> None:
-    paths = [path for path, _ in storage.files(folder_of(cut))]
+    """Deletes what is a checkpoint's, the manifest first; whatever else lies there stays."""
+    folder = f"{folder_of(cut)}/"
+    known = _names(storage, cut) or ()
+    paths = [
+        path
+        for path, _ in storage.files(folder_of(cut))
+        if is_of_checkpoint(name := path.removeprefix(folder)) or name in known
+    ]
     manifest = f"{folder_of(cut)}/{NAME}"
     if manifest in paths:
         storage.delete([manifest])

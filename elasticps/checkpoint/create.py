@@ -110,8 +110,8 @@ async def _attempt(
 ) -> Manifest:  # fmt: skip
     cluster = (await read_view(store, CheckpointError)).cluster
     restored = await _restored(store)
-    since, floor = await asyncio.to_thread(_before, storage, cluster, full, restored)
-    cut = await Driver(store, connect, hold_s).take(storage.url, since, floor=floor)
+    since, floor, foreign = await asyncio.to_thread(_before, storage, cluster, full, restored)
+    cut = await Driver(store, connect, hold_s).take(storage.url, since, floor=floor, foreign=foreign)
     files = await _written(store, cut, connect, tell)
     torn = await _restored(store) - restored  # rows of theirs came as the cut passed, perhaps
     manifest = await _manifest(store, cut, [file for file in files if file.table not in torn])
@@ -122,9 +122,18 @@ async def _attempt(
             await asyncio.to_thread(catalog.chain, storage, cut.since)
         except CheckpointError as error:
             raise GivenUp(f"checkpoint {cut.number}: what it adds to is gone: {error}") from error
+    try:
+        Manifest.decode(manifest.encode(), f"the manifest of checkpoint {cut.number}")
+        await asyncio.to_thread(catalog.check_segment, storage, manifest)
+    except CheckpointError as error:
+        raise GivenUp(f"checkpoint {cut.number} cannot be read back: {error}") from error
     if not await asyncio.to_thread(catalog.publish, storage, manifest):
         await asyncio.to_thread(storage.delete, [f"{manifest.folder}/{file.path}" for file in manifest.files])
         raise GivenUp(f"{storage.url} has a checkpoint {cut.number} that somebody else has made meanwhile")
+    try:
+        await asyncio.to_thread(catalog.read_back, storage, manifest)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {cut.number} was written, but cannot be read back: {error}") from error
     with suppress(StoreUnavailable):  # it is made all the same
         await store.put(NEWEST_CHECKPOINT, newest(manifest.cut, manifest.time, storage.url))
     try:
@@ -139,20 +148,20 @@ async def _restored(store: Store) -> set[int]:
     return {table.id for table in await read_tables(store) if table.restored}
 
 
-def _before(storage: Storage, cluster: str, full: bool, restored: set[int]) -> tuple[int, int]:
-    """(the cut that the next checkpoint adds to, 0 for none; the highest number that is used there). restored: tables
-    that came from a checkpoint: they may have had rows as one was taken that does not have them."""
-    cuts = catalog.cuts_of(storage)
-    floor = max(cuts, default=0)
-    if full or not cuts:
-        return 0, floor
+def _before(storage: Storage, cluster: str, full: bool, restored: set[int]) -> tuple[int, int, set[int]]:
+    """(the cut that the next checkpoint adds to, 0 for none; the highest number that is used there; higher ones that
+    other things have). restored: tables that came from a checkpoint: they may have had rows as one was taken that does
+    not have them."""
+    floor, foreign = catalog.used_numbers(storage)
+    if full or not floor:
+        return 0, floor, foreign
     try:
         chain = catalog.chain(storage)
     except CheckpointError:  # what is there cannot be built on
-        return 0, floor
+        return 0, floor, foreign
     has = {id_ for id_, _ in chain[-1].tables.values()}
     fits = chain[-1].cluster == cluster and len(chain) <= MOST_INCREMENTS and restored <= has
-    return chain[-1].cut if fits else 0, floor
+    return chain[-1].cut if fits else 0, floor, foreign
 
 
 async def _written(store: Store, cut: Cut, connect: Connect, tell: Tell) -> list[WrittenFile]:

@@ -11,21 +11,25 @@ the first worker may have gone on by itself, by the clock of whoever takes it, a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from coordinator import fields
 from coordinator.membership import ROSTER
-from coordinator.store import Store
+from coordinator.store import Entry, Store
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.admin.subject import CutState
 from elasticps.checkpoint.consistent import Verdict, judge, uncovered
 from elasticps.coordination import read_view
 from elasticps.errors import CheckpointError, Error
+from elasticps.wire.headers import MAX_CUT
 from replication.chain import Member
+
+log = fields.logger(__name__)
 
 T = TypeVar("T")
 
@@ -93,19 +97,22 @@ class Driver:
         self._hold_s = hold_s
         self._servers: dict[Member, CutServer] = {}
 
-    async def take(self, url: str, since: int = 0, *, floor: int = 0, attempts: int = ATTEMPTS) -> Cut:
-        """A consistent cut, with a number above `floor`. GivenUp says why there is none after so many attempts."""
+    async def take(
+        self, url: str, since: int = 0, *, floor: int = 0, foreign: Collection[int] = (), attempts: int = ATTEMPTS
+    ) -> Cut:
+        """A consistent cut, with a number above `floor` that is none of `foreign`. GivenUp says why there is none after
+        so many attempts; CheckpointError if no number is left."""
         while True:
             attempts -= 1
             try:
-                return await self.attempt(url, since, floor)
+                return await self.attempt(url, since, floor, foreign)
             except GivenUp:
                 if not attempts:
                     raise
 
-    async def attempt(self, url: str, since: int = 0, floor: int = 0) -> Cut:
+    async def attempt(self, url: str, since: int = 0, floor: int = 0, foreign: Collection[int] = ()) -> Cut:
         """One try. GivenUp; StoreUnavailable."""
-        number = await self._number(floor)
+        number = await self._number(url, floor, foreign)
         began, told = self._now(), set[Member]()
         try:
             until = began + _MARGIN * self._hold_s
@@ -128,13 +135,24 @@ class Driver:
 
     # --- the steps --------------------------------------------------------------------------------------------------
 
-    async def _number(self, floor: int) -> int:
-        """One that nobody has used, above all that servers know."""
+    async def _number(self, url: str, floor: int, foreign: Collection[int]) -> int:
+        """A cut number higher than any server has seen, and than any that was ever taken. CheckpointError if the
+        numbers have come to their end."""
         known = await self._ask((await self._view()).servers, lambda server: server.state(0))
-        floor = max([floor, *(state.newest for state in known.values())])
+        highest = {url: floor} | {f"server {member.name}": state.newest for member, state in known.items()}
         while True:
             entry = await self._store.get(LAST)
-            number = max(floor, 0 if entry is None else int(entry.value)) + 1
+            highest[f"the key {LAST!r} in etcd"] = _last_number(entry)
+            place = max(highest, key=lambda each: highest[each])
+            number = highest[place] + 1
+            while number in foreign:
+                number += 1
+            if number > MAX_CUT:
+                raise CheckpointError(
+                    f"no number is left for a checkpoint: {place} has {highest[place]}, and {MAX_CUT} is the highest. "
+                    "Somebody has set it: remove what has that number, and bring the cluster back from its newest "
+                    "checkpoint under another name if servers have it"
+                )
             expect = 0 if entry is None else entry.revision
             if await self._store.compare_and_set(LAST, str(number).encode(), expect=expect) is not None:
                 return number
@@ -210,6 +228,16 @@ class Driver:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _last_number(entry: Entry | None) -> int:
+    """What LAST says; 0 for what is no number: servers know those that were taken."""
+    text = b"" if entry is None else entry.value
+    if text.isdigit() and len(text) <= len(str(MAX_CUT)):
+        return int(text)
+    if entry is not None:
+        log.warning("left out: it is no number of a cut", key=LAST, value=text[:80])
+    return 0
 
 
 def _some(names: Sequence[str]) -> str:

@@ -9,11 +9,21 @@ is known to be of our own cluster and of an older cut than one that is published
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Mapping
 
 from elasticps.checkpoint.manifest import NAME
 
 STILL_S = 3600.0  # no file takes as long to be written
+
+# A table's folder with a file of rows, as servers and merges call them; and what `Storage` has before it has its name.
+_ROWS = re.compile(r"[A-Za-z0-9_-]+-[0-9]+/[A-Za-z0-9._-]+\.[0-9]{3,}\.safetensors")
+_PART = re.compile(r"([A-Za-z0-9_-]+-[0-9]+/)?[A-Za-z0-9._-]*[.-][0-9a-f]{32}\.part")
+
+
+def is_of_checkpoint(path: str) -> bool:
+    """Whether a path below a checkpoint's folder is one that elasticps gives: no other is ever deleted."""
+    return path == NAME or _ROWS.fullmatch(path) is not None or _PART.fullmatch(path) is not None
 
 
 def mark_of(cluster: str) -> str:

@@ -13,11 +13,11 @@ from coordinator.names import check_name
 from elasticps.checkpoint.rows import MOST_HEADER, Encoded, checksum
 from elasticps.errors import CheckpointError, SpecError
 from elasticps.spec import TableSpec
+from elasticps.wire.headers import MAX_CUT
 from replication.progress import MAX_CLOCK
 
 VERSION = 1
 NAME = "manifest.json"
-MAX_CUT = (1 << 31) - 1
 MAX_ID = (1 << 32) - 1  # of a table or worker; of deletions too
 MAX_PROGRESS = (1 << 63) - 1  # of a worker in a range: its clock, and a part
 
@@ -168,8 +168,10 @@ def check_table(name: str, spec: TableSpec) -> None:
 
 
 def cut_of(folder: str) -> int | None:
-    """The inverse of `folder_of`; None for a folder that is none of ours."""
-    return int(folder) if folder.isdecimal() and folder_of(int(folder)) == folder else None
+    """The inverse of `folder_of`; None for a folder that no checkpoint has."""
+    if not folder.isdecimal() or len(folder) > len(str(MAX_CUT)) or not 0 < int(folder) <= MAX_CUT:
+        return None
+    return int(folder) if folder_of(int(folder)) == folder else None
 
 
 def _sum(said: Mapping[str, Any]) -> str:

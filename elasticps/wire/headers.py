@@ -294,6 +294,9 @@ class ClaimShardsHeader(NamedTuple):
         return cls(h.clock)
 
 
+MAX_CUT = (1 << 31) - 1  # the number of a cut, and of its checkpoint: the same bound wherever one is read
+
+
 class HoldHeader(NamedTuple):
     """HOLD: begin no step, and write nothing else, until cut `cut` is released, or for `left_ms`. clock: rounds up to
     this one are still pushed (BSP), as somebody waits for them."""

@@ -14,6 +14,7 @@ from elasticps.admin.client import fetch_marked, open_channel, take_mark
 from elasticps.admin.cuts import CutClient
 from elasticps.admin.subject import CutState, CutTaken, CutWritten, MarkedRange, Writing, WrittenFile
 from elasticps.errors import ClusterUnreachable, ConfigError
+from elasticps.wire.headers import MAX_CUT
 from replication.progress import PART_BITS
 
 STATUS: dict[str, Any] = {
@@ -131,6 +132,11 @@ def test_a_cut_is_taken_from_afar() -> None:
             assert not await there.take(3, 1, "file:///x")
             with pytest.raises(ClusterUnreachable, match="no cut 3 since 3"):
                 await there.take(3, 3, "file:///x")
+            for beyond in (0, MAX_CUT + 1):
+                with pytest.raises(ClusterUnreachable, match=f"a cut's number is from 1 to {MAX_CUT}, got {beyond}"):
+                    await there.hold(beyond, 1.5)
+            with pytest.raises(ClusterUnreachable, match=f"no cut {MAX_CUT + 1} since 1"):
+                await there.take(MAX_CUT + 1, 1, "file:///x")
             with pytest.raises(ClusterUnreachable, match="of 5000 letters"):
                 await there.take(3, 1, "x" * 5000)
             await there.release(2)

@@ -187,9 +187,9 @@ def test_a_catalog_of_everything(tmp_path: Any) -> None:
     assert catalog.publish(storage, second)  # asked again, as the first answer was lost
     assert not catalog.publish(storage, dataclasses.replace(second, time=1.0))
     assert catalog.read(storage, 2) == second
-    storage.put("000003/t/part", b"given up")
+    storage.put("000003/t-3/s0-1.000.safetensors", b"given up")
     storage.put("000004/manifest.json", b"{")
-    storage.put("000005/t/part", b"being written")
+    storage.put("000005/t-3/s0-1.000.safetensors", b"being written")
     storage.put("notes/readme", b"somebody's")
     there = catalog.look(storage)
     assert there.manifests == {1: first, 2: second}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,16 +17,19 @@ from coordinator.membership import NEWEST_CHECKPOINT, WANTED_CHECKPOINTS
 from coordinator.memory import MemoryStore
 from coordinator.view import Roster, ServerInfo, View, WorkerInfo
 from elasticps.admin.subject import CutState, CutTaken, CutWritten, Writing, WrittenFile
-from elasticps.checkpoint import catalog, create, driver
+from elasticps.checkpoint import catalog, create, driver, filing
 from elasticps.checkpoint.create import checkpoint
 from elasticps.checkpoint.driver import GivenUp
 from elasticps.checkpoint.duty import Duty
 from elasticps.checkpoint.manifest import Manifest
 from elasticps.checkpoint.recovery import policies_of
+from elasticps.checkpoint.rows import RowFile
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError, ClusterUnreachable, SpecError
 from elasticps.optimizers import Accumulate
 from elasticps.spec import TableSpec
+from elasticps.store.layout import RowLayout
+from elasticps.wire.headers import MAX_CUT
 from replication.messages import ERASER
 from tests.server.conftest import until
 
@@ -44,6 +49,7 @@ class Fake:
         self.silent = self.lost = False
         self.polls = 3
         self.taken: list[tuple[int, int]] = []
+        self.files: list[WrittenFile] = []
         self.happened: list[str] = []
 
     async def hold(self, cut: int, hold_s: float) -> bool:
@@ -58,11 +64,22 @@ class Fake:
 
     async def take(self, cut: int, since: int, url: str) -> bool:
         self.happened.append("take")
-        for table in ("t", "late"):
-            Storage(url).put(f"{cut:06d}/{table}/s{self.index}-1.000.safetensors", bytes(100))
+        self.files = [self.write(url, cut, 3, "t", 4), self.write(url, cut, 0, "late", 8)]
         self.polls = 3
         self.taken.append((cut, since))
         return True
+
+    def write(self, url: str, cut: int, rows: int, table: str, number: int) -> WrittenFile:
+        """A file with so many rows in the first of its ranges."""
+        spec = TableSpec(table, 2, Accumulate())
+        file, stride = RowFile(spec), RowLayout.of(spec).stride
+        for r in self.ranges:
+            n = rows * (r == self.ranges[0])
+            keys, words, stamps = np.arange(n), np.zeros((n, stride), np.uint8), np.zeros(n, np.int32)
+            file.add(r, keys, words, stamps, full=True)
+        path = f"{table}-{number}/s{self.index}-1.000.safetensors"
+        entry = filing.write(Storage(url), f"{cut:06d}", path, number, file)
+        return WrittenFile(path, entry.bytes, entry.header, entry.rows, entry.blake2b, number, entry.ranges)
 
     async def state(self, cut: int) -> CutState:
         if self.silent and self.taken:
@@ -76,9 +93,7 @@ class Fake:
         if self.silent:
             raise ClusterUnreachable("it does not answer")
         self.polls -= self.polls > 0
-        files = [WrittenFile(f"t/s{self.index}-1.000.safetensors", 100, 8, 3, "ab" * 16, 4, self.ranges)]
-        if self.index:  # a table that was made as the cut passed: some ranges had it, and no rows
-            files.append(files[0]._replace(path="late/s1-1.000.safetensors", rows=0, table=8))
+        files = self.files[: 1 + self.index]  # the second was made as the cut passed: some ranges had it, and no rows
         writing = Writing(0 if self.polls else 2, () if self.polls else files, self.failed)
         return CutWritten(1, 1 if self.lost and self.polls < 2 else 2, writing)
 
@@ -278,9 +293,9 @@ def test_what_was_deleted_or_replaced_meanwhile_is_not_published(scene: Scene, m
         done.append(len(files))
         if len(done) == 1:
             number = max(catalog.cuts_of(scene.storage))
-            scene.storage.delete([f"{number:06d}/t/s1-1.000.safetensors"])
+            scene.storage.delete([f"{number:06d}/t-4/s1-1.000.safetensors"])
         elif len(done) == 2:
-            scene.storage.put("000002/t/s0-1.000.safetensors", b"another's")
+            scene.storage.put("000002/t-4/s0-1.000.safetensors", b"another's")
         return files
 
     async def main() -> None:
@@ -288,7 +303,7 @@ def test_what_was_deleted_or_replaced_meanwhile_is_not_published(scene: Scene, m
         assert (await scene.take()).cut == 3
         monkeypatch.setattr(create, "ATTEMPTS", 1)
         done.clear()
-        with pytest.raises(GivenUp, match=r"000004/t/s1.* is missing: somebody has deleted"):
+        with pytest.raises(GivenUp, match=r"000004/t-4/s1.* is missing: somebody has deleted"):
             await scene.take()
         assert sorted(catalog.look(scene.storage).manifests) == [3]
 
@@ -312,7 +327,7 @@ def test_what_cannot_be_tidied_away_is_no_reason_to_fail(scene: Scene, monkeypat
 
 def test_somebody_else_s_checkpoint_of_that_number_stays(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of another cluster; what servers have written beside it goes, and the next number is taken."""
-    publish, files = catalog.publish, ("000001/manifest.json", "000001/t/theirs.000.safetensors")
+    publish, files = catalog.publish, ("000001/manifest.json", "000001/t-4/theirs.000.safetensors")
 
     def come_second(storage: Storage, manifest: Manifest) -> bool:
         if manifest.cut == 1:
@@ -324,7 +339,7 @@ def test_somebody_else_s_checkpoint_of_that_number_stays(scene: Scene, monkeypat
         await scene.begin()
         monkeypatch.setattr(catalog, "publish", come_second)
         assert (await scene.take()).cut == 2
-        left = [path for path, _ in scene.storage.files("000001") if "/late/" not in path]
+        left = [path for path, _ in scene.storage.files("000001") if "/late-8/" not in path]
         assert tuple(left) == files
         monkeypatch.setattr(catalog, "publish", lambda storage, manifest: False)
         with pytest.raises(GivenUp, match="somebody else has made meanwhile"):
@@ -408,9 +423,7 @@ def test_a_table_that_is_being_restored_is_in_no_checkpoint_in_part(scene: Scene
                 await scene.store.put("tables/default/back", json.dumps(table).encode())
                 if said.writing is None or not said.writing.files:
                     return said
-                path = f"back/s{of.index}-1.000.safetensors"
-                scene.storage.put(f"{cut:06d}/{path}", bytes(100))
-                file = said.writing.files[0]._replace(path=path, table=12)
+                file = of.write(scene.storage.url, cut, 3, "back", 12)
                 return said._replace(writing=said.writing._replace(files=[*said.writing.files, file]))
 
             server.written = written  # type: ignore[method-assign]
@@ -443,3 +456,91 @@ def test_what_it_adds_to_is_deleted_meanwhile(scene: Scene) -> None:
         assert [manifest.cut for manifest in catalog.chain(scene.storage)] == [second.cut]
 
     asyncio.run(story())
+
+
+def test_a_number_that_something_else_has_is_left_out(
+    scene: Scene, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder of somebody's, called as a checkpoint could be: no checkpoint counts from there, or is written there."""
+    scene.storage = Storage(str(tmp_path))
+    foreign = [tmp_path / name for name in (f"{MAX_CUT}", f"{MAX_CUT + 1}", "000002", "notes", "9" * 200)]
+    for folder in foreign:
+        folder.mkdir()
+        (folder / "x").touch()
+
+    async def main() -> None:
+        await scene.begin()
+        with caplog.at_level("WARNING"):
+            assert (await scene.take()).cut == 1
+        for folder in foreign[:2]:
+            assert f"a folder is left out folder={folder.as_uri()} " in caplog.text
+        assert [(await scene.take()).cut for _ in range(2)] == [3, 4]
+
+    asyncio.run(main())
+    assert catalog.look(scene.storage).unpublished == ()
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (0, 0))
+    assert catalog.clean(scene.storage) == [1, 3, 4]  # of the table that is in none
+    assert [chain.cut for chain in catalog.chain(scene.storage)] == [1, 3, 4]
+    assert all((folder / "x").exists() for folder in foreign)
+
+
+@pytest.mark.parametrize("where", ["folder", "server", "etcd"])
+def test_the_end_of_the_numbers_is_said_before_anything_is_written(scene: Scene, where: str) -> None:
+    async def main() -> None:
+        await scene.begin()
+        if where == "folder":
+            scene.storage.put(f"{MAX_CUT}/manifest.json", b"{}")
+        elif where == "server":
+            scene.servers["s1"].taken.append((MAX_CUT, 0))
+        else:
+            await scene.store.put(driver.LAST, b"%d" % MAX_CUT)
+        said = {"folder": "memory://create", "server": "server s1", "etcd": "the key 'checkpoints/last' in etcd"}[where]
+        with pytest.raises(CheckpointError, match=f"no number is left for a checkpoint: {said} has {MAX_CUT}"):
+            await scene.take()
+        assert [server.happened for server in scene.servers.values()] == [[], []]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("value", [b"", b"[]", b"-1", b"9" * 5000, b"1e9"])
+def test_a_last_number_that_is_none_ends_no_checkpoint(scene: Scene, value: bytes) -> None:
+    async def main() -> None:
+        await scene.begin()
+        await scene.store.put(driver.LAST, value)
+        assert [(await scene.take()).cut for _ in range(2)] == [1, 2]
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_read_back_is_not_said_to_be_there(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = catalog.publish
+
+    def alter(storage: Storage, manifest: Manifest) -> bool:
+        assert publish(storage, manifest)
+        storage.put(f"{manifest.folder}/manifest.json", b"{}")
+        return True
+
+    async def main() -> None:
+        await scene.begin()
+        written = create._written
+
+        async def damaged(*arguments: Any) -> Any:
+            files = await written(*arguments)
+            for path, _ in scene.storage.files():
+                data = bytearray(scene.storage.get(path))
+                data[-1] ^= 1
+                scene.storage.put(path, data)
+            return files
+
+        with monkeypatch.context() as patch:
+            patch.setattr(create, "_written", damaged)
+            with pytest.raises(GivenUp, match=r"checkpoint 3 cannot be read back: .* was altered"):
+                await scene.take()
+        assert catalog.look(scene.storage).manifests == {}
+        monkeypatch.setattr(catalog, "publish", alter)
+        with pytest.raises(CheckpointError, match=r"checkpoint 4 was written, but cannot be read back: .* no manifest"):
+            await scene.take()
+        assert await scene.store.get(NEWEST_CHECKPOINT) is None
+
+    asyncio.run(main())

@@ -74,13 +74,13 @@ def test_what_is_merged_and_deleted(place: Path) -> None:
     assert "--keep takes" in run("delete", place, "--keep", "newest=1", code=2)
     assert "deleted: nothing" in run("delete", place, "--keep", "last=1")  # all are built on
     assert "checkpoint 3 is full: 30 rows" in run("merge", place)
-    (place / "000000").mkdir()
-    (place / "000000" / "part").write_text("given up")
+    (place / "000004" / "t-7").mkdir(parents=True)
+    (place / "000004" / "t-7" / "s0-1.000.safetensors").write_text("given up")
     (place / "000003" / "t-7" / "merged-x.000.safetensors").write_text("a merge that died")
     assert "checkpoint 3: 1 files, 17 B" in " ".join(run("verify", place).split())
     assert json.loads(run("verify", place, "--json"))["unnamed"] == {"3": {"files": 1, "bytes": 17}}
     assert "deleted: nothing" in run("delete", place, "--left-overs")
-    assert "deleted: 0, 3" in run("delete", place, "--left-overs", "--still", 0)
+    assert "deleted: 3, 4" in run("delete", place, "--left-overs", "--still", 0)
     assert json.loads(run("verify", place, "--json"))["unnamed"] == {}
     assert "deleted: 2, 1" in run("delete", place, "--keep", "last=1,hourly=1,daily=2")
     assert "checkpoint 3: 0 problems, 30 rows" in run("verify", place)

@@ -50,7 +50,7 @@ from elasticps.wire.frames import (
     whole,
     wholes,
 )
-from elasticps.wire.headers import PushHeader, Shard
+from elasticps.wire.headers import MAX_CUT, PushHeader, Shard
 from elasticps.wire.refusals import decode_refusal, decode_steps, encode_refusal, encode_steps
 from elasticps.wire.replica_headers import ChunkAckHeader, ForwardHeader, RangesHeader, SnapshotChunkHeader
 from replication.chain import Ranges
@@ -69,7 +69,6 @@ from replication.progress import MAX_CLOCK
 
 _MAX_POSITION = 1 << 62  # of progress, of logs, of epochs: int64 with room for sums
 MAX_NAME = 255
-MAX_CUT = (1 << 32) - 1
 MAX_TABLE = (1 << 32) - 1
 _ROWS = (OperationKind.PUSH, OperationKind.INIT, OperationKind.LOAD, OperationKind.DELETE)
 _ROUND_STEPS = (
