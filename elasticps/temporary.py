@@ -32,10 +32,10 @@ def paths_with(folder: Path, mark: str) -> list[Path]:
 
 
 @contextmanager
-def new_folder(folder: Path, mark: str = "") -> Iterator[Path]:
+def new_folder(folder: Path, mark: str = "", mode: int = 0o700) -> Iterator[Path]:
     """A new folder in `folder`, which is removed at the end, unless it has another name by then."""
     part = new_path(folder, mark)
-    part.mkdir()
+    part.mkdir(mode)
     made = part.lstat()
     try:
         yield part
@@ -63,18 +63,16 @@ def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
         part.unlink(missing_ok=True)
 
 
-def reserve(descriptor: int, nbytes: int, path: object) -> None:
-    """Gives a file so many bytes on its disk. OSError, which names `path`, where there is no room: a write through
-    mapped memory that finds none ends the process by a signal."""
-    with naming(path):
-        try:
-            if nbytes:
-                os.posix_fallocate(descriptor, 0, nbytes)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-            for at in range(0, nbytes, len(_ZEROS)):  # a file system that cannot reserve
-                os.pwrite(descriptor, _ZEROS[: nbytes - at], at)
+def reserve(descriptor: int, nbytes: int) -> None:
+    """Gives a file so many bytes on its disk, at least one. OSError where there is no room: a write through mapped
+    memory that finds none ends the process by a signal."""
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        for at in range(0, nbytes, len(_ZEROS)):  # a file system that cannot reserve
+            os.pwrite(descriptor, _ZEROS[: nbytes - at], at)
 
 
 @contextmanager

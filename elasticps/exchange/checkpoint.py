@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps import temporary
 from elasticps.checkpoint import catalog
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.storage import Storage
@@ -83,9 +85,7 @@ def _in_order(
     with tempfile.TemporaryDirectory(dir=part) as folder:
         shapes = {"weight": spec.dim} | (spec.optimizer.slot_shapes(spec.dim) if with_slots else {})
         ordered = {
-            name: np.lib.format.open_memmap(
-                f"{folder}/{number}.npy", "w+", dtype if name == "weight" else np.float32, (count, width)
-            )
+            name: _mapped(Path(folder) / f"{number}", dtype if name == "weight" else "float32", (count, width))
             for number, (name, width) in enumerate(shapes.items())
         }
         for at in range(0, count, step):
@@ -99,6 +99,15 @@ def _in_order(
                 ordered[name][keys[inside]] = values[inside]
         for at in range(0, count, step):
             yield {name: np.array(column[at : at + step]) for name, column in ordered.items()}
+
+
+def _mapped(path: Path, dtype: str, shape: tuple[int, int]) -> NDArray[Any]:
+    """An array in a new file, for which there is room on the disk. OSError."""
+    if not (nbytes := np.dtype(dtype).itemsize * shape[0] * shape[1]):
+        return np.empty(shape, dtype)
+    with temporary.create(path) as file:
+        temporary.reserve(file.fileno(), nbytes)
+        return np.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype).reshape(shape)
 
 
 def weights(spec: TableSpec, rows: NDArray[np.uint8]) -> NDArray[np.float32]:

@@ -129,7 +129,7 @@ def _begin(to: Path, stack: ExitStack) -> tuple[Path, int]:
             if _locked(other):
                 raise ConfigError(f"{to} is being written by another export")
             log.warning("an export that died has left its folder: delete it", folder=other)
-        part = stack.enter_context(temporary.new_folder(to.parent, mark))
+        part = stack.enter_context(temporary.new_folder(to.parent, mark, 0o777))
         folder = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         stack.callback(os.close, folder)
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from elasticps import temporary
 from elasticps.errors import ConfigError, InputError
 from elasticps.torch.embedding import INCOMPLETE, Rows
 from elasticps.torch.optimizer import Optimizer
@@ -37,19 +38,47 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 def save(model: nn.Module, file: str | os.PathLike[str]) -> None:
     """Writes `full_state_dict(model)` as `torch.save` does, in memory for the keys of a table: rows wait beside the
-    file, in as much disk space again. The file is there when all of it is."""
-    path = Path(file)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+    file, in as much disk space again. The file is there when all of it is. OSError names it, where the disk is full,
+    say; then nothing is left, and an older file stays."""
+    path = Path(os.path.abspath(file))
+    with temporary.naming(path), temporary.new_folder(path.parent) as folder:
 
         def room(rows: int, dim: int) -> Tensor:
             if not rows:
                 return torch.empty(0, dim)
-            handle, name = tempfile.mkstemp(dir=folder)
-            os.close(handle)
-            return torch.from_file(name, shared=True, size=rows * dim).view(rows, dim)
+            with temporary.create(part := temporary.new_path(folder)) as handle:
+                temporary.reserve(handle.fileno(), 4 * rows * dim)
+            return torch.from_file(str(part), shared=True, size=rows * dim).view(rows, dim)
 
-        torch.save(_full(model, room), part := Path(folder) / "all")
-        os.replace(part, path)
+        with temporary.create(part := folder / "all") as whole:
+            _save(_full(model, room), whole)
+            whole.flush()
+            os.fsync(whole.fileno())
+        part.replace(path)
+
+
+def _save(state: dict[str, Tensor], file: IO[bytes]) -> None:
+    """`torch.save`, whose errors of the disk are an OSError: torch ends its archive all the same, and reports that."""
+    errors: list[OSError] = []
+    write = file.write
+
+    class Out:
+        def write(self, data: bytes) -> int:
+            try:
+                return write(data)
+            except OSError as error:
+                errors.append(error)
+                raise
+
+        def flush(self) -> None:
+            """Done by the caller."""
+
+    try:
+        torch.save(state, Out())  # type: ignore[arg-type]  # it asks for no more of a file
+    except RuntimeError:
+        if errors:
+            raise errors[0] from None
+        raise
 
 
 def load(model: nn.Module, file: str | os.PathLike[str]) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from elasticps import spec, temporary
 from elasticps.checkpoint.storage import Storage
+from elasticps.cli.app import app
 from elasticps.errors import ConfigError
 from elasticps.exchange.checkpoint import export_checkpoint
 from elasticps.spec import TableSpec
@@ -148,3 +150,21 @@ def test_a_file_is_replaced_without_touching_what_lies_beside_it(tmp_path: Path)
     with pytest.raises(OSError, match="nothing") as caught:
         temporary.replace_file(tmp_path / "nothing" / "x", b"")
     assert "nothing" in str(caught.value.filename)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "npz", "parquet"])
+def test_a_full_disk_is_an_error_that_names_the_folder_and_nothing_is_left(
+    place: str, small_disk: Path, kind: str
+) -> None:
+    """Rows in order wait in files that are written through memory: no signal ends the process."""
+    for rows in (40_000, 15_000)[: 1 + (kind != "parquet")]:  # what waits has no room, or what is written of it
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            export_checkpoint(place, small_disk / "out", kind=kind, rows={"t": rows})
+        assert caught.value.filename == str(small_disk / "out")
+        assert [*small_disk.iterdir()] == []
+    arguments = ["export", "--from-checkpoint", place, "--to", str(small_disk / "out"), "--rows", "t=40000"]
+    done = CliRunner().invoke(app, [*arguments, "--format", kind])
+    assert (done.exit_code, f"{small_disk / 'out'}: No space left on device" in " ".join(done.output.split())) == (
+        1,
+        True,
+    )

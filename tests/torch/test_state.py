@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from elasticps import temporary
 from elasticps.errors import ConfigError, InputError
 from elasticps.spec import SGD, Adam, Normal
 from elasticps.torch import Embedding, EmbeddingBag, Optimizer, full_state_dict, load, load_full_state_dict, save, state
@@ -113,6 +116,38 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(ps: Any, tmp_path: Pat
         save(model, tmp_path / "model.pt")
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
     assert (tmp_path / "model.pt").read_text() == "old"
+
+
+@pytest.mark.parametrize("rows", [30_000, 12_000])
+def test_a_full_disk_is_an_error_that_names_the_file_and_nothing_is_left(
+    ps: Any, small_disk: Path, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows have no room, or have it and the file that is made of them has none. No signal ends the trainer."""
+    monkeypatch.setattr(state, "CHUNK_BYTES", 16 << 20)
+    model = nn.Sequential(Embedding(ps, "users", 3, optimizer=SGD(lr=1.0), num_embeddings=rows))
+    (small_disk / "model.pt").write_text("old")
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        save(model, small_disk / "model.pt")
+    assert caught.value.filename == str(small_disk / "model.pt")
+    assert [path.name for path in small_disk.iterdir()] == ["model.pt"]
+    assert (small_disk / "model.pt").read_text() == "old"
+
+
+def test_room_is_written_where_a_file_system_cannot_reserve_it(
+    ps: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    monkeypatch.setattr(state, "CHUNK_BYTES", 16 << 20)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    model = nn.Sequential(Embedding(ps, "users", 3, optimizer=SGD(lr=1.0), num_embeddings=100_000))
+    with (tmp_path / "x").open("wb") as file:
+        temporary.reserve(file.fileno(), 3_000_001)
+    assert (tmp_path / "x").stat().st_size == 3_000_001
+    assert (tmp_path / "x").stat().st_blocks * 512 >= 3_000_001
+    save(model, tmp_path / "model.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "x"]
 
 
 def test_states_that_do_not_fit_are_refused_before_anything_is_written(ps: Any) -> None:
