@@ -31,6 +31,10 @@ class OtherCluster(StoreUnavailable):
     """The store holds another cluster under our name, or none: its data were lost, or it was made anew."""
 
 
+class NotPermitted(CoordinationError):
+    """The store does not let whoever our certificate names do this."""
+
+
 class TooLarge(CoordinationError, ValueError):
     """The store does not take so much under one key. Nothing was written."""
 

@@ -29,7 +29,7 @@ from aetcd import rpc
 from grpc.aio import EOF, AioRpcError  # type: ignore[attr-defined]  # grpc-stubs lacks EOF
 
 from coordinator import cancelled, fields
-from coordinator.errors import CoordinationError, LeaseLost, StoreUnavailable
+from coordinator.errors import CoordinationError, LeaseLost, NotPermitted, StoreUnavailable
 from coordinator.forks import use_grpc
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, check_key, check_value
 from coordinator.url import ClusterUrl, TlsFiles
@@ -63,7 +63,6 @@ _REQUIRE_LEADER = (("hasleader", "true"),)
 # The request itself is wrong: another endpoint would say the same.
 _REFUSED = (
     grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.PERMISSION_DENIED,
 )  # fmt: skip
 _RIGHTS_CHANGED = "revision of auth store is old"  # while the request was under way
 
@@ -474,6 +473,8 @@ def _raise_definite(error: BaseException) -> None:
             raise LeaseLost(f"etcd no longer knows the lease: {error.details()}") from error
         if _RIGHTS_CHANGED in (error.details() or ""):
             return
+        if error.code() == grpc.StatusCode.PERMISSION_DENIED:
+            raise NotPermitted(f"etcd refused: {error.details()}") from error
         if error.code() in _REFUSED:
             raise CoordinationError(f"etcd refused: {error.details()}") from error
 

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from coordinator.names import app_of_worker
 from coordinator.records import read
 from coordinator.store import Store
 
 LOSSES = "losses/"  # below it, by the epoch in which the ranges began anew
-KNOWN = "losses-known/"  # below it, by that epoch and worker id, the clock up to which it knew its steps committed
+KNOWN = "losses-known/"  # <application>/<that epoch>/<worker id>: up to which clock it knew its steps committed
 WAIT, RESTORE = "wait", "restore"  # what a table's `on_loss` may be
 HELD_UP = "losses-held-up"  # why ranges that are lost do not come back
 
@@ -25,9 +26,9 @@ def key_of(epoch: int) -> str:
     return f"{LOSSES}{epoch:012d}"
 
 
-def known_key(epoch: int, worker: int) -> str:
-    """Where a worker adds what it knows."""
-    return f"{KNOWN}{epoch:012d}/{worker}"
+def known_key(epoch: int, worker: int, name: str) -> str:
+    """Where the worker with this id and name adds what it knows."""
+    return f"{KNOWN}{app_of_worker(name)}/{epoch:012d}/{worker}"
 
 
 async def losses_of(store: Store) -> list[dict[str, Any]]:
@@ -42,7 +43,7 @@ def merged(entries: Mapping[str, bytes]) -> list[dict[str, Any]]:
     for key in sorted(key for key in entries if key.startswith(LOSSES)):
         told = read(key, entries[key], epoch=int, workers=list)
         for worker in told["workers"]:
-            own = known_key(told["epoch"], worker["id"])
+            own = known_key(told["epoch"], worker["id"], worker["name"])
             with suppress(ValueError):  # the leader's word stays
                 worker["to"] = read(own, entries.get(own, b""), committed=int)["committed"]
         found.append(told)

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from coordinator import fields
 from coordinator.errors import StoreUnavailable, UnknownServer
-from coordinator.names import check_name
+from coordinator.names import app_of_worker, check_name, worker_name, worker_path
 from coordinator.records import read
 from coordinator.store import Entry, Put, Reset, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
@@ -34,12 +34,12 @@ SIGNED_OFF = b"signed off"
 
 LEASE_S = 5.0  # how long a member stays registered without a word from it
 LAST_WORKER = "last-worker/"
-"""Below it, by name, JSON with the `id` of the worker that took part last: no older one may come back."""
+"""Below it, by application and name, JSON with the `id` of the worker that took part last: no older one may come
+back."""
 INCARNATIONS = "incarnations/"
 NUMBERS = "numbers"
-WANTED_CHECKPOINTS = "checkpoints/wanted/"
+WANTED_CHECKPOINTS = "checkpoints/wanted/"  # <application>/<number>: a request, which the leader answers in its place
 NEWEST_CHECKPOINT = "checkpoints/newest"  # its number, and when it was made; number 0: when they were first asked for
-"""Below it, requests of workers, which the leader answers in their place."""
 FAILOVER = "failover"  # the newest one: epoch of its view, and in Unix time when it was found, and written; for people
 
 FAREWELL_S = 1.0  # a lease that the store does not take back by then runs out by itself
@@ -135,10 +135,14 @@ def server_of(key: str, value: bytes) -> ServerInfo:
 
 
 def worker_of(key: str, value: bytes) -> WorkerInfo:
-    """Who is registered by what is under `workers/<name>`. ValueError if it makes no sense."""
+    """Who is registered by what is under `workers/<application>/<name>`. ValueError if it makes no sense, as for a
+    worker that says to belong to another application than the one that may write there."""
     worker = WorkerInfo.from_json(value)
-    if worker.name != key.removeprefix(WORKERS):
+    path = key.removeprefix(WORKERS)
+    if worker.name != worker_name(path):
         raise ValueError(f"{key} names a worker {worker.name!r:.200}")
+    if worker.app != app_of_worker(worker.name):
+        raise ValueError(f"{key} names a worker of application {worker.app!r:.200}")
     return worker
 
 
@@ -266,6 +270,25 @@ def begins_anew(value: bytes) -> tuple[frozenset[int], frozenset[Member]]:
         return frozenset(map(int, said["ranges"])), given_up
     except (TypeError, OverflowError) as error:
         raise ValueError(f"{BEGIN_ANEW} makes no sense: {error}") from None
+
+
+def worker_key(name: str) -> str:
+    """Where a worker registers."""
+    return WORKERS + worker_path(name)
+
+
+def record_key(name: str) -> str:
+    """Where the record is of the worker that took part last under a name."""
+    return LAST_WORKER + worker_path(name)
+
+
+async def last_workers(store: Store) -> dict[str, Entry]:
+    """The records below `last-worker/` by the workers' names. Of two records of one name, that of an earlier version
+    is the older one."""
+    entries = (await store.list(LAST_WORKER)).entries
+    paths = sorted((entry.key.removeprefix(LAST_WORKER) for entry in entries), key=lambda path: "/" in path)
+    by_path = {entry.key.removeprefix(LAST_WORKER): entry for entry in entries}
+    return {worker_name(path): by_path[path] for path in paths}
 
 
 def last_worker(value: bytes) -> int:

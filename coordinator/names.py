@@ -6,6 +6,7 @@ import ipaddress
 import re
 
 NAME_MAX = 63
+DEFAULT_APP = "default"
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_MAX - 1}}}")
 _HOST = re.compile(rb"[A-Za-z0-9._-]*")  # a name, an address of IPv4, or "" for all addresses of this machine
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
@@ -32,6 +33,23 @@ def check_worker(name: object) -> None:
     """ValueError if `name` cannot be a worker's: a name, or an application's and a name with "/" between."""
     for part in name.split("/", 1) if isinstance(name, str) else [name]:
         check_name("worker", part)
+
+
+def worker_path(name: str) -> str:
+    """Returns "application/name" for a worker's name, which leaves the default application out: the end of its keys.
+    So all keys of one application's workers begin alike, and etcd can give rights to them."""
+    return name if "/" in name else f"{DEFAULT_APP}/{name}"
+
+
+def worker_name(path: str) -> str:
+    """Returns the worker's name for the end of one of its keys. Earlier versions left the default application out
+    there as well."""
+    return path.removeprefix(f"{DEFAULT_APP}/")
+
+
+def app_of_worker(name: str) -> str:
+    """Returns the application that a worker's name says."""
+    return worker_path(name).partition("/")[0]
 
 
 def check_host(host: str) -> str:

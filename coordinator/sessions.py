@@ -20,17 +20,18 @@ from coordinator.membership import (
     CONFIG,
     FAREWELL_S,
     INCARNATIONS,
-    LAST_WORKER,
     LEASE_S,
     SERVERS,
     SIGNED_OFF,
-    WORKERS,
     farewell,
     identity_of,
     last_worker,
     new_number,
     other_cluster,
+    record_key,
+    worker_key,
 )
+from coordinator.names import app_of_worker
 from coordinator.records import read
 from coordinator.store import Entry, Guard, Store
 from coordinator.view import ClusterConfig, ServerInfo, WorkerInfo
@@ -61,14 +62,14 @@ class Session(ABC, Generic[Info]):
     deadline  loop time until which the store will keep our key, counted from when the last renewal was sent
     """
 
-    def __init__(self, store: Store, prefix: str, info: Info, ttl_s: float, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, store: Store, key: str, info: Info, ttl_s: float, on_lost: Callable[[str], None]) -> None:
         self.info = info
         self.cluster = ""
         self.base = 0
         self.lease = 0
         self.deadline = 0.0
         self._store = store
-        self._key = prefix + info.name
+        self._key = key
         self._ttl_s = ttl_s
         self._on_lost = on_lost
         self._task: asyncio.Task[None] | None = None
@@ -199,10 +200,8 @@ class WorkerSession(Session[WorkerInfo]):
     took_part = False
     _restored = 0  # the base of the store that has our belongings
 
-    def __init__(
-        self, store: Store, prefix: str, info: WorkerInfo, ttl_s: float, on_lost: Callable[[str], None]
-    ) -> None:
-        super().__init__(store, prefix, info, ttl_s, on_lost)
+    def __init__(self, store: Store, key: str, info: WorkerInfo, ttl_s: float, on_lost: Callable[[str], None]) -> None:
+        super().__init__(store, key, info, ttl_s, on_lost)
         self.belongings: dict[str, bytes] = {}
 
     async def restore(self) -> None:
@@ -212,7 +211,7 @@ class WorkerSession(Session[WorkerInfo]):
         self._restored = self.base
 
     async def newest(self) -> int:
-        record = await self._store.get(LAST_WORKER + self.info.name)
+        record = await self._store.get(record_key(self.info.name))
         if record is not None:
             try:
                 return last_worker(record.value)
@@ -263,7 +262,7 @@ async def register_server(
         raise OtherCluster(other_cluster(cluster, found))
     incarnation = await _next_incarnation(store, INCARNATIONS + SERVERS + name)
     info = ServerInfo(name, incarnation, address, admin, zone, weight)
-    session = ServerSession(store, SERVERS, info, ttl_s, on_lost)
+    session = ServerSession(store, SERVERS + name, info, ttl_s, on_lost)
     session.cluster = cluster
     await session.start()
     return session
@@ -283,8 +282,10 @@ async def register_worker(
     `on_lost`, `cluster` and errors as for `register_server`.
     """
     WorkerInfo(1, name, 1, app)
+    if app_of_worker(name) != app:
+        raise ValueError(f"worker {name!r} cannot be one of application {app!r}: call it {app}/NAME")
     number = await new_number(store)
-    session = WorkerSession(store, WORKERS, WorkerInfo(number, name, number, app), ttl_s, on_lost)
+    session = WorkerSession(store, worker_key(name), WorkerInfo(number, name, number, app), ttl_s, on_lost)
     session.cluster = cluster
     await session.start()
     return session

@@ -23,9 +23,11 @@ from coordinator.membership import (
     begins_anew,
     drained,
     last_worker,
+    record_key,
     server_of,
     worker_of,
 )
+from coordinator.names import worker_name
 from coordinator.store import Change, Delete, Entry, Guard, Listing, Put, Reset, Store
 from coordinator.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
 from replication.chain import Member
@@ -155,7 +157,7 @@ class World:
         return News.CHANGE
 
     def _put_worker(self, entry: Entry) -> None:
-        name = entry.key.removeprefix(WORKERS)
+        name = worker_name(entry.key.removeprefix(WORKERS))
         if entry.value == SIGNED_OFF:
             self.workers.pop(entry.key, None)
             self.signed_off.add(name)
@@ -174,8 +176,8 @@ class World:
         """Keys and revisions of records to drop: of those that are not listed the newest `REMEMBERED` stay."""
         if len(self.records) <= REMEMBERED:
             return []
-        listed = {LAST_WORKER + worker.name for worker in (self.roster.workers if self.roster else ())}
-        listed |= {LAST_WORKER + worker.name for worker in self.workers.values()}
+        listed = {record_key(worker.name) for worker in (self.roster.workers if self.roster else ())}
+        listed |= {record_key(worker.name) for worker in self.workers.values()}
         away = sorted((record, key) for key, record in self.records.items() if key not in listed)
         return [(key, revision) for (_, revision), key in away[: min(AT_ONCE, len(away) - REMEMBERED)]]
 

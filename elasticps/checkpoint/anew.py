@@ -22,9 +22,9 @@ from coordinator.loss import find_loss, spans
 from coordinator.losses import key_of
 from coordinator.membership import (
     BEGIN_ANEW,
-    LAST_WORKER,
     NEWEST_CHECKPOINT,
     ROSTER,
+    last_workers,
 )
 from coordinator.records import left_out, read
 from coordinator.store import Store
@@ -202,10 +202,10 @@ async def _missing(
     names = {worker.id: name for name, worker in manifest.workers.items()} | roster
     have = {worker.id: worker.clock for worker in manifest.workers.values()} | dict(manifest.former)
     lowest = min((worker.clock for worker in manifest.workers.values()), default=0)
-    for each in (await store.list(LAST_WORKER)).entries:
+    for name, each in (await last_workers(store)).items():
         with left_out():
             past = read(each.key, each.value, id=int, base=int)
-            names[past["id"]] = each.key.removeprefix(LAST_WORKER)
+            names.setdefault(past["id"], name)
             have.setdefault(past["id"], past["base"])
     floors: dict[int, int] = {}
     for worker in sorted(found.least.keys() | roster.keys()):

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from coordinator import fields
 from coordinator.adoption import ON_LOSS, RATES
 from coordinator.errors import StoreUnavailable
-from coordinator.membership import LAST_WORKER, NEWEST_CHECKPOINT, RESTORING
+from coordinator.membership import NEWEST_CHECKPOINT, RESTORING, last_workers
+from coordinator.names import app_of_worker
 from coordinator.records import left_out, read
 from coordinator.store import Store
 from coordinator.view import ServerInfo
@@ -227,15 +228,16 @@ async def _manifest(store: Store, cut: Cut, files: list[WrittenFile]) -> Manifes
     verdict, ranges = cut.verdict, range(cut.view.ranges)
     apps = {worker.id: worker.app for worker in cut.roster}
     workers: dict[str, WorkerEntry] = {}
-    for entry in (await store.list(LAST_WORKER)).entries:
-        name = entry.key.removeprefix(LAST_WORKER)
+    for name, entry in (await last_workers(store)).items():
         with left_out():
             past = read(entry.key, entry.value, id=int, base=int, trained=int, steps=int)
             id_ = past["id"]
             if id_ in verdict.clocks or id_ in verdict.left_out:
                 out = verdict.left_out.get(id_, {})
                 clock = verdict.clocks.get(id_, max(map(touched_clock, out.values()), default=0))
-                app = apps.get(id_, name.partition("/")[0] if "/" in name else "default")
+                app = app_of_worker(name)
+                if apps.get(id_, app) != app:
+                    raise ValueError(f"{entry.key} has id {id_}, of a worker of application {apps[id_]}")
                 workers[name] = WorkerEntry(id_, app, clock, past["base"], past["trained"], past["steps"]).checked()
     named = {worker.id for worker in workers.values()}
     homes: list[Any] = [home for state in cut.states.values() for _, home in sorted(state.homes.items())]

@@ -29,7 +29,9 @@ from coordinator.membership import (
     WORKERS,
     new_number,
     number_of,
+    record_key,
 )
+from coordinator.names import worker_name
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, ServerInfo, View
 from elasticps import background
@@ -308,7 +310,9 @@ class _Driver:
             )
         if some:
             return
-        if workers := [entry.key.removeprefix(WORKERS) for entry in (await self._store.list(WORKERS)).entries]:
+        if workers := [
+            worker_name(entry.key.removeprefix(WORKERS)) for entry in (await self._store.list(WORKERS)).entries
+        ]:
             raise ConfigError(f"worker {workers[0]!r} is connected: a whole cluster is restored before workers come")
 
     async def _raise_base(self) -> None:
@@ -443,11 +447,11 @@ class _Driver:
         if not plan.whole:
             return
         for entry in (await self._store.list(LAST_WORKER)).entries:
-            if entry.key.removeprefix(LAST_WORKER) not in self._manifest.workers:
+            if worker_name(entry.key.removeprefix(LAST_WORKER)) not in self._manifest.workers:
                 await self._store.delete(entry.key)
         for name, worker in self._manifest.workers.items():
             past = {"id": worker.id, "base": worker.base, "trained": worker.trained, "steps": worker.steps}
-            await self._store.put(LAST_WORKER + name, json.dumps(past).encode())
+            await self._store.put(record_key(name), json.dumps(past).encode())
         await self._store.put(RESTORED, plan.to_json(1.0))
         await self._store.delete(RESTORING)
 

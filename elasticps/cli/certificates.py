@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from coordinator.names import check_host
+from coordinator.names import DEFAULT_APP, check_host
 from coordinator.url import TlsFiles
 from elasticps.cli.output import err, out, print_json
 from elasticps.errors import ConfigError
 from elasticps.security.authority import LEAF_DAYS, Authority
-from elasticps.security.identity import Identity
+from elasticps.security.identity import ANY, Identity, Role
 
 
 def certificates(
@@ -68,6 +68,9 @@ def certificates(
         return
     if new:
         err.print(f"a new authority: {authority.ca}", markup=False, soft_wrap=True)
+    apps = sorted({one.app for one in wanted if one.role is Role.WORKER} - {DEFAULT_APP, ANY})
+    for app in apps:
+        err.print(f"etcd has to know application {app}: `elasticps cluster protect --app {app}`", markup=False)
     for name, files in made.items():
         out.print(f"{name}  {_query(files)}", markup=False, soft_wrap=True)
 

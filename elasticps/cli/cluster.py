@@ -119,11 +119,21 @@ async def _reset(url: str, yes: bool, timeout_s: float) -> list[str]:
 
 @app.command("protect")
 @command
-def protect_command(url: Url = None, name: Name = None, timeout: Timeout = 5.0) -> None:
-    """Have etcd ask who may write what: servers and workers their own keys only, coordinators and operators all.
+def protect_command(
+    url: Url = None,
+    name: Name = None,
+    app: Annotated[
+        list[str] | None,
+        typer.Option(help="An application whose workers are to come; may be repeated. Known ones need not be named."),
+    ] = None,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Have etcd ask who may write what: servers their own keys, workers those of their application, coordinators and
+    operators all.
 
     For an etcd with TLS and --client-cert-auth. The URL has the certificate of `elasticps certificates --etcd-root`.
-    Once per cluster, before it begins or while it runs; a new etcd needs it again.
+    Before the cluster begins or while it runs, and again for each new application and for a new etcd.
     """
-    background.run(protect(target(url, name), timeout))
+    known = background.run(protect(target(url, name), timeout, app or ()))
     out.print("protected: etcd asks for a certificate of this cluster, and what its holder may write")
+    out.print(f"applications: {', '.join(known)}", markup=False)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.losses import known_key, losses_of
+from coordinator.view import WorkerInfo
 from elasticps.client.registry import Registry
 from elasticps.client.runtime import Runtime
 from elasticps.errors import DataLost, Error
@@ -59,7 +60,7 @@ class Losses:
     """What one worker knows. told: whether it raises what it hears of; all of it is under the dispatcher's lock but
     what asks the store."""
 
-    def __init__(self, registry: Registry, runtime: Runtime, worker: int, *, raises: bool) -> None:
+    def __init__(self, registry: Registry, runtime: Runtime, worker: WorkerInfo, *, raises: bool) -> None:
         self.untold: list[int] = []  # epochs in which ranges began anew, of which nobody was told
         self._registry = registry
         self._runtime = runtime
@@ -77,7 +78,7 @@ class Losses:
         for epoch in epochs:
             for _ in range(ATTEMPTS):
                 try:
-                    self._registry.put(known_key(epoch, self._worker), value, TIMEOUT_S)
+                    self._registry.put(known_key(epoch, self._worker.id, self._worker.name), value, TIMEOUT_S)
                     break
                 except Error as error:
                     log.warning("cannot say what is missing since epoch %d: %s", epoch, error)

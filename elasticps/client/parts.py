@@ -43,7 +43,7 @@ class Parts:
                 barrier = Barrier(dispatcher)
                 dispatcher.pushes.round = True
             opened = self._opened
-            self.losses = Losses(registry, self._runtime, self.worker.id, raises=raise_on_loss)
+            self.losses = Losses(registry, self._runtime, self.worker, raises=raise_on_loss)
             dispatcher.on_anew = self._began_anew
             dispatcher.pushes.on_refused = self._forget
             joining = Joining(dispatcher, registry, barrier, timeout_s)

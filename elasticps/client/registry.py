@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordinator.adoption import ON_LOSS, table_key
 from coordinator.connect import open_store
-from coordinator.errors import CoordinationError, Fenced, ForkedProcess
+from coordinator.errors import CoordinationError, Fenced, ForkedProcess, NotPermitted
 from coordinator.membership import (
     LAST_WORKER,
     RESTORING,
     ROSTER,
     SIGNED_OFF,
     WANTED_CHECKPOINTS,
-    WORKERS,
     new_number,
+    record_key,
+    worker_key,
     worker_of,
 )
 from coordinator.names import check_name, check_worker
@@ -131,10 +132,13 @@ class Registry:
     def past(self, timeout_s: float) -> Past | None:
         """Who took part last under our name, if anybody has."""
         entry = self.call(self._store.get(self._past_key), timeout_s)
+        revision = 0 if entry is None else entry.revision
+        if entry is None:  # an earlier version's, which had no application in its key, and stays as it is
+            entry = self.call(self._store.get(LAST_WORKER + self._info.name), timeout_s)
         if entry is None:
             return None
         said = _said(entry, id=int, base=int, trained=int, steps=int)
-        return Past(said["id"], said["base"], said["trained"], said["steps"], entry.revision)
+        return Past(said["id"], said["base"], said["trained"], said["steps"], revision)
 
     def keep(self, past: Past, timeout_s: float) -> int | None:
         """Writes it, if the key still has its revision (0: does not exist); returns the new one, or None."""
@@ -157,9 +161,13 @@ class Registry:
         return revision
 
     @property
-    def _past_key(self) -> str:
+    def _info(self) -> WorkerInfo:
         assert self._worker is not None
-        return LAST_WORKER + self._worker.info.name
+        return self._worker.info
+
+    @property
+    def _past_key(self) -> str:
+        return record_key(self._info.name)
 
     def registered(self) -> int:
         """The lease under which this worker is registered, 0 if it has run out as far as is known here. Another lease:
@@ -220,7 +228,7 @@ class Registry:
 
     def want_checkpoint(self, full: bool, timeout_s: float) -> str:
         """Asks the leader for a checkpoint; where the answer will be."""
-        key = f"{WANTED_CHECKPOINTS}{self.call(new_number(self._store), timeout_s)}"
+        key = f"{WANTED_CHECKPOINTS}{self._info.app}/{self.call(new_number(self._store), timeout_s)}"
         self.call(self._store.put(key, json.dumps({"full": full, "by": self._name}).encode()), timeout_s)
         return key
 
@@ -353,7 +361,7 @@ class Registry:
             check_worker(name)
         except ValueError:
             return False
-        entry = await self._store.get(WORKERS + name)
+        entry = await self._store.get(worker_key(name))
         if entry is not None:
             with suppress(ValueError):  # what is no worker is not that one
                 return entry.value != SIGNED_OFF and worker_of(entry.key, entry.value).id == worker
@@ -407,5 +415,10 @@ def _run(coroutine: Coroutine[Any, Any, T], runtime: Runtime, timeout_s: float, 
         raise Closed(f"this worker was started again elsewhere: {error}") from error
     except ForkedProcess as error:
         raise ConfigError(str(error)) from None
+    except NotPermitted as error:
+        raise ClusterUnreachable(
+            f"{error}. The certificate is one for other keys, or etcd does not know its application yet: "
+            "`elasticps cluster protect --app APP` has etcd know it"
+        ) from error
     except CoordinationError as error:
         raise ClusterUnreachable(str(error)) from error

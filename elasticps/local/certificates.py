@@ -21,9 +21,11 @@ def begin(folder: Path, hosts: Iterable[str] = ("127.0.0.1", "localhost")) -> Tl
 
 
 def protect_etcd(url: str, folder: Path, timeout_s: float) -> None:
-    """Has a new etcd ask who may write what."""
-    found = replace(parse(url), tls=Authority(folder / _FOLDER).issue_root())
-    background.run(protect(str(found), timeout_s))
+    """Has a new etcd ask who may write what, and know each application that gets a certificate, now or later."""
+    authority = Authority(folder / _FOLDER)
+    found = replace(parse(url), tls=authority.issue_root())
+    background.run(protect(str(found), timeout_s, authority.applications()))
+    authority.follow(str(replace(found, tls=None)))
 
 
 def worker_url(url: str, folder: Path) -> str:

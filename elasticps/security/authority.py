@@ -4,6 +4,7 @@
     server-s0.crt, server-s0.key, …         whom it has signed for
     etcd.crt, etcd.key                      etcd's own, by host name and address
     etcd-root.crt, etcd-root.key            who sets up etcd's rights
+    etcd.url                                of an etcd that learns at once of the applications that are signed for
 
 Keys are readable by their owner alone.
 """
@@ -13,6 +14,8 @@ from __future__ import annotations
 import datetime
 import ipaddress
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,14 +24,19 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from coordinator.errors import CoordinationError
 from coordinator.etcd_rights import ROOT
-from coordinator.url import TlsFiles
-from elasticps import temporary
+from coordinator.names import DEFAULT_APP
+from coordinator.url import TlsFiles, parse
+from elasticps import background, temporary
 from elasticps.errors import ConfigError
-from elasticps.security.identity import Identity, Role, host_name
+from elasticps.security.identity import ANY, Identity, Role, host_name
+from elasticps.security.rights import protect
 
 CA_DAYS = 3650.0
 LEAF_DAYS = 90.0
+_ETCD_URL = "etcd.url"
+_ADMIT_S = 10.0  # for etcd to answer
 _EARLIER = datetime.timedelta(minutes=5)  # clocks differ
 
 _Key: TypeAlias = ec.EllipticCurvePrivateKey
@@ -88,7 +96,40 @@ class Authority:
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(str(identity))]
         if identity.role is Role.SERVER:
             names.append(x509.DNSName(host_name(identity.cluster)))
-        return self._sign(_stem(identity), identity.common_name, names, days, serves=identity.role is Role.SERVER)
+        files = self._sign(_stem(identity), identity.common_name, names, days, serves=identity.role is Role.SERVER)
+        if identity.role is Role.WORKER and identity.app not in (DEFAULT_APP, ANY):
+            self._admit(identity)
+        return files
+
+    def follow(self, url: str) -> None:
+        """Notes the etcd, by its cluster's URL without certificates, that is to learn at once of each application whose
+        workers get a certificate; without one `elasticps cluster protect` says it."""
+        (self.folder / _ETCD_URL).write_text(url)
+
+    def applications(self) -> set[str]:
+        """The applications whose workers have certificates here."""
+        found = set()
+        for file in self.folder.glob(f"{Role.WORKER}-*.crt"):
+            with suppress(ValueError):  # somebody else's
+                found.add(Identity.parse(_holder(file)).app)
+        return found - {ANY}
+
+    def _admit(self, identity: Identity) -> None:
+        """Lets the etcd that follows this authority know the application of a worker."""
+        try:
+            url = parse((self.folder / _ETCD_URL).read_text())
+        except FileNotFoundError:
+            return
+        if url.cluster != identity.cluster:
+            return
+        try:
+            root = replace(url, tls=self.issue_root())
+            background.run(protect(str(root), _ADMIT_S, self.applications()))
+        except CoordinationError as error:
+            raise ConfigError(
+                f"the certificate of {identity} is made, but etcd does not know application {identity.app!r}: {error}. "
+                f"When it answers: `elasticps cluster protect --app {identity.app}`"
+            ) from None
 
     def issue_etcd(self, hosts: Iterable[str], *, days: float = LEAF_DAYS) -> TlsFiles:
         """The same for an etcd that is found under `hosts`, names or addresses."""

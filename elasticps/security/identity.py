@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.names import check_name
+from coordinator.names import DEFAULT_APP, check_name
 
 ANY = "*"
 _PREFIX = "spiffe://elasticps/"
@@ -90,9 +90,11 @@ class Identity:
 
     @property
     def common_name(self) -> str:
-        """Of a certificate: etcd takes it for the user. Role and cluster, whatever the name is; where that is too long,
-        its beginning and a digest, as clusters whose names begin alike are not to be one user."""
-        whole = f"{self.role}.{self.cluster}"
+        """Of a certificate: etcd takes it for the user. Role and cluster, and a worker's application if it is not the
+        default one, whatever the name is; where that is too long, its beginning and a digest, as clusters whose names
+        begin alike are not to be one user."""
+        app = f":{self.app}" if self.app not in ("", DEFAULT_APP) else ""
+        whole = f"{self.role}.{self.cluster}{app}"
         if len(whole) <= _CN_MAX:
             return whole
         digest = hashlib.sha256(whole.encode()).hexdigest()[:_DIGITS]

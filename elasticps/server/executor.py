@@ -147,7 +147,7 @@ class Executor:
         if isinstance(payload, Content):
             self._apply_rows(effect, payload)
         elif isinstance(payload, NewTable):
-            self.store.create(TableSpec.from_json(payload.spec), payload.table)
+            self.store.create(TableSpec.from_json(payload.spec), payload.table, payload.app)
         elif isinstance(payload, Cleared):
             self._clear(effect, payload.table)
         elif isinstance(payload, Dropped):

@@ -84,7 +84,8 @@ class Pushes:
                         return
                     raise self._not_registered(new.table)
                 self._registered.check(new.table, spec, connection.app)
-            self._store.create(spec, new.table)
+                self._store.create(spec, new.table, connection.app)
+            new = new._replace(app=self._store.create(spec, new.table).app)
         except SpecError as error:
             raise RequestError("spec", str(error)) from None
         self._control(connection, header, OperationKind.CREATE, new, len(new.spec))

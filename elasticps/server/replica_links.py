@@ -276,7 +276,7 @@ class ReplicaLinks:
     def _creates(self, tables: Iterable[tuple[int, Table]]) -> list[list[Buffer]]:
         """Frames that make tables known, and tick no range."""
         operations = [
-            Operation(OperationKind.CREATE, -1, 0, NewTable(number, table.spec.to_json()), 0)
+            Operation(OperationKind.CREATE, -1, 0, NewTable(number, table.spec.to_json(), table.app), 0)
             for number, table in tables
         ]
         epoch = self._replica.epoch

@@ -39,26 +39,30 @@ class Store:
         self.cuts = Cuts(ranges)
         self._memory = Memory()
 
-    def create(self, spec: TableSpec, table_id: int) -> Table:
-        """The table, made now or before. Raises SpecError if the one that exists differs, saying in what."""
+    def create(self, spec: TableSpec, table_id: int, app: str = "") -> Table:
+        """The table, made now or before. app: who owns it, if the caller knows; the owner of a table never changes.
+        Raises SpecError if the one that exists differs, saying in what."""
         table = self.tables.get(table_id)
         if table is None:
             table = self.tables[table_id] = Table(spec, table_id, self.ranges, self._memory, self.cuts)
             table.dropped = table_id in self.dropped
-            table.app = self._apps.get(table_id, "")
+            table.app = app or self._apps.get(table_id, "")
             if not table.dropped:
                 self.live[table_id] = table
                 self.new.append((table_id, table))
                 self.version += 1
         elif difference := spec.difference(table.spec):
             raise SpecError(f"table {table.spec.name!r} (id {table_id}) exists with another spec: {difference}")
+        elif app and not table.app:
+            table.app = app
+            self.version += 1
         return table
 
     def belong(self, apps: Mapping[int, str]) -> None:
-        """To which application tables belong, by id; those that are not named keep the one that they had."""
+        """Names the owners of tables, by id. A table whose owner is known keeps that owner."""
         self._apps = apps
         for number in apps.keys() & self.live.keys():
-            self.live[number].app = apps[number]
+            self.live[number].app = self.live[number].app or apps[number]
         self.version += 1
 
     def drop(self, table_id: int, ranges: NDArray[np.int64], places: NDArray[np.int64]) -> None:

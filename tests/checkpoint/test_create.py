@@ -117,7 +117,7 @@ class Scene:
             await self.store.put(f"tables/default/{name}", json.dumps(table).encode())
         for name, id_ in (("w", ONE), ("gone", GONE), ("late", 99)):
             past = {"id": id_, "base": 1, "trained": 2, "steps": 3}
-            await self.store.put(f"last-worker/{name}", json.dumps(past).encode())
+            await self.store.put(f"last-worker/default/{name}", json.dumps(past).encode())
 
     async def take(self, **options: Any) -> Manifest:
         return await checkpoint(self.store, self.storage.url, lambda info: self.servers[info.name], **options)

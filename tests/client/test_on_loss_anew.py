@@ -38,7 +38,7 @@ def test_what_becomes_of_lost_ranges_of_a_table_is_put_back_into_a_new_store() -
                 await store.put("view", view.encode())
                 await store.put("config", replace(config, base=1000).to_json())
                 await until_key(store, "tables/default/t", lambda entry: entry is not None)
-                await until_key(store, "last-worker/w", lambda entry: entry is not None)
+                await until_key(store, "last-worker/default/w", lambda entry: entry is not None)
                 found = await store.get(key)
                 assert found is not None, "nobody knows any more that it is to come back by itself"
                 assert found.value == said.value

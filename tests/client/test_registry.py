@@ -10,9 +10,11 @@ import pytest
 
 import elasticps as eps
 from coordinator.adoption import adopt, plan_adoption
+from coordinator.membership import last_workers
 from coordinator.memory import MemoryStore
 from coordinator.store import Entry
 from coordinator.view import View
+from elasticps.client.protocol.join import Past
 from elasticps.client.registry import ASK_VIEW_TIMEOUT_S, Registry
 from elasticps.client.runtime import Runtime
 from tests.coordinator.test_adoption import witness
@@ -44,9 +46,9 @@ def scene() -> Iterator[Scene]:
 @pytest.mark.parametrize("value", STRANGE)
 def test_what_nobody_of_us_has_written_is_told_by_its_key(scene: Scene, value: bytes) -> None:
     registry = scene.registry
-    for key in ("last-worker/w", "tables/default/t", "wanted-checkpoints/1", "restoring"):
+    for key in ("last-worker/default/w", "tables/default/t", "wanted-checkpoints/1", "restoring"):
         scene.put(key, value)
-    with pytest.raises(eps.Error, match=r"last-worker/w .*delete it"):
+    with pytest.raises(eps.Error, match=r"last-worker/default/w .*delete it"):
         registry.past(30.0)
     with pytest.raises(eps.Error, match=r"tables/default/t .*delete it"):
         registry.open_table("default", SPEC, scene.worker.id, False, 30.0)
@@ -55,6 +57,17 @@ def test_what_nobody_of_us_has_written_is_told_by_its_key(scene: Scene, value: b
     if value[:1] != b"{" or b"cut" in value:
         with pytest.raises(eps.Error, match=r"wanted-checkpoints/1 .*delete it"):
             registry.checkpoint_made("wanted-checkpoints/1", 30.0)
+
+
+def test_a_worker_goes_on_after_its_record_of_an_earlier_version(scene: Scene) -> None:
+    """Its key had no application; nobody may write such a key where etcd asks."""
+    said = b'{"id": 1, "base": 3, "trained": 9, "steps": 8}'
+    scene.put("last-worker/w", said)
+    past = scene.registry.past(30.0)
+    assert past == Past(1, 3, 9, 8, 0)
+    assert scene.registry.keep(past._replace(id=scene.worker.id), 30.0) is not None
+    entries = scene.runtime.run(last_workers(scene.store), 30.0)
+    assert json.loads(entries["w"].value)["id"] == scene.worker.id
 
 
 def test_a_table_that_a_newer_version_has_made_is_told_by_its_key(scene: Scene) -> None:
@@ -68,7 +81,7 @@ def test_a_table_that_a_newer_version_has_made_is_told_by_its_key(scene: Scene) 
 
 @pytest.mark.parametrize("by", ["q", "a\nb", 7])
 def test_a_creator_that_is_no_worker_is_not_waited_for(scene: Scene, by: object) -> None:
-    scene.put("workers/q", b"[]")
+    scene.put("workers/default/q", b"[]")
     said = {"id": 1, "spec": SPEC.to_json(), "creator": 5, "by": by, "ready": False}
     scene.put("tables/default/t", json.dumps(said).encode())
     assert not scene.registry.wait_ready("default", "t", 5, 30.0)

@@ -35,7 +35,7 @@ def test_a_worker_that_pauses_over_a_new_store_goes_on_as_the_same() -> None:
             await store.delete(entry.key)
         knows = replace(witness("a"), newest=me.id)
         await adopt(store, plan_adoption([knows, replace(knows, name="b", incarnation=1)], (), "x"))
-        await until_key(store, "last-worker/w", lambda entry: entry is not None)
+        await until_key(store, "last-worker/default/w", lambda entry: entry is not None)
 
     run(anew())
     again = registry.keep(past._replace(base=9, trained=5, revision=revision), 30.0)  # it is given data again
@@ -53,7 +53,7 @@ def test_a_worker_whose_record_was_written_without_an_answer_goes_on_as_the_same
     past = Past(me.id, 5, 5, 5, 0)
     revision = registry.keep(past, 30.0)
     assert revision is not None
-    store.lose_next_write = "last-worker/w"
+    store.lose_next_write = "last-worker/default/w"
     with pytest.raises(ClusterUnreachable):  # after which it goes on where it was, and pauses once more
         registry.keep(past._replace(base=9, revision=revision), 30.0)
     again = registry.keep(past._replace(base=12, revision=revision), 30.0)

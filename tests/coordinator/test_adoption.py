@@ -130,16 +130,16 @@ async def test_a_worker_lives_through_a_second_new_store_though_no_number_was_gi
     first = plan_adoption([witness("a"), witness("b")], (), "x")
     await adopt(store, first)
     lost: list[str] = []
-    session = await register_worker(store, name="w", app="x", ttl_s=0.3, on_lost=lost.append)
+    session = await register_worker(store, name="w", app="default", ttl_s=0.3, on_lost=lost.append)
     session.took_part = True
-    session.belongings["last-worker/w"] = str(session.info.id).encode()
+    session.belongings["last-worker/default/w"] = str(session.info.id).encode()
     known = replace(witness("a"), roster=Roster.decode(first.writes["roster"]), newest=session.info.id)
     for _ in range(2):
         second = plan_adoption([known, replace(known, name="b", incarnation=1)], (), "x")
         for entry in (await store.list("")).entries:
             await store.delete(entry.key)
         await adopt(store, second)
-        await until_key(store, "last-worker/w", lambda entry: entry is not None)
+        await until_key(store, "last-worker/default/w", lambda entry: entry is not None)
         known = replace(known, roster=Roster.decode(second.writes["roster"]))
     assert not lost
     await session.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -117,6 +118,7 @@ def test_the_law_of_ranges_that_begin_anew() -> None:
 
 
 def test_a_worker_has_the_last_word_on_what_it_lost() -> None:
-    told = b'{"epoch": 7, "workers": [{"id": 3, "have": 5, "to": 8}, {"id": 4, "have": 5, "to": 6}]}'
-    (loss,) = merged({"losses/000000000007": told, known_key(7, 3): b'{"committed": 9}'})
+    workers = [{"id": 3, "name": "v", "have": 5, "to": 8}, {"id": 4, "name": "w", "have": 5, "to": 6}]
+    told = json.dumps({"epoch": 7, "workers": workers}).encode()
+    (loss,) = merged({"losses/000000000007": told, known_key(7, 3, "v"): b'{"committed": 9}'})
     assert [worker["to"] for worker in loss["workers"]] == [9, 6]

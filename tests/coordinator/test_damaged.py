@@ -24,7 +24,18 @@ from elasticps.metrics.cluster import ClusterMetrics
 from tests.coordinator.support import until_key
 
 DEEP = b"[" * 100_000
-KEYS = ("last-worker/w", "drains/s", "begin-anew", "workers/w", "servers/s", "tables/ads/x", "checkpoints/wanted/1")
+KEYS = (
+    "last-worker/default/w",
+    "drains/s",
+    "begin-anew",
+    "workers/default/w",
+    "workers/x/y/z",
+    "workers/",
+    "servers/s",
+    "tables/ads/x",
+    "tables/x",
+    "checkpoints/wanted/ads/1",
+)
 VALUES = (
     DEEP, b"", b"[]", b"null", b'{"id": 1e999, "incarnation": 1e999, "ranges": [1e999], "given_up": []}',
     b'{"id": "x", "incarnation": [], "ranges": 3, "given_up": {}}', b'{"ranges": [], "given_up": [7]}',
@@ -99,7 +110,7 @@ def test_a_failover_that_cannot_be_read_says_so(value: bytes) -> None:
 def test_what_a_worker_adds_to_a_loss_ends_no_coordinator(value: bytes) -> None:
     """Its metrics read it as it comes, and what fails there ends it."""
     loss = {"epoch": 3, "workers": [{"id": 5, "name": "w", "have": 2, "to": 7}]}
-    entries = {key_of(3): json.dumps(loss).encode(), known_key(3, 5): value}
+    entries = {key_of(3): json.dumps(loss).encode(), known_key(3, 5, "w"): value}
     assert merged(entries) == [loss]
     metrics = ClusterMetrics(MemoryStore(), "c0")
     for revision, (key, found) in enumerate(entries.items(), 1):

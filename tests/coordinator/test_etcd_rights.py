@@ -1,17 +1,41 @@
-"""Rights in etcd are given again while a cluster runs, and are then those of now."""
+"""Who may write what in an etcd with rights; they are given again while a cluster runs, and are then those of now."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coordinator.errors import CoordinationError
+from coordinator.adoption import ON_LOSS, RATES, TABLES
+from coordinator.errors import CoordinationError, NotPermitted
 from coordinator.etcd import EtcdStore
 from coordinator.etcd_rights import protect
+from coordinator.losses import HELD_UP, KNOWN, LOSSES
+from coordinator.membership import (
+    BEGIN_ANEW,
+    CONFIG,
+    DRAINS,
+    FAILOVER,
+    INCARNATIONS,
+    LAST_WORKER,
+    NEWEST_CHECKPOINT,
+    NUMBERS,
+    RESTORE_FILLS,
+    RESTORING,
+    ROSTER,
+    SERVERS,
+    VIEW,
+    WANTED_CHECKPOINTS,
+    WORKERS,
+)
+from coordinator.world import ELECTION
+from elasticps.checkpoint.driver import LAST
+from elasticps.checkpoint.restore import DRIVER, RESTORED
+from elasticps.security import rights
 from elasticps.security.authority import Authority
 from elasticps.security.identity import Identity, Role
 from tests.coordinator.support import Etcd, fresh_url
@@ -52,4 +76,85 @@ async def test_rights_that_are_given_again_are_those_of_now_and_never_fewer_mean
         assert await serves.get("b/x") is not None
     finally:
         for store in (root, leads, serves):
+            await store.close()
+
+
+APPS = ("bank", "thief")
+DOCUMENT = Path(__file__).parents[2] / "SECURITY.md"
+CONSTANTS = (
+    ON_LOSS, RATES, TABLES, KNOWN, LOSSES, HELD_UP, BEGIN_ANEW, CONFIG, DRAINS, FAILOVER, INCARNATIONS, LAST_WORKER,
+    NEWEST_CHECKPOINT, NUMBERS, RESTORE_FILLS, RESTORING, ROSTER, SERVERS, VIEW, WANTED_CHECKPOINTS, WORKERS, ELECTION,
+    LAST, DRIVER, RESTORED,
+)  # fmt: skip
+
+
+def documented() -> dict[str, str]:
+    """Who may write each key, in the words of SECURITY.md: the keys of the table there and its second column."""
+    rows = [line.split("|")[1:3] for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if "| `" in line[:3]]
+    return {key: who.strip() for keys, who in rows for key in re.findall(r"`([^`]+)`", keys)}
+
+
+async def put(store: EtcdStore, key: str) -> None:
+    await store.put(key, b"1")
+
+
+async def swap(store: EtcdStore, key: str) -> None:
+    await store.compare_and_set(key, b"2", expect=0)
+
+
+async def remove(store: EtcdStore, key: str) -> None:
+    await store.delete(key)
+
+
+async def permitted(asked: Coroutine[Any, Any, None]) -> bool:
+    try:
+        await asked
+    except NotPermitted:
+        return False
+    return True
+
+
+def test_the_documentation_has_every_key() -> None:
+    keys = documented()
+    assert not [known for known in CONSTANTS if not any(key.startswith(known) for key in keys)]
+    assert not [key for key in keys if not key.startswith(CONSTANTS)]
+
+
+async def test_each_role_writes_the_keys_that_the_documentation_says_and_no_other(
+    new_etcd: Callable[..., Etcd], tmp_path: Path
+) -> None:
+    """A worker of one application deleted the registrations of another's tables, and took them over."""
+    authority = Authority.create(tmp_path / "authority")
+    etcd = new_etcd(tls=authority.issue_etcd(("127.0.0.1",)))
+    url = fresh_url(etcd)
+    holders = {role: Identity(url.cluster, role, "x") for role in (Role.SERVER, Role.COORDINATOR, Role.OPERATOR)}
+    workers = {app: Identity(url.cluster, Role.WORKER, "*", app) for app in (*APPS, "default", "*")}
+    stores = {who: EtcdStore(replace(url, tls=authority.issue(one))) for who, one in (holders | workers).items()}
+    root = replace(url, tls=authority.issue_root())
+    before = EtcdStore(url=root)
+    try:
+        await before.ping(20.0)
+        await before.put("tables/thief/t", b"1")  # it need not be named: it has a table
+        assert await rights.protect(str(root), 20.0, ["bank"]) == ("bank", "default", "thief")
+        keys = {
+            re.sub(r"<application>", app, key): (app, who)
+            for key, who in documented().items()
+            for app in (*APPS, "default")
+        }
+        wrong = []
+        for key, (app, who) in keys.items():
+            words = {
+                "–": {},
+                "servers": {Role.SERVER},
+                "workers": workers.keys(),
+                "workers of the application": {app, "*"},
+            }
+            may = {Role.COORDINATOR, Role.OPERATOR, *words[who]}
+            for name, store in stores.items():
+                done = [way.__name__ for way in (put, swap, remove) if await permitted(way(store, key))]
+                if done != (["put", "swap", "remove"] if name in may else []):
+                    wrong.append((name, key, done))
+        assert not wrong
+    finally:
+        for store in (before, *stores.values()):
             await store.close()

@@ -70,18 +70,20 @@ async def test_leases_that_ran_out_while_the_store_was_away_end_nobody() -> None
     faulty = FaultyStore(memory.client())
     await create_cluster(memory, ClusterConfig(4))
     lost: list[str] = []
-    workers = [await register_worker(faulty, name=f"w{i}", app="x", ttl_s=1.0, on_lost=lost.append) for i in range(3)]
+    workers = [
+        await register_worker(faulty, name=f"w{i}", app="default", ttl_s=1.0, on_lost=lost.append) for i in range(3)
+    ]
     listed = [worker.info.id for worker in workers]
     async with leading(faulty):
         await until_key(memory, "roster", lambda entry: entry is not None and ids(entry.value) == listed)
         before = await memory.get("roster")
         faulty.out = True
         for worker in workers:
-            await until_key(memory, f"workers/{worker.info.name}", lambda entry: entry is None)
+            await until_key(memory, f"workers/default/{worker.info.name}", lambda entry: entry is None)
         faulty.out = False
         for worker in workers:
-            await until_key(memory, f"workers/{worker.info.name}", lambda entry: entry is not None)
-        newcomer = await register_worker(faulty, name="new", app="x", on_lost=lost.append)
+            await until_key(memory, f"workers/default/{worker.info.name}", lambda entry: entry is not None)
+        newcomer = await register_worker(faulty, name="new", app="default", on_lost=lost.append)
         await until_key(memory, "roster", lambda entry: entry is not None and newcomer.info.id in ids(entry.value))
         after = await memory.get("roster")
         assert before is not None

@@ -251,12 +251,12 @@ async def test_entries_that_make_no_sense_are_ignored(caplog: pytest.LogCaptureF
     memory = MemoryStore()
     await create_cluster(memory, ClusterConfig(ranges=4, min_servers=1))
     await memory.put("servers/bad", b"nonsense")
-    await memory.put("workers/worse", b'{"id":1,"name":"other","incarnation":1,"app":"x"}')
+    await memory.put("workers/default/worse", b'{"id":1,"name":"other","incarnation":1,"app":"x"}')
     async with coordinator(memory), following(memory) as follower, servers(memory, "a"):
         view = await follower.wait_for(lambda view: True, 20)
         assert [server.name for server in view.servers] == ["a"]
     assert "an entry is ignored key=servers/bad" in caplog.text
-    assert "an entry is ignored key=workers/worse" in caplog.text
+    assert "an entry is ignored key=workers/default/worse" in caplog.text
 
 
 async def test_the_reason_for_waiting_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -266,7 +266,7 @@ async def test_the_reason_for_waiting_is_logged_once(caplog: pytest.LogCaptureFi
         await until(lambda: "no config yet" in caplog.text)
         await create_cluster(memory, ClusterConfig(ranges=4, min_servers=2))
         async with servers(memory, "a"):
-            worker = await register_worker(memory, name="w", app="x")
+            worker = await register_worker(memory, name="w", app="default")
             await until(lambda: follower.roster is not None)
             await until(lambda: "waiting for servers: 1 of 2 registered" in caplog.text)
             await worker.close()
@@ -358,14 +358,14 @@ async def test_of_workers_that_left_the_newest_are_remembered(monkeypatch: pytes
     monkeypatch.setattr("coordinator.world.AT_ONCE", 2)
     memory = MemoryStore()
     await create_cluster(memory, ClusterConfig(ranges=4))
-    here = await register_worker(memory, name="here", app="x")
-    await memory.put("last-worker/here", b'{"id": 1}')
+    here = await register_worker(memory, name="here", app="default")
+    await memory.put("last-worker/default/here", b'{"id": 1}')
     for i in range(2, 12):
-        await memory.put(f"last-worker/w{i}", b'{"id": %d}' % i)
+        await memory.put(f"last-worker/default/w{i}", b'{"id": %d}' % i)
     async with coordinator(memory):
-        await until_key(memory, "last-worker/w8", lambda entry: entry is None)
+        await until_key(memory, "last-worker/default/w8", lambda entry: entry is None)
         left = {entry.key for entry in (await memory.list("last-worker/")).entries}
-        assert left == {f"last-worker/{name}" for name in ("here", "w9", "w10", "w11")}
+        assert left == {f"last-worker/default/{name}" for name in ("here", "w9", "w10", "w11")}
     await here.close()
 
 

@@ -264,14 +264,14 @@ async def test_worker_ids_are_never_used_again(clients: Clients) -> None:
         first = await register_worker(store, name="w0", app="default")
         second = await register_worker(store, name="w1", app="default")
         await first.close()
-        third = await register_worker(store, name="w0", app="other")
+        third = await register_worker(store, name="w0", app="default")
         infos = [session.info for session in (first, second, third)]
         assert 0 < infos[0].id < infos[1].id < infos[2].id
         assert infos == [
             WorkerInfo(i.id, n, i.id, a)
-            for i, n, a in zip(infos, ("w0", "w1", "w0"), ("default", "default", "other"), strict=True)
+            for i, n, a in zip(infos, ("w0", "w1", "w0"), ("default", "default", "default"), strict=True)
         ]
-        entry = await store.get("workers/w0")
+        entry = await store.get("workers/default/w0")
         assert entry is not None
         assert WorkerInfo.from_json(entry.value) == third.info
         await second.close()
@@ -302,7 +302,7 @@ class Counting(FaultyStore):
 async def test_many_workers_that_start_at_once_do_not_race_each_other() -> None:
     store = Counting(MemoryStore())
     await create_cluster(store, ClusterConfig(4))
-    workers = await asyncio.gather(*(register_worker(store, name=f"w{i}", app="x") for i in range(200)))
+    workers = await asyncio.gather(*(register_worker(store, name=f"w{i}", app="default") for i in range(200)))
     assert len({worker.info.id for worker in workers}) == 200
     assert store.requests <= 200 * 10
     for worker in workers:
@@ -316,14 +316,14 @@ async def test_an_older_incarnation_of_a_worker_never_comes_back(clients: Client
         for remembered in (True, False):
             lost: list[str] = []
             faulty = FaultyStore(store)  # else it might look while the newer one is still there
-            old = await register_worker(faulty, name="w", app="x", ttl_s=0.6, on_lost=lost.append)
+            old = await register_worker(faulty, name="w", app="default", ttl_s=0.6, on_lost=lost.append)
             old.took_part = faulty.out = True
-            await store.put("last-worker/w", json.dumps({"id": old.info.id}).encode())
-            new = await register_worker(store, name="w", app="x")
+            await store.put("last-worker/default/w", json.dumps({"id": old.info.id}).encode())
+            new = await register_worker(store, name="w", app="default")
             if remembered:
-                await store.put("last-worker/w", json.dumps({"id": new.info.id}).encode())
+                await store.put("last-worker/default/w", json.dumps({"id": new.info.id}).encode())
             else:
-                await store.delete("last-worker/w")
+                await store.delete("last-worker/default/w")
             await new.close()
             faulty.out = False
             await until(partial(len, lost))
@@ -379,10 +379,10 @@ async def test_what_a_worker_has_written_is_put_back_into_a_store_made_anew() ->
     store = MemoryStore()
     config = await create_cluster(store, ClusterConfig(4))
     lost: list[str] = []
-    worker = await register_worker(store, name="w", app="x", ttl_s=0.3, on_lost=lost.append)
+    worker = await register_worker(store, name="w", app="default", ttl_s=0.3, on_lost=lost.append)
     worker.took_part = True
     worker.belongings |= {
-        "last-worker/w": b'{"id": %d}' % worker.info.id,
+        "last-worker/default/w": b'{"id": %d}' % worker.info.id,
         "tables/x/t": b"a table",
         "tables/x/u": b"another",
     }
@@ -412,10 +412,10 @@ async def test_a_worker_goes_on_putting_back_after_a_new_store_has_stood_still()
     """Many others do the same just then. Its tables, rates that were set and what becomes of losses were forgotten."""
     store = StopsOnce(MemoryStore())
     config = await create_cluster(store, ClusterConfig(4))
-    worker = await register_worker(store, name="w", app="x", ttl_s=0.3, on_lost=lambda reason: None)
+    worker = await register_worker(store, name="w", app="default", ttl_s=0.3, on_lost=lambda reason: None)
     worker.took_part = True
     record = b'{"id": %d}' % worker.info.id
-    worker.belongings |= {"last-worker/w": record, "rates/x/t": b"a rate", "tables/x/t": b"a table"}
+    worker.belongings |= {"last-worker/default/w": record, "rates/x/t": b"a rate", "tables/x/t": b"a table"}
     for entry in (await store.list("")).entries:
         await store.delete(entry.key)
     await store.put("config", replace(config, base=worker.info.id).to_json())

@@ -15,16 +15,16 @@ from tests.coordinator.support import until, until_key
 async def test_a_worker_goes_on_whose_record_was_damaged() -> None:
     store, lost = MemoryStore("test"), list[str]()
     await create_cluster(store, ClusterConfig(2, id="one"))
-    session = await register_worker(store, name="w", app="x", ttl_s=0.3, on_lost=lost.append)
+    session = await register_worker(store, name="w", app="default", ttl_s=0.3, on_lost=lost.append)
     record = b'{"id": %d}' % session.info.id
-    await store.put("last-worker/w", record)
+    await store.put("last-worker/default/w", record)
     session.took_part = True
-    session.belongings["last-worker/w"] = record
-    await store.put("last-worker/w", b'{"id": ')
+    session.belongings["last-worker/default/w"] = record
+    await store.put("last-worker/default/w", b'{"id": ')
     kept = session.deadline
     await until(lambda: lost or session.deadline > kept + 0.5)
     assert lost == []
-    await until_key(store, "last-worker/w", lambda entry: entry is not None and entry.value == record)
+    await until_key(store, "last-worker/default/w", lambda entry: entry is not None and entry.value == record)
     await session.close()
 
 

@@ -71,8 +71,8 @@ class Cluster:
         """Waits until the leader has seen all that happened so far: it writes a roster, last of all it does."""
         roster = self.follower.roster
         number = 1 if roster is None else roster.version + 1
-        value = f'{{"id":{number},"name":"w{number}","incarnation":1,"app":"x"}}'
-        await self.memory.put(f"workers/w{number}", value.encode())
+        value = f'{{"id":{number},"name":"w{number}","incarnation":1,"app":"default"}}'
+        await self.memory.put(f"workers/default/w{number}", value.encode())
         await until(lambda: self.follower.roster is not None and self.follower.roster.version >= number)
 
 

@@ -19,23 +19,24 @@ GOOD = WorkerInfo(3, "good", 3, "default")
 @pytest.mark.parametrize(
     "entries",
     [
-        {"workers/a": WorkerInfo(5, "a", 5, "default"), "workers/b": WorkerInfo(5, "b", 5, "default")},
-        {"workers/z": WorkerInfo(3, "z", 3, "default")},
+        {"workers/default/a": WorkerInfo(5, "a", 5, "default"), "workers/default/b": WorkerInfo(5, "b", 5, "default")},
+        {"workers/default/z": WorkerInfo(3, "z", 3, "default")},
         {"workers/ads/good": WorkerInfo(6, "good", 6, "ads")},
         {"workers/a/good": WorkerInfo(3, "good", 3, "default")},
+        {"workers/a/x": WorkerInfo(3, "a/x", 3, "default")},
     ],
 )
 async def test_workers_that_say_the_same_of_themselves_end_no_coordinator(entries: dict[str, WorkerInfo]) -> None:
     store, stop = MemoryStore(), asyncio.Event()
     await create_cluster(store, ClusterConfig(ranges=2, replicas=1, min_servers=1))
-    await store.put("workers/good", GOOD.to_json())
+    await store.put("workers/default/good", GOOD.to_json())
     for key, info in entries.items():
         await store.put(key, info.to_json())
     leads = asyncio.create_task(run_coordinator(store, name="c", stop=stop))
     try:
         last = WorkerInfo(9, "last", 9, "default")
         await until_key(store, "election", lambda entry: entry is not None or leads.done())
-        await store.put("workers/last", last.to_json())
+        await store.put("workers/default/last", last.to_json())
         await until_key(
             store, "roster",
             lambda entry: leads.done() or (entry is not None and last in Roster.decode(entry.value).workers),

@@ -92,7 +92,7 @@ def test_a_worker_whose_registration_is_lost_takes_it_up_again(local_cluster: Ne
         me = ps.worker.id
 
         def left_out() -> bool:
-            on_store(cluster.url, lambda store: store.delete("workers/w0"))
+            on_store(cluster.url, lambda store: store.delete("workers/default/w0"))
             return me not in roster_of(cluster.url)
 
         wait_for(left_out, lambda: cluster.log("c0"), 100.0)

@@ -22,7 +22,7 @@ from elasticps.cli.output import ExitCode
 from elasticps.cli.status import look
 from elasticps.errors import ClusterUnreachable, ConfigError, ServerError
 from elasticps.security.authority import Authority
-from elasticps.security.identity import Identity
+from elasticps.security.identity import Identity, Role
 from tests.conftest import NewCluster
 
 
@@ -69,11 +69,29 @@ def test_a_cluster_with_tls_trains_renews_and_keeps_others_out(
     )
     for url, keys_of_others in (
         (cluster.url, ("view", "config", "election", "servers/s0", "drains/s0", "roster")),
-        (server_url, ("view", "config", "election", "workers/w0", "tables/default/t", "roster")),
+        (server_url, ("view", "config", "election", "workers/default/w0", "tables/default/t", "roster")),
     ):
         for key in keys_of_others:
             with pytest.raises(CoordinationError, match="permission denied"):
                 background.run(write(url, key))
+    of = {  # etcd learns of an application with the first certificate for one of its workers
+        who: str(replace(parse(cluster.url), tls=authority.issue(Identity("local", Role.WORKER, "*", who))))
+        for who in ("bank", "thief")
+    }
+    with eps.connect(of["bank"], worker="b", app="bank", timeout=30.0) as ps:
+        gold = ps.table("gold", dim=2, optimizer=eps.Accumulate())
+        ps.push({gold: (keys, ones)}).result()
+        for key in ("tables/bank/gold", "workers/bank/b", "last-worker/bank/b", "rates/bank/gold"):
+            with pytest.raises(CoordinationError, match="permission denied"):
+                background.run(write(of["thief"], key))
+        np.testing.assert_array_equal(gold.pull(keys), ones)
+    (authority.folder / "etcd.url").unlink()  # as of an authority that is kept elsewhere
+    new = replace(parse(cluster.url), tls=authority.issue(Identity("local", Role.WORKER, "*", "new")))
+    with pytest.raises(ClusterUnreachable, match="cluster protect --app"):
+        eps.connect(str(new), worker="n", app="new", timeout=30.0)
+    protecting = ["cluster", "protect", "--url", root_url, "--app", "new"]
+    assert CliRunner().invoke(app, protecting).stdout.endswith("applications: bank, default, new\n")
+    eps.connect(str(new), worker="n", app="new", timeout=30.0).close()
     with pytest.raises(ClusterUnreachable):
         eps.connect(cluster.url.partition("?")[0], worker="w1", timeout=2.0)
     with pytest.raises(ConfigError, match="not spiffe://elasticps/local/worker/default/w1"):

@@ -62,11 +62,11 @@ def test_what_was_lost_can_be_watched() -> None:
         metrics._note(Put(Entry(key, json.dumps(document).encode(), 3, 3)))
 
     assert found() == (0, 0)
-    tell(key_of(7), {"epoch": 7, "ranges": [1, 4], "workers": [{"id": 5, "have": 12, "to": 0}]})
+    tell(key_of(7), {"epoch": 7, "ranges": [1, 4], "workers": [{"id": 5, "name": "w", "have": 12, "to": 0}]})
     assert found() == (2, 0)
-    tell(known_key(7, 5), {"committed": 20})
+    tell(known_key(7, 5, "w"), {"committed": 20})
     assert found() == (2, 8)
-    tell(key_of(9), {"epoch": 9, "ranges": [1], "workers": [{"id": 5, "have": 30, "to": 33}]})
+    tell(key_of(9), {"epoch": 9, "ranges": [1], "workers": [{"id": 5, "name": "w", "have": 30, "to": 33}]})
     assert found() == (3, 8)
 
 

@@ -148,6 +148,7 @@ def test_a_table_whose_owner_is_not_known_yet_is_dropped_by_nobody(run: Run) -> 
         group.servers["a"].know_tables({TABLE: Entry("default", SPEC)})
         await group.connect("a")
         await until(lambda: TABLE in head.store.live)
+        head.store.live[TABLE].app = ""  # as an earlier version's server, or a checkpoint, leaves it
         other = await group.connect("b", create=False)
         answer = dropping(other, view, TABLE)
         await until(lambda: head.registered.wanted and head.news.behind.is_set())
@@ -170,7 +171,10 @@ def test_a_server_that_made_a_table_by_anothers_word_looks_whose_it_is(run: Run)
         group.servers["a"].know_tables({TABLE: Entry("default", SPEC)})
         await group.connect("a")
         await until(lambda: TABLE in tail.store.live)
-        assert tail.store.live[TABLE].app == ""
+        assert tail.store.live[TABLE].app == "default"  # the other server says whose it is
+        tail.tick()
+        assert not tail.registered.wanted
+        tail.store.live[TABLE].app = ""  # as an earlier version's server, or a checkpoint, leaves it
         tail.tick()
         assert tail.registered.wanted
         assert tail.news.behind.is_set()
@@ -242,6 +246,37 @@ def test_a_table_stays_with_whose_it_was_whatever_others_register() -> None:
     assert asyncio.run(read()) == {3: Entry("default", SPEC)}
 
 
+def test_a_server_keeps_the_owner_of_a_table_whatever_etcd_says_later(run: Run) -> None:
+    """Who may write in etcd would take tables of others, with all their rows."""
+
+    async def test(group: Group) -> None:
+        workers = WorkerInfo(WORKER, "w", 1, "default"), WorkerInfo(STRANGER, "x", 1, "other")
+        group.roster = Roster(1, workers, "c")
+        for name in ("a", "b"):
+            await group.start(name)
+        view = group.make_view(lambda r: ["a", "b"])
+        group.adopt(view)
+        head, tail = group.servers["a"], group.servers["b"]
+        tail.know_tables({})
+        head.know_tables({TABLE: Entry("default", SPEC)})
+        ours = await group.connect("a")
+        assert (await asyncio.wait_for(ours.push(view, "a", 1, list(KEYS), 1.0), 10))[0].kind == Kind.OK
+        theirs = await group.connect("a", create=False, worker=STRANGER, worker_name="x", app="other")
+        for server in (head, tail):
+            for said in ({TABLE: Entry("other", SPEC)}, {}, {TABLE: Entry("other", SPEC)}):
+                server.know_tables(said)
+                assert server.store.live[TABLE].app == "default"
+        pulling = Header(Kind.PULL, epoch=view.epoch, table=TABLE, items=len(KEYS), worker=STRANGER)
+        for answer in (theirs.ask(pulling, KEYS.tobytes()), dropping(theirs, view, TABLE)):
+            header, body = await asyncio.wait_for(answer, 10)
+            assert (header.kind, json_body(body)["code"]) == (Kind.ERROR, "foreign")
+        own = Header(Kind.PULL, epoch=view.epoch, table=TABLE, items=len(KEYS), worker=WORKER)
+        header, body = await asyncio.wait_for(ours.ask(own, KEYS.tobytes()), 10)
+        assert (np.frombuffer(body, np.float32)[: len(KEYS) * DIM] == 1).all()
+
+    run(test)
+
+
 def test_a_server_looks_whose_a_table_is_until_the_store_has_said_it(run: Run) -> None:
     """Until then workers of every application reach the table."""
 
@@ -258,6 +293,7 @@ def test_a_server_looks_whose_a_table_is_until_the_store_has_said_it(run: Run) -
         try:
             await group.connect("a")
             await until(lambda: TABLE in tail.store.live)
+            tail.store.live[TABLE].app = ""  # as an earlier version's server leaves it
             tail.tick()
             await until(lambda: store.refused and not tail.news.behind.is_set())
             store.out = False

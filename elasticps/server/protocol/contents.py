@@ -70,7 +70,7 @@ def wrong(store: Store, server: str, message: Message) -> str:
 def _check_operation(store: Store, server: str, message: Forward) -> None:
     payload = message.operation.payload
     if isinstance(payload, NewTable):
-        store.create(TableSpec.from_json(payload.spec), payload.table)
+        store.create(TableSpec.from_json(payload.spec), payload.table, payload.app)
     elif isinstance(payload, Content):
         for block in payload.blocks:
             check_block(store.tables, block, payload.positions, server, message.operation.kind)

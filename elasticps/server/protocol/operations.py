@@ -104,10 +104,11 @@ class RoundStep(NamedTuple):
 
 
 class NewTable(NamedTuple):
-    """A CREATE: the table's id, and its spec as JSON."""
+    """A CREATE: the table's id, its spec as JSON, and the application that owns it; "" if no server knows that yet."""
 
     table: int
     spec: str
+    app: str = ""
 
 
 class Cleared(NamedTuple):

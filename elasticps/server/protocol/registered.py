@@ -7,10 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from coordinator import fields
 from elasticps.errors import SpecError
 from elasticps.server.protocol.request_error import RequestError
 from elasticps.spec import TableSpec
 from elasticps.store import Store
+
+log = fields.logger(__name__)
 
 MOST_LOOKS = 127  # between two reads for a table that may belong to nobody
 
@@ -33,12 +36,26 @@ class Registered:
         self._need = need
         self._entries: Mapping[int, Entry] | None = None
         self._unknown: frozenset[int] = frozenset()  # tables here whose application is not known
+        self._doubted: set[int] = set()  # tables of which the log has said that others are registered as their owners
         self._pause = self._left = 0  # looks until it is asked for again, and how many of them are left
 
     def follow(self, entries: Mapping[int, Entry]) -> None:
-        """These are registered, by id."""
-        self._entries, self.wanted = entries, False
-        self._store.belong({number: entry.app for number, entry in entries.items()})
+        """Takes the tables that are registered now, by id. The owner of a table never changes: where the registry says
+        otherwise, somebody has written there what is not true, and the owner who is known here stays."""
+        self._entries = {number: self._with_owner(number, entry) for number, entry in entries.items()}
+        self.wanted = False
+        self._store.belong({number: entry.app for number, entry in self._entries.items()})
+
+    def _with_owner(self, number: int, entry: Entry) -> Entry:
+        here = self._store.tables.get(number)
+        before = None if self._entries is None else self._entries.get(number)
+        owner = (here.app if here is not None else "") or (before.app if before is not None else "")
+        if owner in ("", entry.app):
+            return entry
+        if number not in self._doubted:
+            self._doubted.add(number)
+            log.warning("a table keeps its owner", table=number, owner=owner, registered=entry.app)
+        return before if before is not None and before.app == owner else Entry(owner, None)
 
     def lacks(self, number: int) -> bool:
         """Whether a table is to be waited for. They are read again then."""

@@ -140,7 +140,8 @@ class ReplicaCodec:
             for block in blocks:
                 parts += block_buffers(block)
         elif isinstance(payload, NewTable):
-            parts.append(_json({"id": payload.table, "spec": payload.spec}))
+            owner = {"app": payload.app} if payload.app else {}
+            parts.append(_json({"id": payload.table, "spec": payload.spec} | owner))
         elif isinstance(payload, Cleared | Dropped):
             parts.append(_json({"id": payload.table}))
         elif isinstance(payload, RestoredRows):
@@ -345,7 +346,8 @@ def _take(document: Any) -> Claim:
 def new_table(document: dict[str, Any]) -> NewTable:
     """What a CREATE says. `SpecError` for a spec that is none, or that this server's plug-ins do not know."""
     spec = TableSpec.from_json(text(document.get("spec"), MAX_CONTROL_BYTES))
-    return NewTable(whole(document.get("id"), MAX_TABLE, 1), spec.to_json())
+    app = text(document.get("app", ""), MAX_NAME)
+    return NewTable(whole(document.get("id"), MAX_TABLE, 1), spec.to_json(), app)
 
 
 def cut_mark(document: dict[str, Any]) -> CutMark:
