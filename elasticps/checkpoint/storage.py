@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 import numpy as np
 import obstore
@@ -36,6 +36,8 @@ _DENIED = (PermissionDeniedError, UnauthenticatedError, PermissionError)
 # In lists of what there is obstore has no kinds of errors, only what the storage has answered.
 _NOT_ALLOWED = ("401 Unauthorized", "403 Forbidden", "AccessDenied", "ExpiredToken", "InvalidAccessKeyId")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
+_BUCKETS = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss")
+_SCHEMES = (*_BUCKETS, "file", "memory", "http", "https")
 _memory: dict[str, MemoryStore] = {}  # by name: all that this process has
 
 
@@ -46,6 +48,33 @@ def new_memory(size: int) -> NDArray[np.uint8]:
 
 class NotThere(CheckpointError):
     """No such file."""
+
+
+def _checked(given: str, url: str) -> SplitResult:
+    """The parts of a URL. CheckpointError for what has no meaning there: two places must never be taken for one."""
+    scheme = given.partition(":")[0].lower()
+    if "://" not in given and scheme in _SCHEMES and ":" in given:
+        slashes = "three slashes: file:///folder" if scheme == "file" else f"two slashes: {scheme}://…"
+        raise CheckpointError(f"{given}: a URL of that kind has {slashes}; a folder of that name is ./{given}")
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise CheckpointError(f"{given} is no URL: {error}") from None
+    if odd := [letter for letter in "?#" if letter in url]:
+        raise CheckpointError(
+            f"{given}: a place of checkpoints has no part behind {odd[0]!r}; if it belongs to a name, write "
+            f"{quote(odd[0])} for it, or give a folder as a path without {parts.scheme}://"
+        )
+    if parts.scheme == "file" and parts.netloc not in ("", "localhost"):
+        raise CheckpointError(f"{given}: a folder's URL has three slashes: file:///{parts.netloc}{parts.path}")
+    if not (parts.path if parts.scheme == "file" else parts.netloc):
+        raise CheckpointError(f"{given} names no {'folder' if parts.scheme == 'file' else 'bucket'}")
+    if parts.scheme in ("s3", "s3a", "gs", "az", "azure") and not {"@", ":"}.isdisjoint(parts.netloc):
+        raise CheckpointError(
+            f"{given}: behind {parts.scheme}:// comes a bucket's name; credentials and endpoints belong into the "
+            "environment, as the provider's own tools take them"
+        )
+    return parts
 
 
 class Storage:
@@ -64,16 +93,21 @@ class Storage:
         self.url = url.rstrip("/") if "://" in url else Path(url).absolute().as_uri()
         self._folder: Folder | None = None
         self._store: ObjectStore | None = None
-        parts = urlsplit(self.url)
+        parts = _checked(url, self.url)
         if parts.scheme == "file":
-            if parts.netloc not in ("", "localhost"):
-                raise CheckpointError(f"{url}: a folder's URL has three slashes: file:///{parts.netloc}{parts.path}")
             self._folder = Folder(Path(unquote(parts.path)))
         elif parts.scheme == "memory":
             self._store = _memory.setdefault(self.url, MemoryStore())
         else:
+            # obstore drops the first folder of an az:// URL, and no folder of the other name for the same.
+            known = f"abfs{self.url[len(parts.scheme) :]}" if parts.scheme in ("az", "azure") else self.url
             with self._told("opened"):
-                self._store = from_url(self.url, retry_config=_RETRIES, **options)
+                self._store = from_url(known, retry_config=_RETRIES, **options)
+            prefix = getattr(self._store, "prefix", None)  # a server of plain HTTP has none
+            if parts.scheme in _BUCKETS and (prefix or "") != unquote(parts.path).strip("/"):
+                raise CheckpointError(
+                    f"{url} would be taken for {parts.scheme}://{parts.netloc}/{prefix or ''}: write it as that"
+                )
 
     @property
     def near(self) -> bool:

@@ -9,8 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from elasticps.checkpoint.storage import NotThere, Storage
+from elasticps.cli.app import app
 from elasticps.errors import CheckpointError
 
 
@@ -84,9 +86,60 @@ def test_unusable_places_are_refused_in_words(tmp_path: Path) -> None:
             Storage(nowhere)
 
 
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("file:///data/run#1", "no part behind '#'; if it belongs to a name, write %23 for it"),
+        ("file:///data/run?1", "no part behind '[?]'; .* write %3F for it, or give a folder as a path without file://"),
+        ("file:///data/run#", "no part behind '#'"),
+        ("s3://bucket/run#1", "no part behind '#'"),
+        ("gs://bucket/run?x=1", "no part behind"),
+        ("az://container/run#1", "no part behind '#'"),
+        ("memory://a#b", "no part behind '#'"),
+        ("s3://user:secret@bucket/run", "behind s3:// comes a bucket's name"),
+        ("s3://bucket:9000/run", "behind s3:// comes a bucket's name"),
+        ("file:data/run", "has three slashes: file:///folder; a folder of that name is ./file:data/run"),
+        ("FILE:/data/run", "has three slashes"),
+        ("s3:bucket/run", "has two slashes: s3://"),
+        ("file:///", "names no folder"),
+        ("s3://", "names no bucket"),
+        ("s3:///run", "names no bucket"),
+        ("s3://bucket/a/../b", "would be taken for s3://bucket/b: write it as that"),
+        ("s3://bucket/%2e%2e/b", "would be taken for s3://bucket/b: write it as that"),
+        ("file://[x/run", "is no URL"),
+    ],
+)
+def test_what_has_no_meaning_in_a_url_is_refused(url: str, says: str) -> None:
+    """Else two places are one: checkpoints of one cluster would be taken for those of another."""
+    with pytest.raises(CheckpointError, match=says):
+        Storage(url)
+    done = CliRunner().invoke(app, ["checkpoint", "list", url])
+    assert done.exit_code == 2, done.output
+
+
+def test_names_with_marks_of_urls_are_folders_of_their_own(tmp_path: Path) -> None:
+    names = ["run", "run#1", "run?1", "run%231", "a b", "run;x"]
+    for name in names:
+        Storage(str(tmp_path / name)).put("x", name.encode())
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    for name in names:
+        assert Storage(Storage(str(tmp_path / name)).url).get("x") == name.encode()
+    assert Storage(f"file://localhost{tmp_path}/run%231").get("x") == b"run#1"
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://b/run%231", "s3://b/p/q", "s3://b", "gs://b/p/q", "az://c/p", "az://c/p/q", "az://c", "abfs://c/p"]
+)
+def test_a_bucket_s_prefix_is_all_that_stands_behind_its_name(url: str) -> None:
+    options = {"account_name": "x"} if url.startswith("a") else {}
+    store = Storage(url, **options)._objects
+    assert (getattr(store, "prefix", None) or "") == url.partition("://")[2].partition("/")[2].replace("%23", "#")
+
+
 def test_a_full_disk_is_said_and_leaves_no_half_file(tmp_path: Path) -> None:
     program = """
 import resource, sys
+from elasticps.cli.app import app
 from elasticps.checkpoint.storage import Storage
 from elasticps.errors import CheckpointError
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
