@@ -136,6 +136,25 @@ def test_the_ring_and_what_might_be_are_for_the_keyboard_too_and_a_drain_takes_t
     assert [text for text in wrong if "40" not in text] == []  # browsers report the refusals
 
 
+def test_labels_of_tiny_arcs_do_not_overlap(browser: Browser, staged: Staged) -> None:
+    scene = staged.stage.scene
+    for i in range(4, 14):  # registered, in no view yet: each has the smallest arc
+        scene.register(f"s{i}")
+        background.run(staged.stage.store.put(SERVERS + f"s{i}", scene.infos[f"s{i}"].to_json()))
+    page, _ = open_page(browser, staged.address)
+    wait(page, "document.querySelectorAll('#arcs path.arc').length === 14")
+    picture(page, "tiny-arcs")
+    boxes = page.evaluate(
+        "[...document.querySelectorAll('#arcs > text')].map(t => t.getBBox()).map(b => [b.x, b.y, b.width, b.height])"
+    )
+    assert len(boxes) >= 6
+    for k, (x, y, width, height) in enumerate(boxes):
+        assert -330 <= x and x + width <= 330 and -330 <= y and y + height <= 330
+        for other_x, other_y, other_width, other_height in boxes[:k]:
+            apart = x >= other_x + other_width or other_x >= x + width or y >= other_y + other_height
+            assert apart or other_y >= y + height
+
+
 def test_names_never_become_html_and_hot_keys_are_shown(browser: Browser, staged: Staged) -> None:
     workers = (WorkerInfo(1, "w0", 1, "default"), WorkerInfo(2, "w1", 2, "default"))
     object.__setattr__(workers[0], "name", EVIL)  # a store would refuse it

@@ -6,6 +6,7 @@ import { byName, percent, plural } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 660, OUTER = 252, INNER = 226, BAND = 24, CELLS_MAX = 2048, LABELS_MAX = 26, SMALLEST = 0.012;
+const LABEL_RADII = [OUTER + 16, OUTER + 34, OUTER + 52];
 const canvas = document.getElementById("ranges"), glow = document.getElementById("moves"), svg = document.getElementById("arcs");
 const centre = document.getElementById("centre"), caption = document.getElementById("range");
 const asked = caption.textContent;
@@ -94,16 +95,36 @@ function drawArcs() {
       const done = 1 - s.joining / s.peak;
       nodes.push(shape("path", { class: "progress", d: line(OUTER + 5, from, from + Math.max(0.002, (to - from) * done)) }));
     }
-    if (servers.length <= LABELS_MAX) {
-      const [x, y] = point(OUTER + 16, (from + to) / 2);
-      const anchor = Math.abs(x) < 40 ? "middle" : x > 0 ? "start" : "end";
-      nodes.push(shape("text", { x, y, dy: y > 0 ? "0.7em" : "0.2em", "text-anchor": anchor, class: s.state, "aria-hidden": "true" },
-        s.state === "serving" ? s.id : `${s.id} ${s.state}`));
-    }
     from = to;
   });
   svg.replaceChildren(...nodes, shape("g", { id: "chain" }));
+  if (servers.length <= LABELS_MAX) drawLabels(weights);
   if (focused) svg.querySelector(`[data-server="${CSS.escape(focused)}"]`)?.focus();
+}
+
+// Those of long arcs first. A label that meets one that is there moves outwards, or is left out: pointing at the arc shows it.
+function drawLabels(weights) {
+  const taken = [];
+  const order = servers.map((s, i) => i).sort((a, b) => weights[b] - weights[a] || a - b);
+  for (const s of order.map((i) => servers[i])) {
+    const label = shape("text", { class: s.state, "aria-hidden": "true" }, s.state === "serving" ? s.id : `${s.id} ${s.state}`);
+    svg.append(label);
+    const free = LABEL_RADII.some((radius) => {
+      const [x, y] = point(radius, middles.get(s.id)).map(Number);
+      const anchor = Math.abs(x) < 40 ? "middle" : x > 0 ? "start" : "end";
+      const place = { x, y, dy: y > 0 ? "0.7em" : "0.2em", "text-anchor": anchor };
+      for (const [key, value] of Object.entries(place)) label.setAttribute(key, value);
+      const box = label.getBBox();
+      if (taken.some((other) => meet(box, other))) return false;
+      taken.push(box);
+      return true;
+    });
+    if (!free) label.remove();
+  }
+}
+
+function meet(a, b) {
+  return a.x < b.x + b.width && b.x < a.x + a.width && a.y < b.y + b.height && b.y < a.y + a.height;
 }
 
 function cleared(one) {
