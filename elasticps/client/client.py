@@ -195,8 +195,9 @@ class Client:
             for batch in batches[at.steps:]:
                 ps.push(...)
 
-        That is for one worker with data of its own. A worker that joins under a new name has trained nothing, so it would
-        begin at the first batch, and train all of them alone when the others have ended: hand out data by `shards`.
+        That is for one worker with data of its own. A worker that joins under a new name has trained nothing, so it
+        would begin at the first batch, and train all of them alone when the others have ended: hand out data by
+        `shards`.
         """
         return self._steps.enter()
 
