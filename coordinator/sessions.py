@@ -21,6 +21,7 @@ from coordinator.membership import (
     FAREWELL_S,
     INCARNATIONS,
     LEASE_S,
+    ROSTER,
     SERVERS,
     SIGNED_OFF,
     farewell,
@@ -34,7 +35,7 @@ from coordinator.membership import (
 from coordinator.names import app_of_worker
 from coordinator.records import read
 from coordinator.store import Entry, Guard, Store
-from coordinator.view import ClusterConfig, ServerInfo, WorkerInfo
+from coordinator.view import ClusterConfig, Roster, ServerInfo, WorkerInfo
 
 log = fields.logger(__name__)
 
@@ -211,21 +212,35 @@ class WorkerSession(Session[WorkerInfo]):
         self._restored = self.base
 
     async def newest(self) -> int:
-        record = await self._store.get(record_key(self.info.name))
+        key = record_key(self.info.name)
+        record, ours = await self._store.get(key), self.belongings.get(key)
         if record is not None:
             try:
                 return last_worker(record.value)
             except ValueError as error:
-                if (ours := self.belongings.get(record.key)) is None:
+                if ours is None:
                     raise
-                log.warning("put back", key=record.key, reason=str(error))
-                await self._store.compare_and_set(record.key, ours, expect=record.revision)
-                return last_worker(ours)
-        if self.took_part:
+                why = str(error)
+        elif not self.took_part:
+            return 0
+        else:
             await self.our_cluster()
-            if self.base == self._restored:
-                raise Fenced(f"{self._key} was away for so long that the cluster has forgotten it")
-        return 0
+            if self.base != self._restored:  # a store that was made anew, into which all of ours is put back
+                return 0
+            if ours is None or not await self._listed():
+                raise Fenced(
+                    f"{self._key} was away for so long that the cluster has forgotten it: there is no {key}, and the "
+                    "roster does not list it"
+                )
+            why = "somebody has deleted it"  # no leader: it forgets nobody whom the roster lists
+        log.warning("put back", key=key, reason=why)
+        await self._store.compare_and_set(key, ours, expect=0 if record is None else record.revision)
+        return last_worker(ours)
+
+    async def _listed(self) -> bool:
+        """Whether the roster lists this incarnation."""
+        entry = await self._store.get(ROSTER)
+        return entry is not None and self.info in Roster.decode(entry.value).workers
 
     async def close(self) -> None:
         """Says that it leaves, so that nobody waits for it to come back; then as any member."""

@@ -8,11 +8,13 @@ from coordinator.errors import CoordinationError, Fenced
 from coordinator.membership import create_cluster
 from coordinator.memory import MemoryStore
 from coordinator.sessions import register_server, register_worker
-from coordinator.view import ClusterConfig
+from coordinator.view import ClusterConfig, Roster
 from tests.coordinator.support import until, until_key
 
 
-async def test_a_worker_goes_on_whose_record_was_damaged() -> None:
+@pytest.mark.parametrize("damaged", [b'{"id": ', None])
+async def test_a_worker_goes_on_whose_record_was_damaged_or_deleted(damaged: bytes | None) -> None:
+    """A worker that the roster lists was told that it had been away for so long that the cluster had forgotten it."""
     store, lost = MemoryStore("test"), list[str]()
     await create_cluster(store, ClusterConfig(2, id="one"))
     session = await register_worker(store, name="w", app="default", ttl_s=0.3, on_lost=lost.append)
@@ -20,7 +22,11 @@ async def test_a_worker_goes_on_whose_record_was_damaged() -> None:
     await store.put("last-worker/default/w", record)
     session.took_part = True
     session.belongings["last-worker/default/w"] = record
-    await store.put("last-worker/default/w", b'{"id": ')
+    await store.put("roster", Roster(1, (session.info,), "one").encode())
+    if damaged is None:
+        await store.delete("last-worker/default/w")
+    else:
+        await store.put("last-worker/default/w", damaged)
     kept = session.deadline
     await until(lambda: lost or session.deadline > kept + 0.5)
     assert lost == []
