@@ -56,16 +56,18 @@ def start_moves(
     *,
     even: bool = True,
     places: Mapping[Member, Places] = _ANY,
+    rows: Flags | None = None,
 ) -> list[Move]:
     """Starts the fillings of moves, as many as limits allow, and returns them.
 
     sites: the live servers that may hold ranges. draining: live servers whose ranges are to go to those. Without
-    `even`, nothing else is moved. places: what they have memory for; who is not in it has no limit.
+    `even`, nothing else is moved. places: what they have memory for; who is not in it has no limit. rows: the ranges
+    that may move, bool [ranges]; left out: all.
 
     A tail fills one server at a time: what reaches it goes on to everyone that it fills, as a message to each.
     """
     room = limits.fills - int(np.count_nonzero(draft.filling))
-    if room <= 0 or not sites:
+    if room <= 0 or not sites or (rows is not None and not rows.any()):
         return []
     field = _Field(draft.settled(draining), draft, sites, draining, cut)
     n = len(draft.members)
@@ -76,6 +78,8 @@ def start_moves(
     fills[tails[filling]] = draft.joining[filling]
     live = field.able | field.draining
     movable = ~filling & live[tails] & (draft.lengths == draft.replicas)
+    if rows is not None:
+        movable &= rows
     if not even:
         movable &= field.draining[field.chains].any(axis=1)
     most = np.array([places[m].moves if m in places else len(tails) for m in draft.members])

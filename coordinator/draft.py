@@ -104,6 +104,11 @@ class Draft:
         used = set(np.unique(self.chains).tolist()) | set(np.unique(self.joining).tolist())
         return {self.members[i] for i in used - {-1}}
 
+    def only_at(self, members: Collection[Member]) -> Flags:
+        """bool [P]: the ranges all of whose full replicas are at these members."""
+        only: Flags = (self.flags(members)[self.chains] | (self.chains < 0)).all(axis=1) & (self.lengths > 0)
+        return only
+
     def flags(self, members: Collection[Member]) -> Flags:
         """bool [members + 1]: who is among them. Its last element is False, so that index -1 never is."""
         return np.array([*(m in members for m in self.members), False])

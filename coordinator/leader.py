@@ -301,7 +301,9 @@ class _Term:
             return Plan(None, f"the view is that of {world.view.cluster}, the config that of {world.identity}")
         try:
             servers = tuple(world.servers.values())
-            members = Members(world.identity, servers, world.draining, world.anew, world.given_up, world.restores)
+            members = Members(
+                world.identity, servers, world.draining, world.anew, world.given_up, world.restores, world.leaving
+            )
             return plan(world.view, members, world.config, self._paced(world, self._health(world)), self._limits(world))
         except UnsafePlan:  # the view that stands may serve badly, this one would lose data
             log.exception("a plan is not carried out")

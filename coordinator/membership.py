@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -28,6 +28,7 @@ RESTORING = "restoring"  # while a whole cluster comes back from a checkpoint: w
 RESTORE_FILLS = "restore-fills"  # while servers bring rows back from a checkpoint, under a lease
 SERVERS, WORKERS = "servers/", "workers/"
 DRAINS = "drains/"
+LEAVES = "leaves"  # true in a request to drain: the server's process has been asked to end
 BEGIN_ANEW = "begin-anew"  # ranges of which nobody is left, and the checkpoint from which they are brought back
 SIGNED_OFF = b"signed off"
 """A worker's last word under its key: it is not coming back, whatever becomes of the lease."""
@@ -86,9 +87,10 @@ def number_of(config: Entry | None, revision: int) -> int:
     return ClusterConfig.from_json(config.value).base + revision - config.create_revision
 
 
-async def request_drain(store: Store, name: str) -> ServerInfo:
+async def request_drain(store: Store, name: str, *, leaves: bool = False) -> ServerInfo:
     """Asks for everything that a server holds to be moved to others; returns the incarnation that this is about.
 
+    leaves: its process has been asked to end, so that it is no server that stays, whatever becomes of this request.
     Not refused where others cannot take it all, such as by the last server: it waits, and the view's reason says so.
     When nothing is left there, a view leaves the server out. UnknownServer if none of that name is registered.
     """
@@ -102,10 +104,11 @@ async def request_drain(store: Store, name: str) -> ServerInfo:
             server = server_of(entry.key, entry.value)
         except ValueError as error:
             raise UnknownServer(f"what cluster {store.cluster} has registered is no server: {error}") from None
-        value = json.dumps({"incarnation": server.incarnation}).encode()
         asked = await store.get(DRAINS + name)
-        if asked is not None and asked.value == value:
+        before = {} if asked is None else _drains([asked])
+        if server.member in before and before[server.member] >= leaves:
             return server
+        value = json.dumps({"incarnation": server.incarnation, **({LEAVES: True} if leaves else {})}).encode()
         expect = 0 if asked is None else asked.revision
         if await store.compare_and_set(DRAINS + name, value, expect=expect) is not None:
             return server
@@ -118,11 +121,20 @@ async def cancel_drain(store: Store, name: str) -> bool:
 
 async def list_drains(store: Store) -> dict[str, int]:
     """The servers that are asked to drain, and which incarnations of them."""
+    return {member.name: member.incarnation for member in await read_drains(store)}
+
+
+async def read_drains(store: Store) -> dict[Member, bool]:
+    """The members that are asked to drain, and of each whether its process is about to end, as after SIGTERM. Without
+    that a server serves on as long as it holds anything."""
+    return _drains((await store.list(DRAINS)).entries)
+
+
+def _drains(entries: Iterable[Entry]) -> dict[Member, bool]:
     found = {}
-    for entry in (await store.list(DRAINS)).entries:
+    for entry in entries:
         with suppress(ValueError):  # the leader logs what makes no sense
-            member = drained(entry.key, entry.value)
-            found[member.name] = member.incarnation
+            found[drained(entry.key, entry.value)] = leaves(entry.value)
     return found
 
 
@@ -153,6 +165,11 @@ def drained(key: str, value: bytes) -> Member:
     if not number:
         raise ValueError("no server has incarnation 0")
     return Member(name, number)
+
+
+def leaves(value: bytes) -> bool:
+    """Whether a request to drain says that the server's process is about to end. ValueError if it makes no sense."""
+    return read("a request to drain", value).get(LEAVES) is True
 
 
 class ViewFollower:

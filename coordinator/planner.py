@@ -38,6 +38,7 @@ class Members:
     draining: incarnations that were asked to hand over all they hold. anew: ranges that are to begin anew, from a
     checkpoint, when nobody is left who has them and could come back; given_up: members that a person says cannot.
     restores: rows come back from a checkpoint, which takes longer where ranges move meanwhile: nothing is evened out.
+    leaving: those of `draining` whose processes are about to end: if all drain, none of these is the one that stays.
     """
 
     cluster: str
@@ -46,6 +47,7 @@ class Members:
     anew: frozenset[int] = frozenset()
     given_up: frozenset[Member] = frozenset()
     restores: bool = False
+    leaving: frozenset[Member] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ class _Step:
         self.anew = members.anew
         self.restores = members.restores
         self.draft = Draft(view.as_chains, (s.member for s in self.present.values()), view.leaving)
-        self.asked = members.draining
+        self.asked, self.leaving = members.draining, members.leaving
         self.known: list[ServerInfo] = []
         self.serving: dict[Member, ServerInfo] = {}
         self.draining: frozenset[Member] = frozenset()
@@ -279,10 +281,11 @@ class _Step:
         self.serving = {m: s for m, s in here.items() if m not in self.draining}
 
     def _last(self, asked: Iterable[Member]) -> Member | None:
-        """Who stays when all are asked to go: who holds most, so that it is the same one until the others have left."""
+        """Who stays when all are asked to go: the one that holds most, so that it is the same one until the others have
+        left; one that is about to end only where all are."""
         chains, members = self.draft.chains, self.draft.members
         held = np.bincount(chains[chains >= 0], minlength=len(members))
-        return min(asked, key=lambda m: (-held[members.index(m)], m), default=None)
+        return min(asked, key=lambda m: (m in self.leaving, -held[members.index(m)], m), default=None)
 
     def _listed(self) -> tuple[ServerInfo, ...]:
         """Who is in the next view: without those who have drained."""
@@ -310,10 +313,15 @@ class _Step:
             draft.release(self.draining, self.serving)
         able = {m: _node(s) for m, s in self.serving.items() if m not in health.pending}
         self.homeless = start_restores(draft, able, health.places)
+        # What only servers that drain have is as badly off as what nobody has; the rest can wait for repairs.
+        # Who has not been heard yet may be well: what it holds is no reason to move anything.
+        unsafe, heard = draft.only_at(self.draining), not (health.pending & draft.owners)
+        start_fills(draft, able, limits, apart, self.draining, health.places, unsafe)
+        if heard:
+            start_moves(draft, able, self.draining, limits, apart, even=False, places=health.places, rows=unsafe)
         fills = start_fills(draft, able, limits, apart, self.draining, health.places)
         repairs = (draft.joining >= 0) & (draft.lengths < draft.replicas) & (draft.lengths > 0)
-        # Who has not been heard yet may be well: what it holds is no reason to move anything.
-        if not fills.later and not (health.pending & draft.owners) and draft.lengths.all():
+        if not fills.later and heard and draft.lengths.all():
             even = not (self.restores or repairs.any())
             start_moves(draft, able, self.draining, limits, apart, even=even, places=health.places)
         if not draft.changed.any():

@@ -61,13 +61,16 @@ def start_fills(
     cut: Collection[Pair] = (),
     sources: Collection[Member] = (),
     places: Mapping[Member, Places] = _ANY,
+    rows: Flags | None = None,
 ) -> Fills:
-    """Starts fillings of the ranges that have too few replicas, the fewest first.
+    """Starts fillings of the ranges that have too few replicas, the fewest first; of those in `rows` [ranges] only, if
+    that is given.
 
     sites: the live servers that may be filled. Only they and those in `sources` fill others. places: what they have
     memory for; who is not in it has no limit.
     """
-    short = np.flatnonzero((draft.lengths > 0) & (draft.lengths < draft.replicas) & (draft.joining < 0))
+    few = (draft.lengths > 0) & (draft.lengths < draft.replicas) & (draft.joining < 0)
+    short = np.flatnonzero(few if rows is None else few & rows)
     room = limits.fills - int(np.count_nonzero(draft.filling))
     if short.size == 0 or room <= 0:
         return Fills(0, int(short.size))

@@ -107,7 +107,9 @@ def drains(draft: Draft, draining: Collection[Member]) -> list[str]:
     """How far each drain is."""
     held = np.bincount(draft.chains[draft.chains >= 0], minlength=len(draft.members))
     left = {m: int(held[draft.members.index(m)]) for m in sorted(draining) if m in draft.members}
-    return [f"{m.name} drains: {count} ranges left" for m, count in left.items() if count]
+    reasons = [f"{m.name} drains: {count} ranges left" for m, count in left.items() if count]
+    unsafe = int(np.count_nonzero(draft.only_at(draining)))
+    return reasons + ([f"{unsafe} ranges have replicas only at servers that drain"] if unsafe else [])
 
 
 def moves(draft: Draft, moved: int, missing: Counts) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import aclosing
 from enum import Enum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from coordinator import fields
 from coordinator.errors import Fenced
@@ -23,6 +23,7 @@ from coordinator.membership import (
     begins_anew,
     drained,
     last_worker,
+    leaves,
     record_key,
     server_of,
     worker_of,
@@ -49,12 +50,20 @@ class News(Enum):
     DEATH = 2
 
 
+class _Drain(NamedTuple):
+    """A request to drain: of whom, the revision of the request, and whether the server's process is about to end."""
+
+    member: Member
+    revision: int
+    leaves: bool
+
+
 class World:
     """The cluster as of the last change seen. ValueError if the store holds a view, roster or config of another kind.
 
     term       of the leader, 0 for none
     revisions  of the view and the roster, to write against; servers and workers by their keys
-    drains     the requests to drain, by their keys: of whom, and the revision of the request
+    drains     the requests to drain, by their keys
     signed_off  the names of workers that have said they leave
     anew        the ranges that are to begin anew; given_up: members that a person says cannot come back
     restores    servers bring rows back from a checkpoint
@@ -75,7 +84,7 @@ class World:
         self.workers: dict[str, WorkerInfo] = {}
         self.signed_off: set[str] = set()
         self.records: dict[str, tuple[int, int]] = {}
-        self.drains: dict[str, tuple[Member, int]] = {}
+        self.drains: dict[str, _Drain] = {}
         self.anew: frozenset[int] = frozenset()
         self.given_up: frozenset[Member] = frozenset()
         self.restores = False
@@ -104,13 +113,18 @@ class World:
     @property
     def draining(self) -> frozenset[Member]:
         """The incarnations that were asked to drain."""
-        return frozenset(member for member, _ in self.drains.values())
+        return frozenset(drain.member for drain in self.drains.values())
+
+    @property
+    def leaving(self) -> frozenset[Member]:
+        """Those of them whose processes are about to end."""
+        return frozenset(drain.member for drain in self.drains.values() if drain.leaves)
 
     def drains_done(self) -> list[tuple[str, int]]:
         """Keys and revisions of requests about incarnations that are gone: replaced, or neither registered nor
         listed."""
         done = []
-        for key, (member, revision) in self.drains.items():
+        for key, (member, revision, _) in self.drains.items():
             server = self.servers.get(SERVERS + member.name)
             listed = self.view is not None and self.view.as_chains.index(member) >= 0
             if (server is None and not listed) or (server is not None and server.incarnation > member.incarnation):
@@ -188,7 +202,7 @@ class World:
             log.exception("an entry is ignored", key=entry.key)
             self.drains.pop(entry.key, None)
         else:
-            self.drains[entry.key] = member, entry.revision
+            self.drains[entry.key] = _Drain(member, entry.revision, leaves(entry.value))
 
     def _put_anew(self, entry: Entry) -> None:
         self.anew, self.given_up = frozenset(), frozenset()

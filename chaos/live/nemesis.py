@@ -86,7 +86,7 @@ class Fault:
 class Nemesis:
     """All faults of a run. `step` is to be called again and again; it never waits.
 
-    look   the scene as it is, but for `down`, which is known here
+    look   the scene as it is; who is `down` because of a fault is known here
     clock  seconds since the start of the load: doing something takes a moment, and a fault begins when it is done.
            None: the `now` that `step` is given
     least  servers that are left when some are taken away for good; 0: as many as replicas
@@ -318,7 +318,7 @@ class Nemesis:
     def _scene(self) -> Scene:
         scene = self._look()
         down = self._dead | {fault.member for fault in self.faults if fault.state == "running" and fault.member}
-        return replace(scene, down=frozenset(down))
+        return replace(scene, down=scene.down | down)
 
     def _count_out(self, fault: Fault, scene: Scene) -> None:
         """Nobody counts on this incarnation while the fault goes on, nor later if it has ended."""

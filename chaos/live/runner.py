@@ -333,7 +333,8 @@ class Run:
         assert self.watch is not None
         roles = ("server", "coordinator", "worker", "etcd")
         running = {role: stage.names(role, paused=False) for role in roles}
-        return Scene(self.watch.view, running, leader=self.watch.leader, heat=self._heat)
+        down = frozenset((member.name, member.incarnation) for member in self.watch.draining)  # they may end
+        return Scene(self.watch.view, running, down, self.watch.leader, self._heat)
 
     def _look_after(self, stage: Any) -> None:
         self._note_deaths(stage.poll())

@@ -1,4 +1,4 @@
-"""What etcd tells somebody outside of the cluster while a run goes on: the views, and who leads."""
+"""What etcd tells somebody outside of the cluster while a run goes on: views, who leads, and which servers drain."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from coordinator.connect import open_store
 from coordinator.errors import CoordinationError
 from coordinator.leader import ELECTION
-from coordinator.membership import VIEW, ViewFollower
+from coordinator.membership import VIEW, ViewFollower, read_drains
 from coordinator.store import Listing, Put, Reset
 from coordinator.view import View
 from elasticps import background
+from replication.chain import Member
 
-LOOK_S = 0.25  # between two looks at who leads
+LOOK_S = 0.25  # between two looks at who leads, and which servers drain
 START_S = 60.0
 
 
@@ -33,12 +34,13 @@ class Seen:
 
 
 class Watch:
-    """The newest view and leader, as etcd tells them to somebody outside. seen: each view that etcd held, also one that
-    is not newer than that before, which no follower would adopt."""
+    """The newest view and leader, and the members that drain, as etcd tells them to somebody outside. seen: each view
+    that etcd held, also one that is not newer than that before, which no follower would adopt."""
 
     def __init__(self, url: str, began: Callable[[], float]) -> None:
         self.seen: list[Seen] = []
         self.leader = ""
+        self.draining: frozenset[Member] = frozenset()
         self._began = began
         self._store = background.run(open_store(url, timeout_s=START_S))
         self._follower = ViewFollower(self._store)
@@ -79,6 +81,7 @@ class Watch:
             with suppress(CoordinationError):
                 entry = await self._store.get(ELECTION)
                 self.leader = "" if entry is None else str(json.loads(entry.value)["name"])
+                self.draining = frozenset(await read_drains(self._store))
             await asyncio.sleep(LOOK_S)
 
     async def _close(self) -> None:

@@ -92,6 +92,8 @@ class Scene:
         self.on = True
         config = ClusterConfig(ranges=story.ranges, replicas=story.replicas, min_servers=story.servers)
         self.cluster = Cluster(story.seed, story.weather, config, story.calm, proven=story.proven)
+        if story.drain_timeout_s is not None:
+            self.cluster.drain_timeout_s = story.drain_timeout_s
         self.sums: dict[str, Sums] = {}
         self.rounds: dict[str, Rounds] = {}
         self.handed: dict[str, Handed] = {}

@@ -12,7 +12,7 @@ from coordinator.membership import LEASE_S
 FLAVOURS = (
     "calm", "kills", "stalls", "partitions", "resets", "readers", "store", "moves", "crowds", "mixed",
     "limps", "tangles", "terms", "ghosts", "flaps", "alone", "drains", "tight", "suspicions", "levels",
-    "outcasts", "heirs", "exodus", "takers",
+    "outcasts", "heirs", "exodus", "takers", "hurried",
 )  # fmt: skip
 ASKED_FOR = ("frozen",)  # told only when asked for: workers that stand still for longer than their leases
 TRAININGS = ("free", "bounded", "rounds", "shards", "shards in rounds")
@@ -73,6 +73,15 @@ _USUAL: dict[str, tuple[str, ...]] = {
     "takers": ("level joiner takes over", "level joiner takes over", "server dies", "server dies", "server joins"),
     "heirs": ("server and worker die",),
     "exodus": ("servers drain", "servers drain", "server joins"),
+    "hurried": (
+        "servers drain",
+        "servers drain",
+        "server drains",
+        "server joins",
+        "server stalls",
+        "leader dies",
+        "store apart",
+    ),
     "outcasts": ("server cut off", "server cut off", "server cut off", "leader stalls", "worker restarts"),
     "frozen": ("worker stalls",),
 }
@@ -89,6 +98,8 @@ _LONG_S = {
     "frozen": (LEASE_S + 0.5, LEASE_S + 2),
 }  # fmt: skip
 """How long they last; of others of any length between an instant and more than a lease."""
+_HURRY_S = (0.005, 0.05, 0.3)
+"""So long servers have to hand over all they have in stories in which they have no time."""
 _LASTS_S = {"limps": 1.7, "heirs": 1.7, "takers": 2.5, "terms": 1.0, "frozen": LEASE_S + 2}
 """So long before the end of training no more begins: it would not come to its end."""
 
@@ -170,6 +181,11 @@ class Story:
     small: bool
 
     @property
+    def drain_timeout_s(self) -> float | None:
+        """After so long servers end that were asked to; None: they have time."""
+        return Random(f"hurry {self.seed}").choice(_HURRY_S) if self.flavour == "hurried" else None
+
+    @property
     def calm(self) -> bool:
         return self.flavour in CALM
 
@@ -216,7 +232,7 @@ def tell(seed: int, kind: Kind = ANY) -> Story:
     """The story of a seed, of a kind."""
     random = Random(f"story {seed} {kind.flavour} {kind.training}")
     flavour = kind.flavour or FLAVOURS[seed % len(FLAVOURS)]
-    servers = random.choice((2, 3, 3, 4)) + {"drains": 1, "exodus": 2}.get(flavour, 0)
+    servers = random.choice((2, 3, 3, 4)) + {"drains": 1, "exodus": 2, "hurried": 2}.get(flavour, 0)
     training_s = random.uniform(1.0, 2.5) + _LASTS_S.get(flavour, 0.0)
     weather = Weather(
         latency_s=random.choice((0.0001, 0.0003, 0.001, 0.004)),

@@ -69,8 +69,8 @@ def server(
         float,
         typer.Option(
             min=0,
-            help="Seconds after SIGTERM in which its ranges move to others; it stays longer as long as it has the "
-            "last copy of some. 0: it just ends.",
+            help="Seconds after SIGTERM in which its ranges move to others; it stays longer as long as no server that "
+            "stays has a copy of some. 0: it just ends.",
         ),
     ] = 60.0,
     wait: Annotated[

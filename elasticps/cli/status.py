@@ -15,9 +15,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from coordinator.handover import find_handover
 from coordinator.loss import Loss, find_loss, spans, told
 from coordinator.losses import held_up, losses_of
-from coordinator.membership import CONFIG, ROSTER, VIEW, list_drains
+from coordinator.membership import CONFIG, ROSTER, VIEW, read_drains
 from coordinator.store import Store
 from coordinator.url import parse
 from coordinator.view import Roster, ServerInfo, View
@@ -33,6 +34,7 @@ from elasticps.coordination import NO_CLUSTER, NOT_YET, read_servers
 from elasticps.errors import ClusterUnreachable, ServerError
 from elasticps.local.scaling import by_number
 from elasticps.security import credentials_of
+from replication.chain import Member
 
 if TYPE_CHECKING:
     from elasticps.security.credentials import Credentials
@@ -106,8 +108,11 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
     servers = await asyncio.gather(
         *(_ask(known[name], view, limit, timeout_s, credentials) for name in sorted(known, key=by_number))
     )
+    staying = {server.member for server in registered} - drains.keys()
     for server in servers:
-        server["draining"] = drains.get(server["id"]) == server["incarnation"]
+        member = Member(server["id"], server["incarnation"])
+        server["draining"] = member in drains
+        server["waits_for"] = str(find_handover(view, member, staying)) if view and member in drains else ""
     cluster = parse(url).cluster
     loss = None if view is None else find_loss(view, registered)
     return {
@@ -134,9 +139,9 @@ async def look(url: str, timeout_s: float, before: dict[str, Any] | None = None)
     }
 
 
-async def _read(store: Store) -> tuple[View | None, Roster | None, tuple[ServerInfo, ...], dict[str, int], bool]:
+async def _read(store: Store) -> tuple[View | None, Roster | None, tuple[ServerInfo, ...], dict[Member, bool], bool]:
     view, roster, servers, drains, config = await asyncio.gather(
-        store.get(VIEW), store.get(ROSTER), read_servers(store), list_drains(store), store.get(CONFIG)
+        store.get(VIEW), store.get(ROSTER), read_servers(store), read_drains(store), store.get(CONFIG)
     )
     return (
         View.decode(view.value) if view else None,
@@ -279,7 +284,8 @@ def _render(found: dict[str, Any]) -> Group:
     lines = [Text(f"largest load over the mean: {even}")] if even else []
     workers = ", ".join(f"{worker['name']} (id {worker['id']})" for worker in found["workers"]) or "none"
     silent = [Text(f"{server['id']}: {server['error']}", style="red") for server in found["servers"] if server["error"]]
-    return Group(head, table, *lines, *_fullness(found["servers"]), Text(f"workers: {workers}"), *silent)
+    drains = [Text(f"{s['id']} drains: {s['waits_for']}", style="cyan") for s in found["servers"] if s["waits_for"]]
+    return Group(head, table, *lines, *drains, *_fullness(found["servers"]), Text(f"workers: {workers}"), *silent)
 
 
 def _fullness(servers: Sequence[dict[str, Any]]) -> Iterator[Text]:

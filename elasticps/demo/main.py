@@ -188,8 +188,8 @@ class _Demo:
             self._cluster.stop()
 
     def _follow(self) -> None:
-        following = self._following.enter_context(Following(self._cluster.operator_url))
-        following.on_view(self._keep)
+        self._followed = self._following.enter_context(Following(self._cluster.operator_url))
+        self._followed.on_view(self._keep)
 
     def _keep(self, view: View) -> None:
         self._view = view
@@ -363,8 +363,12 @@ class _Demo:
         screen.say(f"[red]{text}[/]")
 
     def _victim(self) -> tuple[str, int] | None:
-        running = {(server.name, server.incarnation) for server in self._cluster.servers if server.running}
-        return None if self._view is None else choose(self._view, running)
+        try:
+            drains = self._followed.draining()
+        except (Error, CoordinationError):  # nobody knows who stays
+            return None
+        staying = {(s.name, s.incarnation) for s in self._cluster.servers if s.running and s.name not in drains}
+        return None if self._view is None else choose(self._view, staying)
 
     def _recovery(self, result: Run, began: float) -> None:
         """Batches that ended before the view without the server stood may owe nothing to it: the first later counts."""

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def choose(view: View, running: Collection[tuple[str, int]]) -> tuple[str, int] | None:
-    """Of the servers that run, by name and incarnation, the one that heads most ranges, and how many these are; None
-    as long as there is nobody but who has the only full replica of something."""
+    """Of the servers that run and do not drain, by name and incarnation, the one that heads most ranges, and how many
+    these are; None as long as each of them has the only full replica of something."""
     runs = [(server.name, server.incarnation) in running for server in view.servers]
     lives = np.isin(view.chains, np.flatnonzero(runs))
     heads = np.bincount(view.heads[view.heads >= 0], minlength=len(runs))

@@ -13,10 +13,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from coordinator import fields
-from coordinator.errors import CoordinationError, StoreUnavailable
-from coordinator.membership import ROSTER, SERVERS, VIEW, ViewFollower, list_drains, request_drain, server_of
+from coordinator.errors import StoreUnavailable
+from coordinator.membership import ROSTER, VIEW, ViewFollower, list_drains
 from coordinator.sessions import ServerSession, newest_incarnation, register_server
-from coordinator.store import Entry as StoreEntry
 from coordinator.store import Store
 from coordinator.view import ClusterConfig, Roster, View
 from elasticps import logs
@@ -24,18 +23,17 @@ from elasticps.coordination import read_tables
 from elasticps.errors import SpecError
 from elasticps.security.gate import Gate
 from elasticps.server import fatal
+from elasticps.server.draining import drain
 from elasticps.server.protocol.headroom import NO_LIMIT, Memory
 from elasticps.server.protocol.registered import Entry
 from elasticps.server.replica_links import BEAT_S
 from elasticps.server.server import Server
 from elasticps.spec import TableSpec
-from replication.chain import Member
 
 log = fields.logger(__name__)
 
 REPORT_S = 0.1
 REGISTER_AGAIN_S = 0.2
-OTHERS_LOOK_S = 0.5  # whether somebody is there to drain to
 
 Build = Callable[[ServerSession, str, int, asyncio.AbstractEventLoop], Server]
 
@@ -72,7 +70,7 @@ async def live(
     drain_timeout_s: float,
 ) -> None:
     """Serves until `stop` is done, or until all has moved elsewhere once `leave` is, or `drain_timeout_s` have passed
-    and nothing has its last copy here.
+    and a server that stays has a copy of all that is here.
 
     Waits `wait_s` for the store before its first life, and as long as it takes before each other. Raises
     coordinator's `StoreUnavailable` when that was not enough, `Fenced` when the name is lost.
@@ -103,8 +101,12 @@ async def live(
                     await around.show(server)
                     await asyncio.wait((stop, leave, server.removed), return_when=asyncio.FIRST_COMPLETED)
                     await around.show(None)
-                    if leave.done() and not stop.done():
-                        await _drain(around.store, server, stop, drain_timeout_s)
+                    if (
+                        leave.done()
+                        and not stop.done()
+                        and (why := await drain(around.store, server, stop, drain_timeout_s))
+                    ):
+                        resolve(stop, why)
                 # Only now: as long as the store does not answer, a leader may give what is left out ranges again.
                 if not stop.done() and await _drained(around.store, session):
                     resolve(stop, "drained")
@@ -142,76 +144,6 @@ async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[S
             task.add_done_callback(fatal.watch)
             stack.callback(task.cancel)
         yield server
-
-
-async def _drain(store: Store, server: Server, stop: asyncio.Future[str], timeout_s: float) -> None:
-    """Asks the leader to move everything off this server, and waits until it has, or for `stop`, or too long. As long
-    as this is the last copy of something it is not too long, unless there was to be no time at all."""
-    log.info("draining", ranges_held=server.subject.status()["ranges_held"], timeout_s=timeout_s)
-    if not server.serving.listed:
-        resolve(stop, "SIGTERM, before any view knew it")
-        return
-    loop = asyncio.get_running_loop()
-    until = loop.time() + timeout_s
-    asked = stays = False
-    while timeout_s > 0 and not (stop.done() or server.removed.done()):
-        asked = asked or await _asked(store, server)
-        if await _nobody_else(store, server):
-            log.warning("ends at once: no server is there that could take what it holds")
-            break
-        left = until - loop.time()
-        if left <= 0:
-            if not (alone := _last_copies(server)):
-                break
-            if not stays:
-                log.error("stays, though its time is over: it has the last copy; SIGTERM again ends it", ranges=alone)
-            stays = True
-        wait_s = OTHERS_LOOK_S if left <= 0 else min(left, OTHERS_LOOK_S)
-        await asyncio.wait((stop, server.removed), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-    if not server.removed.done():
-        held = server.subject.status()["ranges_held"]
-        log.warning("ends with ranges still held: what has no other replica is lost", ranges_held=held)
-        resolve(stop, "SIGTERM")
-
-
-async def _asked(store: Store, server: Server) -> bool:
-    """Whether the leader could be asked."""
-    try:
-        await request_drain(store, server.me.name)
-    except (CoordinationError, ValueError) as error:  # or what is there under our name cannot be read
-        log.warning("cannot ask to be drained, trying on", error=error)
-        return False
-    return True
-
-
-def _last_copies(server: Server) -> int:
-    """Of how many ranges no other server has a whole copy, as far as this one has heard."""
-    view = server.serving.view
-    if view is None or not server.serving.listed:
-        return 0
-    mine = (view.chains == view.index(server.me.name)).any(axis=1)
-    alone = mine & ((view.chains >= 0).sum(axis=1) == 1)
-    return int(alone.sum())
-
-
-async def _nobody_else(store: Store, server: Server) -> bool:
-    """Whether every server that is registered, or in the view, has been asked to go. One whose entry cannot be read has
-    not."""
-    try:
-        listing, drains = await store.list(SERVERS), await list_drains(store)
-    except StoreUnavailable:
-        return False
-    there = {_member(entry) for entry in listing.entries}
-    there |= {other.member for other in view.servers} if (view := server.serving.view) is not None else set()
-    return all(drains.get(member.name) == member.incarnation for member in there)
-
-
-def _member(entry: StoreEntry) -> Member:
-    """Who is registered; of an entry that cannot be read, an incarnation that there never is."""
-    try:
-        return server_of(entry.key, entry.value).member
-    except ValueError:
-        return Member(entry.key.removeprefix(SERVERS), 0)
 
 
 async def _drained(store: Store, session: ServerSession) -> bool:

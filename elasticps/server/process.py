@@ -67,8 +67,8 @@ async def serve(
     """Runs a server until SIGINT, until it has drained after SIGTERM, or until another process takes its name.
 
     SIGTERM, and `elasticps drain`, have the leader move everything that this server holds to others; then it ends. It
-    ends without that after `drain_timeout_s` from SIGTERM (0: at once) if nothing has its last copy here, and on a
-    second SIGTERM.
+    ends without that after `drain_timeout_s` from SIGTERM (0: at once) if servers that do not drain have copies of all
+    that is here, if all servers have had SIGTERM, and on a second SIGTERM.
     `plugins` are modules to import first; they may call `register_optimizer`. Ports of 0 are chosen by the system.
     For up to `wait_s` it waits for etcd, and for a coordinator to create the cluster; once it has served, for etcd as
     long as it takes.

@@ -485,3 +485,36 @@ def test_a_large_cluster_plans_fast_and_its_view_is_small() -> None:
     assert median_ms(lambda: plan(view, members(servers), config)) <= 150
     dead = Health({servers[7].member: "killed"})
     assert median_ms(lambda: plan(view, members(servers[:100]), config, dead)) <= 20
+
+
+def test_what_only_servers_that_drain_have_does_not_wait_for_repairs() -> None:
+    """Two that drain together may have little time: what both hold is as badly off as what nobody holds."""
+    config, limits = ClusterConfig(64, 2), Limits(8, 4)
+    servers = [server(i) for i in range(6)]
+    gone = Health(gone={servers[0].member: "killed"})
+    of = members(servers, servers[1], servers[2])
+    view = step(first(servers, config), of, config, limits, gone)
+    begun = 0
+    while True:
+        view = step(view, of, config, limits, Health(gone.gone, dict(enumerate(view.since.tolist()))))
+        only = np.isin(view.chains, [view.index("s1"), view.index("s2"), -1]).all(axis=1)
+        full = (view.chains >= 0).all(axis=1)
+        filling = view.joining >= 0
+        begun += int((filling & only & full).sum())
+        if not (only & ~filling).any():
+            break
+        assert f"{only.sum()} ranges have replicas only at servers that drain" in view.reason
+        assert (~only & ~full & ~filling).any(), "repairs wait"
+        assert not (filling & ~only).any()
+    assert begun, "a range with two replicas, both of which go"
+    assert (~only & ~full).any(), "repairs go on"
+
+
+def test_of_servers_that_all_drain_one_stays_whose_process_need_not_end() -> None:
+    config = ClusterConfig(16, 2)
+    servers = [server(0), server(1), server(2)]
+    asked = frozenset(s.member for s in servers)
+    for stays in servers:
+        of = Members("c", tuple(servers), asked, leaving=asked - {stays.member})
+        view = settled(first(servers, config), of, config)
+        assert [s.name for s in view.servers] == [stays.name]

@@ -15,7 +15,7 @@ import pytest
 from coordinator.connect import insist
 from coordinator.errors import OtherCluster, StoreUnavailable, UnknownServer
 from coordinator.etcd import EtcdStore
-from coordinator.membership import cancel_drain, create_cluster, list_drains, new_number, request_drain
+from coordinator.membership import cancel_drain, create_cluster, list_drains, new_number, read_drains, request_drain
 from coordinator.memory import MemoryStore
 from coordinator.sessions import ServerSession, register_server, register_worker
 from coordinator.store import Entry, Guard, Store
@@ -434,6 +434,19 @@ async def test_a_request_to_drain_names_the_incarnation_and_can_be_taken_back(cl
         assert not await cancel_drain(store, "s0")
         assert await list_drains(store) == {}
         await session.close()
+
+
+async def test_a_request_remembers_that_the_process_is_about_to_end() -> None:
+    store = MemoryStore()
+    session, _ = await serve(store)
+    member = session.info.member
+    await request_drain(store, "s0")
+    assert await read_drains(store) == {member: False}
+    await request_drain(store, "s0", leaves=True)
+    assert await read_drains(store) == {member: True}
+    await request_drain(store, "s0")  # an operator who asks for it as well
+    assert await read_drains(store) == {member: True}
+    await session.close()
 
 
 async def test_a_server_that_is_not_there_cannot_be_drained() -> None:

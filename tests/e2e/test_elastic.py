@@ -10,6 +10,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,9 @@ import pytest
 
 import elasticps as eps
 from coordinator.view import View
+from elasticps import background
 from elasticps.audit import audit
+from elasticps.cli.status import look
 from elasticps.local import LocalCluster
 from elasticps.local.following import Following, held
 from tests.e2e.oracle import Sums, Trainers, check_sums, wait_for
@@ -171,21 +175,51 @@ def test_a_server_that_no_view_knows_ends_at_once_when_asked_to_drain() -> None:
         assert cluster._processes["late"].popen.wait(45) == 0  # before a drain would be over
 
 
-def test_a_server_with_the_last_copy_stays_when_the_time_to_drain_is_over(tmp_path: Path) -> None:
-    settings = tmp_path / "elasticps.toml"
+@contextmanager
+def without_time(folder: Path, servers: int, replicas: int) -> Iterator[LocalCluster]:
+    """A cluster whose servers have half a second to drain."""
+    settings = folder / "elasticps.toml"
     settings.write_text("[server]\ndrain-timeout = 0.5\n")
     surroundings = {"ELASTICPS_CONFIG": str(settings)}
-    with (
-        LocalCluster(servers=2, replicas=1, ranges=16, environment=surroundings) as cluster,
-        eps.connect(cluster.url, worker="w0", timeout=100.0) as ps,
-    ):
+    with LocalCluster(servers=servers, replicas=replicas, ranges=16, environment=surroundings) as cluster:
+        yield cluster
+
+
+def _stays(cluster: LocalCluster, name: str) -> bool:
+    return "stays, though its time is over" in cluster.log(name)
+
+
+def test_servers_that_drain_together_stay_until_another_one_has_what_they_share(tmp_path: Path) -> None:
+    with without_time(tmp_path, 3, 2) as cluster, eps.connect(cluster.url, worker="w0", timeout=100.0) as ps:
+        table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
+        keys = np.arange(1000)
+        ps.push({table: (keys, np.ones((1000, 2), np.float32))}).result()
+        cluster.pause("c0")  # so that nothing moves
+        processes = [cluster._processes[name].popen for name in ("s1", "s2")]
+        for process in processes:
+            os.kill(process.pid, signal.SIGTERM)
+        for name in ("s1", "s2"):
+            wait_for(partial(_stays, cluster, name), partial(cluster.log, name), 100.0)
+        found = background.run(look(cluster.url, 30.0))
+        waits = {server["id"]: server["waits_for"] for server in found["servers"]}
+        assert waits["s0"] == ""
+        assert "no copy at a server that stays (s2 has copies, but does not stay either)" in waits["s1"]
+        assert "no copy at a server that stays (s1 has copies, but does not stay either)" in waits["s2"]
+        assert [process.poll() for process in processes] == [None, None]
+        cluster.resume("c0")
+        assert [process.wait(100) for process in processes] == [0, 0]
+        assert (table.pull(keys) == -1.0).all()
+
+
+def test_a_server_with_the_last_copy_stays_when_the_time_to_drain_is_over(tmp_path: Path) -> None:
+    with without_time(tmp_path, 2, 1) as cluster, eps.connect(cluster.url, worker="w0", timeout=100.0) as ps:
         table = ps.table("t", dim=2, optimizer=eps.SGD(lr=1.0), init=eps.Zeros())
         keys = np.arange(1000)
         ps.push({table: (keys, np.ones((1000, 2), np.float32))}).result()
         cluster.pause("c0")  # so that nothing moves
         process = cluster._processes["s0"].popen
         os.kill(process.pid, signal.SIGTERM)
-        wait_for(lambda: "stays, though its time is over" in cluster.log("s0"), lambda: cluster.log("s0"), 100.0)
+        wait_for(partial(_stays, cluster, "s0"), partial(cluster.log, "s0"), 100.0)
         assert process.poll() is None
         assert (table.pull(keys) == -1.0).all()
         cluster.resume("c0")

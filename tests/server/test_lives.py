@@ -17,7 +17,8 @@ from coordinator.sessions import register_server
 from coordinator.view import ClusterConfig, ServerInfo, View
 from elasticps.errors import ConfigError
 from elasticps.server import names
-from elasticps.server.lives import Identity, Surroundings, _drain, live, plain
+from elasticps.server.draining import drain
+from elasticps.server.lives import Identity, Surroundings, live, plain
 from elasticps.server.names import wait_for_name
 from elasticps.server.server import Server
 from tests.coordinator.support import until_key
@@ -27,7 +28,7 @@ DAMAGED = b'{"name": "b", "incarnation": 1'
 
 
 @asynccontextmanager
-async def drained(group: Group, damaged: str, ttl_s: float) -> AsyncIterator[tuple[Server, asyncio.Task[None], Any]]:
+async def drained(group: Group, damaged: str, ttl_s: float) -> AsyncIterator[tuple[Server, asyncio.Task[str]]]:
     """Server "a", which holds all and is to go beside "b", with a damaged entry in the store: when it has asked to be
     drained."""
     server = await group.start("a")
@@ -38,11 +39,11 @@ async def drained(group: Group, damaged: str, ttl_s: float) -> AsyncIterator[tup
     session = await register_server(store, name="a", address=address, ttl_s=ttl_s, on_lost=lambda reason: None)
     await store.put(damaged, DAMAGED)
     stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    draining = asyncio.create_task(_drain(store, server, stop, 60))
+    draining = asyncio.create_task(drain(store, server, stop, 60))
     try:
         await until_key(store, "drains/a", lambda entry: entry is not None or draining.done())
         assert not draining.done(), draining.exception()
-        yield server, draining, stop
+        yield server, draining
     finally:
         draining.cancel()
         await session.close()
@@ -130,12 +131,11 @@ def test_an_entry_that_cannot_be_read_ends_no_server_that_drains(run: Run) -> No
     """It would go with ranges that nobody else has."""
 
     async def test(group: Group) -> None:
-        async with drained(group, "servers/b", LEASE_S) as (server, draining, stop):
+        async with drained(group, "servers/b", LEASE_S) as (server, draining):
             moved = without(group.make_view(lambda r: ["b"]), "a")
             await asyncio.sleep(0)
             server.adopt(moved)
-            await asyncio.wait_for(draining, 30)
-            assert not stop.done()
+            assert await asyncio.wait_for(draining, 30) == ""
 
     run(test)
 

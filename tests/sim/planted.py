@@ -62,6 +62,7 @@ PLANTED: dict[Patch, tuple[str, str, int]] = {
     chain.tell_only_one_leader_who_is_level: ("levels", "free", 0),
     chain.give_ranges_to_servers_that_drain: ("exodus", "free", 2),
     chain.end_on_the_request_to_drain: ("drains", "free", 0),
+    chain.count_copies_at_servers_that_drain: ("hurried", "free", 7),
     chain.move_more_than_must: ("moves", "free", 1),
     chain.take_a_bounded_delay_one_step_too_long: ("calm", "bounded", 1),
     chain.count_only_workers_that_have_pushed: ("calm", "bounded", 2),

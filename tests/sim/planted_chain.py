@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 import coordinator.leader
+from coordinator.handover import find_handover
 from coordinator.membership import request_drain
 from coordinator.planner import Health, Members, Plan, plan
 from coordinator.repair import Limits
 from coordinator.view import ClusterConfig, View
 from elasticps.client.protocol.session import Session, resume
 from elasticps.client.push_batch import PackedPart
-from elasticps.server import lives
+from elasticps.server import draining, lives
 from elasticps.server.fast.young import YoungLog
 from elasticps.server.handshake import Handshake
 from elasticps.server.protocol.bounded_delay import BoundedDelay
@@ -388,11 +389,18 @@ def give_ranges_to_servers_that_drain(patch: pytest.MonkeyPatch) -> None:
 
 
 def end_on_the_request_to_drain(patch: pytest.MonkeyPatch) -> None:
-    async def drain(store: Any, server: Any, stop: Any, timeout_s: float) -> None:
+    async def drain(store: Any, server: Any, stop: Any, timeout_s: float) -> str:
         await request_drain(store, server.me.name)
-        lives.resolve(stop, "SIGTERM")
+        return "SIGTERM"
 
-    patch.setattr(lives, "_drain", drain)
+    patch.setattr(lives, "drain", drain)
+
+
+def count_copies_at_servers_that_drain(patch: pytest.MonkeyPatch) -> None:
+    def mutant(view: Any, member: Any, staying: Any) -> Any:
+        return find_handover(view, member, {other.member for other in view.servers})
+
+    patch.setattr(draining, "find_handover", mutant)
 
 
 def move_more_than_must(patch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from chaos.sim.cluster import Cluster
 from coordinator.membership import DRAINS, SERVERS
-from tests.sim.conftest import wait_for
+from tests.sim.conftest import begun, wait_for
 
 
 def test_it_ends_instead_of_coming_back_as_another_one_for_a_moment(three: Cluster) -> None:
@@ -31,3 +31,14 @@ def test_it_ends_instead_of_coming_back_as_another_one_for_a_moment(three: Clust
     assert lives == {1}
     assert not there(SERVERS)
     wait_for(cluster, cluster.whole)
+
+
+def test_servers_that_drain_together_without_time_leave_no_range_without_a_copy() -> None:
+    """On a starved node two of five went when their time was over, each with the other's copy in mind."""
+    with begun(5, 32) as cluster:
+        cluster.drain_timeout_s = 0.005  # less than a leader takes to move anything
+        wait_for(cluster, cluster.whole)
+        for name in ("s3", "s4"):
+            cluster.drain(name)
+        wait_for(cluster, lambda: all(cluster.servers[name].left for name in ("s3", "s4")))
+        assert not cluster.uncopied("")

@@ -1,0 +1,124 @@
+"""A server that has been asked to end hands over what it has. It ends when that is done, or when its time is over and
+every range that it has is at a server that stays.
+
+Whoever drains first says so in the store, and then looks who else does: of two that drain at the same time at least one
+sees the other. So they never both leave with the last copies of a range; both stay until a third server has it. Only
+where no server stays at all there is nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from coordinator import fields
+from coordinator.errors import CoordinationError
+from coordinator.handover import Handover, find_handover
+from coordinator.membership import SERVERS, VIEW, read_drains, request_drain, server_of
+from coordinator.store import Entry, Store
+from coordinator.view import View
+from elasticps.server.server import Server
+from replication.chain import Member
+
+log = fields.logger(__name__)
+
+LOOK_S = 0.5
+TELL_S = 5.0  # so often the log says what a server that drains waits for
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the store said. unknown: why it is not known what there is to hand over, "" if it is; ends: no server stays,
+    and none that drains lives on; reason: of the view."""
+
+    unknown: str = ""
+    handover: Handover | None = None
+    ends: bool = False
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return self.unknown or str(self.handover)
+
+
+async def drain(store: Store, server: Server, stop: asyncio.Future[str], timeout_s: float) -> str:
+    """Asks the leader to move everything off this server, and waits until it has, or for `stop`, or for `timeout_s`.
+    Returns why the server is to end; "" if it was left out of the view, or is to stop.
+
+    When the time is over it stays as long as no server that stays has a copy of what is here, unless there was to be no
+    time at all.
+    """
+    log.info("draining", ranges_held=server.subject.status()["ranges_held"], timeout_s=timeout_s)
+    if not server.serving.listed:
+        return "SIGTERM, before any view knew it"
+    loop = asyncio.get_running_loop()
+    teller = _Teller(loop.time() + timeout_s)
+    while timeout_s > 0 and not (stop.done() or server.removed.done()):
+        looking = asyncio.create_task(_look(store, server))
+        await asyncio.wait((looking, stop, server.removed), return_when=asyncio.FIRST_COMPLETED)
+        if not looking.done():
+            looking.cancel()
+            break
+        found, left = looking.result(), teller.until - loop.time()
+        if found.ends:
+            log.warning("ends at once: no server stays that could take what it holds")
+            break
+        if left <= 0 and found.handover is not None and not found.handover.last.size:
+            break
+        teller.tell(found, loop.time())
+        wait_s = LOOK_S if left <= 0 else min(left, LOOK_S)
+        await asyncio.wait((stop, server.removed), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+    if stop.done() or server.removed.done():
+        return ""
+    held = server.subject.status()["ranges_held"]
+    log.warning("ends with ranges still held: what has no other replica is lost", ranges_held=held)
+    return "SIGTERM"
+
+
+async def _look(store: Store, server: Server) -> _Found:
+    """Makes sure that the request to drain is there, then reads which servers stay."""
+    try:
+        await request_drain(store, server.me.name, leaves=True)
+        # In this order: a server that was not asked to drain when these were read will see that this one was.
+        drains, listing, entry = await read_drains(store), await store.list(SERVERS), await store.get(VIEW)
+        view = None if entry is None else View.decode(entry.value)
+    except (CoordinationError, ValueError) as error:  # or what is there cannot be read
+        return _Found(f"cannot ask to be drained, or who else drains: {error}")
+    if view is None or view.cluster != server.cluster:
+        return _Found("the store has no view of this cluster")
+    registered = {_member(each) for each in listing.entries}
+    ends = all(drains.get(member) for member in registered.union(other.member for other in view.servers))
+    return _Found("", find_handover(view, server.member, registered - drains.keys()), ends, view.reason)
+
+
+def _member(entry: Entry) -> Member:
+    """Who is registered; of an entry that cannot be read, an incarnation that there never is."""
+    try:
+        return server_of(entry.key, entry.value).member
+    except ValueError:
+        return Member(entry.key.removeprefix(SERVERS), 0)
+
+
+class _Teller:
+    """Logs what a server that drains waits for, every now and then. until: loop time at which its time is over."""
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+        self._told_at = float("-inf")
+        self._over = False
+
+    def tell(self, found: _Found, now: float) -> None:
+        """What was found just now."""
+        over = now >= self.until
+        if over and not self._over:
+            log.error(
+                "stays, though its time is over: its data may be the last; SIGTERM again ends it",
+                waits_for=str(found),
+                view=found.reason,
+            )
+        elif now - self._told_at < TELL_S:
+            return
+        elif found.unknown:
+            log.warning("cannot hand over, trying on", reason=found.unknown)
+        else:
+            log.info("hands over", waits_for=str(found), left_s=round(self.until - now, 1), view=found.reason)
+        self._told_at, self._over = now, over

@@ -1,0 +1,166 @@
+"""When a server that drains may end: several drain together, and have too little time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from coordinator.errors import StoreUnavailable
+from coordinator.membership import SERVERS, VIEW, read_drains, request_drain
+from coordinator.memory import MemoryStore
+from coordinator.store import Entry
+from elasticps.server import draining
+from elasticps.server.draining import drain
+from tests.coordinator.support import until_key
+from tests.server.conftest import Group, Run, until
+
+SOON_S = 0.05
+STAYS = "stays, though its time is over"
+A_AND_B = "16 of which have no copy at a server that stays (b has copies, but does not stay either)"
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draining, "LOOK_S", 0.01)
+
+
+class Store(MemoryStore):
+    """A store that may fall silent."""
+
+    silent = False
+
+    async def get(self, key: str, *, timeout_s: float = 0.0) -> Entry | None:
+        if self.silent and key == VIEW:
+            await asyncio.Event().wait()
+        if self.silent:
+            raise StoreUnavailable("no answer", indefinite=False)
+        return await super().get(key, timeout_s=timeout_s)
+
+
+class Scene:
+    """Servers a, b and c, which are registered; `show` gives every range a chain."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.store = Store("c")
+        self.stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.draining: asyncio.Task[str] | None = None
+
+    async def show(self, *chain: str) -> None:
+        view = self.group.make_view(lambda r: chain)
+        await self.store.put(VIEW, view.encode())
+        self.group.adopt(view)
+
+    def drain_a(self, timeout_s: float = SOON_S) -> asyncio.Task[str]:
+        self.draining = asyncio.create_task(drain(self.store, self.group.servers["a"], self.stop, timeout_s))
+        return self.draining
+
+
+@asynccontextmanager
+async def scene_of(group: Group, *chain: str) -> AsyncIterator[Scene]:
+    scene = Scene(group)
+    for name in ("a", "b", "c"):
+        server = await group.start(name)
+        await scene.store.put(SERVERS + name, server.me.to_json())
+    await scene.show(*chain)
+    try:
+        yield scene
+    finally:
+        if scene.draining is not None:
+            scene.draining.cancel()
+
+
+def test_two_that_drain_stay_until_a_server_that_stays_has_what_both_hold(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(group: Group) -> None:
+        async with scene_of(group, "a", "b") as scene:
+            await request_drain(scene.store, "b", leaves=True)
+            ends = scene.drain_a()
+            await until(lambda: STAYS in caplog.text)
+            assert A_AND_B in caplog.text
+            assert not ends.done()
+            await scene.show("a", "b", "c")
+            assert await asyncio.wait_for(ends, 30) == "SIGTERM"
+
+    run(test)
+
+
+def test_what_a_server_waits_for_is_in_its_log_before_its_time_is_over(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    async def test(group: Group) -> None:
+        async with scene_of(group, "a", "b") as scene:
+            await request_drain(scene.store, "b")
+            scene.drain_a(60)
+            await until(lambda: f'hands over waits_for="16 ranges left, {A_AND_B}"' in caplog.text)
+
+    run(test)
+
+
+def test_it_ends_when_its_time_is_over_and_a_server_that_stays_has_all(run: Run) -> None:
+    async def test(group: Group) -> None:
+        async with scene_of(group, "a", "b", "c") as scene:
+            await request_drain(scene.store, "b", leaves=True)
+            assert await asyncio.wait_for(scene.drain_a(), 30) == "SIGTERM"
+
+    run(test)
+
+
+def test_where_all_are_about_to_end_none_waits(run: Run) -> None:
+    async def test(group: Group) -> None:
+        async with scene_of(group, "a", "b") as scene:
+            for name in ("b", "c"):
+                await request_drain(scene.store, name, leaves=True)
+            assert await asyncio.wait_for(scene.drain_a(600), 30) == "SIGTERM"
+
+    run(test)
+
+
+def test_one_that_an_operator_drains_lives_on_and_is_waited_for(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """Its process does not end before it holds nothing: where all are asked to drain, it is the one that stays."""
+
+    async def test(group: Group) -> None:
+        async with scene_of(group, "a", "b") as scene:
+            await request_drain(scene.store, "b", leaves=True)
+            await request_drain(scene.store, "c")
+            ends = scene.drain_a()
+            await until(lambda: STAYS in caplog.text)
+            assert not ends.done()
+
+    run(test)
+
+
+def test_a_request_that_is_taken_back_is_made_again_for_the_process_ends_anyway(run: Run) -> None:
+    async def test(group: Group) -> None:
+        async with scene_of(group, "a", "b") as scene:
+            ends = scene.drain_a(60)
+            for _ in range(2):
+                await until_key(scene.store, "drains/a", lambda entry: entry is not None)
+                assert await read_drains(scene.store) == {group.servers["a"].member: True}
+                await scene.store.delete("drains/a")
+            assert not ends.done()
+
+    run(test)
+
+
+def test_without_an_answer_from_the_store_it_stays_and_a_second_signal_ends_it_at_once(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody knows then which servers stay; nor does it have to wait out a question that is not answered."""
+
+    async def test(group: Group) -> None:
+        async with scene_of(group, "a", "b", "c") as scene:
+            scene.store.silent = True
+            ends = scene.drain_a()
+            await until(lambda: STAYS in caplog.text)
+            assert not ends.done()
+            scene.stop.set_result("SIGTERM")
+            assert await asyncio.wait_for(ends, 30) == ""
+
+    run(test)
