@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+from coordinator import fields
 from coordinator.errors import CoordinationError
 from coordinator.losses import HELD_UP, KNOWN, LOSSES
 from coordinator.membership import (
@@ -25,11 +27,16 @@ from coordinator.membership import (
     ROSTER,
     SERVERS,
     VIEW,
-    identity_of,
+    config_of,
+    server_of,
 )
-from coordinator.records import check, read
-from coordinator.store import Entry, Store
-from coordinator.view import ClusterConfig, Roster, View
+from coordinator.records import check, left_out, read
+from coordinator.store import Entry, Listing, Store
+from coordinator.view import ClusterConfig, Roster, View, WorkerInfo
+
+log = fields.logger(__name__)
+
+_Value = TypeVar("_Value")
 
 UNHEARD = 1 << 16  # views that only workers, coordinators and servers which are given up may know
 TABLES = "tables/"
@@ -38,6 +45,7 @@ ON_LOSS = "on-loss/"  # what becomes of a table where every replica of a range i
 
 _KEYS = (VIEW, ROSTER, RESTORING, BEGIN_ANEW, HELD_UP)  # of one identity
 _BELOW = (TABLES, LAST_WORKER, DRAINS, LOSSES, KNOWN)
+_TRACES = (ROSTER, SERVERS, INCARNATIONS, TABLES)  # none of these comes before the config
 
 
 def table_key(app: str, name: str) -> str:
@@ -86,10 +94,14 @@ class Witness:
 @dataclass(frozen=True)
 class Adoption:
     """What to write, by key, in this order; the config comes last. unclear: names of several tables, which are left to
-    their workers."""
+    their workers. epoch, version: of the newest view and roster that servers know; members: the cluster's servers, by
+    name and incarnation."""
 
     writes: Mapping[str, bytes]
     unclear: tuple[str, ...]
+    epoch: int
+    version: int
+    members: frozenset[tuple[str, int]]
 
 
 def plan_adoption(witnesses: Sequence[Witness], given_up: Collection[str], app: str) -> Adoption:
@@ -106,12 +118,13 @@ def plan_adoption(witnesses: Sequence[Witness], given_up: Collection[str], app: 
         raise CannotAdopt(
             f"no answer from {', '.join(silent)}: bring them back, or say --without for each that is gone for good"
         )
-    view = replace(view, epoch=view.epoch + UNHEARD)
+    epoch, members = view.epoch, frozenset(heard | {(server.name, server.incarnation) for server in view.servers})
+    view = replace(view, epoch=epoch + UNHEARD)
     specs = {number: spec for witness in witnesses for number, spec in witness.tables.items()}
     apps = {number: known for witness in witnesses for number, known in witness.apps.items() if known}
     tables, unclear = _tables(specs, {number: apps.get(number, app) for number in specs})
     incarnations: dict[str, int] = {}
-    for name, number in heard | {(server.name, server.incarnation) for server in view.servers}:
+    for name, number in members:
         incarnations[name] = max(number, incarnations.get(name, 0))
     newest = [witness.newest for witness in witnesses] + [worker.id for worker in roster.workers] + list(specs)
     # Above that of the store before, also where no number was given since: workers tell stores apart by it.
@@ -122,7 +135,7 @@ def plan_adoption(witnesses: Sequence[Witness], given_up: Collection[str], app: 
     writes[ROSTER] = replace(roster, version=roster.version + 1).encode()
     writes[VIEW] = view.encode()
     writes[CONFIG] = config.to_json()
-    return Adoption(writes, unclear)
+    return Adoption(writes, unclear, epoch, roster.version, members)
 
 
 def _tables(specs: Mapping[int, str], apps: Mapping[int, str]) -> tuple[dict[str, bytes], tuple[str, ...]]:
@@ -138,17 +151,84 @@ def _tables(specs: Mapping[int, str], apps: Mapping[int, str]) -> tuple[dict[str
 
 
 async def adopt(store: Store, adoption: Adoption) -> None:
-    """Lets the store hold the cluster that was planned. CannotAdopt if it holds another one that has servers."""
+    """Lets the store hold the cluster that was planned; if it holds that already, puts back what it has lost of it.
+    CannotAdopt if nothing is lost, or if it holds another one that has servers."""
     ours = ClusterConfig.from_json(adoption.writes[CONFIG]).identity(store.cluster)
-    entries = (await store.list("")).entries
-    held = identity_of(store, _find(entries, CONFIG))
-    if held == ours:
-        raise CannotAdopt(f"the store holds {ours} already")
+    listing = await store.list("")
+    entries = listing.entries
+    config = _good(entries, CONFIG, ClusterConfig.from_json)
+    held = "" if config is None else config.identity(store.cluster)
+    if held == ours or (config is None and _registered(entries) & adoption.members):
+        await _mend(store, adoption, listing, config)
+        return
     if servers := _below(entries, SERVERS):
         raise CannotAdopt(f"the store holds {held} with servers {', '.join(servers)}: end them first")
     await _clear(store, entries)
     for key, value in adoption.writes.items():
         await store.put(key, value)
+
+
+async def _mend(store: Store, adoption: Adoption, listing: Listing, config: ClusterConfig | None) -> None:
+    """Puts back what the store has lost of a cluster that it holds, and leaves the rest."""
+    entries = {entry.key: entry for entry in listing.entries}
+    view, roster = _good(listing.entries, VIEW, View.decode), _good(listing.entries, ROSTER, Roster.decode)
+    fresh = {
+        VIEW: view is not None and view.epoch >= adoption.epoch,
+        ROSTER: roster is not None and roster.version >= adoption.version,
+        CONFIG: config is not None,
+    }
+    if all(fresh.values()):
+        assert config is not None
+        ours = config.identity(store.cluster)
+        raise CannotAdopt(f"the store holds {ours} already, and nothing of it is lost")
+    for key, value in adoption.writes.items():
+        entry = entries.get(key)
+        if fresh.get(key, entry is not None):
+            continue
+        if key == CONFIG:  # numbers count from its creation, which may be later now
+            found = ClusterConfig.from_json(value)
+            value = replace(found, base=found.base + listing.revision).to_json()
+        if await store.compare_and_set(key, value, expect=entry.revision if entry else 0) is None:
+            raise CannotAdopt(f"somebody else has changed {key} just now: look at `elasticps status`, and try again")
+
+
+async def restore_config(store: Store) -> ClusterConfig | None:
+    """The config of the cluster whose store this is; one that was lost is made again as the view tells it. None if
+    there never was one. CannotAdopt if there was, and its view is lost, too."""
+    while True:
+        listing = await store.list("")
+        entries, found = listing.entries, _find(listing.entries, CONFIG)
+        if (config := _good(entries, CONFIG, ClusterConfig.from_json)) is not None:
+            return config
+        view = _good(entries, VIEW, View.decode)
+        if view is None:
+            traces = [entry.key for entry in entries if entry.key in (CONFIG, VIEW) or entry.key.startswith(_TRACES)]
+            if not traces:
+                return None
+            more = f" and {len(traces) - 1} more keys" if len(traces) > 1 else ""
+            raise CannotAdopt(
+                f"the store has lost the config of cluster {store.cluster}, and its view, but has {traces[0]}{more}: "
+                "`elasticps cluster adopt` puts them back while servers live; if none does, delete all keys below "
+                f"elasticps/{store.cluster}/ for a new one"
+            )
+        numbers = [worker.id for entry in entries if entry.key == ROSTER for worker in _workers(entry.value)]
+        for entry in entries:
+            if entry.key.startswith((TABLES, LAST_WORKER)):
+                with left_out():
+                    numbers.append(read(entry.key, entry.value, id=int)["id"])
+        base = max(numbers, default=0) + listing.revision + UNHEARD
+        made = ClusterConfig(view.ranges, view.replicas, id=view.cluster.partition("@")[2], base=base)
+        expect = 0 if found is None else found.revision
+        if await store.compare_and_set(CONFIG, made.to_json(), expect=expect) is not None:
+            log.warning("put back", key=CONFIG, why=f"it was lost, and the view of epoch {view.epoch} tells it")
+            return made
+
+
+def _workers(value: bytes) -> tuple[WorkerInfo, ...]:
+    try:
+        return Roster.decode(value).workers
+    except ValueError:
+        return ()
 
 
 @dataclass(frozen=True)
@@ -167,8 +247,7 @@ async def look_at_dead(store: Store) -> Reset:
         raise CannotAdopt(f"the store holds no cluster {store.cluster}")
     if servers := _below(entries, SERVERS):
         raise CannotAdopt(f"cluster {store.cluster} is not dead: {', '.join(servers)} are registered")
-    found = _find(entries, VIEW)
-    view = None if found is None else View.decode(found.value)
+    view = _good(entries, VIEW, View.decode)
     names = () if view is None else tuple(server.name for server in view.servers)
     return Reset(tuple(_below(entries, TABLES)), 0 if view is None else view.ranges, names)
 
@@ -179,14 +258,17 @@ async def reset(store: Store, new_id: str) -> ClusterConfig:
     config = _find(entries, CONFIG)
     if config is None:
         raise CannotAdopt(f"the store holds no cluster {store.cluster}")
-    made = replace(ClusterConfig.from_json(config.value), id=new_id)
+    made = replace(config_of(config), id=new_id)
     if await store.compare_and_set(CONFIG, made.to_json(), expect=config.revision) is None:
         raise CannotAdopt(f"somebody else has changed cluster {store.cluster} just now")
     await _clear(store, entries)
     ours = made.identity(store.cluster)
     decoders: Mapping[str, Callable[[bytes], View | Roster]] = {VIEW: View.decode, ROSTER: Roster.decode}
     for key, decode in decoders.items():  # a leader that has not heard of it yet may have written one more
-        while (entry := await store.get(key)) is not None and decode(entry.value).cluster != ours:
+        while (entry := await store.get(key)) is not None:
+            found = _good([entry], key, decode)
+            if found is not None and found.cluster == ours:
+                break
             await store.delete(key, expect=entry.revision)
     return made
 
@@ -200,6 +282,25 @@ async def _clear(store: Store, entries: Iterable[Entry]) -> None:
 
 def _find(entries: Iterable[Entry], key: str) -> Entry | None:
     return next((entry for entry in entries if entry.key == key), None)
+
+
+def _good(entries: Iterable[Entry], key: str, decode: Callable[[bytes], _Value]) -> _Value | None:
+    """What is under a key; None if it is not there, or makes no sense."""
+    entry = _find(entries, key)
+    try:
+        return None if entry is None else decode(entry.value)
+    except ValueError:
+        return None
+
+
+def _registered(entries: Iterable[Entry]) -> set[tuple[str, int]]:
+    found = set()
+    for entry in entries:
+        if entry.key.startswith(SERVERS):
+            with left_out():
+                server = server_of(entry.key, entry.value)
+                found.add((server.name, server.incarnation))
+    return found
 
 
 def _below(entries: Iterable[Entry], prefix: str) -> list[str]:

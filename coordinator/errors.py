@@ -35,6 +35,11 @@ class NotPermitted(CoordinationError):
     """The store does not let whoever our certificate names do this."""
 
 
+class Unreadable(StoreUnavailable, ValueError):
+    """The view, the roster or the config in the store makes no sense. It may again soon: a leader that knows the last
+    good one puts it back. The text says which key, what is in it, and what to do else."""
+
+
 class TooLarge(CoordinationError, ValueError):
     """The store does not take so much under one key. Nothing was written."""
 

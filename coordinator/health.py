@@ -83,14 +83,17 @@ class Report:
 class Line(Protocol):
     """A coordinator's connection to one server. Reports end, or raise OSError, when the connection does."""
 
-    def reports(self) -> AsyncIterator[Report]:
-        """What the server says, as it comes."""
+    def reports(self) -> AsyncIterator[Report | View]:
+        """What the server says, as it comes; a view, where it was asked for it."""
 
     def beat(self, term: int) -> None:
         """Tells it, without waiting, that the leader of that term is there."""
 
     def send_view(self, view: View) -> None:
         """Gives it a view without waiting; it ignores one that it has."""
+
+    def ask_view(self) -> None:
+        """Asks for the view that it follows, without waiting."""
 
 
 Dial: TypeAlias = Callable[[ServerInfo, str], AbstractAsyncContextManager[Line]]
@@ -129,6 +132,7 @@ class _Peer:
     met      it has reported; load: what it said last of its bytes and requests
     lost     when its connection ended, None while there is one or it was never made
     alone    as it reported last, on the connection that there is: with that it may have ended
+    epoch    of the view that it follows, as it reported last; 0 for none
     back     since when it has been there, after it had not
     overdue  it has been gone for so long that nobody waits for it
     """
@@ -140,6 +144,7 @@ class _Peer:
     gone: Gone | None = None
     load: Load | None = None
     alone: int = 0
+    epoch: int = 0
     back: float = float("-inf")
     overdue: bool = False
 
@@ -171,6 +176,8 @@ class Detector:
         """The servers are another cluster's from now on, whose epochs begin at 1 again."""
         self._levels.clear()
         self._spent.clear()
+        for peer in self._peers.values():
+            peer.epoch = 0
 
     def connected(self, member: Member, now: float) -> None:
         """It answered, and it is the incarnation that was called. Only its reports show that it does its work."""
@@ -187,6 +194,7 @@ class Detector:
             changed |= before is not None and before.step != load.step
             changed |= self._peers[member].alone < report.alone
             self._peers[member].alone = report.alone
+            self._peers[member].epoch = report.epoch
         for level in report.levels:
             known = self._levels.get(level.range)
             if known is None or known.fill < level.fill:
@@ -278,6 +286,7 @@ class Detector:
             overdue=frozenset(member for member, peer in self._peers.items() if peer.overdue),
             spent=dict(self._spent),
             alone={member: peer.alone for member, peer in self._peers.items() if peer.alone},
+            epochs={m: peer.epoch for m, peer in self._peers.items() if peer.met and peer.gone is None},
             places={m: load.memory.places(size) for m, load in self.loads.items() if load.memory.full},
         )
 

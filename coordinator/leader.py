@@ -6,6 +6,7 @@ and rides out an outage of the store in office.
 
 A leader remembers nothing that its successor needs: what was decided is in the view, and what servers report they tell
 each coordinator. So a standby, which keeps its lines to the servers warm, goes on in the middle of a repair at once.
+What the store loses while servers live is put back, see `last_good` and `lost_view`.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ from typing import Any
 import numpy as np
 
 from coordinator import fields
+from coordinator.adoption import UNHEARD
 from coordinator.errors import Fenced, StoreUnavailable, TooLarge
 from coordinator.grace import Grace
 from coordinator.health import TICK_S, Dial
+from coordinator.last_good import LastGood
 from coordinator.lines import Lines
-from coordinator.membership import ROSTER, VIEW, farewell
+from coordinator.lost_view import REMEDY, is_behind, put_back
+from coordinator.membership import CONFIG, ROSTER, VIEW, farewell
 from coordinator.names import check_name
 from coordinator.office import campaign, first_of, keep_office
 from coordinator.pace import Pace
-from coordinator.planner import Health, Members, Plan, UnsafePlan, plan, plan_roster
+from coordinator.planner import Health, Members, Plan, RosterPlan, UnsafePlan, plan, plan_roster
 from coordinator.repair import Limits
 from coordinator.store import Guard, Listing, Store
-from coordinator.view import View, WorkerInfo
+from coordinator.view import ClusterConfig, Roster, View, WorkerInfo
 from coordinator.world import ELECTION, News, World
 
 log = fields.logger(__name__)
@@ -43,6 +47,7 @@ OnFailover = Callable[[int, float, float], None]
 
 _RETRY_S = 0.2  # pause after an outage; each attempt waits for the store's time-out as well
 _ILL_S, _ILL_MOST_S = 2.0, 60.0  # after so long an ill leader gives up; doubled each time that nobody did better
+_ASK_AGAIN_S = 1.0  # servers are asked for a view that was lost so often
 _JUDGED_S = 1.0  # a view that could not be written for so long is planned anew: who was silent may have spoken since,
 # and who was to stand in for it may be gone
 
@@ -66,7 +71,7 @@ async def run_coordinator(
     hears when this coordinator begins and ceases to hear so few servers that it must be what is ill. `duty()` is done
     while it leads, and never ends by itself. `on_failover` hears of each view without servers that were lost: its
     epoch, and in Unix time when the first of them was found lost and when the view stood. Waits for the cluster's
-    config. ValueError if the store holds a view or config of another kind.
+    config.
     """
     check_name("coordinator", name)
     if dial is None:
@@ -80,13 +85,13 @@ async def _serve(
     store: Store, name: str, ttl_s: float, settle_s: float, lines: Lines | None, duty: Duty | None,
     on_failover: OnFailover,
 ) -> None:  # fmt: skip
-    patience_s = _ILL_S
+    patience_s, last_good = _ILL_S, LastGood()
     while True:
         try:
-            lease, guard = await campaign(store, name, ttl_s, lines)
+            lease, guard = await campaign(store, name, ttl_s, lines, last_good)
             try:
                 log.info("leads cluster", leader=name)
-                term = _Term(store, guard, settle_s, lines, on_failover)
+                term = _Term(store, guard, settle_s, lines, on_failover, last_good)
                 work = [keep_office(store, lease, ttl_s, term.answered), term.lead()]
                 if lines is not None:
                     work.append(_while_well(lines, patience_s))
@@ -154,9 +159,11 @@ class _Term:
     """One time in office."""
 
     def __init__(
-        self, store: Store, guard: Guard, settle_s: float, lines: Lines | None, on_failover: OnFailover
-    ) -> None:
+        self, store: Store, guard: Guard, settle_s: float, lines: Lines | None, on_failover: OnFailover,
+        last_good: LastGood,
+    ) -> None:  # fmt: skip
         self._on_failover = on_failover
+        self._last_good = last_good
         self._store = store
         self._guard = guard
         self._settle_s = settle_s
@@ -170,6 +177,7 @@ class _Term:
         self._timer: asyncio.TimerHandle | None = None
         self._paced_by: Health | None = None  # as of the last plan, levels left out, if what is level waits
         self._roster_timer: asyncio.TimerHandle | None = None
+        self._ask_timer: asyncio.TimerHandle | None = None
         self._view: View | None = None
         self._said = ""
         self._unsure: Plan | None = None  # written or not: the next listing tells
@@ -179,7 +187,7 @@ class _Term:
         try:
             await self._follow_store()
         finally:
-            for timer in (self._timer, self._roster_timer):
+            for timer in (self._timer, self._roster_timer, self._ask_timer):
                 if timer is not None:
                     timer.cancel()
 
@@ -198,7 +206,7 @@ class _Term:
                     await asyncio.sleep(_RETRY_S)
 
     async def _lead_from(self, listing: Listing) -> None:
-        world = World(self._store.cluster, listing)
+        world = World(self._store.cluster, listing, self._last_good)
         self._alarm.ring(False)
         self._look_at(world)
         if self._unsure is not None and self._unsure.view == world.view:
@@ -218,7 +226,7 @@ class _Term:
         if not urgent and self._lines is not None and self._view is not None:
             health = self._lines.health()
             urgent = self._pace.complete(health, self._view)
-            if not urgent and self._paced_by == dataclasses.replace(health, level={}):
+            if not urgent and self._paced_by == dataclasses.replace(health, level={}, epochs={}):
                 return
         self._alarm.ring(urgent)
 
@@ -234,11 +242,29 @@ class _Term:
         while True:
             self._alarm.clear()
             world.check_office(self._guard)
-            if not (await self._write_view(world) and await self._write_roster(world)):
+            if not (await self._mend(world) and await self._write_view(world) and await self._write_roster(world)):
                 return
             for key, revision in [*world.drains_done(), *world.forgotten()]:
                 await self._store.delete(key, expect=revision, guard=self._guard)
             await self._alarm.wait(self._settle_s)
+
+    async def _mend(self, world: World) -> bool:
+        """Puts a config back that the store has lost, and tables that nobody has dropped. False if a race was lost."""
+        good = self._last_good
+        if not world.servers:
+            return True
+        if CONFIG in world.damage and world.config is not None:
+            why, config = world.damage[CONFIG], world.config
+            if not world.revisions[CONFIG]:  # numbers count from the creation of its key: go on above all
+                config = dataclasses.replace(config, base=max(world.number, world.revision) + UNHEARD)
+            if not await self._put(world, CONFIG, config):
+                return False
+            log.warning("put back", key=CONFIG, why=f"{CONFIG} {why}")
+        for key, value in list(good.lost.items()):
+            if await self._store.compare_and_set(key, value, expect=0, guard=self._guard) is not None:
+                log.warning("put back", key=key, why="it is gone, and nobody has dropped the table")
+            good.lost.pop(key, None)
+        return True
 
     async def _write_view(self, world: World) -> bool:
         decision = self._decide(world)
@@ -246,7 +272,7 @@ class _Term:
             self._say("" if decision is None else decision.reason)
             return True
         try:
-            done = await self._put(world, VIEW, decision.view.encode(), _JUDGED_S)
+            done = await self._put(world, VIEW, decision.view, _JUDGED_S)
         except TooLarge as error:  # the view that stands goes on
             self._say(f"cannot be written: {error} ({decision.reason})")
             return True
@@ -256,7 +282,6 @@ class _Term:
             raise
         if done:
             written = asyncio.get_running_loop().time(), time.time()
-            world.view = decision.view
             self._look_at(world)
             self._tell(decision, *written)
             self._alarm.ring(False)  # a view is one step; there may be a next one
@@ -265,15 +290,26 @@ class _Term:
     async def _write_roster(self, world: World) -> bool:
         if world.identity is None or (world.roster is not None and world.roster.cluster != world.identity):
             return True
-        decision = plan_roster(world.roster, self._present(world), world.identity)
+        decision = self._decide_roster(world, world.identity)
         if decision is None:
             return True
-        done = await self._put(world, ROSTER, decision.roster.encode())
+        done = await self._put(world, ROSTER, decision.roster)
         if done:
-            world.roster = decision.roster
             world.signed_off &= {worker.name for worker in decision.roster.workers}
             log.info("roster", version=decision.roster.version, reason=decision.reason)
         return done
+
+    def _decide_roster(self, world: World, identity: str) -> RosterPlan | None:
+        """One that was lost, or is the first though workers have taken part, gets a version above all that were."""
+        damage = world.damage.get(ROSTER) if world.servers else None
+        decision = plan_roster(world.roster, self._present(world), identity)
+        if damage is not None and decision is None and world.roster is not None:
+            decision = RosterPlan(world.roster, "as it was")
+        if decision is None or not (damage is not None or (world.roster is None and world.records)):
+            return decision
+        version = max(decision.roster.version, world.number)
+        reason = decision.reason if damage is None else f"{ROSTER} {damage}: put back; {decision.reason}"
+        return RosterPlan(dataclasses.replace(decision.roster, version=version), reason)
 
     def _present(self, world: World) -> list[WorkerInfo]:
         """The workers to list; looks again when those who are missing can no longer come back."""
@@ -285,29 +321,51 @@ class _Term:
             self._roster_timer = loop.call_later(self._grace.left_s(loop.time()), self._alarm.ring, False)
         return present
 
-    async def _put(self, world: World, key: str, value: bytes, timeout_s: float = 0.0) -> bool:
-        revision = await self._store.compare_and_set(
-            key, value, expect=world.revisions[key], guard=self._guard, timeout_s=timeout_s
-        )
+    async def _put(self, world: World, key: str, value: ClusterConfig | View | Roster, timeout_s: float = 0.0) -> bool:
+        data = value.to_json() if isinstance(value, ClusterConfig) else value.encode()
+        expect = world.revisions[key]
+        revision = await self._store.compare_and_set(key, data, expect=expect, guard=self._guard, timeout_s=timeout_s)
         if revision is not None:
-            world.revisions[key] = revision
+            world.written(key, value, revision)
         return revision is not None
 
     def _decide(self, world: World) -> Plan | None:
         cluster = self._store.cluster
         if world.config is None or world.identity is None:
-            return Plan(None, f"cluster {cluster} has no config yet")
+            damage = world.damage.get(CONFIG)
+            return Plan(None, f"{CONFIG} {damage}: {REMEDY}" if damage else f"cluster {cluster} has no config yet")
         if world.view is not None and world.view.cluster != world.identity:
             return Plan(None, f"the view is that of {world.view.cluster}, the config that of {world.identity}")
+        health = self._health(world)
+        if VIEW in world.damage or is_behind(world.view, health.epochs):
+            return self._decide_lost(world, health)
         try:
             servers = tuple(world.servers.values())
             members = Members(
                 world.identity, servers, world.draining, world.anew, world.given_up, world.restores, world.leaving
             )
-            return plan(world.view, members, world.config, self._paced(world, self._health(world)), self._limits(world))
+            return plan(world.view, members, world.config, self._paced(world, health), self._limits(world))
         except UnsafePlan:  # the view that stands may serve badly, this one would lose data
             log.exception("a plan is not carried out")
             return None
+
+    def _decide_lost(self, world: World, health: Health) -> Plan:
+        """The view in place of one that the store has lost."""
+        behind = "is gone" if world.view is None else f"is of epoch {world.view.epoch}, and servers follow a newer one"
+        why = f"{VIEW} {world.damage.get(VIEW, behind)}"
+        if not world.servers:
+            return Plan(None, f"{why}, and no server is registered: {REMEDY}")
+        certain = VIEW in world.damage and world.certain
+        views = {} if self._lines is None else self._lines.views()
+        decision = put_back(world.view, certain, why, health.epochs, views)
+        if decision.view is None and self._lines is not None and self._ask_timer is None:
+            self._lines.ask_views()
+            self._ask_timer = asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self._ask_again)
+        return decision
+
+    def _ask_again(self) -> None:
+        self._ask_timer = None
+        self._alarm.ring(False)
 
     def _limits(self, world: World) -> Limits:
         """How much may move at once, by what servers report of their size."""
@@ -322,7 +380,7 @@ class _Term:
         left_s = 0.0 if world.view is None else self._pace.wait(health, world.view, loop.time())
         if self._timer is not None:
             self._timer.cancel()
-        self._paced_by = None if left_s <= 0 else dataclasses.replace(health, level={})
+        self._paced_by = None if left_s <= 0 else dataclasses.replace(health, level={}, epochs={})
         if left_s <= 0:
             return health
         self._timer = loop.call_later(left_s, self._alarm.ring, True)

@@ -58,6 +58,7 @@ class Lines:
         self._ending: set[asyncio.Task[None]] = set()
         self._open: dict[Member, _Open] = {}
         self._view: View | None = None
+        self._views: dict[Member, View] = {}  # that servers follow, as far as they were asked
         self._cluster = ""
         self._over = False  # all lines have been closed
 
@@ -122,6 +123,7 @@ class Lines:
         identity of theirs."""
         if cluster != self._cluster:
             self._cluster = cluster
+            self._views.clear()
             self._detector.begin_anew()
         servers = {server.member: server for server in listed}
         keys = {server.member: server for server in registered}
@@ -144,6 +146,16 @@ class Lines:
     def health(self) -> Health:
         """What the planner needs to know of the servers, in the view announced last."""
         return self._detector.health(self._view)
+
+    def ask_views(self) -> None:
+        """Asks all servers that are heard for the view that they follow; `views` has the answers."""
+        for opened in self._open.values():
+            with suppress(OSError):
+                opened.line.ask_view()
+
+    def views(self) -> dict[Member, View]:
+        """The views that servers follow, of this cluster, as they said when they were asked last."""
+        return {member: view for member, view in self._views.items() if view.cluster == self._cluster}
 
     def gone(self) -> dict[Member, Gone]:
         """Who is gone, why, and since when, in the time of the event loop."""
@@ -208,11 +220,16 @@ class Lines:
                 self._send(opened, self._view)
         try:
             async for report in line.reports():
+                if isinstance(report, View):
+                    self._views[member] = report
+                    self._change(True)
+                    continue
                 self._succession.heard(member, report.tenure, _now())
                 self._change(self._detector.heard(member, report, _now()))
                 self._repeat_view(opened, report)
             raise ConnectionResetError("its reports ended")
         finally:
+            self._views.pop(member, None)
             if self._open.get(member) is opened:
                 del self._open[member]
                 self._detector.lost(member, _now())

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from coordinator import fields
-from coordinator.errors import StoreUnavailable, UnknownServer
+from coordinator.errors import StoreUnavailable, UnknownServer, Unreadable
 from coordinator.names import app_of_worker, check_name, worker_name, worker_path
 from coordinator.records import read
 from coordinator.store import Entry, Put, Reset, Store
@@ -62,7 +62,7 @@ async def create_cluster(store: Store, config: ClusterConfig) -> ClusterConfig:
     while (entry := await store.get(CONFIG)) is None:
         if await store.compare_and_set(CONFIG, made.to_json(), expect=0) is not None:
             return made
-    found = ClusterConfig.from_json(entry.value)
+    found = config_of(entry)
     if (found.ranges, found.replicas, found.protocol) != (config.ranges, config.replicas, config.protocol):
         raise ValueError(f"cluster {store.cluster} exists with {found}, which differs from {config}")
     return found
@@ -84,7 +84,7 @@ def number_of(config: Entry | None, revision: int) -> int:
     also in stores that this one has taken the cluster over from."""
     if config is None:
         return revision
-    return ClusterConfig.from_json(config.value).base + revision - config.create_revision
+    return config_of(config).base + revision - config.create_revision
 
 
 async def request_drain(store: Store, name: str, *, leaves: bool = False) -> ServerInfo:
@@ -172,6 +172,42 @@ def leaves(value: bytes) -> bool:
     return read("a request to drain", value).get(LEAVES) is True
 
 
+_Value = TypeVar("_Value")
+
+
+def config_of(entry: Entry) -> ClusterConfig:
+    """What is under `config`; Unreadable if it makes no sense."""
+    return _readable(entry, ClusterConfig.from_json)
+
+
+def view_of(entry: Entry) -> View:
+    """What is under `view`; Unreadable if it makes no sense."""
+    return _readable(entry, View.decode)
+
+
+def roster_of(entry: Entry) -> Roster:
+    """What is under `roster`; Unreadable if it makes no sense."""
+    return _readable(entry, Roster.decode)
+
+
+def _readable(entry: Entry, decode: Callable[[bytes], _Value]) -> _Value:
+    try:
+        return decode(entry.value)
+    except ValueError as error:
+        raise Unreadable(
+            f"the key {entry.key} in etcd holds {shown(entry.value)}, which makes no sense ({error}). The coordinator "
+            "that leads puts the last good value back, if it knows it; else `elasticps cluster adopt` does"
+        ) from None
+
+
+SHOWN_BYTES = 40
+
+
+def shown(value: bytes) -> str:
+    """The beginning of a value that makes no sense, for people."""
+    return repr(value[:SHOWN_BYTES]) + (f" ({len(value)} bytes)" if len(value) > SHOWN_BYTES else "")
+
+
 class ViewFollower:
     """The newest view and roster, as the store tells them. Callbacks run in the event loop, in order. ended: is called
     with a task that follows, when it is over."""
@@ -187,12 +223,12 @@ class ViewFollower:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Reads what there is, then follows. ValueError if the store holds no valid view or roster of ours."""
+        """Reads what there is, then follows."""
         for key, adopt in ((VIEW, self._adopt_view), (ROSTER, self._adopt_roster)):
             listing = await self._store.list(key)
             for entry in listing.entries:
                 if entry.key == key:
-                    adopt(entry.value)
+                    _adopt_if_good(entry, adopt)
             task = asyncio.create_task(self._follow(key, listing.revision, adopt), name=f"following the {key}")
             task.add_done_callback(self._ended)
             self._tasks.append(task)
@@ -227,30 +263,26 @@ class ViewFollower:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _follow(self, key: str, after: int, adopt: Callable[[bytes], None]) -> None:
+    async def _follow(self, key: str, after: int, adopt: Callable[[Entry], None]) -> None:
         async with aclosing(self._store.watch(key, after=after)) as changes:
             async for change in changes:
                 entries = change.listing.entries if isinstance(change, Reset) else ()
                 for entry in (change.entry,) if isinstance(change, Put) else entries:
-                    if entry.key != key:
-                        continue
-                    try:
-                        adopt(entry.value)
-                    except ValueError:  # one bad value must not end the following
-                        log.exception("not adopted", key=key, revision=entry.revision)
+                    if entry.key == key:
+                        _adopt_if_good(entry, adopt)
                 async with self._changed:
                     self._changed.notify_all()
 
-    def _adopt_view(self, value: bytes) -> None:
-        view = View.decode(value)
+    def _adopt_view(self, entry: Entry) -> None:
+        view = view_of(entry)
         if self.view is not None and view.cluster != self.view.cluster:
             log.warning("a view is ignored", reason=other_cluster(self.view.cluster, view.cluster))
         elif self.view is None or view.epoch > self.view.epoch:
             self.view = view
             _tell(self._on_view, view)
 
-    def _adopt_roster(self, value: bytes) -> None:
-        roster = Roster.decode(value)
+    def _adopt_roster(self, entry: Entry) -> None:
+        roster = roster_of(entry)
         known = self.roster
         if known is None or (roster.cluster == known.cluster and roster.version > known.version):
             self.roster = roster
@@ -258,6 +290,14 @@ class ViewFollower:
 
 
 _T = TypeVar("_T")
+
+
+def _adopt_if_good(entry: Entry, adopt: Callable[[Entry], None]) -> None:
+    """One bad value must not end the following."""
+    try:
+        adopt(entry)
+    except Unreadable as error:
+        log.warning("not adopted", key=entry.key, revision=entry.revision, why=error)
 
 
 def _tell(callbacks: list[Callable[[_T], None]], news: _T) -> None:
@@ -270,7 +310,7 @@ def _tell(callbacks: list[Callable[[_T], None]], news: _T) -> None:
 
 def identity_of(store: Store, config: Entry | None) -> str:
     """The identity of the cluster that a store holds, "" if it holds none; `config`: what is under that key."""
-    return "" if config is None else ClusterConfig.from_json(config.value).identity(store.cluster)
+    return "" if config is None else config_of(config).identity(store.cluster)
 
 
 def other_cluster(ours: str, found: str) -> str:

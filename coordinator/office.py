@@ -14,6 +14,7 @@ from typing import Any
 from coordinator import fields
 from coordinator.errors import Fenced, LeaseLost, StoreUnavailable
 from coordinator.health import TICK_S
+from coordinator.last_good import LastGood
 from coordinator.lines import Lines
 from coordinator.store import Guard, Store
 from coordinator.world import ELECTION, World
@@ -24,10 +25,12 @@ ASKED_S = 1.0  # how often the store is asked at least, whether the office is st
 OTHERS_FIRST_S = 1.0  # for so long a coordinator that hears too few servers leaves a vacant office to others
 
 
-async def campaign(store: Store, name: str, ttl_s: float, lines: Lines | None) -> tuple[int, Guard]:
-    """Waits until the office is ours; returns its lease and its fencing token."""
+async def campaign(
+    store: Store, name: str, ttl_s: float, lines: Lines | None, last_good: LastGood
+) -> tuple[int, Guard]:
+    """Waits until the office is ours; returns its lease and its fencing token. Keeps `last_good` up to date."""
     while True:
-        await _vacancy(store, lines)
+        await _vacancy(store, lines, last_good)
         if lines is not None and lines.ill:
             await asyncio.sleep(OTHERS_FIRST_S)
         lease = await store.grant(ttl_s)
@@ -38,9 +41,9 @@ async def campaign(store: Store, name: str, ttl_s: float, lines: Lines | None) -
         await store.revoke(lease)
 
 
-async def _vacancy(store: Store, lines: Lines | None) -> None:
+async def _vacancy(store: Store, lines: Lines | None, last_good: LastGood) -> None:
     """Stands by until nobody has the office."""
-    world, vacant = World(store.cluster, await store.list("")), asyncio.Event()
+    world, vacant = World(store.cluster, await store.list(""), last_good), asyncio.Event()
 
     def changed(_: object = None) -> None:
         if lines is not None:

@@ -64,6 +64,7 @@ class Health:
     overdue  those of `silent` for whom nobody waits any more
     spent    range -> fill id of a late copy for which nobody has any more what it lacks
     alone    members that have lived on for a while as the single replica of ranges since up to an epoch
+    epochs   of the views that members follow which are heard now, 0 for none
     ripe     False: what is level may wait a little for the others under way, so that one view serves for all
     """
 
@@ -77,6 +78,7 @@ class Health:
     overdue: frozenset[Member] = frozenset()
     spent: Mapping[int, int] = field(default_factory=dict)
     alone: Mapping[Member, int] = field(default_factory=dict)
+    epochs: Mapping[Member, int] = field(default_factory=dict)
     ripe: bool = True
 
 
@@ -171,6 +173,10 @@ def _first(members: Members, config: ClusterConfig, health: Health) -> Plan:
     count = len(present)
     if count < config.min_servers:
         return Plan(None, f"waiting for servers: {count} of {config.min_servers} registered")
+    dead = health.gone.keys() - health.silent
+    if unheard := [s.name for s in members.servers if s.member in health.pending - dead]:
+        # One that follows a view already shows that this would not be the first one.
+        return Plan(None, f"waiting to hear {names(sorted(unheard))} before the first view")
     servers = tuple(present)
     nodes = {server.member: _node(server) for server in servers}
     reason = f"first view: {config.ranges} ranges on {count} servers, {config.replicas} replicas each"

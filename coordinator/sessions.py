@@ -24,18 +24,20 @@ from coordinator.membership import (
     ROSTER,
     SERVERS,
     SIGNED_OFF,
+    config_of,
     farewell,
     identity_of,
     last_worker,
     new_number,
     other_cluster,
     record_key,
+    roster_of,
     worker_key,
 )
 from coordinator.names import app_of_worker
 from coordinator.records import read
 from coordinator.store import Entry, Guard, Store
-from coordinator.view import ClusterConfig, Roster, ServerInfo, WorkerInfo
+from coordinator.view import ServerInfo, WorkerInfo
 
 log = fields.logger(__name__)
 
@@ -121,7 +123,7 @@ class Session(ABC, Generic[Info]):
         if self.cluster and found != self.cluster:
             raise OtherCluster(other_cluster(self.cluster, found))
         self.cluster = found
-        self.base = 0 if entry is None else ClusterConfig.from_json(entry.value).base
+        self.base = 0 if entry is None else config_of(entry).base
         return None if entry is None else Guard(CONFIG, entry.create_revision)
 
     async def _check_newest(self) -> Entry | None:
@@ -240,7 +242,7 @@ class WorkerSession(Session[WorkerInfo]):
     async def _listed(self) -> bool:
         """Whether the roster lists this incarnation."""
         entry = await self._store.get(ROSTER)
-        return entry is not None and self.info in Roster.decode(entry.value).workers
+        return entry is not None and self.info in roster_of(entry).workers
 
     async def close(self) -> None:
         """Says that it leaves, so that nobody waits for it to come back; then as any member."""

@@ -8,7 +8,9 @@ from enum import Enum
 from typing import NamedTuple, TypeVar
 
 from coordinator import fields
+from coordinator.adoption import TABLES
 from coordinator.errors import Fenced
+from coordinator.last_good import LastGood
 from coordinator.membership import (
     BEGIN_ANEW,
     CONFIG,
@@ -26,6 +28,7 @@ from coordinator.membership import (
     leaves,
     record_key,
     server_of,
+    shown,
     worker_of,
 )
 from coordinator.names import worker_name
@@ -59,10 +62,14 @@ class _Drain(NamedTuple):
 
 
 class World:
-    """The cluster as of the last change seen. ValueError if the store holds a view, roster or config of another kind.
+    """The cluster as of the last change seen.
 
+    damage     what is wrong with the store's config, view or roster, by key: it is gone, makes no sense, or is older
+               than one before. `config`, `view` and `roster` are the last good values then, or None where none is known
+    certain    the view was lost under our eyes, so that the last good one is the newest that was ever written
+    revision   the newest one that was seen
     term       of the leader, 0 for none
-    revisions  of the view and the roster, to write against; servers and workers by their keys
+    revisions  of the config, the view and the roster, to write against; servers and workers by their keys
     drains     the requests to drain, by their keys
     signed_off  the names of workers that have said they leave
     anew        the ranges that are to begin anew; given_up: members that a person says cannot come back
@@ -70,16 +77,21 @@ class World:
     records     of the workers that took part last under their names: id and revision, by their keys
     """
 
-    def __init__(self, cluster: str, listing: Listing) -> None:
+    def __init__(self, cluster: str, listing: Listing, last_good: LastGood | None = None) -> None:
         self.cluster = cluster
+        self.last_good = LastGood() if last_good is None else last_good
         self._reset(listing)
 
     def _reset(self, listing: Listing) -> None:
-        self._seen = listing.revision
+        self._seen = self.revision = listing.revision
+        self._follows = False
         self.config: ClusterConfig | None = None
         self.view: View | None = None
         self.roster: Roster | None = None
-        self.revisions = {VIEW: 0, ROSTER: 0}
+        self.revisions = {CONFIG: 0, VIEW: 0, ROSTER: 0}
+        self._entries: dict[str, Entry] = {}
+        self.damage: dict[str, str] = {}
+        self.certain = False
         self.servers: dict[str, ServerInfo] = {}
         self.workers: dict[str, WorkerInfo] = {}
         self.signed_off: set[str] = set()
@@ -89,8 +101,16 @@ class World:
         self.given_up: frozenset[Member] = frozenset()
         self.restores = False
         self.term = 0
+        self.last_good.list_tables(entry for entry in listing.entries if entry.key.startswith(TABLES))
+        there = {entry.key for entry in listing.entries}
+        if CONFIG not in there:  # before the others, whose identity it tells
+            self._lose(CONFIG)
         for entry in listing.entries:
             self._put(entry)
+        for key in (VIEW, ROSTER):
+            if key not in there:
+                self._lose(key)
+        self._follows = True
 
     async def follow(self, store: Store, on_news: Callable[[News], None]) -> None:
         """Keeps this up to date; ends only with the store or an error."""
@@ -109,6 +129,12 @@ class World:
     def identity(self) -> str | None:
         """What the cluster's views say of it, None without a config."""
         return None if self.config is None else self.config.identity(self.cluster)
+
+    @property
+    def number(self) -> int:
+        """Above all numbers that were given out in this cluster, and all versions of its rosters: each took a write."""
+        base = 0 if self.config is None else self.config.base
+        return base + max(0, self.revision - self.last_good.created) + 1
 
     @property
     def draining(self) -> frozenset[Member]:
@@ -131,10 +157,24 @@ class World:
                 done.append((key, revision))
         return done
 
+    def written(self, key: str, value: ClusterConfig | View | Roster, revision: int) -> None:
+        """We have written the config, the view or the roster ourselves."""
+        made = self.revisions[key] == 0
+        self.revisions[key], self.revision = revision, max(revision, self.revision)
+        self.damage.pop(key, None)
+        if isinstance(value, ClusterConfig):
+            self.config = self.last_good.config = value
+            self.last_good.created = revision if made else self.last_good.created
+        elif isinstance(value, View):
+            self.view = self.last_good.view = value
+        else:
+            self.roster = self.last_good.roster = value
+
     def _apply(self, change: Change) -> News:
         if isinstance(change, Reset):
             self._reset(change.listing)
             return News.CHANGE
+        self.revision = max(change.revision, self.revision)
         if isinstance(change, Put):
             return self._put(change.entry)
         return self._delete(change)
@@ -145,12 +185,8 @@ class World:
             if entry.revision <= self.revisions[key]:
                 return News.NOTHING  # our own write, known since it was answered
             self.revisions[key] = entry.revision
-            if key == VIEW:
-                self.view = View.decode(entry.value)
-            else:
-                self.roster = Roster.decode(entry.value)
-        elif key == CONFIG:
-            self.config = ClusterConfig.from_json(entry.value)
+            self._entries[key] = entry
+            self._take(entry)
         elif key == ELECTION:
             self.term = entry.create_revision
         elif key.startswith(SERVERS):
@@ -167,8 +203,59 @@ class World:
         elif key == RESTORE_FILLS:
             self.restores = True
         else:
+            if key.startswith(TABLES):
+                self.last_good.put_table(entry)
             return News.NOTHING
         return News.CHANGE
+
+    def _take(self, entry: Entry) -> None:
+        """Reads the config, the view or the roster. The last good value stays where this one cannot be right."""
+        key, good = entry.key, self.last_good
+        try:
+            if key == VIEW:
+                good.take_view(view := View.decode(entry.value), self.identity)
+                self.view = view
+            elif key == ROSTER:
+                good.take_roster(roster := Roster.decode(entry.value), self.identity)
+                self.roster = roster
+            else:
+                other = good.take_config(config := ClusterConfig.from_json(entry.value), entry.create_revision)
+                self.config = config
+                if other:  # what was foreign may be ours now, and the other way round
+                    self.view, self.roster = None, None
+                    for held in [held for name, held in self._entries.items() if name != CONFIG]:
+                        self._take(held)
+        except ValueError as error:
+            self._damaged(key, f"holds {shown(entry.value)}: {error}")
+        else:
+            self.damage.pop(key, None)
+
+    def _lose(self, key: str) -> None:
+        """The key of the config, the view or the roster is not there. Only what the cluster has had is lost."""
+        self.revisions[key] = 0
+        self._entries.pop(key, None)
+        self._fall_back(key)
+        if {CONFIG: self.config, VIEW: self.view, ROSTER: self.roster}[key] is None:
+            self.damage.pop(key, None)
+        else:
+            self._damaged(key, "is gone")
+
+    def _fall_back(self, key: str) -> None:
+        good = self.last_good
+        if key == CONFIG:
+            self.config = good.config
+        elif key == VIEW:
+            self.view = good.view_of(self.identity)
+        else:
+            self.roster = good.roster_of(self.identity)
+
+    def _damaged(self, key: str, why: str) -> None:
+        if key == VIEW and key not in self.damage:
+            self.certain = self._follows
+        if self.damage.get(key) != why:
+            log.error("the store has lost a key of the cluster", key=key, why=f"{key} {why}")
+        self.damage[key] = why
+        self._fall_back(key)
 
     def _put_worker(self, entry: Entry) -> None:
         name = worker_name(entry.key.removeprefix(WORKERS))
@@ -221,13 +308,13 @@ class World:
         if change.key == ELECTION:
             self.term = 0
             return News.CHANGE
-        if change.key in self.revisions:  # the cluster begins anew
-            self.revisions[change.key] = 0
-            if change.key == VIEW:
-                self.view = None
-            else:
-                self.roster = None
+        if change.key in self.revisions:
+            if change.revision <= self.revisions[change.key]:
+                return News.NOTHING  # we have put it back since
+            self._lose(change.key)
             return News.CHANGE
+        if change.key.startswith(TABLES):
+            return News.CHANGE if self.last_good.delete_table(change.key) else News.NOTHING
         if change.key == RESTORE_FILLS:
             self.restores = False
             return News.CHANGE

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from coordinator.membership import ROSTER, list_drains
+from coordinator.membership import ROSTER, list_drains, roster_of
 from coordinator.store import Store
-from coordinator.view import Roster, ServerInfo, View
+from coordinator.view import ServerInfo, View
 from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import fetch_marked, take_mark
@@ -345,7 +345,7 @@ def _lost(before: View, after: View, drains: Mapping[str, int]) -> dict[str, str
 
 async def _names(store: Store) -> dict[int, str]:
     entry = await store.get(ROSTER)
-    return {} if entry is None else {worker.id: worker.name for worker in Roster.decode(entry.value).workers}
+    return {} if entry is None else {worker.id: worker.name for worker in roster_of(entry).workers}
 
 
 def _left(deadline: float) -> float:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from coordinator.adoption import TABLES, TableEntry, table_of
 from coordinator.connect import open_store
-from coordinator.membership import CONFIG, SERVERS, VIEW, server_of
+from coordinator.membership import CONFIG, SERVERS, VIEW, server_of, view_of
 from coordinator.records import left_out, read
 from coordinator.store import Store
 from coordinator.view import ServerInfo, View
@@ -40,7 +40,7 @@ async def read_view(store: Store, error: type[Error] = ClusterUnreachable) -> Vi
     if entry is None:
         made = await store.get(CONFIG) is not None
         raise error(NOT_YET.format(store.cluster) if made else NO_CLUSTER.format(store.cluster))
-    return View.decode(entry.value)
+    return view_of(entry)
 
 
 async def read_servers(store: Store) -> tuple[ServerInfo, ...]:

@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from coordinator.health import Dial, Line, Memory, Report
 from coordinator.succession import Tenure
 from coordinator.view import ServerInfo, View
@@ -29,7 +31,7 @@ from elasticps.wire.frames import (
     whole,
 )
 from elasticps.wire.headers import GetViewHeader
-from elasticps.wire.views import view_frame
+from elasticps.wire.views import read_view, view_frame
 from replication.chain import Member
 from replication.effects import CaughtUp
 
@@ -101,7 +103,7 @@ class _Line:
         self._writer = writer
         self._vouched = vouched
 
-    async def reports(self) -> AsyncIterator[Report]:
+    async def reports(self) -> AsyncIterator[Report | View]:
         while True:
             try:
                 header, body = await _read(self._reader)
@@ -109,6 +111,8 @@ class _Line:
                     yield _report(header, json_body(body))
                     if self._vouched.stale:
                         raise ConnectionResetError("certificates are renewed")
+                elif header.kind == Kind.VIEW and (view := read_view(header, np.frombuffer(body, np.uint8), 0)):
+                    yield view
             except (asyncio.IncompleteReadError, FrameError) as error:
                 raise ConnectionResetError(str(error)) from None
 
@@ -117,6 +121,9 @@ class _Line:
 
     def send_view(self, view: View) -> None:
         self._write(view_frame(view))
+
+    def ask_view(self) -> None:
+        self._write(GetViewHeader(0).header().pack())
 
     def _write(self, frame: bytes) -> None:
         try:

@@ -25,10 +25,11 @@ from coordinator.membership import (
     NEWEST_CHECKPOINT,
     ROSTER,
     last_workers,
+    roster_of,
 )
 from coordinator.records import left_out, read
 from coordinator.store import Store
-from coordinator.view import Roster, ServerInfo, View
+from coordinator.view import ServerInfo, View
 from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import ask_restore
@@ -198,7 +199,7 @@ async def _missing(
 ) -> tuple[tuple[tuple[int, int], ...], tuple[Missing, ...]]:
     """Floors, and what is missing of whom."""
     entry = await store.get(ROSTER)
-    roster = {} if entry is None else {w.id: w.name for w in Roster.decode(entry.value).workers}
+    roster = {} if entry is None else {w.id: w.name for w in roster_of(entry).workers}
     names = {worker.id: name for name, worker in manifest.workers.items()} | roster
     have = {worker.id: worker.clock for worker in manifest.workers.values()} | dict(manifest.former)
     lowest = min((worker.clock for worker in manifest.workers.values()), default=0)

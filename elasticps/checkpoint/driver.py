@@ -19,9 +19,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from coordinator import fields
-from coordinator.membership import ROSTER
+from coordinator.membership import ROSTER, roster_of
 from coordinator.store import Entry, Store
-from coordinator.view import Roster, ServerInfo, View, WorkerInfo
+from coordinator.view import ServerInfo, View, WorkerInfo
 from elasticps.admin.subject import CutState
 from elasticps.checkpoint.consistent import Verdict, judge, uncovered
 from elasticps.coordination import read_view
@@ -224,7 +224,7 @@ class Driver:
 
     async def _roster(self) -> Sequence[WorkerInfo]:
         entry = await self._store.get(ROSTER)
-        return () if entry is None else Roster.decode(entry.value).workers
+        return () if entry is None else roster_of(entry).workers
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

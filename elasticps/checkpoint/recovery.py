@@ -17,10 +17,9 @@ from coordinator.adoption import ON_LOSS
 from coordinator.errors import CoordinationError
 from coordinator.loss import find_loss, spans
 from coordinator.losses import HELD_UP, RESTORE, WAIT, key_of
-from coordinator.membership import BEGIN_ANEW, VIEW
+from coordinator.membership import BEGIN_ANEW, VIEW, view_of
 from coordinator.records import check, left_out, read
 from coordinator.store import Entry, Store
-from coordinator.view import View
 from elasticps.checkpoint.anew import Anew, Drive, OverBudget, prepare, record, with_error
 from elasticps.checkpoint.restore import driving
 from elasticps.coordination import read_servers, read_tables, read_view
@@ -68,7 +67,7 @@ class Recovery:
     async def _judge(self) -> None:
         store = self._store
         entry = await store.get(VIEW)
-        loss = None if entry is None else find_loss(View.decode(entry.value), await read_servers(store))
+        loss = None if entry is None else find_loss(view_of(entry), await read_servers(store))
         if loss is not None and loss.coming.size:  # the store that knew from where was lost: there is no way back
             await self._begin(await prepare(store, loss.coming.tolist(), self._url, None, (), self._credentials))
             return

@@ -27,13 +27,15 @@ from coordinator.membership import (
     RESTORING,
     VIEW,
     WORKERS,
+    config_of,
     new_number,
     number_of,
     record_key,
+    view_of,
 )
 from coordinator.names import worker_name
 from coordinator.store import Store
-from coordinator.view import ClusterConfig, ServerInfo, View
+from coordinator.view import ServerInfo, View
 from elasticps import background
 from elasticps.admin import admin_pb2
 from elasticps.admin.client import ask_restore
@@ -321,7 +323,7 @@ class _Driver:
             entry = await self._store.get(CONFIG)
             if entry is None:
                 raise ClusterUnreachable(f"there is no cluster {self._store.cluster!r}: is a coordinator running?")
-            config = ClusterConfig.from_json(entry.value)
+            config = config_of(entry)
             if config.base >= self._manifest.newest_id:
                 return
             raised = replace(config, base=config.base + self._manifest.newest_id)
@@ -421,7 +423,7 @@ class _Driver:
         while True:
             entry = await self._store.get(VIEW)
             if entry is not None:
-                return View.decode(entry.value)
+                return view_of(entry)
             await asyncio.sleep(_PAUSE_S)
 
     # --- etcd ---------------------------------------------------------------------------------------------------------
@@ -431,13 +433,17 @@ class _Driver:
         made: dict[str, int] = {}
         for name, (old, new) in plan.tables.items():
             spec = self._manifest.spec(old).to_json()
-            value = json.dumps({"id": new, "spec": spec, "creator": 0, "by": "", "ready": True}).encode()
-            revision = await self._store.compare_and_set(TABLES + name, value, expect=0)
+            document = {"id": new, "spec": spec, "creator": 0, "by": "", "ready": True}
+            revision = await self._store.compare_and_set(TABLES + name, json.dumps(document).encode(), expect=0)
             if revision is not None:
                 made[TABLES + name] = revision
             elif not plan.whole:
                 for key, known in made.items():
-                    await self._store.delete(key, expect=known)
+                    # An entry that goes without this mark was lost, and the leader would put it back.
+                    going = json.dumps({**document, "dropping": True}).encode()
+                    marked = await self._store.compare_and_set(key, going, expect=known)
+                    if marked is not None:
+                        await self._store.delete(key, expect=marked)
                 await self._undo(plan)
                 raise ConfigError(f"somebody has made a table {name!r} meanwhile: nothing was restored")
             for prefix in (RATES, ON_LOSS):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import uvloop
 
+from coordinator.adoption import restore_config
 from coordinator.connect import insist, open_store
 from coordinator.failovers import Failovers
 from coordinator.leader import run_coordinator
@@ -283,10 +284,9 @@ async def _see_to_data(store: Store, credentials: Credentials | None, url: str, 
 async def _create(store: Store, chosen: dict[str, Any], restore: str) -> None:
     """Makes sure that there is a cluster, and that it is as `chosen`; one that is made begins with a checkpoint, if one
     is to be restored."""
-    existing = await store.get("config")
+    existing = await restore_config(store)
     if existing is None and restore:
         from elasticps.checkpoint.restore import begin_with
 
         await begin_with(store, restore)
-    config = ClusterConfig.from_json(existing.value) if existing else ClusterConfig()
-    await create_cluster(store, replace(config, **chosen))
+    await create_cluster(store, replace(existing or ClusterConfig(), **chosen))

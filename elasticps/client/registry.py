@@ -16,15 +16,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from coordinator.adoption import ON_LOSS, table_key
 from coordinator.connect import open_store
-from coordinator.errors import CoordinationError, Fenced, ForkedProcess, NotPermitted
+from coordinator.errors import CoordinationError, Fenced, ForkedProcess, NotPermitted, Unreadable
 from coordinator.membership import (
     LAST_WORKER,
     RESTORING,
     ROSTER,
     SIGNED_OFF,
     WANTED_CHECKPOINTS,
+    config_of,
     new_number,
     record_key,
+    roster_of,
+    view_of,
     worker_key,
     worker_of,
 )
@@ -32,7 +35,7 @@ from coordinator.names import check_name, check_worker
 from coordinator.records import read
 from coordinator.sessions import WorkerSession, register_worker
 from coordinator.store import Entry, Store
-from coordinator.view import ClusterConfig, Roster, View, WorkerInfo
+from coordinator.view import View, WorkerInfo
 from elasticps.client.protocol.join import Past
 from elasticps.client.rates import SetRate, SetRates
 from elasticps.client.runtime import Runtime
@@ -185,12 +188,16 @@ class Registry:
         while True:
             entry, restoring = await self._store.get("view"), await self._store.get(RESTORING)
             if entry is not None and restoring is None:
-                return View.decode(entry.value)
+                try:
+                    return view_of(entry)
+                except Unreadable:  # a leader puts the last good one back
+                    if self.runtime.monotonic() > deadline:
+                        raise
             if self.runtime.monotonic() > deadline and restoring is not None:
                 raise ClusterUnreachable(_how_far(self._store.cluster, restoring, timeout_s))
             if self.runtime.monotonic() > deadline:
                 config = await self._store.get("config")
-                wanted = ClusterConfig.from_json(config.value).min_servers if config else "a configuration and"
+                wanted = config_of(config).min_servers if config else "a configuration and"
                 servers = [e.key.partition("/")[2] for e in (await self._store.list("servers/")).entries]
                 raise ClusterUnreachable(
                     f"cluster {self._store.cluster!r} has not formed within {timeout_s:.1f} s: it waits for "
@@ -206,7 +213,7 @@ class Registry:
                 # The store's own limit, too: each of its endpoints has a part of it, and one that hangs is left.
                 reading = self._store.get("view", timeout_s=ASK_VIEW_TIMEOUT_S)
                 entry = self.call(reading, ASK_VIEW_TIMEOUT_S + 1.0)
-                view = None if entry is None else View.decode(entry.value)
+                view = None if entry is None else view_of(entry)
             except Exception as error:  # whatever it is, whoever wants the view asks again
                 log.debug("the view could not be read from the coordination store: %s", error)
                 view = None
@@ -367,7 +374,7 @@ class Registry:
                 return entry.value != SIGNED_OFF and worker_of(entry.key, entry.value).id == worker
             return False
         roster = await self._store.get(ROSTER)
-        return roster is not None and worker in {one.id for one in Roster.decode(roster.value).workers}
+        return roster is not None and worker in {one.id for one in roster_of(roster).workers}
 
     @property
     def _name(self) -> str:

@@ -123,7 +123,7 @@ class Following:
         entry = self._run(self._store.get(membership.CONFIG))
         if entry is None:
             raise ConfigError(f"cluster {self._store.cluster!r} does not exist")
-        return ClusterConfig.from_json(entry.value)
+        return membership.config_of(entry)
 
     def tables(self) -> dict[int, dict[str, Any]]:
         """The application and the spec of each table, as plain values, by the table's id; lr_set: a rate that was set

@@ -19,6 +19,7 @@ from elasticps.server.replica_links import ReplicaLinks
 from elasticps.server.snapshots import SnapshotSender
 from elasticps.wire.frames import Header, Kind, json_frame
 from elasticps.wire.headers import GetViewHeader
+from elasticps.wire.views import view_frame
 from replication.chain import COMPLETE
 from replication.effects import CaughtUp
 
@@ -86,8 +87,13 @@ class Leaders:
             self.tell()
 
     def beat(self, connection: Connection, header: Header, body: Body) -> None:
-        """GET_VIEW of a coordinator: it leads. Terms of a store that was made anew begin low again."""
+        """GET_VIEW of a coordinator: it leads. Terms of a store that was made anew begin low again. Without a term it
+        asks for the view that is followed here, as the store has lost it."""
         term, now = GetViewHeader.of(header).term, self._loop.time()
+        if not term:
+            if self._serving.view is not None:
+                connection.send(view_frame(self._serving.view))
+            return
         if term >= self._term or now - self._spoken_at > FORGOTTEN_S:
             self._term, self._spoken, self._spoken_at = term, connection, now
 

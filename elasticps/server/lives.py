@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from coordinator import fields
 from coordinator.errors import StoreUnavailable
-from coordinator.membership import ROSTER, VIEW, ViewFollower, list_drains
+from coordinator.membership import ROSTER, VIEW, ViewFollower, list_drains, roster_of, view_of
 from coordinator.sessions import ServerSession, newest_incarnation, register_server
 from coordinator.store import Store
-from coordinator.view import ClusterConfig, Roster, View
+from coordinator.view import ClusterConfig
 from elasticps import logs
 from elasticps.coordination import read_tables
 from elasticps.errors import SpecError
@@ -195,15 +195,13 @@ async def _refresh(store: Store, server: Server) -> None:
         try:
             view, roster = await store.get(VIEW), await store.get(ROSTER)
             if view is not None:
-                server.adopt(View.decode(view.value))
+                server.adopt(view_of(view))
             if roster is not None:
-                server.follow(Roster.decode(roster.value))
+                server.follow(roster_of(roster))
             if server.registered.wanted:
                 server.know_tables(await _tables(store))
-        except StoreUnavailable:
+        except StoreUnavailable:  # or what it has makes no sense, of which the follower speaks
             pass
-        except ValueError:  # the view and the roster that are followed stay as they are
-            log.exception("the store's view or roster cannot be read")
         await asyncio.sleep(0.02)
 
 

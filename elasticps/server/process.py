@@ -17,6 +17,7 @@ from functools import partial
 
 from coordinator import fields
 from coordinator.connect import insist, open_store
+from coordinator.membership import CONFIG, config_of
 from coordinator.store import Store
 from coordinator.url import parse
 from coordinator.view import ClusterConfig, ServerInfo
@@ -197,14 +198,19 @@ def _say_ready(me: ServerInfo) -> None:
     log.info("ready", name=me.name, address=me.address)
 
 
+async def _config(store: Store) -> ClusterConfig | None:
+    entry = await store.get(CONFIG)
+    return None if entry is None else config_of(entry)
+
+
 async def _find_cluster(url: str, wait_s: float, stack: AsyncExitStack) -> tuple[Store, ClusterConfig]:
     until = asyncio.get_running_loop().time() + wait_s
     store = await open_store(url, timeout_s=max(wait_s, STORE_TIMEOUT_S))
     stack.push_async_callback(store.close)
     while True:
-        entry = await insist(lambda: store.get("config"), max(wait_s, STORE_TIMEOUT_S))
-        if entry is not None:
-            return store, ClusterConfig.from_json(entry.value)
+        config = await insist(lambda: _config(store), max(wait_s, STORE_TIMEOUT_S))
+        if config is not None:
+            return store, config
         if asyncio.get_running_loop().time() >= until:
             raise ConfigError(f"cluster {store.cluster!r} does not exist; `elasticps up` or a coordinator creates it")
         await asyncio.sleep(CONFIG_LOOK_S)

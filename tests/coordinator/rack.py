@@ -37,6 +37,7 @@ class FakeServer:
         self.views: list[int] = []
         self.calls = 0
         self.lines: set[FakeLine] = set()
+        self.asked: set[FakeLine] = set()  # for its view
         self.term = 0
         self.leader: FakeLine | None = None
 
@@ -75,17 +76,23 @@ class FakeLine:
         self.server = server
         self.broken = False
 
-    async def reports(self) -> AsyncIterator[Report]:
+    async def reports(self) -> AsyncIterator[Report | View]:
         while True:
             if self.broken or not self.server.running:
                 raise ConnectionResetError("reset by the test")
             if not self.server.frozen:
                 yield self.server.report()
+                if self in self.server.asked and self.server.view is not None:
+                    self.server.asked.discard(self)
+                    yield self.server.view
             await asyncio.sleep(REPORT_S)
 
     def beat(self, term: int) -> None:
         if not self.broken and self.server.running and not self.server.frozen:
             self.server.beat(term, self)
+
+    def ask_view(self) -> None:
+        self.server.asked.add(self)
 
     def send_view(self, view: View) -> None:
         if not self.broken and self.server.running and not self.server.frozen:

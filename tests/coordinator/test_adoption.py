@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.adoption import UNHEARD, CannotAdopt, Witness, adopt, look_at_dead, plan_adoption, reset
+from coordinator.adoption import (
+    UNHEARD,
+    CannotAdopt,
+    Witness,
+    adopt,
+    look_at_dead,
+    plan_adoption,
+    reset,
+    restore_config,
+)
 from coordinator.leader import run_coordinator
 from coordinator.membership import create_cluster, new_number
 from coordinator.memory import MemoryStore
@@ -190,3 +199,61 @@ async def test_a_reset_ends_a_restore_and_a_request_to_begin_anew() -> None:
         await store.put(key, b"{}")
     await reset(store, "three")
     assert {entry.key for entry in (await store.list("")).entries} & {*gone, "rates/x/t"} == {"rates/x/t"}
+
+
+async def damaged_cluster(*, lost: tuple[str, ...], value: bytes | None = None) -> MemoryStore:
+    """A cluster with registered servers whose store has lost keys, or has nonsense there."""
+    store = MemoryStore("test")
+    await adopt(store, plan_adoption([witness("a"), witness("b")], (), "x"))
+    for info in SERVERS:
+        await store.put(f"servers/{info.name}", info.to_json())
+    for key in lost:
+        if value is None:
+            await store.delete(key)
+        else:
+            await store.put(key, value)
+    return store
+
+
+@pytest.mark.parametrize("value", [None, b"\0" * 40])
+@pytest.mark.parametrize("lost", [("view",), ("roster",), ("config",), ("view", "roster", "config")])
+async def test_what_a_store_has_lost_of_its_own_cluster_is_adopted(lost: tuple[str, ...], value: bytes | None) -> None:
+    store = await damaged_cluster(lost=lost, value=value)
+    before = await new_number(store) if "config" not in lost else 0
+    tables = {9: spec("t")}
+    await adopt(store, plan_adoption([witness("a", 70_000, tables=tables), witness("b", 70_000)], (), "x"))
+    found = {entry.key: entry.value for entry in (await store.list("")).entries}
+    assert ClusterConfig.from_json(found["config"]).identity("test") == "test@one"
+    assert View.decode(found["view"]).epoch >= (70_000 if "view" in lost else 7)
+    assert Roster.decode(found["roster"]).workers
+    assert await store.get("tables/x/t") is not None
+    assert await new_number(store) > max(before, 40)
+    with pytest.raises(CannotAdopt, match="nothing of it is lost"):
+        await adopt(store, plan_adoption([witness("a"), witness("b")], (), "x"))
+
+
+async def test_a_lost_config_is_made_again_from_the_view() -> None:
+    store = await damaged_cluster(lost=("config",))
+    found = await restore_config(store)
+    assert found is not None
+    assert (found.identity("test"), found.ranges, found.replicas) == ("test@one", 2, 2)
+    assert found.base > 40
+    assert await restore_config(store) == found
+    assert await restore_config(MemoryStore("new")) is None
+
+
+@pytest.mark.parametrize("value", [None, b"\0" * 40])
+async def test_no_second_cluster_is_made_where_one_has_lost_its_config_and_its_view(value: bytes | None) -> None:
+    store = await damaged_cluster(lost=("config", "view"), value=value)
+    with pytest.raises(CannotAdopt, match="`elasticps cluster adopt` puts them back"):
+        await restore_config(store)
+
+
+async def test_a_dead_cluster_whose_view_makes_no_sense_is_reset() -> None:
+    store = MemoryStore("test")
+    await adopt(store, plan_adoption([witness("a"), witness("b")], (), "x"))
+    for key in ("view", "roster"):
+        await store.put(key, b"\0" * 40)
+    assert (await look_at_dead(store)).ranges == 0
+    await reset(store, "three")
+    assert [await store.get(key) for key in ("view", "roster")] == [None, None]

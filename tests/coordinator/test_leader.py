@@ -274,12 +274,8 @@ async def test_the_reason_for_waiting_is_logged_once(caplog: pytest.LogCaptureFi
             assert caplog.text.count("1 of 2 registered") == 1
 
 
-async def test_a_view_of_another_kind_stops_the_coordinator_with_a_clear_error() -> None:
+async def test_a_coordinator_needs_a_usable_name() -> None:
     memory = MemoryStore()
-    await memory.put("view", b"nonsense")
-    with pytest.raises(ValueError, match="not a view"):
-        await run_coordinator(memory, name="c0", stop=asyncio.Event())
-    assert await office(memory) is None
     with pytest.raises(ValueError, match="no usable coordinator name"):
         await run_coordinator(memory, name="", stop=asyncio.Event())
 

@@ -96,3 +96,24 @@ async def test_one_that_starts_is_told_what_to_put_there() -> None:
     await store.put("incarnations/servers/s", b"2x")
     with pytest.raises(CoordinationError, match=r"incarnations/servers/s holds b'2x', which is no number: put there"):
         await register_server(store, name="s", address="127.0.0.1:1", on_lost=lambda reason: None)
+
+
+@pytest.mark.parametrize("key", ["config", "roster", "view"])
+async def test_members_outlast_a_key_of_the_cluster_that_makes_no_sense(key: str) -> None:
+    """Nobody leads who would put it back; a lease runs out meanwhile."""
+    store, lost = MemoryStore("test"), list[str]()
+    await create_cluster(store, ClusterConfig(2, id="one"))
+    server = await register_server(store, name="s", address="h:1", ttl_s=0.3, on_lost=lost.append)
+    worker = await register_worker(store, name="w", app="default", ttl_s=0.3, on_lost=lost.append)
+    good = await store.get(key)
+    await store.put(key, b"\0" * 40)
+    for session in (server, worker):
+        await store.revoke(session.lease)
+    leases = server.lease, worker.lease
+    await until(lambda: lost or (server.lease, worker.lease) > leases)
+    await store.put(key, b"" if good is None else good.value)
+    await until_key(store, "workers/default/w", lambda entry: lost or entry is not None)
+    await until_key(store, "servers/s", lambda entry: lost or entry is not None)
+    assert lost == []
+    await server.close()
+    await worker.close()

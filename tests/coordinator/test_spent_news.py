@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 
 from coordinator.health import Report
+from coordinator.last_good import LastGood
 from coordinator.leader import _Term
 from coordinator.lines import Lines
 from coordinator.memory import MemoryStore
@@ -33,13 +34,15 @@ VIEW = View(
 
 async def test_it_makes_the_leader_plan() -> None:
     lines = Lines(lambda server, cluster: None, lambda ill: None)  # type: ignore[arg-type, return-value]
-    term = _Term(MemoryStore(), Guard("election", 1), 0.02, lines, lambda *_: None)
+    term = _Term(MemoryStore(), Guard("election", 1), 0.02, lines, lambda *_: None, LastGood())
     detector, now = lines._detector, asyncio.get_running_loop().time()
     detector.watch({A: True, B: True}, now)
     lines._view = term._view = VIEW
     for member in (A, B):
         detector.heard(member, Report(5, levels=(CaughtUp(0, 5, B),)), now)
-    term._paced_by = dataclasses.replace(lines.health(), level={})  # as `_paced` leaves it when what is level waits
+    term._paced_by = dataclasses.replace(
+        lines.health(), level={}, epochs={}
+    )  # as `_paced` leaves it when what is level waits
     assert detector.heard(A, Report(5, levels=(CaughtUp(0, 5, B),), spent=((1, 5),)), now)
     term._heard(False)
     assert term._alarm._rung.is_set()

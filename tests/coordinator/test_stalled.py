@@ -123,4 +123,4 @@ def test_a_report_of_it_is_remembered_for_a_while() -> None:
         detector.heard(b, fine, now)
         changed |= detector.tick(now)
     assert changed
-    assert detector.health(None) == replace(Health(), level={})
+    assert replace(detector.health(None), epochs={}) == Health()

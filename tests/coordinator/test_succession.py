@@ -12,7 +12,7 @@ from coordinator.health import Line, Report
 from coordinator.leader import ELECTION, run_coordinator
 from coordinator.membership import create_cluster
 from coordinator.succession import FRESH_S, LOST_S, SILENT_S, Succession, Tenure
-from coordinator.view import ClusterConfig, ServerInfo
+from coordinator.view import ClusterConfig, ServerInfo, View
 from replication.chain import Member
 from tests.coordinator.rack import FakeLine, Rack
 from tests.coordinator.support import until, until_key
@@ -93,7 +93,7 @@ class HalfHeard(FakeLine):
         self.line = line
         self.deaf_to = deaf_to
 
-    async def reports(self) -> AsyncIterator[Report]:
+    async def reports(self) -> AsyncIterator[Report | View]:
         async for report in self.line.reports():
             if self.server.info.name not in self.deaf_to:
                 yield report
