@@ -80,6 +80,7 @@ def compiled_once(file: str) -> Iterator[None]:
     """Around the first use of the kernels of a module, by its `__file__`: of several processes that start on a machine
     that has not compiled them yet one does it, and the others wait for it."""
     path = Path(file).resolve()
+    _folder(path)  # a module that has no kernel of its own and compiles those of others is listed, too
     done = _mark(path)
     if done is None or done.exists():
         yield
@@ -147,11 +148,8 @@ class Locator(_CacheLocator):
         path = Path(py_file).resolve()
         if not any(path.is_relative_to(_ROOT / package) for package in _OURS):
             return None
-        folder = _beside(path) if _came_along(path) else _first_writable(path)
-        if folder is None:
-            return None
-        _found[path] = folder
-        return cls(py_func, py_file, folder)
+        folder = _folder(path)
+        return None if folder is None else cls(py_func, py_file, folder)
 
     def get_cache_path(self) -> str:
         return str(self._folder)
@@ -161,6 +159,14 @@ class Locator(_CacheLocator):
 
     def get_disambiguator(self) -> str:
         return str(self._line)
+
+
+def _folder(path: Path) -> Path | None:
+    """Where the kernels of a file are kept; None where they cannot be."""
+    folder = _beside(path) if _came_along(path) else _first_writable(path)
+    if folder is not None:
+        _found[path] = folder
+    return folder
 
 
 @cache

@@ -64,7 +64,8 @@ def test_what_it_is_made_of_is_named_by_what_it_is() -> None:
     assert set(re.findall(r"^FROM (\S+)", DOCKERFILE, re.M)) == {"${PYTHON}", "build", "base"}
     installs = re.findall(r"pip(?: --python \S+)? install ([^\n&]*)", DOCKERFILE)
     assert len(installs) == 3
-    assert all("--require-hashes" in each or "--no-index" in each for each in installs)
+    wheels = "--require-hashes --only-binary :all:"  # a source distribution would run code of its own
+    assert all(wheels in each or "--no-index" in each for each in installs)
 
 
 def test_it_runs_elasticps_as_nobody_in_particular() -> None:
@@ -165,11 +166,11 @@ class Pods:
         ports = {name: dict(zip(each.ports, free_ports(3), strict=True)) for name in members}
         for name in members:
             arguments = [expanded(arg, environment(each, {"POD_NAME": name})) for arg in each.args]
-            arguments = [arg for arg in arguments if not arg.startswith("--tls-min-version")]  # older ones lack it
             local = [self._mounted(self._local(arg, ports, ports[name], each)) for arg in arguments]
             folder = self.fleet.folder
             command = [str(etcd_binary()), *local, f"--data-dir={folder / name}"]
-            self.etcd.append(Process.start(name, "etcd", command, folder, EtcdPlan.environment()))
+            settings = EtcdPlan.environment() | environment(each, {"POD_NAME": name})
+            self.etcd.append(Process.start(name, "etcd", command, folder, settings))
         deadline = time.monotonic() + 60
         for process in self.etcd:
             metrics = ports[process.name]["metrics"]
