@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,9 +61,13 @@ def read() -> Prebuilt | None:
 
 
 def write(stamps: Mapping[str, str]) -> None:
-    """Writes the list. Where that is not possible, the kernels are not beside the code either."""
-    text = json.dumps({"machine": machine(), "stamps": dict(sorted(stamps.items()))}, indent=1)
+    """Writes the list, unless it is there. Where that is not possible, nothing can be kept beside the code either."""
+    made = Prebuilt(machine(), dict(sorted(stamps.items())))
+    if made == read():
+        return
     part = _FILE.with_suffix(f".{os.getpid()}")
-    with suppress(OSError):
-        part.write_text(text + "\n", encoding="utf-8")
+    try:
+        part.write_text(json.dumps(made._asdict(), indent=1) + "\n", encoding="utf-8")
         part.replace(_FILE)
+    except OSError:
+        part.unlink(missing_ok=True)

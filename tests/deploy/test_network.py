@@ -10,8 +10,7 @@ import pytest
 from tests.deploy.manifests import CLUSTERS, COMPONENT, of_kind, selects, workloads
 
 NAMESPACE = "elasticps"
-BESIDE = dict.fromkeys(CLUSTERS, ["workers", "operator", "checkpoints"])
-BESIDE["overlays/chaos"] = [*BESIDE["overlays/chaos"], "chaos"]
+BESIDE = {build: ["workers", "operator", "checkpoints", *(["chaos"] * ("chaos" in build))] for build in CLUSTERS}
 
 Connection = tuple[str, str, str]  # component of the process that connects, of the one that listens, name of its port
 
