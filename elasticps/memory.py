@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,14 +20,18 @@ ROWS_SHARE = 0.8  # of the limit: the lower mark, or less where that is what kee
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _ROOT = Path("/")
+ENDLESS = 1 << 62
+_OWN = ((resource.RLIMIT_AS, "vms"), (resource.RLIMIT_DATA, "data"))  # limits of a process, and what counts for them
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 
 
 class Reading(NamedTuple):
-    """Bytes that the process has in memory of its own, and bytes that its group or machine can still give."""
+    """Bytes that the process has in memory of its own, and bytes that its group or machine can still give; left: bytes
+    until a limit of the process itself (`ulimit`)."""
 
     used: int
     available: int
+    left: int = ENDLESS
 
 
 class _Group(NamedTuple):
@@ -75,20 +80,29 @@ def give_back() -> None:
 
 
 def find_limit(root: Path = _ROOT) -> int:
-    """The smallest limit of the control groups around this process, of either version, or else the machine's memory."""
-    return min((group.limit for group in _groups(root)), default=psutil.virtual_memory().total)
+    """The smallest limit of the control groups around this process, of either version, or of the process itself
+    (`ulimit -v`, `ulimit -d`), or else the machine's memory."""
+    limits = [group.limit for group in _groups(root)] or [psutil.virtual_memory().total]
+    return min((*limits, *own_limits().values()))
+
+
+def own_limits() -> dict[str, int]:
+    """The limits of this process, by the figure that counts for each."""
+    found = {name: resource.getrlimit(which)[0] for which, name in _OWN}
+    return {name: limit for name, limit in found.items() if limit != resource.RLIM_INFINITY}
 
 
 def make_reader(root: Path = _ROOT) -> Callable[[], Reading]:
-    """How to read both figures; a call takes about 0.1 ms."""
-    groups, process = list(_groups(root)), psutil.Process()
+    """How to read these figures; a call takes about 0.1 ms."""
+    groups, process, own = list(_groups(root)), psutil.Process(), own_limits()
 
     def read() -> Reading:
         now = process.memory_info()
         available = psutil.virtual_memory().available
         for group in groups:
             available = min(available, group.available())
-        return Reading(now.rss - now.shared, available)
+        left = min((limit - int(getattr(now, name)) for name, limit in own.items()), default=ENDLESS)
+        return Reading(now.rss - now.shared, min(available, left), left)
 
     return read
 

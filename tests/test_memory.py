@@ -1,7 +1,8 @@
-"""Limits as control groups of either version give them, and sizes as people write them."""
+"""Limits as control groups of either version and `ulimit` give them, and sizes as people write them."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import psutil
@@ -63,7 +64,7 @@ def test_without_a_limit_it_is_the_machine(tmp_path: Path) -> None:
     put(tmp_path / "proc/self/cgroup", "4:memory:/\n")
     put(tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
     assert find_limit(tmp_path) == psutil.virtual_memory().total
-    used, available = make_reader(tmp_path)()
+    used, available, _ = make_reader(tmp_path)()
     assert 0 < used < psutil.virtual_memory().total
     assert available > 0
 
@@ -93,3 +94,16 @@ def test_what_was_freed_between_what_is_kept_goes_back() -> None:
     give_back()
     assert full - process.memory_info().rss > 50 << 20
     assert len(kept) == 500
+
+
+def test_a_limit_of_the_process_is_one_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "proc/self/cgroup", "4:memory:/\n")
+    limits = {resource.RLIMIT_AS: 64 << 40, resource.RLIMIT_DATA: resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limits[which], resource.RLIM_INFINITY))
+    assert find_limit(tmp_path) == psutil.virtual_memory().total
+    reading = make_reader(tmp_path)()
+    assert 0 < (64 << 40) - reading.left < 1 << 40
+    limits[resource.RLIMIT_DATA] = 1 << 30
+    assert find_limit(tmp_path) == 1 << 30
+    reading = make_reader(tmp_path)()
+    assert reading.available <= reading.left < 1 << 30

@@ -28,6 +28,7 @@ from elasticps import logs
 from elasticps.cli.checkpoint import kept
 from elasticps.cli.options import RequiredUrl, seconds, usable_host, usable_place
 from elasticps.cli.output import print_json
+from elasticps.descriptors import raise_limit
 from elasticps.errors import ConfigError
 from elasticps.memory import parse_size
 from elasticps.security import credentials_of
@@ -208,6 +209,7 @@ async def _coordinate(
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    raise_limit()  # a line to each server
     credentials = credentials_of(url)
     if credentials is not None:
         credentials.require(Role.COORDINATOR, name)

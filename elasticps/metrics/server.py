@@ -10,6 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from coordinator.sessions import ServerSession
+from elasticps.descriptors import NO_LIMIT as MANY
+from elasticps.descriptors import Connections
 from elasticps.metrics.exposition import Scrape
 from elasticps.metrics.timing import Histogram, Meter, TimedServer
 from elasticps.security.gate import Gate
@@ -51,10 +53,13 @@ class ServerMetrics(Collector):
         loop: asyncio.AbstractEventLoop,
         memory: Memory = NO_LIMIT,
         gate: Gate | None = None,
+        allowed: Connections = MANY,
     ) -> Server:
         """A server that is measured; from now on the one that is shown."""
         self._session = session
-        self._server = TimedServer(self.meter, session.info, cluster, ranges, loop, memory=memory, gate=gate)
+        self._server = TimedServer(
+            self.meter, session.info, cluster, ranges, loop, memory=memory, gate=gate, allowed=allowed
+        )
         return self._server
 
     def collect(self) -> Iterator[Metric]:

@@ -77,10 +77,12 @@ async def proof(proved: asyncio.Future[None], dialled: asyncio.Transport) -> Non
 
 
 class Gate:
-    """Who came to a process and has not proved yet who he is. Without credentials nobody has to."""
+    """Who came to a process and has not proved yet who he is. Without credentials nobody has to. most: handshakes at
+    once, if fewer are to be allowed than usual."""
 
-    def __init__(self, credentials: Credentials | None = None) -> None:
+    def __init__(self, credentials: Credentials | None = None, most: int = MAX_HANDSHAKES) -> None:
         self.credentials = credentials
+        self._most = min(most, MAX_HANDSHAKES)
         self._shaking: dict[Shaking, None] = {}  # oldest first
         self._told_s = 0.0
         self._untold = 0
@@ -93,7 +95,7 @@ class Gate:
     def admit(self, transport: Shaking) -> None:
         """A handshake begins, which `accepted` is told the end of; if there are too many, the oldest makes room."""
         self._shaking[transport] = None
-        if len(self._shaking) > MAX_HANDSHAKES:
+        if len(self._shaking) > self._most:
             next(iter(self._shaking)).give_up("too many handshakes at once")
 
     def accepted(self, transport: Shaking, error: Exception | None) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from coordinator import fields
+from elasticps.descriptors import NO_LIMIT as MANY
+from elasticps.descriptors import Connections
 from elasticps.security.identity import NotAuthorised
 from elasticps.security.identity import Role as PeerRole
 from elasticps.server.connection import Connection, Handler, Role
@@ -33,7 +35,7 @@ class Handshake:
 
     def __init__(
         self, cluster: str, serving: Serving, held: HeldFrames, news: News, links: ReplicaLinks, leaders: Leaders,
-        worker: Role, peer: Role, greet: Callable[[Connection], None],
+        worker: Role, peer: Role, greet: Callable[[Connection], None], allowed: Connections = MANY,
     ) -> None:  # fmt: skip
         self._me = serving.me
         self._cluster = cluster
@@ -44,6 +46,7 @@ class Handshake:
         self._worker = worker
         self._peer = peer
         self._greet = greet
+        self._allowed = allowed
         self.connections: dict[Connection, None] = {}  # in the order in which they came
         self._unknown: dict[Connection, None] = {}  # those without a hello, in the same order
         self._as_workers: dict[Connection, None] = {}  # those that say that they are workers
@@ -92,10 +95,17 @@ class Handshake:
 
     def _opened(self, connection: Connection) -> None:
         self.connections[connection] = self._unknown[connection] = None
-        if len(self._unknown) > MAX_UNKNOWN:
+        most = min(MAX_UNKNOWN, self._allowed.unknown)
+        if len(self._unknown) > most:
             oldest = next(iter(self._unknown))
             del self._unknown[oldest]
-            oldest.refuse(FrameError(f"more than {MAX_UNKNOWN} connections have not said who they are"))
+            text = f"more than {most} connections have not said who they are{self._because(most < MAX_UNKNOWN)}"
+            oldest.refuse(FrameError(text))
+
+    def _because(self, of_files: bool) -> str:
+        """Why there may be no more of them."""
+        files = self._allowed.files
+        return f"; its limit of open files (`ulimit -n`), {files}, has room for no more" if of_files else ""
 
     # --- the first frame --------------------------------------------------------------------------------------------
 
@@ -145,8 +155,10 @@ class Handshake:
         self._prove(connection, PeerRole.WORKER, str(name).rpartition("/")[2], str(app))
         self._unknown.pop(connection, None)
         self._as_workers[connection] = None
-        if len(self._as_workers) > MAX_WORKERS + (worker in self._of_worker):  # one that comes back takes its own place
-            raise FrameError(f"server {self._me.name} already has {MAX_WORKERS} connections of workers")
+        most = min(MAX_WORKERS, self._allowed.workers)
+        if len(self._as_workers) > most + (worker in self._of_worker):  # one that comes back takes its own place
+            because = self._because(most < MAX_WORKERS)
+            raise FrameError(f"server {self._me.name} already has {most} connections of workers{because}")
         if worker not in self._serving.workers:
             if self._serving.newest.get((str(app), str(name)), 0) > worker:
                 raise RequestError("fenced", _STARTED_AGAIN.format(name))

@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from coordinator import fields
 from coordinator.errors import StoreUnavailable
@@ -20,10 +21,13 @@ from coordinator.store import Store
 from coordinator.view import ClusterConfig
 from elasticps import logs
 from elasticps.coordination import read_tables
+from elasticps.descriptors import NO_LIMIT as MANY
+from elasticps.descriptors import Connections
 from elasticps.errors import SpecError
 from elasticps.security.gate import Gate
 from elasticps.server import fatal
 from elasticps.server.draining import drain
+from elasticps.server.housekeeping import keep_doing
 from elasticps.server.protocol.headroom import NO_LIMIT, Memory
 from elasticps.server.protocol.registered import Entry
 from elasticps.server.replica_links import BEAT_S
@@ -139,7 +143,13 @@ async def _life(around: Surroundings, session: ServerSession) -> AsyncIterator[S
         server.know_tables(await _tables(store))
         listener = await server.streams.create_server(server.connection, sock=around.sock.dup())
         stack.callback(listener.close)
-        for work in (_beat(server), _report(server), _refresh(store, server)):
+        # Reports do not depend on a look at memory: leaders take a server that says nothing to be gone.
+        for work in (
+            keep_doing("a beat", BEAT_S, server.tick),
+            keep_doing("a look at memory", REPORT_S, partial(_look_at_memory, server)),
+            keep_doing("a report", REPORT_S, server.leaders.tell),
+            _refresh(store, server),
+        ):
             task = asyncio.create_task(work)
             task.add_done_callback(fatal.watch)
             stack.callback(task.cancel)
@@ -160,9 +170,10 @@ def plain(
     loop: asyncio.AbstractEventLoop,
     memory: Memory = NO_LIMIT,
     gate: Gate | None = None,
+    allowed: Connections = MANY,
 ) -> Server:
     """A server that measures nothing."""
-    return Server(session.info, cluster, ranges, loop, memory=memory, gate=gate)
+    return Server(session.info, cluster, ranges, loop, memory=memory, gate=gate, allowed=allowed)
 
 
 def resolve(future: asyncio.Future[str], reason: str) -> None:
@@ -171,19 +182,10 @@ def resolve(future: asyncio.Future[str], reason: str) -> None:
         future.set_result(reason)
 
 
-async def _beat(server: Server) -> None:
-    while True:
-        await asyncio.sleep(BEAT_S)
-        server.tick()
-
-
-async def _report(server: Server) -> None:
-    while True:
-        await asyncio.sleep(REPORT_S)
-        server.memory.look()
-        if server.headroom.exceeded:
-            server.executor.perform(server.replica.let_go)
-        server.leaders.tell()
+def _look_at_memory(server: Server) -> None:
+    server.memory.look()
+    if server.headroom.exceeded:
+        server.executor.perform(server.replica.let_go)
 
 
 async def _refresh(store: Store, server: Server) -> None:

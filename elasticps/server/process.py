@@ -23,9 +23,10 @@ from coordinator.url import parse
 from coordinator.view import ClusterConfig, ServerInfo
 from elasticps import store as table_store
 from elasticps.admin.service import start_admin
+from elasticps.descriptors import connections_for, raise_limit
 from elasticps.errors import ConfigError
 from elasticps.kernels import announce, compiled
-from elasticps.memory import find_limit, make_reader, rows_mark
+from elasticps.memory import ENDLESS, Reading, find_limit, make_reader, rows_mark
 from elasticps.security import credentials_of
 from elasticps.security.gate import Gate
 from elasticps.security.identity import Role
@@ -97,6 +98,7 @@ async def serve(
     host_found = found_under(host, advertise, endpoints)
     if hidden(host_found, endpoints):
         log.warning("only this machine can reach the server, and etcd is on another one; --host names its address here")
+    allowed = connections_for(raise_limit())
     for plugin in plugins:
         load_plugin(plugin)
     _warm_elsewhere()
@@ -126,9 +128,9 @@ async def serve(
         address = joined(host_found, sock.getsockname()[1])
         admin_address = joined(host_found, int(admin.address.rpartition(":")[2]))
         memory = _memory(memory_limit)
-        gate = Gate(credentials)
+        gate = Gate(credentials, allowed.unknown)
         tell: Callable[[bool], object] = bool  # nobody
-        build: Build = partial(plain, memory=memory, gate=gate)
+        build: Build = partial(plain, memory=memory, gate=gate, allowed=allowed)
         if metrics_port or measure:
             from elasticps.metrics.server import ServerMetrics  # who serves none need not wait for its import
 
@@ -136,7 +138,7 @@ async def serve(
             if metrics_port:
                 await metrics.start(host, metrics_port)
                 stack.push_async_callback(metrics.close)
-            build = partial(metrics.build, memory=memory, gate=gate)
+            build = partial(metrics.build, memory=memory, gate=gate, allowed=allowed)
             tell = metrics.set_serving
 
         async def show(server: Server | None) -> None:
@@ -182,11 +184,13 @@ def _warm_elsewhere() -> None:
 def _memory(limit: int) -> Memory:
     """ConfigError for a limit that is used up before there is any row."""
     memory = Memory(limit or find_limit(), make_reader())
-    used = 0 if memory.read is None else memory.read().used
-    if limit and used >= rows_mark(limit, 1, 1):
+    now = Reading(0, 0) if memory.read is None else memory.read()
+    used = max(now.used, memory.limit - now.left)
+    if (limit or now.left != ENDLESS) and used >= rows_mark(memory.limit, 1, 1):
+        whose = "--memory-limit" if limit else "a limit of memory (`ulimit -v` or -d) of"
         raise ConfigError(
-            f"--memory-limit {limit:,} bytes: an empty server uses {used:,}, and takes new rows up to "
-            f"{rows_mark(limit, 1, 1):,} of that limit; give it more"
+            f"{whose} {memory.limit:,} bytes: an empty server uses {used:,}, and takes new rows up to "
+            f"{rows_mark(memory.limit, 1, 1):,} of that limit; give it more"
         )
     return memory
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from coordinator import fields
 from coordinator.view import Roster, ServerInfo, View
 from elasticps.checkpoint.filing import Filing, ThreadFiling
+from elasticps.descriptors import NO_LIMIT as MANY
+from elasticps.descriptors import Connections
 from elasticps.security.gate import Gate
 from elasticps.server.checkpoints import ASIDE_BYTES, WORKING_S, Checkpoints
 from elasticps.server.connection import Connection, Role
@@ -62,7 +64,7 @@ class Server:
         self, me: ServerInfo, cluster: str, ranges: int, loop: asyncio.AbstractEventLoop, *,
         log_budget_bytes: int = LOG_BUDGET_BYTES, clock: Callable[[], float] = time.monotonic,
         linger: Linger | None = None, memory: Memory = NO_LIMIT, gate: Gate | None = None,
-        filing: Filing | None = None,
+        filing: Filing | None = None, allowed: Connections = MANY,
     ) -> None:  # fmt: skip
         self.me = me
         self.member = Member(me.name, me.incarnation)
@@ -112,7 +114,7 @@ class Server:
         handlers = {**self.links.handlers, **self.memory.handlers, **held.handlers, **news.handlers}
         self.peer = Role(handlers, self.links.lost)
         self.handshake = Handshake(
-            cluster, serving, held, news, self.links, self.leaders, self.worker, self.peer, cuts.greet
+            cluster, serving, held, news, self.links, self.leaders, self.worker, self.peer, cuts.greet, allowed
         )
         self.subject = Subject(
             me, serving, executor, self.fast, counts, herald, self.delay, self.snapshots, self.headroom,

@@ -80,7 +80,7 @@ def test_the_last_server_ends_at_once(local_cluster: NewCluster, eventually: Eve
         os.kill(one.pid, signal.SIGTERM)
     # Long before the drain's time-out of 60 s, after which they would end too.
     eventually(lambda: not any(one.running for one in cluster.servers))
-    assert any("no server is there that could take what it holds" in cluster.log(name) for name in ("s0", "s1"))
+    assert any("no server stays that could take what it holds" in cluster.log(name) for name in ("s0", "s1"))
 
 
 @pytest.mark.parametrize(

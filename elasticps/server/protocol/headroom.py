@@ -93,7 +93,8 @@ class Headroom:
         what is more than a little of that goes back to the system soon."""
         if self._read is None:
             return
-        used, available = self._read()
+        used, available, left = self._read()
+        used = max(used, self.limit - left)  # what counts for a limit of the process is more than it has in memory
         self.used = max(0, used - min(reusable, self.limit // REUSABLE_SHARE))
         room = min(self.mark - self.used, available - int(SPARE_SHARE * self.limit))
         self._own = Room(room, self._held, self._server, self.used, self.mark, self.limit)

@@ -1,0 +1,85 @@
+"""What a server does beside its work, where the system refuses something."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+
+import pytest
+
+from elasticps import descriptors
+from elasticps.descriptors import Connections, connections_for, raise_limit
+from elasticps.errors import ConfigError
+from elasticps.memory import Reading
+from elasticps.server.housekeeping import keep_doing
+from elasticps.server.protocol.headroom import Headroom, Memory
+from tests.coordinator.support import until
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), MemoryError()])
+def test_what_the_system_refuses_is_logged_once_in_a_while_and_tried_again(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    done: list[int] = []
+
+    def work() -> None:
+        done.append(len(done))
+        if len(done) <= 5:
+            raise error
+
+    async def test() -> None:
+        task = asyncio.create_task(keep_doing("a look", 0.001, work))
+        await until(lambda: len(done) > 8)
+        assert not task.done()
+        task.cancel()
+
+    asyncio.run(test())
+    assert caplog.text.count("the system refuses something, tried again") == 1
+    assert caplog.text.count('the system refuses nothing more what="a look" failures=5') == 1
+
+
+def test_a_mistake_of_ours_is_no_refusal() -> None:
+    def work() -> None:
+        raise KeyError
+
+    async def test() -> None:
+        with pytest.raises(KeyError):
+            await asyncio.wait_for(keep_doing("a look", 0.001, work), 30)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("files", "allowed"),
+    [(144, Connections(12, 2, 144)), (1024, Connections(672, 112, 1024)), (20_000, Connections(13126, 2187, 20_000))],
+)
+def test_connections_leave_descriptors_in_reserve(files: int, allowed: Connections) -> None:
+    assert connections_for(files) == allowed
+    assert allowed.workers + 2 * allowed.unknown + descriptors.RESERVE <= files
+
+
+def test_a_limit_that_leaves_nothing_to_connections_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"may have 143 files open \(`ulimit -n`\).* allow 144 or more"):
+        connections_for(143)
+
+
+def test_a_process_takes_as_many_files_as_it_may_have() -> None:
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+        most = descriptors.MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, descriptors.MOST_FILES)
+        assert raise_limit() == most
+        assert raise_limit() == most
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_what_counts_for_a_limit_of_the_process_is_used() -> None:
+    """Addresses that hold nothing count for `ulimit -v`, so what is in memory says little of what is left."""
+    headroom = Headroom("a", Memory(1000, lambda: Reading(100, 10_000, left=300)))
+    headroom.look(0)
+    assert headroom.used == 700
+    assert headroom.least.nbytes == headroom.mark - 700
+    assert headroom.short == (0.9 * headroom.mark < 700)
